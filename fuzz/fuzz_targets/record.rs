@@ -1,0 +1,25 @@
+//! A record as a guest may write it: opcode and body. Decoding ends in an operation or in `Malformed`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use protocol::ops;
+
+struct Nothing;
+impl ops::device::DeviceOps<()> for Nothing {}
+impl ops::context::ContextOps<()> for Nothing {}
+impl ops::memory::MemoryOps<()> for Nothing {}
+impl ops::copy::CopyOps<()> for Nothing {}
+impl ops::module::ModuleOps<()> for Nothing {}
+impl ops::launch::LaunchOps<()> for Nothing {}
+impl ops::stream::StreamOps<()> for Nothing {}
+impl ops::event::EventOps<()> for Nothing {}
+
+fuzz_target!(|input: (u16, &[u8])| {
+    let (opcode, body) = input;
+    let mut reply = Vec::new();
+    let _ = ops::dispatch(&mut Nothing, &mut (), opcode, body, &mut reply);
+    assert!(reply.is_empty());
+    if let Some(info) = ops::info(opcode) {
+        let _ = (info.visit_data)(body, &mut |_| {});
+    }
+});

@@ -1,0 +1,14 @@
+//! Replies and tables as a server may send them.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use protocol::ops::{self, copy, device, module};
+
+fuzz_target!(|body: &[u8]| {
+    let _ = ops::decode_reply::<device::SessionInfoReply>(body);
+    let _ = ops::decode_reply::<device::DeviceInfoReply>(body);
+    let _ = ops::decode_reply::<device::PeerInfoReply>(body);
+    let _ = ops::decode_reply::<module::FunctionTable>(body);
+    let _ = ops::decode_reply::<module::ModuleLoadReply>(body);
+    let _ = ops::decode_reply::<copy::MemcpyDtoHInlineReply>(body);
+});

@@ -1,0 +1,29 @@
+//! `rgpu-server check`: what a server would find on this machine.
+
+use std::process::ExitCode;
+
+use crate::cli::{Backend, Backing};
+use crate::driver;
+
+/// Prints what is found. Fails when nothing could be served.
+pub fn main(backing: &Backing) -> ExitCode {
+    crate::parent::init_log("error");
+    println!("{}", crate::parent::server_name());
+    if backing.backend != Backend::Software {
+        match driver::cuda::report() {
+            Ok(lines) => lines.iter().for_each(|line| println!("  {line}")),
+            Err(e) => println!("  CUDA: {e}"),
+        }
+    }
+    match driver::make(backing, 0) {
+        Ok(backend) => {
+            let devices = backend.devices();
+            println!("  would serve by {}: {} device(s): {}", backend.name(), devices.len(), devices.join(", "));
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            println!("  cannot serve: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

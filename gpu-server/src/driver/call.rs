@@ -1,0 +1,194 @@
+//! One command being executed, and answers that are given later.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use host_bridge::endpoint::{Client, Incoming, Mapped, Sink, Source};
+use protocol::Status;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::ContextId;
+use protocol::link::{ProgressUpdate, progress};
+use protocol::wire::{Wire, Writer};
+
+/// The context of one call of a [`protocol::ops::Driver`] method.
+pub struct Call {
+    /// The session's client.
+    pub client: Arc<dyn Client>,
+    /// The command.
+    pub seq: u64,
+    /// Its reply slot.
+    pub slot: u16,
+    /// The context whose error it becomes if it fails.
+    pub context: ContextId,
+    /// Number of the next piece of bulk data outside the record.
+    piece: u32,
+    /// Whether the command's place for output was taken.
+    pub sink_taken: bool,
+}
+
+/// Where a command's input is.
+#[derive(Debug)]
+pub enum Input<'a> {
+    /// In the record.
+    Inline(&'a [u8]),
+    /// In mapped memory.
+    Mapped(Mapped),
+    /// On its way.
+    Incoming(Incoming),
+}
+
+impl Input<'_> {
+    /// Bytes in all.
+    pub fn len(&self) -> u64 {
+        match self {
+            Input::Inline(bytes) => bytes.len() as u64,
+            Input::Mapped(mapped) => mapped.len() as u64,
+            Input::Incoming(incoming) => incoming.len(),
+        }
+    }
+
+    /// All bytes, copied here; waits for those that are on their way. At most `limit` of them: more is `CUDA_ERROR_INVALID_VALUE`.
+    pub fn collect(self, limit: u64) -> Result<Vec<u8>, Status> {
+        if self.len() > limit {
+            return Err(Status::INVALID_VALUE);
+        }
+        match self {
+            Input::Inline(bytes) => Ok(bytes.to_vec()),
+            Input::Mapped(mapped) => {
+                let mut bytes = vec![0; mapped.len()];
+                mapped.read(0, &mut bytes);
+                Ok(bytes)
+            }
+            Input::Incoming(incoming) => incoming.collect().map_err(|_| Status::DEVICE_UNAVAILABLE),
+        }
+    }
+}
+
+impl Call {
+    /// A call context for a session.
+    pub fn new(client: Arc<dyn Client>) -> Call {
+        Call { client, seq: 0, slot: 0, context: ContextId(0), piece: 0, sink_taken: false }
+    }
+
+    /// Begins the next command.
+    pub fn begin(&mut self, seq: u64, slot: u16) {
+        self.seq = seq;
+        self.slot = slot;
+        self.context = ContextId(0);
+        self.piece = 0;
+        self.sink_taken = false;
+    }
+
+    /// The command's next piece of bulk data, to be read. To be called in field order with [`Call::output`].
+    pub fn input<'a>(&mut self, data: HostIn<'a>) -> Result<Input<'a>, Status> {
+        match data {
+            HostIn::Inline(bytes) => Ok(Input::Inline(bytes)),
+            HostIn::Range(range) => {
+                let piece = self.piece;
+                self.piece += 1;
+                match self.client.source(self.seq, piece, range)? {
+                    Source::Mapped(mapped) => Ok(Input::Mapped(mapped)),
+                    Source::Incoming(incoming) => Ok(Input::Incoming(incoming)),
+                }
+            }
+        }
+    }
+
+    /// The command's next piece of bulk data, to be written.
+    pub fn output(&mut self, data: HostOut) -> Result<Sink, Status> {
+        let piece = self.piece;
+        self.piece += 1;
+        let sink = self.client.sink(self.seq, piece, data.0)?;
+        self.sink_taken = true;
+        Ok(sink)
+    }
+
+    /// The command's answer, to be given later.
+    pub fn later(&self) -> Pending {
+        Pending {
+            client: Arc::clone(&self.client),
+            seq: self.seq,
+            slot: self.slot,
+            fallback: Mutex::new(Status::DEVICE_UNAVAILABLE),
+            answered: AtomicBool::new(false),
+        }
+    }
+}
+
+/// A `sync` command's answer that is still due. Dropped without one, it answers with its fallback status.
+pub struct Pending {
+    client: Arc<dyn Client>,
+    seq: u64,
+    slot: u16,
+    fallback: Mutex<Status>,
+    answered: AtomicBool,
+}
+
+impl Pending {
+    /// The status to be answered when this is dropped. Of several, the first that is not success stays.
+    pub fn settle(&self, status: Status) {
+        let mut fallback = self.fallback.lock().unwrap_or_else(|e| e.into_inner());
+        if *fallback == Status::DEVICE_UNAVAILABLE || fallback.is_success() {
+            *fallback = status;
+        }
+    }
+
+    /// Answers with a status alone, or, for success, with `reply`.
+    pub fn answer<R: for<'r> Wire<'r>>(&self, result: Result<R, Status>) {
+        if self.answered.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        match result {
+            Ok(reply) => {
+                let mut payload = Vec::new();
+                reply.put(&mut Writer(&mut payload));
+                self.client.reply(self.seq, self.slot, Status::SUCCESS, &payload);
+            }
+            Err(status) => self.client.reply(self.seq, self.slot, status, &[]),
+        }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if !self.answered.swap(true, Ordering::AcqRel) {
+            let status = *self.fallback.lock().unwrap_or_else(|e| e.into_inner());
+            self.client.reply(self.seq, self.slot, status, &[]);
+        }
+    }
+}
+
+/// Publishes contexts' errors.
+#[derive(Clone)]
+pub struct Errors {
+    client: Arc<dyn Client>,
+}
+
+impl Errors {
+    /// For a client.
+    pub fn new(client: Arc<dyn Client>) -> Errors {
+        Errors { client }
+    }
+
+    /// `context` has failed with `status` at command `seq` (0: unknown).
+    pub fn publish(&self, context: ContextId, status: Status, seq: u64) {
+        let sticky = u32::from(is_sticky(status)) << 31;
+        let update = ProgressUpdate { kind: progress::ERROR, index: context.0 | sticky, seq, value: status.0.into() };
+        self.client.publish(&[update]);
+    }
+
+    /// `context` is as new.
+    pub fn clear(&self, context: ContextId) {
+        self.client.publish(&[ProgressUpdate { kind: progress::ERROR, index: context.0, seq: 0, value: 0 }]);
+    }
+
+    /// The stream's word rises to `seq`.
+    pub fn progress(&self, stream: u32, seq: u64) {
+        self.client.publish(&[ProgressUpdate { kind: progress::STREAM, index: stream, seq, value: 0 }]);
+    }
+}
+
+/// Whether CUDA says of this error that it leaves the process in an inconsistent state, so that every later call returns it.
+pub fn is_sticky(status: Status) -> bool {
+    matches!(status.0, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721)
+}

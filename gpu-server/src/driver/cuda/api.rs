@@ -1,0 +1,239 @@
+//! The functions of libcuda that the server uses, found in the library that cudarc's bindings load, with results and enumerations as plain numbers.
+//!
+//! cudarc's own wrappers panic on a missing symbol and take Rust enumerations, of which an unknown value (from a newer driver, or from a client) would be
+//! undefined behaviour; so only its types and its library are used.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use cudarc::driver::sys;
+pub use sys::{CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUlaunchConfig, CUmodule, CUstream};
+
+use protocol::Status;
+
+/// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
+const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
+
+macro_rules! api {
+    ($($name:ident = $symbol:literal ($($arg:ty),*);)*) => {
+        /// Loaded functions, called through [`Api`]'s methods of the same names.
+        pub struct Api {
+            $($name: unsafe extern "C" fn($($arg),*) -> u32,)*
+        }
+
+        impl Api {
+            fn find() -> Result<Api, String> {
+                // SAFETY: libcuda's initializers are trusted; `load` has made sure that there is a library.
+                let library = unsafe { sys::culib() };
+                Ok(Api {
+                    $($name: {
+                        // SAFETY: the symbol has, by CUDA's header, the type of the field.
+                        let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>(concat!($symbol, "\0").as_bytes()) };
+                        *found.map_err(|_| concat!("libcuda lacks ", $symbol, ": the driver is too old (CUDA 12.4 is needed)").to_owned())?
+                    },)*
+                })
+            }
+        }
+
+        api!(@methods $($name = $symbol ($($arg),*);)*);
+    };
+    (@methods $($name:ident = $symbol:literal ($($arg:ty),*);)*) => {
+        impl Api {
+            $(api!(@method $name $symbol ($($arg),*));)*
+        }
+    };
+    (@method $name:ident $symbol:literal ()) => { api!(@write $name $symbol); };
+    (@method $name:ident $symbol:literal ($a:ty)) => { api!(@write $name $symbol a: $a); };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty)) => { api!(@write $name $symbol a: $a, b: $b); };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty)) => { api!(@write $name $symbol a: $a, b: $b, c: $c); };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty)) => { api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d); };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty)) => {
+        api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e);
+    };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty)) => {
+        api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f);
+    };
+    (@write $name:ident $symbol:literal $($arg:ident: $ty:ty),*) => {
+        #[doc = concat!("`", $symbol, "`. A failure is logged.")]
+        ///
+        /// # Safety
+        /// As the driver API says of its arguments.
+        #[allow(dead_code)]
+        pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<(), Status> {
+            // SAFETY: the caller's.
+            let status = Status(unsafe { (self.$name)($($arg),*) });
+            if status.is_success() {
+                return Ok(());
+            }
+            self.complain($symbol, status);
+            Err(status)
+        }
+    };
+}
+
+api! {
+    init = "cuInit" (c_uint);
+    driver_version = "cuDriverGetVersion" (*mut c_int);
+    error_name = "cuGetErrorName" (u32, *mut *const c_char);
+    device_count = "cuDeviceGetCount" (*mut c_int);
+    device_get = "cuDeviceGet" (*mut CUdevice, c_int);
+    device_name = "cuDeviceGetName" (*mut c_char, c_int, CUdevice);
+    device_uuid = "cuDeviceGetUuid_v2" (*mut [u8; 16], CUdevice);
+    device_memory = "cuDeviceTotalMem_v2" (*mut usize, CUdevice);
+    device_attribute = "cuDeviceGetAttribute" (*mut c_int, u32, CUdevice);
+    device_can_access = "cuDeviceCanAccessPeer" (*mut c_int, CUdevice, CUdevice);
+    device_p2p = "cuDeviceGetP2PAttribute" (*mut c_int, u32, CUdevice, CUdevice);
+    primary_retain = "cuDevicePrimaryCtxRetain" (*mut CUcontext, CUdevice);
+    primary_reset = "cuDevicePrimaryCtxReset_v2" (CUdevice);
+    primary_set_flags = "cuDevicePrimaryCtxSetFlags_v2" (CUdevice, c_uint);
+    context_create = "cuCtxCreate_v2" (*mut CUcontext, c_uint, CUdevice);
+    context_destroy = "cuCtxDestroy_v2" (CUcontext);
+    context_set = "cuCtxSetCurrent" (CUcontext);
+    context_priorities = "cuCtxGetStreamPriorityRange" (*mut c_int, *mut c_int);
+    context_get_limit = "cuCtxGetLimit" (*mut usize, u32);
+    context_set_limit = "cuCtxSetLimit" (u32, usize);
+    peer_enable = "cuCtxEnablePeerAccess" (CUcontext, c_uint);
+    peer_disable = "cuCtxDisablePeerAccess" (CUcontext);
+    memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
+    address_reserve = "cuMemAddressReserve" (*mut CUdeviceptr, usize, usize, CUdeviceptr, u64);
+    memory_granularity = "cuMemGetAllocationGranularity" (*mut usize, *const AllocationProp, u32);
+    memory_create = "cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
+    memory_map = "cuMemMap" (CUdeviceptr, usize, usize, u64, u64);
+    memory_access = "cuMemSetAccess" (CUdeviceptr, usize, *const AccessDesc, usize);
+    memory_unmap = "cuMemUnmap" (CUdeviceptr, usize);
+    memory_release = "cuMemRelease" (u64);
+    host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
+    host_unregister = "cuMemHostUnregister" (*mut c_void);
+    host_device_pointer = "cuMemHostGetDevicePointer_v2" (*mut CUdeviceptr, *mut c_void, c_uint);
+    copy_htod = "cuMemcpyHtoDAsync_v2" (CUdeviceptr, *const c_void, usize, CUstream);
+    copy_dtoh = "cuMemcpyDtoHAsync_v2" (*mut c_void, CUdeviceptr, usize, CUstream);
+    copy_dtod = "cuMemcpyDtoDAsync_v2" (CUdeviceptr, CUdeviceptr, usize, CUstream);
+    copy_any = "cuMemcpyAsync" (CUdeviceptr, CUdeviceptr, usize, CUstream);
+    copy_3d = "cuMemcpy3DAsync_v2" (*const CUDA_MEMCPY3D, CUstream);
+    set_8 = "cuMemsetD8Async" (CUdeviceptr, u8, usize, CUstream);
+    set_16 = "cuMemsetD16Async" (CUdeviceptr, u16, usize, CUstream);
+    set_32 = "cuMemsetD32Async" (CUdeviceptr, c_uint, usize, CUstream);
+    set_2d_8 = "cuMemsetD2D8Async" (CUdeviceptr, usize, u8, usize, usize, CUstream);
+    set_2d_16 = "cuMemsetD2D16Async" (CUdeviceptr, usize, u16, usize, usize, CUstream);
+    set_2d_32 = "cuMemsetD2D32Async" (CUdeviceptr, usize, c_uint, usize, usize, CUstream);
+    stream_create = "cuStreamCreateWithPriority" (*mut CUstream, c_uint, c_int);
+    stream_destroy = "cuStreamDestroy_v2" (CUstream);
+    stream_query_raw = "cuStreamQuery" (CUstream);
+    stream_wait_event = "cuStreamWaitEvent" (CUstream, CUevent, c_uint);
+    stream_write = "cuStreamWriteValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
+    stream_wait = "cuStreamWaitValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
+    event_create = "cuEventCreate" (*mut CUevent, c_uint);
+    event_destroy = "cuEventDestroy_v2" (CUevent);
+    event_record = "cuEventRecordWithFlags" (CUevent, CUstream, c_uint);
+    event_elapsed = "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
+    module_load = "cuModuleLoadDataEx" (*mut CUmodule, *const c_void, c_uint, *mut u32, *mut *mut c_void);
+    module_unload = "cuModuleUnload" (CUmodule);
+    module_count = "cuModuleGetFunctionCount" (*mut c_uint, CUmodule);
+    module_functions = "cuModuleEnumerateFunctions" (*mut CUfunction, c_uint, CUmodule);
+    module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
+    function_name = "cuFuncGetName" (*mut *const c_char, CUfunction);
+    function_param_raw = "cuFuncGetParamInfo" (CUfunction, usize, *mut usize, *mut usize);
+    function_attribute = "cuFuncGetAttribute" (*mut c_int, u32, CUfunction);
+    function_set_attribute = "cuFuncSetAttribute" (CUfunction, u32, c_int);
+    function_cache_config = "cuFuncSetCacheConfig" (CUfunction, u32);
+    occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags" (*mut c_int, CUfunction, c_int, usize, c_uint);
+    launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// `CUmemLocation`: type 1 is a device.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Location {
+    kind: u32,
+    id: c_int,
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+pub struct AllocationProp {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+    win32: *mut c_void,
+    flags: [u8; 8],
+}
+
+impl AllocationProp {
+    /// Pinned memory of a device.
+    pub fn device(device: CUdevice) -> AllocationProp {
+        AllocationProp { kind: 1, handle_types: 0, location: Location { kind: 1, id: device }, win32: std::ptr::null_mut(), flags: [0; 8] }
+    }
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+pub struct AccessDesc {
+    location: Location,
+    flags: u32,
+}
+
+impl AccessDesc {
+    /// Reading and writing by a device, or none.
+    pub fn device(device: CUdevice, access: bool) -> AccessDesc {
+        AccessDesc { location: Location { kind: 1, id: device }, flags: if access { 3 } else { 0 } }
+    }
+}
+
+const _: () = {
+    assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
+    assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+};
+
+// SAFETY: function pointers of a library that is never unloaded.
+unsafe impl Sync for Api {}
+
+/// `CU_STREAM_WAIT_VALUE_GEQ`.
+pub const WAIT_AT_LEAST: c_uint = 0;
+
+/// Loads libcuda and initializes it. The error is one line for a person.
+pub fn load() -> Result<&'static Api, String> {
+    static API: std::sync::OnceLock<Result<Api, String>> = std::sync::OnceLock::new();
+    let loaded = API.get_or_init(|| {
+        // SAFETY: loads and unloads libcuda, whose initializers are trusted.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("libcuda.so.1 is not installed: there is no NVIDIA driver on this machine".into());
+        }
+        // SAFETY: as above.
+        let library = unsafe { sys::culib() };
+        // SAFETY: only asked whether it exists, never used.
+        if unsafe { library.get::<*const c_void>(OWN_LIBRARY) }.is_ok() {
+            return Err("the libcuda that is found is rgpu's own, for clients: a server needs NVIDIA's \
+                        (take rgpu's folder out of LD_LIBRARY_PATH)"
+                .into());
+        }
+        let api = Api::find()?;
+        // SAFETY: no requirement.
+        unsafe { api.init(0) }.map_err(|status| format!("cuInit: {}", api.name(status)))?;
+        Ok(api)
+    });
+    loaded.as_ref().map_err(Clone::clone)
+}
+
+impl Api {
+    /// The result's name, as the driver has it.
+    pub fn name(&self, status: Status) -> String {
+        let mut name = std::ptr::null();
+        // SAFETY: writes a pointer to a string that lives for ever, or null.
+        let found = unsafe { (self.error_name)(status.0, &mut name) };
+        if found != 0 || name.is_null() {
+            return status.to_string();
+        }
+        // SAFETY: a NUL-terminated string of the driver's.
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    }
+
+    fn complain(&self, function: &str, status: Status) {
+        match function {
+            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" => {}
+            // Asked of every attribute number there may be.
+            "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
+                tracing::trace!("{function}: {} ({})", self.name(status), status.0);
+            }
+            _ => tracing::warn!("{function}: {} ({})", self.name(status), status.0),
+        }
+    }
+}

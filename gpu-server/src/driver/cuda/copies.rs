@@ -1,0 +1,368 @@
+//! Copies and fills.
+//!
+//! Client memory that a device can reach in place is copied by the device alone. Data over the network, and memory that no device can reach, goes through
+//! [`super::staging`].
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUmemorytype;
+use host_bridge::endpoint::{Landing, Sink};
+use protocol::Status;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::StreamId;
+use protocol::ops::Answer;
+use protocol::ops::copy::*;
+use protocol::wire::Bytes;
+
+use super::Cuda;
+use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
+use super::registration::in_place;
+use super::staging::SLOT;
+use super::streams::Place;
+use crate::driver::call::{Call, Input};
+use crate::driver::rows::{Part, Rows};
+
+/// Pageable memory of up to this many bytes is taken over by the driver before its call returns.
+const TAKEN_AT_ONCE: usize = 64 << 10;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    ToDevice,
+    FromDevice,
+}
+
+/// Enqueues the copy of `len` packed bytes from `offset` of `rows` to or from the memory at `host`.
+///
+/// # Safety
+/// The device rows belong to the session. `host` is valid for `len` bytes until the stream has passed here, or (towards the device) until the
+/// driver has taken it over.
+unsafe fn copy_rows(
+    api: &Api,
+    stream: CUstream,
+    direction: Direction,
+    rows: &Rows,
+    offset: u64,
+    host: NonNull<u8>,
+    len: usize,
+) -> Result<(), Status> {
+    rows.parts(offset, len as u64, |Part { at, offset, width, rows: count }| {
+        // SAFETY: parts lie inside the `len` bytes.
+        let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
+        if count == 1 {
+            // SAFETY: the caller's.
+            return unsafe {
+                match direction {
+                    Direction::ToDevice => api.copy_htod(at, host, width as usize, stream),
+                    Direction::FromDevice => api.copy_dtoh(host, at, width as usize, stream),
+                }
+            };
+        }
+        let mut copy = blank();
+        match direction {
+            Direction::ToDevice => {
+                (copy.srcMemoryType, copy.srcHost, copy.srcPitch) = (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
+                (copy.dstMemoryType, copy.dstDevice, copy.dstPitch) = (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+            }
+            Direction::FromDevice => {
+                (copy.dstMemoryType, copy.dstHost, copy.dstPitch) = (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
+                (copy.srcMemoryType, copy.srcDevice, copy.srcPitch) = (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+            }
+        }
+        (copy.srcHeight, copy.dstHeight) = (count as usize, count as usize);
+        (copy.WidthInBytes, copy.Height, copy.Depth) = (width as usize, count as usize, 1);
+        // SAFETY: the caller's.
+        unsafe { api.copy_3d(&copy, stream) }
+    })
+}
+
+fn blank() -> CUDA_MEMCPY3D {
+    CUDA_MEMCPY3D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcZ: 0,
+        srcLOD: 0,
+        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+        srcHost: std::ptr::null(),
+        srcDevice: 0,
+        srcArray: std::ptr::null_mut(),
+        reserved0: std::ptr::null_mut(),
+        srcPitch: 0,
+        srcHeight: 0,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstZ: 0,
+        dstLOD: 0,
+        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: 0,
+        dstArray: std::ptr::null_mut(),
+        reserved1: std::ptr::null_mut(),
+        dstPitch: 0,
+        dstHeight: 0,
+        WidthInBytes: 0,
+        Height: 0,
+        Depth: 1,
+    }
+}
+
+/// Bytes of a staged chunk: whole rows where that is possible; shorter for a short transfer, whose first chunk can then leave earlier.
+fn chunk_of(rows: &Rows, packed: u64) -> usize {
+    let most = match packed {
+        0..=0x10_0000 => 256 << 10,
+        0x10_0001..=0x80_0000 => 512 << 10,
+        _ => SLOT as u64,
+    };
+    let whole = most / rows.width.max(1) * rows.width;
+    if whole == 0 || rows.height * rows.depth == 1 { most as usize } else { whole as usize }
+}
+
+impl Cuda {
+    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> Result<(), Status> {
+        let place = self.enter(cx, stream)?;
+        let (packed, span) = to.sizes()?;
+        if src.len() != packed {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.check_range(to.at, span)?;
+        if packed == 0 {
+            return Ok(());
+        }
+        match cx.input(src)? {
+            Input::Inline(bytes) => self.upload_at_once(&place, &to, bytes),
+            Input::Mapped(mapped) => {
+                let context = self.context(place.context)?.handle;
+                if in_place(self.api, context, mapped.region()) {
+                    let mut offset = 0;
+                    for (at, len) in mapped.runs() {
+                        // SAFETY: the rows were checked; the run is registered and held until the fence below.
+                        let copied = unsafe { copy_rows(self.api, place.stream, Direction::ToDevice, &to, offset, *at, *len) };
+                        self.note(place.context, copied)?;
+                        offset += *len as u64;
+                    }
+                    let progress = Arc::clone(&place.progress);
+                    return self.fence(&place, cx.seq, move |status| {
+                        progress.complain(status);
+                        drop(mapped);
+                    });
+                }
+                if mapped.len() <= TAKEN_AT_ONCE {
+                    let mut bytes = vec![0; mapped.len()];
+                    mapped.read(0, &mut bytes);
+                    drop(mapped);
+                    return self.upload_at_once(&place, &to, &bytes);
+                }
+                self.upload_staged(cx, &place, &to, packed, |transfer| transfer.feed(mapped))
+            }
+            Input::Incoming(incoming) => self.upload_staged(cx, &place, &to, packed, |transfer| {
+                let landing: Arc<dyn Landing> = Arc::<super::staging::Transfer>::clone(transfer);
+                incoming.land(landing);
+                Ok(())
+            }),
+        }
+    }
+
+    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result<(), Status> {
+        let mut offset = 0;
+        for piece in bytes.chunks(TAKEN_AT_ONCE) {
+            let host = NonNull::from(piece).cast::<u8>();
+            // SAFETY: the rows were checked; pageable memory of this size is taken over before the call returns.
+            let copied = unsafe { copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, host, piece.len()) };
+            self.note(place.context, copied)?;
+            offset += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn upload_staged(
+        &mut self,
+        cx: &Call,
+        place: &Place,
+        to: &Rows,
+        packed: u64,
+        feed: impl FnOnce(&Arc<super::staging::Transfer>) -> Result<(), Status>,
+    ) -> Result<(), Status> {
+        let transfer = self.staging.begin(packed, chunk_of(to, packed), &place.health)?;
+        feed(&transfer)?;
+        for chunk in transfer.inbound() {
+            // SAFETY: registered words and slots that the transfer holds until the fence below; rows that were checked.
+            let enqueued = unsafe {
+                self.api
+                    .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
+                    .and_then(|()| copy_rows(self.api, place.stream, Direction::ToDevice, to, chunk.offset, chunk.at, chunk.len))
+                    .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
+            };
+            self.note(place.context, enqueued)?;
+        }
+        let progress = Arc::clone(&place.progress);
+        self.fence(place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(transfer);
+        })
+    }
+
+    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> Result<(), Status> {
+        let place = self.enter(cx, stream)?;
+        let (packed, span) = from.sizes()?;
+        if dst.0.len != packed {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.check_range(from.at, span)?;
+        let sink = cx.output(dst)?;
+        if packed == 0 {
+            return Ok(());
+        }
+        if let Sink::Mapped(mapped) = &sink {
+            let context = self.context(place.context)?.handle;
+            if in_place(self.api, context, mapped.region()) {
+                let mut offset = 0;
+                for (at, len) in mapped.runs() {
+                    // SAFETY: the rows were checked; the run is registered and held until the fence below.
+                    let copied = unsafe { copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len) };
+                    self.note(place.context, copied)?;
+                    offset += *len as u64;
+                }
+                let progress = Arc::clone(&place.progress);
+                return self.fence(&place, cx.seq, move |status| {
+                    progress.complain(status);
+                    drop(sink);
+                });
+            }
+        }
+        let transfer = self.staging.begin(packed, chunk_of(&from, packed), &place.health)?;
+        self.staging.send(Arc::clone(&transfer), sink);
+        for chunk in transfer.outbound() {
+            // SAFETY: as in `upload_staged`.
+            let enqueued = unsafe {
+                self.api
+                    .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
+                    .and_then(|()| copy_rows(self.api, place.stream, Direction::FromDevice, &from, chunk.offset, chunk.at, chunk.len))
+                    .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
+            };
+            self.note(place.context, enqueued)?;
+        }
+        // What follows on the stream counts as done only when the client has the data.
+        for (word, value) in transfer.all_sent() {
+            // SAFETY: as above.
+            let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
+            self.note(place.context, waits)?;
+        }
+        let progress = Arc::clone(&place.progress);
+        self.fence(&place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(transfer);
+        })
+    }
+}
+
+impl CopyOps<Call> for Cuda {
+    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> Result<(), Status> {
+        let to = Rows::line(op.dst, op.src.len());
+        self.upload(cx, op.stream, to, op.src)
+    }
+
+    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> Result<(), Status> {
+        let from = Rows::line(op.src, op.dst.0.len);
+        self.download(cx, op.stream, from, op.dst)
+    }
+
+    fn memcpy_dtoh_inline(&mut self, cx: &mut Call, op: MemcpyDtoHInline) -> Result<Answer<MemcpyDtoHInlineReply>, Status> {
+        let place = self.enter(cx, op.stream)?;
+        let len = op.len as usize;
+        if len > protocol::channel::MAX_PAYLOAD - 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.check_range(op.src, len as u64)?;
+        if len == 0 {
+            return Ok(Answer::Now(MemcpyDtoHInlineReply { bytes: Bytes(Vec::new()) }));
+        }
+        let transfer = self.staging.begin(len as u64, SLOT, &place.health)?;
+        let Some(chunk) = transfer.outbound().next() else { return Err(Status::UNKNOWN) };
+        // SAFETY: the range was checked; the slot is the transfer's until the fence below.
+        let copied = unsafe { self.api.copy_dtoh(chunk.at.as_ptr().cast(), op.src, len, place.stream) };
+        self.note(place.context, copied)?;
+        let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
+        self.fence(&place, cx.seq, move |status| {
+            progress.complain(status);
+            pending.answer(status.ok().map(|()| {
+                let slot = transfer.outbound().next().map(|chunk| chunk.at);
+                // SAFETY: the stream has written the slot's first `len` bytes, and the transfer still holds it.
+                let bytes = slot.map_or_else(Vec::new, |at| unsafe { std::slice::from_raw_parts(at.as_ptr(), len) }.to_vec());
+                MemcpyDtoHInlineReply { bytes: Bytes(bytes) }
+            }));
+        })?;
+        Ok(Answer::Later)
+    }
+
+    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        self.check_range(op.dst, op.len)?;
+        self.check_range(op.src, op.len)?;
+        // SAFETY: ranges of this session; they may lie on two devices.
+        let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, place.stream) };
+        self.note(place.context, copied)
+    }
+
+    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> Result<(), Status> {
+        self.upload(cx, op.stream, Rows::of(&op.dst, op.extent), op.src)
+    }
+
+    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> Result<(), Status> {
+        self.download(cx, op.stream, Rows::of(&op.src, op.extent), op.dst)
+    }
+
+    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
+        let (packed, from_span) = source.sizes()?;
+        let (_, to_span) = target.sizes()?;
+        self.check_range(source.at, from_span)?;
+        self.check_range(target.at, to_span)?;
+        if packed == 0 {
+            return Ok(());
+        }
+        // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
+        for z in 0..source.depth {
+            let mut copy = blank();
+            (copy.srcDevice, copy.srcPitch, copy.srcHeight) =
+                (source.at + z * source.slice, source.pitch.max(source.width) as usize, source.height as usize);
+            (copy.dstDevice, copy.dstPitch, copy.dstHeight) =
+                (target.at + z * target.slice, target.pitch.max(target.width) as usize, target.height as usize);
+            (copy.WidthInBytes, copy.Height, copy.Depth) = (source.width as usize, source.height as usize, 1);
+            // SAFETY: ranges of this session.
+            let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
+            self.note(place.context, copied)?;
+        }
+        Ok(())
+    }
+
+    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        if !matches!(op.element, 1 | 2 | 4) || op.dst % u64::from(op.element) != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;
+        let pitch = if op.height > 1 { op.pitch } else { width };
+        let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
+        let (packed, span) = rows.sizes()?;
+        self.check_range(op.dst, span)?;
+        if packed == 0 {
+            return Ok(());
+        }
+        let (api, stream, dst, value) = (self.api, place.stream, op.dst, op.value);
+        let (pitch, width, height) = (pitch as usize, op.width as usize, op.height as usize);
+        // SAFETY: a range of this session, aligned to its elements.
+        let set = unsafe {
+            match (op.element, height) {
+                (1, 1) => api.set_8(dst, value as u8, width, stream),
+                (2, 1) => api.set_16(dst, value as u16, width, stream),
+                (4, 1) => api.set_32(dst, value, width, stream),
+                (1, _) => api.set_2d_8(dst, pitch, value as u8, width, height, stream),
+                (2, _) => api.set_2d_16(dst, pitch, value as u16, width, height, stream),
+                _ => api.set_2d_32(dst, pitch, value, width, height, stream),
+            }
+        };
+        self.note(place.context, set)
+    }
+}

@@ -1,0 +1,305 @@
+//! How the server learns what a stream has done: words in page-locked memory that streams write, and one thread that reads them.
+//!
+//! ```text
+//!  dispatcher: … work …, WriteValue(word, seq)   ──GPU──▶  word ≥ seq
+//!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
+//! ```
+//!
+//! The completer sleeps while nothing is awaited. While something is, it polls; when nothing comes for a while it naps between polls, and asks each context
+//! concerned whether it has failed: then everything awaited there ends with the context's error.
+
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use protocol::Status;
+
+use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
+
+/// Words in all: streams, staging slots and tickets.
+const WORDS: usize = 16 << 10;
+/// Polls at full speed for this long after something happened.
+const BUSY: Duration = Duration::from_micros(300);
+/// Then naps this long between polls.
+const NAP: Duration = Duration::from_micros(20);
+/// Asks contexts for errors this often while nothing happens.
+const HEALTH: Duration = Duration::from_millis(1);
+
+/// Page-locked memory of this process: registered with CUDA, so that every context's streams read and write it.
+pub struct Pinned {
+    at: NonNull<u8>,
+    len: usize,
+    device: CUdeviceptr,
+}
+
+// SAFETY: plain memory; who writes what is the users' protocol.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// `len` zeroed bytes, registered in the current context.
+    pub fn new(api: &Api, len: usize) -> Result<Pinned, Status> {
+        // SAFETY: a fresh anonymous mapping.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        let at = if at == libc::MAP_FAILED { None } else { NonNull::new(at.cast::<u8>()) };
+        let mut pinned = Pinned { at: at.ok_or(Status::OUT_OF_MEMORY)?, len, device: 0 };
+        pinned.register(api)?;
+        Ok(pinned)
+    }
+
+    /// Registers it with the current context, again after the one before was reset.
+    pub fn register(&mut self, api: &Api) -> Result<(), Status> {
+        // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable, device-mapped.
+        unsafe {
+            api.host_register(self.at.as_ptr().cast(), self.len, 3)?;
+            api.host_device_pointer(&mut self.device, self.at.as_ptr().cast(), 0)
+        }
+    }
+
+    /// Its address for the host.
+    pub fn host(&self, offset: usize) -> NonNull<u8> {
+        debug_assert!(offset < self.len);
+        // SAFETY: inside the mapping.
+        unsafe { self.at.add(offset) }
+    }
+
+    /// Its address for devices.
+    pub fn device(&self, offset: usize) -> CUdeviceptr {
+        self.device + offset as u64
+    }
+}
+
+/// The words.
+pub struct Words {
+    memory: Mutex<Pinned>,
+    host: NonNull<AtomicU64>,
+    free: Mutex<Vec<u32>>,
+}
+
+// SAFETY: `host` points to atomics in memory that is never unmapped.
+unsafe impl Send for Words {}
+// SAFETY: as above.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// All words, zero.
+    pub fn new(api: &Api) -> Result<Arc<Words>, Status> {
+        let memory = Pinned::new(api, WORDS * 8)?;
+        let host = memory.host(0).cast();
+        Ok(Arc::new(Words { memory: Mutex::new(memory), host, free: Mutex::new((0..WORDS as u32).rev().collect()) }))
+    }
+
+    /// See [`Pinned::register`].
+    pub fn register(&self, api: &Api) -> Result<(), Status> {
+        self.memory.lock().unwrap_or_else(|e| e.into_inner()).register(api)
+    }
+
+    /// A word that is 0, the caller's until it is dropped.
+    pub fn take(self: &Arc<Words>) -> Result<Word, Status> {
+        let index = self.free.lock().unwrap_or_else(|e| e.into_inner()).pop().ok_or(Status::OUT_OF_MEMORY)?;
+        let word = Word { words: Arc::clone(self), index };
+        word.set(0);
+        Ok(word)
+    }
+}
+
+/// One word.
+pub struct Word {
+    words: Arc<Words>,
+    index: u32,
+}
+
+impl Word {
+    fn at(&self) -> &AtomicU64 {
+        // SAFETY: inside the array, whose memory is never unmapped; 8-aligned.
+        unsafe { self.words.host.add(self.index as usize).as_ref() }
+    }
+
+    /// What it holds.
+    #[inline]
+    pub fn get(&self) -> u64 {
+        self.at().load(Ordering::Acquire)
+    }
+
+    /// Writes it, for streams that wait for it.
+    pub fn set(&self, value: u64) {
+        self.at().store(value, Ordering::Release);
+    }
+
+    /// Its address for streams.
+    pub fn address(&self) -> CUdeviceptr {
+        self.words.memory.lock().unwrap_or_else(|e| e.into_inner()).device(self.index as usize * 8)
+    }
+}
+
+impl Drop for Word {
+    fn drop(&mut self) {
+        self.words.free.lock().unwrap_or_else(|e| e.into_inner()).push(self.index);
+    }
+}
+
+/// Whether a context can still be used; shared with everybody who waits for its streams.
+pub struct Health {
+    /// The context.
+    pub context: Mutex<CUcontextSend>,
+    failed: AtomicU32,
+}
+
+/// A context's handle, which any thread may use.
+#[derive(Clone, Copy)]
+pub struct CUcontextSend(pub CUcontext, pub CUstream);
+
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for CUcontextSend {}
+
+impl Health {
+    /// Of a healthy context, with a stream of it that is never used for work.
+    pub fn new(context: CUcontext, probe: CUstream) -> Arc<Health> {
+        Arc::new(Health { context: Mutex::new(CUcontextSend(context, probe)), failed: AtomicU32::new(0) })
+    }
+
+    /// Its error, if it has failed.
+    #[inline]
+    pub fn check(&self) -> Result<(), Status> {
+        Status(self.failed.load(Ordering::Acquire)).ok()
+    }
+
+    /// Notes that it has failed.
+    pub fn fail(&self, status: Status) {
+        // The first error stays.
+        let _ = self.failed.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Asks the driver.
+    fn ask(&self, api: &Api) {
+        if self.check().is_err() {
+            return;
+        }
+        let CUcontextSend(context, probe) = *self.context.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: a live context and a stream of it: both go only after everything awaited there has ended.
+        let result = unsafe { api.context_set(context).and_then(|()| api.stream_query_raw(probe)) };
+        match result {
+            Err(status) if status != Status::NOT_READY => {
+                tracing::warn!("a context has failed: {} ({})", api.name(status), status.0);
+                self.fail(status);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Called when what was awaited has come (with success), or cannot come any more (with the context's error).
+pub type End = Box<dyn FnOnce(Status) + Send>;
+
+struct Awaited {
+    word: Arc<Word>,
+    value: u64,
+    health: Arc<Health>,
+    end: End,
+    ready: bool,
+}
+
+/// The thread that calls ends, and what it awaits.
+pub struct Completer {
+    new: Mutex<Vec<Awaited>>,
+    wake: Condvar,
+    /// How many there are in `new`, for a look without the lock.
+    count: AtomicU32,
+    over: AtomicBool,
+}
+
+impl Completer {
+    /// Starts the thread.
+    pub fn start(api: &'static Api) -> std::io::Result<Arc<Completer>> {
+        let completer =
+            Arc::new(Completer { new: Mutex::default(), wake: Condvar::new(), count: AtomicU32::new(0), over: AtomicBool::new(false) });
+        let run = Arc::clone(&completer);
+        std::thread::Builder::new().name("rgpu-completer".into()).spawn(move || run.run(api))?;
+        Ok(completer)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Awaited>> {
+        self.new.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Calls `end` when `word` has come to `value`, from the completer's thread. Ends of one word are called in the order of their values.
+    pub fn when(&self, word: &Arc<Word>, value: u64, health: &Arc<Health>, end: End) {
+        let mut new = self.lock();
+        new.push(Awaited { word: Arc::clone(word), value, health: Arc::clone(health), end, ready: false });
+        self.count.store(new.len() as u32, Ordering::Release);
+        drop(new);
+        self.wake.notify_one();
+    }
+
+    /// Calls no more ends; those awaited are dropped.
+    pub fn stop(&self) {
+        self.over.store(true, Ordering::Release);
+        self.wake.notify_one();
+    }
+
+    fn run(&self, api: &Api) {
+        // Naps are short: the kernel's usual 50 µs of slack would more than double them.
+        // SAFETY: changes this thread's timer slack alone.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
+        let mut awaited: Vec<Awaited> = Vec::new();
+        let mut ready: Vec<Awaited> = Vec::new();
+        let mut moved = Instant::now();
+        let mut asked = moved;
+        while !self.over.load(Ordering::Acquire) {
+            if self.count.load(Ordering::Acquire) > 0 || awaited.is_empty() {
+                let mut new = self.lock();
+                while new.is_empty() && awaited.is_empty() && !self.over.load(Ordering::Acquire) {
+                    new = self.wake.wait(new).unwrap_or_else(|e| e.into_inner());
+                }
+                awaited.append(&mut new);
+                self.count.store(0, Ordering::Release);
+                moved = Instant::now();
+            }
+            // Looked at from the last to the first: a word that rises meanwhile never makes a later end ready without the earlier ones.
+            for a in awaited.iter_mut().rev() {
+                a.ready = a.word.get() >= a.value || a.health.check().is_err();
+            }
+            ready.extend(awaited.extract_if(.., |a| a.ready));
+            if ready.is_empty() {
+                let quiet = moved.elapsed();
+                if quiet > BUSY {
+                    if asked.elapsed() > HEALTH {
+                        ask_all(&awaited, api);
+                        asked = Instant::now();
+                    }
+                    std::thread::sleep(NAP);
+                } else {
+                    std::hint::spin_loop();
+                }
+                continue;
+            }
+            moved = Instant::now();
+            // Stable: ends of one word keep their order, and so do ends that were asked for one after the other.
+            for done in ready.drain(..) {
+                let reached = done.word.get() >= done.value;
+                let status = if reached { Status::SUCCESS } else { done.health.check().err().unwrap_or(Status::UNKNOWN) };
+                (done.end)(status);
+            }
+        }
+    }
+}
+
+fn ask_all(awaited: &[Awaited], api: &Api) {
+    let mut seen: HashMap<*const Health, &Arc<Health>> = HashMap::new();
+    for a in awaited {
+        seen.entry(Arc::as_ptr(&a.health)).or_insert(&a.health);
+    }
+    seen.values().for_each(|health| health.ask(api));
+}

@@ -1,0 +1,373 @@
+//! Modules, functions, launches.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::Arc;
+
+use host_bridge::endpoint::Sink;
+use protocol::Status;
+use protocol::handle::{ContextId, FunctionId};
+use protocol::ops::Answer;
+use protocol::ops::launch::*;
+use protocol::ops::module::*;
+use protocol::wire::{Wire, Writer};
+
+use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue};
+
+use super::Cuda;
+use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule};
+use super::ranges::Ranges;
+use crate::driver::call::Call;
+
+/// Bytes of an image at most.
+const MAX_IMAGE: u64 = 4 << 30;
+/// Function attributes are told for modules of up to this many functions: asking for them makes the driver load each.
+const TELL_ATTRIBUTES: usize = 64;
+/// Number of function attributes.
+const ATTRIBUTES: u32 = 16;
+/// In place of an attribute: `cuFuncSetCacheConfig`.
+const CACHE_CONFIG: u32 = 0x1_0000;
+/// Bytes of each JIT log, NUL included; together with the reply's other fields they fit a reply.
+const LOG: usize = 3072;
+
+// `CUjit_option`.
+const INFO_LOG: u32 = 3;
+const INFO_LOG_SIZE: u32 = 4;
+const ERROR_LOG: u32 = 5;
+const ERROR_LOG_SIZE: u32 = 6;
+
+/// A loaded module.
+pub(super) struct LoadedModule {
+    pub(super) context: u32,
+    handle: CUmodule,
+    functions: Vec<Function>,
+    /// The function table's wire form.
+    table: Vec<u8>,
+    /// Variables that the client has asked for.
+    pub(super) globals: Ranges,
+}
+
+struct Function {
+    handle: CUfunction,
+    params: Vec<Param>,
+}
+
+fn text(pointer: *const c_char) -> String {
+    if pointer.is_null() {
+        return String::new();
+    }
+    // SAFETY: a NUL-terminated string of the driver's, alive as long as the function.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionInfo, Status> {
+    let mut name = std::ptr::null();
+    // SAFETY: a function of a loaded module; writes a pointer.
+    unsafe { api.function_name(&mut name, handle) }?;
+    let mut params = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: writes two integers; an index beyond the last parameter is answered CUDA_ERROR_INVALID_VALUE.
+        match unsafe { api.function_param_raw(handle, params.len(), &mut offset, &mut size) } {
+            Ok(()) => params.push(Param { offset: offset as u32, size: size as u32 }),
+            Err(Status::INVALID_VALUE) => break,
+            Err(status) => return Err(status),
+        }
+    }
+    let read = |number| {
+        let mut value = 0;
+        // SAFETY: writes one integer.
+        unsafe { api.function_attribute(&mut value, number, handle) }.ok().map(|()| value)
+    };
+    let attributes = if attributes { (0..ATTRIBUTES).map_while(read).collect() } else { Vec::new() };
+    Ok(FunctionInfo { name: text(name), params, attributes })
+}
+
+fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), Status> {
+    let mut count = 0;
+    // SAFETY: writes one integer.
+    unsafe { api.module_count(&mut count, module) }?;
+    let mut handles: Vec<CUfunction> = vec![std::ptr::null_mut(); count as usize];
+    if count > 0 {
+        // SAFETY: room for `count` handles.
+        unsafe { api.module_functions(handles.as_mut_ptr(), count, module) }?;
+    }
+    let tell = handles.len() <= TELL_ATTRIBUTES;
+    let mut functions = Vec::with_capacity(handles.len());
+    let mut table = FunctionTable { functions: Vec::with_capacity(handles.len()) };
+    for handle in handles {
+        let info = describe(api, handle, tell)?;
+        functions.push(Function { handle, params: info.params.clone() });
+        table.functions.push(info);
+    }
+    let mut bytes = Vec::new();
+    table.put(&mut Writer(&mut bytes));
+    Ok((functions, bytes))
+}
+
+/// Writes `bytes` to the command's output if they fit.
+fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) -> Result<(), Status> {
+    if bytes.len() as u64 > room.0.len {
+        return Ok(());
+    }
+    match cx.output(room)? {
+        Sink::Mapped(mapped) => mapped.write(0, bytes),
+        Sink::Outgoing(outgoing) => outgoing.send(0, 0, bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
+    }
+    Ok(())
+}
+
+/// Where an image stops; the driver reads to an end that it finds in the image itself, so one that says that it is longer than what came is refused.
+fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
+    let word = |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
+    let half = |at: usize| image.get(at..at + 2).and_then(|b| b.first_chunk::<2>()).map(|b| u16::from_le_bytes(*b));
+    let end = match image.first_chunk::<4>() {
+        // A fat binary: header of 16 bytes, size of the rest at 8.
+        Some([0x50, 0xed, 0x55, 0xba]) => word(8).and_then(|size| size.checked_add(16)),
+        // ELF: the section headers come last, or at least must lie inside.
+        Some([0x7f, b'E', b'L', b'F']) => word(0x28).zip(half(0x3a)).zip(half(0x3c)).and_then(|((at, each), n)| {
+            at.checked_add(u64::from(each) * u64::from(n))
+        }),
+        // PTX: text, to a NUL.
+        _ => {
+            image.push(0);
+            Some(0)
+        }
+    };
+    match end {
+        Some(end) if end <= image.len() as u64 => Ok(image),
+        _ => Err(Status::INVALID_IMAGE),
+    }
+}
+
+impl Cuda {
+    fn function(&self, cx: &mut Call, id: FunctionId) -> Result<&Function, Status> {
+        let module = self.modules.get(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(module.context);
+        module.functions.get(id.index() as usize).ok_or(Status::INVALID_HANDLE)
+    }
+
+    fn load(&mut self, context: ContextId, options: &[JitOption], image: &[u8]) -> Result<(CUmodule, String), Status> {
+        let mut logs = [vec![0u8; LOG], vec![0u8; LOG]];
+        let (mut numbers, mut values) = (Vec::new(), Vec::<*mut c_void>::new());
+        for option in options {
+            // Integers only; what names memory of the client's means nothing here: wall time, logs, symbols.
+            if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33) {
+                numbers.push(option.option);
+                values.push(option.value as *mut c_void);
+            } else if !matches!(option.option, 2..=6) {
+                tracing::warn!(option = option.option, "JIT option refused");
+                return Err(Status::NOT_SUPPORTED);
+            }
+        }
+        let [info, error] = &mut logs;
+        numbers.extend([INFO_LOG, INFO_LOG_SIZE, ERROR_LOG, ERROR_LOG_SIZE]);
+        values.extend([info.as_mut_ptr().cast(), LOG as *mut c_void, error.as_mut_ptr().cast(), LOG as *mut c_void]);
+        let mut module: CUmodule = std::ptr::null_mut();
+        let count = numbers.len() as u32;
+        // SAFETY: the image is whole (see `whole`) and NUL-terminated where it is text; the logs have the room that the options say.
+        let loaded = unsafe {
+            self.api.module_load(&mut module, image.as_ptr().cast(), count, numbers.as_mut_ptr(), values.as_mut_ptr())
+        };
+        let [info, error] = logs.map(|log| {
+            let end = log.iter().position(|b| *b == 0).unwrap_or(LOG);
+            String::from_utf8_lossy(&log[..end]).into_owned()
+        });
+        if loaded.is_err() && !error.is_empty() {
+            tracing::warn!("module refused: {}", error.trim_end());
+        }
+        self.note(context, loaded)?;
+        Ok((module, info))
+    }
+}
+
+impl ModuleOps<Call> for Cuda {
+    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Result<Answer<ModuleLoadReply>, Status> {
+        cx.context = op.context;
+        if self.modules.contains_key(&op.module.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let image = whole(cx.input(op.image)?.collect(MAX_IMAGE)?)?;
+        self.enter_context(op.context)?;
+        let (handle, info_log) = self.load(op.context, &op.options, &image)?;
+        let described = functions(self.api, handle);
+        let (functions, table) = match self.note(op.context, described) {
+            Ok(described) => described,
+            Err(status) => {
+                // SAFETY: loaded above, known to nobody.
+                let _ = unsafe { self.api.module_unload(handle) };
+                return Err(status);
+            }
+        };
+        let info_size = table.len() as u64;
+        let written = write_if_it_fits(cx, op.info, &table);
+        let loaded = LoadedModule { context: op.context.0, handle, functions, table, globals: Ranges::default() };
+        self.modules.insert(op.module.0, loaded);
+        written?;
+        Ok(Answer::Now(ModuleLoadReply { info_size, info_log }))
+    }
+
+    fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {
+        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(module.context);
+        write_if_it_fits(cx, op.info, &module.table)?;
+        Ok(Answer::Now(ModuleInfoReply { info_size: module.table.len() as u64 }))
+    }
+
+    fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result<(), Status> {
+        let module = self.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(module.context);
+        self.enter_context(cx.context)?;
+        // The driver waits for the context's work; the dispatcher must not, so the completer calls it when that work is done.
+        let (api, handle) = (self.api, module.handle as usize);
+        let health = Arc::clone(&self.context(cx.context)?.health);
+        let device = self.context(cx.context)?.device;
+        self.after_device(device, cx.seq, move |status| {
+            if status.is_success() {
+                let context = health.context.lock().unwrap_or_else(|e| e.into_inner()).0;
+                // SAFETY: a live context, and its module, which is out of the table.
+                let _ = unsafe { api.context_set(context).and_then(|()| api.module_unload(handle as CUmodule)) };
+            }
+        });
+        Ok(())
+    }
+
+    fn module_get_global<'a>(&mut self, cx: &mut Call, op: ModuleGetGlobal<'a>) -> Result<Answer<ModuleGetGlobalReply>, Status> {
+        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(module.context);
+        let handle = module.handle;
+        let name = CString::new(op.name).map_err(|_| Status::INVALID_VALUE)?;
+        self.enter_context(cx.context)?;
+        let (mut address, mut size) = (0, 0);
+        // SAFETY: a live module; writes two integers.
+        let found = unsafe { self.api.module_global(&mut address, &mut size, handle, name.as_ptr()) };
+        self.note(cx.context, found)?;
+        if let Some(module) = self.modules.get_mut(&op.module.0) {
+            // Known already when it is asked for again.
+            module.globals.insert(address, size as u64);
+        }
+        Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64 }))
+    }
+
+    fn function_set_attribute(&mut self, cx: &mut Call, op: FunctionSetAttribute) -> Result<Answer<FunctionSetAttributeReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        // SAFETY: a live function.
+        let set = unsafe {
+            match op.attribute {
+                CACHE_CONFIG => self.api.function_cache_config(handle, op.value as u32),
+                attribute => self.api.function_set_attribute(handle, attribute, op.value),
+            }
+        };
+        self.note(cx.context, set)?;
+        Ok(Answer::Now(FunctionSetAttributeReply {}))
+    }
+
+    fn function_get_attribute(&mut self, cx: &mut Call, op: FunctionGetAttribute) -> Result<Answer<FunctionGetAttributeReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        let mut value = 0;
+        // SAFETY: a live function; writes one integer.
+        let read = unsafe { self.api.function_attribute(&mut value, op.attribute, handle) };
+        self.note(cx.context, read)?;
+        Ok(Answer::Now(FunctionGetAttributeReply { value }))
+    }
+
+    fn occupancy_max_active_blocks(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyMaxActiveBlocks,
+    ) -> Result<Answer<OccupancyMaxActiveBlocksReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        let size = i32::try_from(op.block_size).map_err(|_| Status::INVALID_VALUE)?;
+        let mut blocks = 0;
+        // SAFETY: a live function; writes one integer.
+        let read = unsafe { self.api.occupancy(&mut blocks, handle, size, op.dynamic_shared as usize, op.flags) };
+        self.note(cx.context, read)?;
+        Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks }))
+    }
+}
+
+/// The attributes that pass as they are: their values hold no handle. (An access policy's window is an address of this session's device, a hint.)
+fn known(id: u32) -> Option<CUlaunchAttributeID> {
+    Some(match id {
+        0 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
+        1 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW,
+        2 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        3 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY,
+        4 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        5 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
+        6 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        8 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PRIORITY,
+        9 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP,
+        10 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN,
+        11 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION,
+        14 => CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+        _ => return None,
+    })
+}
+
+impl LaunchOps<Call> for Cuda {
+    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let mut attributes = Vec::with_capacity(op.attributes.len());
+        for attribute in &op.attributes {
+            let id = known(attribute.id).ok_or_else(|| {
+                tracing::warn!(attribute = attribute.id, "launch attribute refused: it names an object, or is not known");
+                Status::NOT_SUPPORTED
+            })?;
+            let value = CUlaunchAttributeValue { pad: attribute.value.map(|b| b as c_char) };
+            attributes.push(CUlaunchAttribute { id, pad: [0; 4], value });
+        }
+        let function = self.function(cx, op.function)?;
+        if cx.context != place.context {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let mut pointers: Vec<*mut c_void> = Vec::with_capacity(function.params.len());
+        for param in &function.params {
+            let (offset, size) = (param.offset as usize, param.size as usize);
+            let bytes = offset.checked_add(size).and_then(|end| op.params.get(offset..end)).ok_or(Status::INVALID_VALUE)?;
+            pointers.push(bytes.as_ptr().cast_mut().cast());
+        }
+        let config = CUlaunchConfig {
+            gridDimX: op.grid[0],
+            gridDimY: op.grid[1],
+            gridDimZ: op.grid[2],
+            blockDimX: op.block[0],
+            blockDimY: op.block[1],
+            blockDimZ: op.block[2],
+            sharedMemBytes: op.dynamic_shared,
+            hStream: place.stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
+        // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
+        // which the driver copies before it returns.
+        let launched = unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
+        self.note(place.context, launched)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_that_claims_to_be_longer_than_it_is_is_refused() {
+        let mut fat = vec![0x50, 0xed, 0x55, 0xba, 1, 0, 16, 0];
+        fat.extend_from_slice(&8u64.to_le_bytes());
+        assert_eq!(whole(fat.clone()), Err(Status::INVALID_IMAGE));
+        fat.extend_from_slice(&[0; 8]);
+        assert!(whole(fat.clone()).is_ok());
+        fat[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert_eq!(whole(fat), Err(Status::INVALID_IMAGE));
+        let mut elf = vec![0; 64];
+        elf[..4].copy_from_slice(b"\x7fELF");
+        elf[0x28..0x30].copy_from_slice(&64u64.to_le_bytes());
+        elf[0x3a] = 64;
+        assert!(whole(elf.clone()).is_ok());
+        elf[0x3c] = 1;
+        assert_eq!(whole(elf), Err(Status::INVALID_IMAGE));
+        assert_eq!(whole(b".version 8.0".to_vec()).unwrap().last(), Some(&0));
+    }
+}

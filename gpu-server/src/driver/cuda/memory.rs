@@ -1,0 +1,150 @@
+//! Device memory: backed piece by piece inside each device's window.
+
+use protocol::Status;
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::memory::*;
+
+use super::Cuda;
+use super::api::{AccessDesc, AllocationProp};
+use crate::driver::call::Call;
+
+impl Cuda {
+    /// The ordinal of the device whose window holds an address.
+    fn ordinal_of(&self, address: u64) -> Option<u32> {
+        let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
+        (ordinal < self.devices.len() as u64).then_some(ordinal as u32)
+    }
+
+    /// Checks that `len` bytes from `address` are one allocation's, or one variable's of this session.
+    pub(super) fn check_range(&self, address: u64, len: u64) -> Result<(), Status> {
+        let found = match self.ordinal_of(address) {
+            Some(ordinal) => self.device(ordinal)?.allocations.holds(address, len),
+            None => self.modules.values().any(|m| m.globals.holds(address, len)),
+        };
+        if found || len == 0 { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    /// Lets `device` access the memory of `owner`, or no more.
+    pub(super) fn grant(&mut self, owner: u32, device: u32, access: bool) -> Result<(), Status> {
+        let handle = self.device(device)?.handle;
+        let desc = AccessDesc::device(handle, access);
+        let pieces: Vec<(u64, u64)> = self.device(owner)?.backed.iter().collect();
+        for (address, size) in pieces {
+            // SAFETY: a range that is backed whole.
+            unsafe { self.api.memory_access(address, size as usize, &desc, 1) }?;
+        }
+        let owner = self.devices.get_mut(owner as usize).ok_or(Status::INVALID_DEVICE)?;
+        owner.peers.retain(|p| *p != device);
+        if access {
+            owner.peers.push(device);
+        }
+        Ok(())
+    }
+
+    fn back(&mut self, op: &MemGrow) -> Result<(), Status> {
+        let handle = self.device(op.device)?.handle;
+        let size = op.size as usize;
+        let prop = AllocationProp::device(handle);
+        let access = self.access(op.device)?;
+        let mut memory = 0;
+        // SAFETY: a valid description; the range was checked to lie in the reserved window and to be free.
+        unsafe {
+            self.api.memory_create(&mut memory, size, &prop, 0)?;
+            let mapped = self.api.memory_map(op.address, size, 0, memory, 0);
+            // The mapping keeps the memory from now on; without one it goes at once.
+            let released = self.api.memory_release(memory);
+            mapped.and(released)?;
+            if let Err(status) = self.api.memory_access(op.address, size, access.as_ptr(), access.len()) {
+                let _ = self.api.memory_unmap(op.address, size);
+                return Err(status);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back everything in a device's window.
+    pub(super) fn unback_all(&mut self, ordinal: u32) {
+        let Some(device) = self.devices.get_mut(ordinal as usize) else { return };
+        let backed = std::mem::take(&mut device.backed);
+        device.allocations = Default::default();
+        device.peers.clear();
+        for (address, size) in backed.iter() {
+            // SAFETY: mapped by `back`, in one piece. A context that has failed may refuse; its reset follows.
+            let _ = unsafe { self.api.memory_unmap(address, size as usize) };
+        }
+    }
+}
+
+impl MemoryOps<Call> for Cuda {
+    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
+        cx.context = ContextId(op.device);
+        let held = crate::driver::Backend::device_memory(self);
+        let device = self.device(op.device)?;
+        let first = window(op.device);
+        let end = op.address.checked_add(op.size).ok_or(Status::INVALID_VALUE)?;
+        let aligned = op.size > 0 && op.size % device.granule == 0 && op.address % device.granule == 0;
+        if op.address < first || end > first + WINDOW_SIZE || !aligned || device.backed.touches(op.address, op.size) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
+            tracing::info!(bytes = op.size, held, limit = self.memory_limit, "refused: beyond the session's memory limit");
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        self.enter_context(ContextId(op.device))?;
+        self.back(&op)?;
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        device.backed.insert(op.address, op.size);
+        Ok(Answer::Now(MemGrowReply {}))
+    }
+
+    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
+        cx.context = ContextId(op.device);
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        if device.backed.at(op.address) != Some(op.size) || device.allocations.touches(op.address, op.size) {
+            return Err(Status::INVALID_VALUE);
+        }
+        device.backed.remove(op.address);
+        let api = self.api;
+        let pending = cx.later();
+        self.after_device(op.device, cx.seq, move |_| {
+            // SAFETY: mapped by `back`, in one piece, out of the table since; all work that may have used it is done.
+            let unmapped = unsafe { api.memory_unmap(op.address, op.size as usize) };
+            pending.answer(unmapped.map(|()| MemShrinkReply {}));
+        });
+        Ok(Answer::Later)
+    }
+
+    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
+        let ordinal = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
+        cx.context = ContextId(ordinal);
+        let device = self.devices.get_mut(ordinal as usize).ok_or(Status::INVALID_VALUE)?;
+        if !device.backed.cover(op.address, op.size) || !device.allocations.insert(op.address, op.size) {
+            return Err(Status::INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
+        let ordinal = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
+        cx.context = ContextId(ordinal);
+        let device = self.devices.get_mut(ordinal as usize).ok_or(Status::INVALID_VALUE)?;
+        device.allocations.remove(op.address).map(|_| ()).ok_or(Status::INVALID_VALUE)
+    }
+
+    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.device(op.device)?;
+        self.enter_context(ContextId(op.device))?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two integers.
+        unsafe { self.api.memory_info(&mut free, &mut total) }?;
+        let (free, total) = (free as u64, total as u64);
+        let held = crate::driver::Backend::device_memory(self);
+        let (free, total) = match self.memory_limit {
+            0 => (free, total),
+            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
+        };
+        Ok(Answer::Now(MemGetInfoReply { free, total }))
+    }
+}

@@ -1,0 +1,493 @@
+//! The backend on NVIDIA's driver.
+//!
+//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
+//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`]: the chapters of operations;
+//! - [`registration`]: client memory that CUDA reads and writes in place.
+//!
+//! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
+//! session.
+
+pub mod api;
+mod copies;
+mod fence;
+mod kernels;
+mod memory;
+mod ranges;
+mod registration;
+mod staging;
+mod streams;
+
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::sync::Arc;
+
+use host_bridge::endpoint::Client;
+use protocol::Status;
+use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::context::*;
+use protocol::ops::device::*;
+use protocol::ops::memory::{WINDOW_SIZE, window};
+
+use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
+use self::fence::{CUcontextSend, Completer, Health, Words};
+use self::kernels::LoadedModule;
+use self::ranges::Ranges;
+use self::staging::Staging;
+use self::streams::{Lane, Moment, Tickets};
+use super::call::{Call, Errors};
+
+/// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
+const CAN_USE_STREAM_WORDS: u32 = 122;
+/// `CUdevice_attribute` numbers that are asked for.
+const ATTRIBUTES: std::ops::Range<u32> = 1..160;
+/// `CU_STREAM_NON_BLOCKING`.
+const STREAM_NON_BLOCKING: u32 = 1;
+
+/// The backend.
+pub struct Cuda {
+    api: &'static Api,
+    devices: Vec<Device>,
+    contexts: HashMap<u32, Context>,
+    /// The context that is current in the dispatcher's thread.
+    current: Option<u32>,
+    lanes: HashMap<u32, Lane>,
+    events: HashMap<u32, Moment>,
+    modules: HashMap<u32, LoadedModule>,
+    tickets: Tickets,
+    words: Arc<Words>,
+    completer: Arc<Completer>,
+    staging: Arc<Staging>,
+    memory_limit: u64,
+    errors: Option<Errors>,
+}
+
+// SAFETY: the driver API takes its handles from any thread; the contexts' currency is set by whoever calls.
+unsafe impl Send for Cuda {}
+
+struct Device {
+    handle: CUdevice,
+    name: String,
+    granule: u64,
+    /// What is backed in its window, as it was asked for.
+    backed: Ranges,
+    /// The program's allocations.
+    allocations: Ranges,
+    /// Devices (by ordinal) that may access its memory, besides itself.
+    peers: Vec<u32>,
+}
+
+struct Context {
+    device: u32,
+    handle: CUcontext,
+    health: Arc<Health>,
+    /// Contexts whose memory it may access.
+    peers: Vec<u32>,
+}
+
+/// Number of devices that CUDA sees.
+pub fn probe() -> Result<u32, String> {
+    let api = api::load()?;
+    let mut count = 0;
+    // SAFETY: writes one integer.
+    unsafe { api.device_count(&mut count) }.map_err(|status| format!("cuDeviceGetCount: {}", api.name(status)))?;
+    Ok(count.max(0) as u32)
+}
+
+/// What is found, in lines for a person.
+pub fn report() -> Result<Vec<String>, String> {
+    let api = api::load()?;
+    let version = version(api).map_err(|status| format!("cuDriverGetVersion: {}", api.name(status)))?;
+    let count = probe()?;
+    let mut lines = vec![format!("CUDA driver {}.{}, {count} device(s)", version / 1000, version % 1000 / 10)];
+    for ordinal in 0..count {
+        let mut handle = 0;
+        // SAFETY: writes a device handle.
+        if unsafe { api.device_get(&mut handle, ordinal as i32) }.is_err() {
+            continue;
+        }
+        let name = device_name(api, handle).unwrap_or_else(|_| "unnamed".into());
+        let mut bytes = 0;
+        // SAFETY: writes one integer.
+        let memory = unsafe { api.device_memory(&mut bytes, handle) }.map_or(0, |()| bytes >> 20);
+        lines.push(format!("device {ordinal}: {name}, {memory} MiB"));
+    }
+    Ok(lines)
+}
+
+fn version(api: &Api) -> Result<i32, Status> {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    unsafe { api.driver_version(&mut version) }?;
+    Ok(version)
+}
+
+fn device_name(api: &Api, device: CUdevice) -> Result<String, Status> {
+    let mut name = [0; 256];
+    // SAFETY: writes at most 256 bytes, NUL-terminated.
+    unsafe { api.device_name(name.as_mut_ptr(), 256, device) }?;
+    // SAFETY: as above.
+    Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+}
+
+fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
+    let mut value = 0;
+    // SAFETY: writes one integer.
+    unsafe { api.device_attribute(&mut value, number, device) }.ok().map(|()| value)
+}
+
+impl Cuda {
+    /// Makes everything ready: contexts, windows, page-locked memory. `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
+    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
+        let api = api::load()?;
+        let count = probe()?;
+        let all: Vec<u32> = if chosen.is_empty() { (0..count.min(MAX_DEVICES)).collect() } else { chosen.to_vec() };
+        if all.is_empty() {
+            return Err("CUDA sees no device on this machine".into());
+        }
+        let mut devices = Vec::new();
+        let mut contexts = HashMap::new();
+        for (ordinal, number) in all.iter().enumerate() {
+            if *number >= count {
+                return Err(format!("device {number} does not exist: CUDA sees {count}"));
+            }
+            let what = |step: &str, status: Status| format!("device {number}: {step}: {}", api.name(status));
+            let (device, context) = open(api, ordinal as u32, *number).map_err(|(step, status)| what(step, status))?;
+            devices.push(device);
+            contexts.insert(ordinal as u32, context);
+        }
+        let failed = |status: Status| format!("page-locked memory: {}", api.name(status));
+        let words = Words::new(api).map_err(failed)?;
+        let staging = Staging::new(api, &words).map_err(failed)?;
+        let completer = Completer::start(api).map_err(|e| format!("a thread: {e}"))?;
+        let mut cuda = Cuda {
+            api,
+            devices,
+            contexts,
+            current: None,
+            lanes: HashMap::new(),
+            events: HashMap::new(),
+            modules: HashMap::new(),
+            tickets: Tickets::default(),
+            words,
+            completer,
+            staging,
+            memory_limit,
+            errors: None,
+        };
+        cuda.enter_context(ContextId(0)).map_err(failed)?;
+        Ok(cuda)
+    }
+
+    fn device(&self, ordinal: u32) -> Result<&Device, Status> {
+        self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
+    }
+
+    fn context(&self, id: ContextId) -> Result<&Context, Status> {
+        self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
+    }
+
+    fn errors(&self) -> Result<&Errors, Status> {
+        self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
+    }
+
+    /// Makes a context current in this thread. One that has failed is refused with its error.
+    fn enter_context(&mut self, id: ContextId) -> Result<&Context, Status> {
+        let context = self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)?;
+        context.health.check()?;
+        if self.current != Some(id.0) {
+            // SAFETY: a live context.
+            unsafe { self.api.context_set(context.handle) }?;
+            self.current = Some(id.0);
+        }
+        Ok(context)
+    }
+
+    /// Notes an error that a call in `context` returned: one that leaves the context unusable is the context's from now on.
+    fn note<T>(&self, context: ContextId, result: Result<T, Status>) -> Result<T, Status> {
+        if let Err(status) = &result
+            && super::call::is_sticky(*status)
+            && let Some(context) = self.contexts.get(&context.0)
+        {
+            context.health.fail(*status);
+        }
+        result
+    }
+
+    /// Forgets everything that belongs to a context whose objects the driver has destroyed, or will with it.
+    fn forget_context(&mut self, context: u32) {
+        self.lanes.retain(|_, lane| lane.context != context);
+        self.events.retain(|_, event| event.context != context);
+        self.modules.retain(|_, module| module.context != context);
+    }
+
+    fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
+        let device = self.device(ordinal)?;
+        let mut all = vec![api::AccessDesc::device(device.handle, true)];
+        for peer in &device.peers {
+            all.push(api::AccessDesc::device(self.device(*peer)?.handle, true));
+        }
+        Ok(all)
+    }
+}
+
+/// Opens a device: its primary context, its window.
+fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'static str, Status)> {
+    let mut handle = 0;
+    // SAFETY: writes a device handle.
+    unsafe { api.device_get(&mut handle, number as i32) }.map_err(|s| ("cuDeviceGet", s))?;
+    let name = device_name(api, handle).map_err(|s| ("cuDeviceGetName", s))?;
+    if attribute(api, handle, CAN_USE_STREAM_WORDS) != Some(1) {
+        return Err(("64-bit stream memory operations are not available (driver too old)", Status::NOT_SUPPORTED));
+    }
+    let context = primary(api, ordinal, handle).map_err(|s| ("making its context", s))?;
+    let mut at: CUdeviceptr = 0;
+    // SAFETY: reserves addresses; nothing is backed yet.
+    unsafe { api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, window(ordinal), 0) }.map_err(|s| ("cuMemAddressReserve", s))?;
+    if at != window(ordinal) {
+        tracing::error!("window {ordinal} was reserved at {at:#x} instead of {:#x}", window(ordinal));
+        return Err(("its window of addresses is taken", Status::OUT_OF_MEMORY));
+    }
+    let mut granule = 0;
+    let prop = api::AllocationProp::device(handle);
+    // SAFETY: a valid description; writes one integer. 0: the minimum.
+    unsafe { api.memory_granularity(&mut granule, &prop, 0) }.map_err(|s| ("cuMemGetAllocationGranularity", s))?;
+    let device = Device {
+        handle,
+        name,
+        granule: granule as u64,
+        backed: Ranges::default(),
+        allocations: Ranges::default(),
+        peers: Vec::new(),
+    };
+    Ok((device, context))
+}
+
+fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context, Status> {
+    let mut handle: CUcontext = std::ptr::null_mut();
+    // SAFETY: writes a context handle.
+    unsafe { api.primary_retain(&mut handle, device) }?;
+    wrap(api, ordinal, handle)
+}
+
+/// A context with its probe stream. The context is current after this.
+fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context, Status> {
+    // SAFETY: a live context.
+    unsafe { api.context_set(handle) }?;
+    let mut probe: CUstream = std::ptr::null_mut();
+    // SAFETY: writes a stream handle.
+    unsafe { api.stream_create(&mut probe, STREAM_NON_BLOCKING, 0) }?;
+    Ok(Context { device, handle, health: Health::new(handle, probe), peers: Vec::new() })
+}
+
+impl super::Backend for Cuda {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn devices(&self) -> Vec<String> {
+        self.devices.iter().map(|d| d.name.clone()).collect()
+    }
+
+    fn begin(&mut self, client: Arc<dyn Client>) {
+        self.errors = Some(Errors::new(client));
+        // The thread that made the contexts may have been another.
+        self.current = None;
+        if let Err(status) = self.enter_context(ContextId(0)) {
+            tracing::error!("the first device's context cannot be used: {}", self.api.name(status));
+        }
+    }
+
+    fn device_memory(&self) -> u64 {
+        self.devices.iter().map(|d| d.backed.total()).sum()
+    }
+
+    fn end(&mut self) {
+        self.tickets.release_all();
+        self.staging.stop();
+        self.completer.stop();
+    }
+}
+
+impl DeviceOps<Call> for Cuda {
+    fn session_info(&mut self, _cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+        Ok(Answer::Now(SessionInfoReply {
+            device_count: self.devices.len() as u32,
+            driver_version: version(self.api)? as u32,
+            backend: "cuda".into(),
+            server: crate::parent::server_name(),
+        }))
+    }
+
+    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        let (handle, name, granule) = {
+            let device = self.device(op.device)?;
+            (device.handle, device.name.clone(), device.granule)
+        };
+        self.enter_context(ContextId(op.device))?;
+        let (mut uuid, mut total, mut least, mut greatest) = ([0; 16], 0, 0, 0);
+        // SAFETY: each writes what its pointer has room for.
+        unsafe {
+            self.api.device_uuid(&mut uuid, handle)?;
+            self.api.device_memory(&mut total, handle)?;
+            self.api.context_priorities(&mut least, &mut greatest)?;
+        }
+        let read = |number| attribute(self.api, handle, number);
+        // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
+        let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
+        let attributes =
+            ATTRIBUTES.filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value })).collect();
+        Ok(Answer::Now(DeviceInfoReply {
+            name,
+            uuid,
+            pci,
+            total_memory: total as u64,
+            granule,
+            stream_priorities: [least, greatest],
+            attributes,
+        }))
+    }
+
+    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        let (device, peer) = (self.device(op.device)?.handle, self.device(op.peer)?.handle);
+        let mut can = 0;
+        // SAFETY: writes one integer.
+        unsafe { self.api.device_can_access(&mut can, device, peer) }?;
+        let mut attributes = Vec::new();
+        for number in 1..=4 {
+            let mut value = 0;
+            // SAFETY: writes one integer.
+            attributes.push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
+        }
+        Ok(Answer::Now(PeerInfoReply { can_access: can != 0, attributes }))
+    }
+}
+
+impl ContextOps<Call> for Cuda {
+    fn context_create(&mut self, cx: &mut Call, op: ContextCreate) -> Result<Answer<ContextCreateReply>, Status> {
+        cx.context = op.context;
+        let device = self.device(op.device)?.handle;
+        if op.context.0 < MAX_DEVICES || op.context.0 >= MAX_CONTEXTS || self.contexts.contains_key(&op.context.0) {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        let mut handle: CUcontext = std::ptr::null_mut();
+        self.current = None;
+        // SAFETY: writes a context handle.
+        unsafe { self.api.context_create(&mut handle, op.flags, device) }?;
+        self.contexts.insert(op.context.0, wrap(self.api, op.device, handle)?);
+        Ok(Answer::Now(ContextCreateReply {}))
+    }
+
+    fn context_destroy(&mut self, cx: &mut Call, op: ContextDestroy) -> Result<Answer<ContextDestroyReply>, Status> {
+        cx.context = op.context;
+        if op.context.0 < MAX_DEVICES {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        let context = self.contexts.remove(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
+        self.retire(&context, op.context.0);
+        // SAFETY: the context is forgotten, with everything in it.
+        unsafe { self.api.context_destroy(context.handle) }?;
+        Ok(Answer::Now(ContextDestroyReply {}))
+    }
+
+    fn primary_reset(&mut self, cx: &mut Call, op: PrimaryReset) -> Result<Answer<PrimaryResetReply>, Status> {
+        cx.context = ContextId(op.device);
+        let handle = self.device(op.device)?.handle;
+        let of_device: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
+        for id in of_device {
+            if let Some(context) = self.contexts.remove(&id) {
+                self.retire(&context, id);
+                if id != op.device {
+                    // SAFETY: forgotten, with everything in it. A context that has failed may refuse, and goes with the process then.
+                    let _ = unsafe { self.api.context_destroy(context.handle) };
+                }
+            }
+        }
+        self.unback_all(op.device);
+        // SAFETY: everything of the device is forgotten.
+        unsafe { self.api.primary_reset(handle) }?;
+        let context = primary(self.api, op.device, handle)?;
+        self.contexts.insert(op.device, context);
+        if op.device == 0 {
+            // They were registered in this device's context, and their registrations went with it.
+            self.words.register(self.api)?;
+            self.staging.register(self.api)?;
+        }
+        self.errors()?.clear(ContextId(op.device));
+        Ok(Answer::Now(PrimaryResetReply {}))
+    }
+
+    fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+        cx.context = ContextId(op.device);
+        let handle = self.device(op.device)?.handle;
+        // Scheduling flags say how the calling thread waits, which is the client's affair; the others are the driver's.
+        // SAFETY: no requirement.
+        unsafe { self.api.primary_set_flags(handle, op.flags & !7) }?;
+        Ok(Answer::Now(PrimarySetFlagsReply {}))
+    }
+
+    fn context_synchronize(&mut self, cx: &mut Call, op: ContextSynchronize) -> Result<Answer<ContextSynchronizeReply>, Status> {
+        cx.context = op.context;
+        self.synchronize_context(cx, op.context)?;
+        Ok(Answer::Later)
+    }
+
+    fn context_get_limit(&mut self, cx: &mut Call, op: ContextGetLimit) -> Result<Answer<ContextGetLimitReply>, Status> {
+        cx.context = op.context;
+        self.enter_context(op.context)?;
+        let mut value = 0;
+        // SAFETY: writes one integer.
+        unsafe { self.api.context_get_limit(&mut value, op.limit) }?;
+        Ok(Answer::Now(ContextGetLimitReply { value: value as u64 }))
+    }
+
+    fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Result<Answer<ContextSetLimitReply>, Status> {
+        cx.context = op.context;
+        self.enter_context(op.context)?;
+        // SAFETY: no requirement.
+        unsafe { self.api.context_set_limit(op.limit, op.value as usize) }?;
+        Ok(Answer::Now(ContextSetLimitReply {}))
+    }
+
+    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
+        cx.context = op.context;
+        let (peer_handle, peer_device) = self.context(op.peer).map(|p| (p.handle, p.device))?;
+        let device = self.enter_context(op.context)?.device;
+        // SAFETY: live contexts, one of them current.
+        unsafe { self.api.peer_enable(peer_handle, 0) }?;
+        self.grant(peer_device, device, true)?;
+        if let Some(context) = self.contexts.get_mut(&op.context.0) {
+            context.peers.push(op.peer.0);
+        }
+        Ok(Answer::Now(PeerEnableReply {}))
+    }
+
+    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
+        cx.context = op.context;
+        let (peer_handle, peer_device) = self.context(op.peer).map(|p| (p.handle, p.device))?;
+        let device = self.enter_context(op.context)?.device;
+        // SAFETY: live contexts, one of them current.
+        unsafe { self.api.peer_disable(peer_handle) }?;
+        if let Some(context) = self.contexts.get_mut(&op.context.0) {
+            context.peers.retain(|p| *p != op.peer.0);
+        }
+        let still = |c: &Context| c.device == device && c.peers.iter().any(|p| self.contexts.get(p).is_some_and(|p| p.device == peer_device));
+        if !self.contexts.values().any(still) {
+            self.grant(peer_device, device, false)?;
+        }
+        Ok(Answer::Now(PeerDisableReply {}))
+    }
+}
+
+impl Cuda {
+    /// Before a context goes: whoever waits for its streams is answered, and what is in it is forgotten.
+    fn retire(&mut self, context: &Context, id: u32) {
+        context.health.fail(Status::CONTEXT_IS_DESTROYED);
+        let CUcontextSend(..) = *context.health.context.lock().unwrap_or_else(|e| e.into_inner());
+        self.forget_context(id);
+        self.current = None;
+    }
+}

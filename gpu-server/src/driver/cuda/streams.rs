@@ -1,0 +1,369 @@
+//! Streams and events.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use protocol::Status;
+use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
+use protocol::handle::{ContextId, StreamId};
+use protocol::ops::Answer;
+use protocol::ops::event::*;
+use protocol::ops::stream::*;
+
+use super::Cuda;
+use super::api::{CUevent, CUstream, WAIT_AT_LEAST};
+use super::fence::{Health, Word};
+use crate::driver::call::{Call, Errors};
+
+const EVENT_DISABLE_TIMING: u32 = 2;
+
+/// A stream of the client's.
+pub(super) struct Lane {
+    handle: CUstream,
+    pub(super) context: u32,
+    word: Arc<Word>,
+    progress: Arc<Publisher>,
+    /// Has work behind its last fence.
+    dirty: bool,
+    /// Value of its last fence.
+    last: u64,
+}
+
+/// A stream's progress word, as this side publishes it.
+pub(super) struct Publisher {
+    stream: u32,
+    context: ContextId,
+    last: Mutex<u64>,
+    errors: Errors,
+}
+
+impl Publisher {
+    /// Everything on the stream up to `seq` is done, or will never be: then `status` says why.
+    fn publish(&self, seq: u64, status: Status) {
+        self.complain(status);
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        if seq > *last {
+            *last = seq;
+            self.errors.progress(self.stream, seq);
+        }
+    }
+
+    /// Publishes the context's error, if `status` is one.
+    pub(super) fn complain(&self, status: Status) {
+        if !status.is_success() && status != Status::CONTEXT_IS_DESTROYED {
+            self.errors.publish(self.context, status, 0);
+        }
+    }
+}
+
+/// An event of the client's.
+pub(super) struct Moment {
+    handle: CUevent,
+    pub(super) context: u32,
+    timing: bool,
+    recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
+}
+
+/// A place in a stream, to enqueue at. Its context is current.
+pub(super) struct Place {
+    pub(super) id: StreamId,
+    pub(super) stream: CUstream,
+    pub(super) context: ContextId,
+    pub(super) health: Arc<Health>,
+    pub(super) progress: Arc<Publisher>,
+}
+
+/// Points at which streams wait for the client.
+#[derive(Default)]
+pub(super) struct Tickets(HashMap<u64, Arc<Word>>);
+
+impl Tickets {
+    pub(super) fn release_all(&mut self) {
+        self.0.drain().for_each(|(_, word)| word.set(1));
+    }
+}
+
+/// Calls its end with the worst status that it was told, when its last holder is gone.
+pub(super) struct Gather {
+    end: Mutex<Option<Box<dyn FnOnce(Status) + Send>>>,
+    worst: Mutex<Status>,
+}
+
+impl Gather {
+    fn new(end: impl FnOnce(Status) + Send + 'static) -> Arc<Gather> {
+        Arc::new(Gather { end: Mutex::new(Some(Box::new(end))), worst: Mutex::new(Status::SUCCESS) })
+    }
+
+    fn tell(&self, status: Status) {
+        let mut worst = self.worst.lock().unwrap_or_else(|e| e.into_inner());
+        if worst.is_success() {
+            *worst = status;
+        }
+    }
+}
+
+impl Drop for Gather {
+    fn drop(&mut self) {
+        let worst = *self.worst.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(end) = self.end.lock().unwrap_or_else(|e| e.into_inner()).take() {
+            end(worst);
+        }
+    }
+}
+
+impl Cuda {
+    fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
+        if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
+            if !self.contexts.contains_key(&id.0) {
+                return Err(Status::INVALID_HANDLE);
+            }
+            // The null stream, which means the current context's.
+            let lane = self.make_lane(id.0, id.0, std::ptr::null_mut())?;
+            self.lanes.insert(id.0, lane);
+        }
+        self.lanes.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
+    }
+
+    fn make_lane(&self, id: u32, context: u32, handle: CUstream) -> Result<Lane, Status> {
+        let progress = Publisher { stream: id, context: ContextId(context), last: Mutex::new(0), errors: self.errors()?.clone() };
+        Ok(Lane { handle, context, word: self.words.take().map(Arc::new)?, progress: Arc::new(progress), dirty: false, last: 0 })
+    }
+
+    /// The place in a stream where the next operation goes. A context that has failed refuses with its error.
+    pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
+        let lane = self.lane(id)?;
+        lane.dirty = true;
+        let (stream, context, progress) = (lane.handle, ContextId(lane.context), Arc::clone(&lane.progress));
+        cx.context = context;
+        let health = Arc::clone(&self.enter_context(context)?.health);
+        Ok(Place { id, stream, context, health, progress })
+    }
+
+    /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
+    pub(super) fn fence(&mut self, place: &Place, seq: u64, end: impl FnOnce(Status) + Send + 'static) -> Result<(), Status> {
+        let completer = Arc::clone(&self.completer);
+        let api = self.api;
+        let lane = self.lane(place.id)?;
+        let (word, handle) = (Arc::clone(&lane.word), lane.handle);
+        if lane.dirty || lane.last == 0 {
+            // SAFETY: a live stream of the current context; the word is registered memory.
+            let written = unsafe { api.stream_write(handle, word.address(), seq, 0) };
+            let written = self.note(place.context, written);
+            let lane = self.lane(place.id)?;
+            match written {
+                Ok(()) => (lane.dirty, lane.last) = (false, seq),
+                Err(status) => {
+                    end(status);
+                    return Ok(());
+                }
+            }
+        }
+        let value = self.lane(place.id)?.last;
+        completer.when(&word, value, &place.health, Box::new(end));
+        Ok(())
+    }
+
+    /// Fences every stream that `of` picks, and calls `end` when all of them are done.
+    fn after(&mut self, seq: u64, of: impl Fn(&Lane) -> bool, end: impl FnOnce(Status) + Send + 'static) {
+        let gather = Gather::new(end);
+        let ids: Vec<u32> = self.lanes.iter().filter(|(_, lane)| of(lane)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let Some(lane) = self.lanes.get(&id) else { continue };
+            let (context, stream, progress) = (ContextId(lane.context), lane.handle, Arc::clone(&lane.progress));
+            let health = match self.enter_context(context) {
+                Ok(context) => Arc::clone(&context.health),
+                Err(status) => {
+                    progress.complain(status);
+                    gather.tell(status);
+                    continue;
+                }
+            };
+            let place = Place { id: StreamId(id), stream, context, health, progress: Arc::clone(&progress) };
+            let told = Arc::clone(&gather);
+            let fenced = self.fence(&place, seq, move |status| {
+                progress.complain(status);
+                told.tell(status);
+            });
+            if let Err(status) = fenced {
+                gather.tell(status);
+            }
+        }
+    }
+
+    /// Calls `end` when everything enqueued so far on a device is done.
+    pub(super) fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static) {
+        let contexts: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
+        self.after(seq, |lane| contexts.contains(&lane.context), end);
+    }
+
+    /// Answers `cx` when all streams of the context are done.
+    pub(super) fn synchronize_context(&mut self, cx: &mut Call, id: ContextId) -> Result<(), Status> {
+        self.enter_context(id)?;
+        let pending = cx.later();
+        self.after(cx.seq, |lane| lane.context == id.0, move |status| {
+            pending.answer(status.ok().map(|()| protocol::ops::context::ContextSynchronizeReply {}));
+        });
+        Ok(())
+    }
+}
+
+impl StreamOps<Call> for Cuda {
+    fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
+        cx.context = op.context;
+        if op.stream.0 < MAX_CONTEXTS || op.stream.0 >= MAX_STREAMS || self.lanes.contains_key(&op.stream.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        self.enter_context(op.context)?;
+        let mut handle: CUstream = std::ptr::null_mut();
+        // SAFETY: writes a stream handle.
+        let made = unsafe { self.api.stream_create(&mut handle, op.flags, op.priority) };
+        self.note(op.context, made)?;
+        let lane = self.make_lane(op.stream.0, op.context.0, handle)?;
+        self.lanes.insert(op.stream.0, lane);
+        Ok(())
+    }
+
+    fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result<(), Status> {
+        if op.stream.0 < MAX_CONTEXTS {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let place = self.enter(cx, op.stream)?;
+        // The word stays this stream's until its work is done; a fence holds it so long.
+        let lane = self.lane(op.stream)?;
+        let word = Arc::clone(&lane.word);
+        *lane.progress.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
+        self.fence(&place, cx.seq, move |_| drop(word))?;
+        self.lanes.remove(&op.stream.0);
+        // SAFETY: out of the table; its work still completes.
+        let destroyed = unsafe { self.api.stream_destroy(place.stream) };
+        self.note(place.context, destroyed)
+    }
+
+    fn stream_synchronize(&mut self, cx: &mut Call, op: StreamSynchronize) -> Result<Answer<StreamSynchronizeReply>, Status> {
+        // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
+        let dirty = self.lane(op.stream)?.dirty || op.stream.0 < MAX_CONTEXTS;
+        let place = self.enter(cx, op.stream)?;
+        self.lane(op.stream)?.dirty = dirty;
+        let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
+        self.fence(&place, cx.seq, move |status| {
+            progress.complain(status);
+            pending.answer(status.ok().map(|()| StreamSynchronizeReply {}));
+        })?;
+        Ok(Answer::Later)
+    }
+
+    fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
+        self.fence(&place, seq, move |status| progress.publish(seq, status))
+    }
+
+    fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let event = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?.handle;
+        // SAFETY: live handles of this session.
+        let waits = unsafe { self.api.stream_wait_event(place.stream, event, op.flags) };
+        self.note(place.context, waits)
+    }
+
+    fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        if self.tickets.0.contains_key(&op.ticket.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let word = self.words.take().map(Arc::new)?;
+        // SAFETY: a live stream; the word is registered memory, held by the fence until the stream has passed here.
+        let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
+        self.note(place.context, waits)?;
+        self.tickets.0.insert(op.ticket.0, Arc::clone(&word));
+        self.fence(&place, cx.seq, move |_| drop(word))
+    }
+
+    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
+        // Signalled before its turn, or for a context that is gone: nothing is left to be done.
+        if let Some(word) = self.tickets.0.remove(&op.ticket.0) {
+            word.set(1);
+        }
+        Ok(())
+    }
+}
+
+impl EventOps<Call> for Cuda {
+    fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
+        cx.context = op.context;
+        if self.events.contains_key(&op.event.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        self.enter_context(op.context)?;
+        let mut handle: CUevent = std::ptr::null_mut();
+        let timing = op.flags & EVENT_DISABLE_TIMING == 0;
+        // How a thread waits for it is the client's affair, and it is shared with no other process: only the timing counts.
+        // SAFETY: writes an event handle.
+        let made = unsafe { self.api.event_create(&mut handle, op.flags & EVENT_DISABLE_TIMING) };
+        self.note(op.context, made)?;
+        self.events.insert(op.event.0, Moment { handle, context: op.context.0, timing, recorded: None });
+        Ok(())
+    }
+
+    fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result<(), Status> {
+        let moment = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(moment.context);
+        // SAFETY: out of the table.
+        let destroyed = unsafe { self.api.event_destroy(moment.handle) };
+        self.note(cx.context, destroyed)
+    }
+
+    fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
+        if moment.context != place.context.0 {
+            return Err(Status::INVALID_HANDLE);
+        }
+        // SAFETY: live handles of one context.
+        let recorded = unsafe { self.api.event_record(moment.handle, place.stream, op.flags) };
+        self.note(place.context, recorded)?;
+        let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
+        self.fence(&place, seq, move |status| progress.publish(seq, status))?;
+        let lane = self.lane(op.stream)?;
+        let at = (Arc::clone(&lane.word), lane.last, Arc::clone(&place.health));
+        if let Some(moment) = self.events.get_mut(&op.event.0) {
+            moment.recorded = Some(at);
+        }
+        Ok(())
+    }
+
+    fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Result<Answer<EventSynchronizeReply>, Status> {
+        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(moment.context);
+        self.context(cx.context)?.health.check()?;
+        let Some((word, value, health)) = &moment.recorded else { return Ok(Answer::Now(EventSynchronizeReply {})) };
+        if word.get() >= *value {
+            return Ok(Answer::Now(EventSynchronizeReply {}));
+        }
+        let (pending, errors, context) = (cx.later(), self.errors()?.clone(), cx.context);
+        let end = move |status: Status| {
+            if !status.is_success() {
+                errors.publish(context, status, 0);
+            }
+            pending.answer(status.ok().map(|()| EventSynchronizeReply {}));
+        };
+        self.completer.when(word, *value, health, Box::new(end));
+        Ok(Answer::Later)
+    }
+
+    fn event_elapsed(&mut self, cx: &mut Call, op: EventElapsed) -> Result<Answer<EventElapsedReply>, Status> {
+        let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
+        let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(end.context);
+        if !start.timing || !end.timing || start.recorded.is_none() || end.recorded.is_none() {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let (first, second) = (start.handle, end.handle);
+        self.enter_context(cx.context)?;
+        let mut milliseconds = 0.0;
+        // SAFETY: live events; writes one number.
+        let elapsed = unsafe { self.api.event_elapsed(&mut milliseconds, first, second) };
+        self.note(cx.context, elapsed)?;
+        Ok(Answer::Now(EventElapsedReply { milliseconds }))
+    }
+}

@@ -1,0 +1,55 @@
+//! What executes a session's commands.
+//!
+//! A [`Backend`] is a [`protocol::ops::Driver`] over a [`Call`], with a beginning and an end. Two of them: [`cuda`], [`software`].
+//! A backend is used by one thread, the dispatcher, and never blocks it on the device: what finishes later is told to the client by the backend's own threads,
+//! through [`Pending`] answers and [`Errors`].
+
+pub mod call;
+pub mod cuda;
+pub mod rows;
+pub mod software;
+
+pub use call::{Call, Errors};
+
+use std::sync::Arc;
+
+use host_bridge::endpoint::Client;
+
+use crate::cli::{Backend as Choice, Backing};
+
+/// What a worker runs its session on.
+pub trait Backend: protocol::ops::Driver<Call> + Send {
+    /// `cuda` or `software`.
+    fn name(&self) -> &'static str;
+
+    /// Names of the devices, by ordinal.
+    fn devices(&self) -> Vec<String>;
+
+    /// A client has come. Called once, before the first command.
+    fn begin(&mut self, client: Arc<dyn Client>);
+
+    /// Bytes of device memory that the session holds.
+    fn device_memory(&self) -> u64;
+
+    /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
+    fn end(&mut self);
+}
+
+/// Makes the backend that `backing` chooses, everything about it ready. The error is one line for a person.
+pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, String> {
+    let choice = match backing.backend {
+        Choice::Auto => match cuda::probe() {
+            Ok(count) if count > 0 => Choice::Cuda,
+            Ok(_) => Choice::Software,
+            Err(e) => {
+                tracing::info!("no CUDA: {e}; serving software devices");
+                Choice::Software
+            }
+        },
+        chosen => chosen,
+    };
+    match choice {
+        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, memory_limit)?)),
+        _ => Ok(Box::new(software::Software::new(backing, memory_limit)?)),
+    }
+}

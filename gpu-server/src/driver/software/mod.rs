@@ -1,0 +1,334 @@
+//! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
+//!
+//! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
+//! - [`transfer`]: copies and fills;
+//! - [`kernels`]: modules and launches;
+//! - [`properties`]: what a device says of itself.
+//!
+//! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
+
+mod kernels;
+mod properties;
+mod streams;
+mod transfer;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use host_bridge::endpoint::Client;
+use protocol::Status;
+use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::context::*;
+use protocol::ops::device::*;
+use protocol::ops::memory::*;
+use software_gpu::{GRANULE, Gpu, GpuConfig};
+
+use self::kernels::LoadedModule;
+use self::streams::{Lane, Moment, Tickets};
+use super::call::{Call, Errors};
+use crate::cli::Backing;
+
+/// What is answered to `cuDriverGetVersion`.
+const DRIVER_VERSION: u32 = 13000;
+
+/// The backend.
+pub struct Software {
+    devices: Vec<Device>,
+    memory_limit: u64,
+    errors: Option<Errors>,
+    contexts: HashMap<u32, Context>,
+    lanes: HashMap<u32, Lane>,
+    events: HashMap<u32, Moment>,
+    modules: HashMap<u32, LoadedModule>,
+    tickets: Arc<Tickets>,
+}
+
+struct Device {
+    gpu: Gpu,
+    config: GpuConfig,
+    /// Bytes backed in its window.
+    used: u64,
+}
+
+struct Context {
+    device: u32,
+    /// Counts the operations of its legacy default stream.
+    legacy: u64,
+    limits: HashMap<u32, u64>,
+}
+
+impl Context {
+    fn new(device: u32) -> Context {
+        Context { device, legacy: 0, limits: HashMap::new() }
+    }
+}
+
+fn code(error: &software_gpu::Error) -> Status {
+    Status(error.cuda_code())
+}
+
+impl Software {
+    /// Makes the devices.
+    pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
+        let mut devices = Vec::new();
+        let numbers: Vec<u32> = match backing.devices.as_slice() {
+            [] => (0..backing.software_devices).collect(),
+            some => some.to_vec(),
+        };
+        for number in &numbers {
+            if *number >= backing.software_devices {
+                return Err(format!("software device {number} does not exist: there are {}", backing.software_devices));
+            }
+            let config = GpuConfig {
+                name: "rgpu software GPU".into(),
+                memory_bytes: backing.software_memory,
+                workers: 0,
+                printf: Arc::new(|text| tracing::info!("device printf: {}", String::from_utf8_lossy(text).trim_end())),
+            };
+            let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
+            devices.push(Device { gpu, config, used: 0 });
+        }
+        let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
+        Ok(Software {
+            devices,
+            memory_limit,
+            errors: None,
+            contexts,
+            lanes: HashMap::new(),
+            events: HashMap::new(),
+            modules: HashMap::new(),
+            tickets: Arc::default(),
+        })
+    }
+
+    fn device(&self, ordinal: u32) -> Result<&Device, Status> {
+        self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
+    }
+
+    fn context(&self, id: ContextId) -> Result<&Context, Status> {
+        self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
+    }
+
+    fn errors(&self) -> Result<&Errors, Status> {
+        self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
+    }
+
+    /// The device whose window holds `address`; for an address outside all windows (a module's variable) the device `home`.
+    fn gpu_of(&self, address: u64, home: u32) -> Result<&Gpu, Status> {
+        let ordinal = match address.checked_sub(window(0)) {
+            Some(offset) if offset / WINDOW_SIZE < u64::from(MAX_DEVICES) => (offset / WINDOW_SIZE) as u32,
+            _ => home,
+        };
+        self.device(ordinal).map(|d| &d.gpu).map_err(|_| Status::INVALID_VALUE)
+    }
+
+    /// Checks that `len` bytes from `address` lie in one allocation or variable.
+    fn checked(&self, address: u64, len: u64, home: u32) -> Result<Gpu, Status> {
+        let gpu = self.gpu_of(address, home)?;
+        if len > 0 {
+            let (start, size) = gpu.allocation(address).ok_or(Status::INVALID_VALUE)?;
+            if len > size - (address - start) {
+                return Err(Status::INVALID_VALUE);
+            }
+        }
+        Ok(gpu.clone())
+    }
+
+    /// Forgets everything that belongs to a context.
+    fn clear_context(&mut self, context: u32) {
+        self.lanes.retain(|_, lane| lane.context != context);
+        self.events.retain(|_, event| event.context != context);
+        self.modules.retain(|_, module| module.context != context);
+    }
+}
+
+impl super::Backend for Software {
+    fn name(&self) -> &'static str {
+        "software"
+    }
+
+    fn devices(&self) -> Vec<String> {
+        self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
+    }
+
+    fn begin(&mut self, client: Arc<dyn Client>) {
+        self.errors = Some(Errors::new(client));
+    }
+
+    fn device_memory(&self) -> u64 {
+        self.devices.iter().map(|d| d.used).sum()
+    }
+
+    fn end(&mut self) {
+        self.tickets.release_all();
+        self.devices.iter().for_each(|d| d.gpu.cancel());
+        self.lanes.clear();
+    }
+}
+
+impl DeviceOps<Call> for Software {
+    fn session_info(&mut self, _cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+        Ok(Answer::Now(SessionInfoReply {
+            device_count: self.devices.len() as u32,
+            driver_version: DRIVER_VERSION,
+            backend: "software".into(),
+            server: crate::parent::server_name(),
+        }))
+    }
+
+    fn device_info(&mut self, _cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
+        let device = self.device(op.device)?;
+        Ok(Answer::Now(properties::describe(op.device, device.gpu.properties())))
+    }
+
+    fn peer_info(&mut self, _cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
+        self.device(op.device)?;
+        self.device(op.peer)?;
+        // Copies between devices work; a kernel of one cannot reach the other's memory.
+        Ok(Answer::Now(PeerInfoReply { can_access: false, attributes: vec![0, 0, 0, 0] }))
+    }
+}
+
+impl ContextOps<Call> for Software {
+    fn context_create(&mut self, cx: &mut Call, op: ContextCreate) -> Result<Answer<ContextCreateReply>, Status> {
+        cx.context = op.context;
+        self.device(op.device)?;
+        if op.context.0 < MAX_DEVICES || op.context.0 >= MAX_CONTEXTS || self.contexts.contains_key(&op.context.0) {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        self.contexts.insert(op.context.0, Context::new(op.device));
+        Ok(Answer::Now(ContextCreateReply {}))
+    }
+
+    fn context_destroy(&mut self, cx: &mut Call, op: ContextDestroy) -> Result<Answer<ContextDestroyReply>, Status> {
+        cx.context = op.context;
+        if op.context.0 < MAX_DEVICES || self.contexts.remove(&op.context.0).is_none() {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        self.clear_context(op.context.0);
+        Ok(Answer::Now(ContextDestroyReply {}))
+    }
+
+    fn primary_reset(&mut self, cx: &mut Call, op: PrimaryReset) -> Result<Answer<PrimaryResetReply>, Status> {
+        cx.context = ContextId(op.device);
+        let config = self.device(op.device)?.config.clone();
+        let fresh = Gpu::new(config).map_err(|e| code(&e))?;
+        self.tickets.release_all();
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        std::mem::replace(&mut device.gpu, fresh).cancel();
+        device.used = 0;
+        let of_device: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
+        for context in of_device {
+            self.clear_context(context);
+            self.errors()?.clear(ContextId(context));
+        }
+        self.contexts.retain(|id, c| c.device != op.device || *id == op.device);
+        self.contexts.insert(op.device, Context::new(op.device));
+        Ok(Answer::Now(PrimaryResetReply {}))
+    }
+
+    fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.device(op.device)?;
+        // Scheduling flags say how the calling thread waits, which is the client's affair.
+        Ok(Answer::Now(PrimarySetFlagsReply {}))
+    }
+
+    fn context_synchronize(&mut self, cx: &mut Call, op: ContextSynchronize) -> Result<Answer<ContextSynchronizeReply>, Status> {
+        cx.context = op.context;
+        self.synchronize_context(cx, op.context)?;
+        Ok(Answer::Later)
+    }
+
+    fn context_get_limit(&mut self, cx: &mut Call, op: ContextGetLimit) -> Result<Answer<ContextGetLimitReply>, Status> {
+        cx.context = op.context;
+        let context = self.context(op.context)?;
+        let usual = properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
+        Ok(Answer::Now(ContextGetLimitReply { value: context.limits.get(&op.limit).copied().unwrap_or(usual) }))
+    }
+
+    fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Result<Answer<ContextSetLimitReply>, Status> {
+        cx.context = op.context;
+        properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
+        let context = self.contexts.get_mut(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
+        context.limits.insert(op.limit, op.value);
+        Ok(Answer::Now(ContextSetLimitReply {}))
+    }
+}
+
+impl MemoryOps<Call> for Software {
+    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
+        cx.context = ContextId(op.device);
+        let held = super::Backend::device_memory(self);
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let first = window(op.device);
+        let end = op.address.checked_add(op.size);
+        let inside = op.address >= first && end.is_some_and(|end| end <= first + WINDOW_SIZE);
+        if !inside || op.size == 0 || op.size % GRANULE != 0 || op.address % GRANULE != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
+            tracing::info!(bytes = op.size, held, limit = self.memory_limit, "refused: beyond the session's memory limit");
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        device.gpu.map(op.address, op.size).map_err(|e| code(&e))?;
+        device.used += op.size;
+        Ok(Answer::Now(MemGrowReply {}))
+    }
+
+    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
+        cx.context = ContextId(op.device);
+        let gpu = self.device(op.device)?.gpu.clone();
+        let (address, size) = (op.address, op.size);
+        let lanes = self.lanes_of_device(op.device);
+        if lanes.iter().all(|lane| lane.query().unwrap_or(true)) {
+            gpu.unmap(address, size).map_err(|e| code(&e))?;
+            let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+            device.used = device.used.saturating_sub(size);
+            return Ok(Answer::Now(MemShrinkReply {}));
+        }
+        // Counted as given back at once: what waits is only the moment at which its pages go.
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        device.used = device.used.saturating_sub(size);
+        let (unmapped, pending) = (gpu.clone(), cx.later());
+        streams::after_all(&gpu, &lanes, move |_| pending.answer(gpu_unmap(&unmapped, address, size)));
+        Ok(Answer::Later)
+    }
+
+    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
+        let gpu = self.window_gpu(cx, op.address)?;
+        gpu.place(op.address, op.size).map_err(|e| code(&e))
+    }
+
+    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
+        let gpu = self.window_gpu(cx, op.address)?;
+        gpu.release(op.address).map(|_| ()).map_err(|e| code(&e))
+    }
+
+    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        let (free, total) = self.device(op.device)?.gpu.memory_info();
+        let held = super::Backend::device_memory(self);
+        let (free, total) = match self.memory_limit {
+            0 => (free, total),
+            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
+        };
+        Ok(Answer::Now(MemGetInfoReply { free, total }))
+    }
+}
+
+fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Status> {
+    gpu.unmap(address, size).map(|()| MemShrinkReply {}).map_err(|e| code(&e))
+}
+
+impl Software {
+    /// The device whose window holds an allocation's address.
+    fn window_gpu(&self, cx: &mut Call, address: u64) -> Result<&Gpu, Status> {
+        let ordinal = address.checked_sub(window(0)).map(|o| o / WINDOW_SIZE).filter(|n| *n < self.devices.len() as u64);
+        let ordinal = ordinal.ok_or(Status::INVALID_VALUE)? as u32;
+        cx.context = ContextId(ordinal);
+        self.device(ordinal).map(|d| &d.gpu)
+    }
+}

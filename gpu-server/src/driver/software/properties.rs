@@ -1,0 +1,102 @@
+//! What a software device says of itself, in CUDA's numbers.
+
+use protocol::ops::device::{Attribute, DeviceInfoReply};
+use software_gpu::{GRANULE, Properties};
+
+/// Everything that is told of device `ordinal`.
+pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
+    let mut uuid = *b"rgpu-software-\0\0";
+    uuid[14..].copy_from_slice(&(ordinal as u16).to_be_bytes());
+    let (major, minor) = p.compute_capability;
+    let optin = p.shared_per_block_optin;
+    // Number in `CUdevice_attribute`, value.
+    let known: &[(u32, u32)] = &[
+        (1, p.max_threads_per_block),
+        (2, p.max_block[0]),
+        (3, p.max_block[1]),
+        (4, p.max_block[2]),
+        (5, p.max_grid[0]),
+        (6, p.max_grid[1]),
+        (7, p.max_grid[2]),
+        (8, p.shared_per_block),
+        (9, p.constant_memory),
+        (10, p.warp_size),
+        (11, i32::MAX as u32),
+        (12, p.registers_per_block),
+        (13, p.clock_khz),
+        (14, 512),
+        (15, 1),
+        (16, p.multiprocessors),
+        (17, 0),
+        (18, 0),
+        (19, 1),
+        (20, 0),
+        (30, 512),
+        (31, 1),
+        (32, 0),
+        (33, 0),
+        (34, ordinal),
+        (35, 0),
+        (36, 1_000_000),
+        (37, 64),
+        (38, 1 << 20),
+        (39, p.max_threads_per_multiprocessor),
+        (40, 2),
+        (41, 1),
+        (50, 0xffff),
+        (51, 32),
+        (75, major),
+        (76, minor),
+        (78, 1),
+        (79, 1),
+        (80, 1),
+        (81, p.shared_per_multiprocessor),
+        (82, p.registers_per_block),
+        (83, 0),
+        (84, 0),
+        (85, ordinal),
+        (86, 0),
+        (87, 2),
+        (88, 0),
+        (89, 0),
+        (90, 0),
+        (91, 0),
+        (95, 1),
+        (97, optin),
+        (98, 0),
+        (99, 1),
+        (100, 0),
+        (101, 0),
+        (102, 0),
+        (106, p.max_blocks_per_multiprocessor),
+        (111, p.shared_reserved_per_block),
+        (115, 0),
+        (120, 0),
+    ];
+    DeviceInfoReply {
+        name: p.name.clone(),
+        uuid,
+        // No PCI device at all: a domain that no machine has.
+        pci: [0xffff, 0, ordinal],
+        total_memory: p.total_memory,
+        granule: GRANULE,
+        stream_priorities: [0, 0],
+        attributes: known.iter().map(|(attribute, value)| Attribute { attribute: *attribute, value: *value as i32 }).collect(),
+    }
+}
+
+/// The value of a `CUlimit` that nobody has set.
+pub(super) fn usual_limit(limit: u32) -> Option<u64> {
+    Some(match limit {
+        // CU_LIMIT_STACK_SIZE, PRINTF_FIFO_SIZE, MALLOC_HEAP_SIZE, DEV_RUNTIME_SYNC_DEPTH, DEV_RUNTIME_PENDING_LAUNCH_COUNT, MAX_L2_FETCH_GRANULARITY,
+        // PERSISTING_L2_CACHE_SIZE
+        0 => 1024,
+        1 => 1 << 20,
+        2 => 8 << 20,
+        3 => 2,
+        4 => 2048,
+        5 => 64,
+        6 => 0,
+        _ => return None,
+    })
+}

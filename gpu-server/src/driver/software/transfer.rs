@@ -1,0 +1,210 @@
+//! Copies and fills: checked when they are enqueued, done by the stream's thread.
+
+use host_bridge::endpoint::Sink;
+use protocol::Status;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::StreamId;
+use protocol::ops::Answer;
+use protocol::ops::copy::*;
+use protocol::wire::Bytes;
+use software_gpu::{Gpu, Plane, Result};
+
+use super::streams::step;
+use super::{Software, code};
+use crate::driver::call::{Call, Input};
+use crate::driver::rows::Rows;
+
+/// Bytes that a copy holds on the heap at a time.
+const CHUNK: usize = 1 << 20;
+/// Bytes of a transfer over the network that may wait for their stream.
+const QUEUED: usize = 8 << 20;
+
+fn write(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &[u8]) -> Result<()> {
+    rows.parts(offset, bytes.len() as u64, |part| {
+        let from = &bytes[part.offset as usize..];
+        gpu.write_2d(Plane { addr: part.at, pitch: rows.pitch.max(part.width) }, from, part.width, part.width, part.rows)
+    })
+}
+
+fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
+    rows.parts(offset, bytes.len() as u64, |part| {
+        let to = &mut bytes[part.offset as usize..];
+        gpu.read_2d(Plane { addr: part.at, pitch: rows.pitch.max(part.width) }, to, part.width, part.width, part.rows)
+    })
+}
+
+impl Software {
+    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, stream)?;
+        let (packed, span) = to.sizes()?;
+        if src.len() != packed {
+            return Err(Status::INVALID_VALUE);
+        }
+        let gpu = self.checked(to.at, span, place.device)?;
+        let owned = match cx.input(src)? {
+            Input::Inline(bytes) => Upload::Here(bytes.to_vec()),
+            Input::Mapped(mapped) => Upload::Mapped(mapped),
+            Input::Incoming(incoming) => Upload::Coming(incoming.into_queue(QUEUED)),
+        };
+        enqueue_checked(&place, cx.seq, move |_| owned.run(&gpu, &to))
+    }
+
+    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, stream)?;
+        let (packed, span) = from.sizes()?;
+        if dst.0.len != packed {
+            return Err(Status::INVALID_VALUE);
+        }
+        let gpu = self.checked(from.at, span, place.device)?;
+        let sink = cx.output(dst)?;
+        enqueue_checked(&place, cx.seq, move |_| {
+            let mut buffer = vec![0; CHUNK.min(packed as usize)];
+            let mut at = 0;
+            while at < packed {
+                let n = buffer.len().min((packed - at) as usize);
+                read(&from, &gpu, at, &mut buffer[..n])?;
+                match &sink {
+                    Sink::Mapped(mapped) => mapped.write(at as usize, &buffer[..n]),
+                    Sink::Outgoing(outgoing) => {
+                        if outgoing.send(at as usize / CHUNK, at, &buffer[..n]).is_err() {
+                            // The session is over; nobody wants the rest.
+                            return Ok(());
+                        }
+                    }
+                }
+                at += n as u64;
+            }
+            Ok(())
+        })
+    }
+}
+
+enum Upload {
+    Here(Vec<u8>),
+    Mapped(host_bridge::endpoint::Mapped),
+    Coming(host_bridge::endpoint::ChunkQueue),
+}
+
+impl Upload {
+    fn run(self, gpu: &Gpu, to: &Rows) -> Result<()> {
+        match self {
+            Upload::Here(bytes) => write(to, gpu, 0, &bytes),
+            Upload::Mapped(mapped) => {
+                let mut buffer = vec![0; CHUNK.min(mapped.len())];
+                let mut at = 0;
+                while at < mapped.len() {
+                    let n = buffer.len().min(mapped.len() - at);
+                    mapped.read(at, &mut buffer[..n]);
+                    write(to, gpu, at as u64, &buffer[..n])?;
+                    at += n;
+                }
+                Ok(())
+            }
+            Upload::Coming(mut queue) => {
+                while let Ok(Some(chunk)) = queue.next_chunk() {
+                    write(to, gpu, chunk.offset, &chunk.bytes)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Enqueues work whose failure is the context's deferred error, but not the device's end: memory that was freed under the copy, say.
+fn enqueue_checked(
+    place: &super::streams::Place,
+    seq: u64,
+    work: impl FnOnce(&Gpu) -> Result<()> + Send + 'static,
+) -> std::result::Result<(), Status> {
+    let (errors, context) = place.errors();
+    let step = move |gpu: &Gpu| {
+        match work(gpu) {
+            Ok(()) => Ok(()),
+            // A kernel's failure that shows here is sticky already.
+            Err(e) if gpu.status().is_err() => Err(e),
+            Err(e) => {
+                errors.publish(context, code(&e), seq);
+                Ok(())
+            }
+        }
+    };
+    place.stream.enqueue(step).map_err(|e| code(&e))
+}
+
+impl CopyOps<Call> for Software {
+    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> std::result::Result<(), Status> {
+        let to = Rows::line(op.dst, op.src.len());
+        self.upload(cx, op.stream, to, op.src)
+    }
+
+    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> std::result::Result<(), Status> {
+        let from = Rows::line(op.src, op.dst.0.len);
+        self.download(cx, op.stream, from, op.dst)
+    }
+
+    fn memcpy_dtoh_inline(&mut self, cx: &mut Call, op: MemcpyDtoHInline) -> std::result::Result<Answer<MemcpyDtoHInlineReply>, Status> {
+        let place = self.enter(cx, op.stream)?;
+        if op.len as usize > protocol::channel::MAX_PAYLOAD - 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let gpu = self.checked(op.src, op.len.into(), place.device)?;
+        let pending = cx.later();
+        step(&place.stream, &place.gpu, move |status| {
+            let mut bytes = vec![0; op.len as usize];
+            let read = status.ok().and_then(|()| gpu.read(op.src, &mut bytes).map_err(|e| code(&e)));
+            pending.answer(read.map(|()| MemcpyDtoHInlineReply { bytes: Bytes(bytes) }));
+        });
+        Ok(Answer::Later)
+    }
+
+    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let to = self.checked(op.dst, op.len, place.device)?;
+        let from = self.checked(op.src, op.len, place.device)?;
+        enqueue_checked(&place, cx.seq, move |_| from.copy_to(op.src, &to, op.dst, op.len))
+    }
+
+    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> std::result::Result<(), Status> {
+        self.upload(cx, op.stream, Rows::of(&op.dst, op.extent), op.src)
+    }
+
+    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> std::result::Result<(), Status> {
+        self.download(cx, op.stream, Rows::of(&op.src, op.extent), op.dst)
+    }
+
+    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
+        let (packed, from_span) = source.sizes()?;
+        let (_, to_span) = target.sizes()?;
+        let from = self.checked(source.at, from_span, place.device)?;
+        let to = self.checked(target.at, to_span, place.device)?;
+        enqueue_checked(&place, cx.seq, move |_| {
+            let width = source.width.max(1);
+            let mut at = 0;
+            while at < packed {
+                let (row, y, z) = (at / width, at / width % source.height, at / width / source.height);
+                debug_assert!(row < source.height * source.depth);
+                let (a, b) = (source.at + z * source.slice + y * source.pitch, target.at + z * target.slice + y * target.pitch);
+                from.copy_to(a, &to, b, width)?;
+                at += width;
+            }
+            Ok(())
+        })
+    }
+
+    fn memset(&mut self, cx: &mut Call, op: Memset) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        if !matches!(op.element, 1 | 2 | 4) || op.dst % u64::from(op.element) != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;
+        let pitch = if op.height > 1 { op.pitch } else { width };
+        let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
+        let (_, span) = rows.sizes()?;
+        let gpu = self.checked(op.dst, span, place.device)?;
+        enqueue_checked(&place, cx.seq, move |_| {
+            gpu.fill_2d(Plane { addr: op.dst, pitch }, op.value, op.element, op.width, op.height)
+        })
+    }
+}

@@ -1,0 +1,172 @@
+//! The daemon: listens, admits, and gives each session to a worker.
+//!
+//! - [`listen`]: sockets and accepting;
+//! - [`handshake`]: the first message of a connection, and what becomes of it;
+//! - [`pool`]: worker processes, from their start to their end;
+//! - [`status`]: what `rgpuctl status` shows.
+//!
+//! It never touches a device, nor a byte of a session after its handshake: what a client or a worker does wrong cannot reach another.
+
+mod handshake;
+mod listen;
+mod pool;
+mod status;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use nix::sys::signal::{SigSet, Signal};
+
+use self::handshake::Control;
+use self::pool::Worker;
+use crate::cli::Serve;
+use crate::ipc::Counters;
+
+/// Names a session on its data connections.
+type Token = [u8; 16];
+
+/// The daemon's state.
+struct Server {
+    options: Serve,
+    state: Mutex<State>,
+    /// Notified at every change of the state that somebody may wait for.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Workers that wait for a session.
+    idle: VecDeque<Arc<Worker>>,
+    /// Workers that prepare.
+    starting: usize,
+    /// Every worker process, by its id.
+    workers: HashMap<u32, Arc<Worker>>,
+    /// By the worker's process id.
+    sessions: HashMap<u32, Session>,
+    tokens: HashMap<Token, Arc<Worker>>,
+    /// What workers serve, once one was ready: backend, devices.
+    serving: Option<(String, Vec<String>)>,
+    /// Workers that failed to prepare, one after the other.
+    failures: u32,
+    /// Why nothing can be served at all.
+    fatal: Option<String>,
+    draining: bool,
+    sessions_begun: u64,
+    sessions_lost: u64,
+    workers_crashed: u64,
+}
+
+/// A session, as the daemon knows it.
+struct Session {
+    client: String,
+    program: String,
+    pid: u32,
+    transport: &'static str,
+    peer: String,
+    since: Instant,
+    counters: Counters,
+    token: Token,
+    /// To tell the client why, if the worker cannot any more.
+    control: Control,
+    /// The worker has said that the session is over.
+    ended: bool,
+}
+
+impl Server {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// `rgpu-server`'s version and host, for people.
+pub fn server_name() -> String {
+    format!("rgpu-server {} on {}", env!("CARGO_PKG_VERSION"), host_name())
+}
+
+fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "unknown".into(), |name| name.trim().to_owned())
+}
+
+/// Sends the log to standard error.
+pub fn init_log(filter: &str) {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_new(filter).unwrap_or_else(|e| {
+        eprintln!("rgpu-server: --log {filter:?}: {e}; logging at info");
+        EnvFilter::new("info")
+    });
+    // In tests several may come: the first stays.
+    let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
+    let _ = log.with_target(false).try_init();
+}
+
+/// Runs the daemon until it is told to end.
+pub fn main(options: &Serve) -> anyhow::Result<()> {
+    init_log(&options.log);
+    let mut ending = SigSet::empty();
+    ending.add(Signal::SIGTERM);
+    ending.add(Signal::SIGINT);
+    // Before any thread is made, so that all of them leave these signals to this one.
+    ending.thread_block().context("blocking signals")?;
+
+    let options = Serve { listen: options.listen.clone(), backing: options.backing.clone(), status_socket: options.status_socket.clone(), log: options.log.clone(), ..*options };
+    let server = Arc::new(Server { options, state: Mutex::default(), changed: Condvar::new() });
+    let mut files = listen::Files::default();
+    listen::start(&server, &mut files)?;
+    if let Some(path) = &server.options.status_socket {
+        status::start(&server, path, &mut files)?;
+    }
+    pool::start(&server)?;
+    tracing::info!("{} is listening at {}", server_name(), listen::addresses(&server.options.listen));
+
+    let watched = Arc::clone(&server);
+    std::thread::Builder::new().name("rgpu-fatal".into()).spawn(move || {
+        let mut state = watched.lock();
+        while state.fatal.is_none() {
+            state = watched.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+        drop(state);
+        // Wakes the main thread, which waits for a signal.
+        let _ = nix::sys::signal::kill(nix::unistd::getpid(), Signal::SIGTERM);
+    })?;
+    let signal = ending.wait().context("waiting for a signal")?;
+    if let Some(fatal) = server.lock().fatal.clone() {
+        bail!(fatal);
+    }
+    tracing::info!("{signal}: no new sessions; waiting for those that run");
+    drain(&server);
+    drop(files);
+    Ok(())
+}
+
+/// Lets sessions end by themselves for a while, then ends them.
+fn drain(server: &Server) {
+    let mut state = server.lock();
+    state.draining = true;
+    for worker in std::mem::take(&mut state.idle) {
+        worker.hang_up();
+    }
+    server.changed.notify_all();
+    let wait = |mut state: MutexGuard<'_, State>, limit: Duration, done: fn(&State) -> bool| {
+        let deadline = Instant::now() + limit;
+        while !done(&state) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+        }
+        drop(state);
+    };
+    wait(state, Duration::from_secs(server.options.drain_seconds), |s| s.sessions.is_empty());
+    let state = server.lock();
+    if !state.sessions.is_empty() {
+        tracing::warn!("ending {} sessions that still run", state.sessions.len());
+    }
+    // Each tells its client before it goes.
+    state.workers.values().for_each(|w| w.hang_up());
+    wait(state, Duration::from_secs(2), |s| s.workers.is_empty());
+    server.lock().workers.values().for_each(|w| w.kill());
+}

@@ -1,0 +1,140 @@
+//! A worker: one process, one session.
+//!
+//! It makes its devices ready, tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind goes with the
+//! process.
+
+mod session;
+
+use std::net::TcpStream;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands};
+
+use crate::cli;
+use crate::driver;
+use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
+
+/// Numbers that the dispatcher writes and the reporter reads.
+#[derive(Debug, Default)]
+pub struct Shared {
+    commands: AtomicU64,
+    device_memory: AtomicU64,
+}
+
+impl Shared {
+    fn counters(&self, client: &dyn Client) -> Counters {
+        let (bytes_in, bytes_out) = client.traffic();
+        Counters {
+            commands: self.commands.load(Ordering::Relaxed),
+            bytes_in,
+            bytes_out,
+            device_memory: self.device_memory.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Runs the worker.
+pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
+    crate::parent::init_log(&arguments.log);
+    // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
+    let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
+    let Some((ToWorker::Prepare { backing, memory_limit, poll_us }, _)) = ipc::receive(daemon.as_fd())? else {
+        bail!("a worker is started by the daemon, which tells it what to prepare");
+    };
+    let mut backend = match driver::make(&backing, memory_limit) {
+        Ok(backend) => backend,
+        Err(reason) => {
+            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason }, &[])?;
+            return Ok(());
+        }
+    };
+    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices() };
+    ipc::send(daemon.as_fd(), &ready, &[])?;
+    let polling = poll_us.map_or_else(Polling::default, |us| Polling { most: Duration::from_micros(us.min(10_000_000)) });
+
+    let Some((ToWorker::Session { transport, program, client: name }, fds)) = ipc::receive(daemon.as_fd())? else {
+        // The daemon is gone, or does not need this worker any more.
+        return Ok(());
+    };
+    let connection = fds.into_iter().next().context("a session without its connection")?;
+    let _span = tracing::info_span!("session", client = %name, program = %program).entered();
+    let daemon = Arc::new(daemon);
+    let shared = Arc::new(Shared::default());
+    let (lost, counters) = match begin(transport, connection, polling) {
+        Ok((mut commands, client, tcp)) => {
+            watch(&daemon, tcp, &client, &shared)?;
+            let lost = session::run(&mut *commands, &client, &mut *backend, &shared);
+            (lost, shared.counters(&*client))
+        }
+        Err(lost) => (Some(lost), Counters::default()),
+    };
+    match &lost {
+        Some(lost) => tracing::warn!(commands = counters.commands, "session lost: {lost}"),
+        None => tracing::info!(commands = counters.commands, "session ended"),
+    }
+    ipc::send(daemon.as_fd(), &FromWorker::Ended { lost: lost.map(|l| l.reason), counters }, &[])?;
+    // What still runs (a kernel that does not end, a thread in the driver) ends with the process; nothing is left to be saved.
+    std::process::exit(0)
+}
+
+type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
+
+fn begin(transport: Transport, connection: OwnedFd, polling: Polling) -> Result<Begun, Lost> {
+    match transport {
+        Transport::Tcp { slot_count } => {
+            let (commands, client) = TcpCommands::start(TcpStream::from(connection), slot_count, polling)
+                .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
+            Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
+        }
+        Transport::Local => {
+            let (commands, client) = LocalCommands::attach(UnixStream::from(connection), polling)?;
+            Ok((Box::new(commands), client, None))
+        }
+    }
+}
+
+/// Listens to the daemon (data connections; its end is ours), and reports to it.
+fn watch(daemon: &Arc<OwnedFd>, tcp: Option<Arc<TcpClient>>, client: &Arc<dyn Client>, shared: &Arc<Shared>) -> anyhow::Result<()> {
+    let socket = Arc::clone(daemon);
+    let listener = Arc::clone(client);
+    std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
+        loop {
+            match ipc::receive::<ToWorker>(socket.as_fd()) {
+                Ok(Some((ToWorker::Data, fds))) => {
+                    let added = match (&tcp, fds.into_iter().next()) {
+                        (Some(tcp), Some(fd)) => tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string()),
+                        _ => Err("a data connection that this session cannot use".into()),
+                    };
+                    if let Err(e) = added {
+                        listener.lose(&e);
+                    }
+                }
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => {
+                    listener.lose("rgpu-server is shutting down");
+                    return;
+                }
+            }
+        }
+    })?;
+    let (socket, client, shared) = (Arc::clone(daemon), Arc::clone(client), Arc::clone(shared));
+    let mut last = Counters::default();
+    std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = shared.counters(&*client);
+            if now != last {
+                last = now;
+                if ipc::send(socket.as_fd(), &FromWorker::Counters(now), &[]).is_err() {
+                    return;
+                }
+            }
+        }
+    })?;
+    Ok(())
+}

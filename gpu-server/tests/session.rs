@@ -1,0 +1,365 @@
+//! Sessions from end to end over software devices: what holds for every transport.
+
+mod support;
+
+use protocol::Status;
+use protocol::channel::MAX_CONTEXTS;
+use protocol::data::{HostIn, HostOut};
+use protocol::handle::*;
+use protocol::ops::context::*;
+use protocol::ops::copy::*;
+use protocol::ops::device::*;
+use protocol::ops::event::*;
+use protocol::ops::launch::*;
+use protocol::ops::memory::*;
+use protocol::ops::module::*;
+use protocol::ops::stream::*;
+use support::*;
+
+const BASE: u64 = window(0);
+const MADE: u32 = MAX_CONTEXTS;
+
+/// `out[i] = in[i] * factor`, and a kernel that spins until a flag is set.
+const PTX: &str = concat!(
+    r#"
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .global .align 4 .u32 flag;
+.visible .entry scale(.param .u64 p, .param .u32 factor, .param .u32 n)
+{
+    .reg .pred %q;
+    .reg .b32 %r<8>;
+    .reg .b64 %rd<4>;
+    ld.param.u64 %rd0, [p];
+    ld.param.u32 %r0, [factor];
+    ld.param.u32 %r1, [n];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.s32 %r5, %r2, %r3, %r4;
+    setp.ge.u32 %q, %r5, %r1;
+    @%q bra DONE;
+    cvta.to.global.u64 %rd1, %rd0;
+    mul.wide.u32 %rd2, %r5, 4;
+    add.s64 %rd1, %rd1, %rd2;
+    ld.global.u32 %r6, [%rd1];
+    mul.lo.s32 %r6, %r6, %r0;
+    st.global.u32 [%rd1], %r6;
+DONE:
+    ret;
+}
+.visible .entry crash(.param .u64 p)
+{
+    .reg .b32 %r<2>;
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd0, [p];
+    mov.u32 %r0, 7;
+    st.global.u32 [%rd0], %r0;
+    ret;
+}
+"#,
+    "\0"
+);
+
+/// Runs a test body on a session of each transport.
+macro_rules! on_each_transport {
+    ($server:expr, $body:expr) => {{
+        let server = $server;
+        $body(&mut Local::connect(&server.socket()));
+        $body(&mut Tcp::connect(server.port));
+    }};
+}
+
+fn grow<S: Session>(s: &mut S, bytes: u64) {
+    s.call(&MemGrow { device: 0, address: BASE, size: 2 << 20 }).unwrap();
+    s.push(&MemAlloc { address: BASE, size: bytes });
+}
+
+fn load<S: Session>(s: &mut S) -> Vec<String> {
+    let room = s.arena(4 << 20, &[0; 4096]);
+    let image = s.arena(0, PTX.as_bytes());
+    let op = ModuleLoad { context: ContextId(0), module: ModuleId(1), options: vec![], image: HostIn::Range(image), info: HostOut(room) };
+    let reply = s.call(&op).unwrap();
+    let table = s.read_arena(4 << 20, reply.info_size as usize);
+    let table: FunctionTable = protocol::ops::decode_reply(&table).unwrap();
+    table.functions.into_iter().map(|f| f.name).collect()
+}
+
+fn launch<S: Session>(s: &mut S, stream: u32, function: u32, params: &[u8]) {
+    s.push(&Launch {
+        function: FunctionId::new(ModuleId(1), function),
+        stream: StreamId(stream),
+        grid: [64, 1, 1],
+        block: [256, 1, 1],
+        dynamic_shared: 0,
+        attributes: vec![],
+        params,
+    });
+}
+
+fn params(address: u64, factor: u32, n: u32) -> Vec<u8> {
+    [&address.to_le_bytes()[..], &factor.to_le_bytes(), &n.to_le_bytes()].concat()
+}
+
+#[test]
+fn a_program_runs_from_its_first_call_to_its_result() {
+    fn body<S: Session>(s: &mut S) {
+        let info = s.call(&SessionInfo {}).unwrap();
+        assert_eq!(info.backend, backend());
+        let device = s.call(&DeviceInfo { device: 0 }).unwrap();
+        assert_eq!(device.granule, 2 << 20);
+        assert_eq!(s.call(&DeviceInfo { device: info.device_count }).unwrap_err(), Status::INVALID_DEVICE);
+        grow(s, 64 << 10);
+        assert_eq!(load(s), ["scale", "crash"]);
+        let input: Vec<u8> = (0..16384u32).flat_map(|i| i.to_le_bytes()).collect();
+        let src = s.arena(0, &input);
+        s.push(&StreamCreate { context: ContextId(0), stream: StreamId(MADE), flags: 0, priority: 0 });
+        s.push(&MemcpyHtoD { stream: StreamId(MADE), dst: BASE, src: HostIn::Range(src) });
+        for _ in 0..3 {
+            launch(s, MADE, 0, &params(BASE, 3, 16384));
+        }
+        let dst = s.arena(1 << 20, &[0xaa; 64 << 10]);
+        s.push(&MemcpyDtoH { stream: StreamId(MADE), src: BASE, dst: HostOut(dst) });
+        s.call(&StreamSynchronize { stream: StreamId(MADE) }).unwrap();
+        let output = s.read_arena(1 << 20, 64 << 10);
+        for (i, value) in output.chunks_exact(4).enumerate() {
+            assert_eq!(u32::from_le_bytes(value.try_into().unwrap()), i as u32 * 27);
+        }
+        let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE + 4, len: 8 }).unwrap().bytes.0;
+        assert_eq!(bytes, [27, 0, 0, 0, 54, 0, 0, 0]);
+        assert_eq!(s.error(0), None);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_large_copy_comes_back_whole() {
+    fn body<S: Session>(s: &mut S) {
+        s.call(&MemGrow { device: 0, address: BASE, size: 4 << 20 }).unwrap();
+        s.push(&MemAlloc { address: BASE, size: 4 << 20 });
+        let input: Vec<u8> = (0..(4u32 << 20) - 1).map(|i| (i * 7 + (i >> 11)) as u8).collect();
+        let src = s.arena(0, &input);
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: HostIn::Range(src) });
+        let dst = s.arena(4 << 20, &vec![0; input.len()]);
+        s.push(&MemcpyDtoH { stream: StreamId(0), src: BASE, dst: HostOut(dst) });
+        s.call(&ContextSynchronize { context: ContextId(0) }).unwrap();
+        assert!(s.read_arena(4 << 20, input.len()) == input);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn packed_rows_go_into_pitched_memory_and_back() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 1 << 20);
+        s.push(&Memset { stream: StreamId(0), dst: BASE, pitch: 0, value: 0xee, element: 1, width: 1 << 20, height: 1 });
+        let input: Vec<u8> = (0..7 * 5 * 3).collect();
+        let src = s.arena(0, &input);
+        let place = Pitched { address: BASE, pitch: 32, slice: 512 };
+        s.push(&MemcpyHtoD3D { stream: StreamId(0), dst: place.clone(), extent: [7, 5, 3], src: HostIn::Range(src) });
+        let dst = s.arena(1 << 20, &[0; 7 * 5 * 3]);
+        s.push(&MemcpyDtoH3D { stream: StreamId(0), src: place, extent: [7, 5, 3], dst: HostOut(dst) });
+        let row = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE + 512 + 32, len: 8 }).unwrap().bytes.0;
+        assert_eq!(row, [42, 43, 44, 45, 46, 47, 48, 0xee]);
+        assert_eq!(s.read_arena(1 << 20, 105), input);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_failed_asynchronous_operation_becomes_the_contexts_error_and_nothing_else_stops() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let inline = HostIn::Inline(&[1, 2, 3, 4]);
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE + 4094, src: inline });
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE, src: inline });
+        let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE, len: 4 }).unwrap().bytes.0;
+        assert_eq!(bytes, [1, 2, 3, 4]);
+        assert_eq!(s.error(0), Some((Status::INVALID_VALUE, false)));
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_kernel_fault_is_sticky_until_the_context_is_reset() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        load(s);
+        launch(s, 0, 1, &0x1234_0000u64.to_le_bytes());
+        assert_eq!(s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap_err(), Status::ILLEGAL_ADDRESS);
+        assert_eq!(s.error(0), Some((Status::ILLEGAL_ADDRESS, true)));
+        assert_eq!(s.call(&ContextSynchronize { context: ContextId(0) }).unwrap_err(), Status::ILLEGAL_ADDRESS);
+        s.call(&PrimaryReset { device: 0 }).unwrap();
+        grow(s, 4096);
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        assert_eq!(s.error(0), None);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn marks_raise_a_streams_word_in_order_and_a_host_wait_holds_only_its_stream() {
+    fn body<S: Session>(s: &mut S) {
+        for i in 0..2 {
+            s.push(&StreamCreate { context: ContextId(0), stream: StreamId(MADE + i), flags: 1, priority: 0 });
+        }
+        s.push(&StreamHostWait { stream: StreamId(MADE), ticket: TicketId(9) });
+        let held = s.push(&StreamMark { stream: StreamId(MADE) });
+        let free = s.push(&StreamMark { stream: StreamId(MADE + 1) });
+        until("the other stream goes on", || s.word(MADE + 1) == free);
+        let waiting = s.send(1, &StreamSynchronize { stream: StreamId(MADE) });
+        s.call(&StreamSynchronize { stream: StreamId(MADE + 1) }).unwrap();
+        assert!(s.word(MADE) < held);
+        s.push(&StreamHostSignal { ticket: TicketId(9) });
+        assert_eq!(s.wait(1, waiting).0, Status::SUCCESS);
+        until("the mark is seen", || s.word(MADE) >= held);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_host_wait_is_released_however_much_is_enqueued_behind_it() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
+        for i in 0..3000u32 {
+            s.push(&Memset { stream: StreamId(0), dst: BASE, pitch: 0, value: i, element: 4, width: 1, height: 1 });
+        }
+        let src = s.arena(0, &7u32.to_le_bytes());
+        s.push(&MemcpyHtoD { stream: StreamId(0), dst: BASE + 4, src: HostIn::Range(src) });
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE, len: 8 }).unwrap().bytes.0;
+        assert_eq!(bytes, [2999u32.to_le_bytes(), 7u32.to_le_bytes()].concat());
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn the_legacy_stream_waits_for_blocking_streams_and_they_for_it() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let (blocking, free) = (StreamId(MADE), StreamId(MADE + 1));
+        s.push(&StreamCreate { context: ContextId(0), stream: blocking, flags: 0, priority: 0 });
+        s.push(&StreamCreate { context: ContextId(0), stream: free, flags: 1, priority: 0 });
+        let set = |stream, value| Memset { stream, dst: BASE, pitch: 0, value, element: 1, width: 1, height: 1 };
+        s.push(&set(StreamId(0), 0));
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        s.push(&StreamHostWait { stream: blocking, ticket: TicketId(1) });
+        s.push(&set(blocking, 1));
+        s.push(&set(StreamId(0), 2));
+        let bytes = s.call(&MemcpyDtoHInline { stream: free, src: BASE, len: 1 }).unwrap().bytes.0;
+        assert_eq!(bytes, [0], "the legacy stream must not have run yet, and a non-blocking stream must");
+        s.push(&set(blocking, 3));
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        s.call(&StreamSynchronize { stream: blocking }).unwrap();
+        let bytes = s.call(&MemcpyDtoHInline { stream: blocking, src: BASE, len: 1 }).unwrap().bytes.0;
+        assert_eq!(bytes, [3]);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn events_order_streams_and_measure_time() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let streams = [StreamId(MADE), StreamId(MADE + 1)];
+        for stream in streams {
+            s.push(&StreamCreate { context: ContextId(0), stream, flags: 1, priority: 0 });
+        }
+        let events = [EventId(1), EventId(2)];
+        for event in events {
+            s.push(&EventCreate { context: ContextId(0), event, flags: 0 });
+        }
+        s.push(&StreamHostWait { stream: streams[0], ticket: TicketId(1) });
+        s.push(&Memset { stream: streams[0], dst: BASE, pitch: 0, value: 5, element: 1, width: 1, height: 1 });
+        let recorded = s.push(&EventRecord { event: events[0], stream: streams[0], flags: 0 });
+        s.push(&StreamWaitEvent { stream: streams[1], event: events[0], flags: 0 });
+        let reading = s.send(1, &MemcpyDtoHInline { stream: streams[1], src: BASE, len: 1 });
+        let waiting = s.send(2, &EventSynchronize { event: events[0] });
+        assert_eq!(s.call(&EventElapsed { start: events[0], end: events[0] }).unwrap_err(), Status::NOT_READY);
+        s.push(&StreamHostSignal { ticket: TicketId(1) });
+        assert_eq!(s.wait(1, reading), (Status::SUCCESS, vec![1, 0, 0, 0, 5]));
+        assert_eq!(s.wait(2, waiting).0, Status::SUCCESS);
+        until("the record is published", || s.word(MADE) == recorded);
+        s.push(&EventRecord { event: events[1], stream: streams[1], flags: 0 });
+        s.call(&EventSynchronize { event: events[1] }).unwrap();
+        assert!(s.call(&EventElapsed { start: events[0], end: events[1] }).unwrap().milliseconds >= 0.0);
+        assert_eq!(s.call(&EventSynchronize { event: EventId(77) }).unwrap_err(), Status::INVALID_HANDLE);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn memory_is_limited_and_given_back() {
+    fn body<S: Session>(s: &mut S) {
+        let grow = |device, address, size| MemGrow { device, address, size };
+        assert_eq!(s.call(&grow(0, BASE, 64 << 20)).unwrap_err(), Status::OUT_OF_MEMORY);
+        assert_eq!(s.call(&grow(0, BASE + 1, 2 << 20)).unwrap_err(), Status::INVALID_VALUE);
+        assert_eq!(s.call(&grow(0, BASE + WINDOW_SIZE, 2 << 20)).unwrap_err(), Status::INVALID_VALUE);
+        s.call(&grow(0, BASE, 32 << 20)).unwrap();
+        assert_eq!(s.call(&grow(0, BASE + (32 << 20), 2 << 20)).unwrap_err(), Status::OUT_OF_MEMORY);
+        assert_eq!(s.call(&MemGetInfo { device: 0 }).unwrap().free, 0);
+        s.call(&MemShrink { device: 0, address: BASE, size: 32 << 20 }).unwrap();
+        assert_eq!(s.call(&MemGetInfo { device: 0 }).unwrap().free, 32 << 20);
+    }
+    on_each_transport!(Server::start(&["--memory-limit=32M"]), body);
+}
+
+#[test]
+fn what_no_client_of_ours_sends_ends_that_session_alone() {
+    let server = Server::start(&[]);
+    let mut other = Local::connect(&server.socket());
+    type Deed = fn(&mut dyn FnMut(u16, u16, &[u8]));
+    let deeds: [(Deed, &str); 4] = [
+        (|push| push(0x0fff, 0xffff, &[]), "unknown opcode"),
+        (|push| push(0x0704, 0xffff, &[1; 40]), "does not decode"),
+        (|push| push(0x0704, 3, &[0; 4]), "reply slot"),
+        (|push| push(0x0703, 1000, &[0; 4]), "reply slot 1000"),
+    ];
+    for (deed, words) in deeds {
+        let mut local = Local::connect(&server.socket());
+        deed(&mut |opcode, slot, body| {
+            local.push_raw(opcode, slot, body);
+        });
+        until("the session is lost", || local.lost().is_some());
+        assert!(local.lost().unwrap().contains(words), "{:?}", local.lost());
+        let mut tcp = Tcp::connect(server.port);
+        deed(&mut |opcode, slot, body| {
+            tcp.push_raw(opcode, slot, body);
+        });
+        until("the session is lost", || tcp.lost().is_some());
+        assert!(tcp.lost().unwrap().contains(words), "{:?}", tcp.lost());
+    }
+    let mut local = Local::connect(&server.socket());
+    let waiting = local.send(5, &StreamSynchronize { stream: StreamId(0) });
+    local.wait(5, waiting);
+    local.spoil_tail();
+    until("the session is lost", || local.lost().is_some());
+    assert!(local.lost().unwrap().contains("cursor"), "{:?}", local.lost());
+    other.call(&SessionInfo {}).unwrap();
+}
+
+#[test]
+fn hostile_values_in_well_formed_commands_are_errors() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let wild = protocol::data::HostRange { place: protocol::data::Place::Region(77), offset: 1 << 60, len: 16 };
+        s.push(&StreamMark { stream: StreamId(u32::MAX) });
+        s.push(&MemAlloc { address: u64::MAX - 100, size: u64::MAX });
+        s.push(&MemFree { address: 3 });
+        s.push(&Memset { stream: StreamId(0), dst: BASE, pitch: u64::MAX, value: 0, element: 4, width: u64::MAX, height: u64::MAX });
+        s.push(&MemcpyDtoD { stream: StreamId(0), dst: BASE, src: u64::MAX, len: u64::MAX });
+        let place = Pitched { address: BASE, pitch: 1, slice: u64::MAX };
+        s.push(&MemcpyDtoH3D { stream: StreamId(0), src: place, extent: [u64::MAX, 2, 2], dst: HostOut(wild) });
+        launch(s, 0, 9, &[]);
+        s.push(&ModuleUnload { module: ModuleId(99) });
+        s.push(&EventRecord { event: EventId(5), stream: StreamId(0), flags: 0 });
+        assert_eq!(s.call(&MemShrink { device: 0, address: BASE + 1, size: 5 }).unwrap_err(), Status::INVALID_VALUE);
+        assert_eq!(s.call(&ContextDestroy { context: ContextId(0) }).unwrap_err(), Status::INVALID_CONTEXT);
+        assert_eq!(s.call(&PeerInfo { device: 9, peer: 0 }).unwrap_err(), Status::INVALID_DEVICE);
+        s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        assert!(s.lost().is_none());
+    }
+    on_each_transport!(Server::start(&[]), body);
+}

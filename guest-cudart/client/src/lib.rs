@@ -1,0 +1,33 @@
+//! A process's side of an rgpu session: how its CUDA calls become records in a channel, and how answers and data come back.
+//!
+//! It knows the protocol and the ways to the host, and nothing of CUDA's C interface. In reading order:
+//! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`;
+//! - [`port`]: the way to the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`;
+//! - [`session`]: the channel: appending operations, waiting for replies and for progress, loss of the session;
+//! - [`arena`]: room in the channel's staging memory;
+//! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
+//! - [`regions`]: pinned program memory;
+//! - [`handles`]: the names that a C program holds for objects.
+//!
+//! ```text
+//!  libcuda ──▶ session.append/call ──▶ protocol::channel ══ shared memory ══ host
+//!                 │        ▲
+//!                 └ port: doorbell, sleep, register ──▶ /dev/rgpu0 | vhost-rgpu's socket
+//! ```
+
+pub mod arena;
+pub mod counters;
+pub mod handles;
+pub mod log;
+pub mod memory;
+pub mod port;
+pub mod ranges;
+pub mod regions;
+pub mod session;
+
+pub use protocol::{Status, VERSION, channel, data, handle, ops};
+
+/// Locks a mutex whether or not another thread has panicked with it held: nothing here leaves shared state half-changed.
+pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

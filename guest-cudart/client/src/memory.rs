@@ -1,0 +1,297 @@
+//! Device memory: where allocations lie in a device's window of addresses (DESIGN §5).
+//!
+//! ```text
+//!  window  ├──────── piece ────────┤ gap ├── piece ──┤ gap ├ … 1 TiB
+//!          │alloc│alloc│ free │alloc│     │   alloc   │
+//! ```
+//!
+//! A piece is what one `MemGrow` backed, and the unit in which memory goes back. Allocations lie inside one piece, placed by best fit, with no round trip.
+//! Between pieces a granule stays unbacked, so that free ranges of two pieces never join and a kernel that runs past the end of a piece faults.
+
+use std::collections::BTreeMap;
+
+use crate::ranges::FreeRanges;
+use protocol::Status;
+use protocol::ops::memory::{WINDOW_SIZE, window};
+
+/// Allocations begin at multiples of this, as `cuMemAlloc`'s do.
+pub const ALIGN: u64 = 512;
+/// The least that is backed at once, where the device has it: a program with a few small allocations asks once.
+const LEAST_PIECE: u64 = 32 << 20;
+/// Backed bytes in pieces without an allocation that are kept for the next one.
+const KEEP_EMPTY: u64 = 256 << 20;
+
+/// The server's part: backing addresses with memory.
+pub trait Backing {
+    /// `MemGrow`.
+    fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
+    /// `MemShrink`.
+    fn shrink(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
+}
+
+/// An allocation, as its owner described it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Allocation<T> {
+    /// Bytes that were asked for.
+    pub size: u64,
+    /// Bytes that it takes.
+    reserved: u64,
+    /// What the owner keeps with it.
+    pub tag: T,
+}
+
+/// One device's memory.
+#[derive(Debug)]
+pub struct DeviceMemory<T> {
+    device: u32,
+    granule: u64,
+    /// Addresses of the window that no piece has.
+    addresses: FreeRanges,
+    pieces: BTreeMap<u64, Piece>,
+    free: FreeRanges,
+    empty: u64,
+    allocations: BTreeMap<u64, Allocation<T>>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    size: u64,
+    used: u64,
+}
+
+impl<T> DeviceMemory<T> {
+    /// The memory of device `ordinal`, nothing backed yet. `granule` in bytes, a power of two.
+    pub fn new(device: u32, granule: u64) -> Self {
+        let granule = granule.max(ALIGN).next_power_of_two();
+        let mut addresses = FreeRanges::new();
+        addresses.insert(window(device), WINDOW_SIZE);
+        DeviceMemory {
+            device,
+            granule,
+            addresses,
+            pieces: BTreeMap::new(),
+            free: FreeRanges::new(),
+            empty: 0,
+            allocations: BTreeMap::new(),
+        }
+    }
+
+    /// Whether an address lies in this device's window.
+    pub fn holds(&self, address: u64) -> bool {
+        (window(self.device)..window(self.device) + WINDOW_SIZE).contains(&address)
+    }
+
+    /// Backed bytes that no allocation has.
+    pub fn free_bytes(&self) -> u64 {
+        self.free.total()
+    }
+
+    /// Places an allocation of `size` bytes (not 0), backing more of the window if need be.
+    pub fn alloc(&mut self, size: u64, tag: T, backing: &dyn Backing) -> Result<u64, Status> {
+        let reserved =
+            size.checked_next_multiple_of(ALIGN).filter(|r| *r < WINDOW_SIZE).ok_or(Status::OUT_OF_MEMORY)?;
+        let address = match self.free.take_best(reserved) {
+            Some(address) => address,
+            None => {
+                self.grow(reserved, backing)?;
+                self.free.take_best(reserved).ok_or(Status::OUT_OF_MEMORY)?
+            }
+        };
+        if let Some((_, piece)) = self.pieces.range_mut(..=address).next_back() {
+            if piece.used == 0 {
+                self.empty -= piece.size;
+            }
+            piece.used += reserved;
+        }
+        self.allocations.insert(address, Allocation { size, reserved, tag });
+        Ok(address)
+    }
+
+    fn grow(&mut self, reserved: u64, backing: &dyn Backing) -> Result<(), Status> {
+        let exact = reserved.next_multiple_of(self.granule);
+        let wanted = exact.max(LEAST_PIECE.next_multiple_of(self.granule));
+        match self.grow_by(wanted, backing) {
+            Err(Status::OUT_OF_MEMORY) => {}
+            other => return other,
+        }
+        if self.trim(0, backing)? == 0 && wanted == exact {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        self.grow_by(exact, backing)
+    }
+
+    fn grow_by(&mut self, size: u64, backing: &dyn Backing) -> Result<(), Status> {
+        let with_gap = size + self.granule;
+        let address = self.addresses.take_best(with_gap).ok_or(Status::OUT_OF_MEMORY)?;
+        if let Err(status) = backing.grow(self.device, address, size) {
+            self.addresses.insert(address, with_gap);
+            return Err(status);
+        }
+        self.pieces.insert(address, Piece { size, used: 0 });
+        self.free.insert(address, size);
+        self.empty += size;
+        Ok(())
+    }
+
+    /// Gives pieces without an allocation back until at most `keep` bytes are left in such; returns how many bytes went. No work may use them.
+    pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> Result<u64, Status> {
+        let mut gone = 0;
+        while self.empty > keep {
+            // The largest first: fewest calls.
+            let Some((address, size)) = self
+                .pieces
+                .iter()
+                .filter(|(_, p)| p.used == 0)
+                .map(|(a, p)| (*a, p.size))
+                .max_by_key(|(_, size)| *size)
+            else {
+                break;
+            };
+            backing.shrink(self.device, address, size)?;
+            self.pieces.remove(&address);
+            self.free.remove(address, size);
+            self.addresses.insert(address, size + self.granule);
+            self.empty -= size;
+            gone += size;
+        }
+        Ok(gone)
+    }
+
+    /// Takes an allocation away; its memory is free for the next. `None`: there is none at this address. No work may use it.
+    pub fn free(&mut self, address: u64, backing: &dyn Backing) -> Option<Allocation<T>> {
+        let allocation = self.allocations.remove(&address)?;
+        self.free.insert(address, allocation.reserved);
+        if let Some((_, piece)) = self.pieces.range_mut(..=address).next_back() {
+            piece.used -= allocation.reserved;
+            if piece.used == 0 {
+                self.empty += piece.size;
+            }
+        }
+        if self.empty > KEEP_EMPTY {
+            // A piece that cannot be given back stays for the next allocation: that is no failure of this call.
+            let _ = self.trim(KEEP_EMPTY, backing);
+        }
+        Some(allocation)
+    }
+
+    /// The allocation that an address lies in, and where it begins.
+    pub fn find(&self, address: u64) -> Option<(u64, &Allocation<T>)> {
+        let (base, allocation) = self.allocations.range(..=address).next_back()?;
+        (address - base < allocation.size).then_some((*base, allocation))
+    }
+
+    /// As [`find`](Self::find), for its owner's tag.
+    pub fn tag_mut(&mut self, base: u64) -> Option<&mut T> {
+        self.allocations.get_mut(&base).map(|allocation| &mut allocation.tag)
+    }
+
+    /// Addresses of the allocations whose tags `which` chooses.
+    pub fn addresses_where(&self, which: impl Fn(&T) -> bool) -> Vec<u64> {
+        self.allocations.iter().filter(|(_, a)| which(&a.tag)).map(|(address, _)| *address).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+
+    /// A device with room for `limit` bytes, which checks what is asked of it.
+    struct Fake {
+        limit: u64,
+        backed: RefCell<BTreeMap<u64, u64>>,
+    }
+
+    impl Fake {
+        fn new(limit: u64) -> Fake {
+            Fake { limit, backed: RefCell::default() }
+        }
+    }
+
+    impl Backing for Fake {
+        fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status> {
+            let mut backed = self.backed.borrow_mut();
+            assert!(address >= window(device) && address + size <= window(device) + WINDOW_SIZE);
+            assert!(address.is_multiple_of(2 << 20) && size.is_multiple_of(2 << 20));
+            assert!(backed.iter().all(|(a, s)| a + s <= address || address + size <= *a), "backed twice");
+            if backed.values().sum::<u64>() + size > self.limit {
+                return Err(Status::OUT_OF_MEMORY);
+            }
+            backed.insert(address, size);
+            Ok(())
+        }
+        fn shrink(&self, _: u32, address: u64, size: u64) -> Result<(), Status> {
+            assert_eq!(self.backed.borrow_mut().remove(&address), Some(size), "a piece goes back whole");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn small_allocations_grow_the_window_once() {
+        let fake = Fake::new(1 << 30);
+        let mut memory = DeviceMemory::new(1, 2 << 20);
+        for _ in 0..100 {
+            memory.alloc(1000, (), &fake).unwrap();
+        }
+        assert_eq!(fake.backed.borrow().len(), 1);
+    }
+
+    #[test]
+    fn a_full_device_gives_the_exact_size_before_it_gives_up() {
+        let fake = Fake::new(4 << 20);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        memory.alloc(3 << 20, (), &fake).unwrap();
+        assert_eq!(memory.alloc(3 << 20, (), &fake), Err(Status::OUT_OF_MEMORY));
+    }
+
+    #[test]
+    fn an_empty_piece_is_given_back_when_another_needs_its_memory() {
+        let fake = Fake::new(64 << 20);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        let first = memory.alloc(40 << 20, (), &fake).unwrap();
+        memory.free(first, &fake).unwrap();
+        assert!(memory.alloc(60 << 20, (), &fake).is_ok());
+    }
+
+    #[test]
+    fn sizes_beyond_all_measure_are_out_of_memory() {
+        let fake = Fake::new(1 << 30);
+        let mut memory = DeviceMemory::new(0, 2 << 20);
+        for size in [u64::MAX, 1 << 60, WINDOW_SIZE, u64::MAX - 511] {
+            assert_eq!(memory.alloc(size, (), &fake), Err(Status::OUT_OF_MEMORY));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn allocations_lie_in_backed_memory_and_apart(steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
+            let fake = Fake::new(160 << 20);
+            let mut memory = DeviceMemory::new(2, 2 << 20);
+            let mut held: Vec<(u64, u64)> = Vec::new();
+            for (size, choice) in steps {
+                if choice % 5 < 2 && !held.is_empty() {
+                    let (address, size) = held.swap_remove(choice as usize % held.len());
+                    prop_assert_eq!(memory.free(address, &fake).map(|a| a.size), Some(size));
+                    prop_assert!(memory.free(address, &fake).is_none());
+                    prop_assert!(memory.find(address).is_none_or(|(base, _)| base != address));
+                    continue;
+                }
+                let Ok(address) = memory.alloc(size, (), &fake) else { continue };
+                prop_assert_eq!(address % ALIGN, 0);
+                prop_assert!(held.iter().all(|&(a, s)| address + size <= a || a + s <= address));
+                prop_assert!(fake.backed.borrow().iter().any(|(a, s)| *a <= address && address + size <= a + s));
+                prop_assert_eq!(memory.find(address + size - 1).map(|(base, _)| base), Some(address));
+                held.push((address, size));
+            }
+            let backed: u64 = fake.backed.borrow().values().sum();
+            let reserved: u64 = held.iter().map(|(_, s)| s.next_multiple_of(ALIGN)).sum();
+            prop_assert_eq!(memory.free_bytes(), backed - reserved);
+            for (address, _) in held {
+                memory.free(address, &fake).unwrap();
+            }
+            memory.trim(0, &fake).unwrap();
+            prop_assert!(fake.backed.borrow().is_empty());
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The device file of the guest's driver: `docs/device.md`, "User API".
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::mapping::Mapping;
+use super::{Pinned, Port, PortError};
+use crate::{lock, log};
+use protocol::channel::Header;
+use protocol::device::{Answer, untext};
+
+const ABI_VERSION: u32 = 1;
+
+const fn ioctl(direction: u32, number: u32, size: usize) -> libc::c_ulong {
+    (direction << 30 | (size as u32) << 16 | 0x47 << 8 | number) as libc::c_ulong
+}
+const WRITE: u32 = 1;
+const READ: u32 = 2;
+const GET_INFO: libc::c_ulong = ioctl(READ, 0xA0, size_of::<Info>());
+const CREATE_CHANNEL: libc::c_ulong = ioctl(WRITE, 0xA1, size_of::<CreateChannel>());
+const CONNECT: libc::c_ulong = ioctl(READ, 0xA2, size_of::<Connect>());
+const KICK: libc::c_ulong = ioctl(0, 0xA3, 0);
+const WAIT: libc::c_ulong = ioctl(WRITE, 0xA4, size_of::<Wait>());
+const REGISTER_MEMORY: libc::c_ulong = ioctl(READ | WRITE, 0xA5, size_of::<RegisterMemory>());
+const UNREGISTER_MEMORY: libc::c_ulong = ioctl(WRITE, 0xA6, size_of::<UnregisterMemory>());
+
+#[repr(C)]
+#[derive(Default)]
+struct Info {
+    abi_version: u32,
+    device_version: u32,
+    max_channels: u32,
+    flags: u32,
+    max_channel_size: u64,
+    max_registered: u64,
+    reserved: [u64; 4],
+}
+
+#[repr(C)]
+struct CreateChannel {
+    size: u64,
+    flags: u64,
+}
+
+#[repr(C)]
+struct Connect {
+    status: u32,
+    channel: u32,
+    reason: [u8; 256],
+}
+
+#[repr(C)]
+struct Wait {
+    offset: u64,
+    expected: u32,
+    flags: u32,
+    timeout_ns: i64,
+}
+
+#[repr(C)]
+struct RegisterMemory {
+    addr: u64,
+    size: u64,
+    flags: u32,
+    region: u32,
+}
+
+#[repr(C)]
+struct UnregisterMemory {
+    region: u32,
+    reserved: u32,
+}
+
+/// An open device file and its channel.
+pub struct Guest {
+    path: PathBuf,
+    file: File,
+    channel: Mapping,
+    gone: AtomicBool,
+    silence: Mutex<Silence>,
+}
+
+/// After this long without an answer the host is asked for a sign of life.
+const ASK_AFTER: Duration = Duration::from_secs(2);
+/// Sleepers look more often than this: a longer pause means that nobody was waiting, or that the machine stood still.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// How long nothing was heard of the host while somebody waited for it (`docs/wire.md`, "Losing a session").
+struct Silence {
+    /// A host that gives no sign of life for this long after it was asked is lost.
+    limit: Duration,
+    heard: u32,
+    since: Instant,
+    looked: Instant,
+    asked: Option<Instant>,
+}
+
+/// What a look at the host's sign of life leads to.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    Wait,
+    Ask,
+    Lost,
+}
+
+impl Silence {
+    fn new(now: Instant) -> Silence {
+        let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse().ok());
+        let limit = Duration::from_secs(asked.unwrap_or(10).clamp(1, 86_400));
+        Silence { limit, heard: 0, since: now, looked: now, asked: None }
+    }
+
+    fn look(&mut self, alive: u32, now: Instant) -> Verdict {
+        let paused = now.duration_since(self.looked) > PAUSE;
+        self.looked = now;
+        if paused || alive != self.heard {
+            self.heard = alive;
+            self.since = now;
+            self.asked = None;
+        }
+        match self.asked {
+            Some(asked) if now.duration_since(asked) >= self.limit => Verdict::Lost,
+            None if now.duration_since(self.since) >= ASK_AFTER => {
+                self.asked = Some(now);
+                Verdict::Ask
+            }
+            _ => Verdict::Wait,
+        }
+    }
+}
+
+impl Guest {
+    pub fn open(path: &Path, size: usize) -> Result<Guest, PortError> {
+        let error = |what| move |source| PortError::io(path, what, source);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_CLOEXEC)
+            .open(path)
+            .map_err(error("open"))?;
+        let mut info = Info::default();
+        call(&file, GET_INFO, &mut info)
+            .map_err(error("RGPU_IOC_GET_INFO: is this the device of virtio_rgpu?"))?;
+        if info.abi_version != ABI_VERSION {
+            return Err(PortError::Refused {
+                path: path.to_owned(),
+                what: "another version of rgpu",
+                reason: format!(
+                    "the module's interface has version {}, these libraries know version {ABI_VERSION}: install the same release of both",
+                    info.abi_version
+                ),
+            });
+        }
+        if size as u64 > info.max_channel_size {
+            return Err(PortError::Refused {
+                path: path.to_owned(),
+                what: "the channel is too large",
+                reason: format!(
+                    "{size} bytes, the device allows {}: lower RGPU_ARENA_MIB",
+                    info.max_channel_size
+                ),
+            });
+        }
+        let mut create = CreateChannel { size: size as u64, flags: 0 };
+        call(&file, CREATE_CHANNEL, &mut create).map_err(error("RGPU_IOC_CREATE_CHANNEL"))?;
+        let channel = Mapping::shared(file.as_fd(), size).map_err(error("mapping the channel"))?;
+        channel.dont_fork();
+        Ok(Guest {
+            path: path.to_owned(),
+            file,
+            channel,
+            gone: AtomicBool::new(false),
+            silence: Mutex::new(Silence::new(Instant::now())),
+        })
+    }
+
+    fn register(&self, addr: usize, size: usize) -> Result<u32, PortError> {
+        let mut request = RegisterMemory { addr: addr as u64, size: size as u64, flags: 0, region: 0 };
+        call(&self.file, REGISTER_MEMORY, &mut request).map_err(|source| {
+            PortError::io(&self.path, "RGPU_IOC_REGISTER_MEMORY (see also ulimit -l)", source)
+        })?;
+        Ok(request.region)
+    }
+}
+
+/// One ioctl, again when a signal came between.
+fn call<T>(file: &File, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
+    loop {
+        // SAFETY: each request above is paired with the structure that the driver's header gives for it, which lives through the call.
+        let result = unsafe { libc::ioctl(file.as_raw_fd(), request as _, std::ptr::from_mut(argument)) };
+        if result >= 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+impl Port for Guest {
+    fn channel(&self) -> &Mapping {
+        &self.channel
+    }
+
+    fn connect(&self) -> Result<(), PortError> {
+        let mut answer = Connect { status: 0, channel: 0, reason: [0; 256] };
+        call(&self.file, CONNECT, &mut answer).map_err(|source| {
+            PortError::io(
+                &self.path,
+                "the device does not answer: on the host, look whether vhost-rgpu runs, and at its log",
+                source,
+            )
+        })?;
+        match Answer::from_number(answer.status) {
+            Answer::Ok => Ok(()),
+            refused => Err(PortError::Refused {
+                path: self.path.clone(),
+                what: super::refusal(refused),
+                reason: untext(&answer.reason),
+            }),
+        }
+    }
+
+    fn kick(&self) {
+        // SAFETY: the request takes no argument.
+        unsafe { libc::ioctl(self.file.as_raw_fd(), KICK as _) };
+    }
+
+    fn wait(&self, offset: u64, expected: u32, timeout: Duration) {
+        let mut wait =
+            Wait { offset, expected, flags: 0, timeout_ns: timeout.as_nanos().min(i64::MAX as u128) as i64 };
+        // SAFETY: as in `call`. An interruption is returned to the caller, who looks again.
+        let result = unsafe { libc::ioctl(self.file.as_raw_fd(), WAIT as _, &raw mut wait) };
+        if result < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV) {
+            self.gone.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn alive(&self) -> bool {
+        if self.gone.load(Ordering::Relaxed) {
+            return false;
+        }
+        // SAFETY: the channel begins with its header, is never shorter, and is mapped for as long as `self` lives.
+        let header = unsafe { &*self.channel.base().cast::<Header>() };
+        match lock(&self.silence).look(header.alive(), Instant::now()) {
+            Verdict::Wait => {}
+            Verdict::Ask => self.kick(),
+            Verdict::Lost => {
+                self.gone.store(true, Ordering::Relaxed);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn why_dead(&self) -> String {
+        format!(
+            "{}: the device does not answer: on the host, look whether vhost-rgpu runs, and at its log",
+            self.path.display()
+        )
+    }
+
+    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
+        let mapping = Mapping::private(size)
+            .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
+        let region = self.register(mapping.base() as usize, size)?;
+        Ok(Pinned { mapping, region })
+    }
+
+    fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>> {
+        Some(self.register(addr, size))
+    }
+
+    fn unpin(&self, region: u32) {
+        let mut request = UnregisterMemory { region, reserved: 0 };
+        if let Err(error) = call(&self.file, UNREGISTER_MEMORY, &mut request) {
+            log::warn(format_args!(
+                "{}: RGPU_IOC_UNREGISTER_MEMORY of region {region}: {error}",
+                self.path.display()
+            ));
+        }
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        vec![self.file.as_raw_fd()]
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_numbers_are_those_of_the_header() {
+        // As gcc computes them from guest-driver/include/uapi/linux/virtio_rgpu.h.
+        assert_eq!(GET_INFO, 0x8040_47a0);
+        assert_eq!(CREATE_CHANNEL, 0x4010_47a1);
+        assert_eq!(CONNECT, 0x8108_47a2);
+        assert_eq!(KICK, 0x47a3);
+        assert_eq!(WAIT, 0x4018_47a4);
+        assert_eq!(REGISTER_MEMORY, 0xc018_47a5);
+        assert_eq!(UNREGISTER_MEMORY, 0x4008_47a6);
+    }
+
+    #[test]
+    fn silence_is_asked_about_and_then_a_loss() {
+        let begin = Instant::now();
+        let mut silence = Silence { limit: Duration::from_secs(3), ..Silence::new(begin) };
+        let mut at = |millis: u64, alive: u32| silence.look(alive, begin + Duration::from_millis(millis));
+        for millis in (250..2000).step_by(250) {
+            assert_eq!(at(millis, 0), Verdict::Wait);
+        }
+        assert_eq!(at(2000, 0), Verdict::Ask);
+        // An answer begins it all anew.
+        assert_eq!(at(2250, 1), Verdict::Wait);
+        for millis in (2500..4250).step_by(250) {
+            assert_eq!(at(millis, 1), Verdict::Wait);
+        }
+        assert_eq!(at(4250, 1), Verdict::Ask);
+        for millis in (4500..7250).step_by(250) {
+            assert_eq!(at(millis, 1), Verdict::Wait);
+        }
+        assert_eq!(at(7250, 1), Verdict::Lost);
+    }
+
+    #[test]
+    fn time_in_which_nobody_waits_is_no_silence() {
+        let begin = Instant::now();
+        let mut silence = Silence::new(begin);
+        for second in [5, 10, 60] {
+            assert_eq!(silence.look(0, begin + Duration::from_secs(second)), Verdict::Wait);
+        }
+    }
+
+    #[test]
+    fn a_missing_device_is_named() {
+        let error = Guest::open(Path::new("/nonexistent/rgpu9"), 1 << 20).err().unwrap();
+        assert!(error.line().contains("/nonexistent/rgpu9"), "{}", error.line());
+    }
+}

@@ -1,0 +1,300 @@
+//! The Unix socket of `vhost-rgpu`: [`protocol::native`].
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use super::mapping::Mapping;
+use super::{Pinned, Port, PortError};
+use crate::{lock, log};
+use protocol::device::{Answer, Response, request};
+use protocol::native::{MAGIC, Request};
+use zerocopy::{FromZeros, IntoBytes};
+
+/// A connection to the daemon and its channel.
+pub struct Native {
+    path: PathBuf,
+    socket: OwnedFd,
+    /// Requests take turns on the socket: the daemon answers in order.
+    turn: Mutex<()>,
+    memory: OwnedFd,
+    channel: Mapping,
+    doorbell: OnceLock<OwnedFd>,
+    next_region: AtomicU32,
+    gone: AtomicBool,
+}
+
+impl Native {
+    pub fn open(path: &Path, size: usize) -> Result<Native, PortError> {
+        let error = |what| move |source| PortError::io(path, what, source);
+        let socket = match connect(path) {
+            Err(missing) if missing.kind() == io::ErrorKind::NotFound => {
+                return Err(PortError::NoSocket { path: path.to_owned() });
+            }
+            other => other.map_err(error("connecting"))?,
+        };
+        let memory = memfd(c"rgpu-channel", size).map_err(error("making the channel's memory"))?;
+        let channel = Mapping::shared(memory.as_fd(), size).map_err(error("mapping the channel"))?;
+        channel.dont_fork();
+        Ok(Native {
+            path: path.to_owned(),
+            socket,
+            turn: Mutex::new(()),
+            memory,
+            channel,
+            doorbell: OnceLock::new(),
+            next_region: AtomicU32::new(1),
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    /// One request and its answer, with the descriptor that came along.
+    fn request(
+        &self,
+        kind: u32,
+        region: u32,
+        size: usize,
+        fd: Option<RawFd>,
+    ) -> Result<Option<OwnedFd>, PortError> {
+        let request = Request {
+            magic: MAGIC,
+            version: protocol::VERSION,
+            kind,
+            region,
+            flags: 0,
+            offset: 0,
+            size: size as u64,
+        };
+        let _turn = lock(&self.turn);
+        let error = |what| move |source| PortError::io(&self.path, what, source);
+        send(&self.socket, request.as_bytes(), fd).map_err(error("sending a request to vhost-rgpu"))?;
+        let mut response = Response::new_zeroed();
+        let (n, fd) = receive(&self.socket, response.as_mut_bytes()).map_err(error("vhost-rgpu's answer"))?;
+        if n == 0 {
+            self.gone.store(true, Ordering::Relaxed);
+            return Err(PortError::Refused {
+                path: self.path.clone(),
+                what: "vhost-rgpu closed the connection",
+                reason: "see its log".to_owned(),
+            });
+        }
+        if n != size_of::<Response>() {
+            return Err(PortError::Refused {
+                path: self.path.clone(),
+                what: "another version of rgpu",
+                reason: format!("an answer of {n} bytes where {} are due", size_of::<Response>()),
+            });
+        }
+        match Answer::from_number(response.status) {
+            Answer::Ok => Ok(fd),
+            refused => Err(PortError::Refused {
+                path: self.path.clone(),
+                what: super::refusal(refused),
+                reason: response.reason(),
+            }),
+        }
+    }
+}
+
+impl Port for Native {
+    fn channel(&self) -> &Mapping {
+        &self.channel
+    }
+
+    fn connect(&self) -> Result<(), PortError> {
+        let doorbell =
+            self.request(request::CREATE_CHANNEL, 0, self.channel.len(), Some(self.memory.as_raw_fd()))?;
+        let Some(doorbell) = doorbell else {
+            return Err(PortError::Refused {
+                path: self.path.clone(),
+                what: "another version of rgpu",
+                reason: "no doorbell came with the channel".to_owned(),
+            });
+        };
+        // A second connect is refused by the daemon, so the cell is empty.
+        let _ = self.doorbell.set(doorbell);
+        Ok(())
+    }
+
+    fn kick(&self) {
+        if let Some(doorbell) = self.doorbell.get() {
+            let one = 1u64.to_ne_bytes();
+            // SAFETY: eight bytes of a live array. It fails only when the counter is full, which rings as well.
+            unsafe { libc::write(doorbell.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        }
+    }
+
+    fn wait(&self, offset: u64, expected: u32, timeout: Duration) {
+        let timeout =
+            libc::timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+        // SAFETY: the offsets are those of words inside the channel; the mapping lives as long as `self`. Every way of returning
+        // is the caller's to look at.
+        unsafe {
+            let word = self.channel.base().add(offset as usize).cast::<u32>();
+            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected, &raw const timeout);
+        }
+    }
+
+    fn alive(&self) -> bool {
+        if self.gone.load(Ordering::Relaxed) {
+            return false;
+        }
+        let mut poll = libc::pollfd { fd: self.socket.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one live `pollfd`, no wait.
+        let n = unsafe { libc::poll(&raw mut poll, 1, 0) };
+        if n > 0 && poll.revents & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 {
+            self.gone.store(true, Ordering::Relaxed);
+            return false;
+        }
+        true
+    }
+
+    fn why_dead(&self) -> String {
+        format!("{}: vhost-rgpu has closed the connection, or was killed", self.path.display())
+    }
+
+    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
+        let error = |what| move |source| PortError::io(&self.path, what, source);
+        let memory = memfd(c"rgpu-pinned", size).map_err(error("making pinned memory"))?;
+        let mapping = Mapping::shared(memory.as_fd(), size).map_err(error("mapping pinned memory"))?;
+        let region = self.next_region.fetch_add(1, Ordering::Relaxed);
+        self.request(request::REGISTER_MEMORY, region, size, Some(memory.as_raw_fd()))?;
+        Ok(Pinned { mapping, region })
+    }
+
+    /// Memory that the program already has is no memfd: the host cannot map it.
+    fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
+        None
+    }
+
+    fn unpin(&self, region: u32) {
+        if let Err(error) = self.request(request::UNREGISTER_MEMORY, region, 0, None)
+            && self.alive()
+        {
+            log::warn(format_args!("unregistering pinned memory: {}", error.line()));
+        }
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        let mut fds = vec![self.socket.as_raw_fd(), self.memory.as_raw_fd()];
+        fds.extend(self.doorbell.get().map(|fd| fd.as_raw_fd()));
+        fds
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+fn check(result: i32) -> io::Result<i32> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn connect(path: &Path) -> io::Result<OwnedFd> {
+    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+    let socket = unsafe {
+        OwnedFd::from_raw_fd(check(libc::socket(
+            libc::AF_UNIX,
+            libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC,
+            0,
+        ))?)
+    };
+    // SAFETY: zero is a value of every field of a `sockaddr_un`.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as _;
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() >= address.sun_path.len() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the socket's path is too long"));
+    }
+    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+        *to = *from as _;
+    }
+    // SAFETY: the address is whole and its size is given.
+    check(unsafe {
+        libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size_of_val(&address) as u32)
+    })?;
+    Ok(socket)
+}
+
+/// A memfd of `size` bytes, sealed so that it stays at least as long: the host maps it and must not be hit by a shorter file.
+fn memfd(name: &std::ffi::CStr, size: usize) -> io::Result<OwnedFd> {
+    // SAFETY: plain system calls on a name that ends with NUL and a descriptor that is ours.
+    unsafe {
+        let fd = OwnedFd::from_raw_fd(check(libc::memfd_create(
+            name.as_ptr(),
+            libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING,
+        ))?);
+        check(libc::ftruncate(fd.as_raw_fd(), size as i64))?;
+        check(libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW))?;
+        Ok(fd)
+    }
+}
+
+/// Room for the control message of one descriptor, aligned as one must be.
+#[repr(C, align(8))]
+struct Control([u8; 32]);
+
+fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<RawFd>) -> io::Result<()> {
+    let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let mut control = Control([0; 32]);
+    // SAFETY: zero is a value of every field; then the message names live buffers with their sizes, and the control buffer has room for
+    // one header and one descriptor (CMSG_SPACE(4) is 24).
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &raw mut iov;
+        message.msg_iovlen = 1;
+        if let Some(fd) = fd {
+            message.msg_control = (&raw mut control).cast();
+            message.msg_controllen = libc::CMSG_SPACE(4) as _;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(4) as _;
+            libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(fd);
+        }
+        loop {
+            if libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) >= 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+}
+
+fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
+    let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let mut control = Control([0; 32]);
+    // SAFETY: as in `send`; a descriptor that came along is ours from then on.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &raw mut iov;
+        message.msg_iovlen = 1;
+        message.msg_control = (&raw mut control).cast();
+        message.msg_controllen = size_of::<Control>() as _;
+        let n = loop {
+            let n = libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
+            if n >= 0 {
+                break n as usize;
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        };
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        let fd = (!header.is_null()
+            && (*header).cmsg_level == libc::SOL_SOCKET
+            && (*header).cmsg_type == libc::SCM_RIGHTS
+            && (*header).cmsg_len as usize >= libc::CMSG_LEN(4) as usize)
+            .then(|| OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned()));
+        Ok((n, fd))
+    }
+}

@@ -1,0 +1,549 @@
+//! The channel as this process uses it: records go in, answers and progress come out.
+//!
+//! One session for a process, opened at the first use. [`Session::append`] takes tens of nanoseconds: encode into a buffer of the thread, take the ring's lock,
+//! write, ask whether the host side sleeps. [`Session::submit`] also takes a reply slot, and [`Pending::wait`] polls it for a bounded time and then
+//! sleeps.
+//!
+//! **Loss.** Whoever waits looks at the channel's state again whenever it wakes, and at least every [`LOOK`]; once the session is
+//! lost, every call answers `CUDA_ERROR_DEVICE_UNAVAILABLE` at once, and one line on stderr has said why.
+//!
+//! **Fork.** A child has no session: its calls answer `CUDA_ERROR_NOT_INITIALIZED` and touch nothing of its parent's.
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::arena::Arena;
+use crate::counters::{self, COUNTERS, add};
+use crate::port::{self, Port, PortError};
+use crate::{lock, log};
+use protocol::Status;
+use protocol::channel::{
+    Full, Geometry, Header, MAX_RECORD, NO_SLOT, Producer, Progress, RECORD_HEADER, ReplySlot, RingMemory,
+    SleepFlag, SlotState, State,
+};
+use protocol::ops::{Op, SyncOp, decode_reply, encode};
+
+/// How often a sleeper looks whether the host side is still there.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// A process's session.
+pub struct Session {
+    port: Box<dyn Port>,
+    geometry: Geometry,
+    header: &'static Header,
+    progress: &'static Progress,
+    producer: Mutex<Producer<'static>>,
+    slots: Slots,
+    poll: Poll,
+    arena: Arena,
+    /// The host side is gone without having said so.
+    dead: AtomicBool,
+    loss_said: AtomicBool,
+    server: OnceLock<String>,
+}
+
+static FORKED: AtomicBool = AtomicBool::new(false);
+static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+static GLOBAL: OnceLock<&'static Session> = OnceLock::new();
+
+thread_local! {
+    static REQUEST: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static REPLY: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether this process is a child of one that had a session.
+#[inline]
+pub fn forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// The process's session, if it was opened.
+#[inline]
+pub fn current() -> Option<&'static Session> {
+    GLOBAL.get().copied()
+}
+
+/// The process's session, opened now if it was not yet. A failure is said on stderr, once for each text, and tried again at the next call.
+pub fn open() -> Result<&'static Session, Status> {
+    if forked() {
+        return Err(Status::NOT_INITIALIZED);
+    }
+    if let Some(session) = GLOBAL.get() {
+        return Ok(session);
+    }
+    static OPENING: Mutex<String> = Mutex::new(String::new());
+    let mut said = lock(&OPENING);
+    if let Some(session) = GLOBAL.get() {
+        return Ok(session);
+    }
+    let geometry = Geometry::with_arena(arena_size());
+    match port::open(geometry.size).and_then(|port| Session::over(port, geometry)) {
+        Ok(session) => {
+            for (slot, fd) in DESCRIPTORS.iter().zip(session.port.descriptors()) {
+                slot.store(fd, Ordering::Relaxed);
+            }
+            // SAFETY: `in_child` does only what may be done between fork and exec: it stores to atomics and closes descriptors.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+            counters::print_at_exit();
+            Ok(GLOBAL.get_or_init(|| session))
+        }
+        Err(error) => {
+            let line = error.line();
+            if *said != line {
+                log::error(format_args!("{line}"));
+                *said = line;
+            }
+            Err(match error {
+                PortError::Nothing { .. } | PortError::NoSocket { .. } | PortError::Permission { .. } => {
+                    Status::NO_DEVICE
+                }
+                _ => Status::DEVICE_UNAVAILABLE,
+            })
+        }
+    }
+}
+
+extern "C" fn in_child() {
+    FORKED.store(true, Ordering::Relaxed);
+    for slot in &DESCRIPTORS {
+        let fd = slot.swap(-1, Ordering::Relaxed);
+        if fd >= 0 {
+            // SAFETY: the child's copy of a descriptor of the session, which the child never uses again.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+/// Size of the arena in bytes: 32 MiB, or `RGPU_ARENA_MIB`.
+fn arena_size() -> usize {
+    let asked = std::env::var("RGPU_ARENA_MIB").ok().and_then(|value| value.trim().parse::<usize>().ok());
+    asked.unwrap_or(32).clamp(4, 1024) << 20
+}
+
+impl Session {
+    /// A session over a port whose channel has the size of `geometry`: writes the header and connects. It lives as long as the process.
+    pub fn over(port: Box<dyn Port>, geometry: Geometry) -> Result<&'static Session, PortError> {
+        let base = port.channel().base();
+        assert_eq!(port.channel().len(), geometry.size, "the port made another channel than was asked for");
+        // SAFETY: the mapping is as long as the geometry says and page-aligned, its parts do not overlap, everything in these parts is an
+        // atomic, and the mapping is never unmapped: the port lives in the session, which is never freed.
+        let (header, progress, ring, slots) = unsafe {
+            (
+                &*base.cast::<Header>(),
+                &*base.add(geometry.progress_offset).cast::<Progress>(),
+                std::slice::from_raw_parts(
+                    base.add(geometry.ring_offset).cast::<AtomicU64>(),
+                    geometry.ring_size / 8,
+                ),
+                std::slice::from_raw_parts(
+                    base.add(geometry.slots_offset).cast::<ReplySlot>(),
+                    geometry.slot_count,
+                ),
+            )
+        };
+        header.write_fields(&geometry.fields(std::process::id(), &program()));
+        port.connect()?;
+        // SAFETY: inside the mapping, as above.
+        let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
+        Ok(Box::leak(Box::new(Session {
+            header,
+            progress,
+            producer: Mutex::new(Producer::new(header, RingMemory::new(ring))),
+            slots: Slots::new(slots),
+            poll: Poll::from_environment(),
+            arena,
+            dead: AtomicBool::new(false),
+            loss_said: AtomicBool::new(false),
+            server: OnceLock::new(),
+            geometry,
+            port,
+        })))
+    }
+
+    /// The port, for pinned memory.
+    pub fn port(&self) -> &dyn Port {
+        &*self.port
+    }
+
+    /// The staging arena.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// What the host side publishes.
+    #[inline]
+    pub fn progress(&self) -> &Progress {
+        self.progress
+    }
+
+    /// The server's name, for the message that says that it was lost.
+    pub fn set_server(&self, server: &str) {
+        let _ = self.server.set(server.to_owned());
+    }
+
+    /// `Ok` while the session stands.
+    ///
+    /// # Errors
+    /// `NOT_INITIALIZED` in a forked child; `DEVICE_UNAVAILABLE` when the session is lost.
+    #[inline]
+    pub fn check(&self) -> Result<(), Status> {
+        if forked() {
+            return Err(Status::NOT_INITIALIZED);
+        }
+        if self.header.state() == State::Ready && !self.dead.load(Ordering::Relaxed) {
+            Ok(())
+        } else {
+            Err(self.loss())
+        }
+    }
+
+    /// Says once on stderr that the session is lost.
+    #[cold]
+    fn loss(&self) -> Status {
+        if !self.loss_said.swap(true, Ordering::Relaxed) {
+            let reason = match self.header.state() {
+                State::Lost => self.header.reason(),
+                _ => self.port.why_dead(),
+            };
+            let server = self.server.get().map_or("the GPU server", |server| server.as_str());
+            log::error(format_args!(
+                "the session with {server} is lost: {reason}. Every CUDA call answers \"devices unavailable\" from now on"
+            ));
+        }
+        Status::DEVICE_UNAVAILABLE
+    }
+
+    fn look(&self) {
+        if !self.port.alive() {
+            self.dead.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Sleeps while a word of the channel has a value, at most [`LOOK`], and sees to it that a dead host is noticed.
+    fn sleep(&self, offset: u64, expected: u32) {
+        add(&COUNTERS.sleeps, 1);
+        let begin = Instant::now();
+        self.port.wait(offset, expected, LOOK);
+        if begin.elapsed() >= LOOK / 2 {
+            self.look();
+        }
+    }
+
+    /// Appends an operation that is not answered; returns its `seq`.
+    #[inline]
+    pub fn append<'a, T: Op<'a>>(&self, op: &T) -> Result<u64, Status> {
+        self.record(op, NO_SLOT)
+    }
+
+    #[inline]
+    fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
+        self.check()?;
+        let push = |buffer: &mut Vec<u8>| {
+            buffer.clear();
+            encode(op, buffer);
+            self.push(T::INFO.opcode, slot, buffer)
+        };
+        // A thread that is being torn down has no buffer any more.
+        REQUEST
+            .try_with(|buffer| match buffer.try_borrow_mut() {
+                Ok(mut buffer) => push(&mut buffer),
+                Err(_) => push(&mut Vec::new()),
+            })
+            .unwrap_or_else(|_| push(&mut Vec::new()))
+    }
+
+    fn push(&self, opcode: u16, slot: u16, body: &[u8]) -> Result<u64, Status> {
+        if body.len() + RECORD_HEADER + 16 > MAX_RECORD {
+            return Err(Status::INVALID_VALUE);
+        }
+        add(&COUNTERS.commands, 1);
+        let seq = {
+            let mut producer = lock(&self.producer);
+            match producer.push(opcode, slot, body) {
+                Ok(seq) => seq,
+                Err(Full) => self.push_when_there_is_room(&mut producer, opcode, slot, body)?,
+            }
+        };
+        if self.header.host_sleep.take() {
+            add(&COUNTERS.doorbells, 1);
+            self.port.kick();
+        }
+        Ok(seq)
+    }
+
+    /// The lock stays taken meanwhile: records of other threads come after this one.
+    #[cold]
+    fn push_when_there_is_room(
+        &self,
+        producer: &mut Producer<'_>,
+        opcode: u16,
+        slot: u16,
+        body: &[u8],
+    ) -> Result<u64, Status> {
+        add(&COUNTERS.ring_full, 1);
+        loop {
+            let begin = Instant::now();
+            while begin.elapsed() < self.poll.most {
+                if let Ok(seq) = producer.push(opcode, slot, body) {
+                    return Ok(seq);
+                }
+                std::hint::spin_loop();
+            }
+            self.check()?;
+            self.header.ring_sleep.announce();
+            if let Ok(seq) = producer.push(opcode, slot, body) {
+                return Ok(seq);
+            }
+            self.sleep(Header::RING_SLEEP_OFFSET, SleepFlag::ASLEEP);
+        }
+    }
+
+    /// Appends an operation that is answered; the answer is waited for by [`Pending::wait`].
+    pub fn submit<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Pending<'_, T::Reply>, Status> {
+        self.check()?;
+        add(&COUNTERS.round_trips, 1);
+        let slot = self.slots.acquire(self)?;
+        self.slots.all[slot].prepare();
+        match self.record(op, slot as u16) {
+            Ok(seq) => Ok(Pending {
+                session: self,
+                slot,
+                seq,
+                name: T::INFO.name,
+                waited: false,
+                reply: PhantomData,
+            }),
+            Err(status) => {
+                self.slots.release(slot);
+                Err(status)
+            }
+        }
+    }
+
+    /// Whether reply slots are plentiful: enough that a thread that already waits for one answer may take another without keeping
+    /// the last from those that have none.
+    pub fn has_free_slot(&self) -> bool {
+        self.slots.free.load(Ordering::Relaxed).count_ones() > 8
+    }
+
+    /// Appends an operation and waits for its answer.
+    pub fn call<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<T::Reply, Status> {
+        self.submit(op)?.wait()
+    }
+
+    /// Waits until `done` says so; it is asked again whenever the progress area may have changed.
+    pub fn wait_progress(&self, mut done: impl FnMut() -> bool) -> Result<(), Status> {
+        let begin = Instant::now();
+        loop {
+            if done() {
+                return Ok(());
+            }
+            self.check()?;
+            if begin.elapsed() < self.poll.most {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.header.progress_sleep.announce();
+            if done() {
+                return Ok(());
+            }
+            self.check()?;
+            self.sleep(Header::PROGRESS_SLEEP_OFFSET, SleepFlag::ASLEEP);
+        }
+    }
+
+    /// Whether the answer in a slot is there; if so its payload is in `payload`.
+    fn await_slot(&self, index: usize, payload: &mut Vec<u8>) -> Result<Status, Status> {
+        let slot = &self.slots.all[index];
+        let begin = Instant::now();
+        let limit = self.poll.now();
+        loop {
+            for _ in 0..16 {
+                if let Some(completion) = slot.poll(payload) {
+                    self.poll.answered(true);
+                    return Ok(completion.status);
+                }
+                std::hint::spin_loop();
+            }
+            if begin.elapsed() >= limit {
+                break;
+            }
+        }
+        loop {
+            if let Some(completion) = slot.poll(payload) {
+                self.poll.answered(false);
+                return Ok(completion.status);
+            }
+            if slot.announce_sleep() {
+                self.check()?;
+                self.sleep(self.geometry.slot_offset(index) as u64, SlotState::Sleeping as u32);
+            }
+        }
+    }
+}
+
+/// The name of this program, for people.
+fn program() -> String {
+    let name = std::env::current_exe()
+        .ok()
+        .and_then(|path| path.file_name().map(|name| name.to_string_lossy().into_owned()));
+    let mut name = name.unwrap_or_default();
+    while name.len() > 39 {
+        name.pop();
+    }
+    name
+}
+
+/// An answer that is due. Dropped without having been waited for, it waits: its slot is the host's until then.
+#[must_use]
+pub struct Pending<'s, R> {
+    session: &'s Session,
+    slot: usize,
+    seq: u64,
+    name: &'static str,
+    waited: bool,
+    reply: PhantomData<R>,
+}
+
+impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
+    /// The command's `seq`.
+    pub fn seq(&self) -> u64 {
+        self.seq
+    }
+
+    /// Waits for the answer.
+    pub fn wait(mut self) -> Result<R, Status> {
+        let session = self.session;
+        let (slot, name) = (self.slot, self.name);
+        self.waited = true;
+        drop(self);
+        let finish = |payload: &mut Vec<u8>| {
+            payload.clear();
+            // A slot that was not answered is the lost host's for ever.
+            let status = session.await_slot(slot, payload)?;
+            session.slots.release(slot);
+            if status == Status::DEVICE_UNAVAILABLE {
+                session.check()?;
+            }
+            status.ok()?;
+            decode_reply::<R>(payload).map_err(|error| {
+                log::error(format_args!(
+                    "the answer to {name} does not decode ({error}): the server is of another build"
+                ));
+                Status::UNKNOWN
+            })
+        };
+        REPLY
+            .try_with(|buffer| match buffer.try_borrow_mut() {
+                Ok(mut buffer) => finish(&mut buffer),
+                Err(_) => finish(&mut Vec::new()),
+            })
+            .unwrap_or_else(|_| finish(&mut Vec::new()))
+    }
+}
+
+impl<R> Drop for Pending<'_, R> {
+    fn drop(&mut self) {
+        if !self.waited && self.session.await_slot(self.slot, &mut Vec::new()).is_ok() {
+            self.session.slots.release(self.slot);
+        }
+    }
+}
+
+/// The reply slots, of which the first 64 are used.
+struct Slots {
+    all: &'static [ReplySlot],
+    /// A bit for each slot that is free.
+    free: AtomicU64,
+    waiting: AtomicUsize,
+    queue: Mutex<()>,
+    came: Condvar,
+}
+
+impl Slots {
+    fn new(all: &'static [ReplySlot]) -> Slots {
+        let free = if all.len() >= 64 { u64::MAX } else { (1 << all.len()) - 1 };
+        Slots {
+            all,
+            free: AtomicU64::new(free),
+            waiting: AtomicUsize::new(0),
+            queue: Mutex::new(()),
+            came: Condvar::new(),
+        }
+    }
+
+    fn try_acquire(&self) -> Option<usize> {
+        let mut free = self.free.load(Ordering::Relaxed);
+        while free != 0 {
+            let bit = free & free.wrapping_neg();
+            match self.free.compare_exchange_weak(free, free & !bit, Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => return Some(bit.trailing_zeros() as usize),
+                Err(now) => free = now,
+            }
+        }
+        None
+    }
+
+    fn acquire(&self, session: &Session) -> Result<usize, Status> {
+        if let Some(slot) = self.try_acquire() {
+            return Ok(slot);
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut queue = lock(&self.queue);
+        let got = loop {
+            if let Some(slot) = self.try_acquire() {
+                break Ok(slot);
+            }
+            if let Err(status) = session.check() {
+                break Err(status);
+            }
+            queue = self.came.wait_timeout(queue, LOOK).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        };
+        drop(queue);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        got
+    }
+
+    fn release(&self, slot: usize) {
+        self.free.fetch_or(1 << slot, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) != 0 {
+            let _queue = lock(&self.queue);
+            self.came.notify_one();
+        }
+    }
+}
+
+/// How long a thread polls before it sleeps: as long as polling has paid off lately, at most `RGPU_POLL_US`.
+struct Poll {
+    most: Duration,
+    now_ns: AtomicU32,
+}
+
+impl Poll {
+    fn from_environment() -> Poll {
+        let usual = match std::thread::available_parallelism().map_or(1, usize::from) {
+            1 => 0,
+            2 | 3 => 20,
+            _ => 50,
+        };
+        let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
+        let most = Duration::from_micros(asked.unwrap_or(usual).min(1_000_000));
+        Poll { most, now_ns: AtomicU32::new(most.as_nanos() as u32) }
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.now_ns.load(Ordering::Relaxed).into())
+    }
+
+    fn answered(&self, while_polling: bool) {
+        let most = self.most.as_nanos() as u32;
+        let now = self.now_ns.load(Ordering::Relaxed);
+        let next = if while_polling { now.saturating_mul(2).min(most) } else { (now / 2).max(most / 8) };
+        if next != now {
+            self.now_ns.store(next, Ordering::Relaxed);
+        }
+    }
+}

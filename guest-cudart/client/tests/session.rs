@@ -1,0 +1,230 @@
+//! Sessions against a host side in a thread: order, replies, full rings, staging, and every way to lose a host.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use common::{Daemon, Next, count, word};
+use protocol::device::{Answer, Response};
+use rgpu_client::Status;
+use rgpu_client::counters::COUNTERS;
+use rgpu_client::handle::StreamId;
+use rgpu_client::ops::Op;
+use rgpu_client::ops::memory::{MemFree, MemGetInfo};
+use rgpu_client::ops::stream::{StreamMark, StreamSynchronize};
+
+fn ok() -> Response {
+    Response::new(Answer::Ok, "")
+}
+
+/// The reply to `MemGetInfo`.
+fn info(free: u64, total: u64) -> Vec<u8> {
+    [free.to_le_bytes(), total.to_le_bytes()].concat()
+}
+
+#[test]
+fn records_arrive_in_each_threads_own_order() {
+    let seen: Arc<[AtomicU64; 4]> = Arc::default();
+    let host_seen = seen.clone();
+    let daemon = Daemon::start(ok(), move |host, record, body| {
+        if record.opcode == MemFree::INFO.opcode {
+            let address = word(body, 0);
+            let next = &host_seen[(address >> 32) as usize];
+            assert_eq!(address as u32 as u64, count(next), "a thread's records come in order");
+        } else {
+            host.reply(&record, Status::SUCCESS, &[]);
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                for i in 0..20_000 {
+                    session.append(&MemFree { address: thread << 32 | i }).unwrap();
+                }
+            });
+        }
+    });
+    session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+    assert!(seen.iter().all(|n| n.load(Ordering::SeqCst) == 20_000));
+}
+
+#[test]
+fn more_threads_than_reply_slots_all_get_their_own_answers() {
+    let daemon = Daemon::start(ok(), |host, record, body| {
+        let device = u64::from(u32::from_le_bytes(body[..4].try_into().unwrap()));
+        host.reply(&record, Status::SUCCESS, &info(device, device * 2));
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    std::thread::scope(|scope| {
+        for thread in 0..150u32 {
+            scope.spawn(move || {
+                for i in 0..20 {
+                    let device = thread * 1000 + i;
+                    let reply = session.call(&MemGetInfo { device }).unwrap();
+                    assert_eq!((reply.free, reply.total), (device.into(), u64::from(device) * 2));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_slow_host_fills_the_ring_and_loses_nothing() {
+    let seen = Arc::new(AtomicU64::new(0));
+    let host_seen = seen.clone();
+    let daemon = Daemon::start(ok(), move |host, record, _| {
+        if record.opcode == StreamMark::INFO.opcode {
+            if count(&host_seen) == 0 {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        } else {
+            host.reply(&record, Status::SUCCESS, &[]);
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    // Each record takes 32 bytes of a ring of 1 MiB.
+    for _ in 0..100_000 {
+        session.append(&StreamMark { stream: StreamId(1) }).unwrap();
+    }
+    session.call(&StreamSynchronize { stream: StreamId(1) }).unwrap();
+    assert_eq!(seen.load(Ordering::SeqCst), 100_000);
+}
+
+#[test]
+fn a_failed_request_is_its_callers_and_the_session_goes_on() {
+    let daemon = Daemon::start(ok(), |host, record, body| {
+        let status = if body[0] == 7 { Status::INVALID_DEVICE } else { Status::SUCCESS };
+        let payload = if status == Status::SUCCESS { info(1, 2) } else { Vec::new() };
+        host.reply(&record, status, &payload);
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    assert_eq!(session.call(&MemGetInfo { device: 7 }).unwrap_err(), Status::INVALID_DEVICE);
+    assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap().total, 2);
+}
+
+#[test]
+fn a_lost_session_frees_those_who_wait_and_refuses_later_calls_at_once() {
+    let daemon = Daemon::start(ok(), |host, record, _| {
+        if record.seq == 3 {
+            host.lose("the server at 10.0.0.1:9700 closed the connection");
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                assert_eq!(
+                    session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap_err(),
+                    Status::DEVICE_UNAVAILABLE
+                );
+            });
+        }
+    });
+    assert_eq!(session.append(&StreamMark { stream: StreamId(0) }), Err(Status::DEVICE_UNAVAILABLE));
+    assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
+    assert_eq!(session.wait_progress(|| false), Err(Status::DEVICE_UNAVAILABLE));
+}
+
+#[test]
+fn a_killed_host_is_noticed_by_those_who_sleep() {
+    let daemon = Daemon::start(ok(), |_, _, _| Next::Die);
+    let session = daemon.session(1 << 20);
+    assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
+    assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
+}
+
+#[test]
+fn a_full_arena_waits_for_what_the_host_releases() {
+    let daemon = Daemon::start(ok(), |host, record, _| {
+        if record.opcode == StreamMark::INFO.opcode {
+            std::thread::sleep(Duration::from_millis(5));
+            host.release(record.seq);
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    let arena = session.arena();
+    let size = arena.largest();
+    for _ in 0..20 {
+        let block = arena.alloc(session, size).unwrap();
+        let seq = session.append(&StreamMark { stream: StreamId(0) }).unwrap();
+        block.release_after(seq);
+    }
+    assert_eq!(arena.alloc(session, size + 1).unwrap_err(), Status::OUT_OF_MEMORY);
+}
+
+#[test]
+fn a_dropped_answer_leaves_its_slot_to_the_host_until_it_has_come() {
+    let daemon = Daemon::start(ok(), |host, record, _| {
+        std::thread::sleep(Duration::from_millis(1));
+        host.reply(&record, Status::SUCCESS, &[]);
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    for _ in 0..200 {
+        drop(session.submit(&StreamSynchronize { stream: StreamId(0) }).unwrap());
+    }
+    session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+}
+
+#[test]
+fn a_refusal_says_why() {
+    let daemon =
+        Daemon::start(Response::new(Answer::NoServer, "tcp:10.0.0.9:9700: connection refused"), |_, _, _| {
+            Next::GoOn
+        });
+    let geometry = rgpu_client::channel::Geometry::with_arena(1 << 20);
+    let port = rgpu_client::port::at_socket(&daemon.socket, geometry.size).unwrap();
+    let error = rgpu_client::session::Session::over(port, geometry).err().unwrap();
+    let line = error.line();
+    assert!(
+        line.contains("no GPU server could be reached")
+            && line.contains("tcp:10.0.0.9:9700: connection refused"),
+        "{line}"
+    );
+}
+
+#[test]
+fn pinned_memory_is_registered_found_and_forgotten() {
+    let daemon = Daemon::start(ok(), |_, _, _| Next::GoOn);
+    let session = daemon.session(1 << 20);
+    let regions = rgpu_client::regions::Regions::new();
+    let address = regions.alloc(session.port(), 10_000, "tag").unwrap();
+    let range = regions.range(address + 100, 9_900).unwrap();
+    assert_eq!((range.offset, range.len), (100, 9_900));
+    assert!(regions.range(address + 100, 9_901).is_none(), "past the end of what was asked for");
+    assert_eq!(regions.find(address + 9_999), Some((address, 10_000, "tag")));
+    // Memory of the program's own is recorded here, and the host does not know it.
+    let own = vec![0u8; 5000];
+    regions.register(session.port(), own.as_ptr() as usize, own.len(), "own").unwrap();
+    assert!(regions.register(session.port(), own.as_ptr() as usize + 10, 1, "again").is_err());
+    assert!(regions.range(own.as_ptr() as usize, 10).is_none());
+    assert!(
+        regions.remove(session.port(), own.as_ptr() as usize, true).is_none(),
+        "it was not allocated here"
+    );
+    assert_eq!(regions.remove(session.port(), own.as_ptr() as usize, false), Some("own"));
+    assert_eq!(regions.remove(session.port(), address, true), Some("tag"));
+    assert!(regions.find(address).is_none());
+}
+
+#[test]
+fn a_long_wait_is_slept_through() {
+    let daemon = Daemon::start(ok(), |host, record, _| {
+        std::thread::sleep(Duration::from_millis(400));
+        host.reply(&record, Status::SUCCESS, &info(1, 1));
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    let before = COUNTERS.sleeps.load(Ordering::Relaxed);
+    session.call(&MemGetInfo { device: 0 }).unwrap();
+    assert!(COUNTERS.sleeps.load(Ordering::Relaxed) > before);
+}

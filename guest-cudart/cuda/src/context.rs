@@ -1,0 +1,514 @@
+//! Contexts: which one a thread uses, what is in one, and its deferred error.
+//!
+//! Contexts are never freed: a few hundred bytes each, at most [`MAX_CONTEXTS`] of them at a time. So whoever still holds one finds it destroyed, not gone.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::state::{self, Driver, driver, unique_id};
+use crate::stream::{self, Stream};
+use crate::types::CtxCreateParams;
+use crate::{Result, code, event, library, memory, module, non_null, put};
+use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use client::handle::ContextId;
+use client::handles::Slab;
+use client::ops::context::{
+    ContextCreate, ContextDestroy, ContextGetLimit, ContextSetLimit, ContextSynchronize, PrimaryReset,
+    PrimarySetFlags,
+};
+use client::{Status, lock};
+
+/// A context.
+pub(crate) struct Context {
+    pub id: ContextId,
+    pub device: u32,
+    pub handle: usize,
+    pub unique: u64,
+    pub flags: AtomicU32,
+    primary: bool,
+    alive: AtomicBool,
+    retained: Mutex<u32>,
+    legacy: std::sync::OnceLock<Arc<Stream>>,
+    /// `seq` of the last record of work in this context.
+    last_work: AtomicU64,
+    /// The same, of work on streams that do not wait for the legacy default stream.
+    last_free_work: AtomicU64,
+    /// All work up to this `seq` is known to be done.
+    synced: AtomicU64,
+    cache_config: AtomicU32,
+    shared_config: AtomicU32,
+    /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
+    pub storage: Mutex<HashMap<usize, Stored>>,
+}
+
+/// A value in a context's storage for other libraries.
+#[derive(Clone, Copy)]
+pub(crate) struct Stored {
+    pub value: usize,
+    pub destructor: Option<unsafe extern "C" fn(usize, *mut c_void, *mut c_void)>,
+}
+
+static CONTEXTS: Slab<&'static Context> = Slab::new(1);
+/// Ids of made contexts that are free.
+static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+static IDS_FRESH: AtomicU32 = AtomicU32::new(MAX_DEVICES);
+
+thread_local! {
+    static STACK: RefCell<Vec<&'static Context>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
+const KNOWN_FLAGS: u32 = 0xff;
+
+impl Context {
+    /// A context that the server knows, or is about to know.
+    pub fn new(id: ContextId, device: u32, flags: u32, primary: bool) -> &'static Context {
+        let mut made = None;
+        let handle = CONTEXTS.insert_with(|handle| {
+            let context: &'static Context = Box::leak(Box::new(Context {
+                id,
+                device,
+                handle,
+                unique: unique_id(),
+                flags: flags.into(),
+                primary,
+                alive: (!primary).into(),
+                retained: Mutex::new(0),
+                legacy: std::sync::OnceLock::new(),
+                last_work: AtomicU64::new(0),
+                last_free_work: AtomicU64::new(0),
+                synced: AtomicU64::new(0),
+                cache_config: AtomicU32::new(0),
+                shared_config: AtomicU32::new(0),
+                storage: Mutex::default(),
+            }));
+            made = Some(context);
+            Arc::new(context)
+        });
+        let context = made.filter(|_| handle.is_some());
+        // A million contexts are not to be had: the server's limit is 64 at a time, and places are used again.
+        let context = context.unwrap_or_else(|| std::process::abort());
+        context.legacy.get_or_init(|| Stream::legacy(context));
+        context
+    }
+
+    pub fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Acquire)
+    }
+
+    /// The legacy default stream.
+    pub fn legacy(&'static self) -> &'static Arc<Stream> {
+        self.legacy.get_or_init(|| Stream::legacy(self))
+    }
+
+    /// Notes that record `seq` is work in this context.
+    #[inline]
+    pub fn worked(&self, seq: u64, free: bool) {
+        self.last_work.fetch_max(seq, Ordering::AcqRel);
+        if free {
+            self.last_free_work.fetch_max(seq, Ordering::AcqRel);
+        }
+    }
+
+    /// `seq` of the last record of work that the legacy default stream waits for.
+    pub fn last_work(&self) -> u64 {
+        self.last_work.load(Ordering::Acquire)
+    }
+
+    /// Notes that all work up to `seq` is done.
+    pub fn is_synced(&self, seq: u64) {
+        self.synced.fetch_max(seq, Ordering::AcqRel);
+    }
+
+    /// Notes that the legacy default stream, and so everything that it waits for, is done up to `seq`.
+    pub fn legacy_is_synced(&self, seq: u64) {
+        if self.last_free_work.load(Ordering::Acquire) <= self.synced.load(Ordering::Acquire) {
+            self.is_synced(seq);
+        }
+    }
+
+    /// Whether work may be under way.
+    pub fn is_busy(&self) -> bool {
+        self.last_work.load(Ordering::Acquire) > self.synced.load(Ordering::Acquire)
+    }
+
+    /// Waits for all work of the context. No round trip when none may be under way.
+    pub fn synchronize(&'static self) -> Result {
+        let driver = driver()?;
+        self.deferred(driver)?;
+        if !self.is_busy() {
+            driver.session.check()?;
+            return self.deferred(driver);
+        }
+        let pending = driver.session.submit(&ContextSynchronize { context: self.id })?;
+        let seq = pending.seq();
+        let result = pending.wait().map(|_| ());
+        if result.is_ok() {
+            self.is_synced(seq);
+        }
+        let result = self.settle(driver, result);
+        stream::reap(driver);
+        memory::collect(driver);
+        result
+    }
+
+    /// The deferred error of earlier work, if there is one: taken away unless it is sticky.
+    #[inline]
+    pub fn deferred(&self, driver: &Driver) -> Result {
+        match driver.session.progress().error(self.id).and_then(|word| word.get()) {
+            None => Ok(()),
+            Some(_) => self.take_deferred(driver),
+        }
+    }
+
+    #[cold]
+    fn take_deferred(&self, driver: &Driver) -> Result {
+        static TAKING: Mutex<()> = Mutex::new(());
+        let _taking = lock(&TAKING);
+        let Some(word) = driver.session.progress().error(self.id) else { return Ok(()) };
+        let Some((status, sticky, seq)) = word.get() else { return Ok(()) };
+        if !sticky {
+            word.clear();
+        }
+        client::log::debug(format_args!("context {}: deferred {status} of record {seq}", self.id.0));
+        Err(status)
+    }
+
+    /// A synchronizing call's result. What the server answered with is the deferred error itself, which is then not returned again.
+    pub fn settle(&self, driver: &Driver, result: Result) -> Result {
+        let Err(status) = result else { return self.deferred(driver) };
+        let word = driver.session.progress().error(self.id);
+        if let Some(word) = word
+            && let Some((found, false, _)) = word.get()
+            && found == status
+        {
+            word.clear();
+        }
+        Err(status)
+    }
+
+    /// One more user of a primary context.
+    pub fn retain(&self) {
+        let mut retained = lock(&self.retained);
+        *retained += 1;
+        self.alive.store(true, Ordering::Release);
+    }
+
+    /// One user less; with the last one everything in the context goes.
+    pub fn release(&'static self) -> Result {
+        {
+            let mut retained = lock(&self.retained);
+            match *retained {
+                0 => return Err(Status::INVALID_CONTEXT),
+                1 => {}
+                _ => {
+                    *retained -= 1;
+                    return Ok(());
+                }
+            }
+            *retained = 0;
+        }
+        self.reset_now(false)
+    }
+
+    /// `cuDevicePrimaryCtxReset`.
+    pub fn reset(&'static self) -> Result {
+        if !self.is_alive() {
+            return Ok(());
+        }
+        self.reset_now(*lock(&self.retained) != 0)
+    }
+
+    fn reset_now(&'static self, stays: bool) -> Result {
+        let driver = driver()?;
+        self.alive.store(stays, Ordering::Release);
+        self.forget_contents(driver);
+        let result = driver.session.call(&PrimaryReset { device: self.device }).map(|_| ());
+        // The server has cleared the error; a word that was on its way meanwhile must not survive.
+        if let Some(word) = driver.session.progress().error(self.id) {
+            word.clear();
+        }
+        result
+    }
+
+    /// Everything in the context is gone: handles of it name nothing from here on.
+    fn forget_contents(&'static self, driver: &Driver) {
+        if self.is_busy() {
+            // What the work comes to is nobody's concern any more; that it is over is.
+            let _ = driver.session.call(&ContextSynchronize { context: self.id });
+        }
+        let stored: Vec<(usize, Stored)> = lock(&self.storage).drain().collect();
+        for (key, Stored { value, destructor }) in stored {
+            if let Some(destructor) = destructor {
+                // SAFETY: the library that stored the value gave the function for this call with these arguments.
+                unsafe { destructor(self.handle, key as *mut c_void, value as *mut c_void) };
+            }
+        }
+        stream::forget(driver, self);
+        event::forget(self);
+        module::forget(self);
+        library::forget(self);
+        memory::forget(driver, self);
+        let now = self.last_work.load(Ordering::Acquire);
+        self.is_synced(now);
+    }
+
+    pub fn set_flags(&self, flags: u32) -> Result {
+        if flags & !KNOWN_FLAGS != 0 || flags & 7 == 3 || flags & 7 > 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.primary {
+            driver()?.session.call(&PrimarySetFlags { device: self.device, flags })?;
+        }
+        self.flags.store(flags, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// The calling thread's current context.
+///
+/// # Errors
+/// `INVALID_CONTEXT` when there is none, `CONTEXT_IS_DESTROYED` when it was destroyed.
+#[inline]
+pub(crate) fn current() -> Result<&'static Context> {
+    let top = STACK.try_with(|stack| stack.borrow().last().copied()).ok().flatten();
+    match top {
+        None => driver().and(Err(Status::INVALID_CONTEXT)),
+        Some(context) if context.is_alive() => Ok(context),
+        Some(_) => driver().and(Err(Status::CONTEXT_IS_DESTROYED)),
+    }
+}
+
+/// The driver and the current context, with a session that stands and no error left over from earlier work: what nearly every call needs.
+#[inline]
+pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
+    let driver = driver()?;
+    let context = current()?;
+    driver.session.check()?;
+    context.deferred(driver)?;
+    Ok((driver, context))
+}
+
+/// The context that a handle names; NULL is the current one.
+pub(crate) fn of(handle: usize) -> Result<&'static Context> {
+    driver()?;
+    if handle == 0 {
+        return current();
+    }
+    CONTEXTS.get(handle).map(|context| *context).ok_or(Status::INVALID_CONTEXT)
+}
+
+fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
+    non_null(pctx)?;
+    let device = state::device(dev)?;
+    if flags & !KNOWN_FLAGS != 0 || flags & 7 == 3 || flags & 7 > 4 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let id = lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed));
+    if id >= MAX_CONTEXTS {
+        IDS_FRESH.store(MAX_CONTEXTS, Ordering::Relaxed);
+        return Err(Status::OUT_OF_MEMORY);
+    }
+    let request = ContextCreate { context: ContextId(id), device: device.ordinal, flags };
+    if let Err(status) = driver()?.session.call(&request) {
+        lock(&IDS).push(id);
+        return Err(status);
+    }
+    let context = Context::new(ContextId(id), device.ordinal, flags, false);
+    push(context);
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(pctx, context.handle) }
+}
+
+fn push(context: &'static Context) {
+    // A thread that is being torn down has no current context any more.
+    let _ = STACK.try_with(|stack| stack.borrow_mut().push(context));
+}
+
+api! {
+    fn cuCtxCreate_v4(pctx: *mut usize, params: *const CtxCreateParams, flags: u32, dev: i32) {
+        if let Some(params) = params.as_ref()
+            && (params.numExecAffinityParams != 0 || !params.cigParams.is_null())
+        {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        create(pctx, flags, dev)
+    }
+
+    fn cuCtxCreate_v3(pctx: *mut usize, params: *mut c_void, count: i32, flags: u32, dev: i32) {
+        if count != 0 && !params.is_null() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        create(pctx, flags, dev)
+    }
+
+    fn cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32) {
+        create(pctx, flags, dev)
+    }
+    alias cuCtxCreate = cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32);
+
+    fn cuCtxDestroy_v2(ctx: usize) {
+        let driver = driver()?;
+        let context = CONTEXTS.get(ctx).ok_or(if ctx == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT })?;
+        if context.primary {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        if CONTEXTS.remove(ctx).is_none() {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        let context: &'static Context = *context;
+        context.alive.store(false, Ordering::Release);
+        context.forget_contents(driver);
+        // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
+        let _ = STACK.try_with(|stack| {
+            let mut stack = stack.borrow_mut();
+            if stack.last().is_some_and(|top| std::ptr::eq(*top, context)) {
+                stack.pop();
+            }
+        });
+        let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
+        if result.is_ok() {
+            lock(&IDS).push(context.id.0);
+        }
+        result
+    }
+    alias cuCtxDestroy = cuCtxDestroy_v2(ctx: usize);
+
+    fn cuCtxPushCurrent_v2(ctx: usize) {
+        driver()?;
+        let context = CONTEXTS.get(ctx).ok_or(Status::INVALID_CONTEXT)?;
+        push(*context);
+        Ok(())
+    }
+    alias cuCtxPushCurrent = cuCtxPushCurrent_v2(ctx: usize);
+
+    fn cuCtxPopCurrent_v2(pctx: *mut usize) {
+        driver()?;
+        let popped = STACK.try_with(|stack| stack.borrow_mut().pop()).ok().flatten().ok_or(Status::INVALID_CONTEXT)?;
+        if !pctx.is_null() {
+            put(pctx, popped.handle)?;
+        }
+        Ok(())
+    }
+    alias cuCtxPopCurrent = cuCtxPopCurrent_v2(pctx: *mut usize);
+
+    fn cuCtxSetCurrent(ctx: usize) {
+        driver()?;
+        let context = if ctx == 0 { None } else { Some(*CONTEXTS.get(ctx).ok_or(Status::INVALID_CONTEXT)?) };
+        let _ = STACK.try_with(|stack| {
+            let mut stack = stack.borrow_mut();
+            stack.pop();
+            stack.extend(context);
+        });
+        Ok(())
+    }
+
+    fn cuCtxGetCurrent(pctx: *mut usize) {
+        driver()?;
+        let top = STACK.try_with(|stack| stack.borrow().last().map(|context| context.handle)).ok().flatten();
+        put(pctx, top.unwrap_or(0))
+    }
+
+    fn cuCtxGetDevice(device: *mut i32) {
+        put(device, current()?.device as i32)
+    }
+
+    fn cuCtxGetDevice_v2(device: *mut i32, ctx: usize) {
+        put(device, of(ctx)?.device as i32)
+    }
+
+    fn cuCtxGetFlags(flags: *mut u32) {
+        put(flags, current()?.flags.load(Ordering::Relaxed))
+    }
+
+    fn cuCtxSetFlags(flags: u32) {
+        current()?.set_flags(flags)
+    }
+
+    fn cuCtxGetId(ctx: usize, id: *mut u64) {
+        put(id, of(ctx)?.unique)
+    }
+
+    fn cuCtxGetApiVersion(ctx: usize, version: *mut u32) {
+        of(ctx)?;
+        put(version, 3020)
+    }
+
+    fn cuCtxSynchronize() {
+        current()?.synchronize()
+    }
+
+    fn cuCtxSynchronize_v2(ctx: usize) {
+        of(ctx)?.synchronize()
+    }
+
+    fn cuCtxGetLimit(value: *mut usize, limit: u32) {
+        non_null(value)?;
+        let (driver, context) = ready()?;
+        if limit > 9 {
+            return Err(code::UNSUPPORTED_LIMIT);
+        }
+        put(value, driver.session.call(&ContextGetLimit { context: context.id, limit })?.value as usize)
+    }
+
+    fn cuCtxSetLimit(limit: u32, value: usize) {
+        let (driver, context) = ready()?;
+        if limit > 9 {
+            return Err(code::UNSUPPORTED_LIMIT);
+        }
+        driver.session.call(&ContextSetLimit { context: context.id, limit, value: value as u64 }).map(|_| ())
+    }
+
+    fn cuCtxGetCacheConfig(config: *mut u32) {
+        put(config, current()?.cache_config.load(Ordering::Relaxed))
+    }
+
+    fn cuCtxSetCacheConfig(config: u32) {
+        // A preference: a device with one kind of memory for both, as all are since Volta, does nothing with it.
+        if config > 3 {
+            return Err(Status::INVALID_VALUE);
+        }
+        current()?.cache_config.store(config, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn cuCtxGetSharedMemConfig(config: *mut u32) {
+        put(config, current()?.shared_config.load(Ordering::Relaxed))
+    }
+
+    fn cuCtxSetSharedMemConfig(config: u32) {
+        // Banks are 4 bytes wide on every device since Maxwell, whatever is asked for.
+        if config > 2 {
+            return Err(Status::INVALID_VALUE);
+        }
+        current()?.shared_config.store(config, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+        let context = current()?;
+        let range = state::device(context.device as i32)?.info.stream_priorities;
+        if !least.is_null() {
+            put(least, range[0])?;
+        }
+        if !greatest.is_null() {
+            put(greatest, range[1])?;
+        }
+        Ok(())
+    }
+
+    fn cuCtxResetPersistingL2Cache() {
+        // Persisting accesses are a launch attribute; there is nothing of this process's own to reset.
+        current().map(|_| ())
+    }
+
+    fn cuCtxAttach(pctx: *mut usize, flags: u32) {
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        put(pctx, current()?.handle)
+    }
+}

@@ -1,0 +1,332 @@
+//! Copies of bytes in a row.
+//!
+//! ```text
+//!  to the device    few bytes      in the record                           nothing waits
+//!                   pageable       staged through the arena, in chunks     returns when the source has been read
+//!                   pinned         a reference to the region               asynchronous as CUDA has it
+//!  to the host      few bytes      in the answer
+//!                   pageable       chunks through the arena: while one is copied out, the next are on their way
+//!                   pinned         a reference to the region
+//! ```
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::context::{self, Context};
+use crate::host::REGIONS;
+use crate::state::{Driver, driver};
+use crate::stream::{self, Stream};
+use crate::{Result, memory};
+use client::Status;
+use client::arena::Block;
+use client::channel::MAX_PAYLOAD;
+use client::counters::{self, COUNTERS};
+use client::data::{HostIn, HostOut};
+use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
+use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
+use client::session::Pending;
+
+/// Bytes that go inside the record: copied into the ring instead of the arena.
+const INLINE: usize = 8 << 10;
+/// Chunks under way at once when much is copied to pageable memory.
+const DEPTH: usize = 4;
+const LEAST_CHUNK: usize = 256 << 10;
+const MOST_CHUNK: usize = 4 << 20;
+
+/// Whether the call returns before the copy is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Sync,
+    Async,
+}
+
+/// A copy's driver, stream and mode.
+pub(crate) struct Copier {
+    pub driver: &'static Driver,
+    pub stream: Arc<Stream>,
+    pub mode: Mode,
+}
+
+/// Bytes of one chunk of a transfer: a quarter of it, so that the pipeline fills, within bounds.
+pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
+    (len / DEPTH).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
+}
+
+/// Copies bytes that another process may be writing, or that it will read: between program memory and the arena.
+///
+/// # Safety
+/// `from` may be read and `to` written for `len` bytes; they do not overlap.
+pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
+    counters::add(&COUNTERS.copied_bytes, len as u64);
+    // SAFETY: as the caller says.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+}
+
+/// A chunk on its way to the host. The answer is waited for before the block goes, whatever happens in between.
+struct Flight<'s> {
+    pending: Pending<'s, StreamSynchronizeReply>,
+    block: Block<'s>,
+    at: usize,
+    len: usize,
+}
+
+impl Copier {
+    /// A copier for the current context and the stream that a handle means there.
+    pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
+        let (driver, context) = context::ready()?;
+        Ok(Copier { driver, stream: stream::of(driver, context, handle, per_thread)?, mode })
+    }
+
+    /// A synchronous copy is done when this returns.
+    pub fn finish(&self) -> Result {
+        if self.mode == Mode::Sync { self.stream.synchronize(self.driver) } else { Ok(()) }
+    }
+
+    /// Host to device.
+    ///
+    /// # Safety
+    /// `src` may be read for `len` bytes: until the call returns if it is pageable, until the copy is done if it is pinned.
+    pub unsafe fn to_device(&self, dst: u64, src: *const u8, len: usize) -> Result {
+        if len == 0 {
+            return Ok(());
+        }
+        if dst == 0 || src.is_null() || memory::device_of(self.driver, src as u64).is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        memory::check(self.driver, dst, len as u64)?;
+        let stream = self.stream.id;
+        let session = self.driver.session;
+        if let Some(range) = REGIONS.range(src as usize, len) {
+            // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
+            if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
+                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Range(range) })?);
+                return self.finish();
+            }
+        }
+        if self.mode == Mode::Async && REGIONS.find(src as usize).is_some() {
+            // Registered memory that the host cannot read in place: it is read here and now, so what comes before on the stream (a
+            // host function may write it) must be over.
+            self.stream.synchronize(self.driver)?;
+        }
+        if len <= INLINE {
+            counters::add(&COUNTERS.copied_bytes, len as u64);
+            // SAFETY: readable, as the caller says.
+            let bytes = unsafe { std::slice::from_raw_parts(src, len) };
+            self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) })?);
+            return Ok(());
+        }
+        let chunk = chunk(self.driver, len);
+        let mut at = 0;
+        while at < len {
+            let n = chunk.min(len - at);
+            let block = session.arena().alloc(session, n)?;
+            // SAFETY: the source's bytes at..at+n are inside it, and the block has n bytes.
+            unsafe { move_bytes(src.add(at), block.ptr(), n) };
+            let seq = session.append(&MemcpyHtoD {
+                stream,
+                dst: dst + at as u64,
+                src: HostIn::Range(block.range(n)),
+            })?;
+            block.release_after(seq);
+            self.stream.worked(seq);
+            at += n;
+        }
+        Ok(())
+    }
+
+    /// Device to host.
+    ///
+    /// # Safety
+    /// `dst` may be written for `len` bytes: until the call returns if it is pageable, until the copy is done if it is pinned.
+    pub unsafe fn to_host(&self, dst: *mut u8, src: u64, len: usize) -> Result {
+        if len == 0 {
+            return Ok(());
+        }
+        if src == 0 || dst.is_null() || memory::device_of(self.driver, dst as u64).is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        memory::check(self.driver, src, len as u64)?;
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        let pinned = REGIONS.range(dst as usize, len);
+        if let Some(range) = pinned.filter(|_| self.mode == Mode::Async || len > MAX_PAYLOAD - 4) {
+            self.stream.worked(session.append(&MemcpyDtoH { stream, src, dst: HostOut(range) })?);
+            return self.finish();
+        }
+        if len <= MAX_PAYLOAD - 4 {
+            let pending = session.submit(&MemcpyDtoHInline { stream, src, len: len as u32 })?;
+            let seq = pending.seq();
+            let bytes = match pending.wait() {
+                Ok(reply) => reply.bytes.0,
+                Err(status) => return self.stream.context.settle(self.driver, Err(status)),
+            };
+            if bytes.len() != len {
+                return Err(Status::UNKNOWN);
+            }
+            self.stream.is_synced(seq);
+            // SAFETY: as the caller says; the lengths are equal.
+            unsafe { move_bytes(bytes.as_ptr(), dst, len) };
+            return Ok(());
+        }
+        let result = self.pipeline(src, len, &mut |at, block, n| {
+            // SAFETY: the chunk at..at+n is inside the target, and the block has n bytes.
+            unsafe { move_bytes(block, dst.add(at), n) }
+        });
+        self.stream.context.settle(self.driver, result)
+    }
+
+    /// Fetches `len` bytes through the arena, several chunks under way at once; `out` gets each: its place, its bytes, its length.
+    fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        let chunk = chunk(self.driver, len);
+        let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(DEPTH);
+        let mut at = 0;
+        while at < len || !flights.is_empty() {
+            while at < len && flights.len() < DEPTH {
+                let n = chunk.min(len - at);
+                // Who has chunks under way waits for them, not for room or for a slot that others may hold.
+                let block = if flights.is_empty() {
+                    session.arena().alloc(session, n)?
+                } else {
+                    match session.arena().try_alloc(n, session.progress().released()) {
+                        Some(block) if session.has_free_slot() => block,
+                        _ => break,
+                    }
+                };
+                let seq = session.append(&MemcpyDtoH {
+                    stream,
+                    src: src + at as u64,
+                    dst: HostOut(block.range(n)),
+                })?;
+                self.stream.worked(seq);
+                let pending = match session.submit(&StreamSynchronize { stream }) {
+                    Ok(pending) => pending,
+                    Err(status) => {
+                        // The host may still write the block, and will not say when it has: it is lost with the session.
+                        std::mem::forget(block);
+                        return Err(status);
+                    }
+                };
+                flights.push_back(Flight { pending, block, at, len: n });
+                at += n;
+            }
+            let Some(Flight { pending, block, at, len }) = flights.pop_front() else { break };
+            let seq = pending.seq();
+            pending.wait()?;
+            self.stream.is_synced(seq);
+            out(at, block.ptr(), len);
+        }
+        Ok(())
+    }
+
+    /// Device to device, of one device or two: never waits.
+    pub fn on_device(&self, dst: u64, src: u64, len: usize) -> Result {
+        if len == 0 {
+            return Ok(());
+        }
+        memory::check(self.driver, dst, len as u64)?;
+        memory::check(self.driver, src, len as u64)?;
+        let seq =
+            self.driver.session.append(&MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })?;
+        self.stream.worked(seq);
+        Ok(())
+    }
+
+    /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory.
+    ///
+    /// # Safety
+    /// `src` may be read and `dst` written for `len` bytes.
+    pub unsafe fn on_host(&self, dst: *mut u8, src: *const u8, len: usize) -> Result {
+        if len == 0 {
+            return Ok(());
+        }
+        if dst.is_null() || src.is_null() {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.stream.synchronize(self.driver)?;
+        // SAFETY: as the caller says.
+        unsafe { std::ptr::copy(src, dst, len) };
+        Ok(())
+    }
+
+    /// A copy whose ends say by their addresses where they are: unified addressing.
+    ///
+    /// # Safety
+    /// As for the copy that it turns out to be.
+    pub unsafe fn unified(&self, dst: u64, src: u64, len: usize) -> Result {
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: as the caller says.
+        unsafe {
+            match (is_device(self.driver, dst), is_device(self.driver, src)) {
+                (true, true) => self.on_device(dst, src, len),
+                (true, false) => self.to_device(dst, src as *const u8, len),
+                (false, true) => self.to_host(dst as *mut u8, src, len),
+                (false, false) => self.on_host(dst as *mut u8, src as *const u8, len),
+            }
+        }
+    }
+}
+
+/// Whether an address is one of device memory: in a window, or a module's variable.
+pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
+    memory::device_of(driver, address).is_some() || memory::find(driver, address).is_some()
+}
+
+/// The contexts that a peer copy names must be live ones; the addresses say the rest.
+pub(crate) fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
+    let of = |handle| if handle == 0 { Err(Status::INVALID_CONTEXT) } else { context::of(handle) };
+    let both = [of(dst)?, of(src)?];
+    if both.iter().any(|context| !context.is_alive()) {
+        return Err(Status::CONTEXT_IS_DESTROYED);
+    }
+    Ok(both)
+}
+
+api! {
+    fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.unified(dst, src, len)
+    }
+
+    fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.unified(dst, src, len)
+    }
+
+    fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.to_device(dst, src, len)
+    }
+
+    fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.to_device(dst, src, len)
+    }
+
+    fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.to_host(dst, src, len)
+    }
+
+    fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.to_host(dst, src, len)
+    }
+
+    fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {
+        Copier::new(0, pt, Mode::Async)?.on_device(dst, src, len)
+    }
+
+    fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.on_device(dst, src, len)
+    }
+
+    fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
+        driver()?;
+        peers(dst_ctx, src_ctx)?;
+        Copier::new(0, pt, Mode::Async)?.on_device(dst, src, len)
+    }
+
+    fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize, stream: usize) |pt| {
+        driver()?;
+        peers(dst_ctx, src_ctx)?;
+        Copier::new(stream, pt, Mode::Async)?.on_device(dst, src, len)
+    }
+}

@@ -1,0 +1,458 @@
+//! Copies of rectangles and boxes.
+//!
+//! Between device memories they are one operation. Between host and device, rows that follow each other without a gap on both sides are bytes in a row; otherwise rows are
+//! packed into the arena chunk by chunk, and the device's side of each chunk is a box. With pinned memory and a stream that goes on alone, each row is a reference of its own: the
+//! source must not be read before the stream comes to it.
+
+use std::sync::atomic::AtomicBool;
+
+use crate::copy::{self, Copier, Mode, is_device, move_bytes};
+use crate::host::REGIONS;
+use crate::types::{Memcpy2D, Memcpy3D, memory_type};
+use crate::{Result, context, memory, non_null, refuse_form};
+use client::Status;
+use client::data::{HostIn, HostOut};
+use client::ops::copy::{MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
+use client::ops::stream::StreamSynchronize;
+
+/// One side of a copy: linear memory of either kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Side {
+    device: bool,
+    /// First byte.
+    address: u64,
+    pitch: u64,
+    slice: u64,
+}
+
+/// What is copied: bytes in a row, rows, slices.
+#[derive(Debug, Clone, Copy)]
+struct Extent {
+    width: u64,
+    height: u64,
+    depth: u64,
+}
+
+impl Side {
+    /// Bytes from the first to behind the last.
+    fn span(&self, e: &Extent) -> Option<u64> {
+        let slices = self.slice.checked_mul(e.depth - 1)?;
+        let rows = self.pitch.checked_mul(e.height - 1)?;
+        slices.checked_add(rows)?.checked_add(e.width)
+    }
+
+    /// Whether rows and slices follow each other without a gap.
+    fn is_packed(&self, e: &Extent) -> bool {
+        (e.height == 1 || self.pitch == e.width) && (e.depth == 1 || self.slice == e.width * e.height)
+    }
+
+    fn row(&self, z: u64, y: u64) -> u64 {
+        self.address + z * self.slice + y * self.pitch
+    }
+
+    fn pitched(&self) -> Pitched {
+        Pitched { address: self.address, pitch: self.pitch, slice: self.slice }
+    }
+}
+
+impl Copier {
+    /// # Safety
+    /// Host sides may be read or written over their span, as long as `copy`'s functions ask for.
+    unsafe fn boxes(&self, dst: Side, src: Side, e: Extent) -> Result {
+        if e.width == 0 || e.height == 0 || e.depth == 0 {
+            return Ok(());
+        }
+        for side in [&dst, &src] {
+            let span = side
+                .span(&e)
+                .filter(|span| side.address.checked_add(*span).is_some())
+                .ok_or(Status::INVALID_VALUE)?;
+            if side.address == 0 {
+                return Err(Status::INVALID_VALUE);
+            }
+            if side.device {
+                memory::check(self.driver, side.address, span)?;
+            } else if memory::device_of(self.driver, side.address).is_some() {
+                return Err(Status::INVALID_VALUE);
+            }
+        }
+        let packed = dst.is_packed(&e) && src.is_packed(&e);
+        let bytes = (e.width * e.height * e.depth) as usize;
+        // SAFETY: as the caller says.
+        unsafe {
+            match (dst.device, src.device) {
+                (true, true) if packed => self.on_device(dst.address, src.address, bytes),
+                (true, true) => {
+                    let op = MemcpyDtoD3D {
+                        stream: self.stream.id,
+                        dst: dst.pitched(),
+                        src: src.pitched(),
+                        extent: [e.width, e.height, e.depth],
+                    };
+                    self.stream.worked(self.driver.session.append(&op)?);
+                    Ok(())
+                }
+                (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
+                (true, false) => self.rows_to_device(dst, src, e),
+                (false, true) if packed => self.to_host(dst.address as *mut u8, src.address, bytes),
+                (false, true) => self.rows_to_host(dst, src, e),
+                (false, false) => {
+                    self.stream.synchronize(self.driver)?;
+                    for (z, y) in rows(&e) {
+                        std::ptr::copy(
+                            src.row(z, y) as *const u8,
+                            dst.row(z, y) as *mut u8,
+                            e.width as usize,
+                        );
+                    }
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// The host's side as one region, if it is pinned as a whole and known to the host.
+    fn pinned(&self, side: &Side, e: &Extent) -> bool {
+        side.span(e).is_some_and(|span| REGIONS.range(side.address as usize, span as usize).is_some())
+    }
+
+    unsafe fn rows_to_device(&self, dst: Side, src: Side, e: Extent) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        if self.pinned(&src, &e) {
+            if self.mode == Mode::Async {
+                for (z, y) in rows(&e) {
+                    let range = REGIONS
+                        .range(src.row(z, y) as usize, e.width as usize)
+                        .ok_or(Status::INVALID_VALUE)?;
+                    let seq = session.append(&MemcpyHtoD {
+                        stream,
+                        dst: dst.row(z, y),
+                        src: HostIn::Range(range),
+                    })?;
+                    self.stream.worked(seq);
+                }
+                return Ok(());
+            }
+            self.stream.synchronize(self.driver)?;
+        }
+        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+            let n = part.bytes() as usize;
+            let block = session.arena().alloc(session, n)?;
+            for (i, (z, y)) in part.rows().enumerate() {
+                // SAFETY: the row is inside the source, as the caller says, and its place inside the block.
+                unsafe {
+                    let from = (src.row(z, y) + part.x) as *const u8;
+                    move_bytes(from, block.ptr().add(i * part.width as usize), part.width as usize);
+                }
+            }
+            let seq = session.append(&MemcpyHtoD3D {
+                stream,
+                dst: Pitched { address: dst.row(part.z, part.y) + part.x, ..dst.pitched() },
+                extent: [part.width, part.height, part.depth],
+                src: HostIn::Range(block.range(n)),
+            })?;
+            block.release_after(seq);
+            self.stream.worked(seq);
+        }
+        Ok(())
+    }
+
+    unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        if self.mode == Mode::Async && self.pinned(&dst, &e) {
+            for (z, y) in rows(&e) {
+                let range =
+                    REGIONS.range(dst.row(z, y) as usize, e.width as usize).ok_or(Status::INVALID_VALUE)?;
+                let seq = session.append(&MemcpyDtoH { stream, src: src.row(z, y), dst: HostOut(range) })?;
+                self.stream.worked(seq);
+            }
+            return Ok(());
+        }
+        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+            let n = part.bytes() as usize;
+            let block = session.arena().alloc(session, n)?;
+            let seq = session.append(&MemcpyDtoH3D {
+                stream,
+                src: Pitched { address: src.row(part.z, part.y) + part.x, ..src.pitched() },
+                extent: [part.width, part.height, part.depth],
+                dst: HostOut(block.range(n)),
+            })?;
+            self.stream.worked(seq);
+            let pending = match session.submit(&StreamSynchronize { stream }) {
+                Ok(pending) => pending,
+                Err(status) => {
+                    // The host may still write the block: it is lost with the session.
+                    std::mem::forget(block);
+                    return Err(status);
+                }
+            };
+            let seq = pending.seq();
+            if let Err(status) = pending.wait() {
+                return self.stream.context.settle(self.driver, Err(status));
+            }
+            self.stream.is_synced(seq);
+            for (i, (z, y)) in part.rows().enumerate() {
+                // SAFETY: the row is inside the target, as the caller says, and its place inside the block.
+                unsafe {
+                    let to = (dst.row(z, y) + part.x) as *mut u8;
+                    move_bytes(block.ptr().add(i * part.width as usize), to, part.width as usize);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn rows(e: &Extent) -> impl Iterator<Item = (u64, u64)> + use<> {
+    let Extent { height, depth, .. } = *e;
+    (0..depth).flat_map(move |z| (0..height).map(move |y| (z, y)))
+}
+
+/// A box inside the box that is copied: whole slices, or whole rows of one slice, or a piece of one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    x: u64,
+    y: u64,
+    z: u64,
+    width: u64,
+    height: u64,
+    depth: u64,
+}
+
+impl Part {
+    fn bytes(&self) -> u64 {
+        self.width * self.height * self.depth
+    }
+
+    fn rows(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let Part { y, z, height, depth, .. } = *self;
+        (z..z + depth).flat_map(move |z| (y..y + height).map(move |y| (z, y)))
+    }
+}
+
+/// Cuts a box into parts of at most `most` bytes, in order.
+fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
+    let e = *e;
+    let slice = e.width.saturating_mul(e.height);
+    let (mut x, mut y, mut z) = (0, 0, 0);
+    std::iter::from_fn(move || {
+        if z >= e.depth {
+            return None;
+        }
+        let part = if slice <= most {
+            let depth = (most / slice).min(e.depth - z);
+            Part { x: 0, y: 0, z, width: e.width, height: e.height, depth }
+        } else if e.width <= most {
+            let height = (most / e.width).min(e.height - y);
+            Part { x: 0, y, z, width: e.width, height, depth: 1 }
+        } else {
+            Part { x, y, z, width: most.min(e.width - x), height: 1, depth: 1 }
+        };
+        x = part.x + part.width;
+        if x < e.width {
+            return Some(part);
+        }
+        x = 0;
+        y += part.height;
+        if y >= e.height {
+            y = 0;
+            z += part.depth;
+        }
+        Some(part)
+    })
+}
+
+/// One side of a program's description.
+struct Described {
+    kind: u32,
+    host: usize,
+    device: u64,
+    x: usize,
+    y: usize,
+    z: usize,
+    pitch: usize,
+    /// Rows of a slice; 0 in the flat form.
+    height: usize,
+}
+
+impl Described {
+    fn side(&self, driver: &crate::state::Driver, e: &Extent) -> Result<Side> {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        let (device, base) = match self.kind {
+            memory_type::HOST => (false, self.host as u64),
+            memory_type::DEVICE => (true, self.device),
+            memory_type::UNIFIED => (is_device(driver, self.device), self.device),
+            memory_type::ARRAY => return refuse_form("a copy from or to an array", &SAID),
+            _ => return Err(Status::INVALID_VALUE),
+        };
+        // A pitch of 0 means that rows follow each other.
+        let pitch = if self.pitch == 0 {
+            (self.x as u64).checked_add(e.width).ok_or(Status::INVALID_VALUE)?
+        } else {
+            self.pitch as u64
+        };
+        let height = if self.height == 0 {
+            (self.y as u64).checked_add(e.height).ok_or(Status::INVALID_VALUE)?
+        } else {
+            self.height as u64
+        };
+        if (e.height > 1 || e.depth > 1) && pitch < (self.x as u64).saturating_add(e.width)
+            || e.depth > 1 && height < (self.y as u64).saturating_add(e.height)
+        {
+            return Err(Status::INVALID_VALUE);
+        }
+        let slice = pitch.checked_mul(height).ok_or(Status::INVALID_VALUE)?;
+        let place = (self.z as u64)
+            .checked_mul(slice)
+            .and_then(|at| at.checked_add((self.y as u64).checked_mul(pitch)?))
+            .and_then(|at| at.checked_add(self.x as u64))
+            .and_then(|at| at.checked_add(base))
+            .ok_or(Status::INVALID_VALUE)?;
+        if base == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        Ok(Side { device, address: place, pitch, slice })
+    }
+}
+
+unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    let c = unsafe { *copy };
+    let e = Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: 1 };
+    if e.width == 0 || e.height == 0 {
+        return Ok(());
+    }
+    let src = Described {
+        kind: c.srcMemoryType,
+        host: c.srcHost,
+        device: c.srcDevice,
+        x: c.srcXInBytes,
+        y: c.srcY,
+        z: 0,
+        pitch: c.srcPitch,
+        height: 0,
+    };
+    let dst = Described {
+        kind: c.dstMemoryType,
+        host: c.dstHost,
+        device: c.dstDevice,
+        x: c.dstXInBytes,
+        y: c.dstY,
+        z: 0,
+        pitch: c.dstPitch,
+        height: 0,
+    };
+    let (dst, src) = (dst.side(copier.driver, &e)?, src.side(copier.driver, &e)?);
+    // SAFETY: what the structure describes is the program's to vouch for.
+    unsafe { copier.boxes(dst, src, e) }
+}
+
+unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    let c = unsafe { *copy };
+    let e = Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 };
+    if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if e.width == 0 || e.height == 0 || e.depth == 0 {
+        return Ok(());
+    }
+    if peer {
+        for (kind, handle) in [(c.dstMemoryType, c.reserved1), (c.srcMemoryType, c.reserved0)] {
+            if kind == memory_type::DEVICE && !context::of(handle)?.is_alive() {
+                return Err(Status::CONTEXT_IS_DESTROYED);
+            }
+        }
+    }
+    let src = Described {
+        kind: c.srcMemoryType,
+        host: c.srcHost,
+        device: c.srcDevice,
+        x: c.srcXInBytes,
+        y: c.srcY,
+        z: c.srcZ,
+        pitch: c.srcPitch,
+        height: c.srcHeight,
+    };
+    let dst = Described {
+        kind: c.dstMemoryType,
+        host: c.dstHost,
+        device: c.dstDevice,
+        x: c.dstXInBytes,
+        y: c.dstY,
+        z: c.dstZ,
+        pitch: c.dstPitch,
+        height: c.dstHeight,
+    };
+    let (dst, src) = (dst.side(copier.driver, &e)?, src.side(copier.driver, &e)?);
+    // SAFETY: what the structure describes is the program's to vouch for.
+    unsafe { copier.boxes(dst, src, e) }
+}
+
+api! {
+    fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: *const Memcpy2D, stream: usize) |pt| {
+        copy_2d(Copier::new(stream, pt, Mode::Async)?, copy)
+    }
+
+    fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, false)
+    }
+
+    fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, false)
+    }
+
+    fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, true)
+    }
+
+    fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_cover_the_box_once_and_stay_small(width in 1u64..40, height in 1u64..12, depth in 1u64..6, most in 1u64..300) {
+            let e = Extent { width, height, depth };
+            let mut seen = vec![0u8; (width * height * depth) as usize];
+            for part in parts(&e, most) {
+                prop_assert!(part.bytes() <= most);
+                for (z, y) in part.rows() {
+                    for x in part.x..part.x + part.width {
+                        seen[((z * height + y) * width + x) as usize] += 1;
+                    }
+                }
+            }
+            prop_assert!(seen.iter().all(|n| *n == 1));
+        }
+
+        #[test]
+        fn packed_means_that_every_row_is_where_bytes_in_a_row_have_it(
+            width in 1u64..6, height in 1u64..4, depth in 1u64..4, pitch_gap in 0u64..2, slice_gap in 0u64..2
+        ) {
+            let e = Extent { width, height, depth };
+            let pitch = width + pitch_gap;
+            let side = Side { device: true, address: 100, pitch, slice: pitch * height + slice_gap };
+            let in_a_row = rows(&e).enumerate().all(|(i, (z, y))| side.row(z, y) == 100 + i as u64 * width);
+            prop_assert_eq!(side.is_packed(&e), in_a_row);
+        }
+    }
+}

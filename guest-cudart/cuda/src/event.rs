@@ -1,0 +1,163 @@
+//! Events.
+//!
+//! An event's record publishes in its stream's progress word, so that a query is a read of memory.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::context::{self, Context};
+use crate::state::{Driver, driver};
+use crate::stream::{self, Stream};
+use crate::{Result, non_null, put};
+use client::handle::EventId;
+use client::handles::Slab;
+use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
+use client::{Status, lock};
+
+const DISABLE_TIMING: u32 = 2;
+const INTERPROCESS: u32 = 4;
+
+/// An event.
+pub(crate) struct Event {
+    pub id: EventId,
+    context: &'static Context,
+    flags: u32,
+    last: Mutex<Option<(Arc<Stream>, u64)>>,
+}
+
+static EVENTS: Slab<Event> = Slab::new(3);
+static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+static IDS_FRESH: AtomicU32 = AtomicU32::new(0);
+
+impl Event {
+    /// Whether it was ever recorded: if not, there is nothing to wait for.
+    pub fn is_recorded(&self) -> bool {
+        lock(&self.last).is_some()
+    }
+
+    /// Whether its last record is done.
+    fn is_done(&self, driver: &Driver) -> bool {
+        lock(&self.last).as_ref().is_none_or(|(stream, seq)| stream.has_passed(driver, *seq))
+    }
+}
+
+/// The event that a handle names.
+pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
+    driver()?;
+    EVENTS.get(handle).ok_or(Status::INVALID_HANDLE)
+}
+
+/// A context's events are gone with it.
+pub(crate) fn forget(context: &'static Context) {
+    let gone = EVENTS.remove_where(|event| std::ptr::eq(event.context, context));
+    lock(&IDS).extend(gone.iter().map(|event| event.id.0));
+}
+
+fn record(event: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
+    let event = of(event)?;
+    // 1 is CU_EVENT_RECORD_EXTERNAL, which says something only in a capture.
+    if flags & !1 != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let driver = driver()?;
+    let stream = match stream {
+        // A NULL stream is the event's context's.
+        0 | stream::LEGACY | stream::PER_THREAD => {
+            stream::of(driver, context::current()?, stream, per_thread)?
+        }
+        handle => stream::of(driver, event.context, handle, per_thread)?,
+    };
+    driver.session.check()?;
+    stream.context.deferred(driver)?;
+    if stream.context.device != event.context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    // The lock is kept meanwhile: what the event says last is what was recorded last.
+    let mut last = lock(&event.last);
+    let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
+    stream.marked(seq);
+    *last = Some((stream, seq));
+    Ok(())
+}
+
+fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
+    non_null(milliseconds)?;
+    let (start, end) = (of(start)?, of(end)?);
+    let driver = driver()?;
+    driver.session.check()?;
+    start.context.deferred(driver)?;
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 || !start.is_recorded() || !end.is_recorded() {
+        return Err(Status::INVALID_HANDLE);
+    }
+    if start.context.device != end.context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    if !start.is_done(driver) || !end.is_done(driver) {
+        return Err(Status::NOT_READY);
+    }
+    let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(milliseconds, reply.milliseconds) }
+}
+
+api! {
+    fn cuEventCreate(event: *mut usize, flags: u32) {
+        non_null(event)?;
+        if flags & !7 != 0 || flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if flags & INTERPROCESS != 0 {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let (driver, context) = context::ready()?;
+        let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
+        driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
+        let new = Arc::new(Event { id, context, flags, last: Mutex::new(None) });
+        put(event, EVENTS.insert(new).ok_or(Status::OUT_OF_MEMORY)?)
+    }
+
+    fn cuEventDestroy_v2(event: usize) {
+        let driver = driver()?;
+        let event = EVENTS.remove(event).ok_or(Status::INVALID_HANDLE)?;
+        driver.session.append(&EventDestroy { event: event.id })?;
+        lock(&IDS).push(event.id.0);
+        event.context.deferred(driver)
+    }
+    alias cuEventDestroy = cuEventDestroy_v2(event: usize);
+
+    fn cuEventRecord / cuEventRecord_ptsz(event: usize, stream: usize) |pt| {
+        record(event, stream, pt, 0)
+    }
+
+    fn cuEventRecordWithFlags / cuEventRecordWithFlags_ptsz(event: usize, stream: usize, flags: u32) |pt| {
+        record(event, stream, pt, flags)
+    }
+
+    fn cuEventQuery(event: usize) {
+        let event = of(event)?;
+        let driver = driver()?;
+        driver.session.check()?;
+        event.context.deferred(driver)?;
+        if !event.is_done(driver) {
+            return Err(Status::NOT_READY);
+        }
+        event.context.deferred(driver)
+    }
+
+    fn cuEventSynchronize(event: usize) {
+        let event = of(event)?;
+        let driver = driver()?;
+        driver.session.check()?;
+        event.context.deferred(driver)?;
+        if event.is_done(driver) {
+            return event.context.deferred(driver);
+        }
+        let result = driver.session.call(&EventSynchronize { event: event.id }).map(|_| ());
+        event.context.settle(driver, result)
+    }
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize) {
+        elapsed(milliseconds, start, end)
+    }
+    alias cuEventElapsedTime_v2 = cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize);
+}

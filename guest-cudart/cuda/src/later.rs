@@ -1,0 +1,173 @@
+//! Chapters of the API that are exported and refused: each name answers `CUDA_ERROR_NOT_SUPPORTED` and says so once. A chapter that is built moves to a file of its own.
+
+/// Graphs, capture and user objects.
+mod graph {
+    unsupported! {
+        cuDeviceGetGraphMemAttribute, cuDeviceGraphMemTrim, cuDeviceSetGraphMemAttribute, cuGraphAddBatchMemOpNode,
+        cuGraphAddChildGraphNode, cuGraphAddDependencies, cuGraphAddDependencies_v2, cuGraphAddEmptyNode,
+        cuGraphAddEventRecordNode, cuGraphAddEventWaitNode, cuGraphAddExternalSemaphoresSignalNode,
+        cuGraphAddExternalSemaphoresWaitNode, cuGraphAddHostNode, cuGraphAddKernelNode, cuGraphAddKernelNode_v2,
+        cuGraphAddMemAllocNode, cuGraphAddMemFreeNode, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphAddNode,
+        cuGraphAddNode_v2, cuGraphBatchMemOpNodeGetParams, cuGraphBatchMemOpNodeSetParams,
+        cuGraphChildGraphNodeGetGraph, cuGraphClone, cuGraphConditionalHandleCreate, cuGraphCreate,
+        cuGraphDebugDotPrint, cuGraphDestroy, cuGraphDestroyNode, cuGraphEventRecordNodeGetEvent,
+        cuGraphEventRecordNodeSetEvent, cuGraphEventWaitNodeGetEvent, cuGraphEventWaitNodeSetEvent,
+        cuGraphExecBatchMemOpNodeSetParams, cuGraphExecChildGraphNodeSetParams, cuGraphExecDestroy,
+        cuGraphExecEventRecordNodeSetEvent, cuGraphExecEventWaitNodeSetEvent,
+        cuGraphExecExternalSemaphoresSignalNodeSetParams, cuGraphExecExternalSemaphoresWaitNodeSetParams,
+        cuGraphExecGetFlags, cuGraphExecHostNodeSetParams, cuGraphExecKernelNodeSetParams,
+        cuGraphExecKernelNodeSetParams_v2, cuGraphExecMemcpyNodeSetParams, cuGraphExecMemsetNodeSetParams,
+        cuGraphExecNodeSetParams, cuGraphExecUpdate, cuGraphExecUpdate_v2, cuGraphExternalSemaphoresSignalNodeGetParams,
+        cuGraphExternalSemaphoresSignalNodeSetParams, cuGraphExternalSemaphoresWaitNodeGetParams,
+        cuGraphExternalSemaphoresWaitNodeSetParams, cuGraphGetEdges, cuGraphGetEdges_v2, cuGraphGetNodes,
+        cuGraphGetRootNodes, cuGraphHostNodeGetParams, cuGraphHostNodeSetParams, cuGraphInstantiate,
+        cuGraphInstantiateWithFlags, cuGraphInstantiateWithParams, cuGraphInstantiateWithParams_ptsz,
+        cuGraphInstantiate_v2, cuGraphKernelNodeCopyAttributes, cuGraphKernelNodeGetAttribute,
+        cuGraphKernelNodeGetParams, cuGraphKernelNodeGetParams_v2, cuGraphKernelNodeSetAttribute,
+        cuGraphKernelNodeSetParams, cuGraphKernelNodeSetParams_v2, cuGraphLaunch, cuGraphLaunch_ptsz,
+        cuGraphMemAllocNodeGetParams, cuGraphMemFreeNodeGetParams, cuGraphMemcpyNodeGetParams,
+        cuGraphMemcpyNodeSetParams, cuGraphMemsetNodeGetParams, cuGraphMemsetNodeSetParams, cuGraphNodeFindInClone,
+        cuGraphNodeGetDependencies, cuGraphNodeGetDependencies_v2, cuGraphNodeGetDependentNodes,
+        cuGraphNodeGetDependentNodes_v2, cuGraphNodeGetEnabled, cuGraphNodeGetType, cuGraphNodeSetEnabled,
+        cuGraphNodeSetParams, cuGraphReleaseUserObject, cuGraphRemoveDependencies, cuGraphRemoveDependencies_v2,
+        cuGraphRetainUserObject, cuGraphUpload, cuGraphUpload_ptsz, cuStreamBeginCapture, cuStreamBeginCaptureToGraph,
+        cuStreamBeginCaptureToGraph_ptsz, cuStreamBeginCapture_ptsz, cuStreamBeginCapture_v2,
+        cuStreamBeginCapture_v2_ptsz, cuStreamEndCapture, cuStreamEndCapture_ptsz, cuStreamUpdateCaptureDependencies,
+        cuStreamUpdateCaptureDependencies_ptsz, cuStreamUpdateCaptureDependencies_v2,
+        cuStreamUpdateCaptureDependencies_v2_ptsz, cuUserObjectCreate, cuUserObjectRelease, cuUserObjectRetain,
+    }
+}
+
+/// Arrays and mipmapped arrays, and copies from and to them.
+mod array {
+    unsupported! {
+        cuArray3DCreate, cuArray3DCreate_v2, cuArray3DGetDescriptor, cuArray3DGetDescriptor_v2, cuArrayCreate,
+        cuArrayCreate_v2, cuArrayDestroy, cuArrayGetDescriptor, cuArrayGetDescriptor_v2, cuArrayGetMemoryRequirements,
+        cuArrayGetPlane, cuArrayGetSparseProperties, cuExternalMemoryGetMappedMipmappedArray,
+        cuGraphicsResourceGetMappedMipmappedArray, cuGraphicsSubResourceGetMappedArray, cuMemMapArrayAsync,
+        cuMemMapArrayAsync_ptsz, cuMemcpyAtoA, cuMemcpyAtoA_v2, cuMemcpyAtoA_v2_ptds, cuMemcpyAtoD, cuMemcpyAtoD_v2,
+        cuMemcpyAtoD_v2_ptds, cuMemcpyAtoH, cuMemcpyAtoHAsync, cuMemcpyAtoHAsync_v2, cuMemcpyAtoHAsync_v2_ptsz,
+        cuMemcpyAtoH_v2, cuMemcpyAtoH_v2_ptds, cuMemcpyDtoA, cuMemcpyDtoA_v2, cuMemcpyDtoA_v2_ptds, cuMemcpyHtoA,
+        cuMemcpyHtoAAsync, cuMemcpyHtoAAsync_v2, cuMemcpyHtoAAsync_v2_ptsz, cuMemcpyHtoA_v2, cuMemcpyHtoA_v2_ptds,
+        cuMipmappedArrayCreate, cuMipmappedArrayDestroy, cuMipmappedArrayGetLevel,
+        cuMipmappedArrayGetMemoryRequirements, cuMipmappedArrayGetSparseProperties, cuSurfRefGetArray,
+        cuSurfRefSetArray, cuTexRefGetArray, cuTexRefGetMipmappedArray, cuTexRefSetArray, cuTexRefSetMipmappedArray,
+    }
+}
+
+/// Textures, surfaces and tensor maps.
+mod texture {
+    unsupported! {
+        cuDeviceGetTexture1DLinearMaxWidth, cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef, cuSurfObjectCreate,
+        cuSurfObjectDestroy, cuSurfObjectGetResourceDesc, cuTensorMapEncodeIm2col, cuTensorMapEncodeIm2colWide,
+        cuTensorMapEncodeTiled, cuTensorMapReplaceAddress, cuTexObjectCreate, cuTexObjectDestroy,
+        cuTexObjectGetResourceDesc, cuTexObjectGetResourceViewDesc, cuTexObjectGetTextureDesc, cuTexRefCreate,
+        cuTexRefDestroy, cuTexRefGetAddress, cuTexRefGetAddressMode, cuTexRefGetAddress_v2, cuTexRefGetBorderColor,
+        cuTexRefGetFilterMode, cuTexRefGetFlags, cuTexRefGetFormat, cuTexRefGetMaxAnisotropy,
+        cuTexRefGetMipmapFilterMode, cuTexRefGetMipmapLevelBias, cuTexRefGetMipmapLevelClamp, cuTexRefSetAddress,
+        cuTexRefSetAddress2D, cuTexRefSetAddress2D_v2, cuTexRefSetAddress2D_v3, cuTexRefSetAddressMode,
+        cuTexRefSetAddress_v2, cuTexRefSetBorderColor, cuTexRefSetFilterMode, cuTexRefSetFlags, cuTexRefSetFormat,
+        cuTexRefSetMaxAnisotropy, cuTexRefSetMipmapFilterMode, cuTexRefSetMipmapLevelBias, cuTexRefSetMipmapLevelClamp,
+    }
+}
+
+/// Virtual memory management and multicast.
+mod virtual_memory {
+    unsupported! {
+        cuMemAddressFree, cuMemAddressReserve, cuMemCreate, cuMemExportToShareableHandle, cuMemGetAccess,
+        cuMemGetAllocationGranularity, cuMemGetAllocationPropertiesFromHandle, cuMemGetHandleForAddressRange,
+        cuMemImportFromShareableHandle, cuMemMap, cuMemPoolExportToShareableHandle, cuMemPoolImportFromShareableHandle,
+        cuMemRelease, cuMemRetainAllocationHandle, cuMemSetAccess, cuMemUnmap, cuMulticastAddDevice,
+        cuMulticastBindAddr, cuMulticastBindMem, cuMulticastCreate, cuMulticastGetGranularity, cuMulticastUnbind,
+    }
+}
+
+/// Memory and events shared between processes.
+mod sharing {
+    unsupported! {
+        cuIpcCloseMemHandle, cuIpcGetEventHandle, cuIpcGetMemHandle, cuIpcOpenEventHandle, cuIpcOpenMemHandle,
+        cuIpcOpenMemHandle_v2, cuMemPoolExportPointer, cuMemPoolImportPointer,
+    }
+}
+
+/// Managed memory.
+mod managed {
+    unsupported! {
+        cuLibraryGetManaged, cuMemAdvise, cuMemAdvise_v2, cuMemAllocManaged, cuMemDiscardAndPrefetchBatchAsync,
+        cuMemDiscardAndPrefetchBatchAsync_ptsz, cuMemDiscardBatchAsync, cuMemDiscardBatchAsync_ptsz, cuMemPrefetchAsync,
+        cuMemPrefetchAsync_ptsz, cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz, cuMemPrefetchBatchAsync,
+        cuMemPrefetchBatchAsync_ptsz, cuMemRangeGetAttribute, cuMemRangeGetAttributes, cuStreamAttachMemAsync,
+        cuStreamAttachMemAsync_ptsz,
+    }
+}
+
+/// Memory and semaphores of other interfaces.
+mod external {
+    unsupported! {
+        cuDestroyExternalMemory, cuDestroyExternalSemaphore, cuDeviceGetNvSciSyncAttributes,
+        cuExternalMemoryGetMappedBuffer, cuGraphicsMapResources, cuGraphicsMapResources_ptsz,
+        cuGraphicsResourceGetMappedPointer, cuGraphicsResourceGetMappedPointer_v2, cuGraphicsResourceSetMapFlags,
+        cuGraphicsResourceSetMapFlags_v2, cuGraphicsUnmapResources, cuGraphicsUnmapResources_ptsz,
+        cuGraphicsUnregisterResource, cuImportExternalMemory, cuImportExternalSemaphore,
+        cuSignalExternalSemaphoresAsync, cuSignalExternalSemaphoresAsync_ptsz, cuWaitExternalSemaphoresAsync,
+        cuWaitExternalSemaphoresAsync_ptsz,
+    }
+}
+
+/// Green contexts and parts of devices.
+mod green {
+    unsupported! {
+        cuCtxFromGreenCtx, cuCtxGetDevResource, cuCtxGetExecAffinity, cuCtxRecordEvent, cuCtxWaitEvent,
+        cuDevResourceGenerateDesc, cuDevSmResourceSplitByCount, cuDeviceGetDevResource, cuGreenCtxCreate,
+        cuGreenCtxDestroy, cuGreenCtxGetDevResource, cuGreenCtxGetId, cuGreenCtxRecordEvent, cuGreenCtxStreamCreate,
+        cuGreenCtxWaitEvent, cuStreamGetGreenCtx,
+    }
+}
+
+/// Memory operations of streams, attributes of streams, batches.
+mod stream_memory {
+    unsupported! {
+        cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_ptsz,
+        cuMemcpy3DBatchAsync_v2, cuMemcpy3DBatchAsync_v2_ptsz, cuMemcpyBatchAsync, cuMemcpyBatchAsync_ptsz,
+        cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz, cuStreamBatchMemOp, cuStreamBatchMemOp_ptsz,
+        cuStreamBatchMemOp_v2, cuStreamBatchMemOp_v2_ptsz, cuStreamCopyAttributes, cuStreamCopyAttributes_ptsz,
+        cuStreamGetAttribute, cuStreamGetAttribute_ptsz, cuStreamSetAttribute, cuStreamSetAttribute_ptsz,
+        cuStreamWaitValue32, cuStreamWaitValue32_ptsz, cuStreamWaitValue32_v2, cuStreamWaitValue32_v2_ptsz,
+        cuStreamWaitValue64, cuStreamWaitValue64_ptsz, cuStreamWaitValue64_v2, cuStreamWaitValue64_v2_ptsz,
+        cuStreamWriteValue32, cuStreamWriteValue32_ptsz, cuStreamWriteValue32_v2, cuStreamWriteValue32_v2_ptsz,
+        cuStreamWriteValue64, cuStreamWriteValue64_ptsz, cuStreamWriteValue64_v2, cuStreamWriteValue64_v2_ptsz,
+    }
+}
+
+/// The JIT linker.
+mod linker {
+    unsupported! {
+        cuLinkAddData, cuLinkAddData_v2, cuLinkAddFile, cuLinkAddFile_v2, cuLinkComplete, cuLinkCreate, cuLinkCreate_v2,
+        cuLinkDestroy,
+    }
+}
+
+/// Core dumps, logs, checkpoints, notifications.
+mod tools {
+    unsupported! {
+        cuCheckpointProcessCheckpoint, cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetState,
+        cuCheckpointProcessLock, cuCheckpointProcessRestore, cuCheckpointProcessUnlock, cuCoredumpGetAttribute,
+        cuCoredumpGetAttributeGlobal, cuCoredumpSetAttribute, cuCoredumpSetAttributeGlobal,
+        cuDeviceRegisterAsyncNotification, cuDeviceUnregisterAsyncNotification, cuLogsCurrent, cuLogsDumpToFile,
+        cuLogsDumpToMemory, cuLogsRegisterCallback, cuLogsUnregisterCallback, cuProfilerInitialize,
+    }
+}
+
+/// The oldest forms: 32-bit sizes and addresses, launches by parameter lists, and what CUDA itself has taken out of use.
+mod legacy {
+    unsupported! {
+        cuCtxDetach, cuDeviceGetHostAtomicCapabilities, cuDeviceGetP2PAtomicCapabilities, cuDeviceTotalMem,
+        cuFlushGPUDirectRDMAWrites, cuFuncSetBlockShape, cuFuncSetSharedSize, cuLaunch,
+        cuLaunchCooperativeKernelMultiDevice, cuLaunchGrid, cuLaunchGridAsync, cuLibraryGetUnifiedFunction, cuMemAlloc,
+        cuMemAllocHost, cuMemAllocPitch, cuMemFree, cuMemGetAddressRange, cuMemGetInfo, cuMemHostGetDevicePointer,
+        cuMemcpy2D, cuMemcpy2DAsync, cuMemcpy2DUnaligned, cuMemcpy3D, cuMemcpy3DAsync, cuMemcpyDtoD, cuMemcpyDtoDAsync,
+        cuMemcpyDtoH, cuMemcpyDtoHAsync, cuMemcpyHtoD, cuMemcpyHtoDAsync, cuMemsetD16, cuMemsetD2D16, cuMemsetD2D32,
+        cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal, cuOccupancyMaxActiveClusters,
+        cuOccupancyMaxPotentialClusterSize, cuParamSetSize, cuParamSetf, cuParamSeti, cuParamSetv,
+    }
+}

@@ -1,0 +1,245 @@
+//! Launches. What can be wrong with one is found here, before it is appended, with the code that CUDA gives.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::sync::atomic::AtomicBool;
+
+use crate::device::attr;
+use crate::function::{self, Function, func};
+use crate::state::{Device, Driver};
+use crate::types::{LaunchAttr, LaunchConfig};
+use crate::{Result, code, context, non_null, refuse_form, stream};
+use client::Status;
+use client::ops::launch::{Launch, LaunchAttribute};
+
+/// `CUlaunchAttributeID` numbers.
+mod launch_attr {
+    pub const IGNORE: u32 = 0;
+    pub const ACCESS_POLICY_WINDOW: u32 = 1;
+    pub const COOPERATIVE: u32 = 2;
+    pub const CLUSTER_DIMENSION: u32 = 4;
+    pub const PROGRAMMATIC_EVENT: u32 = 7;
+    pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
+    pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
+}
+
+thread_local! {
+    static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What a launch asks for.
+struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+}
+
+/// Checks a launch's shape against the device and the function.
+fn check(device: &Device, function: &Function, shape: &Shape) -> Result {
+    let within = |sizes: &[u32; 3], first: usize| {
+        sizes
+            .iter()
+            .enumerate()
+            .all(|(i, size)| *size != 0 && u64::from(*size) <= device.attribute(first + i).max(0) as u64)
+    };
+    if !within(&shape.grid, attr::MAX_GRID_DIM_X) || !within(&shape.block, attr::MAX_BLOCK_DIM_X) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let threads: u64 = shape.block.iter().map(|n| u64::from(*n)).product();
+    if threads > device.attribute(attr::MAX_THREADS_PER_BLOCK).max(0) as u64 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let most = function.attribute(func::MAX_THREADS_PER_BLOCK);
+    if most > 0 && threads > most as u64 {
+        // Either the registers do not suffice, or the kernel was compiled for fewer threads (__launch_bounds__).
+        let warps = threads.div_ceil(32).next_multiple_of(4);
+        let registers = warps * (function.attribute(func::NUM_REGS).max(0) as u64 * 32).next_multiple_of(256);
+        let available = device.attribute(attr::MAX_REGISTERS_PER_BLOCK).max(0) as u64;
+        return Err(if registers > available {
+            Status::LAUNCH_OUT_OF_RESOURCES
+        } else {
+            Status::INVALID_VALUE
+        });
+    }
+    let dynamic = function.attribute(func::MAX_DYNAMIC_SHARED_SIZE_BYTES);
+    if u64::from(shape.shared) > dynamic.max(0) as u64 {
+        return Err(Status::INVALID_VALUE);
+    }
+    Ok(())
+}
+
+/// Gathers the parameter block from one pointer for each parameter.
+unsafe fn gather(function: &Function, params: *const *const c_void, block: &mut Vec<u8>) -> Result {
+    block.clear();
+    block.resize(function.params_size, 0);
+    if function.params.is_empty() {
+        return Ok(());
+    }
+    non_null(params)?;
+    for (i, param) in function.params.iter().enumerate() {
+        // SAFETY: the program gives as many pointers as the function has parameters, each to as many bytes as the parameter has.
+        unsafe {
+            let from = *params.add(i);
+            non_null(from)?;
+            let to = &mut block[param.offset as usize..param.offset as usize + param.size as usize];
+            std::ptr::copy_nonoverlapping(from.cast(), to.as_mut_ptr(), to.len());
+        }
+    }
+    Ok(())
+}
+
+/// Takes the parameter block from `extra`: pairs of a key and a value.
+unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec<u8>) -> Result {
+    const END: usize = 0;
+    const BUFFER: usize = 1;
+    const SIZE: usize = 2;
+    let (mut buffer, mut size) = (std::ptr::null::<u8>(), std::ptr::null::<usize>());
+    let mut at = 0;
+    loop {
+        // SAFETY: the program ends the array with END; every other key has a value.
+        let key = unsafe { *extra.add(at) } as usize;
+        if key == END {
+            break;
+        }
+        // SAFETY: as above.
+        let value = unsafe { *extra.add(at + 1) };
+        match key {
+            BUFFER => buffer = value.cast(),
+            SIZE => size = value.cast(),
+            _ => return Err(Status::INVALID_VALUE),
+        }
+        at += 2;
+    }
+    block.clear();
+    if function.params_size == 0 {
+        return Ok(());
+    }
+    non_null(buffer)?;
+    non_null(size)?;
+    // SAFETY: not NULL; the program gives a size and a buffer of that size.
+    unsafe {
+        if *size < function.params_size {
+            return Err(Status::INVALID_VALUE);
+        }
+        block.extend_from_slice(std::slice::from_raw_parts(buffer, function.params_size));
+    }
+    Ok(())
+}
+
+unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let mut out = Vec::new();
+    if config.numAttrs == 0 {
+        return Ok(out);
+    }
+    non_null(config.attrs)?;
+    for i in 0..config.numAttrs as usize {
+        // SAFETY: the program gives as many attributes as it says.
+        let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
+        match id {
+            launch_attr::IGNORE => {}
+            launch_attr::PROGRAMMATIC_EVENT
+            | launch_attr::LAUNCH_COMPLETION_EVENT
+            | launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
+                return refuse_form("a launch attribute that names an event or a graph node", &SAID);
+            }
+            // A preference for what stays in the cache; its window is an address of the device.
+            launch_attr::ACCESS_POLICY_WINDOW => out.push(LaunchAttribute { id, value: value.0 }),
+            launch_attr::CLUSTER_DIMENSION => {
+                let dim = |at: usize| u32::from_le_bytes(value.0[at..at + 4].try_into().unwrap_or([0; 4]));
+                let cluster = [dim(0), dim(4), dim(8)];
+                let fits = cluster.iter().zip(config.grid).all(|(c, g)| *c != 0 && g % c == 0);
+                if !fits {
+                    return Err(code::INVALID_CLUSTER_SIZE);
+                }
+                out.push(LaunchAttribute { id, value: value.0 });
+            }
+            _ => out.push(LaunchAttribute { id, value: value.0 }),
+        }
+    }
+    Ok(out)
+}
+
+unsafe fn launch(
+    handle: usize,
+    shape: Shape,
+    stream: usize,
+    per_thread: bool,
+    attributes: Vec<LaunchAttribute>,
+    params: *const *const c_void,
+    extra: *const *mut c_void,
+) -> Result {
+    let (driver, context): (&Driver, _) = context::ready()?;
+    if handle == 0 {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let function = function::of(handle)?;
+    let stream = stream::of(driver, context, stream, per_thread)?;
+    if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    check(device, &function, &shape)?;
+    if !params.is_null() && !extra.is_null() {
+        return Err(Status::INVALID_VALUE);
+    }
+    let append = |block: &mut Vec<u8>| {
+        // SAFETY: as the caller says.
+        unsafe {
+            if extra.is_null() { gather(&function, params, block)? } else { unpack(&function, extra, block)? }
+        }
+        driver.session.append(&Launch {
+            function: function.id,
+            stream: stream.id,
+            grid: shape.grid,
+            block: shape.block,
+            dynamic_shared: shape.shared,
+            attributes: attributes.clone(),
+            params: block,
+        })
+    };
+    let seq = BLOCK.try_with(|block| match block.try_borrow_mut() {
+        Ok(mut block) => append(&mut block),
+        Err(_) => append(&mut Vec::new()),
+    });
+    let seq = seq.unwrap_or_else(|_| append(&mut Vec::new()))?;
+    stream.worked(seq);
+    Ok(())
+}
+
+fn cooperative() -> Vec<LaunchAttribute> {
+    let mut value = [0; 64];
+    value[0] = 1;
+    vec![LaunchAttribute { id: launch_attr::COOPERATIVE, value }]
+}
+
+api! {
+    fn cuLaunchKernel / cuLaunchKernel_ptsz(
+        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
+        params: *const *const c_void, extra: *const *mut c_void
+    ) |pt| {
+        launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra)
+    }
+
+    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
+        config: *const LaunchConfig, function: usize, params: *const *const c_void, extra: *const *mut c_void
+    ) |pt| {
+        non_null(config)?;
+        let c = *config;
+        let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
+        launch(function, shape, c.hStream, pt, attributes(&c)?, params, extra)
+    }
+
+    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
+        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const c_void
+    ) |pt| {
+        let (driver, context) = context::ready()?;
+        let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        if device.attribute(attr::COOPERATIVE_LAUNCH) == 0 {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
+        crate::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
+        launch(function, shape, stream, pt, cooperative(), params, std::ptr::null())
+    }
+}

@@ -1,0 +1,127 @@
+//! libcuda.so.1: the CUDA driver API over an rgpu session.
+//!
+//! It knows CUDA, and nothing of how bytes travel: that is `client`. Names, arguments and meanings of the exported functions are those of NVIDIA's "CUDA Driver API"
+//! manual; what is said here of each is only what the manual does not say.
+//!
+//! In reading order:
+//! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
+//! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
+//! - `stream`, `event`, `callback`: order; what has been done is read from the channel's progress words;
+//! - `memory`, `host`, `pointer`, `pool`: memory of either side; `copy`, `copy3d`, `memset`: moving bytes;
+//! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
+//! - `entry`, `export_table`, `integrity`: how other libraries find all this;
+//! - `later`: chapters of the API that are exported and refused.
+//!
+//! Handles are opaque words ([`client::handles`]); enumerations are plain integers, since a program may pass any number.
+
+#![allow(non_snake_case, non_camel_case_types, reason = "the names are CUDA's")]
+#![allow(
+    missing_docs,
+    clippy::missing_safety_doc,
+    clippy::too_many_arguments,
+    reason = "the contracts and signatures are CUDA's"
+)]
+
+#[macro_use]
+mod macros;
+
+pub mod types;
+
+mod callback;
+mod context;
+mod copy;
+mod copy3d;
+mod device;
+mod entry;
+mod error;
+mod event;
+mod export_table;
+mod function;
+mod host;
+mod image;
+mod integrity;
+mod later;
+mod launch;
+mod library;
+mod memory;
+mod memset;
+mod misc;
+mod module;
+mod occupancy;
+mod peer;
+mod pointer;
+mod pool;
+mod state;
+mod stream;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use client::{Status, log};
+
+/// What an exported function comes to.
+pub(crate) type Result<T = ()> = std::result::Result<T, Status>;
+
+/// Codes that [`Status`] has no name for.
+pub(crate) mod code {
+    use client::Status;
+    pub const UNSUPPORTED_LIMIT: Status = Status(215);
+    pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
+    pub const HOST_MEMORY_ALREADY_REGISTERED: Status = Status(712);
+    pub const HOST_MEMORY_NOT_REGISTERED: Status = Status(713);
+    pub const INVALID_CLUSTER_SIZE: Status = Status(912);
+}
+
+/// Tells this libcuda from NVIDIA's, for whoever wants to know.
+#[unsafe(no_mangle)]
+pub static rgpu_libcuda: u32 = client::VERSION;
+
+#[inline]
+pub(crate) fn finish(name: &str, result: Result) -> u32 {
+    match result {
+        Ok(()) => 0,
+        Err(status) => failed(name, status),
+    }
+}
+
+#[cold]
+fn failed(name: &str, status: Status) -> u32 {
+    if status != Status::NOT_READY {
+        log::debug(format_args!("{name}: {status}"));
+    }
+    status.0
+}
+
+#[cold]
+pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
+    if !said.swap(true, Ordering::Relaxed) {
+        log::warn(format_args!("{name} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
+    }
+    Status::NOT_SUPPORTED.0
+}
+
+/// `Err(NOT_SUPPORTED)` for a form of a supported function that cannot be served, with one line that says which.
+#[cold]
+pub(crate) fn refuse_form<T>(what: &str, said: &AtomicBool) -> Result<T> {
+    if !said.swap(true, Ordering::Relaxed) {
+        log::warn(format_args!("{what} is not supported by rgpu yet; it answers CUDA_ERROR_NOT_SUPPORTED"));
+    }
+    Err(Status::NOT_SUPPORTED)
+}
+
+/// `Err(INVALID_VALUE)` for a NULL pointer.
+#[inline]
+pub(crate) fn non_null<T: ?Sized>(pointer: *const T) -> Result {
+    if pointer.is_null() { Err(Status::INVALID_VALUE) } else { Ok(()) }
+}
+
+/// Writes a result through a program's pointer.
+///
+/// # Safety
+/// `to` is NULL, which is an invalid value, or may be written.
+#[inline]
+pub(crate) unsafe fn put<T>(to: *mut T, value: T) -> Result {
+    non_null(to)?;
+    // SAFETY: not NULL, and the caller says that it may be written.
+    unsafe { to.write(value) };
+    Ok(())
+}

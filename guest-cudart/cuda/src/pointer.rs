@@ -1,0 +1,132 @@
+//! What a pointer is.
+
+use std::ffi::c_void;
+
+use crate::state::{Driver, driver};
+use crate::{Result, context, host, memory, non_null, put};
+use client::{Status, lock};
+
+/// What lies behind a pointer.
+enum Behind {
+    Device(memory::Found),
+    Host {
+        base: usize,
+        size: usize,
+        tag: host::HostTag,
+    },
+    /// Pageable, or nothing.
+    Nothing,
+}
+
+fn behind(driver: &Driver, pointer: u64) -> Behind {
+    if let Some(found) = memory::find(driver, pointer) {
+        return Behind::Device(found);
+    }
+    match host::REGIONS.find(pointer as usize) {
+        Some((base, size, tag)) => Behind::Host { base, size, tag },
+        None => Behind::Nothing,
+    }
+}
+
+/// One attribute, written as its own type. `Ok(false)`: the pointer has no such attribute, and zeroes stand there.
+unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u64) -> Result<bool> {
+    non_null(data)?;
+    let behind = behind(driver, pointer);
+    // SAFETY: `data` has room for the attribute's own type, as the manual gives it for each.
+    unsafe {
+        let word = |value: u64| put(data.cast::<u64>(), value);
+        let number32 = |value: u32| put(data.cast::<u32>(), value);
+        // The manual says "boolean"; callers, NVIDIA's runtime among them, give an int.
+        let flag = |value: bool| put(data.cast::<u32>(), value.into());
+        let (context, buffer) = match &behind {
+            Behind::Device(found) => (found.context, found.buffer),
+            Behind::Host { tag, .. } => (tag.context, tag.buffer),
+            Behind::Nothing => {
+                match number {
+                    1 | 3 | 4 | 7 | 11 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
+                    2 | 16 => number32(0)?,
+                    9 => number32(-2i32 as u32)?,
+                    6 | 8 | 10 | 13 | 15 => flag(false)?,
+                    _ => return Err(Status::INVALID_VALUE),
+                }
+                return Ok(false);
+            }
+        };
+        let device = matches!(behind, Behind::Device(_));
+        match number {
+            1 => word(context.handle as u64)?,
+            2 => number32(if device { 2 } else { 1 })?,
+            3 if device => word(pointer)?,
+            4 if !device => word(pointer)?,
+            // No device can reach pinned memory, and the host cannot reach a device's.
+            3 | 4 => {
+                word(0)?;
+                return Ok(false);
+            }
+            6 => flag(matches!(&behind, Behind::Device(found) if found.sync_memops))?,
+            7 => word(buffer)?,
+            8 => flag(false)?,
+            9 => number32(context.device)?,
+            10 => flag(false)?,
+            11 | 19 => word(match &behind {
+                Behind::Device(found) => found.base,
+                Behind::Host { base, .. } => *base as u64,
+                Behind::Nothing => 0,
+            })?,
+            12 | 18 => word(match &behind {
+                Behind::Device(found) => found.size,
+                Behind::Host { size, .. } => *size as u64,
+                Behind::Nothing => 0,
+            })?,
+            13 => flag(true)?,
+            14 => word(0)?,
+            15 => flag(false)?,
+            16 => number32(3)?,
+            17 => word(match &behind {
+                Behind::Device(found) => found.pool as u64,
+                _ => 0,
+            })?,
+            20 => word(buffer)?,
+            _ => return Err(Status::INVALID_VALUE),
+        }
+    }
+    Ok(true)
+}
+
+api! {
+    fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
+        let driver = driver()?;
+        context::current()?;
+        // CUDA answers "invalid value" for a pointer that it knows nothing of.
+        if attribute(driver, data, number, pointer)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    fn cuPointerGetAttributes(count: u32, numbers: *const u32, data: *const *mut c_void, pointer: u64) {
+        let driver = driver()?;
+        context::current()?;
+        if count == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        non_null(numbers)?;
+        non_null(data)?;
+        for i in 0..count as usize {
+            attribute(driver, *data.add(i), *numbers.add(i), pointer)?;
+        }
+        Ok(())
+    }
+
+    fn cuPointerSetAttribute(value: *const c_void, number: u32, pointer: u64) {
+        let driver = driver()?;
+        non_null(value)?;
+        // SYNC_MEMOPS is the only one that can be set.
+        if number != 6 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let found = memory::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
+        let device = memory::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
+        if let Some(tag) = lock(&device.memory).tag_mut(found.base) {
+            tag.sync_memops = value.cast::<u32>().read() != 0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,133 @@
+//! The process's state: its session and its devices, from `cuInit` on.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, RwLock};
+
+use crate::Result;
+use crate::context::Context;
+use crate::memory::Tag;
+use client::handle::ContextId;
+use client::memory::{Backing, DeviceMemory};
+use client::ops::device::{DeviceInfo, DeviceInfoReply, SessionInfo};
+use client::ops::memory::{MemGrow, MemShrink};
+use client::session::{self, Session};
+use client::{Status, lock, log};
+
+/// Everything that exists once in a process.
+pub(crate) struct Driver {
+    pub session: &'static Session,
+    pub version: i32,
+    pub devices: Vec<Device>,
+    /// Variables of loaded modules: address → size and context. They lie outside every window.
+    pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
+}
+
+/// One device.
+pub(crate) struct Device {
+    pub ordinal: u32,
+    pub info: DeviceInfoReply,
+    /// By number in `CUdevice_attribute`; `None`: the server's driver does not know it.
+    pub attributes: Vec<Option<i32>>,
+    pub memory: Mutex<DeviceMemory<Tag>>,
+    pub primary: &'static Context,
+}
+
+static DRIVER: OnceLock<Driver> = OnceLock::new();
+
+/// The driver, initialized.
+///
+/// # Errors
+/// `NOT_INITIALIZED` before `cuInit`, and in a process forked from one that had called it.
+#[inline]
+pub(crate) fn driver() -> Result<&'static Driver> {
+    if session::forked() {
+        return Err(Status::NOT_INITIALIZED);
+    }
+    DRIVER.get().ok_or(Status::NOT_INITIALIZED)
+}
+
+/// The device of an ordinal.
+#[inline]
+pub(crate) fn device(ordinal: i32) -> Result<&'static Device> {
+    let devices = &driver()?.devices;
+    usize::try_from(ordinal).ok().and_then(|n| devices.get(n)).ok_or(Status::INVALID_DEVICE)
+}
+
+/// `cuInit`.
+pub(crate) fn init() -> Result<&'static Driver> {
+    if session::forked() {
+        return Err(Status::NOT_INITIALIZED);
+    }
+    if let Some(driver) = DRIVER.get() {
+        return Ok(driver);
+    }
+    static OPENING: Mutex<()> = Mutex::new(());
+    let _opening = lock(&OPENING);
+    if let Some(driver) = DRIVER.get() {
+        return Ok(driver);
+    }
+    let session = session::open()?;
+    let info = session.call(&SessionInfo {})?;
+    session.set_server(&info.server);
+    log::info(format_args!(
+        "{} device(s) of {} ({}), CUDA {}.{}",
+        info.device_count,
+        info.server,
+        info.backend,
+        info.driver_version / 1000,
+        info.driver_version % 1000 / 10
+    ));
+    if info.device_count == 0 {
+        return Err(Status::NO_DEVICE);
+    }
+    let count = info.device_count.min(client::channel::MAX_DEVICES);
+    let devices = (0..count).map(|ordinal| Device::ask(session, ordinal)).collect::<Result<_>>()?;
+    // What is implemented here is the API of this version; a newer server does not make it more.
+    let version = (info.driver_version as i32).min(crate::entry::API_VERSION);
+    Ok(DRIVER.get_or_init(|| Driver { session, version, devices, globals: RwLock::default() }))
+}
+
+impl Device {
+    fn ask(session: &'static Session, ordinal: u32) -> Result<Device> {
+        let info = session.call(&DeviceInfo { device: ordinal })?;
+        let most = info
+            .attributes
+            .iter()
+            .map(|a| a.attribute as usize)
+            .filter(|n| *n < 4096)
+            .max()
+            .map_or(0, |n| n + 1);
+        let mut attributes = vec![None; most];
+        for attribute in &info.attributes {
+            if let Some(place) = attributes.get_mut(attribute.attribute as usize) {
+                *place = Some(attribute.value);
+            }
+        }
+        crate::device::complete_attributes(&mut attributes);
+        let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
+        let primary = Context::new(ContextId(ordinal), ordinal, 0, true);
+        Ok(Device { ordinal, info, attributes, memory, primary })
+    }
+
+    /// An attribute's value; 0 if the device does not know it.
+    pub fn attribute(&self, number: usize) -> i32 {
+        self.attributes.get(number).copied().flatten().unwrap_or(0)
+    }
+}
+
+impl Backing for Driver {
+    fn grow(&self, device: u32, address: u64, size: u64) -> Result {
+        self.session.call(&MemGrow { device, address, size }).map(|_| ())
+    }
+
+    fn shrink(&self, device: u32, address: u64, size: u64) -> Result {
+        self.session.call(&MemShrink { device, address, size }).map(|_| ())
+    }
+}
+
+/// A number that this process has not given out before, from 1: ids of contexts, streams and buffers.
+pub(crate) fn unique_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}

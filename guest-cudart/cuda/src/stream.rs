@@ -1,0 +1,415 @@
+//! Streams.
+//!
+//! What a stream has done is read from its progress word: it rises to the `seq` of the last publishing record (a mark, an event's record) that the stream has passed. A query
+//! appends a mark if work came after the last one, and from then on only reads memory.
+//!
+//! A destroyed stream's work still completes, and events recorded on it are still asked for. So the server hears of the destruction, and the stream's number is used again, only once its last
+//! mark was seen: until then it is kept in [`ENDING`].
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::context::{self, Context};
+use crate::event;
+use crate::state::{self, Driver, driver, unique_id};
+use crate::{Result, non_null, put};
+use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
+use client::handle::StreamId;
+use client::handles::Slab;
+use client::ops::stream::{StreamCreate, StreamDestroy, StreamMark, StreamSynchronize, StreamWaitEvent};
+use client::{Status, lock};
+
+/// `CU_STREAM_LEGACY`.
+pub(crate) const LEGACY: usize = 1;
+/// `CU_STREAM_PER_THREAD`.
+pub(crate) const PER_THREAD: usize = 2;
+const NON_BLOCKING: u32 = 1;
+
+/// A stream.
+pub(crate) struct Stream {
+    pub id: StreamId,
+    pub context: &'static Context,
+    pub flags: u32,
+    priority: i32,
+    unique: u64,
+    legacy: bool,
+    /// `seq` of its last work, of its last publishing record, and up to which it is known to be done.
+    last_work: AtomicU64,
+    last_mark: AtomicU64,
+    synced: AtomicU64,
+    /// Everything that was ever on it is done, and its progress word may be another's.
+    finished: AtomicBool,
+}
+
+static STREAMS: Slab<Stream> = Slab::new(2);
+static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+static IDS_FRESH: AtomicU32 = AtomicU32::new(MAX_CONTEXTS);
+
+/// The per-thread default streams of one thread, one for each context that it has used.
+struct Own(Vec<Arc<Stream>>);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if let Ok(driver) = driver() {
+            for stream in self.0.drain(..) {
+                end(driver, stream);
+            }
+        }
+    }
+}
+
+thread_local! {
+    static OWN: RefCell<Own> = const { RefCell::new(Own(Vec::new())) };
+}
+
+impl Stream {
+    /// The legacy default stream of a context.
+    pub fn legacy(context: &'static Context) -> Arc<Stream> {
+        Arc::new(Stream::new(StreamId(context.id.0), context, 0, 0, true))
+    }
+
+    fn new(id: StreamId, context: &'static Context, flags: u32, priority: i32, legacy: bool) -> Stream {
+        Stream {
+            id,
+            context,
+            flags,
+            priority,
+            unique: unique_id(),
+            legacy,
+            last_work: AtomicU64::new(0),
+            last_mark: AtomicU64::new(0),
+            synced: AtomicU64::new(0),
+            finished: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether it runs beside the legacy default stream without either waiting for the other.
+    pub fn is_free(&self) -> bool {
+        self.flags & NON_BLOCKING != 0
+    }
+
+    /// Notes that record `seq` is work on this stream.
+    #[inline]
+    pub fn worked(&self, seq: u64) {
+        self.last_work.fetch_max(seq, Ordering::AcqRel);
+        self.context.worked(seq, self.is_free());
+    }
+
+    /// Notes that record `seq` on this stream publishes: an event's record. It is work too.
+    pub fn marked(&self, seq: u64) {
+        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+        self.worked(seq);
+    }
+
+    /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
+    fn due(&self) -> u64 {
+        if self.legacy { self.context.last_work() } else { self.last_work.load(Ordering::Acquire) }
+    }
+
+    /// Whether the stream has passed the publishing record `seq`.
+    pub fn has_passed(&self, driver: &Driver, seq: u64) -> bool {
+        if self.synced.load(Ordering::Acquire) >= seq {
+            return true;
+        }
+        // The word may be another stream's by now, but then it was zeroed after `finished` was set.
+        let word = driver.session.progress().stream(self.id).map_or(0, |word| word.load(Ordering::Acquire));
+        word >= seq || self.finished.load(Ordering::Acquire)
+    }
+
+    /// A publishing record after all work so far; its `seq`.
+    pub fn mark(&self, driver: &Driver) -> Result<u64> {
+        let due = self.due();
+        let last = self.last_mark.load(Ordering::Acquire);
+        if last >= due && last != 0 {
+            return Ok(last);
+        }
+        let seq = driver.session.append(&StreamMark { stream: self.id })?;
+        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+        Ok(seq)
+    }
+
+    /// Whether everything on the stream is done; no round trip.
+    pub fn is_done(&self, driver: &Driver) -> Result<bool> {
+        let due = self.due();
+        if due <= self.synced.load(Ordering::Acquire) {
+            return Ok(true);
+        }
+        let mark = self.mark(driver)?;
+        if !self.has_passed(driver, mark) {
+            return Ok(false);
+        }
+        self.is_synced(mark);
+        Ok(true)
+    }
+
+    /// Notes that everything on the stream up to `seq` is done.
+    pub fn is_synced(&self, seq: u64) {
+        self.synced.fetch_max(seq, Ordering::AcqRel);
+        if self.legacy {
+            self.context.legacy_is_synced(seq);
+        }
+    }
+
+    /// Waits until everything on the stream is done. No round trip when it is known to be.
+    pub fn synchronize(&self, driver: &Driver) -> Result {
+        if self.due() <= self.synced.load(Ordering::Acquire) {
+            driver.session.check()?;
+            return self.context.deferred(driver);
+        }
+        let pending = driver.session.submit(&StreamSynchronize { stream: self.id })?;
+        let seq = pending.seq();
+        let result = pending.wait().map(|_| ());
+        if result.is_ok() {
+            self.is_synced(seq);
+        }
+        self.context.settle(driver, result)
+    }
+}
+
+/// The stream that a handle means in the current context.
+///
+/// # Errors
+/// `INVALID_HANDLE` for what is no stream, `CONTEXT_IS_DESTROYED` when its context is.
+#[inline]
+pub(crate) fn of(
+    driver: &Driver,
+    context: &'static Context,
+    handle: usize,
+    per_thread: bool,
+) -> Result<Arc<Stream>> {
+    match handle {
+        0 if !per_thread => Ok(context.legacy().clone()),
+        LEGACY => Ok(context.legacy().clone()),
+        0 | PER_THREAD => own(driver, context),
+        _ => STREAMS.get(handle).ok_or(Status::INVALID_HANDLE),
+    }
+}
+
+/// The calling thread's own default stream in a context.
+fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
+    let found = OWN.try_with(|own| {
+        let mut own = own.borrow_mut();
+        own.0.retain(|stream| !stream.finished.load(Ordering::Relaxed));
+        own.0.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned()
+    });
+    match found {
+        Ok(Some(stream)) => Ok(stream),
+        Ok(None) => {
+            let stream = Arc::new(make(driver, context, 0, 0)?);
+            let _ = OWN.try_with(|own| own.borrow_mut().0.push(stream.clone()));
+            lock(&OWNED).push(Arc::downgrade(&stream));
+            Ok(stream)
+        }
+        // The thread is being torn down: what it still does is done in the context's stream.
+        Err(_) => Ok(context.legacy().clone()),
+    }
+}
+
+/// Per-thread streams of all threads, for when their context goes.
+static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
+
+fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
+    reap(driver);
+    let id = lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed));
+    if id >= MAX_STREAMS {
+        IDS_FRESH.store(MAX_STREAMS, Ordering::Relaxed);
+        return Err(Status::OUT_OF_MEMORY);
+    }
+    let id = StreamId(id);
+    if let Some(word) = driver.session.progress().stream(id) {
+        word.store(0, Ordering::Release);
+    }
+    driver.session.append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
+    Ok(Stream::new(id, context, flags, priority, false))
+}
+
+/// A stream has been destroyed: the server hears of it when its work is done.
+fn end(driver: &Driver, stream: Arc<Stream>) {
+    if stream.finished.load(Ordering::Acquire) {
+        return;
+    }
+    // If the session is lost there is nothing to end.
+    if stream.mark(driver).is_ok() {
+        lock(&ENDING).push(stream);
+        reap(driver);
+    }
+}
+
+/// Ends the destroyed streams whose work is done.
+pub(crate) fn reap(driver: &Driver) {
+    let mut ending = lock(&ENDING);
+    ending.retain(|stream| {
+        let mark = stream.last_mark.load(Ordering::Acquire);
+        if stream.due() > stream.synced.load(Ordering::Acquire) && !stream.has_passed(driver, mark) {
+            return true;
+        }
+        if driver.session.append(&StreamDestroy { stream: stream.id }).is_ok() {
+            stream.finished.store(true, Ordering::Release);
+            lock(&IDS).push(stream.id.0);
+        }
+        false
+    });
+}
+
+/// A context's streams are gone with it, on the server as well.
+pub(crate) fn forget(_driver: &Driver, context: &'static Context) {
+    let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
+    lock(&ENDING).retain(|stream| {
+        let other = !std::ptr::eq(stream.context, context);
+        if !other {
+            gone.push(stream.clone());
+        }
+        other
+    });
+    lock(&OWNED).retain(|weak| match weak.upgrade() {
+        Some(stream) if std::ptr::eq(stream.context, context) => {
+            gone.push(stream);
+            false
+        }
+        other => other.is_some(),
+    });
+    let mut ids = lock(&IDS);
+    for stream in gone {
+        if !stream.finished.swap(true, Ordering::AcqRel) {
+            ids.push(stream.id.0);
+        }
+    }
+    let legacy = context.legacy();
+    legacy.synced.store(context.last_work(), Ordering::Release);
+}
+
+fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
+    non_null(stream)?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let (driver, context) = context::ready()?;
+    let [least, greatest] = state::device(context.device as i32)?.info.stream_priorities;
+    let priority = priority.clamp(greatest.min(least), least.max(greatest));
+    let new = make(driver, context, flags, priority)?;
+    let handle = STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)?;
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(stream, handle) }
+}
+
+/// The stream and its driver, for calls that ask about a stream and may be made in any context.
+fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
+    let driver = driver()?;
+    if handle > PER_THREAD {
+        let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+        return Ok((driver, stream));
+    }
+    let context = context::current()?;
+    Ok((driver, of(driver, context, handle, per_thread)?))
+}
+
+api! {
+    fn cuStreamCreate(stream: *mut usize, flags: u32) {
+        create(stream, flags, 0)
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut usize, flags: u32, priority: i32) {
+        create(stream, flags, priority)
+    }
+
+    fn cuStreamDestroy_v2(stream: usize) {
+        let driver = driver()?;
+        let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
+        driver.session.check()?;
+        let deferred = stream.context.deferred(driver);
+        end(driver, stream);
+        deferred
+    }
+    alias cuStreamDestroy = cuStreamDestroy_v2(stream: usize);
+
+    fn cuStreamGetPriority / cuStreamGetPriority_ptsz(stream: usize, priority: *mut i32) |pt| {
+        put(priority, ask(stream, pt)?.1.priority)
+    }
+
+    fn cuStreamGetFlags / cuStreamGetFlags_ptsz(stream: usize, flags: *mut u32) |pt| {
+        put(flags, ask(stream, pt)?.1.flags)
+    }
+
+    fn cuStreamGetDevice / cuStreamGetDevice_ptsz(stream: usize, device: *mut i32) |pt| {
+        put(device, ask(stream, pt)?.1.context.device as i32)
+    }
+
+    fn cuStreamGetId / cuStreamGetId_ptsz(stream: usize, id: *mut u64) |pt| {
+        put(id, ask(stream, pt)?.1.unique)
+    }
+
+    fn cuStreamGetCtx / cuStreamGetCtx_ptsz(stream: usize, ctx: *mut usize) |pt| {
+        put(ctx, ask(stream, pt)?.1.context.handle)
+    }
+
+    fn cuStreamGetCtx_v2 / cuStreamGetCtx_v2_ptsz(stream: usize, ctx: *mut usize, green: *mut usize) |pt| {
+        put(ctx, ask(stream, pt)?.1.context.handle)?;
+        if green.is_null() { Ok(()) } else { put(green, 0) }
+    }
+
+    fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, event: usize, flags: u32) |pt| {
+        let event = event::of(event)?;
+        let (driver, stream) = ask(stream, pt)?;
+        driver.session.check()?;
+        stream.context.deferred(driver)?;
+        // 1 is CU_EVENT_WAIT_EXTERNAL, which says something only in a capture.
+        if flags & !1 != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if event.is_recorded() {
+            let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
+            stream.worked(seq);
+        }
+        Ok(())
+    }
+
+    fn cuStreamQuery / cuStreamQuery_ptsz(stream: usize) |pt| {
+        let (driver, stream) = ask(stream, pt)?;
+        driver.session.check()?;
+        stream.context.deferred(driver)?;
+        if !stream.is_done(driver)? {
+            return Err(Status::NOT_READY);
+        }
+        stream.context.deferred(driver)
+    }
+
+    fn cuStreamSynchronize / cuStreamSynchronize_ptsz(stream: usize) |pt| {
+        let (driver, stream) = ask(stream, pt)?;
+        driver.session.check()?;
+        stream.context.deferred(driver)?;
+        stream.synchronize(driver)
+    }
+
+    fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz(stream: usize, status: *mut u32) |pt| {
+        non_null(status)?;
+        ask(stream, pt)?;
+        put(status, 0)
+    }
+
+    fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz(stream: usize, status: *mut u32, id: *mut u64) |pt| {
+        non_null(status)?;
+        ask(stream, pt)?;
+        let _ = id;
+        put(status, 0)
+    }
+
+    fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz(
+        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, deps: *mut usize, count: *mut usize
+    ) |pt| {
+        non_null(status)?;
+        ask(stream, pt)?;
+        let _ = (id, graph, deps, count);
+        put(status, 0)
+    }
+
+    fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz(
+        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, deps: *mut usize, edges: *mut usize, count: *mut usize
+    ) |pt| {
+        non_null(status)?;
+        ask(stream, pt)?;
+        let _ = (id, graph, deps, edges, count);
+        put(status, 0)
+    }
+}

@@ -1,0 +1,87 @@
+//! What the library exports: every name of `cuda.h` 13.0, and nothing else.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const HERE: &str = env!("CARGO_MANIFEST_DIR");
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}:\n{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn build_folder() -> PathBuf {
+    Path::new(HERE).join("../../build")
+}
+
+/// The folder of `cuda.h` 13.0: the compiler's own if it is installed, else that of the runtime's wheel, installed now.
+fn headers() -> PathBuf {
+    for installed in ["cuda13", "cuda13-headers"] {
+        let include = build_folder().join(installed).join("nvidia/cu13/include");
+        if include.join("cuda.h").exists() {
+            return include;
+        }
+    }
+    let target = build_folder().join("cuda13-headers");
+    run(Command::new("python3").args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"]).arg(&target).args([
+        "nvidia-cuda-runtime==13.0.96",
+        "nvidia-cuda-crt==13.0.88",
+    ]));
+    target.join("nvidia/cu13/include")
+}
+
+fn listed() -> BTreeSet<String> {
+    let list = fs::read_to_string(Path::new(HERE).join("exports/libcuda.txt")).expect("the list");
+    list.lines().map(str::to_owned).collect()
+}
+
+/// The functions that a preprocessed header declares: the identifiers between `CUresult` and an opening parenthesis.
+fn declared(text: &str) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for rest in text.split("CUresult").skip(1) {
+        let rest = rest.trim_start();
+        let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
+        if rest.starts_with("cu") && rest[end..].trim_start().starts_with('(') {
+            names.insert(rest[..end].to_owned());
+        }
+    }
+    names
+}
+
+#[test]
+fn the_list_is_that_of_the_header() {
+    let include = headers();
+    let mut expected = BTreeSet::new();
+    // As programs see it; with a default stream for each thread; and with the older forms that the library has as well.
+    for define in ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"] {
+        let header = run(Command::new("cc")
+            .args(["-E", "-P"])
+            .arg(format!("-D{define}"))
+            .arg("-I")
+            .arg(&include)
+            .arg(include.join("cuda.h")));
+        let names = declared(&header);
+        assert!(names.len() >= 449, "{define}: {} names", names.len());
+        expected.extend(names);
+    }
+    // cudaProfiler.h, which the wheel does not have, and our own mark.
+    expected.extend(["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "rgpu_libcuda"].map(str::to_owned));
+    assert_eq!(listed(), expected);
+}
+
+#[test]
+fn the_library_exports_the_list_and_nothing_else() {
+    run(Command::new(env!("CARGO")).args(["build", "--quiet", "--package", "rgpu-cuda"]).current_dir(HERE));
+    let out = tempfile::tempdir().expect("a temporary folder");
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| Path::new(HERE).join("../../target"), PathBuf::from);
+    run(Command::new(Path::new(HERE).join("link.sh")).arg(target.join("debug/libcuda.a")).arg(out.path()));
+    let library = out.path().join("libcuda.so.1");
+    let symbols = run(Command::new("nm").args(["--dynamic", "--defined-only"]).arg(&library));
+    let exported: BTreeSet<String> = symbols.lines().filter_map(|line| line.split(' ').nth(2)).map(str::to_owned).collect();
+    assert_eq!(exported, listed());
+    let dynamic = run(Command::new("readelf").arg("--dynamic").arg(&library));
+    assert!(dynamic.contains("soname: [libcuda.so.1]"), "{dynamic}");
+}

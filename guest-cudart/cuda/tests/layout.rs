@@ -1,0 +1,52 @@
+//! Structures of `types` against cudarc's bindings of `cuda.h` 13.0.
+
+use cudarc::driver::sys;
+use cuda::types;
+
+macro_rules! same {
+    ($ours:ty, $theirs:ty { $($our:ident = $their:ident),* $(,)? }) => {{
+        assert_eq!(size_of::<$ours>(), size_of::<$theirs>(), stringify!($ours));
+        assert_eq!(align_of::<$ours>(), align_of::<$theirs>(), stringify!($ours));
+        $(assert_eq!(std::mem::offset_of!($ours, $our), std::mem::offset_of!($theirs, $their), stringify!($our));)*
+    }};
+}
+
+#[test]
+fn copies() {
+    same!(types::Memcpy2D, sys::CUDA_MEMCPY2D_st {
+        srcXInBytes = srcXInBytes, srcMemoryType = srcMemoryType, srcHost = srcHost, srcDevice = srcDevice, srcPitch = srcPitch,
+        dstXInBytes = dstXInBytes, dstMemoryType = dstMemoryType, dstHost = dstHost, dstDevice = dstDevice, dstPitch = dstPitch,
+        WidthInBytes = WidthInBytes, Height = Height,
+    });
+    same!(types::Memcpy3D, sys::CUDA_MEMCPY3D_st {
+        srcZ = srcZ, srcLOD = srcLOD, srcMemoryType = srcMemoryType, srcHost = srcHost, srcDevice = srcDevice, reserved0 = reserved0,
+        srcPitch = srcPitch, srcHeight = srcHeight, dstXInBytes = dstXInBytes, dstMemoryType = dstMemoryType, dstHost = dstHost,
+        dstDevice = dstDevice, reserved1 = reserved1, dstPitch = dstPitch, dstHeight = dstHeight, WidthInBytes = WidthInBytes, Depth = Depth,
+    });
+    same!(types::Memcpy3D, sys::CUDA_MEMCPY3D_PEER_st { reserved0 = srcContext, reserved1 = dstContext, Depth = Depth });
+}
+
+#[test]
+fn launches() {
+    same!(types::LaunchConfig, sys::CUlaunchConfig_st {
+        grid = gridDimX, block = blockDimX, sharedMemBytes = sharedMemBytes, hStream = hStream, attrs = attrs, numAttrs = numAttrs,
+    });
+    same!(types::LaunchAttr, sys::CUlaunchAttribute_st { id = id, value = value });
+}
+
+#[test]
+fn pools() {
+    same!(types::MemPoolProps, sys::CUmemPoolProps_st {
+        allocType = allocType, handleTypes = handleTypes, location = location, maxSize = maxSize, usage = usage,
+    });
+    same!(types::MemLocation, sys::CUmemLocation_st { kind = type_, id = id });
+    same!(types::MemAccessDesc, sys::CUmemAccessDesc_st { location = location, flags = flags });
+}
+
+#[test]
+fn contexts_and_devices() {
+    same!(types::CtxCreateParams, sys::CUctxCreateParams_st {
+        execAffinityParams = execAffinityParams, numExecAffinityParams = numExecAffinityParams, cigParams = cigParams,
+    });
+    same!(types::DevProp, sys::CUdevprop_st { maxGridSize = maxGridSize, textureAlign = textureAlign });
+}

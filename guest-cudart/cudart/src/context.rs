@@ -1,0 +1,334 @@
+//! Which device and context a thread uses, and what a call needs before it reaches the driver.
+//!
+//! A thread starts on device 0, whose primary context is retained once for the process and made current in the
+//! thread at its first call that needs one. From then on a call costs one comparison: the driver itself knows the
+//! thread's context, and a program that changes it through the driver API (`cuCtxPushCurrent`, `cuCtxSetCurrent`)
+//! is followed without being asked. Only when the driver answers that no context is current does the thread look
+//! again, bind its device and make the call a second time.
+
+use std::cell::Cell;
+use std::ffi::{c_int, c_uint};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{self, Driver};
+use crate::error::{Error, Result};
+use crate::types::{CUcontext, CUdevice};
+
+/// Devices that one process can use; CUDA shows no more than 64 on any machine.
+const MAX_DEVICES: usize = 256;
+
+/// A thread that has not chosen a device.
+const UNSET: c_int = -1;
+
+struct Primary {
+    context: AtomicPtr<libc::c_void>,
+    retained: AtomicBool,
+}
+
+static PRIMARY: [Primary; MAX_DEVICES] =
+    [const { Primary { context: AtomicPtr::new(ptr::null_mut()), retained: AtomicBool::new(false) } };
+        MAX_DEVICES];
+
+/// Counts resets: a thread bound before the last one looks again.
+static GENERATION: AtomicU32 = AtomicU32::new(1);
+
+/// Guards retaining and resetting primary contexts.
+static CHANGING: Mutex<()> = Mutex::new(());
+
+/// The devices of `cudaSetValidDevices`, in order of preference; empty for "all of them".
+static VALID: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static DEVICE: Cell<c_int> = const { Cell::new(UNSET) };
+    static BOUND: Cell<u32> = const { Cell::new(0) };
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a call that needs nothing of the driver.
+#[inline]
+pub(crate) fn raw(call: impl Fn(()) -> Result) -> Result {
+    call(())
+}
+
+/// Runs a call that needs the driver, and no context.
+#[inline]
+pub(crate) fn init(call: impl Fn(&'static Driver) -> Result) -> Result {
+    call(driver::initialized()?)
+}
+
+/// Runs a call that needs a current context. It may be run twice; the first run then did nothing but learn that no
+/// context was current.
+#[inline]
+pub(crate) fn ctx(call: impl Fn(&'static Driver) -> Result) -> Result {
+    let driver = bound()?;
+    match call(driver) {
+        Err(error @ (Error::DEVICE_UNINITIALIZED | Error::CONTEXT_IS_DESTROYED)) => {
+            if rebind(driver)? {
+                call(driver)
+            } else {
+                Err(error)
+            }
+        }
+        result => result,
+    }
+}
+
+/// The driver, with a context current in this thread.
+#[inline]
+pub(crate) fn bound() -> Result<&'static Driver> {
+    let driver = driver::initialized()?;
+    if BOUND.get() != GENERATION.load(Ordering::Acquire) {
+        rebind(driver)?;
+    }
+    Ok(driver)
+}
+
+/// Looks at the thread's context afresh; true if it had to be bound.
+#[cold]
+fn rebind(driver: &'static Driver) -> Result<bool> {
+    let generation = GENERATION.load(Ordering::Acquire);
+    let current = current_context(driver)?;
+    let gone = !current.is_null()
+        && PRIMARY
+            .iter()
+            .any(|p| p.context.load(Ordering::Acquire) == current && !p.retained.load(Ordering::Acquire));
+    let unbound = current.is_null() || gone;
+    if unbound {
+        bind(driver, default_device())?;
+    }
+    BOUND.set(generation);
+    Ok(unbound)
+}
+
+/// The thread's current context, NULL if there is none.
+pub(crate) fn current_context(driver: &Driver) -> Result<CUcontext> {
+    let mut current = ptr::null_mut();
+    // SAFETY: the context is written to a live local variable.
+    unsafe { driver.cuCtxGetCurrent(&mut current)? };
+    Ok(current)
+}
+
+/// The thread's current context, for a call that names it; `ctx` binds one and calls again if there is none.
+pub(crate) fn required_context(driver: &Driver) -> Result<CUcontext> {
+    let current = current_context(driver)?;
+    if current.is_null() { Err(Error::DEVICE_UNINITIALIZED) } else { Ok(current) }
+}
+
+fn default_device() -> c_int {
+    match DEVICE.get() {
+        UNSET => lock(&VALID).first().copied().unwrap_or(0),
+        device => device,
+    }
+}
+
+/// Makes the primary context of a device current in this thread.
+fn bind(driver: &'static Driver, device: c_int) -> Result {
+    let context = primary(driver, device)?;
+    // SAFETY: the context is retained by this library.
+    unsafe { driver.cuCtxSetCurrent(context) }
+}
+
+/// The primary context of a device, retained.
+pub(crate) fn primary(driver: &'static Driver, device: c_int) -> Result<CUcontext> {
+    let slot = usize::try_from(device).ok().and_then(|at| PRIMARY.get(at)).ok_or(Error::INVALID_DEVICE)?;
+    if !slot.retained.load(Ordering::Acquire) {
+        let _turn = lock(&CHANGING);
+        if !slot.retained.load(Ordering::Acquire) {
+            let mut context = ptr::null_mut();
+            // SAFETY: the context is written to a live local variable; the driver checks the device.
+            unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, handle(driver, device)?)? };
+            slot.context.store(context, Ordering::Release);
+            slot.retained.store(true, Ordering::Release);
+        }
+    }
+    Ok(slot.context.load(Ordering::Acquire))
+}
+
+/// The driver's handle of a device ordinal.
+///
+/// # Errors
+/// `cudaErrorInvalidDevice` for an ordinal that no device has.
+pub(crate) fn handle(driver: &Driver, ordinal: c_int) -> Result<CUdevice> {
+    let mut device = 0;
+    // SAFETY: the handle is written to a live local variable.
+    unsafe { driver.cuDeviceGet(&mut device, ordinal)? };
+    Ok(device)
+}
+
+/// How many devices there are.
+pub(crate) fn device_count(driver: &Driver) -> Result<c_int> {
+    let mut count = 0;
+    // SAFETY: the count is written to a live local variable.
+    unsafe { driver.cuDeviceGetCount(&mut count)? };
+    if count > 0 { Ok(count) } else { Err(Error::NO_DEVICE) }
+}
+
+/// The device that the thread's calls go to: that of its current context, else the one it chose, else the default.
+pub(crate) fn device(driver: &Driver) -> Result<c_int> {
+    let mut device = 0;
+    // SAFETY: the device is written to a live local variable.
+    match unsafe { driver.cuCtxGetDevice(&mut device) } {
+        Err(Error::DEVICE_UNINITIALIZED | Error::CONTEXT_IS_DESTROYED) => Ok(default_device()),
+        result => result.map(|()| device),
+    }
+}
+
+/// `cudaSetDevice`: chooses a device, initializes it, and makes its primary context current.
+pub(crate) fn set_device(driver: &'static Driver, device: c_int) -> Result {
+    handle(driver, device)?;
+    let generation = GENERATION.load(Ordering::Acquire);
+    DEVICE.set(device);
+    bind(driver, device)?;
+    BOUND.set(generation);
+    Ok(())
+}
+
+/// `cudaSetValidDevices`: what threads without a device of their own start on.
+pub(crate) fn set_valid_devices(driver: &Driver, devices: &[c_int]) -> Result {
+    for &device in devices {
+        handle(driver, device)?;
+    }
+    *lock(&VALID) = devices.to_vec();
+    Ok(())
+}
+
+/// The flags of a device's primary context.
+pub(crate) fn flags(driver: &'static Driver, device: c_int) -> Result<c_uint> {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: both are written to live local variables.
+    unsafe { driver.cuDevicePrimaryCtxGetState(handle(driver, device)?, &mut flags, &mut active)? };
+    Ok(flags)
+}
+
+/// `cudaDeviceReset`: destroys everything that the process has on the thread's device.
+pub(crate) fn reset(driver: &'static Driver) -> Result {
+    let device = device(driver)?;
+    let slot = usize::try_from(device).ok().and_then(|at| PRIMARY.get(at)).ok_or(Error::INVALID_DEVICE)?;
+    let device = handle(driver, device)?;
+    let _turn = lock(&CHANGING);
+    // SAFETY: the device is one that the driver named, and the context is released as often as it was retained here.
+    unsafe {
+        if current_context(driver)? == slot.context.load(Ordering::Acquire) {
+            driver.cuCtxSetCurrent(ptr::null_mut())?;
+        }
+        if slot.retained.swap(false, Ordering::AcqRel) {
+            driver.cuDevicePrimaryCtxRelease_v2(device)?;
+        }
+        driver.cuDevicePrimaryCtxReset_v2(device)?;
+    }
+    GENERATION.fetch_add(1, Ordering::AcqRel);
+    Ok(())
+}
+
+/// Forgets every context and this thread's choice, so that the next test starts afresh.
+#[cfg(test)]
+pub(crate) fn forget_for_test() {
+    for slot in &PRIMARY {
+        slot.context.store(ptr::null_mut(), Ordering::Release);
+        slot.retained.store(false, Ordering::Release);
+    }
+    GENERATION.fetch_add(1, Ordering::AcqRel);
+    DEVICE.set(UNSET);
+    lock(&VALID).clear();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{
+        cudaDeviceReset, cudaDeviceSynchronize, cudaGetDevice, cudaGetDeviceCount, cudaSetDevice,
+    };
+    use crate::error::{cudaGetLastError, cudaPeekAtLastError};
+    use crate::test_utils::{self, Fake};
+
+    fn device_of_thread() -> c_int {
+        let mut device = -1;
+        // SAFETY: the output is a live local variable.
+        assert_eq!(unsafe { cudaGetDevice(&mut device) }, 0);
+        device
+    }
+
+    fn synchronize() -> c_int {
+        // SAFETY: the function takes nothing.
+        unsafe { cudaDeviceSynchronize() }
+    }
+
+    fn set(device: c_int) -> c_int {
+        // SAFETY: the function takes any number.
+        unsafe { cudaSetDevice(device) }
+    }
+
+    #[test]
+    fn the_first_call_binds_device_0_and_later_ones_ask_nothing() {
+        let fake = Fake::new();
+        assert_eq!(synchronize(), 0);
+        assert_eq!(test_utils::current(), test_utils::primary(0));
+        let asked = fake.count("cuCtxGetCurrent");
+        assert_eq!(synchronize(), 0);
+        assert_eq!(fake.count("cuDevicePrimaryCtxRetain"), 1);
+        assert_eq!(fake.count("cuCtxGetCurrent"), asked);
+    }
+
+    #[test]
+    fn counting_devices_makes_no_context() {
+        let fake = Fake::new();
+        let mut count = 0;
+        // SAFETY: the output is a live local variable.
+        assert_eq!(unsafe { cudaGetDeviceCount(&mut count) }, 0);
+        assert_eq!((count, fake.count("cuDevicePrimaryCtxRetain")), (2, 0));
+    }
+
+    #[test]
+    fn an_ordinal_that_no_device_has_is_refused_and_changes_nothing() {
+        let _fake = Fake::new();
+        assert_eq!(set(1), 0);
+        assert_eq!(set(7), 101);
+        assert_eq!(cudaPeekAtLastError(), 101);
+        assert_eq!(cudaGetLastError(), 101);
+        assert_eq!(device_of_thread(), 1);
+    }
+
+    #[test]
+    fn each_thread_has_its_own_device() {
+        let _fake = Fake::new();
+        assert_eq!(set(1), 0);
+        std::thread::spawn(|| assert_eq!(device_of_thread(), 0)).join().unwrap();
+        assert_eq!(device_of_thread(), 1);
+    }
+
+    #[test]
+    fn a_context_that_the_program_made_current_is_followed() {
+        let fake = Fake::new();
+        assert_eq!(set(0), 0);
+        test_utils::set_current(0x2001);
+        assert_eq!(device_of_thread(), 1);
+        let bound = fake.count("cuCtxSetCurrent");
+        assert_eq!(synchronize(), 0);
+        assert_eq!((test_utils::current(), fake.count("cuCtxSetCurrent")), (0x2001, bound));
+    }
+
+    #[test]
+    fn a_thread_left_without_a_context_is_bound_again() {
+        let _fake = Fake::new();
+        assert_eq!(set(1), 0);
+        test_utils::set_current(0);
+        assert_eq!(synchronize(), 0);
+        assert_eq!(test_utils::current(), test_utils::primary(1));
+    }
+
+    #[test]
+    fn other_threads_retain_the_context_again_after_a_reset() {
+        let fake = Fake::new();
+        assert_eq!(synchronize(), 0);
+        // SAFETY: the function takes nothing.
+        std::thread::spawn(|| assert_eq!(unsafe { cudaDeviceReset() }, 0)).join().unwrap();
+        assert_eq!(fake.with(|state| state.retained[&0]), 0);
+        assert_eq!(synchronize(), 0);
+        assert_eq!(fake.with(|state| state.retained[&0]), 1);
+    }
+}

@@ -1,0 +1,137 @@
+//! Errors: their numbers, names and texts, the thread's last error, and how the driver's results become the
+//! runtime's.
+//!
+//! Since CUDA 10.1 the two libraries number their errors alike, so a driver's result is taken over unless the
+//! runtime does not know that number. What differs by call (to CUDA 12 a bad launch is `cudaErrorInvalidConfiguration`,
+//! not `cudaErrorInvalidValue`) is decided where that call is made.
+//!
+//! That a context has failed is the driver's knowledge alone: every later call fails again and sets the last error
+//! again, but the last error itself is taken by `cudaGetLastError` like any other.
+
+mod names;
+
+use std::cell::Cell;
+use std::ffi::{c_char, c_int};
+
+use names::ERRORS;
+
+/// A `cudaError_t` other than `cudaSuccess`, or a number that a caller took for one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Error(pub(crate) c_int);
+
+pub(crate) type Result<T = ()> = core::result::Result<T, Error>;
+
+impl Error {
+    pub(crate) const INVALID_VALUE: Error = Error(1);
+    pub(crate) const INVALID_CONFIGURATION: Error = Error(9);
+    pub(crate) const INVALID_PITCH: Error = Error(12);
+    pub(crate) const INVALID_SYMBOL: Error = Error(13);
+    pub(crate) const INVALID_CHANNEL_DESCRIPTOR: Error = Error(20);
+    pub(crate) const INVALID_MEMCPY_DIRECTION: Error = Error(21);
+    pub(crate) const INSUFFICIENT_DRIVER: Error = Error(35);
+    pub(crate) const MISSING_CONFIGURATION: Error = Error(52);
+    pub(crate) const INVALID_DEVICE_FUNCTION: Error = Error(98);
+    pub(crate) const NO_DEVICE: Error = Error(100);
+    pub(crate) const INVALID_DEVICE: Error = Error(101);
+    /// The driver's `CUDA_ERROR_INVALID_CONTEXT`: no context is current, or not a valid one.
+    pub(crate) const DEVICE_UNINITIALIZED: Error = Error(201);
+    pub(crate) const INVALID_RESOURCE_HANDLE: Error = Error(400);
+    pub(crate) const SYMBOL_NOT_FOUND: Error = Error(500);
+    /// The driver's `CUDA_ERROR_CONTEXT_IS_DESTROYED`.
+    pub(crate) const CONTEXT_IS_DESTROYED: Error = Error(709);
+    pub(crate) const NOT_SUPPORTED: Error = Error(801);
+    pub(crate) const UNKNOWN: Error = Error(999);
+}
+
+fn entry(code: c_int) -> Option<&'static (i32, &'static str, &'static str)> {
+    ERRORS.binary_search_by_key(&code, |entry| entry.0).ok().map(|at| &ERRORS[at])
+}
+
+/// The runtime's meaning of a driver's `CUresult`.
+#[inline]
+pub(crate) fn from_driver(result: u32) -> Result {
+    if result == 0 { Ok(()) } else { Err(of_driver_failure(result)) }
+}
+
+#[cold]
+fn of_driver_failure(result: u32) -> Error {
+    match c_int::try_from(result) {
+        Ok(code) if entry(code).is_some() => Error(code),
+        _ => Error::UNKNOWN,
+    }
+}
+
+thread_local! {
+    static LAST: Cell<c_int> = const { Cell::new(0) };
+}
+
+/// Turns a result into the number that a program gets, keeping an error as the thread's last one.
+#[inline]
+pub(crate) fn remember(result: Result) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(error) => {
+            LAST.set(error.0);
+            error.0
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetLastError() -> c_int {
+    LAST.replace(0)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaPeekAtLastError() -> c_int {
+    LAST.get()
+}
+
+const UNRECOGNIZED: &str = "unrecognized error code\0";
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetErrorName(error: c_int) -> *const c_char {
+    entry(error).map_or(UNRECOGNIZED, |entry| entry.1).as_ptr().cast()
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cudaGetErrorString(error: c_int) -> *const c_char {
+    entry(error).map_or(UNRECOGNIZED, |entry| entry.2).as_ptr().cast()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_in_order_and_end_with_nul() {
+        assert!(ERRORS.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        assert!(ERRORS.iter().all(|entry| entry.1.ends_with('\0') && entry.2.ends_with('\0')));
+    }
+
+    #[test]
+    fn a_result_that_the_runtime_does_not_know_is_unknown() {
+        assert_eq!(from_driver(202), Err(Error::UNKNOWN));
+        assert_eq!(from_driver(u32::MAX), Err(Error::UNKNOWN));
+        assert_eq!(from_driver(2), Err(Error(2)));
+        assert_eq!(from_driver(0), Ok(()));
+    }
+
+    #[test]
+    fn reading_the_last_error_clears_it() {
+        assert_eq!(remember(Err(Error::INVALID_VALUE)), 1);
+        assert_eq!(remember(Ok(())), 0);
+        assert_eq!(cudaPeekAtLastError(), 1);
+        assert_eq!(cudaGetLastError(), 1);
+        assert_eq!(cudaGetLastError(), 0);
+    }
+
+    #[test]
+    fn a_failed_contexts_error_is_taken_like_any_other_and_comes_back_with_the_next_failure() {
+        let _ = remember(Err(Error(700)));
+        assert_eq!(cudaGetLastError(), 700);
+        assert_eq!((cudaPeekAtLastError(), cudaGetLastError()), (0, 0));
+        let _ = remember(Err(Error(700)));
+        assert_eq!(cudaPeekAtLastError(), 700);
+    }
+}

@@ -1,0 +1,67 @@
+//! Events, and events and memory shared with other processes.
+
+use std::ffi::{c_uint, c_void};
+
+use crate::driver::Driver;
+use crate::error::{Error, Result};
+use crate::types::{CUevent, CUipcEventHandle, CUipcMemHandle, CUstream};
+
+api! {
+    ctx fn cudaEventCreate(event: *mut CUevent) |d| d.cuEventCreate(event, 0);
+    ctx cudaEventCreateWithFlags => cuEventCreate(event: *mut CUevent, flags: c_uint);
+    ctx cudaEventRecord/cudaEventRecord_ptsz => cuEventRecord(event: CUevent, stream: CUstream);
+    ctx cudaEventRecordWithFlags/cudaEventRecordWithFlags_ptsz => cuEventRecordWithFlags(
+        event: CUevent, stream: CUstream, flags: c_uint);
+    ctx cudaEventQuery => cuEventQuery(event: CUevent);
+    ctx cudaEventSynchronize => cuEventSynchronize(event: CUevent);
+    ctx cudaEventDestroy => cuEventDestroy_v2(event: CUevent);
+    ctx fn cudaEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent) |d| {
+        elapsed_time(d, milliseconds, start, end)
+    };
+
+    ctx cudaIpcGetEventHandle => cuIpcGetEventHandle(handle: *mut CUipcEventHandle, event: CUevent);
+    ctx cudaIpcOpenEventHandle => cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcEventHandle);
+    ctx cudaIpcGetMemHandle => cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: *mut c_void);
+    ctx fn cudaIpcOpenMemHandle(address: *mut *mut c_void, handle: CUipcMemHandle, flags: c_uint) |d| {
+        const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
+        if flags != LAZY_ENABLE_PEER_ACCESS { return Err(Error::INVALID_VALUE) }
+        d.cuIpcOpenMemHandle_v2(address, handle, flags)
+    };
+    ctx cudaIpcCloseMemHandle => cuIpcCloseMemHandle(address: *mut c_void);
+}
+
+/// The runtime looks at where the answer goes before the driver looks at the events.
+///
+/// # Safety
+/// As for `cudaEventElapsedTime`.
+pub(crate) unsafe fn elapsed_time(
+    d: &Driver,
+    milliseconds: *mut f32,
+    start: CUevent,
+    end: CUevent,
+) -> Result {
+    if milliseconds.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: the caller keeps what the driver's function of the same arguments asks for.
+    unsafe { d.cuEventElapsedTime_v2(milliseconds, start, end) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+    use crate::test_utils::Fake;
+
+    #[test]
+    fn an_elapsed_time_with_nowhere_to_go_is_an_invalid_value_whatever_the_events() {
+        let _fake = Fake::new();
+        let mut milliseconds = 0.0;
+        // SAFETY: the output is NULL or a live local variable; the fake driver does not look into events.
+        unsafe {
+            assert_eq!(cudaEventElapsedTime(ptr::null_mut(), ptr::null_mut(), ptr::null_mut()), 1);
+            assert_eq!(cudaEventElapsedTime(&mut milliseconds, ptr::null_mut(), ptr::null_mut()), 400);
+        }
+    }
+}

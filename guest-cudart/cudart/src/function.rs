@@ -1,0 +1,118 @@
+//! What is known of a kernel, its settings, and how many of its blocks fit.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use crate::context;
+use crate::driver::Driver;
+use crate::error::{Error, Result};
+use crate::launch::driver_config;
+use crate::registry::{self, kernel, registered};
+use crate::types::{CUdevice, CUfunction, CUkernel, FuncAttributes, LaunchConfig};
+
+/// The attribute of a function that the runtime lets a program set, from here on
+/// (`cudaFuncAttributeMaxDynamicSharedMemorySize`).
+const FIRST_SETTABLE: c_uint = 8;
+/// `cudaFuncAttributeMax`: one past the last.
+const ATTRIBUTES: c_uint = 16;
+
+fn current_device(d: &Driver) -> Result<CUdevice> {
+    context::handle(d, context::device(d)?)
+}
+
+/// Every attribute of a kernel on the current device.
+fn attributes(d: &Driver, kernel: CUkernel) -> Result<FuncAttributes> {
+    let device = current_device(d)?;
+    let get = |attribute: c_uint| {
+        let mut value: c_int = 0;
+        // SAFETY: the output is a live local variable; the kernel is one that the driver gave.
+        unsafe { d.cuKernelGetAttribute(&mut value, attribute, kernel, device)? };
+        Ok(value)
+    };
+    let size = |attribute| get(attribute).map(|value| usize::try_from(value).unwrap_or(0));
+    Ok(FuncAttributes {
+        max_threads_per_block: get(0)?,
+        shared_size_bytes: size(1)?,
+        const_size_bytes: size(2)?,
+        local_size_bytes: size(3)?,
+        num_regs: get(4)?,
+        ptx_version: get(5)?,
+        binary_version: get(6)?,
+        cache_mode_ca: get(7)?,
+        max_dynamic_shared_size_bytes: get(8)?,
+        preferred_shmem_carveout: get(9)?,
+        cluster_dim_must_be_set: get(10)?,
+        required_cluster_width: get(11)?,
+        required_cluster_height: get(12)?,
+        required_cluster_depth: get(13)?,
+        non_portable_cluster_size_allowed: get(14)?,
+        cluster_scheduling_policy_preference: get(15)?,
+        reserved: [0; 16],
+    })
+}
+
+api! {
+    ctx fn cudaFuncGetAttributes(out: *mut FuncAttributes, function: *const c_void) |d| {
+        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
+        *out = attributes(d, kernel(function)?)?;
+        Ok(())
+    };
+    ctx fn cudaFuncSetAttribute(function: *const c_void, attribute: c_uint, value: c_int) |d| {
+        if !(FIRST_SETTABLE..ATTRIBUTES).contains(&attribute) { return Err(Error::INVALID_VALUE) }
+        d.cuKernelSetAttribute(attribute, value, kernel(function)?, current_device(d)?)
+    };
+    ctx fn cudaKernelSetAttributeForDevice(kernel: CUkernel, attribute: c_uint, value: c_int, device: c_int) |d| {
+        if !(FIRST_SETTABLE..ATTRIBUTES).contains(&attribute) { return Err(Error::INVALID_VALUE) }
+        d.cuKernelSetAttribute(attribute, value, kernel, context::handle(d, device)?)
+    };
+    ctx fn cudaFuncSetCacheConfig(function: *const c_void, config: c_uint) |d| {
+        // The runtime of CUDA 12 takes no handles here.
+        let kernel = if cfg!(feature = "v12") { registered(function)? } else { kernel(function)? };
+        d.cuKernelSetCacheConfig(kernel, config, current_device(d)?)
+    };
+    ctx fn cudaFuncSetSharedMemConfig(function: *const c_void, config: c_uint) |d| {
+        d.cuFuncSetSharedMemConfig(driver_function(d, function)?, config)
+    };
+    ctx fn cudaFuncGetName(name: *mut *const c_char, function: *const c_void) |d| {
+        d.cuKernelGetName(name, kernel(function)?)
+    };
+    ctx fn cudaFuncGetParamInfo(function: *const c_void, index: usize, offset: *mut usize, size: *mut usize) |d| {
+        d.cuKernelGetParamInfo(kernel(function)?, index, offset, size)
+    };
+    ctx fn cudaGetFuncBySymbol(out: *mut CUfunction, symbol: *const c_void) |d| {
+        if out.is_null() { return Err(Error::INVALID_VALUE) }
+        out.write(driver_function(d, symbol)?);
+        Ok(())
+    };
+    ctx fn cudaGetKernel(out: *mut CUkernel, function: *const c_void) |_d| registry::get_kernel(out, function);
+
+    ctx fn cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, function: *const c_void,
+        block_size: c_int, shared: usize) |d| {
+        d.cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel(function)?, block_size, shared)
+    };
+    ctx fn cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+        blocks: *mut c_int, function: *const c_void, block_size: c_int, shared: usize, flags: c_uint) |d| {
+        d.cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, kernel(function)?, block_size, shared, flags)
+    };
+    ctx fn cudaOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: *const c_void, blocks: c_int,
+        block_size: c_int) |d| {
+        d.cuOccupancyAvailableDynamicSMemPerBlock(size, kernel(function)?, blocks, block_size)
+    };
+    ctx fn cudaOccupancyMaxPotentialClusterSize(size: *mut c_int, function: *const c_void,
+        config: *const LaunchConfig) |d| {
+        let config = driver_config(config.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+        d.cuOccupancyMaxPotentialClusterSize(size, kernel(function)?, &config)
+    };
+    ctx fn cudaOccupancyMaxActiveClusters(clusters: *mut c_int, function: *const c_void,
+        config: *const LaunchConfig) |d| {
+        let config = driver_config(config.as_ref().ok_or(Error::INVALID_VALUE)?)?;
+        d.cuOccupancyMaxActiveClusters(clusters, kernel(function)?, &config)
+    };
+}
+
+/// The driver's function of a kernel in the current context.
+fn driver_function(d: &Driver, symbol: *const c_void) -> Result<CUfunction> {
+    let mut function = std::ptr::null_mut();
+    // SAFETY: the output is a live local variable; the kernel is one that the driver gave.
+    unsafe { d.cuKernelGetFunction(&mut function, registered(symbol)?)? };
+    Ok(function)
+}

@@ -1,0 +1,257 @@
+//! Launching kernels, and the configuration that `<<<…>>>` leaves for the host stub.
+//!
+//! The driver takes a `CUkernel` where it takes a `CUfunction`, and uses the current context. A launch is one read of
+//! a map (none for code of nvcc 13, whose stubs keep the handle) and one call of the driver.
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_int, c_uint, c_void};
+
+use crate::context;
+use crate::driver::{DefaultStream, Driver};
+use crate::error::{Error, Result};
+use crate::registry;
+use crate::types::{CUkernel, CUlaunchConfig, CUstream, Dim3, LaunchConfig};
+
+/// How deep `<<<…>>>` can nest in the arguments of its own kernel.
+const DEPTH: usize = 64;
+
+#[derive(Clone, Copy)]
+struct Configuration {
+    grid: Dim3,
+    block: Dim3,
+    shared_mem: usize,
+    stream: CUstream,
+}
+
+struct Stack {
+    depth: usize,
+    entries: [Configuration; DEPTH],
+}
+
+const NONE: Dim3 = Dim3 { x: 0, y: 0, z: 0 };
+
+thread_local! {
+    static PENDING: UnsafeCell<Stack> = const { UnsafeCell::new(Stack {
+        depth: 0,
+        entries: [Configuration { grid: NONE, block: NONE, shared_mem: 0, stream: std::ptr::null_mut() }; DEPTH],
+    }) };
+}
+
+fn with_pending<T>(change: impl FnOnce(&mut Stack) -> T) -> T {
+    // SAFETY: the stack is this thread's own, and `change` does not come back here: the two callers only read and
+    // write its entries.
+    PENDING.with(|stack| change(unsafe { &mut *stack.get() }))
+}
+
+/// Leaves a configuration for the stub that follows; not 0 means "do not call it".
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaPushCallConfiguration(
+    grid: Dim3,
+    block: Dim3,
+    shared_mem: usize,
+    stream: CUstream,
+) -> c_uint {
+    with_pending(|stack| match stack.entries.get_mut(stack.depth) {
+        Some(entry) => {
+            *entry = Configuration { grid, block, shared_mem, stream };
+            stack.depth += 1;
+            0
+        }
+        None => 1,
+    })
+}
+
+api! {
+    raw fn __cudaPopCallConfiguration(grid: *mut Dim3, block: *mut Dim3, shared_mem: *mut usize,
+        stream: *mut CUstream) |_d| {
+        if grid.is_null() || block.is_null() || shared_mem.is_null() || stream.is_null() { return Err(Error::INVALID_VALUE) }
+        let top = with_pending(|stack| {
+            stack.depth = stack.depth.checked_sub(1)?;
+            Some(stack.entries[stack.depth])
+        });
+        let top = top.ok_or(Error::MISSING_CONFIGURATION)?;
+        grid.write(top.grid);
+        block.write(top.block);
+        shared_mem.write(top.shared_mem);
+        stream.write(top.stream);
+        Ok(())
+    };
+
+    raw fn cudaLaunchKernel/cudaLaunchKernel_ptsz(function: *const c_void, grid: Dim3, block: Dim3,
+        args: *mut *mut c_void,
+        shared_mem: usize, stream: CUstream) |_d, s| {
+        launch(s, registry::kernel(function)?, grid, block, args, shared_mem, stream)
+    };
+    raw fn __cudaLaunchKernel/__cudaLaunchKernel_ptsz(kernel: CUkernel, grid: Dim3, block: Dim3,
+        args: *mut *mut c_void,
+        shared_mem: usize, stream: CUstream) |_d, s| {
+        launch(s, registry::launched(kernel)?, grid, block, args, shared_mem, stream)
+    };
+    raw fn cudaLaunchCooperativeKernel/cudaLaunchCooperativeKernel_ptsz(function: *const c_void, grid: Dim3,
+        block: Dim3,
+        args: *mut *mut c_void, shared_mem: usize, stream: CUstream) |_d, s| {
+        let kernel = registry::kernel(function)?;
+        let shared = c_uint::try_from(shared_mem).map_err(|_| Error::INVALID_VALUE)?;
+        context::ctx(|d| d.cuLaunchCooperativeKernel(
+            s, kernel, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, args))
+            .map_err(|error| explain(error, grid, block))
+    };
+    raw fn cudaLaunchKernelExC/cudaLaunchKernelExC_ptsz(config: *const LaunchConfig, function: *const c_void,
+        args: *mut *mut c_void) |_d, s| {
+        let config = config.as_ref().ok_or(Error::INVALID_VALUE)?;
+        let kernel = registry::kernel(function)?;
+        let driver_config = driver_config(config)?;
+        context::ctx(|d| d.cuLaunchKernelEx(s, &driver_config, kernel, args, std::ptr::null_mut()))
+            .map_err(|error| explain(error, config.grid, config.block))
+    };
+}
+
+#[inline]
+unsafe fn launch(
+    s: DefaultStream,
+    kernel: CUkernel,
+    grid: Dim3,
+    block: Dim3,
+    args: *mut *mut c_void,
+    shared_mem: usize,
+    stream: CUstream,
+) -> Result {
+    let shared = c_uint::try_from(shared_mem).map_err(|_| Error::INVALID_VALUE)?;
+    let launched = context::ctx(|d| {
+        // SAFETY: the caller keeps what `cudaLaunchKernel` asks for.
+        unsafe {
+            d.cuLaunchKernel(
+                s,
+                kernel,
+                grid.x,
+                grid.y,
+                grid.z,
+                block.x,
+                block.y,
+                block.z,
+                shared,
+                stream,
+                args,
+                std::ptr::null_mut(),
+            )
+        }
+    });
+    launched.map_err(|error| explain(error, grid, block))
+}
+
+/// The driver's form of a launch configuration; attributes are laid out alike.
+pub(crate) fn driver_config(config: &LaunchConfig) -> Result<CUlaunchConfig> {
+    Ok(CUlaunchConfig {
+        grid: config.grid,
+        block: config.block,
+        shared_mem_bytes: c_uint::try_from(config.dynamic_smem_bytes).map_err(|_| Error::INVALID_VALUE)?,
+        stream: config.stream,
+        attrs: config.attrs,
+        num_attrs: config.num_attrs,
+    })
+}
+
+/// What a failed launch answers. The driver has one error for all bad values, and so has the runtime of CUDA 13; that
+/// of CUDA 12 tells a grid or block outside the device's limits from the others.
+#[cold]
+fn explain(error: Error, grid: Dim3, block: Dim3) -> Error {
+    if !cfg!(feature = "v12") || error != Error::INVALID_VALUE {
+        return error;
+    }
+    match context::bound().and_then(|d| fits(d, grid, block)) {
+        Ok(false) => Error::INVALID_CONFIGURATION,
+        _ => error,
+    }
+}
+
+/// Whether the device could have such a grid and such blocks, of whatever kernel.
+fn fits(d: &'static Driver, grid: Dim3, block: Dim3) -> Result<bool> {
+    const MAX_THREADS: c_uint = 1;
+    const MAX_BLOCK: c_uint = 2;
+    const MAX_GRID: c_uint = 5;
+    let device = context::handle(d, context::device(d)?)?;
+    let limit = |attribute| {
+        let mut value: c_int = 0;
+        // SAFETY: the output is a live local variable.
+        unsafe { d.cuDeviceGetAttribute(&mut value, attribute, device)? };
+        Ok(value.unsigned_abs())
+    };
+    for (at, size) in [block.x, block.y, block.z].into_iter().enumerate() {
+        if size == 0 || size > limit(MAX_BLOCK + at as c_uint)? {
+            return Ok(false);
+        }
+    }
+    for (at, size) in [grid.x, grid.y, grid.z].into_iter().enumerate() {
+        if size == 0 || size > limit(MAX_GRID + at as c_uint)? {
+            return Ok(false);
+        }
+    }
+    let threads = u64::from(block.x) * u64::from(block.y) * u64::from(block.z);
+    Ok(threads <= u64::from(limit(MAX_THREADS)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+    use crate::test_utils::{Fake, KERNEL, KERNEL_THREADS, MAX_SHARED};
+
+    const ONE: Dim3 = Dim3 { x: 1, y: 1, z: 1 };
+
+    fn launch_with(grid: Dim3, block: Dim3, shared: usize) -> c_int {
+        // SAFETY: the fake driver does not look at arguments.
+        unsafe {
+            __cudaLaunchKernel(
+                ptr::without_provenance_mut(KERNEL),
+                grid,
+                block,
+                ptr::null_mut(),
+                shared,
+                ptr::null_mut(),
+            )
+        }
+    }
+
+    /// `cudaErrorInvalidConfiguration` to CUDA 12, `cudaErrorInvalidValue` to CUDA 13.
+    const BAD_CONFIGURATION: c_int = if cfg!(feature = "v12") { 9 } else { 1 };
+
+    #[test]
+    fn a_grid_or_block_outside_the_device_s_limits_is_refused_as_in_its_version_of_cuda() {
+        let _fake = Fake::new();
+        assert_eq!(launch_with(ONE, ONE, 0), 0);
+        assert_eq!(launch_with(ONE, Dim3 { x: 2048, ..ONE }, 0), BAD_CONFIGURATION);
+        assert_eq!(launch_with(ONE, Dim3 { x: 64, y: 64, z: 1 }, 0), BAD_CONFIGURATION);
+        assert_eq!(launch_with(Dim3 { x: 0, ..ONE }, ONE, 0), BAD_CONFIGURATION);
+    }
+
+    #[test]
+    fn more_threads_than_the_kernel_was_compiled_for_are_an_invalid_value() {
+        let _fake = Fake::new();
+        // Within the device's limits, and more than the fake driver launches.
+        assert_eq!(launch_with(ONE, Dim3 { x: KERNEL_THREADS + 1, ..ONE }, 0), 1);
+    }
+
+    #[test]
+    fn too_much_shared_memory_is_an_invalid_value() {
+        let _fake = Fake::new();
+        assert_eq!(launch_with(ONE, ONE, MAX_SHARED as usize + 1), 1);
+        assert_eq!(launch_with(ONE, ONE, 1 << 32), 1);
+    }
+
+    #[test]
+    fn configurations_nest() {
+        let _fake = Fake::new();
+        let push = |x| __cudaPushCallConfiguration(Dim3 { x, ..ONE }, ONE, 0, ptr::null_mut());
+        let pop = || {
+            let (mut grid, mut block, mut shared, mut stream) = (ONE, ONE, 0, ptr::null_mut());
+            // SAFETY: the outputs are live local variables.
+            let answer =
+                unsafe { __cudaPopCallConfiguration(&mut grid, &mut block, &mut shared, &mut stream) };
+            (answer, grid.x)
+        };
+        assert_eq!((push(7), push(8)), (0, 0));
+        assert_eq!((pop(), pop()), ((0, 8), (0, 7)));
+        assert_eq!(pop().0, 52);
+    }
+}

@@ -1,0 +1,658 @@
+//! What compiled programs register before `main`: fat binaries, their kernels and their variables.
+//!
+//! nvcc's start-up code calls `__cudaRegisterFatBinary` for each object, then registers each kernel under the
+//! address of its host stub and each variable under that of its host shadow, then `__cudaRegisterFatBinaryEnd`; at
+//! exit, or when a plugin is closed, `__cudaUnregisterFatBinary`. None of this may touch the driver: the program may
+//! never use a GPU, or fork first. A fat binary is handed to the driver, as a library, when one of its names is first
+//! used; libraries and their kernels serve all contexts, so a kernel is looked up once in a process.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::context;
+use crate::driver::Driver;
+use crate::error::{Error, Result, remember};
+use crate::log;
+use crate::map::AddressMap;
+use crate::types::{CUkernel, CUlibrary};
+
+/// The driver's option for code that stays where it is until the library is unloaded.
+const BINARY_IS_PRESERVED: c_uint = 1;
+
+/// A registered fat binary: the handle that the program gets points to one of these. They are never freed, because
+/// the order in which a process's objects unregister is not ours to choose.
+pub(crate) struct FatBinary {
+    /// The wrapper in the program's data: magic, version, code, and for version 2 the prelinked objects. The driver
+    /// reads it.
+    wrapper: *const c_void,
+    library: AtomicPtr<c_void>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    kernels: Vec<&'static Kernel>,
+    variables: Vec<&'static Variable>,
+    unregistered: bool,
+    /// The process that loaded the library.
+    loaded_by: u32,
+}
+
+// SAFETY: the wrapper is constant data of the program, read by the driver only while the program has it registered.
+unsafe impl Sync for FatBinary {}
+// SAFETY: as above.
+unsafe impl Send for FatBinary {}
+
+/// A kernel that a program registered, or a handle that it was given and may use in the place of a host function.
+pub(crate) struct Kernel {
+    /// What the program names it by: the address of its host stub.
+    host: usize,
+    /// Its name in the fat binary, NUL-terminated, in the program's constant data.
+    name: *const c_char,
+    binary: Option<&'static FatBinary>,
+    /// The driver's handle; NULL until first used.
+    handle: AtomicPtr<c_void>,
+}
+
+// SAFETY: the name is constant data of the program.
+unsafe impl Sync for Kernel {}
+
+/// A device variable that a program registered.
+pub(crate) struct Variable {
+    host: usize,
+    name: *const c_char,
+    binary: &'static FatBinary,
+    size: usize,
+    /// For a managed variable, where the program keeps its address.
+    managed: Option<*mut *mut c_void>,
+}
+
+// SAFETY: the name is constant data of the program; the managed address is written only while its library is loaded,
+// under the binary's lock.
+unsafe impl Sync for Variable {}
+
+static KERNELS: AddressMap<Kernel> = AddressMap::new();
+/// Kernels by the driver's handle: to answer with the host function, and to accept handles in its place.
+static HANDLES: AddressMap<Kernel> = AddressMap::new();
+static VARIABLES: AddressMap<Variable> = AddressMap::new();
+
+impl FatBinary {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The library in the driver, loaded at the first call.
+    fn library(&self, driver: &Driver) -> Result<CUlibrary> {
+        let loaded = self.library.load(Ordering::Acquire);
+        if !loaded.is_null() {
+            return Ok(loaded);
+        }
+        let mut state = self.state();
+        let loaded = self.library.load(Ordering::Acquire);
+        if !loaded.is_null() {
+            return Ok(loaded);
+        }
+        if state.unregistered {
+            return Err(Error::INVALID_DEVICE_FUNCTION);
+        }
+        let mut library = ptr::null_mut();
+        let (mut option, mut value) = (BINARY_IS_PRESERVED, ptr::without_provenance_mut(1));
+        // SAFETY: the wrapper stays in place until it is unregistered, which this state rules out; the other
+        // pointers are to live local variables, one option long.
+        unsafe {
+            driver.cuLibraryLoadData(
+                &mut library,
+                self.wrapper,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                0,
+                &mut option,
+                &mut value,
+                1,
+            )?;
+        }
+        if let Err(error) = place_managed(driver, library, &state.variables) {
+            // SAFETY: the library was loaded above, and nothing of it is in use.
+            let _ = unsafe { driver.cuLibraryUnload(library) };
+            return Err(error);
+        }
+        state.loaded_by = std::process::id();
+        self.library.store(library, Ordering::Release);
+        log::debug(format_args!("loaded the fat binary at {:p}", self.wrapper));
+        Ok(library)
+    }
+}
+
+/// Points the program's managed variables at their memory.
+fn place_managed(driver: &Driver, library: CUlibrary, variables: &[&'static Variable]) -> Result {
+    for variable in variables {
+        let Some(place) = variable.managed else { continue };
+        let (mut address, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: outputs are live local variables; the name ends with NUL; the place is the program's own pointer
+        // variable, which nvcc's code reads only after the module is initialized.
+        unsafe {
+            driver.cuLibraryGetManaged(&mut address, &mut size, library, variable.name)?;
+            place.write(address);
+        }
+        // nvcc replaces a managed variable by what it points to, so that address is its symbol as well.
+        VARIABLES.insert(address.addr(), variable);
+    }
+    Ok(())
+}
+
+impl Kernel {
+    /// The driver's handle, found at the first call.
+    #[inline]
+    pub(crate) fn handle(&self) -> Result<CUkernel> {
+        let handle = self.handle.load(Ordering::Acquire);
+        if handle.is_null() { self.find() } else { Ok(handle) }
+    }
+
+    #[cold]
+    fn find(&self) -> Result<CUkernel> {
+        let binary = self.binary.ok_or(Error::INVALID_DEVICE_FUNCTION)?;
+        let driver = context::bound()?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the output is a live local variable and the name ends with NUL.
+        unsafe { driver.cuLibraryGetKernel(&mut handle, binary.library(driver)?, self.name)? };
+        self.handle.store(handle, Ordering::Release);
+        if let Some(own) = KERNELS.get(self.host) {
+            HANDLES.insert(handle.addr(), own);
+        }
+        Ok(handle)
+    }
+}
+
+/// The driver's kernel for what a program passes as a function: a host stub, or a kernel handle. The handle may come
+/// from the driver API, so the driver judges what is not known here.
+///
+/// # Errors
+/// `cudaErrorInvalidDeviceFunction` for NULL; what the driver answers to a handle that is none
+/// (`cudaErrorInvalidResourceHandle`); what loading the fat binary answers.
+#[inline]
+pub(crate) fn kernel(function: *const c_void) -> Result<CUkernel> {
+    match KERNELS.get(function.addr()) {
+        Some(kernel) => kernel.handle(),
+        None => foreign_handle(function),
+    }
+}
+
+#[cold]
+fn foreign_handle(function: *const c_void) -> Result<CUkernel> {
+    let handle = function.cast_mut();
+    if HANDLES.get(handle.addr()).is_some() {
+        return Ok(handle);
+    }
+    // Without a device nothing is a function; that is the error that helps.
+    let driver = context::bound()?;
+    if handle.is_null() {
+        return Err(Error::INVALID_DEVICE_FUNCTION);
+    }
+    let mut of_kernel = ptr::null_mut();
+    // SAFETY: the output is a live local variable. The driver looks handles up, and does not follow one that it did
+    // not give; NVIDIA's runtime relies on that in the same place.
+    unsafe { driver.cuKernelGetFunction(&mut of_kernel, handle)? };
+    Ok(handle)
+}
+
+/// The driver's kernel for what a stub launches: the handle that `__cudaGetKernel` gave it, or the address that it
+/// was left with when that failed, which is looked up again.
+#[inline]
+pub(crate) fn launched(kernel: CUkernel) -> Result<CUkernel> {
+    if HANDLES.get(kernel.addr()).is_some() { Ok(kernel) } else { self::kernel(kernel) }
+}
+
+/// The driver's kernel for a name that must be the program's own: one that it registered, or a handle that it was
+/// given here.
+///
+/// # Errors
+/// `cudaErrorInvalidDeviceFunction` for anything else; what loading the fat binary answers.
+pub(crate) fn registered(function: *const c_void) -> Result<CUkernel> {
+    match KERNELS.get(function.addr()) {
+        Some(kernel) => kernel.handle(),
+        None if HANDLES.get(function.addr()).is_some() => Ok(function.cast_mut()),
+        None => context::bound().and(Err(Error::INVALID_DEVICE_FUNCTION)),
+    }
+}
+
+/// Remembers a kernel handle that the program got other than by registering, so that it may pass it as a function.
+pub(crate) fn adopt(handle: CUkernel) {
+    if !handle.is_null() && HANDLES.get(handle.addr()).is_none() {
+        let kernel =
+            Kernel { host: handle.addr(), name: ptr::null(), binary: None, handle: AtomicPtr::new(handle) };
+        HANDLES.insert(handle.addr(), Box::leak(Box::new(kernel)));
+    }
+}
+
+/// What the program calls the kernel that the driver names by a `CUkernel` or a `CUfunction`: its host stub if it
+/// registered one, else the handle itself.
+pub(crate) fn host_of(driver: &Driver, kernel: CUkernel, function: *mut c_void) -> *mut c_void {
+    if !kernel.is_null() {
+        return HANDLES.get(kernel.addr()).map_or(kernel, |known| ptr::without_provenance_mut(known.host));
+    }
+    if let Some(known) = HANDLES.get(function.addr()) {
+        return ptr::without_provenance_mut(known.host);
+    }
+    HANDLES
+        .values()
+        .find(|known| {
+            let mut of_kernel = ptr::null_mut();
+            // SAFETY: the output is a live local variable and the kernel is the driver's own handle.
+            let answer =
+                unsafe { driver.cuKernelGetFunction(&mut of_kernel, known.handle.load(Ordering::Acquire)) };
+            answer.is_ok() && of_kernel == function
+        })
+        .map_or(function, |known| ptr::without_provenance_mut(known.host))
+}
+
+/// The address and size of a variable in the current context.
+///
+/// # Errors
+/// `cudaErrorInvalidSymbol` for what is not a registered variable.
+pub(crate) fn variable(driver: &Driver, symbol: *const c_void) -> Result<(*mut c_void, usize)> {
+    let variable = VARIABLES.get(symbol.addr()).ok_or(Error::INVALID_SYMBOL)?;
+    let library = variable.binary.library(driver)?;
+    let (mut address, mut size) = (ptr::null_mut(), 0);
+    // SAFETY: the outputs are live local variables and the name ends with NUL.
+    let found = unsafe {
+        if variable.managed.is_some() {
+            driver.cuLibraryGetManaged(&mut address, &mut size, library, variable.name)
+        } else {
+            driver.cuLibraryGetGlobal(&mut address, &mut size, library, variable.name)
+        }
+    };
+    match found {
+        Ok(()) => Ok((address, if size == 0 { variable.size } else { size })),
+        Err(Error::SYMBOL_NOT_FOUND) => Err(Error::INVALID_SYMBOL),
+        Err(error) => Err(error),
+    }
+}
+
+/// The fat binary behind a handle that `__cudaRegisterFatBinary` gave.
+fn binary(handle: *mut *mut c_void) -> Option<&'static FatBinary> {
+    // SAFETY: the program hands back what it was given, and fat binaries are never freed.
+    unsafe { handle.cast::<FatBinary>().as_ref() }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterFatBinary(wrapper: *mut c_void) -> *mut *mut c_void {
+    let binary =
+        FatBinary { wrapper, library: AtomicPtr::new(ptr::null_mut()), state: Mutex::new(State::default()) };
+    Box::into_raw(Box::new(binary)).cast()
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterFatBinaryEnd(_handle: *mut *mut c_void) {}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterFunction(
+    handle: *mut *mut c_void,
+    host_function: *const c_char,
+    _device_function: *mut c_char,
+    name: *const c_char,
+    _thread_limit: c_int,
+    _thread: *mut c_void,
+    _block: *mut c_void,
+    _block_size: *mut c_void,
+    _grid_size: *mut c_void,
+    _warp_size: *mut c_int,
+) {
+    let Some(binary) = binary(handle) else { return };
+    let kernel: &'static Kernel = Box::leak(Box::new(Kernel {
+        host: host_function.addr(),
+        name,
+        binary: Some(binary),
+        handle: AtomicPtr::new(ptr::null_mut()),
+    }));
+    KERNELS.insert(kernel.host, kernel);
+    binary.state().kernels.push(kernel);
+}
+
+fn register_variable(
+    handle: *mut *mut c_void,
+    host: usize,
+    name: *const c_char,
+    size: usize,
+    managed: Option<*mut *mut c_void>,
+) {
+    let Some(binary) = binary(handle) else { return };
+    let variable: &'static Variable = Box::leak(Box::new(Variable { host, name, binary, size, managed }));
+    VARIABLES.insert(host, variable);
+    binary.state().variables.push(variable);
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterVar(
+    handle: *mut *mut c_void,
+    host_variable: *mut c_char,
+    _device_address: *mut c_char,
+    name: *const c_char,
+    _external: c_int,
+    size: usize,
+    _constant: c_int,
+    _global: c_int,
+) {
+    register_variable(handle, host_variable.addr(), name, size, None);
+}
+
+/// Names a host variable that device code reads in place, which needs an operating system that shares its page tables
+/// with the GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterHostVar(
+    _handle: *mut *mut c_void,
+    _name: *const c_char,
+    _host_variable: *mut c_char,
+    _size: usize,
+) {
+    log::warn(format_args!("a host variable used by device code is not supported (__cudaRegisterHostVar)"));
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaRegisterManagedVar(
+    handle: *mut *mut c_void,
+    host_variable: *mut *mut c_void,
+    _device_address: *mut c_char,
+    name: *const c_char,
+    _external: c_int,
+    size: usize,
+    _constant: c_int,
+    _global: c_int,
+) {
+    register_variable(handle, host_variable.addr(), name, size, Some(host_variable));
+}
+
+/// Sets the program's pointers to its managed variables; answers true (the code that nvcc makes then does not ask
+/// again).
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaInitModule(handle: *mut *mut c_void) -> c_char {
+    if let Some(binary) = binary(handle) {
+        let _ = remember(context::ctx(|driver| binary.library(driver).map(|_| ())));
+    }
+    1
+}
+
+/// Forgets a fat binary: a plugin is being closed and its data goes away, or the process ends. At exit the driver may
+/// have shut down before; it then says so, and there is nothing left to unload. In a child of `fork` the library is
+/// the parent's.
+#[unsafe(no_mangle)]
+pub extern "C" fn __cudaUnregisterFatBinary(handle: *mut *mut c_void) {
+    let Some(binary) = binary(handle) else { return };
+    let mut state = binary.state();
+    state.unregistered = true;
+    for kernel in state.kernels.drain(..) {
+        KERNELS.remove(kernel.host, kernel);
+        HANDLES.remove(kernel.handle.load(Ordering::Acquire).addr(), kernel);
+    }
+    for variable in state.variables.drain(..) {
+        VARIABLES.remove(variable.host, variable);
+        if let Some(place) = variable.managed {
+            // SAFETY: the program's pointer variable, in the data of the object that is being unregistered.
+            VARIABLES.remove(unsafe { place.read() }.addr(), variable);
+        }
+    }
+    let library = binary.library.swap(ptr::null_mut(), Ordering::AcqRel);
+    if !library.is_null() && state.loaded_by == std::process::id() {
+        let unload = context::init(|driver| {
+            // SAFETY: the library was loaded for this binary, whose names are all forgotten now.
+            unsafe { driver.cuLibraryUnload(library) }
+        });
+        if let Err(error) = unload {
+            log::debug(format_args!("unloading the fat binary at {:p}: error {}", binary.wrapper, error.0));
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __cudaGetKernel(out: *mut CUkernel, host_function: *const c_void) -> c_int {
+    // SAFETY: the caller keeps what `get_kernel_for_stub` asks for.
+    remember(unsafe { get_kernel_for_stub(out, host_function) })
+}
+
+/// What a stub keeps in a static variable and launches from then on. It asks only once and does not look at the
+/// answer, so a kernel that cannot be had now is left to be found by its host function's address at each launch,
+/// which then says why it fails. CUDA 12 reports nothing before that.
+///
+/// # Safety
+/// `out` is NULL or may be written.
+unsafe fn get_kernel_for_stub(out: *mut CUkernel, host_function: *const c_void) -> Result {
+    if out.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let found = registered(host_function);
+    if found.is_err() && host_function.is_null() {
+        return found.map(|_| ());
+    }
+    // SAFETY: not NULL, and the caller's to write.
+    unsafe { out.write(found.unwrap_or(host_function.cast_mut())) };
+    if cfg!(feature = "v12") { Ok(()) } else { found.map(|_| ()) }
+}
+
+/// `cudaGetKernel`, which leaves `out` alone when it fails.
+///
+/// # Safety
+/// `out` is NULL or may be written.
+pub(crate) unsafe fn get_kernel(out: *mut CUkernel, host_function: *const c_void) -> Result {
+    if out.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: not NULL, and the caller's to write.
+    unsafe { out.write(registered(host_function)?) };
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+    use crate::function::{cudaGetFuncBySymbol, cudaGetKernel};
+    use crate::graph_nodes::{cudaGraphAddKernelNode, cudaGraphKernelNodeGetParams};
+    use crate::launch::{__cudaLaunchKernel, cudaLaunchKernel};
+    use crate::symbol::{cudaGetSymbolAddress, cudaMemcpyToSymbol};
+    use crate::test_utils::{self, Fake};
+    use crate::types::{Dim3, KernelNodeParams};
+
+    /// A stub of its own for each test, since what is registered stays so.
+    fn stub() -> *const c_void {
+        let address: &'static u64 = Box::leak(Box::new(0));
+        ptr::from_ref(address).cast()
+    }
+
+    fn binary() -> *mut *mut c_void {
+        __cudaRegisterFatBinary(stub().cast_mut())
+    }
+
+    fn kernel_of(handle: *mut *mut c_void, name: &'static CStr) -> *const c_void {
+        let (stub, null) = (stub(), ptr::null_mut());
+        __cudaRegisterFunction(
+            handle,
+            stub.cast(),
+            null,
+            name.as_ptr(),
+            -1,
+            null.cast(),
+            null.cast(),
+            null.cast(),
+            null.cast(),
+            null.cast(),
+        );
+        stub
+    }
+
+    fn launch(function: *const c_void) -> c_int {
+        let one = Dim3 { x: 1, y: 1, z: 1 };
+        // SAFETY: the fake driver does not look at arguments.
+        unsafe { cudaLaunchKernel(function, one, one, ptr::null_mut(), 0, ptr::null_mut()) }
+    }
+
+    #[test]
+    fn a_fat_binary_is_loaded_by_the_first_launch_and_by_no_other() {
+        let fake = Fake::new();
+        let function = kernel_of(binary(), c"known");
+        assert_eq!(fake.count("cuLibraryLoadData"), 0);
+        assert_eq!((launch(function), launch(function)), (0, 0));
+        assert_eq!((fake.count("cuLibraryLoadData"), fake.count("cuLibraryGetKernel")), (1, 1));
+        assert_eq!(fake.count("cuLaunchKernel"), 2);
+    }
+
+    #[test]
+    fn threads_that_launch_at_once_load_a_fat_binary_once() {
+        let fake = Fake::new();
+        let function = kernel_of(binary(), c"known").addr();
+        let start = std::sync::Barrier::new(8);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    start.wait();
+                    assert_eq!(launch(ptr::without_provenance(function)), 0);
+                });
+            }
+        });
+        assert_eq!((fake.count("cuLibraryLoadData"), fake.count("cuDevicePrimaryCtxRetain")), (1, 1));
+    }
+
+    #[test]
+    fn an_address_that_was_never_registered_is_an_invalid_handle_and_null_no_function() {
+        let _fake = Fake::new();
+        assert_eq!(launch(stub()), 400);
+        assert_eq!(launch(ptr::null()), 98);
+    }
+
+    #[test]
+    fn a_kernel_handle_of_the_driver_api_is_launched() {
+        let _fake = Fake::new();
+        assert_eq!(launch(ptr::without_provenance(test_utils::KERNEL)), 0);
+    }
+
+    #[test]
+    fn a_kernel_that_its_binary_lacks_is_a_symbol_not_found() {
+        let _fake = Fake::new();
+        assert_eq!(launch(kernel_of(binary(), c"unknown")), 500);
+    }
+
+    #[test]
+    fn a_public_name_must_be_registered_and_the_output_stays_if_it_is_not() {
+        let _fake = Fake::new();
+        let before = ptr::without_provenance_mut(5);
+        let (mut kernel, mut function) = (before, before);
+        // SAFETY: the outputs are live local variables.
+        unsafe {
+            assert_eq!(cudaGetKernel(&mut kernel, stub()), 98);
+            assert_eq!(cudaGetFuncBySymbol(&mut function, stub()), 98);
+        }
+        assert_eq!((kernel, function), (before, before));
+    }
+
+    /// What a stub of nvcc 13 does: it asks once, and launches what it got from then on.
+    fn launch_by_stub(kernel: CUkernel) -> c_int {
+        let one = Dim3 { x: 1, y: 1, z: 1 };
+        // SAFETY: the fake driver does not look at arguments.
+        unsafe { __cudaLaunchKernel(kernel, one, one, ptr::null_mut(), 0, ptr::null_mut()) }
+    }
+
+    #[test]
+    fn a_stub_whose_binary_did_not_load_fails_at_each_launch_until_it_loads() {
+        let fake = Fake::new();
+        fake.with(|state| state.load = 209);
+        let function = kernel_of(binary(), c"known");
+        let mut kernel = ptr::null_mut();
+        // SAFETY: the output is a live local variable.
+        let answer = unsafe { __cudaGetKernel(&mut kernel, function) };
+        assert_eq!(answer, if cfg!(feature = "v12") { 0 } else { 209 });
+        assert_eq!(kernel.cast_const(), function);
+        assert_eq!((launch_by_stub(kernel), launch_by_stub(kernel)), (209, 209));
+        fake.with(|state| state.load = 0);
+        assert_eq!(launch_by_stub(kernel), 0);
+    }
+
+    #[test]
+    fn a_stub_without_a_kernel_launches_no_function() {
+        let _fake = Fake::new();
+        let mut kernel = ptr::null_mut();
+        // SAFETY: the output is a live local variable.
+        assert_eq!(unsafe { __cudaGetKernel(&mut kernel, ptr::null()) }, 98);
+        assert_eq!(launch_by_stub(kernel), 98);
+    }
+
+    #[test]
+    fn unregistering_unloads_the_library_and_forgets_its_kernels() {
+        let fake = Fake::new();
+        let handle = binary();
+        let function = kernel_of(handle, c"known");
+        assert_eq!(launch(function), 0);
+        __cudaUnregisterFatBinary(handle);
+        assert_eq!(fake.count("cuLibraryUnload"), 1);
+        assert_eq!(launch(function), 400);
+    }
+
+    #[test]
+    fn a_binary_that_was_never_used_is_unregistered_without_the_driver() {
+        let fake = Fake::new();
+        let handle = binary();
+        kernel_of(handle, c"known");
+        __cudaUnregisterFatBinary(handle);
+        assert!(fake.with(|state| state.calls.is_empty()));
+    }
+
+    #[test]
+    fn copies_to_variables_stay_inside_them() {
+        let fake = Fake::new();
+        let (symbol, bytes) = (stub(), [0_u8; 16]);
+        __cudaRegisterVar(
+            binary(),
+            symbol.cast_mut().cast(),
+            ptr::null_mut(),
+            c"variable".as_ptr(),
+            0,
+            16,
+            0,
+            0,
+        );
+        let copy = |symbol, count, offset, direction| {
+            // SAFETY: the source is as long as the longest copy, which the fake driver does not make.
+            unsafe { cudaMemcpyToSymbol(symbol, bytes.as_ptr().cast(), count, offset, direction) }
+        };
+        assert_eq!(copy(symbol, 12, 4, 1), 0);
+        assert_eq!(copy(symbol, 12, 8, 1), 1);
+        assert_eq!(copy(symbol, 12, usize::MAX, 1), 1);
+        assert_eq!(copy(symbol, 12, 0, 2), 21);
+        assert_eq!(copy(stub(), 12, 0, 1), 13);
+        assert_eq!(fake.count("cuMemcpyHtoD_v2"), 1);
+    }
+
+    #[test]
+    fn initializing_a_module_points_managed_variables_at_their_memory() {
+        let _fake = Fake::new();
+        let place: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
+        let place = ptr::from_mut(place);
+        let handle = binary();
+        __cudaRegisterManagedVar(handle, place, ptr::null_mut(), c"managed".as_ptr(), 0, 4, 0, 0);
+        assert_eq!(__cudaInitModule(handle), 1);
+        let (mut by_place, mut by_memory) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the place is leaked memory; the outputs are live local variables.
+        unsafe {
+            assert_eq!(place.read().addr(), test_utils::MANAGED);
+            assert_eq!(cudaGetSymbolAddress(&mut by_place, place.cast()), 0);
+            assert_eq!(cudaGetSymbolAddress(&mut by_memory, place.read()), 0);
+        }
+        assert_eq!((by_place.addr(), by_memory.addr()), (test_utils::MANAGED, test_utils::MANAGED));
+    }
+
+    #[test]
+    fn a_graph_node_is_made_of_the_kernel_and_described_by_its_stub() {
+        let fake = Fake::new();
+        let function = kernel_of(binary(), c"known");
+        let mut node = ptr::null_mut();
+        let given = KernelNodeParams { func: function.cast_mut(), ..KernelNodeParams::default() };
+        let mut back = KernelNodeParams::default();
+        // SAFETY: outputs and descriptions are live local variables.
+        unsafe {
+            assert_eq!(cudaGraphAddKernelNode(&mut node, ptr::null_mut(), ptr::null(), 0, &given), 0);
+            assert_eq!(cudaGraphKernelNodeGetParams(node, &mut back), 0);
+        }
+        assert_eq!(fake.with(|state| state.nodes[0].kern.addr()), test_utils::KERNEL);
+        assert_eq!(back.func.cast_const(), function);
+    }
+}

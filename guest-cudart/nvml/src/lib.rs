@@ -1,0 +1,1 @@
+//! libnvidia-ml.so.1: NVML over an rgpu session.

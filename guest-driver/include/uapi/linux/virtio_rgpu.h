@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */
+/*
+ * User API of virtio_rgpu: /dev/rgpu0, /dev/rgpu1, ...
+ *
+ * An open file holds at most one channel: memory that a program shares with
+ * the rgpu device. A program makes it (RGPU_IOC_CREATE_CHANNEL), maps it
+ * (mmap), writes the channel header into it, and hands it to the device
+ * (RGPU_IOC_CONNECT). From then on the two talk through the memory alone,
+ * RGPU_IOC_KICK and RGPU_IOC_WAIT being there for the side that sleeps.
+ *
+ * A channel belongs to the process that made it: it goes with the last
+ * reference to the file or when that process exits, whichever comes first,
+ * and a forked child that uses the file gets EPERM (it opens the device anew).
+ *
+ * Every ioctl that needs the device's answer fails with ETIMEDOUT after 30 s
+ * without one; the request goes on, and memory stays pinned until the answer.
+ * Every ioctl fails with ENODEV once the device is gone, and with EINVAL when
+ * a flag or a reserved field that must be 0 is not.
+ */
+#ifndef _UAPI_LINUX_VIRTIO_RGPU_H
+#define _UAPI_LINUX_VIRTIO_RGPU_H
+
+#include <linux/ioctl.h>
+#include <linux/types.h>
+
+/* The version of this header, in &struct rgpu_info.abi_version. */
+#define RGPU_ABI_VERSION		1
+
+/* &struct rgpu_connect.status: the device's answers. */
+#define RGPU_STATUS_OK			0
+#define RGPU_STATUS_INVALID		1
+#define RGPU_STATUS_NO_RESOURCES	2
+#define RGPU_STATUS_NO_SERVER		3
+#define RGPU_STATUS_VERSION		4
+#define RGPU_STATUS_DENIED		5
+#define RGPU_STATUS_UNSUPPORTED		6
+
+/* &struct rgpu_register_memory.flags: the device reads and never writes. */
+#define RGPU_REGISTER_READ_ONLY		(1U << 0)
+
+/**
+ * struct rgpu_info - limits of the device (RGPU_IOC_GET_INFO)
+ * @abi_version: version of this header that the driver implements
+ * @device_version: version of the device specification that it speaks
+ * @max_channels: channels that the device can hold at a time, of all processes
+ * @flags: 0
+ * @max_channel_size: bytes of one channel at most
+ * @max_registered: bytes registered by one channel at most; 0: no limit of
+ *	the device's own
+ * @reserved: 0
+ */
+struct rgpu_info {
+	__u32 abi_version;
+	__u32 device_version;
+	__u32 max_channels;
+	__u32 flags;
+	__u64 max_channel_size;
+	__u64 max_registered;
+	__u64 reserved[4];
+};
+
+/**
+ * struct rgpu_create_channel - memory to share (RGPU_IOC_CREATE_CHANNEL)
+ * @size: bytes; a multiple of the page size
+ * @flags: 0
+ *
+ * Allocates zeroed pages, to be mapped whole: mmap(NULL, size, PROT_READ |
+ * PROT_WRITE, MAP_SHARED, fd, 0). The device does not know of them yet.
+ *
+ * Errors: EINVAL (0, or not a multiple of the page size), EFBIG (more than
+ * @max_channel_size of &struct rgpu_info), EEXIST (the file has a channel),
+ * ENOMEM, E2BIG (memory is too fragmented to describe to the device), EINTR.
+ */
+struct rgpu_create_channel {
+	__u64 size;
+	__u64 flags;
+};
+
+/**
+ * struct rgpu_connect - the device's answer (RGPU_IOC_CONNECT)
+ * @status: RGPU_STATUS_OK, or why the device would not
+ * @channel: the channel's id, for logs; meaningful if @status is OK
+ * @reason: for a person, UTF-8, NUL-terminated; empty if @status is OK
+ *
+ * The program has written the channel header. The call returns 0 when there
+ * is an answer, whatever it says (the driver itself answers NO_RESOURCES when
+ * all the channels of the device are in use), which may take seconds; only a
+ * fatal signal interrupts it. After an answer other than OK it may be
+ * repeated.
+ *
+ * Errors: ENXIO (no channel was created), EISCONN, EALREADY (another thread is
+ * connecting), EIO (the device gave a malformed answer), ENOMEM.
+ */
+struct rgpu_connect {
+	__u32 status;
+	__u32 channel;
+	__u8 reason[256];
+};
+
+/**
+ * struct rgpu_wait - sleep until the device changed something (RGPU_IOC_WAIT)
+ * @offset: of a 32-bit word in the channel, in bytes; a multiple of 4
+ * @expected: sleep while the word has this value
+ * @flags: 0
+ * @timeout_ns: nanoseconds to sleep at most; negative: no limit
+ *
+ * Returns 0 when the word differs, or after a wake-up from the device that
+ * came after the call: the caller looks again. Takes the POLLIN condition
+ * that poll() reports.
+ *
+ * Errors: ENXIO (no channel was created), ENOTCONN, EINVAL (@offset), ETIMEDOUT, EINTR.
+ */
+struct rgpu_wait {
+	__u64 offset;
+	__u32 expected;
+	__u32 flags;
+	__s64 timeout_ns;
+};
+
+/**
+ * struct rgpu_register_memory - pin memory and let the device use it
+ *	(RGPU_IOC_REGISTER_MEMORY)
+ * @addr: of the first byte; any alignment
+ * @size: bytes; not 0
+ * @flags: RGPU_REGISTER_READ_ONLY or 0
+ * @region: out: the region's number, by which commands in the channel name it
+ *
+ * The pages stay where they are until RGPU_IOC_UNREGISTER_MEMORY or the end of
+ * the channel, and count against RLIMIT_MEMLOCK (CAP_IPC_LOCK: no limit).
+ *
+ * Errors: ENXIO, ENOTCONN, EINVAL, EFAULT (no such memory, or not writable and not
+ * registered read-only), ENOMEM (RLIMIT_MEMLOCK, or no memory), E2BIG (more
+ * extents than the device takes), ENOSPC (@max_registered of &struct
+ * rgpu_info, or a limit of the server), EINTR (fatal signal); and the device's
+ * other refusals: EINVAL, EHOSTUNREACH (NO_SERVER), EPROTO (VERSION), EACCES
+ * (DENIED), EOPNOTSUPP (UNSUPPORTED), EIO (anything else).
+ */
+struct rgpu_register_memory {
+	__u64 addr;
+	__u64 size;
+	__u32 flags;
+	__u32 region;
+};
+
+/**
+ * struct rgpu_unregister_memory - the reverse (RGPU_IOC_UNREGISTER_MEMORY)
+ * @region: number that RGPU_IOC_REGISTER_MEMORY gave
+ * @reserved: 0
+ *
+ * Returns when neither the device nor a server can touch the memory any more.
+ *
+ * Errors: ENXIO, ENOTCONN, ENOENT (no such region), EBUSY (another thread is at it);
+ * the device's refusals as for registering, after which the region stays.
+ */
+struct rgpu_unregister_memory {
+	__u32 region;
+	__u32 reserved;
+};
+
+#define RGPU_IOC_GET_INFO		_IOR('G', 0xA0, struct rgpu_info)
+#define RGPU_IOC_CREATE_CHANNEL		_IOW('G', 0xA1, struct rgpu_create_channel)
+#define RGPU_IOC_CONNECT		_IOR('G', 0xA2, struct rgpu_connect)
+#define RGPU_IOC_KICK			_IO('G', 0xA3)
+#define RGPU_IOC_WAIT			_IOW('G', 0xA4, struct rgpu_wait)
+#define RGPU_IOC_REGISTER_MEMORY	_IOWR('G', 0xA5, struct rgpu_register_memory)
+#define RGPU_IOC_UNREGISTER_MEMORY	_IOW('G', 0xA6, struct rgpu_unregister_memory)
+
+#endif /* _UAPI_LINUX_VIRTIO_RGPU_H */

@@ -1,0 +1,573 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * A channel's life, and its regions'.
+ *
+ *   NEW --CREATE_CHANNEL--> CONNECTING --OK--> CONNECTED --DESTROY_CHANNEL--> CLOSING
+ *    ^                           |                  |                            |
+ *    +--------- refused ---------+                  +------ device reset ------> LOST
+ *
+ * State changes that follow an answer are made by the requests' finish
+ * functions, in work items, whether or not the program still waits: a program
+ * that is killed while it connects leaves a channel that is destroyed as soon
+ * as it has been created.
+ */
+#include <linux/mm.h>
+#include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
+#include <linux/slab.h>
+
+#include <linux/virtio_rgpu.h>
+
+#include "rgpu.h"
+
+/* How long a CONNECT waits for the ids of channels that are closing. */
+#define RGPU_ID_TIMEOUT	(10 * HZ)
+
+struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan)
+{
+	kref_get(&chan->ref);
+	return chan;
+}
+
+static void rgpu_channel_release(struct kref *ref)
+{
+	struct rgpu_channel *chan = container_of(ref, struct rgpu_channel, ref);
+
+	rgpu_pages_free(chan);
+	xa_destroy(&chan->regions);
+	if (chan->destroy)
+		rgpu_request_put(chan->destroy);
+	if (chan->mm)
+		mmdrop(chan->mm);
+	put_pid(chan->owner);
+	mutex_destroy(&chan->lock);
+	rgpu_device_put(chan->dev);
+	kfree(chan);
+}
+
+void rgpu_channel_put(struct rgpu_channel *chan)
+{
+	kref_put(&chan->ref, rgpu_channel_release);
+}
+
+/* What open() makes: a channel without memory. */
+struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
+{
+	struct rgpu_channel *chan = kzalloc(sizeof(*chan), GFP_KERNEL_ACCOUNT);
+
+	if (!chan)
+		return NULL;
+	kref_init(&chan->ref);
+	chan->dev = rgpu_device_get(dev);
+	mutex_init(&chan->lock);
+	rgpu_extents_init(&chan->extents);
+	xa_init_flags(&chan->regions, XA_FLAGS_ALLOC);
+	init_waitqueue_head(&chan->wait);
+	init_completion(&chan->closed);
+	return chan;
+}
+
+/**
+ * rgpu_channel_create - give a channel its memory and its owner
+ * @chan: the channel
+ * @size: bytes
+ */
+int rgpu_channel_create(struct rgpu_channel *chan, u64 size)
+{
+	int ret;
+
+	if (!size || !IS_ALIGNED(size, PAGE_SIZE))
+		return -EINVAL;
+	if (size > chan->dev->max_channel_size)
+		return -EFBIG;
+	if (mutex_lock_killable(&chan->lock))
+		return -EINTR;
+	ret = -EEXIST;
+	if (chan->pages)
+		goto out;
+	if (!chan->mm) {
+		chan->owner = get_pid(task_tgid(current));
+		mmgrab(current->mm);
+		chan->mm = current->mm;
+	}
+	ret = -EPERM;
+	if (chan->mm == current->mm)
+		ret = rgpu_pages_alloc(chan, size >> PAGE_SHIFT);
+out:
+	mutex_unlock(&chan->lock);
+	return ret;
+}
+
+/* Wakes every waiter. From the event queue, which serializes the calls. */
+void rgpu_channel_wake(struct rgpu_channel *chan)
+{
+	WRITE_ONCE(chan->wake_pending, true);
+	/* Who sees the count sees what the device wrote before the event. */
+	smp_store_release(&chan->wakes, chan->wakes + 1);
+	wake_up_interruptible_all(&chan->wait);
+}
+
+static bool rgpu_awake(const struct rgpu_channel *chan, const u32 *word, u32 expected,
+		       unsigned long seen)
+{
+	/* Pairs with rgpu_channel_wake(), as in rgpu_channel_wait(). */
+	return READ_ONCE(*word) != expected || smp_load_acquire(&chan->wakes) != seen ||
+	       rgpu_channel_state(chan) == RGPU_CHANNEL_LOST;
+}
+
+/**
+ * rgpu_channel_wait - sleep while a word of the channel has a value
+ * @chan: connected
+ * @offset: of the word, in bytes
+ * @expected: the value
+ * @timeout_ns: negative if without limit
+ */
+int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 timeout_ns)
+{
+	ktime_t timeout = timeout_ns < 0 ? KTIME_MAX : ns_to_ktime(timeout_ns);
+	unsigned long seen;
+	const u32 *word;
+	int ret;
+
+	if (rgpu_channel_state(chan) < RGPU_CHANNEL_CONNECTED)
+		return -ENOTCONN;
+	if (!IS_ALIGNED(offset, sizeof(u32)) || offset >= (u64)chan->page_count << PAGE_SHIFT)
+		return -EINVAL;
+	word = page_address(chan->pages[offset >> PAGE_SHIFT]) + offset_in_page(offset);
+
+	WRITE_ONCE(chan->wake_pending, false);
+	/* Before the word is read: a WAKE that is counted here changed it already. */
+	seen = smp_load_acquire(&chan->wakes);
+	if (timeout_ns)
+		ret = wait_event_interruptible_hrtimeout(chan->wait,
+							 rgpu_awake(chan, word, expected, seen),
+							 timeout);
+	else
+		ret = rgpu_awake(chan, word, expected, seen) ? 0 : -ETIME;
+	if (rgpu_channel_state(chan) == RGPU_CHANNEL_LOST)
+		return -ENODEV;
+	if (ret == -ETIME)
+		return -ETIMEDOUT;
+	/* The timeout is relative, so the call cannot simply be restarted. */
+	return ret ? -EINTR : 0;
+}
+
+static int rgpu_id_alloc(struct rgpu_device *dev, struct rgpu_channel *chan)
+{
+	struct xa_limit limit = XA_LIMIT(0, dev->max_channels - 1);
+	unsigned long deadline = jiffies + RGPU_ID_TIMEOUT;
+
+	for (;;) {
+		int freed = atomic_read(&dev->freed);
+		int ret = xa_alloc_cyclic_irq(&dev->channels, &chan->id, chan, limit,
+					      &dev->next_id, GFP_KERNEL);
+		long left = deadline - jiffies;
+
+		if (ret >= 0) {
+			rgpu_channel_get(chan);
+			return 0;
+		}
+		if (ret != -EBUSY || left <= 0)
+			return ret;
+		if (freed == atomic_read(&dev->freed) && !atomic_read(&dev->closing))
+			return ret;
+		if (wait_event_killable_timeout(dev->id_freed, freed != atomic_read(&dev->freed) ||
+						!atomic_read(&dev->closing), left) < 0)
+			return -EINTR;
+	}
+}
+
+static void rgpu_id_free(struct rgpu_channel *chan)
+{
+	struct rgpu_device *dev = chan->dev;
+
+	xa_erase_irq(&dev->channels, chan->id);
+	atomic_inc(&dev->freed);
+	wake_up_all(&dev->id_freed);
+	rgpu_channel_put(chan);
+}
+
+static void rgpu_destroy_finish(struct rgpu_request *request);
+
+/*
+ * Takes the step that is due after a change, if one is. Under chan->lock, by
+ * someone who holds a reference besides the table's.
+ */
+static void rgpu_channel_settle(struct rgpu_channel *chan)
+{
+	struct rgpu_region *region;
+	unsigned long index;
+
+	if (chan->closing && chan->state == RGPU_CHANNEL_CONNECTED) {
+		WRITE_ONCE(chan->state, RGPU_CHANNEL_CLOSING);
+		atomic_inc(&chan->dev->closing);
+		chan->ops++;
+		chan->destroy->finish = rgpu_destroy_finish;
+		rgpu_request_submit(chan->destroy);
+	}
+
+	/*
+	 * The id, too, stays taken until the last answer: a request that the
+	 * device has yet to look at must not meet another channel of that id.
+	 */
+	if (!chan->unheld || chan->ops || chan->state == RGPU_CHANNEL_NEW ||
+	    chan->state == RGPU_CHANNEL_LOST)
+		return;
+	xa_for_each(&chan->regions, index, region)
+		rgpu_region_unpin(chan, region);
+	xa_destroy(&chan->regions);
+	if (chan->state == RGPU_CHANNEL_CLOSING)
+		atomic_dec(&chan->dev->closing);
+	WRITE_ONCE(chan->state, RGPU_CHANNEL_LOST);
+	rgpu_id_free(chan);
+	wake_up_all(&chan->wait);
+	complete_all(&chan->closed);
+}
+
+static void rgpu_connect_finish(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+
+	mutex_lock(&chan->lock);
+	chan->ops--;
+	if (request->error == -ENODEV) {
+		chan->unheld = true;
+	} else if (request->error || request->status == RGPU_STATUS_OK) {
+		/* After a malformed answer it may stand: it must be destroyed. */
+		WRITE_ONCE(chan->state, RGPU_CHANNEL_CONNECTED);
+		if (request->error)
+			chan->closing = true;
+	} else {
+		WRITE_ONCE(chan->state, RGPU_CHANNEL_NEW);
+		rgpu_id_free(chan);
+	}
+	rgpu_channel_settle(chan);
+	mutex_unlock(&chan->lock);
+}
+
+static void rgpu_destroy_finish(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+
+	mutex_lock(&chan->lock);
+	chan->ops--;
+	if (request->error == -ENODEV ||
+	    (!request->error && (request->status == RGPU_STATUS_OK ||
+				 request->status == RGPU_STATUS_INVALID))) {
+		/* A channel that the device does not know it does not touch. */
+		chan->unheld = true;
+	} else {
+		dev_warn(&chan->dev->vdev->dev,
+			 "channel %u: DESTROY_CHANNEL answered with error %d, status %u; its memory stays until a reset\n",
+			 chan->id, request->error, request->status);
+	}
+	rgpu_channel_settle(chan);
+	mutex_unlock(&chan->lock);
+}
+
+/**
+ * rgpu_channel_connect - send CREATE_CHANNEL
+ * @chan: the channel
+ *
+ * Return: the request, for rgpu_request_wait(), or: -EBUSY if the device has as
+ * many channels as it takes, or another errno.
+ */
+struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan)
+{
+	struct rgpu_request *request;
+	int ret;
+
+	if (mutex_lock_killable(&chan->lock))
+		return ERR_PTR(-EINTR);
+	switch (chan->state) {
+	case RGPU_CHANNEL_NEW:
+		ret = chan->closing ? -ENODEV : 0;
+		break;
+	case RGPU_CHANNEL_CONNECTING:
+		ret = -EALREADY;
+		break;
+	case RGPU_CHANNEL_CONNECTED:
+		ret = -EISCONN;
+		break;
+	default:
+		ret = -ENODEV;
+	}
+	if (ret)
+		goto err_unlock;
+
+	if (!chan->destroy) {
+		request = rgpu_request_alloc(chan, VIRTIO_RGPU_DESTROY_CHANNEL, NULL);
+		if (IS_ERR(request)) {
+			ret = PTR_ERR(request);
+			goto err_unlock;
+		}
+		chan->destroy = request;
+	}
+	request = rgpu_request_alloc(chan, VIRTIO_RGPU_CREATE_CHANNEL, &chan->extents);
+	if (IS_ERR(request)) {
+		ret = PTR_ERR(request);
+		goto err_unlock;
+	}
+	request->finish = rgpu_connect_finish;
+	ret = rgpu_id_alloc(chan->dev, chan);
+	if (ret)
+		goto err_put;
+	WRITE_ONCE(chan->state, RGPU_CHANNEL_CONNECTING);
+	chan->ops++;
+	rgpu_request_submit(request);
+	mutex_unlock(&chan->lock);
+	return request;
+
+err_put:
+	rgpu_request_put(request);
+err_unlock:
+	mutex_unlock(&chan->lock);
+	return ERR_PTR(ret);
+}
+
+/* Under chan->lock. */
+static int rgpu_channel_check_connected(struct rgpu_channel *chan)
+{
+	switch (chan->state) {
+	case RGPU_CHANNEL_CONNECTED:
+		return chan->closing ? -ENODEV : 0;
+	case RGPU_CHANNEL_NEW:
+	case RGPU_CHANNEL_CONNECTING:
+		return -ENOTCONN;
+	default:
+		return -ENODEV;
+	}
+}
+
+static int rgpu_status_to_errno(u32 status)
+{
+	switch (status) {
+	case RGPU_STATUS_OK:
+		return 0;
+	case RGPU_STATUS_INVALID:
+		return -EINVAL;
+	case RGPU_STATUS_NO_RESOURCES:
+		return -ENOSPC;
+	case RGPU_STATUS_NO_SERVER:
+		return -EHOSTUNREACH;
+	case RGPU_STATUS_VERSION:
+		return -EPROTO;
+	case RGPU_STATUS_DENIED:
+		return -EACCES;
+	case RGPU_STATUS_UNSUPPORTED:
+		return -EOPNOTSUPP;
+	default:
+		return -EIO;
+	}
+}
+
+/* Waits for the answer to a request about a region, and drops the request. */
+static int rgpu_region_answer(struct rgpu_request *request)
+{
+	int ret = rgpu_request_wait(request);
+
+	if (!ret)
+		ret = rgpu_status_to_errno(request->status);
+	if (ret && ret != -EINTR && request->resp.reason[0])
+		pr_debug("%s: channel %u: %s\n", request->chan->dev->name,
+			 le32_to_cpu(request->req.channel), request->resp.reason);
+	rgpu_request_put(request);
+	return ret;
+}
+
+/* Under chan->lock. */
+static void rgpu_region_forget(struct rgpu_channel *chan, struct rgpu_region *region)
+{
+	xa_erase(&chan->regions, region->id);
+	chan->registered -= region->extents.bytes;
+	rgpu_region_unpin(chan, region);
+}
+
+static void rgpu_register_finish(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+	struct rgpu_region *region = request->region;
+
+	mutex_lock(&chan->lock);
+	chan->ops--;
+	/*
+	 * After a malformed answer the region may stand: it stays, without
+	 * being live, as long as the channel.
+	 */
+	if (request->error == -ENODEV || (!request->error && request->status != RGPU_STATUS_OK))
+		rgpu_region_forget(chan, region);
+	else
+		region->live = !request->error;
+	rgpu_channel_settle(chan);
+	mutex_unlock(&chan->lock);
+}
+
+static void rgpu_unregister_finish(struct rgpu_request *request)
+{
+	struct rgpu_channel *chan = request->chan;
+	struct rgpu_region *region = request->region;
+
+	mutex_lock(&chan->lock);
+	chan->ops--;
+	if (request->error == -ENODEV || (!request->error && request->status == RGPU_STATUS_OK))
+		rgpu_region_forget(chan, region);
+	else
+		region->live = !request->error;
+	rgpu_channel_settle(chan);
+	mutex_unlock(&chan->lock);
+}
+
+/**
+ * rgpu_channel_register - pin memory and let the device use it
+ * @chan: connected
+ * @addr: of the first byte, in the calling process
+ * @size: bytes
+ * @read_only: the device only reads
+ * @id: out: the region's number
+ *
+ * A caller that is killed meanwhile leaves the region to the channel.
+ */
+int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool read_only,
+			  u32 *id)
+{
+	u64 limit = chan->dev->max_registered;
+	struct rgpu_request *request;
+	struct rgpu_region *region;
+	int ret;
+
+	/* Asked again below; here to spare a refused call the pinning. */
+	if (rgpu_channel_state(chan) != RGPU_CHANNEL_CONNECTED)
+		return rgpu_channel_state(chan) > RGPU_CHANNEL_CONNECTED ? -ENODEV : -ENOTCONN;
+	region = rgpu_region_pin(chan, addr, size, read_only);
+	if (IS_ERR(region))
+		return PTR_ERR(region);
+	request = rgpu_request_alloc(chan, VIRTIO_RGPU_REGISTER_MEMORY, &region->extents);
+	if (IS_ERR(request)) {
+		ret = PTR_ERR(request);
+		goto err_unpin;
+	}
+	request->finish = rgpu_register_finish;
+	request->region = region;
+	if (read_only)
+		request->req.flags = cpu_to_le32(VIRTIO_RGPU_F_READ_ONLY);
+
+	ret = -EINTR;
+	if (mutex_lock_killable(&chan->lock))
+		goto err_put;
+	ret = rgpu_channel_check_connected(chan);
+	if (ret)
+		goto err_unlock;
+	ret = -ENOSPC;
+	if (limit && (size > limit || chan->registered > limit - size))
+		goto err_unlock;
+	ret = xa_alloc_cyclic(&chan->regions, &region->id, region, xa_limit_31b,
+			      &chan->next_region, GFP_KERNEL_ACCOUNT);
+	if (ret < 0)
+		goto err_unlock;
+	*id = region->id;
+	request->req.region = cpu_to_le32(region->id);
+	chan->registered += size;
+	chan->ops++;
+	rgpu_request_submit(request);
+	mutex_unlock(&chan->lock);
+	return rgpu_region_answer(request);
+
+err_unlock:
+	mutex_unlock(&chan->lock);
+err_put:
+	rgpu_request_put(request);
+err_unpin:
+	rgpu_region_unpin(chan, region);
+	return ret;
+}
+
+/**
+ * rgpu_channel_unregister - the reverse of rgpu_channel_register()
+ * @chan: connected
+ * @id: the region's number
+ */
+int rgpu_channel_unregister(struct rgpu_channel *chan, u32 id)
+{
+	struct rgpu_request *request;
+	struct rgpu_region *region;
+	int ret;
+
+	request = rgpu_request_alloc(chan, VIRTIO_RGPU_UNREGISTER_MEMORY, NULL);
+	if (IS_ERR(request))
+		return PTR_ERR(request);
+	request->finish = rgpu_unregister_finish;
+	request->req.region = cpu_to_le32(id);
+
+	ret = -EINTR;
+	if (mutex_lock_killable(&chan->lock))
+		goto err_put;
+	ret = rgpu_channel_check_connected(chan);
+	if (ret)
+		goto err_unlock;
+	ret = -ENOENT;
+	region = xa_load(&chan->regions, id);
+	if (!region)
+		goto err_unlock;
+	ret = -EBUSY;
+	if (!region->live)
+		goto err_unlock;
+	region->live = false;
+	request->region = region;
+	chan->ops++;
+	rgpu_request_submit(request);
+	mutex_unlock(&chan->lock);
+	return rgpu_region_answer(request);
+
+err_unlock:
+	mutex_unlock(&chan->lock);
+err_put:
+	rgpu_request_put(request);
+	return ret;
+}
+
+/**
+ * rgpu_channel_close - end a channel that nobody uses any more
+ * @chan: the caller holds a reference
+ *
+ * Does not wait.
+ *
+ * Return: whether rgpu_channel.closed is to come soon.
+ */
+bool rgpu_channel_close(struct rgpu_channel *chan)
+{
+	bool closing;
+
+	mutex_lock(&chan->lock);
+	chan->closing = true;
+	rgpu_channel_settle(chan);
+	closing = chan->state == RGPU_CHANNEL_CLOSING;
+	mutex_unlock(&chan->lock);
+	return closing;
+}
+
+/**
+ * rgpu_channels_lost - end all channels of a device that has been reset
+ * @dev: stopped, with no request in flight
+ */
+void rgpu_channels_lost(struct rgpu_device *dev)
+{
+	struct rgpu_channel *chan;
+	unsigned long index = 0;
+
+	for (;;) {
+		xa_lock_irq(&dev->channels);
+		chan = xa_find(&dev->channels, &index, ULONG_MAX, XA_PRESENT);
+		if (chan)
+			rgpu_channel_get(chan);
+		xa_unlock_irq(&dev->channels);
+		if (!chan)
+			return;
+
+		mutex_lock(&chan->lock);
+		chan->unheld = true;
+		rgpu_channel_settle(chan);
+		mutex_unlock(&chan->lock);
+		rgpu_channel_put(chan);
+		index++;
+	}
+}

@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The virtqueues: requests and their answers, events, the doorbell.
+ *
+ * A request that does not fit into the control queue waits in a list until
+ * answers make room, so submitting neither blocks nor fails: what goes wrong
+ * reaches the request's finish(), as an answer does, in a work item.
+ */
+#include <linux/slab.h>
+#include <linux/virtio_config.h>
+
+#include "rgpu.h"
+
+/* The device's own limits for reaching a server are below this. */
+#define RGPU_ANSWER_TIMEOUT	(30 * HZ)
+
+static void rgpu_request_work(struct work_struct *work)
+{
+	struct rgpu_request *request = container_of(work, struct rgpu_request, work);
+	struct rgpu_channel *chan = request->chan;
+
+	request->finish(request);
+	complete_all(&request->done);
+	rgpu_request_put(request);
+	rgpu_channel_put(chan);
+}
+
+static void rgpu_request_release(struct kref *ref)
+{
+	kfree(container_of(ref, struct rgpu_request, ref));
+}
+
+void rgpu_request_put(struct rgpu_request *request)
+{
+	kref_put(&request->ref, rgpu_request_release);
+}
+
+/**
+ * rgpu_request_alloc - make a request about a channel
+ * @chan: the channel; its id is read when the request is submitted
+ * @type: enum virtio_rgpu_ctrl_type
+ * @extents: to go with it, or NULL; must stay until the request is finished
+ *
+ * The caller fills in the rest of the request, and sets finish before it
+ * submits.
+ */
+struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
+					const struct rgpu_extents *extents)
+{
+	unsigned int chunks = extents ? extents->chunk_count : 0;
+	struct rgpu_request *request;
+
+	if (chunks + 2 > chan->dev->max_descriptors)
+		return ERR_PTR(-E2BIG);
+	if (extents && extents->count > chan->dev->max_extents)
+		return ERR_PTR(-E2BIG);
+	request = kzalloc(struct_size(request, sg, chunks + 2), GFP_KERNEL);
+	if (!request)
+		return ERR_PTR(-ENOMEM);
+
+	kref_init(&request->ref);
+	INIT_LIST_HEAD(&request->node);
+	INIT_WORK(&request->work, rgpu_request_work);
+	init_completion(&request->done);
+	request->chan = chan;
+	request->req.type = cpu_to_le32(type);
+	if (extents) {
+		request->req.extent_count = cpu_to_le32(extents->count);
+		request->req.size = cpu_to_le64(extents->bytes);
+	}
+
+	request->out_count = chunks + 1;
+	sg_init_table(request->sg, request->out_count);
+	sg_set_buf(&request->sg[0], &request->req, sizeof(request->req));
+	if (extents)
+		rgpu_extents_to_sg(extents, &request->sg[1]);
+	sg_init_one(&request->sg[request->out_count], &request->resp, sizeof(request->resp));
+	return request;
+}
+
+static void rgpu_request_fail(struct rgpu_request *request, int error)
+{
+	request->error = error;
+	queue_work(rgpu_workqueue, &request->work);
+}
+
+/* Moves what fits from the waiting list to the device. Under ctrl_lock. */
+static void rgpu_ctrl_pump(struct rgpu_device *dev)
+{
+	struct rgpu_request *request;
+	bool added = false;
+
+	while ((request = list_first_entry_or_null(&dev->waiting, struct rgpu_request, node))) {
+		struct scatterlist *sgs[] = { request->sg, &request->sg[request->out_count] };
+		int ret = virtqueue_add_sgs(dev->controlq, sgs, 1, 1, request, GFP_ATOMIC);
+
+		if (!ret) {
+			list_move_tail(&request->node, &dev->in_flight);
+			added = true;
+			continue;
+		}
+		/* An answer to come will make room, and call this again. */
+		if (!list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
+			break;
+		list_del_init(&request->node);
+		rgpu_request_fail(request, -ENODEV);
+	}
+	if (added)
+		virtqueue_kick(dev->controlq);
+}
+
+/**
+ * rgpu_request_submit - hand a request to the device
+ * @request: with finish set, of a channel with an id; takes a reference of its
+ *	own, and one to the channel
+ *
+ * Callable from process context, under any lock but the queues' own. The
+ * request is finished in a work item in every case.
+ */
+void rgpu_request_submit(struct rgpu_request *request)
+{
+	struct rgpu_device *dev = request->chan->dev;
+	unsigned long flags;
+
+	kref_get(&request->ref);
+	rgpu_channel_get(request->chan);
+	request->req.channel = cpu_to_le32(request->chan->id);
+
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	if (dev->running) {
+		list_add_tail(&request->node, &dev->waiting);
+		rgpu_ctrl_pump(dev);
+	} else {
+		rgpu_request_fail(request, -ENODEV);
+	}
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+}
+
+/**
+ * rgpu_request_wait - wait until a request is finished
+ * @request: submitted; the caller holds a reference
+ *
+ * A host side that was killed leaves its device without answers for good, which
+ * the hypervisor does not tell: no program shall hang for that.
+ *
+ * Return: 0 if the device answered; -EINTR if a fatal signal came first, and
+ * -ETIMEDOUT if the device takes too long (in both cases the request goes on);
+ * or rgpu_request.error.
+ */
+int rgpu_request_wait(struct rgpu_request *request)
+{
+	long left = wait_for_completion_killable_timeout(&request->done, RGPU_ANSWER_TIMEOUT);
+
+	if (left < 0)
+		return -EINTR;
+	return left ? request->error : -ETIMEDOUT;
+}
+
+static void rgpu_ctrl_done(struct virtqueue *vq)
+{
+	struct rgpu_device *dev = vq->vdev->priv;
+	struct rgpu_request *request;
+	unsigned long flags;
+	unsigned int len;
+
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	do {
+		virtqueue_disable_cb(vq);
+		while ((request = virtqueue_get_buf(vq, &len))) {
+			list_del_init(&request->node);
+			if (len < offsetofend(struct virtio_rgpu_ctrl_resp, status))
+				request->error = -EIO;
+			request->status = le32_to_cpu(request->resp.status);
+			request->resp.reason[sizeof(request->resp.reason) - 1] = '\0';
+			queue_work(rgpu_workqueue, &request->work);
+		}
+	} while (!virtqueue_enable_cb(vq));
+	if (dev->running)
+		rgpu_ctrl_pump(dev);
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+}
+
+static int rgpu_event_post(struct rgpu_device *dev, struct virtio_rgpu_event *event)
+{
+	struct scatterlist sg;
+
+	sg_init_one(&sg, event, sizeof(*event));
+	return virtqueue_add_inbuf(dev->eventq, &sg, 1, event, GFP_ATOMIC);
+}
+
+static void rgpu_event_handle(struct rgpu_device *dev, const struct virtio_rgpu_event *event)
+{
+	struct rgpu_channel *chan;
+	unsigned long flags;
+
+	if (le32_to_cpu(event->type) != VIRTIO_RGPU_EVENT_WAKE)
+		return;
+	/* The table holds a reference while the entry stands. */
+	xa_lock_irqsave(&dev->channels, flags);
+	chan = xa_load(&dev->channels, le32_to_cpu(event->channel));
+	if (chan)
+		rgpu_channel_wake(chan);
+	xa_unlock_irqrestore(&dev->channels, flags);
+}
+
+static void rgpu_event_done(struct virtqueue *vq)
+{
+	struct rgpu_device *dev = vq->vdev->priv;
+	struct virtio_rgpu_event *event;
+	unsigned long flags;
+	unsigned int len;
+
+	spin_lock_irqsave(&dev->event_lock, flags);
+	do {
+		virtqueue_disable_cb(vq);
+		while ((event = virtqueue_get_buf(vq, &len))) {
+			if (len >= sizeof(*event))
+				rgpu_event_handle(dev, event);
+			/* There is room for what was just taken out. */
+			rgpu_event_post(dev, event);
+		}
+	} while (!virtqueue_enable_cb(vq));
+	virtqueue_kick(vq);
+	spin_unlock_irqrestore(&dev->event_lock, flags);
+}
+
+static int rgpu_find_vqs(struct virtio_device *vdev, struct virtqueue *vqs[])
+{
+#ifdef RGPU_HAVE_VIRTQUEUE_INFO
+	struct virtqueue_info info[VIRTIO_RGPU_VQ_COUNT] = {
+		[VIRTIO_RGPU_VQ_CONTROL] = { "control", rgpu_ctrl_done },
+		[VIRTIO_RGPU_VQ_DOORBELL] = { "doorbell", NULL },
+		[VIRTIO_RGPU_VQ_EVENT] = { "event", rgpu_event_done },
+	};
+
+	return virtio_find_vqs(vdev, VIRTIO_RGPU_VQ_COUNT, vqs, info, NULL);
+#else
+	vq_callback_t *callbacks[VIRTIO_RGPU_VQ_COUNT] = {
+		[VIRTIO_RGPU_VQ_CONTROL] = rgpu_ctrl_done,
+		[VIRTIO_RGPU_VQ_EVENT] = rgpu_event_done,
+	};
+	static const char * const names[VIRTIO_RGPU_VQ_COUNT] = {
+		[VIRTIO_RGPU_VQ_CONTROL] = "control",
+		[VIRTIO_RGPU_VQ_DOORBELL] = "doorbell",
+		[VIRTIO_RGPU_VQ_EVENT] = "event",
+	};
+
+	return virtio_find_vqs(vdev, VIRTIO_RGPU_VQ_COUNT, vqs, callbacks, names, NULL);
+#endif
+}
+
+/**
+ * rgpu_queues_start - make the virtqueues and let requests in
+ * @dev: stopped; its virtio device has negotiated features
+ *
+ * Return: 0 or an errno, with the device still stopped.
+ */
+int rgpu_queues_start(struct rgpu_device *dev)
+{
+	struct virtqueue *vqs[VIRTIO_RGPU_VQ_COUNT];
+	unsigned int i, count;
+	unsigned long flags;
+	int ret;
+
+	ret = rgpu_find_vqs(dev->vdev, vqs);
+	if (ret)
+		return ret;
+
+	/* An interrupt may come as soon as the device is ready. */
+	spin_lock_irqsave(&dev->event_lock, flags);
+	dev->eventq = vqs[VIRTIO_RGPU_VQ_EVENT];
+	count = min_t(unsigned int, RGPU_EVENT_BUFFERS, dev->eventq->num_free);
+	for (i = 0; i < count && !ret; i++)
+		ret = rgpu_event_post(dev, &dev->events[i]);
+	spin_unlock_irqrestore(&dev->event_lock, flags);
+	if (ret) {
+		dev->eventq = NULL;
+		dev->vdev->config->del_vqs(dev->vdev);
+		return ret;
+	}
+
+	dev->max_descriptors = virtqueue_get_vring_size(vqs[VIRTIO_RGPU_VQ_CONTROL]);
+	virtio_device_ready(dev->vdev);
+	spin_lock_irqsave(&dev->event_lock, flags);
+	virtqueue_kick(dev->eventq);
+	spin_unlock_irqrestore(&dev->event_lock, flags);
+
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	dev->controlq = vqs[VIRTIO_RGPU_VQ_CONTROL];
+	WRITE_ONCE(dev->running, true);
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+	WRITE_ONCE(dev->doorbellq, vqs[VIRTIO_RGPU_VQ_DOORBELL]);
+	return 0;
+}
+
+/**
+ * rgpu_queues_stop - reset the device and finish what it has not answered
+ * @dev: the device
+ *
+ * Afterwards the device touches no memory, requests end with -ENODEV at once,
+ * and all those that were in flight are finished.
+ *
+ * Return: false if it was stopped already.
+ */
+bool rgpu_queues_stop(struct rgpu_device *dev)
+{
+	struct rgpu_request *request, *next;
+	unsigned long flags;
+	bool running;
+	LIST_HEAD(unanswered);
+
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	running = dev->running;
+	WRITE_ONCE(dev->running, false);
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+	if (!running)
+		return false;
+	WRITE_ONCE(dev->doorbellq, NULL);
+	synchronize_srcu(&dev->doorbell_srcu);
+
+	virtio_reset_device(dev->vdev);
+
+	spin_lock_irqsave(&dev->ctrl_lock, flags);
+	dev->controlq = NULL;
+	list_splice_init(&dev->in_flight, &unanswered);
+	list_splice_tail_init(&dev->waiting, &unanswered);
+	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
+	dev->eventq = NULL;
+	dev->vdev->config->del_vqs(dev->vdev);
+
+	list_for_each_entry_safe(request, next, &unanswered, node) {
+		list_del_init(&request->node);
+		rgpu_request_fail(request, -ENODEV);
+	}
+	flush_workqueue(rgpu_workqueue);
+	return true;
+}
+
+/**
+ * rgpu_doorbell - tell the device that some channel has work
+ * @dev: the device
+ *
+ * Return: 0 or -ENODEV.
+ */
+int rgpu_doorbell(struct rgpu_device *dev)
+{
+	struct virtqueue *vq;
+	int ret = -ENODEV;
+	int idx;
+
+	idx = srcu_read_lock(&dev->doorbell_srcu);
+	vq = READ_ONCE(dev->doorbellq);
+	if (vq && virtqueue_notify(vq))
+		ret = 0;
+	srcu_read_unlock(&dev->doorbell_srcu, idx);
+	return ret;
+}

@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * virtio_rgpu: what its files share.
+ *
+ *   main.c     binds to the virtio device; starts and stops it
+ *   queue.c    the virtqueues: requests, events, the doorbell
+ *   memory.c   pages of channels, pinned pages of programs, extents
+ *   channel.c  a channel's life, and its regions'
+ *   file.c     /dev/rgpuN
+ *
+ * Who keeps whom alive: a file holds a reference to its channel, and so do the
+ * device's table of ids (from the moment that the device is told of the channel
+ * until it cannot touch its memory any more) and every request in flight; a
+ * channel holds a reference to the device structure. So pages outlive a program
+ * that is killed for as long as the device may use them, and nothing outlives
+ * the last file of a device that is gone.
+ *
+ * Locks, outermost first: rgpu_channel.lock, mmap_lock, and then either
+ * rgpu_device.ctrl_lock or rgpu_device.event_lock (with the xarray's own lock
+ * inside). mmap() is called with mmap_lock held and hence never takes
+ * rgpu_channel.lock.
+ */
+#ifndef _RGPU_H
+#define _RGPU_H
+
+#include <linux/completion.h>
+#include <linux/kref.h>
+#include <linux/list.h>
+#include <linux/miscdevice.h>
+#include <linux/mm_types.h>
+#include <linux/mutex.h>
+#include <linux/notifier.h>
+#include <linux/scatterlist.h>
+#include <linux/spinlock.h>
+#include <linux/srcu.h>
+#include <linux/virtio.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+
+#include "device_abi.h"
+
+#define RGPU_EVENT_BUFFERS	64
+
+struct rgpu_channel;
+struct rgpu_region;
+
+/**
+ * struct rgpu_device - one virtio device, from probe to its last open file
+ * @ref: held by the virtio driver while bound, and by every channel
+ * @vdev: valid between probe and remove only
+ * @misc: /dev/rgpuN
+ * @name: "rgpuN", for @misc
+ * @index: N
+ * @reboot: stops the device before the kernel ends
+ * @version: of the device specification
+ * @max_channels: from the configuration space, as are the next three
+ * @max_extents: in one request
+ * @max_channel_size: bytes
+ * @max_registered: bytes, 0 if without limit
+ * @channels: by id, those that the device may know; each holds a reference
+ * @next_id: where to look for the next free id
+ * @closing: number of @channels whose DESTROY_CHANNEL is under way
+ * @freed: counts ids given back; with @id_freed, for a CONNECT that needs one
+ * @id_freed: woken whenever @freed or @closing changes
+ * @stopped: woken when the device stops, for poll()
+ * @ctrl_lock: protects @controlq, @running, @in_flight and @waiting
+ * @max_descriptors: of one request; the control queue's size, as virtio demands
+ * @controlq: NULL when stopped
+ * @running: requests are accepted
+ * @in_flight: requests that the device has
+ * @waiting: requests that did not fit into @controlq yet, in order
+ * @event_lock: protects @eventq and @events
+ * @eventq: NULL when stopped
+ * @events: the buffers in @eventq
+ * @doorbell_srcu: readers use @doorbellq; stopping waits for them
+ * @doorbellq: NULL when stopped
+ */
+struct rgpu_device {
+	struct kref ref;
+	struct virtio_device *vdev;
+	struct miscdevice misc;
+	char name[16];
+	int index;
+	struct notifier_block reboot;
+
+	u32 version;
+	u32 max_channels;
+	u32 max_extents;
+	u64 max_channel_size;
+	u64 max_registered;
+
+	struct xarray channels;
+	u32 next_id;
+	atomic_t closing;
+	atomic_t freed;
+	wait_queue_head_t id_freed;
+	wait_queue_head_t stopped;
+
+	unsigned int max_descriptors;
+	spinlock_t ctrl_lock;	/* See above. */
+	struct virtqueue *controlq;
+	bool running;
+	struct list_head in_flight;
+	struct list_head waiting;
+
+	spinlock_t event_lock;	/* See above. */
+	struct virtqueue *eventq;
+	struct virtio_rgpu_event events[RGPU_EVENT_BUFFERS];
+
+	struct srcu_struct doorbell_srcu;
+	struct virtqueue *doorbellq;
+};
+
+/**
+ * struct rgpu_extents - pages as a list of physical ranges, in order
+ * @chunks: the list, in physically contiguous pieces (struct rgpu_extent_chunk)
+ * @chunk_count: number of pieces
+ * @count: number of extents
+ * @bytes: the sum of their lengths
+ * @last_page: page in which the last extent ends
+ */
+struct rgpu_extents {
+	struct list_head chunks;
+	unsigned int chunk_count;
+	u32 count;
+	u64 bytes;
+	struct page *last_page;
+};
+
+struct rgpu_extent_chunk {
+	struct list_head node;
+	struct page *page;
+	unsigned int order;
+	unsigned int used;
+};
+
+/**
+ * struct rgpu_request - one request on the control queue
+ * @ref: held by whoever waits for it, and by the queue until it is finished
+ * @node: in rgpu_device.in_flight or .waiting
+ * @work: calls @finish
+ * @done: completed after @finish
+ * @finish: called once, in process context, when @error and @status stand
+ * @chan: holds a reference from submission until @finish has returned
+ * @region: for (UN)REGISTER_MEMORY; kept by @chan while requests are in flight
+ * @error: 0 if the device answered, -ENODEV if it was reset before it did,
+ *	-EIO if its answer was malformed
+ * @status: the device's answer
+ * @out_count: number of device-readable entries of @sg; one writable follows
+ * @req: what the device reads first
+ * @resp: what the device writes
+ * @sg: @req, the extents, @resp
+ */
+struct rgpu_request {
+	struct kref ref;
+	struct list_head node;
+	struct work_struct work;
+	struct completion done;
+	void (*finish)(struct rgpu_request *request);
+	struct rgpu_channel *chan;
+	struct rgpu_region *region;
+	int error;
+	u32 status;
+	unsigned int out_count;
+	struct virtio_rgpu_ctrl_req req;
+	struct virtio_rgpu_ctrl_resp resp;
+	struct scatterlist sg[];
+};
+
+/**
+ * enum rgpu_channel_state - where a channel is in its life
+ * @RGPU_CHANNEL_NEW: the device does not know it
+ * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is under way
+ * @RGPU_CHANNEL_CONNECTED: the device answered OK
+ * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is under way
+ * @RGPU_CHANNEL_LOST: ended, for good
+ */
+enum rgpu_channel_state {
+	RGPU_CHANNEL_NEW,
+	RGPU_CHANNEL_CONNECTING,
+	RGPU_CHANNEL_CONNECTED,
+	RGPU_CHANNEL_CLOSING,
+	RGPU_CHANNEL_LOST,
+};
+
+/**
+ * struct rgpu_channel - what an open file is
+ * @ref: see the top of this file
+ * @dev: holds a reference
+ * @lock: protects everything below it here, up to @wait
+ * @mm: of the process that made the channel (mmgrab); set once, before @pages
+ * @owner: that process; set once
+ * @pages: the channel's memory; set once, by smp_store_release()
+ * @page_count: number of @pages; set once
+ * @extents: the same pages, as told to the device
+ * @state: written under @lock, read anywhere
+ * @closing: the file, or the process that made the channel, is gone
+ * @unheld: the device cannot touch the memory any more
+ * @ops: number of requests in flight
+ * @id: valid while in rgpu_device.channels
+ * @destroy: the request that ends the channel, allocated before it can be
+ *	needed
+ * @regions: by number
+ * @next_region: where to look for the next free number
+ * @registered: bytes in @regions
+ * @wait: woken by WAKE, and when the channel is lost
+ * @wakes: counts WAKE events; written under rgpu_device.event_lock
+ * @wake_pending: a WAKE came that no RGPU_IOC_WAIT has taken
+ * @closed: completed when the channel is lost
+ */
+struct rgpu_channel {
+	struct kref ref;
+	struct rgpu_device *dev;
+
+	struct mutex lock;	/* See above. */
+	struct mm_struct *mm;
+	struct pid *owner;
+	struct page **pages;
+	unsigned long page_count;
+	struct rgpu_extents extents;
+	enum rgpu_channel_state state;
+	bool closing;
+	bool unheld;
+	unsigned int ops;
+	u32 id;
+	struct rgpu_request *destroy;
+	struct xarray regions;
+	u32 next_region;
+	u64 registered;
+
+	wait_queue_head_t wait;
+	unsigned long wakes;
+	bool wake_pending;
+	struct completion closed;
+};
+
+/**
+ * struct rgpu_region - pinned memory that the device may use
+ * @id: number within its channel
+ * @live: the device answered REGISTER_MEMORY, and no UNREGISTER_MEMORY is
+ *	under way
+ * @read_only: the device only reads
+ * @page_count: pages charged
+ * @extents: the pages, and the bytes of them that were registered
+ */
+struct rgpu_region {
+	u32 id;
+	bool live;
+	bool read_only;
+	unsigned long page_count;
+	struct rgpu_extents extents;
+};
+
+/* main.c */
+extern struct workqueue_struct *rgpu_workqueue;
+struct rgpu_device *rgpu_device_get(struct rgpu_device *dev);
+void rgpu_device_put(struct rgpu_device *dev);
+
+/* queue.c */
+int rgpu_queues_start(struct rgpu_device *dev);
+bool rgpu_queues_stop(struct rgpu_device *dev);
+int rgpu_doorbell(struct rgpu_device *dev);
+struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
+					const struct rgpu_extents *extents);
+void rgpu_request_submit(struct rgpu_request *request);
+int rgpu_request_wait(struct rgpu_request *request);
+void rgpu_request_put(struct rgpu_request *request);
+
+/* memory.c */
+void rgpu_extents_init(struct rgpu_extents *extents);
+void rgpu_extents_free(struct rgpu_extents *extents);
+void rgpu_extents_to_sg(const struct rgpu_extents *extents, struct scatterlist *sg);
+int rgpu_pages_alloc(struct rgpu_channel *chan, unsigned long count);
+void rgpu_pages_free(struct rgpu_channel *chan);
+struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 size,
+				    bool read_only);
+void rgpu_region_unpin(struct rgpu_channel *chan, struct rgpu_region *region);
+
+/* channel.c */
+struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev);
+struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan);
+void rgpu_channel_put(struct rgpu_channel *chan);
+int rgpu_channel_create(struct rgpu_channel *chan, u64 size);
+struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan);
+int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool read_only,
+			  u32 *id);
+int rgpu_channel_unregister(struct rgpu_channel *chan, u32 id);
+int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 timeout_ns);
+void rgpu_channel_wake(struct rgpu_channel *chan);
+bool rgpu_channel_close(struct rgpu_channel *chan);
+void rgpu_channels_lost(struct rgpu_device *dev);
+
+static inline enum rgpu_channel_state rgpu_channel_state(const struct rgpu_channel *chan)
+{
+	return READ_ONCE(chan->state);
+}
+
+/* file.c */
+extern const struct file_operations rgpu_fops;
+
+#endif /* _RGPU_H */

@@ -1,0 +1,989 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Exercises the user API of virtio_rgpu, against the mock device of
+ * tests/src/mock_device.rs: rgpu_selftest TEST [ARGUMENT]
+ *
+ * Exits with 0 and says "ok" if the driver did as it should, and otherwise says
+ * what it did not.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <linux/virtio_rgpu.h>
+
+/* The mock's channel: see mod layout in mock_device.rs. */
+#define MAGIC		0x4b434f4dU
+#define CHANNEL		0xffffffffU
+#define COMPLETED	128
+
+enum {
+	OP_HASH = 1,
+	OP_FILL = 2,
+	OP_NOP = 3,
+	OP_BARE_WAKE = 4,
+	OP_NEXT_ANSWER = 5,
+	OP_DOORBELLS = 6,
+	OP_STRANGE_EVENTS = 7,
+};
+
+struct command {
+	uint32_t op, region;
+	uint64_t offset, len, seed, result;
+	uint32_t error, delay_ms;
+};
+
+struct channel {
+	uint32_t magic, answer, answer_delay;
+	char pad0[64 - 12];
+	_Atomic uint32_t submitted;
+	char pad1[64 - 4];
+	_Atomic uint32_t completed;
+	char pad2[64 - 4];
+	struct command command;
+};
+
+#define FAIL(...)                                                              \
+	do {                                                                   \
+		fprintf(stderr, "line %d: ", __LINE__);                        \
+		fprintf(stderr, __VA_ARGS__);                                  \
+		fprintf(stderr, " (%s)\n", strerror(errno));                   \
+		exit(1);                                                       \
+	} while (0)
+
+#define CHECK(condition)                                                       \
+	do {                                                                   \
+		if (!(condition))                                              \
+			FAIL("%s", #condition);                                \
+	} while (0)
+
+/* The call fails with this errno. */
+#define FAILS(error, call)                                                     \
+	do {                                                                   \
+		errno = 0;                                                     \
+		if ((call) != -1 || errno != (error))                          \
+			FAIL("%s: not %s but", #call, strerror(error));        \
+	} while (0)
+
+static const char *device = "/dev/rgpu0";
+
+static int open_device(void)
+{
+	int fd = open(device, O_RDWR | O_CLOEXEC);
+
+	if (fd < 0)
+		FAIL("open %s", device);
+	return fd;
+}
+
+static struct channel *create(int fd, uint64_t size)
+{
+	struct rgpu_create_channel create = { .size = size };
+	struct channel *channel;
+
+	CHECK(ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create) == 0);
+	channel = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(channel != MAP_FAILED);
+	channel->magic = MAGIC;
+	return channel;
+}
+
+static struct channel *connect_channel(int fd, uint64_t size)
+{
+	struct channel *channel = create(fd, size);
+	struct rgpu_connect connect;
+
+	memset(&connect, 0xff, sizeof(connect));
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	if (connect.status)
+		FAIL("connect: status %u, %s", connect.status, connect.reason);
+	CHECK(connect.reason[0] == 0);
+	return channel;
+}
+
+static int wait_word(int fd, uint64_t offset, uint32_t expected, int64_t timeout_ns)
+{
+	struct rgpu_wait wait = {
+		.offset = offset, .expected = expected, .timeout_ns = timeout_ns,
+	};
+
+	return ioctl(fd, RGPU_IOC_WAIT, &wait);
+}
+
+static void submit(int fd, struct channel *channel, const struct command *command)
+{
+	channel->command = *command;
+	atomic_fetch_add(&channel->submitted, 1);
+	CHECK(ioctl(fd, RGPU_IOC_KICK) == 0);
+}
+
+static void complete(int fd, struct channel *channel)
+{
+	uint32_t completed, submitted = atomic_load(&channel->submitted);
+
+	while ((completed = atomic_load(&channel->completed)) != submitted) {
+		if (wait_word(fd, COMPLETED, completed, 60000000000LL) && errno != EINTR)
+			FAIL("wait for command %u", submitted);
+	}
+}
+
+static uint64_t command(int fd, struct channel *channel, struct command command)
+{
+	submit(fd, channel, &command);
+	complete(fd, channel);
+	if (channel->command.error)
+		FAIL("op %u: error %u", command.op, channel->command.error);
+	return channel->command.result;
+}
+
+static int register_memory(int fd, const void *addr, uint64_t size, uint32_t flags, uint32_t *region)
+{
+	struct rgpu_register_memory reg = {
+		.addr = (uintptr_t)addr, .size = size, .flags = flags, .region = 0xabcd,
+	};
+	int ret = ioctl(fd, RGPU_IOC_REGISTER_MEMORY, &reg);
+
+	if (region)
+		*region = reg.region;
+	return ret;
+}
+
+static int unregister_memory(int fd, uint32_t region)
+{
+	struct rgpu_unregister_memory unregister = { .region = region };
+
+	return ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister);
+}
+
+static uint8_t pattern(uint64_t seed, uint64_t index)
+{
+	return ((seed + index) * 0x9e3779b97f4a7c15ULL) >> 56;
+}
+
+static void fill(uint8_t *p, uint64_t len, uint64_t seed)
+{
+	for (uint64_t i = 0; i < len; i++)
+		p[i] = pattern(seed, i);
+}
+
+static void check_pattern(const uint8_t *p, uint64_t len, uint64_t seed)
+{
+	for (uint64_t i = 0; i < len; i++)
+		if (p[i] != pattern(seed, i))
+			FAIL("byte %llu of %llu is %02x, not %02x", (unsigned long long)i,
+			     (unsigned long long)len, p[i], pattern(seed, i));
+}
+
+static uint64_t hash(const uint8_t *p, uint64_t len)
+{
+	uint64_t hash = 0xcbf29ce484222325ULL;
+
+	for (uint64_t i = 0; i < len; i++)
+		hash = (hash ^ p[i]) * 0x100000001b3ULL;
+	return hash;
+}
+
+static void sleep_ms(int ms)
+{
+	struct timespec time = { ms / 1000, ms % 1000 * 1000000L };
+
+	while (nanosleep(&time, &time) && errno == EINTR)
+		;
+}
+
+static long long milliseconds(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return time.tv_sec * 1000LL + time.tv_nsec / 1000000;
+}
+
+static void say_ready(void)
+{
+	printf("ready\n");
+	fflush(stdout);
+}
+
+/* Both sides read and write a region, of any alignment, and its neighbours stay. */
+static void check_region(int fd, struct channel *channel, uint8_t *base, uint64_t before,
+			 uint64_t len, uint64_t after, uint64_t seed)
+{
+	uint32_t region;
+
+	fill(base, before + len + after, seed);
+	CHECK(register_memory(fd, base + before, len, 0, &region) == 0);
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
+	      hash(base + before, len));
+	if (len > 10)
+		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
+							     .offset = 3, .len = len - 5 }) ==
+		      hash(base + before + 3, len - 5));
+	/* The program's own writes after registering are seen. */
+	base[before + len / 2] ^= 0x5a;
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
+	      hash(base + before, len));
+	command(fd, channel,
+		(struct command){ .op = OP_FILL, .region = region, .len = len, .seed = ~seed });
+	check_pattern(base + before, len, ~seed);
+	check_pattern(base, before, seed);
+	for (uint64_t i = before + len; i < before + len + after; i++)
+		CHECK(base[i] == pattern(seed, i));
+	CHECK(unregister_memory(fd, region) == 0);
+	FAILS(ENOENT, unregister_memory(fd, region));
+}
+
+static void test_info(void)
+{
+	struct rgpu_info info;
+	int fd = open_device();
+
+	memset(&info, 0xff, sizeof(info));
+	CHECK(ioctl(fd, RGPU_IOC_GET_INFO, &info) == 0);
+	CHECK(info.abi_version == RGPU_ABI_VERSION);
+	CHECK(info.flags == 0);
+	for (int i = 0; i < 4; i++)
+		CHECK(info.reserved[i] == 0);
+	printf("version %u channels %u size %llu registered %llu\n", info.device_version,
+	       info.max_channels, (unsigned long long)info.max_channel_size,
+	       (unsigned long long)info.max_registered);
+}
+
+/* The device sees the bytes that the program sees, all over a channel of N KiB. */
+static void test_channel(uint64_t kib)
+{
+	uint64_t size = kib << 10, begin = 4096 < size ? 4096 : 1024;
+	int fd = open_device();
+	struct channel *channel = create(fd, size);
+	uint8_t *bytes = (uint8_t *)channel;
+	struct rgpu_connect connect;
+
+	for (uint64_t i = sizeof(*channel); i < size; i++)
+		CHECK(bytes[i] == 0);
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == 0);
+	fill(bytes + begin, size - begin, kib);
+	CHECK(command(fd, channel,
+		      (struct command){ .op = OP_HASH, .region = CHANNEL, .offset = begin,
+					.len = size - begin }) == hash(bytes + begin, size - begin));
+	command(fd, channel,
+		(struct command){ .op = OP_FILL, .region = CHANNEL, .offset = begin,
+				  .len = size - begin, .seed = kib + 7 });
+	check_pattern(bytes + begin, size - begin, kib + 7);
+
+	/* The mapping outlives the file descriptor, and the channel both of them. */
+	close(fd);
+	check_pattern(bytes + begin, size - begin, kib + 7);
+	munmap(channel, size);
+}
+
+static void test_register(void)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	uint8_t *memory = mmap(NULL, 8 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint8_t *shared = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	uint8_t *huge;
+
+	CHECK(memory != MAP_FAILED && shared != MAP_FAILED);
+	check_region(fd, channel, memory, 0, 4096, 0, 1);
+	check_region(fd, channel, memory, 0, 1 << 20, 0, 2);
+	check_region(fd, channel, memory, 100, 1, 100, 3);
+	check_region(fd, channel, memory, 4095, 2, 4095, 4);
+	check_region(fd, channel, memory, 1234, 3 << 20, 99, 5);
+	check_region(fd, channel, memory, 4096, 8191, 1, 6);
+	check_region(fd, channel, shared, 77, 500000, 77, 7);
+	huge = aligned_alloc(2 << 20, 4 << 20);
+	CHECK(huge);
+	madvise(huge, 4 << 20, MADV_HUGEPAGE);
+	check_region(fd, channel, huge, 5, (4 << 20) - 10, 5, 8);
+	/* The channel's own memory, and memory on the stack. */
+	check_region(fd, channel, (uint8_t *)channel + 8192, 10, 20000, 10, 9);
+	uint8_t stack[20000];
+	check_region(fd, channel, stack, 17, 19000, 17, 10);
+}
+
+/* A forked child writes to shared pages first: the parent's region must not split. */
+static void test_register_then_fork(void)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	uint64_t len = 1 << 20;
+	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint32_t region;
+	pid_t child;
+
+	fill(memory, len, 1);
+	CHECK(register_memory(fd, memory, len, 0, &region) == 0);
+	child = fork();
+	if (!child) {
+		sleep_ms(100);
+		_exit(0);
+	}
+	fill(memory, len, 2);
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
+	      hash(memory, len));
+	command(fd, channel,
+		(struct command){ .op = OP_FILL, .region = region, .len = len, .seed = 3 });
+	check_pattern(memory, len, 3);
+	CHECK(waitpid(child, NULL, 0) == child);
+}
+
+static const char read_only[10000] = "a constant in .rodata";
+
+static void test_register_read_only(void)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	uint8_t *fresh = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint32_t region;
+
+	FAILS(EFAULT, register_memory(fd, read_only, sizeof(read_only), 0, NULL));
+	CHECK(register_memory(fd, read_only, sizeof(read_only), RGPU_REGISTER_READ_ONLY, &region) == 0);
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
+						     .len = sizeof(read_only) }) ==
+	      hash((const uint8_t *)read_only, sizeof(read_only)));
+	CHECK(unregister_memory(fd, region) == 0);
+
+	/* Pages that were never touched: what is written later must be seen. */
+	CHECK(register_memory(fd, fresh, 1 << 20, RGPU_REGISTER_READ_ONLY, &region) == 0);
+	fill(fresh, 1 << 20, 42);
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = 1 << 20 }) ==
+	      hash(fresh, 1 << 20));
+}
+
+/* Two mappings touched by turns, so that the pages of each lie scattered. */
+static void test_register_scattered(uint64_t mib)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	uint64_t len = mib << 20;
+	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint8_t *other = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint32_t region;
+
+	CHECK(memory != MAP_FAILED && other != MAP_FAILED);
+	madvise(memory, len, MADV_NOHUGEPAGE);
+	madvise(other, len, MADV_NOHUGEPAGE);
+	for (uint64_t i = 0; i < len; i += 4096) {
+		memory[i] = i >> 12;
+		other[i] = 1;
+	}
+	CHECK(register_memory(fd, memory + 5, len - 5, 0, &region) == 0);
+	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len - 5 }) ==
+	      hash(memory + 5, len - 5));
+	CHECK(unregister_memory(fd, region) == 0);
+}
+
+/* As an ordinary user, with RLIMIT_MEMLOCK at 1 MiB. */
+static void test_memlock(void)
+{
+	struct rlimit limit = { 1 << 20, 1 << 20 };
+	uint32_t region, second;
+	uint8_t *memory;
+	int fd;
+
+	CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
+	fd = open_device();
+	connect_channel(fd, 65536);
+	memory = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	FAILS(ENOMEM, register_memory(fd, memory, 2 << 20, 0, NULL));
+	CHECK(register_memory(fd, memory, 1 << 20, 0, &region) == 0);
+	FAILS(ENOMEM, register_memory(fd, memory + (2 << 20), 1, 0, NULL));
+	CHECK(unregister_memory(fd, region) == 0);
+	CHECK(register_memory(fd, memory, 512 << 10, 0, &region) == 0);
+	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
+	CHECK(region != second);
+	/* A failure on the way charges nothing. */
+	CHECK(unregister_memory(fd, second) == 0);
+	CHECK(munmap(memory + (3 << 20), 4096) == 0);
+	FAILS(EFAULT, register_memory(fd, memory + (3 << 20) - 8192, 16384, 0, NULL));
+	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
+}
+
+/* Closing gives back what is charged, before close() returns. */
+static void test_memlock_after_close(void)
+{
+	struct rlimit limit = { 1 << 20, 1 << 20 };
+	uint8_t *memory = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+	CHECK(setgid(1000) == 0 && setuid(1000) == 0);
+	for (int i = 0; i < 5; i++) {
+		int fd = open_device();
+		struct channel *channel = connect_channel(fd, 65536);
+
+		CHECK(register_memory(fd, memory, 1 << 20, 0, NULL) == 0);
+		munmap(channel, 65536);
+		close(fd);
+	}
+}
+
+static void test_arguments(void)
+{
+	struct rgpu_info info;
+	struct rgpu_connect connect;
+	struct rgpu_create_channel create_args = { .size = 65536 };
+	struct rgpu_wait wait = { .offset = 0 };
+	struct rgpu_register_memory reg = { .size = 4096 };
+	struct rgpu_unregister_memory unregister = { .region = 0 };
+	static uint8_t memory[65536];
+	struct channel *channel;
+	void *map;
+	int fd = open_device();
+
+	/* Nothing but limits without a channel. */
+	CHECK(ioctl(fd, RGPU_IOC_GET_INFO, &info) == 0);
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_GET_INFO, NULL));
+	FAILS(ENOTTY, ioctl(fd, _IO('G', 0xA7)));
+	FAILS(ENOTTY, ioctl(fd, _IOR('G', 0xA0, int), &info));
+	FAILS(ENXIO, ioctl(fd, RGPU_IOC_CONNECT, &connect));
+	FAILS(ENXIO, ioctl(fd, RGPU_IOC_KICK));
+	FAILS(ENXIO, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	FAILS(ENXIO, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, &reg));
+	FAILS(ENXIO, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister));
+	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(map == MAP_FAILED && errno == ENXIO);
+
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, (void *)8));
+	create_args.size = 0;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+	create_args.size = 4097;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+	create_args.size = info.max_channel_size + 4096;
+	FAILS(EFBIG, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+	create_args.size = 0ULL - 4096;
+	FAILS(EFBIG, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+	create_args.size = 65536;
+	create_args.flags = 1;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+	create_args.flags = 0;
+	CHECK(ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args) == 0);
+	FAILS(EEXIST, ioctl(fd, RGPU_IOC_CREATE_CHANNEL, &create_args));
+
+	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+	CHECK(map == MAP_FAILED && errno == EINVAL);
+	map = mmap(NULL, 61440, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(map == MAP_FAILED && errno == EINVAL);
+	map = mmap(NULL, 69632, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(map == MAP_FAILED && errno == EINVAL);
+	map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 4096);
+	CHECK(map == MAP_FAILED && errno == EINVAL);
+	map = mmap(NULL, 65536, PROT_READ | PROT_EXEC, MAP_SHARED, fd, 0);
+	CHECK(map == MAP_FAILED && errno == EINVAL);
+	channel = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(channel != MAP_FAILED);
+	FAILS(EACCES, mprotect(channel, 65536, PROT_READ | PROT_EXEC));
+	map = mremap(channel, 65536, 131072, MREMAP_MAYMOVE);
+	CHECK(map == MAP_FAILED && errno == EFAULT);
+
+	/* A channel that is not connected. */
+	FAILS(ENOTCONN, ioctl(fd, RGPU_IOC_KICK));
+	FAILS(ENOTCONN, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	FAILS(ENOTCONN, register_memory(fd, memory, 4096, 0, NULL));
+	FAILS(ENOTCONN, unregister_memory(fd, 0));
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_CONNECT, read_only));
+
+	/* A bad header is the device's to refuse, and may be mended. */
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_INVALID && connect.reason[0]);
+	channel->magic = MAGIC;
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_OK);
+	FAILS(EISCONN, ioctl(fd, RGPU_IOC_CONNECT, &connect));
+
+	wait.offset = 65536;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	wait.offset = 65534;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	wait.offset = ~3ULL;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	wait.offset = 65532;
+	wait.flags = 1;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	wait.flags = 0;
+	FAILS(ETIMEDOUT, ioctl(fd, RGPU_IOC_WAIT, &wait));
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_WAIT, (void *)1));
+
+	FAILS(EINVAL, register_memory(fd, memory, 0, 0, NULL));
+	FAILS(EINVAL, register_memory(fd, memory, 4096, 2, NULL));
+	FAILS(EINVAL, register_memory(fd, memory, ~0ULL, 0, NULL));
+	FAILS(EINVAL, register_memory(fd, (void *)~0xfffULL, 8192, 0, NULL));
+	FAILS(EFAULT, register_memory(fd, (void *)0xffff888000000000ULL, 4096, 0, NULL));
+	FAILS(EFAULT, register_memory(fd, NULL, 4096, 0, NULL));
+	FAILS(EFAULT, register_memory(fd, memory, 1ULL << 46, 0, NULL));
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, NULL));
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, NULL));
+	FAILS(ENOENT, unregister_memory(fd, 12345));
+	FAILS(ENOENT, unregister_memory(fd, ~0U));
+	unregister.reserved = 1;
+	FAILS(EINVAL, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister));
+
+	/* The answer cannot be written: the region must not stay. */
+	struct rgpu_register_memory *ro = mmap(NULL, 4096, PROT_READ | PROT_WRITE,
+					       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ro->addr = (uintptr_t)memory;
+	ro->size = 4096;
+	CHECK(mprotect(ro, 4096, PROT_READ) == 0);
+	FAILS(EFAULT, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, ro));
+
+	/* After all this it still works. */
+	CHECK(register_memory(fd, memory, 65536, 0, NULL) == 0);
+	command(fd, channel, (struct command){ .op = OP_NOP });
+}
+
+static void nothing(int signal)
+{
+	(void)signal;
+}
+
+static void test_wait(void)
+{
+	struct sigaction action = { .sa_handler = nothing, .sa_flags = SA_RESTART };
+	struct itimerspec soon = { .it_value.tv_nsec = 50000000 };
+	struct sigevent event = { .sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGALRM };
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	struct pollfd poll_fd = { .fd = fd, .events = POLLIN };
+	long long begin;
+	timer_t timer;
+
+	/* A word that differs, and time that passes. */
+	CHECK(wait_word(fd, 0, MAGIC + 1, -1) == 0);
+	begin = milliseconds();
+	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 100000000));
+	CHECK(milliseconds() - begin >= 100);
+	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 0));
+
+	/* A signal, even one that restarts system calls. */
+	CHECK(sigaction(SIGALRM, &action, NULL) == 0);
+	CHECK(timer_create(CLOCK_MONOTONIC, &event, &timer) == 0);
+	CHECK(timer_settime(timer, 0, &soon, NULL) == 0);
+	FAILS(EINTR, wait_word(fd, 0, MAGIC, -1));
+
+	/* A change while asleep, with a timeout and without. */
+	for (int i = 0; i < 2; i++) {
+		submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
+		CHECK(wait_word(fd, COMPLETED, i, i ? -1 : 30000000000LL) == 0);
+		complete(fd, channel);
+	}
+
+	/* A WAKE after which nothing has changed; then the change. */
+	submit(fd, channel, &(struct command){ .op = OP_BARE_WAKE, .delay_ms = 200 });
+	complete(fd, channel);
+
+	/* What is none of this channel's business wakes nobody. */
+	command(fd, channel, (struct command){ .op = OP_STRANGE_EVENTS });
+	while (wait_word(fd, 0, MAGIC, 50000000) == 0)
+		;
+	CHECK(errno == ETIMEDOUT);
+
+	/* poll(): a WAKE that no WAIT has taken. */
+	CHECK(poll(&poll_fd, 1, 0) == 0);
+	submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
+	CHECK(poll(&poll_fd, 1, 30000) == 1 && poll_fd.revents == POLLIN);
+	CHECK(poll(&poll_fd, 1, 0) == 1);
+	CHECK(atomic_load(&channel->completed) == atomic_load(&channel->submitted));
+	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 0));
+	CHECK(poll(&poll_fd, 1, 0) == 0);
+}
+
+struct waiter {
+	pthread_t thread;
+	int fd;
+	struct channel *channel;
+};
+
+static void *wait_completed(void *arg)
+{
+	struct waiter *waiter = arg;
+
+	while (!atomic_load(&waiter->channel->completed))
+		CHECK(wait_word(waiter->fd, COMPLETED, 0, -1) == 0);
+	return NULL;
+}
+
+/* One WAKE wakes all the threads that wait. */
+static void test_waiters(void)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	struct waiter waiters[16];
+
+	for (int i = 0; i < 16; i++) {
+		waiters[i] = (struct waiter){ .fd = fd, .channel = channel };
+		CHECK(pthread_create(&waiters[i].thread, NULL, wait_completed, &waiters[i]) == 0);
+	}
+	sleep_ms(200);
+	submit(fd, channel, &(struct command){ .op = OP_NOP });
+	for (int i = 0; i < 16; i++)
+		CHECK(pthread_join(waiters[i].thread, NULL) == 0);
+}
+
+/* Every status reaches the program, with the reason; then it may try again. */
+static void test_refused(void)
+{
+	static const int errnos[] = { 0, EINVAL, ENOSPC, EHOSTUNREACH, EPROTO, EACCES, EOPNOTSUPP, EIO };
+	static uint8_t memory[65536];
+	int fd = open_device();
+	struct channel *channel = create(fd, 65536);
+	struct rgpu_connect connect;
+	uint32_t region;
+
+	for (uint32_t status = 1; status <= 7; status++) {
+		channel->answer = status;
+		CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+		CHECK(connect.status == status);
+		CHECK(strstr((char *)connect.reason, "the test wants"));
+	}
+	channel->answer = 0;
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_OK);
+
+	for (uint32_t status = 1; status <= 7; status++) {
+		command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = status });
+		FAILS(errnos[status], register_memory(fd, memory, 65536, 0, NULL));
+	}
+	CHECK(register_memory(fd, memory, 65536, 0, &region) == 0);
+	command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = RGPU_STATUS_INVALID });
+	FAILS(EINVAL, unregister_memory(fd, region));
+	/* The device did not let go, so the region stands. */
+	CHECK(unregister_memory(fd, region) == 0);
+}
+
+/* As many channels as the device takes, and not one more. */
+static void test_max_channels(uint64_t max)
+{
+	struct channel *channels[512];
+	struct rgpu_connect connect;
+	int fds[512], fd;
+
+	for (uint64_t i = 0; i < max; i++) {
+		fds[i] = open_device();
+		channels[i] = connect_channel(fds[i], 4096);
+	}
+	fd = open_device();
+	create(fd, 4096);
+	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
+	CHECK(strstr((char *)connect.reason, "in use"));
+	/* One that goes makes room at once. */
+	for (int i = 0; i < 20; i++) {
+		munmap(channels[i % max], 4096);
+		close(fds[i % max]);
+		fds[i % max] = open_device();
+		channels[i % max] = connect_channel(fds[i % max], 4096);
+	}
+}
+
+static void one_of_many(unsigned int seed)
+{
+	uint64_t len = 40000 + seed * 1000;
+	uint8_t *memory = malloc(len);
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 1 << 20);
+
+	for (int i = 0; i < 5; i++) {
+		uint32_t region;
+
+		fill(memory, len, seed + i);
+		CHECK(register_memory(fd, memory, len, 0, &region) == 0);
+		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
+							     .len = len }) == hash(memory, len));
+		command(fd, channel, (struct command){ .op = OP_FILL, .region = region, .len = len,
+						       .seed = seed * 100 });
+		check_pattern(memory, len, seed * 100);
+		fill((uint8_t *)channel + 4096, 20000, seed);
+		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = CHANNEL,
+							     .offset = 4096, .len = 20000 }) ==
+		      hash((uint8_t *)channel + 4096, 20000));
+		if (i % 2)
+			CHECK(unregister_memory(fd, region) == 0);
+	}
+}
+
+static void test_many(uint64_t count)
+{
+	for (uint64_t i = 0; i < count; i++) {
+		pid_t pid = fork();
+
+		CHECK(pid >= 0);
+		if (!pid) {
+			one_of_many(i);
+			_exit(0);
+		}
+	}
+	for (uint64_t i = 0; i < count; i++) {
+		int status;
+
+		CHECK(wait(&status) > 0);
+		CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+	}
+}
+
+/* A forked child has neither the memory nor the use of its parent's channel. */
+static void test_fork(void)
+{
+	struct rgpu_wait wait_args = { .timeout_ns = 0 };
+	struct rgpu_connect connect;
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	int status;
+	pid_t pid;
+
+	pid = fork();
+	if (!pid) {
+		void *map;
+
+		FAILS(EPERM, ioctl(fd, RGPU_IOC_KICK));
+		FAILS(EPERM, ioctl(fd, RGPU_IOC_WAIT, &wait_args));
+		FAILS(EPERM, ioctl(fd, RGPU_IOC_CONNECT, &connect));
+		FAILS(EPERM, register_memory(fd, &status, 4, 0, NULL));
+		FAILS(EPERM, unregister_memory(fd, 0));
+		map = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+		CHECK(map == MAP_FAILED && errno == EPERM);
+		channel->magic = 0;
+		_exit(0);
+	}
+	CHECK(waitpid(pid, &status, 0) == pid);
+	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+	/* A channel of its own a child can have. */
+	pid = fork();
+	if (!pid) {
+		one_of_many(1);
+		_exit(0);
+	}
+	CHECK(waitpid(pid, &status, 0) == pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+	command(fd, channel, (struct command){ .op = OP_NOP });
+}
+
+/* Exits, and leaves a child that has inherited the file. */
+static void test_orphan(void)
+{
+	int fd = open_device();
+
+	connect_channel(fd, 65536);
+	if (!fork()) {
+		close(0);
+		close(1);
+		close(2);
+		sleep_ms(60000);
+		_exit(0);
+	}
+}
+
+/* Connects, registers memory, says "ready", and stays until it is killed. */
+static void test_hold(void)
+{
+	uint64_t len = 4 << 20;
+	uint8_t *memory = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 1 << 20);
+
+	CHECK(register_memory(fd, memory, len, 0, NULL) == 0);
+	command(fd, channel, (struct command){ .op = OP_NOP });
+	say_ready();
+	for (;;)
+		wait_word(fd, COMPLETED, atomic_load(&channel->completed), -1);
+}
+
+/* Says "ready" and connects, to be killed while the device makes up its mind. */
+static void test_connect_slowly(void)
+{
+	struct rgpu_connect connect;
+	int fd = open_device();
+
+	create(fd, 1 << 20);
+	say_ready();
+	ioctl(fd, RGPU_IOC_CONNECT, &connect);
+	FAIL("connect returned");
+}
+
+static void test_register_slowly(void)
+{
+	static uint8_t memory[1 << 20];
+	int fd = open_device();
+
+	connect_channel(fd, 1 << 20);
+	say_ready();
+	register_memory(fd, memory, sizeof(memory), 0, NULL);
+	FAIL("register returned");
+}
+
+static void *wait_gone(void *arg)
+{
+	struct waiter *waiter = arg;
+
+	/* Being put to sleep with the machine interrupts as a signal does. */
+	while (wait_word(waiter->fd, 0, MAGIC, -1) == -1 && errno == EINTR)
+		;
+	CHECK(errno == ENODEV);
+	return NULL;
+}
+
+static void *poll_gone(void *arg)
+{
+	struct waiter *waiter = arg;
+	struct pollfd poll_fd = { .fd = waiter->fd, .events = POLLIN };
+
+	CHECK(poll(&poll_fd, 1, -1) == 1);
+	CHECK(poll_fd.revents & POLLHUP);
+	return NULL;
+}
+
+static void *connect_gone(void *arg)
+{
+	struct waiter *waiter = arg;
+	struct rgpu_connect connect;
+
+	FAILS(ENODEV, ioctl(waiter->fd, RGPU_IOC_CONNECT, &connect));
+	return NULL;
+}
+
+/* Says "ready"; then the device goes away, with the files open and used. */
+static void test_gone(void)
+{
+	static uint8_t memory[1 << 20];
+	int fd = open_device(), second = open_device(), third = open_device();
+	struct channel *channel = connect_channel(fd, 1 << 20);
+	struct waiter waiter = { .fd = fd }, unused = { .fd = second }, slow = { .fd = third };
+	pthread_t threads[4];
+	struct rgpu_connect connect;
+	struct rgpu_info info;
+
+	CHECK(register_memory(fd, memory, sizeof(memory), 0, NULL) == 0);
+	create(second, 65536);
+	create(third, 65536)->answer_delay = 60000;
+	CHECK(pthread_create(&threads[0], NULL, wait_gone, &waiter) == 0);
+	CHECK(pthread_create(&threads[1], NULL, poll_gone, &waiter) == 0);
+	CHECK(pthread_create(&threads[2], NULL, poll_gone, &unused) == 0);
+	CHECK(pthread_create(&threads[3], NULL, connect_gone, &slow) == 0);
+	sleep_ms(200);
+	say_ready();
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+
+	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
+	FAILS(ENODEV, ioctl(fd, RGPU_IOC_GET_INFO, &info));
+	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
+	FAILS(ENODEV, unregister_memory(fd, 0));
+	FAILS(ENODEV, ioctl(second, RGPU_IOC_CONNECT, &connect));
+	/* The memory stays, with nobody on the other side. */
+	CHECK(channel->magic == MAGIC);
+	memset((uint8_t *)channel + 4096, 1, (1 << 20) - 4096);
+	memset(memory, 1, sizeof(memory));
+}
+
+/* Says "ready"; then the machine sleeps, which ends channels but not the device. */
+static void test_suspend(void)
+{
+	static uint8_t memory[1 << 20];
+	int fd = open_device(), second = open_device();
+	struct channel *channel = connect_channel(fd, 1 << 20);
+	struct waiter waiter = { .fd = fd };
+	struct rgpu_connect connect;
+	pthread_t thread;
+
+	CHECK(register_memory(fd, memory, sizeof(memory), 0, NULL) == 0);
+	create(second, 65536);
+	CHECK(pthread_create(&thread, NULL, wait_gone, &waiter) == 0);
+	say_ready();
+	CHECK(pthread_join(thread, NULL) == 0);
+	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
+	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
+	CHECK(channel->magic == MAGIC);
+	/* A channel that was not connected yet is as good as new. */
+	CHECK(ioctl(second, RGPU_IOC_CONNECT, &connect) == 0);
+	CHECK(connect.status == RGPU_STATUS_OK);
+}
+
+static void test_doorbells(uint64_t count)
+{
+	int fd = open_device();
+	struct channel *channel = connect_channel(fd, 65536);
+	uint64_t before = command(fd, channel, (struct command){ .op = OP_DOORBELLS });
+	uint64_t after;
+
+	for (uint64_t i = 0; i < count; i++) {
+		CHECK(ioctl(fd, RGPU_IOC_KICK) == 0);
+		sleep_ms(10);
+	}
+	after = command(fd, channel, (struct command){ .op = OP_DOORBELLS });
+	printf("%llu doorbells\n", (unsigned long long)(after - before));
+}
+
+/* A core dump, gdb or a direct read of the memory through the kernel works. */
+static void test_kernel_access(void)
+{
+	int fd = open_device(), mem = open("/proc/self/mem", O_RDONLY);
+	struct channel *channel = connect_channel(fd, 65536);
+	uint8_t bytes[64];
+
+	fill((uint8_t *)channel + 8192, 64, 5);
+	CHECK(pread(mem, bytes, 64, (uintptr_t)channel + 8192) == 64);
+	check_pattern(bytes, 64, 5);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct {
+		const char *name;
+		void (*run)(void);
+		void (*run_with)(uint64_t argument);
+	} tests[] = {
+		{ "info", test_info, NULL },
+		{ "channel", NULL, test_channel },
+		{ "register", test_register, NULL },
+		{ "register-then-fork", test_register_then_fork, NULL },
+		{ "register-read-only", test_register_read_only, NULL },
+		{ "register-scattered", NULL, test_register_scattered },
+		{ "memlock", test_memlock, NULL },
+		{ "memlock-after-close", test_memlock_after_close, NULL },
+		{ "arguments", test_arguments, NULL },
+		{ "wait", test_wait, NULL },
+		{ "waiters", test_waiters, NULL },
+		{ "refused", test_refused, NULL },
+		{ "max-channels", NULL, test_max_channels },
+		{ "many", NULL, test_many },
+		{ "fork", test_fork, NULL },
+		{ "orphan", test_orphan, NULL },
+		{ "hold", test_hold, NULL },
+		{ "connect-slowly", test_connect_slowly, NULL },
+		{ "register-slowly", test_register_slowly, NULL },
+		{ "gone", test_gone, NULL },
+		{ "suspend", test_suspend, NULL },
+		{ "doorbells", NULL, test_doorbells },
+		{ "kernel-access", test_kernel_access, NULL },
+	};
+
+	if (getenv("RGPU_DEVICE"))
+		device = getenv("RGPU_DEVICE");
+	for (size_t i = 0; i < sizeof(tests) / sizeof(tests[0]); i++) {
+		if (argc < 2 || strcmp(argv[1], tests[i].name))
+			continue;
+		if (tests[i].run)
+			tests[i].run();
+		else
+			tests[i].run_with(argc > 2 ? strtoull(argv[2], NULL, 0) : 1);
+		printf("ok\n");
+		return 0;
+	}
+	fprintf(stderr, "usage: rgpu_selftest TEST [ARGUMENT]\n");
+	return 2;
+}

@@ -1,0 +1,413 @@
+//! Two processes that talk by verbs: how the layer is used, what the tests run in a machine, and what the benchmarks compare with `perftest`.
+//!
+//! ```text
+//! verbs listen 10.0.1.1:9800 --device rxe0
+//! verbs connect 10.0.1.1:9800 --device rxe1 --do h2d --size 65536 --count 200
+//! ```
+//!
+//! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. Data is verified
+//! unless `--fast` is given; the result is one line of `key=value`.
+
+use std::collections::VecDeque;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::device::Extent;
+use protocol::link::{ARENA_KEY, DataHeader, DataSent, Memory, Queues, RegionKey, SLOT_DATA, frame};
+use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use rgpu_host_bridge::memory::{Memories, Pieces};
+use rgpu_host_bridge::verbs::{Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError};
+use zerocopy::{FromBytes, IntoBytes};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+const SLOT_SIZE: u32 = (1 << 20) + 4096;
+const SLOTS: u32 = 24;
+/// Frames of this program's own.
+const PING: u32 = 100;
+const SUM: u32 = 101;
+const GO: u32 = 102;
+
+#[derive(Debug, Clone)]
+struct Job {
+    what: String,
+    size: u64,
+    count: u64,
+    fast: bool,
+    sleep: bool,
+}
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let (role, address) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
+    let mut settings = Settings::default();
+    let mut job = Job { what: "h2d".into(), size: 1 << 20, count: 16, fast: false, sleep: false };
+    while let Some(option) = args.next() {
+        let mut value = || args.next().ok_or(format!("{option} wants a value"));
+        match option.as_str() {
+            "--device" => settings.device = Some(value()?),
+            "--port" => settings.port = value()?.parse()?,
+            "--gid-index" => settings.gid_index = Some(value()?.parse()?),
+            "--mtu" => settings.mtu = Some(value()?.parse()?),
+            "--queue-pairs" => settings.queue_pairs = value()?.parse()?,
+            "--queue-depth" => settings.queue_depth = value()?.parse()?,
+            "--loss-ms" => settings.loss = Duration::from_millis(value()?.parse()?),
+            "--do" => job.what = value()?,
+            "--size" => job.size = value()?.parse()?,
+            "--count" => job.count = value()?.parse()?,
+            "--fast" => job.fast = true,
+            "--sleep" => job.sleep = true,
+            _ => return Err(format!("unknown option {option}").into()),
+        }
+    }
+    match role.as_str() {
+        "listen" => listen(&address, &settings),
+        "connect" => connect(&address, &settings, &job),
+        _ => Err("verbs listen|connect ADDRESS [options]".into()),
+    }
+}
+
+/// The nth byte of what is sent.
+fn pattern(at: u64) -> u8 {
+    (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+fn exchange(control: &TcpStream) -> Result<(Queues, Vec<u8>)> {
+    let mut body = Vec::new();
+    match recv_frame(control.as_fd(), &mut body, &mut Vec::new())? {
+        Some(frame::QUEUES) => {
+            let (queues, rest) = split_struct::<Queues>(&body)?;
+            Ok((queues, rest.to_vec()))
+        }
+        other => Err(format!("frame {other:?} where QUEUES was due").into()),
+    }
+}
+
+/// A link with its stream of frames, and what came that was not asked for yet.
+struct Talk {
+    link: Link,
+    reader: FrameReader,
+    placed: VecDeque<(u32, u32)>,
+    written: u64,
+    sleep: bool,
+}
+
+impl Talk {
+    fn new(link: Link, sleep: bool) -> Talk {
+        Talk { link, reader: FrameReader::new(), placed: VecDeque::new(), written: 0, sleep }
+    }
+
+    fn frame(&mut self, kind: u32, body: &[u8]) {
+        let header = protocol::link::FrameHeader { kind, len: body.len() as u32 };
+        self.link.out().extend_from_slice(header.as_bytes());
+        self.link.out().extend_from_slice(body);
+    }
+
+    fn turn(&mut self) -> Result<bool> {
+        let (reader, placed, written) = (&mut self.reader, &mut self.placed, &mut self.written);
+        let mut worked = self.link.poll::<VerbsError>(&mut |event| {
+            match event {
+                Event::Bytes(mut bytes) => while !bytes.is_empty() && reader.fill(&mut bytes).is_ok() {},
+                Event::Placed { immediate, len, .. } => placed.push_back((immediate, len)),
+                Event::Written { .. } => *written += 1,
+            }
+            Ok(())
+        })?;
+        worked |= self.link.flush()?;
+        Ok(worked)
+    }
+
+    /// Turns until there was something; sleeps between if that is wanted.
+    fn wait(&mut self) -> Result<()> {
+        if self.turn()? {
+            return Ok(());
+        }
+        if self.sleep {
+            self.link.arm()?;
+            if self.turn()? {
+                return Ok(());
+            }
+            let device = self.link.domain().device().clone();
+            let mut fds = [PollFd::new(self.link.fd(), PollFlags::POLLIN), PollFd::new(device.event_fd(), PollFlags::POLLIN)];
+            poll(&mut fds, PollTimeout::NONE)?;
+            self.link.disarm();
+            while let Some(event) = device.next_event() {
+                eprintln!("{event:?}");
+            }
+        }
+        Ok(())
+    }
+
+    fn next(&mut self) -> Result<(u32, Vec<u8>)> {
+        loop {
+            if let Some((kind, body)) = self.reader.next_frame()? {
+                return Ok((kind, body.to_vec()));
+            }
+            self.wait()?;
+        }
+    }
+}
+
+fn listen(address: &str, settings: &Settings) -> Result<()> {
+    let listener = TcpListener::bind(address)?;
+    println!("listening");
+    for control in listener.incoming() {
+        match serve(control?, settings) {
+            Ok(()) => println!("served"),
+            Err(e) => println!("lost: {e}"),
+        }
+    }
+    Ok(())
+}
+
+fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
+    let (peer, job) = exchange(&control)?;
+    let job = String::from_utf8(job)?;
+    let mut job = job.split(' ');
+    let mut word = || job.next().ok_or("a job is cut off");
+    let (what, size, count, fast) = (word()?.to_owned(), word()?.parse::<u64>()?, word()?.parse::<u64>()?, word()? == "true");
+    let sleep = word()? == "true";
+    let domain = Domain::new(Device::open(settings)?)?;
+    let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
+    let link = Unconnected::answering(&domain, settings, &peer)?;
+    send_frame(control.as_fd(), frame::QUEUES, &[link.offer(Some((&slots, SLOT_SIZE))).as_bytes()], &[])?;
+    let mut talk = Talk::new(link.connect(&peer)?, sleep);
+    match what.as_str() {
+        "ping" => {
+            for _ in 0..count {
+                let (kind, body) = talk.next()?;
+                talk.frame(kind, &body);
+                talk.turn()?;
+            }
+        }
+        "h2d" => take(&mut talk, &slots, size * count, fast)?,
+        "d2h" => give(&mut talk, &slots, size, count)?,
+        other => return Err(format!("no job {other}").into()),
+    }
+    while talk.link.wants_out() {
+        talk.turn()?;
+    }
+    // The peer closes when it has seen everything.
+    let _ = recv_frame(control.as_fd(), &mut Vec::new(), &mut Vec::new());
+    Ok(())
+}
+
+fn take(talk: &mut Talk, slots: &Slab, total: u64, fast: bool) -> Result<()> {
+    let (mut done, mut sum) = (0u64, 0u64);
+    while done < total {
+        let Some((slot, len)) = talk.placed.pop_front() else {
+            talk.wait()?;
+            continue;
+        };
+        let base = (slot * SLOT_SIZE + SLOT_DATA) as usize;
+        let head = size_of::<DataHeader>();
+        let data = len as usize - head;
+        let at = slots.pointer(base - head, len as usize).ok_or(format!("slot {slot} of {len} bytes"))?;
+        // SAFETY: the peer does not write a slot before it is told that it is free.
+        let bytes = unsafe { std::slice::from_raw_parts(at.as_ptr(), len as usize) };
+        let (header, bytes) = DataHeader::read_from_prefix(bytes).map_err(|_| "no header")?;
+        if header.len as usize != data {
+            return Err(format!("{header:?} with {data} bytes").into());
+        }
+        if !fast {
+            for (i, byte) in bytes.iter().enumerate() {
+                if *byte != pattern(header.offset + i as u64) {
+                    return Err(format!("byte {} of {} is wrong", i, header.offset).into());
+                }
+            }
+            sum += bytes.len() as u64;
+        }
+        done += data as u64;
+        talk.frame(frame::SLOTS_FREE, slot.as_bytes());
+    }
+    talk.frame(SUM, sum.as_bytes());
+    Ok(())
+}
+
+fn give(talk: &mut Talk, slots: &Slab, size: u64, count: u64) -> Result<()> {
+    let (kind, body) = talk.next()?;
+    let (key, _) = split_struct::<RegionKey>(&body)?;
+    if kind != frame::REGION_KEY || key.size < size {
+        return Err("no key".into());
+    }
+    let room = u64::from(SLOT_SIZE * SLOTS).min(size);
+    if let Some(at) = slots.pointer(0, room as usize) {
+        for i in 0..room {
+            // SAFETY: inside the slab, of which the peer uses nothing in this job.
+            unsafe { at.as_ptr().add(i as usize).write(pattern(i)) };
+        }
+    }
+    for seq in 1..=count {
+        if talk.next()?.0 != GO {
+            return Err("no GO".into());
+        }
+        let mut at = 0;
+        while at < size {
+            let len = (size - at).min(512 << 10);
+            let source = slots.registration().slice(at % room, len as u32).ok_or("source")?;
+            let Some(queue) = talk.link.next_queue() else {
+                talk.wait()?;
+                continue;
+            };
+            talk.link.put(&Put { queue, source, header: None, address: key.address + at, key: key.key, immediate: seq as u32, token: seq, signal: true })?;
+            at += len;
+        }
+        talk.frame(frame::DATA_SENT, DataSent { seq, bytes: size }.as_bytes());
+        talk.turn()?;
+    }
+    Ok(())
+}
+
+/// Client memory as a guest's would be: one file, its pages in no order.
+fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Pieces)> {
+    let pages = size.div_ceil(4096);
+    let file: OwnedFd = memfd_create(c"region", MFdFlags::MFD_CLOEXEC)?;
+    nix::unistd::ftruncate(&file, ((pages + 1) * 4096) as i64)?;
+    let memories = Memories::map(vec![(Memory { addr: 0, size: (pages + 1) * 4096, file_offset: 0 }, file)])?;
+    let extents: Vec<Extent> = (0..pages)
+        .map(|i| {
+            let page = if i % 16 == 15 { pages } else { i };
+            // Every sixteenth page lies elsewhere, but only one of them can have the spare page.
+            let page = if page == pages && i != 15 { i } else { page };
+            Extent { addr: page * 4096, len: (size - i * 4096).min(4096) }
+        })
+        .collect();
+    let pieces = memories.resolve(&extents, size)?;
+    Ok((memories, extents, pieces))
+}
+
+fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
+    let control = TcpStream::connect(address)?;
+    let domain = Domain::new(Device::open(settings)?)?;
+    let (memories, extents, pieces) = scattered(job.size)?;
+    let region = RegisteredRegion::new(&domain, &memories, &extents, job.size, job.what == "h2d")?;
+    let link = Unconnected::new(&domain, settings)?;
+    let text = format!("{} {} {} {} {}", job.what, job.size, job.count, job.fast, job.sleep);
+    send_frame(control.as_fd(), frame::QUEUES, &[link.offer(None).as_bytes(), text.as_bytes()], &[])?;
+    let (peer, _) = exchange(&control)?;
+    let mut talk = Talk::new(link.connect(&peer)?, job.sleep);
+    let begin = Instant::now();
+    match job.what.as_str() {
+        "ping" => {
+            let body = vec![7u8; job.size as usize];
+            for _ in 0..job.count {
+                talk.frame(PING, &body);
+                talk.turn()?;
+                if talk.next()? != (PING, body.clone()) {
+                    return Err("another answer than the question".into());
+                }
+            }
+        }
+        "h2d" => {
+            fill(&pieces);
+            put_all(&mut talk, &region, &peer, job)?;
+            let (kind, body) = loop {
+                match talk.next()? {
+                    (frame::SLOTS_FREE, _) => {}
+                    other => break other,
+                }
+            };
+            let sum = split_struct::<u64>(&body)?.0;
+            if kind != SUM || !job.fast && sum != job.size * job.count {
+                return Err(format!("the peer verified {sum} bytes").into());
+            }
+        }
+        "d2h" => {
+            let r = region.registration();
+            let key = RegionKey { address: r.address(), size: r.len() as u64, region: ARENA_KEY, key: r.remote_key() };
+            talk.frame(frame::REGION_KEY, key.as_bytes());
+            for seq in 1..=job.count {
+                talk.frame(GO, &[]);
+                talk.turn()?;
+                let (_, body) = talk.next()?;
+                let sent = split_struct::<DataSent>(&body)?.0;
+                let mut got = 0;
+                while got < sent.bytes {
+                    match talk.placed.pop_front() {
+                        Some((imm, len)) if imm == seq as u32 => got += u64::from(len),
+                        Some(other) => return Err(format!("{other:?} for {seq}").into()),
+                        None => talk.wait()?,
+                    }
+                }
+                if !job.fast {
+                    verify(&pieces)?;
+                }
+            }
+        }
+        other => return Err(format!("no job {other}").into()),
+    }
+    let time = begin.elapsed().as_secs_f64();
+    println!(
+        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} messages={:?}",
+        job.what,
+        job.size,
+        job.count,
+        (job.size * job.count) as f64 / time / 1e6,
+        time / job.count as f64 * 1e6,
+        talk.link.messages,
+    );
+    Ok(())
+}
+
+fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job) -> Result<()> {
+    let mut free: Vec<u32> = (0..peer.slots).collect();
+    let most = u64::from(peer.slot_size - SLOT_DATA).min(512 << 10);
+    let mut posted = 0u64;
+    let header_len = size_of::<DataHeader>() as u64;
+    for seq in 1..=job.count {
+        let mut at = 0;
+        while at < job.size {
+            let (Some(queue), false) = (talk.link.next_queue(), free.is_empty()) else {
+                talk.wait()?;
+                while let Some((kind, body)) = talk.reader.next_frame()? {
+                    if kind == frame::SLOTS_FREE {
+                        free.extend(body.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+                    }
+                }
+                continue;
+            };
+            let Some(slot) = free.pop() else { continue };
+            let len = (job.size - at).min(most);
+            let source = region.registration().slice(at, len as u32).ok_or("source")?;
+            let address = peer.slots_address + u64::from(slot) * u64::from(peer.slot_size) + u64::from(SLOT_DATA) - header_len;
+            let header = DataHeader { seq, offset: at, piece: 0, len: len as u32 };
+            let signal = len > 65536 || (seq == job.count && at + len == job.size);
+            talk.link.put(&Put { queue, source, header: Some(header), address, key: peer.slots_key, immediate: slot, token: seq, signal })?;
+            at += len;
+            posted += 1;
+        }
+    }
+    while talk.written < posted {
+        talk.wait()?;
+    }
+    Ok(())
+}
+
+fn fill(pieces: &Pieces) {
+    for piece in pieces.all() {
+        for i in 0..piece.len {
+            // SAFETY: inside the piece, which is mapped; the peer does not write it in this job.
+            unsafe { piece.at.as_ptr().add(i).write(pattern((piece.offset + i) as u64)) };
+        }
+    }
+}
+
+fn verify(pieces: &Pieces) -> Result<()> {
+    let room = u64::from(SLOT_SIZE * SLOTS).min(pieces.size() as u64);
+    for piece in pieces.all() {
+        for i in 0..piece.len {
+            // SAFETY: inside the piece, which is mapped; all writes to it have been announced.
+            let byte = unsafe { piece.at.as_ptr().add(i).read() };
+            let at = (piece.offset + i) as u64;
+            if byte != pattern(at % room) {
+                return Err(format!("byte {at} is wrong").into());
+            }
+            // SAFETY: as above. So that the next round cannot be taken for this one.
+            unsafe { piece.at.as_ptr().add(i).write(!byte) };
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,342 @@
+//! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the doorbell and reads the ring by itself; what is left
+//! here is a Unix socket on which regions come and go, and whose end says that the worker is gone.
+//!
+//! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went with it. That is what `unregister_region` and
+//! `close` wait for where the worker does not acknowledge first.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+use nix::sys::time::TimeVal;
+use protocol::channel::Header;
+use protocol::device::Answer;
+use protocol::link::{
+    ATTACH_FUTEX, Ack, Attach, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame, purpose,
+};
+use std::os::fd::AsRawFd;
+use zerocopy::IntoBytes;
+
+use super::core::{ChannelMemory, Core, thread_name};
+use super::session::{Handshake, hello, welcome};
+use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
+
+/// Connects and shakes hands.
+pub(super) fn connect(
+    config: &SessionConfig,
+    memory: &ChannelMemory,
+) -> Result<(OwnedFd, Handshake), ConnectError> {
+    let server = config.server.to_string();
+    let failed = |source| ConnectError::NoServer { server: server.clone(), source };
+    let Address::Unix(path) = &config.server else {
+        return Err(failed(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "transport local needs a unix: address",
+        )));
+    };
+    let count = memory.memories.files().count();
+    if count > MAX_FDS - 2 {
+        let text = format!("the client has {count} memories, transport local can pass {}", MAX_FDS - 2);
+        return Err(ConnectError::Here { source: io::Error::new(io::ErrorKind::InvalidInput, text) });
+    }
+    let socket: OwnedFd = connect_unix(path).map_err(failed)?.into();
+    send_message(socket.as_fd(), &[hello(config, memory, purpose::LOCAL, 0).as_bytes()], &[])
+        .map_err(failed)?;
+    let handshake =
+        welcome(config, socket.as_fd(), Instant::now() + config.connect_timeout + config.handshake_timeout)?;
+    Ok((socket, handshake))
+}
+
+type Waiter = Sender<(Answer, String)>;
+
+/// What the transport's methods and its thread share.
+struct Shared {
+    core: Arc<Core>,
+    socket: OwnedFd,
+    /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker does itself.
+    wake: Option<EventFd>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Who waits for an acknowledgement, in the order of the requests sent.
+    waiters: VecDeque<Waiter>,
+    /// Set by `close`.
+    asked: Option<String>,
+    /// The worker's socket is closed: nothing touches the client's memory.
+    over: bool,
+}
+
+/// A session with a worker of this host.
+pub(super) struct Local {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl std::fmt::Debug for Local {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Local").field("core", &self.shared.core).finish_non_exhaustive()
+    }
+}
+
+impl Local {
+    /// Hands the channel over to the worker. The channel is ready when this returns.
+    pub(super) fn start(
+        config: &SessionConfig,
+        core: Arc<Core>,
+        socket: OwnedFd,
+    ) -> Result<Local, ConnectError> {
+        let server = config.server.to_string();
+        let here = |source| ConnectError::Here { source };
+        let failed = |source| ConnectError::NoServer { server: server.clone(), source };
+        let wake = if core.futex() {
+            None
+        } else {
+            Some(
+                EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                    .map_err(|e| here(e.into()))?,
+            )
+        };
+
+        let memories: Vec<_> = core.channel.memories.files().collect();
+        let attach = Attach {
+            memory_count: memories.len() as u32,
+            extent_count: core.channel.extents.len() as u32,
+            flags: if wake.is_none() { ATTACH_FUTEX } else { 0 },
+            reserved: 0,
+            size: core.channel.size,
+        };
+        let mut descriptors: Vec<BorrowedFd<'_>> = memories.iter().map(|(_, file)| file.as_fd()).collect();
+        descriptors.push(core.doorbell.as_fd());
+        descriptors.extend(wake.as_ref().map(AsFd::as_fd));
+        let places: Vec<_> = memories.iter().map(|(memory, _)| *memory).collect();
+        let parts = [attach.as_bytes(), places.as_bytes(), core.channel.extents.as_bytes()];
+        send_frame(socket.as_fd(), frame::ATTACH, &parts, &descriptors).map_err(failed)?;
+        let (answer, reason) = first_ack(socket.as_fd()).map_err(failed)?;
+        if answer != Answer::Ok {
+            return Err(ConnectError::Refused { server, answer, reason });
+        }
+        // From here on the thread waits as long as it takes; a worker that does not read makes a sender give up.
+        setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 0)).map_err(|e| here(e.into()))?;
+        setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0)).map_err(|e| here(e.into()))?;
+        core.header().set_ready();
+
+        let shared =
+            Arc::new(Shared { core, socket, wake, state: Mutex::default(), changed: Condvar::new() });
+        let for_thread = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name(thread_name("local"))
+            .spawn(move || for_thread.watch())
+            .map_err(here)?;
+        Ok(Local { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    fn over(&self) -> RegionError {
+        RegionError::Over(self.shared.core.ended().unwrap_or("the session is over").to_owned())
+    }
+
+    /// Sends a request and waits for its acknowledgement. `None`: the worker is gone.
+    fn request(&self, kind: u32, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> Option<(Answer, String)> {
+        let (waiter, answer) = channel();
+        {
+            let mut state = self.shared.lock();
+            if state.over {
+                return None;
+            }
+            state.waiters.push_back(waiter);
+            // Under the lock, so that requests and waiters have one order.
+            if let Err(e) = send_frame(self.shared.socket.as_fd(), kind, parts, fds) {
+                // The stream may be cut in mid-frame: it is of no further use.
+                tracing::warn!(server = %self.shared.core.server, "sending to the worker: {e}");
+                let _ = shutdown(self.shared.socket.as_raw_fd(), Shutdown::Write);
+            }
+        }
+        answer.recv().ok()
+    }
+}
+
+fn first_ack(socket: BorrowedFd<'_>) -> io::Result<(Answer, String)> {
+    let mut body = Vec::new();
+    loop {
+        let kind = recv_frame(socket, &mut body, &mut Vec::new()).map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock => {
+                io::Error::new(io::ErrorKind::TimedOut, "the worker did not answer in time")
+            }
+            _ => e,
+        })?;
+        match kind {
+            Some(frame::ALIVE) => {}
+            Some(frame::ACK) => return ack(&body),
+            Some(frame::BYE) => return Ok((Answer::Denied, String::from_utf8_lossy(&body).into_owned())),
+            Some(other) => {
+                return Err(io::Error::other(format!("the worker answered with a frame of kind {other}")));
+            }
+            None => {
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the worker closed the connection"));
+            }
+        }
+    }
+}
+
+fn ack(body: &[u8]) -> io::Result<(Answer, String)> {
+    let (ack, reason) = split_struct::<Ack>(body)?;
+    Ok((Answer::from_number(ack.status), String::from_utf8_lossy(reason).into_owned()))
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread: passes wake-ups and acknowledgements on until the worker's socket is closed.
+    fn watch(&self) {
+        let why = self.listen();
+        let asked = self.lock().asked.clone();
+        match asked {
+            Some(reason) => self.core.end(&reason),
+            None => self.core.lose(&why),
+        }
+        let mut state = self.lock();
+        state.over = true;
+        state.waiters.clear();
+        self.changed.notify_all();
+    }
+
+    fn listen(&self) -> String {
+        let server = &self.core.server;
+        let (mut body, mut fds) = (Vec::new(), Vec::new());
+        let mut goodbye = None;
+        loop {
+            let mut watched = vec![PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+            watched.extend(self.wake.as_ref().map(|wake| PollFd::new(wake.as_fd(), PollFlags::POLLIN)));
+            match poll(&mut watched, PollTimeout::NONE) {
+                Ok(_) | Err(nix::Error::EINTR) => {}
+                Err(e) => return format!("this host failed while talking to the server at {server}: {e}"),
+            }
+            let ready = |index: usize| {
+                watched.get(index).and_then(PollFd::revents).is_some_and(|events| !events.is_empty())
+            };
+            if ready(1) {
+                if let Some(wake) = &self.wake {
+                    let _ = wake.read();
+                }
+                // Which word changed is not known: the call wakes all.
+                self.core.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+            }
+            if !ready(0) {
+                continue;
+            }
+            let kind = recv_frame(self.socket.as_fd(), &mut body, &mut fds);
+            fds.clear();
+            match kind {
+                Ok(Some(frame::ACK)) => match ack(&body) {
+                    Ok(answer) => {
+                        if let Some(waiter) = self.lock().waiters.pop_front() {
+                            let _ = waiter.send(answer);
+                        }
+                    }
+                    Err(e) => {
+                        goodbye = Some(format!("the server at {server} does not keep to the protocol: {e}"))
+                    }
+                },
+                Ok(Some(frame::ALIVE)) => {}
+                Ok(Some(frame::BYE)) => {
+                    goodbye = Some(match String::from_utf8_lossy(&body).as_ref() {
+                        "" => format!("the server at {server} ended the session"),
+                        text => format!("the server at {server} ended the session: {text}"),
+                    });
+                }
+                Ok(Some(other)) => tracing::warn!(%server, "the worker sent a frame of unknown kind {other}"),
+                // Only now has the worker let go of the memory.
+                Ok(None) => {
+                    return goodbye
+                        .unwrap_or_else(|| format!("the worker of the server at {server} is gone"));
+                }
+                Err(e) => {
+                    return goodbye
+                        .unwrap_or_else(|| format!("connection to the server at {server} lost: {e}"));
+                }
+            }
+        }
+    }
+}
+
+impl Transport for Local {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { server_reads_ring: true, zero_copy: true, remote_write: true }
+    }
+
+    fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
+        let mut flags = 0;
+        let mut descriptors = Vec::new();
+        if region.own_memory {
+            flags |= REGION_OWN_MEMORY;
+            descriptors.extend(region.memories.files().map(|(_, file)| file.as_fd()));
+        }
+        if region.read_only {
+            flags |= REGION_READ_ONLY;
+        }
+        let add = RegionAdd {
+            region: id,
+            extent_count: region.extents.len() as u32,
+            flags,
+            reserved: 0,
+            size: region.size,
+        };
+        match self.request(frame::REGION_ADD, &[add.as_bytes(), region.extents.as_bytes()], &descriptors) {
+            Some((Answer::Ok, _)) => Ok(()),
+            Some((answer, reason)) => {
+                Err(RegionError::Refused { server: self.shared.core.server.clone(), answer, reason })
+            }
+            None => Err(self.over()),
+        }
+    }
+
+    fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
+        match self.request(frame::REGION_REMOVE, &[&id.to_le_bytes()], &[]) {
+            Some((Answer::Ok, _)) | None => Ok(()),
+            Some((answer, reason)) => {
+                Err(RegionError::Refused { server: self.shared.core.server.clone(), answer, reason })
+            }
+        }
+    }
+
+    fn close(&self, reason: &str, patience: Duration) -> Closed {
+        let mut state = self.shared.lock();
+        if !state.over && state.asked.is_none() {
+            state.asked = Some(reason.to_owned());
+            let _ = send_frame(self.shared.socket.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
+            let _ = shutdown(self.shared.socket.as_raw_fd(), Shutdown::Write);
+        }
+        let wait = self.shared.changed.wait_timeout_while(state, patience, |state| !state.over);
+        let (state, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        if !state.over {
+            return Closed::StillHeld;
+        }
+        drop(state);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+        Closed::Released
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        if self.close("closed", Duration::ZERO) == Closed::StillHeld {
+            // The thread keeps the memory mapped, through `shared`, until the worker has let go.
+            tracing::warn!(server = %self.shared.core.server, "the worker still holds the client's memory");
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! The bridge's end of a session: it carries one channel to one server, by one of several transports.
+//!
+//! ```text
+//!  vhost-rgpu ──▶ Session ──▶ dyn Transport ─┬─ tcp    a relay thread takes records off the ring and moves bulk data
+//!                    │                       ├─ verbs  the same over InfiniBand or RoCE, bulk data by the NIC
+//!                    │                       └─ local  the server's worker has the channel mapped and reads the ring itself
+//!                    └── Core: the channel's memory, the doorbell, counters, how the session ended; shared by both
+//! ```
+//!
+//! In reading order:
+//! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
+//! - [`core`]: what session and transport share; the only code that writes into a channel on loss;
+//! - [`tcp`], [`verbs`] and [`local`]: the transports;
+//! - [`polling`], [`counters`]: small parts.
+//!
+//! Whatever a client does wrong ends its own session, with a reason that a person can read, and no other.
+
+pub mod core;
+pub mod counters;
+pub mod local;
+pub mod polling;
+pub mod session;
+pub mod tcp;
+pub mod verbs;
+
+use std::time::Duration;
+
+use protocol::device::Extent;
+use thiserror::Error;
+
+use crate::memory::{Memories, MemoryError};
+
+pub use self::core::{ChannelMemory, Wakeup};
+pub use counters::Counters;
+pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind};
+
+/// What a transport can do. Users ask for these and never for a transport's name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities {
+    /// The server reads the ring and writes replies and progress by itself: nothing in this process touches the channel while the session stands.
+    pub server_reads_ring: bool,
+    /// No CPU of either host copies bulk data on its way between the client's pages and the server's process.
+    pub zero_copy: bool,
+    /// The server can write the client's memory without the help of this process.
+    pub remote_write: bool,
+}
+
+/// A region of the client's memory that is about to be registered: where it lies, unchecked.
+#[derive(Debug)]
+pub struct RegionMemory {
+    /// The memories that the extents count in.
+    pub memories: Memories,
+    /// The region's extents, in order, byte-granular.
+    pub extents: Vec<Extent>,
+    /// Bytes in all; equals the sum of the extents' lengths.
+    pub size: u64,
+    /// `memories` is this region's own (one file, its addresses being offsets in that file) and not the channel's.
+    pub own_memory: bool,
+    /// Nobody may write the region.
+    pub read_only: bool,
+}
+
+/// Why a region was not registered or unregistered.
+#[derive(Debug, Error)]
+pub enum RegionError {
+    /// The id is taken.
+    #[error("region {0} is registered already")]
+    InUse(u32),
+    /// The id is not known.
+    #[error("region {0} is not registered")]
+    Unknown(u32),
+    /// A limit of this host.
+    #[error(
+        "region of {size} bytes: {held} bytes in {count} regions are registered, the limit is {limit} bytes in {max_count} regions"
+    )]
+    Limit {
+        /// Bytes asked for.
+        size: u64,
+        /// Bytes that the session has registered.
+        held: u64,
+        /// Regions that the session has registered.
+        count: usize,
+        /// Bytes at most.
+        limit: u64,
+        /// Regions at most.
+        max_count: usize,
+    },
+    /// The memory is not the client's.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The server refused.
+    #[error("{server} refused the region: {reason}")]
+    Refused {
+        /// The server.
+        server: String,
+        /// Its answer.
+        answer: protocol::device::Answer,
+        /// Its words.
+        reason: String,
+    },
+    /// The RDMA device cannot use the memory.
+    #[error(transparent)]
+    Verbs(#[from] crate::verbs::VerbsError),
+    /// The session is over.
+    #[error("{0}")]
+    Over(String),
+}
+
+/// How a [`Transport::close`] ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Closed {
+    /// Nobody touches the client's memory any more.
+    Released,
+    /// The other side has not let go in the time given; the memory must stay as it is until a later `close` says otherwise.
+    StillHeld,
+}
+
+/// What carries a session once it stands.
+///
+/// An implementation is made by a `connect` of its own, which blocks until the server has answered (or the configured time is over) and leaves the session running:
+/// commands that the client appends to its ring reach the server, with all they refer to, without any further call. It then keeps these promises:
+///
+/// - **Order.** The server sees records in ring order. A reply or a progress word that says data has arrived is published after the data.
+/// - **Loss.** When the server is gone, says goodbye, or the client sends what no correct client sends, it calls [`core::Core::lose`] once, from a thread of its own,
+///   and touches the client's memory no more after that.
+/// - **Isolation.** It never panics on anything that came out of the channel or off the network, and what it allocates for a client is bounded.
+///
+/// All methods may be called from any thread, at the same time, also after a loss. They may block and so must not be called from a thread that serves a
+/// virtqueue, nor from the callbacks given to [`Session::connect`].
+pub trait Transport: Send + Sync + std::fmt::Debug {
+    /// What this transport can do. Constant for the session's life.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Makes `region` known as `id`. The caller has checked that `id` is free and that limits hold, and that the extents lie inside `region.memories`.
+    ///
+    /// Once this has returned `Ok`, records that name the region are accepted.
+    fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError>;
+
+    /// Forgets a region. Returns when neither this process nor the server touches it any more: records that the client appended before the call are
+    /// forwarded first, and transfers under way are finished. A record that names the region after that is malformed.
+    ///
+    /// On a session that is over this returns `Ok` at once, or when the server has let go.
+    fn unregister_region(&self, id: u32) -> Result<(), RegionError>;
+
+    /// Ends the session, with `reason` in words for the server and for the client's sleeping threads. Idempotent. Waits at most `patience` for the other side to let
+    /// go of the client's memory.
+    fn close(&self, reason: &str, patience: Duration) -> Closed;
+}

@@ -1,0 +1,436 @@
+//! A session as a daemon holds it: connect, doorbell, regions, close.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::eventfd::EventFd;
+use protocol::VERSION;
+use protocol::device::{Answer, text, untext};
+use protocol::link::{Hello, MAGIC};
+use thiserror::Error;
+
+use super::core::{ChannelMemory, Core, Wakeup};
+use super::local::{self, Local};
+use super::tcp::{self, Tcp, receive_welcome};
+use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
+use crate::framing::Address;
+
+/// Which transport carries a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransportKind {
+    /// The server is on this host and maps the client's memory.
+    Local,
+    /// Over sockets.
+    Tcp,
+}
+
+impl TransportKind {
+    /// The usual one for an address.
+    pub fn default_for(address: &Address) -> TransportKind {
+        match address {
+            Address::Unix(_) => TransportKind::Local,
+            Address::Tcp(..) => TransportKind::Tcp,
+        }
+    }
+
+    /// Whether it can reach such an address.
+    pub fn reaches(self, address: &Address) -> bool {
+        self == TransportKind::Tcp || matches!(address, Address::Unix(_))
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "local" => Ok(TransportKind::Local),
+            "tcp" => Ok(TransportKind::Tcp),
+            _ => Err(format!("{s:?} is not a transport: local and tcp are")),
+        }
+    }
+}
+
+impl std::fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            TransportKind::Local => "local",
+            TransportKind::Tcp => "tcp",
+        })
+    }
+}
+
+/// How to open sessions.
+#[derive(Debug, Clone)]
+pub struct SessionConfig {
+    /// The server.
+    pub server: Address,
+    /// What carries the session.
+    pub transport: TransportKind,
+    /// Name of the virtual machine or host, for people and for the server's admission.
+    pub client: String,
+    /// Longest time to poll for work before sleeping.
+    pub poll: Duration,
+    /// Data connections to ask for.
+    pub data_connections: u32,
+    /// Longest time to wait for a connection.
+    pub connect_timeout: Duration,
+    /// Longest time, after that, to wait for the server's welcome: it may have to start a worker.
+    pub handshake_timeout: Duration,
+    /// A server silent for longer is lost.
+    pub silence: Duration,
+    /// Bytes that one session may register at most; 0: no limit.
+    pub max_registered: u64,
+    /// Regions that one session may register at most.
+    pub max_regions: usize,
+}
+
+impl SessionConfig {
+    /// The usual settings for a server.
+    pub fn new(server: Address, client: &str) -> SessionConfig {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        SessionConfig {
+            transport: TransportKind::default_for(&server),
+            server,
+            client: client.to_owned(),
+            poll: polling::default_bound(cores),
+            data_connections: 4,
+            connect_timeout: Duration::from_secs(5),
+            handshake_timeout: Duration::from_secs(15),
+            silence: Duration::from_secs(10),
+            max_registered: 0,
+            max_regions: 65536,
+        }
+    }
+}
+
+/// Why no session came about.
+#[derive(Debug, Error)]
+pub enum ConnectError {
+    /// The server could not be reached.
+    #[error("the server at {server} cannot be reached: {source}")]
+    NoServer {
+        /// Its address.
+        server: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The server speaks another version.
+    #[error(
+        "the server at {server} speaks version {theirs} of rgpu, this host speaks version {ours}: install the same release on both"
+    )]
+    Version {
+        /// Its address.
+        server: String,
+        /// The server's version.
+        theirs: u32,
+        /// This host's.
+        ours: u32,
+    },
+    /// The server refused.
+    #[error("the server at {server} refused the session: {reason}")]
+    Refused {
+        /// Its address.
+        server: String,
+        /// Its answer.
+        answer: Answer,
+        /// Its words.
+        reason: String,
+    },
+    /// What answered is no rgpu server, or a broken one.
+    #[error("the server at {server} does not keep to the protocol: {what}")]
+    Protocol {
+        /// Its address.
+        server: String,
+        /// What it did.
+        what: String,
+    },
+    /// Something on this host failed.
+    #[error("this host cannot open a session: {source}")]
+    Here {
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+impl ConnectError {
+    /// The answer that a client gets.
+    pub fn answer(&self) -> Answer {
+        match self {
+            ConnectError::NoServer { .. } | ConnectError::Protocol { .. } => Answer::NoServer,
+            ConnectError::Version { .. } => Answer::Version,
+            ConnectError::Refused { answer, .. } => *answer,
+            ConnectError::Here { .. } => Answer::NoResources,
+        }
+    }
+}
+
+/// What a server's welcome says.
+#[derive(Debug)]
+pub(super) struct Handshake {
+    pub(super) token: [u8; 16],
+    pub(super) data_connections: u32,
+    pub(super) server: String,
+}
+
+/// The first message of a connection.
+pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u32, index: u32) -> Hello {
+    Hello {
+        magic: MAGIC,
+        version: VERSION,
+        purpose,
+        token: [0; 16],
+        index,
+        pid: channel.pid,
+        slot_count: channel.view.geometry().slot_count as u32,
+        reserved: 0,
+        client: text(&config.client),
+        program: text(&channel.program),
+    }
+}
+
+/// Waits for the answer to a hello and judges it.
+pub(super) fn welcome(
+    config: &SessionConfig,
+    socket: BorrowedFd<'_>,
+    deadline: Instant,
+) -> Result<Handshake, ConnectError> {
+    let server = config.server.to_string();
+    let welcome = match receive_welcome(socket, deadline) {
+        Ok(Some(welcome)) => welcome,
+        Ok(None) => {
+            let source =
+                io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer");
+            return Err(ConnectError::NoServer { server, source });
+        }
+        Err(source) => return Err(ConnectError::NoServer { server, source }),
+    };
+    if welcome.magic != MAGIC {
+        let what = format!("its answer begins with {:#x}; no rgpu-server listens there", welcome.magic);
+        return Err(ConnectError::Protocol { server, what });
+    }
+    if welcome.version != VERSION {
+        return Err(ConnectError::Version { server, theirs: welcome.version, ours: VERSION });
+    }
+    match Answer::from_number(welcome.status) {
+        Answer::Ok => Ok(Handshake {
+            token: welcome.token,
+            data_connections: welcome.data_connections,
+            server: untext(&welcome.server),
+        }),
+        answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
+    }
+}
+
+/// A server that has welcomed a session which has not begun: the channel's memory was not touched yet.
+#[derive(Debug)]
+pub struct Prepared {
+    config: SessionConfig,
+    link: Link,
+    handshake: Handshake,
+}
+
+#[derive(Debug)]
+enum Link {
+    Tcp(tcp::Links),
+    Local(std::os::fd::OwnedFd),
+}
+
+impl Prepared {
+    /// Reaches the server and shakes hands, for this channel. Blocks until that is done or has failed; takes from the channel only its slots' number and
+    /// the names in its header.
+    pub fn connect(config: &SessionConfig, channel: &ChannelMemory) -> Result<Prepared, ConnectError> {
+        let (link, handshake) = match config.transport {
+            TransportKind::Tcp => {
+                tcp::connect(config, channel).map(|(links, handshake)| (Link::Tcp(links), handshake))?
+            }
+            TransportKind::Local => {
+                local::connect(config, channel).map(|(link, handshake)| (Link::Local(link), handshake))?
+            }
+        };
+        Ok(Prepared { config: config.clone(), link, handshake })
+    }
+
+    /// Begins the session. On success the channel's state is `READY`; on failure its memory is let go before this returns. `channel` is the one that was
+    /// given to [`connect`](Self::connect).
+    ///
+    /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the session ends against the caller's will, from one of
+    /// the session's own threads: it must neither block nor call back into this session.
+    pub fn start(
+        self,
+        channel: ChannelMemory,
+        wakeup: Wakeup,
+        on_lost: Box<dyn FnOnce(&str) + Send>,
+    ) -> Result<Session, ConnectError> {
+        let Prepared { config, link, handshake } = self;
+        let core = Core::new(channel, config.server.to_string(), wakeup, on_lost)
+            .map_err(|source| ConnectError::Here { source })?;
+        let core = Arc::new(core);
+        let transport: Box<dyn Transport> = match link {
+            Link::Tcp(links) => Box::new(Tcp::start(&config, core.clone(), links)?),
+            Link::Local(link) => Box::new(Local::start(&config, core.clone(), link)?),
+        };
+        tracing::info!(
+            client = %config.client, program = %core.channel.program, pid = core.channel.pid, server = %config.server,
+            server_name = %handshake.server, transport = %config.transport, "session opened"
+        );
+        Ok(Session {
+            core,
+            transport,
+            regions: Mutex::default(),
+            max_registered: config.max_registered,
+            max_regions: config.max_regions,
+            server_name: handshake.server,
+            kind: config.transport,
+            since: Instant::now(),
+        })
+    }
+}
+
+/// One channel's connection to one server.
+///
+/// Dropping it closes it, which may block; a daemon calls [`close`](Self::close) first, at a place where blocking is right.
+#[derive(Debug)]
+pub struct Session {
+    core: Arc<Core>,
+    transport: Box<dyn Transport>,
+    /// Sizes of the registered regions by id. An entry stands from before the transport knows the region until after it has forgotten it.
+    regions: Mutex<HashMap<u32, u64>>,
+    max_registered: u64,
+    max_regions: usize,
+    server_name: String,
+    kind: TransportKind,
+    since: Instant,
+}
+
+impl Session {
+    /// Opens a session for `channel`: [`Prepared::connect`] and [`Prepared::start`] in one.
+    pub fn connect(
+        config: &SessionConfig,
+        channel: ChannelMemory,
+        wakeup: Wakeup,
+        on_lost: Box<dyn FnOnce(&str) + Send>,
+    ) -> Result<Session, ConnectError> {
+        Prepared::connect(config, &channel)?.start(channel, wakeup, on_lost)
+    }
+
+    /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
+    pub fn doorbell(&self) {
+        if self.core.ended().is_some() {
+            return;
+        }
+        self.core.header().raise_alive();
+        if self.core.header().has_records() {
+            self.core.ring();
+        }
+    }
+
+    /// The doorbell itself, for a client that can ring it.
+    pub fn doorbell_fd(&self) -> &EventFd {
+        &self.core.doorbell
+    }
+
+    /// Registers a region of the client's memory. Blocks until records may name it. See [`Transport::register_region`].
+    pub fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
+        self.ended()?;
+        let size = region.size;
+        {
+            let mut regions = self.regions();
+            if regions.contains_key(&id) {
+                return Err(RegionError::InUse(id));
+            }
+            let held: u64 = regions.values().sum();
+            let too_much = self.max_registered != 0
+                && held.checked_add(size).is_none_or(|sum| sum > self.max_registered);
+            if too_much || regions.len() >= self.max_regions {
+                let (limit, max_count) = (self.max_registered, self.max_regions);
+                return Err(RegionError::Limit { size, held, count: regions.len(), limit, max_count });
+            }
+            regions.insert(id, size);
+        }
+        let result = self.transport.register_region(id, region);
+        match &result {
+            Ok(()) => self.core.counters.regions_registered.add(1),
+            Err(_) => drop(self.regions().remove(&id)),
+        }
+        result
+    }
+
+    /// Forgets a region. Blocks until nothing touches it any more. See [`Transport::unregister_region`].
+    pub fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
+        if !self.regions().contains_key(&id) {
+            return Err(RegionError::Unknown(id));
+        }
+        self.transport.unregister_region(id)?;
+        self.regions().remove(&id);
+        Ok(())
+    }
+
+    /// Ends the session; see [`Transport::close`]. When this returns [`Closed::Released`], the client's memory is nobody's but the client's.
+    pub fn close(&self, reason: &str, patience: Duration) -> Closed {
+        self.transport.close(reason, patience)
+    }
+
+    /// Why the session is over, if it is.
+    pub fn over(&self) -> Option<&str> {
+        self.core.ended()
+    }
+
+    fn ended(&self) -> Result<(), RegionError> {
+        self.over().map_or(Ok(()), |reason| Err(RegionError::Over(reason.to_owned())))
+    }
+
+    fn regions(&self) -> std::sync::MutexGuard<'_, HashMap<u32, u64>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it has done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.core.counters
+    }
+
+    /// What its transport can do.
+    pub fn capabilities(&self) -> Capabilities {
+        self.transport.capabilities()
+    }
+
+    /// The transport's name, for people.
+    pub fn transport(&self) -> TransportKind {
+        self.kind
+    }
+
+    /// The server's address.
+    pub fn server(&self) -> &str {
+        &self.core.server
+    }
+
+    /// The name that the server gave itself.
+    pub fn server_name(&self) -> &str {
+        &self.server_name
+    }
+
+    /// The client program's name, as it gave it.
+    pub fn program(&self) -> &str {
+        &self.core.channel.program
+    }
+
+    /// The client's process id, in its own namespace, as it gave it.
+    pub fn pid(&self) -> u32 {
+        self.core.channel.pid
+    }
+
+    /// How long it has stood.
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Regions registered now, and bytes in them.
+    pub fn registered(&self) -> (usize, u64) {
+        let regions = self.regions();
+        (regions.len(), regions.values().sum())
+    }
+}

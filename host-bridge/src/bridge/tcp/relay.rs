@@ -1,0 +1,452 @@
+//! The relay: one thread for each session, which takes records off the ring, moves bulk data, and writes what the server says into the channel.
+//!
+//! It never waits for one thing alone. In each turn it does what can be done now: takes records (unless the connection is behind), sends, receives. When there
+//! is nothing to do it polls for a while ([`PollTime`]) and then sleeps on all its descriptors together. Because it always receives while it
+//! cannot send, two sides that both have much to send cannot wait for each other.
+
+use std::collections::{HashMap, VecDeque};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use protocol::channel::{Consumer, Header, NO_SLOT, Record};
+use protocol::data::DataUse;
+use protocol::link::frame;
+use protocol::ops::{self, Class};
+
+use super::control::Control;
+use super::lane::Lane;
+use super::mailbox::{Done, Mailbox, Message};
+use super::socket::{Gather, Socket};
+use super::transfer::{Inputs, Outputs, Region, Span};
+use super::{EndReason, Links};
+use crate::bridge::core::Core;
+use crate::bridge::polling::PollTime;
+use crate::bridge::{RegionError, SessionConfig};
+
+/// Commands with data under way, each way, above which no more records are taken. (A GPU's own queue holds about a thousand.)
+const MAX_UNDER_WAY: usize = 1 << 16;
+/// Silence after which a side says that it is there.
+const ALIVE_EVERY: Duration = Duration::from_secs(1);
+/// Looks at the ring between two looks at the connections, while polling.
+const RING_LOOKS: u32 = 64;
+
+const DOORBELL: u64 = 0;
+const MAILBOX: u64 = 1;
+const CONTROL: u64 = 2;
+const FIRST_LANE: u64 = 3;
+
+/// A region that is to be forgotten once the records before the wish are taken.
+struct Leaving {
+    id: u32,
+    /// Bytes taken off the ring at the time of the wish.
+    at: u64,
+    done: Done,
+}
+
+pub(super) struct Relay<'c> {
+    core: &'c Core,
+    mailbox: &'c Mailbox,
+    consumer: Consumer<'c>,
+    control: Control,
+    lanes: Vec<Lane>,
+    inputs: Inputs,
+    outputs: Outputs,
+    regions: HashMap<u32, Arc<Region>>,
+    /// For each reply slot the seq of the command that awaits an answer there; 0: none.
+    waiting: Vec<u64>,
+    leaving: VecDeque<Leaving>,
+    /// Regions forgotten, but with data still under way in them.
+    draining: Vec<(Arc<Region>, Done)>,
+    epoll: Epoll,
+    poll: PollTime,
+    silence: Duration,
+    last_seq: u64,
+    released: u64,
+    taken_bytes: u64,
+    body: Vec<u8>,
+    uses: Vec<DataUse>,
+    gather: Gather,
+}
+
+fn broken(e: nix::Error) -> EndReason {
+    EndReason::Here(format!("epoll: {e}"))
+}
+
+impl<'c> Relay<'c> {
+    pub(super) fn new(
+        core: &'c Core,
+        mailbox: &'c Mailbox,
+        links: Links,
+        config: &SessionConfig,
+    ) -> Result<Relay<'c>, EndReason> {
+        let here = |e: std::io::Error| EndReason::Here(e.to_string());
+        let control = Control::new(Socket::new(links.control).map_err(here)?);
+        let mut lanes = Vec::with_capacity(links.data.len());
+        for (index, fd) in links.data.into_iter().enumerate() {
+            lanes.push(Lane::new(Socket::new(fd).map_err(here)?, index));
+        }
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(broken)?;
+        let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
+        epoll.add(&core.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
+        epoll.add(mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
+        epoll.add(control.socket(), EpollEvent::new(EpollFlags::EPOLLIN, CONTROL)).map_err(broken)?;
+        for (i, lane) in lanes.iter().enumerate() {
+            epoll
+                .add(lane.socket(), EpollEvent::new(EpollFlags::EPOLLIN, FIRST_LANE + i as u64))
+                .map_err(broken)?;
+        }
+        Ok(Relay {
+            core,
+            mailbox,
+            consumer: core.channel.view.consumer(),
+            control,
+            lanes,
+            inputs: Inputs::default(),
+            outputs: Outputs::default(),
+            regions: HashMap::new(),
+            waiting: vec![0; core.channel.view.geometry().slot_count],
+            leaving: VecDeque::new(),
+            draining: Vec::new(),
+            epoll,
+            poll: PollTime::new(config.poll),
+            silence: config.silence,
+            last_seq: 0,
+            released: 0,
+            taken_bytes: 0,
+            body: Vec::with_capacity(protocol::channel::MAX_RECORD),
+            uses: Vec::new(),
+            gather: Gather::new(),
+        })
+    }
+
+    /// Runs until the session ends, and says why it did. The connections are closed when this returns.
+    pub(super) fn run(mut self) -> EndReason {
+        let end = match self.work() {
+            Ok(never) => match never {},
+            Err(end) => end,
+        };
+        let farewell = match &end {
+            EndReason::Asked(reason) => Some(reason.clone()),
+            EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) => {
+                Some(end.text(&self.core.server))
+            }
+            EndReason::Gone(_) | EndReason::Bye(_) => None,
+        };
+        if let Some(text) = farewell {
+            // As far as the connection takes it now: a server that misses it sees the connection close.
+            self.control.frame(frame::BYE, text.as_bytes());
+            let _ = self.control.send(self.core, Instant::now());
+        }
+        self.control.socket().shut_down();
+        self.lanes.iter().for_each(|lane| lane.socket().shut_down());
+        end
+    }
+
+    fn work(&mut self) -> Result<Infallible, EndReason> {
+        let mut events = [EpollEvent::empty(); 32];
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            let now = Instant::now();
+            let mut worked = self.take_messages()?;
+            worked |= self.take_records()?;
+            worked |= self.send(now)?;
+            self.let_regions_go();
+            self.keep_alive(now)?;
+            self.watch()?;
+
+            let may_sleep = match idle_since {
+                Some(since) if !worked => now.duration_since(since) >= self.poll.get(),
+                _ => false,
+            };
+            if worked {
+                if idle_since.is_some() {
+                    self.poll.paid();
+                }
+                idle_since = None;
+            } else if idle_since.is_none() {
+                idle_since = Some(now);
+            }
+
+            let count = if may_sleep {
+                let count = self.sleep(&mut events, now)?;
+                self.poll.wasted();
+                idle_since = Some(Instant::now());
+                count
+            } else {
+                if !worked {
+                    for _ in 0..RING_LOOKS {
+                        if self.consumer.has_work() || self.mailbox.has_messages() {
+                            break;
+                        }
+                        std::hint::spin_loop();
+                    }
+                }
+                self.wait(&mut events, EpollTimeout::ZERO)?
+            };
+            let heard = self.react(&events[..count])?;
+            if heard {
+                if idle_since.is_some() {
+                    self.poll.paid();
+                }
+                idle_since = None;
+            }
+        }
+    }
+
+    fn can_take(&self) -> bool {
+        self.control.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
+    }
+
+    /// Sleeps until something happens or it is time to say that we are alive.
+    fn sleep(&mut self, events: &mut [EpollEvent], now: Instant) -> Result<usize, EndReason> {
+        let next = (self.control.said + ALIVE_EVERY).min(self.control.heard + self.silence);
+        let millis = next.saturating_duration_since(now).as_millis() as u16 + 1;
+        let sleep = &self.core.header().host_sleep;
+        // While the connection is behind, records must wait anyway: only its progress wakes us.
+        let listen = self.can_take();
+        if listen {
+            sleep.announce();
+        }
+        if (listen && self.consumer.has_work()) || self.mailbox.has_messages() {
+            sleep.cancel();
+            return Ok(0);
+        }
+        self.core.counters.sleeps.add(1);
+        let count = self.wait(events, EpollTimeout::from(millis))?;
+        if listen {
+            sleep.cancel();
+        }
+        Ok(count)
+    }
+
+    fn wait(&self, events: &mut [EpollEvent], timeout: EpollTimeout) -> Result<usize, EndReason> {
+        match self.epoll.wait(events, timeout) {
+            Ok(n) => Ok(n),
+            Err(nix::Error::EINTR) => Ok(0),
+            Err(e) => Err(broken(e)),
+        }
+    }
+
+    /// Receives on the connections that have something. True: there was something.
+    fn react(&mut self, events: &[EpollEvent]) -> Result<bool, EndReason> {
+        let core = self.core;
+        let (mut worked, mut heard) = (false, false);
+        for event in events {
+            match event.data() {
+                DOORBELL => {
+                    core.counters.doorbells.add(1);
+                    worked = true;
+                }
+                MAILBOX => worked = true,
+                CONTROL => {
+                    if self.control.wants_in() {
+                        heard |= self.control.read(core)?;
+                    } else if event.events().intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+                        return Err(EndReason::Gone("the server closed the connection".into()));
+                    }
+                }
+                lane => {
+                    if let Some(lane) = self.lanes.get_mut((lane - FIRST_LANE) as usize) {
+                        heard |= lane.receive(core, &mut self.outputs, &mut self.gather)?;
+                    }
+                }
+            }
+        }
+        if heard {
+            self.control.heard = Instant::now();
+            self.control.take_frames(core, &mut self.waiting, &mut self.outputs)?;
+        }
+        Ok(worked || heard)
+    }
+
+    fn take_records(&mut self) -> Result<bool, EndReason> {
+        let mut begun = None;
+        while self.can_take() {
+            match self.consumer.pop(&mut self.body) {
+                Ok(None) => break,
+                Ok(Some(record)) => {
+                    self.check(record)?;
+                    begun.get_or_insert_with(|| self.control.begin(frame::COMMANDS));
+                    self.control.record(record, &self.body);
+                    self.last_seq = record.seq;
+                    let size = (protocol::channel::RECORD_HEADER + self.body.len()) as u64;
+                    self.taken_bytes += size;
+                    self.core.counters.commands.add(1);
+                    self.core.counters.copied_bytes.add(2 * size);
+                }
+                Err(e) => return Err(EndReason::Client(e.to_string())),
+            }
+        }
+        let Some(begun) = begun else { return Ok(false) };
+        self.control.finish(begun);
+        self.core.counters.frames_sent.add(1);
+        if self.core.header().ring_sleep.take() {
+            self.core.waker().wake(Header::RING_SLEEP_OFFSET);
+        }
+        self.publish_released();
+        Ok(true)
+    }
+
+    /// Judges the copy of a record, and queues the data that it names.
+    fn check(&mut self, record: Record) -> Result<(), EndReason> {
+        let Record { opcode, reply_slot, seq } = record;
+        let Some(info) = ops::info(opcode) else {
+            return Err(EndReason::Client(format!("command {seq} has unknown opcode {opcode:#06x}")));
+        };
+        let wrong =
+            |what: &dyn std::fmt::Display| EndReason::Client(format!("command {seq} ({}) {what}", info.name));
+        match info.class {
+            Class::Async if reply_slot == NO_SLOT => {}
+            Class::Async => {
+                return Err(wrong(&format_args!(
+                    "names reply slot {reply_slot} though it is never answered"
+                )));
+            }
+            Class::Sync => match self.waiting.get_mut(usize::from(reply_slot)) {
+                None => {
+                    return Err(wrong(&format_args!("names reply slot {reply_slot}, which does not exist")));
+                }
+                Some(0) => self.waiting[usize::from(reply_slot)] = seq,
+                Some(other) => {
+                    return Err(wrong(&format_args!(
+                        "names reply slot {reply_slot}, where command {other} awaits its answer"
+                    )));
+                }
+            },
+        }
+        if !info.carries_data {
+            return Ok(());
+        }
+        self.uses.clear();
+        let uses = &mut self.uses;
+        (info.visit_data)(&self.body, &mut |data| uses.push(data))
+            .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
+        for (piece, data) in self.uses.iter().enumerate() {
+            let (range, write) = match *data {
+                DataUse::In(range) => (range, false),
+                DataUse::Out(range) => (range, true),
+            };
+            let span = Span::new(self.core, &self.regions, range, write).map_err(|what| {
+                wrong(&format_args!(
+                    "names data at offset {:#x} of {:?}, {} bytes, which {what}",
+                    range.offset, range.place, range.len
+                ))
+            })?;
+            if write {
+                self.outputs.expect(seq, piece as u32, span);
+            } else {
+                self.inputs.push(seq, piece as u32, span, self.lanes.len());
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, now: Instant) -> Result<bool, EndReason> {
+        let mut worked = self.control.send(self.core, now)?;
+        let mut completed = false;
+        for lane in &mut self.lanes {
+            if !lane.wants_out() && !self.inputs.has_jobs() {
+                continue;
+            }
+            let sent = lane.send(self.core, &mut self.inputs, &mut self.gather)?;
+            worked |= sent.worked;
+            completed |= sent.completed;
+        }
+        if completed {
+            self.publish_released();
+        }
+        Ok(worked)
+    }
+
+    fn publish_released(&mut self) {
+        let released = self.inputs.released(self.last_seq);
+        if released <= self.released {
+            return;
+        }
+        self.released = released;
+        self.core.channel.view.progress().set_released(released);
+        if self.core.header().progress_sleep.take() {
+            self.core.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+        }
+    }
+
+    fn keep_alive(&mut self, now: Instant) -> Result<(), EndReason> {
+        let silent = now.saturating_duration_since(self.control.heard);
+        if silent > self.silence {
+            return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
+        }
+        if now.saturating_duration_since(self.control.said) >= ALIVE_EVERY && !self.control.wants_out() {
+            self.control.frame(frame::ALIVE, &[]);
+            self.control.send(self.core, now)?;
+        }
+        Ok(())
+    }
+
+    /// Has epoll watch for what each connection wants now.
+    fn watch(&mut self) -> Result<(), EndReason> {
+        let wants = (self.control.wants_in(), self.control.wants_out());
+        if wants != self.control.watches {
+            let mut event = EpollEvent::new(flags(wants.0, wants.1), CONTROL);
+            self.epoll.modify(self.control.socket(), &mut event).map_err(broken)?;
+            self.control.watches = wants;
+        }
+        for (i, lane) in self.lanes.iter_mut().enumerate() {
+            if lane.wants_out() != lane.watches_out {
+                let mut event = EpollEvent::new(flags(true, lane.wants_out()), FIRST_LANE + i as u64);
+                self.epoll.modify(lane.socket(), &mut event).map_err(broken)?;
+                lane.watches_out = lane.wants_out();
+            }
+        }
+        Ok(())
+    }
+
+    fn take_messages(&mut self) -> Result<bool, EndReason> {
+        let mut worked = false;
+        while let Some(message) = self.mailbox.next() {
+            worked = true;
+            match message {
+                Message::Register { id, region, done } => {
+                    self.regions.insert(id, Arc::new(region));
+                    let _ = done.send(Ok(()));
+                }
+                Message::Unregister { id, done } => {
+                    self.leaving.push_back(Leaving { id, at: self.taken_bytes, done })
+                }
+                Message::Close(reason) => return Err(EndReason::Asked(reason)),
+            }
+        }
+        Ok(worked)
+    }
+
+    fn let_regions_go(&mut self) {
+        // Records that stood in the ring when the wish came have been taken once the ring was empty, or once as many bytes went by as it holds.
+        let ring = self.core.channel.view.geometry().ring_size as u64;
+        while let Some(front) = self.leaving.front() {
+            if self.consumer.has_work() && self.taken_bytes - front.at < ring {
+                break;
+            }
+            let Some(Leaving { id, done, .. }) = self.leaving.pop_front() else { break };
+            match self.regions.remove(&id) {
+                Some(region) => self.draining.push((region, done)),
+                None => drop(done.send(Err(RegionError::Unknown(id)))),
+            }
+        }
+        // The count is exact: only this thread clones these.
+        self.draining.retain(|(region, done)| {
+            let busy = Arc::strong_count(region) > 1;
+            if !busy {
+                let _ = done.send(Ok(()));
+            }
+            busy
+        });
+    }
+}
+
+fn flags(input: bool, output: bool) -> EpollFlags {
+    let mut flags = EpollFlags::empty();
+    flags.set(EpollFlags::EPOLLIN, input);
+    flags.set(EpollFlags::EPOLLOUT, output);
+    flags
+}

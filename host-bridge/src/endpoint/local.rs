@@ -1,0 +1,423 @@
+//! The worker's end of a `local` session: the client's memory is mapped, the ring is read in place.
+//!
+//! One control thread serves the bridge's socket (regions come and go; its end is the session's end). The dispatcher reads the ring, and sleeps on the
+//! doorbell. Whoever writes an answer wakes its thread: by futex for a process on this host, by the wake eventfd for a guest.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{Shutdown, shutdown};
+use protocol::Status;
+use protocol::channel::{Consumer, Header, MAX_PAYLOAD, Record};
+use protocol::data::HostRange;
+use protocol::device::{Answer, Extent};
+use protocol::handle::{ContextId, StreamId};
+use protocol::link::{
+    ATTACH_FUTEX, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame, progress,
+};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::region::{Regions, Released};
+use super::wake::{self, Bell};
+use super::{Client, Commands, Lost, Polling, Sink, Source};
+use crate::framing::{recv_frame, send_frame, split_struct};
+use crate::memory::{ChannelView, Memories};
+
+/// Records taken between two looks at who waits for room or for progress, while there is more to take.
+const BATCH: u32 = 32;
+
+/// The dispatcher's side.
+pub struct LocalCommands {
+    /// Borrows from the view in `client`, which is dropped after it.
+    consumer: Consumer<'static>,
+    client: Arc<LocalClient>,
+    polling: Polling,
+    since_wake: u32,
+}
+
+/// The side of every other thread.
+pub struct LocalClient {
+    view: Arc<ChannelView>,
+    memories: Memories,
+    waker: Arc<Waker>,
+    doorbell: OwnedFd,
+    released: Arc<Released>,
+    regions: Regions,
+    socket: UnixStream,
+    /// Frames leave whole.
+    sending: Mutex<()>,
+    /// How the session ended: with nothing, or lost.
+    end: OnceLock<Option<Lost>>,
+    stop: Bell,
+    read: AtomicU64,
+    written: AtomicU64,
+}
+
+/// How the client's threads are reached.
+enum Waker {
+    Futex,
+    Event(OwnedFd),
+}
+
+impl Waker {
+    /// Wakes who sleeps on the word at `offset` of the channel: a word of the header, or of a slot that exists.
+    fn word(&self, view: &ChannelView, offset: usize) {
+        match self {
+            // SAFETY: the offset is that of a word of the channel, which is mapped.
+            Waker::Futex => unsafe { wake::futex_wake_all(view.base().add(offset).as_ptr().cast()) },
+            Waker::Event(event) => wake::ring(event),
+        }
+    }
+
+    /// Wakes who sleeps until the progress area changes, if anybody does.
+    fn progress(&self, view: &ChannelView) {
+        if view.header().progress_sleep.take() {
+            self.word(view, Header::PROGRESS_SLEEP_OFFSET as usize);
+        }
+    }
+}
+
+impl LocalCommands {
+    /// Waits for the bridge's [`frame::ATTACH`] on `socket`, maps what it names, answers it, and begins. On failure the bridge has been told why.
+    pub fn attach(socket: UnixStream, polling: Polling) -> Result<(LocalCommands, Arc<LocalClient>), Lost> {
+        let (mut body, mut fds) = (Vec::new(), Vec::new());
+        let kind = recv_frame(socket.as_fd(), &mut body, &mut fds)
+            .map_err(|e| Lost::new(format!("waiting for the channel's memory: {e}")))?;
+        if kind != Some(frame::ATTACH) {
+            return Err(Lost::new(format!("frame of kind {kind:?} where ATTACH was due")));
+        }
+        let attached = match attach(&body, fds) {
+            Ok(attached) => attached,
+            Err((answer, lost)) => {
+                // The bridge may be gone already.
+                let _ = ack(&socket, answer, &lost.reason);
+                return Err(lost);
+            }
+        };
+        let failed = |e: io::Error| Lost::new(format!("preparing a session: {e}"));
+        let stop = Bell::new().map_err(failed)?;
+        let control = socket.try_clone().map_err(failed)?;
+        let (view, memories, doorbell, waker) = attached;
+        let waker = Arc::new(waker);
+        let (channel, sleepers) = (Arc::clone(&view), Arc::clone(&waker));
+        let released = Released::new(Box::new(move |seq| {
+            channel.progress().set_released(seq);
+            sleepers.progress(&channel);
+        }));
+        let client = Arc::new(LocalClient {
+            regions: Regions::new(Arc::clone(&view), Arc::clone(&released)),
+            view,
+            memories,
+            waker,
+            doorbell,
+            released,
+            socket,
+            sending: Mutex::new(()),
+            end: OnceLock::new(),
+            stop,
+            read: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+        });
+        // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
+        // drops the consumer first).
+        let consumer = unsafe { std::mem::transmute::<Consumer<'_>, Consumer<'static>>(client.view.consumer()) };
+        client.view.header().set_ready();
+        ack(&client.socket, Answer::Ok, "").map_err(failed)?;
+        let served = Arc::clone(&client);
+        std::thread::Builder::new().name("rgpu-control".into()).spawn(move || served.serve(&control)).map_err(failed)?;
+        let commands = LocalCommands { consumer, client: Arc::clone(&client), polling, since_wake: 0 };
+        Ok((commands, client))
+    }
+
+    fn ended(&self) -> Option<Result<Option<Record>, Lost>> {
+        self.client.end.get().map(|end| match end {
+            None => Ok(None),
+            Some(lost) => Err(lost.clone()),
+        })
+    }
+
+    fn wake_waiters(&mut self) {
+        self.since_wake = 0;
+        let header = self.client.view.header();
+        if header.ring_sleep.take() {
+            self.client.wake_word(Header::RING_SLEEP_OFFSET as usize);
+        }
+        self.client.wake_progress();
+    }
+}
+
+type Attached = (Arc<ChannelView>, Memories, OwnedFd, Waker);
+
+fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
+    let invalid = |reason: String| (Answer::Invalid, Lost::new(reason));
+    let (fixed, rest) = split_struct::<Attach>(body).map_err(|e| invalid(e.to_string()))?;
+    let (memories, rest) = list::<Memory>(rest, fixed.memory_count).map_err(invalid)?;
+    let (extents, rest) = list::<Extent>(rest, fixed.extent_count).map_err(invalid)?;
+    let futex = fixed.flags & ATTACH_FUTEX != 0;
+    let wanted = memories.len() + if futex { 1 } else { 2 };
+    if fds.len() != wanted || !rest.is_empty() {
+        return Err(invalid(format!("ATTACH with {} descriptors where {wanted} were due", fds.len())));
+    }
+    let mut fds = fds.into_iter();
+    let files: Vec<(Memory, OwnedFd)> = memories.into_iter().zip(fds.by_ref()).collect();
+    let Some(doorbell) = fds.next() else { return Err(invalid("ATTACH without a doorbell".into())) };
+    let waker = match fds.next() {
+        Some(event) => Waker::Event(event),
+        None => Waker::Futex,
+    };
+    let memories = Memories::map(files).map_err(|e| invalid(chain(&e)))?;
+    let view = memories.view(&extents, fixed.size).map_err(|e| match e {
+        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => (Answer::Version, Lost::new(chain(&e))),
+        e => invalid(chain(&e)),
+    })?;
+    Ok((Arc::new(view), memories, doorbell, waker))
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {}", chain(source)),
+        None => error.to_string(),
+    }
+}
+
+fn list<T: FromBytes + Immutable + KnownLayout + Copy>(body: &[u8], count: u32) -> Result<(Vec<T>, &[u8]), String> {
+    let bytes = (count as usize).checked_mul(size_of::<T>()).filter(|n| *n <= body.len());
+    let Some(bytes) = bytes else { return Err(format!("{count} entries do not fit a frame of {} bytes", body.len())) };
+    let (now, rest) = body.split_at(bytes);
+    let all = now.chunks_exact(size_of::<T>()).filter_map(|b| T::read_from_bytes(b).ok()).collect();
+    Ok((all, rest))
+}
+
+fn ack(socket: &UnixStream, answer: Answer, reason: &str) -> io::Result<()> {
+    let ack = Ack { status: answer as u32, reserved: 0 };
+    send_frame(socket.as_fd(), frame::ACK, &[ack.as_bytes(), reason.as_bytes()], &[])
+}
+
+impl Commands for LocalCommands {
+    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        loop {
+            if let Some(record) = self.try_next(body)? {
+                return Ok(Some(record));
+            }
+            let until = Instant::now() + self.polling.most;
+            while !self.consumer.has_work() && self.client.end.get().is_none() && Instant::now() < until {
+                for _ in 0..32 {
+                    std::hint::spin_loop();
+                }
+            }
+            if self.consumer.has_work() {
+                continue;
+            }
+            if let Some(end) = self.ended() {
+                return end;
+            }
+            let client = &self.client;
+            let flag = &client.view.header().host_sleep;
+            flag.announce();
+            if !self.consumer.has_work() && client.end.get().is_none() {
+                wake::readable(&[client.doorbell.as_fd(), client.stop.as_fd()], None)
+                    .map_err(|e| Lost::new(format!("waiting for the doorbell: {e}")))?;
+            }
+            flag.cancel();
+            wake::drain(&client.doorbell);
+        }
+    }
+
+    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        let record = match self.consumer.pop(body) {
+            Ok(record) => record,
+            Err(e) => {
+                let lost = Lost::new(format!("the client wrote a bad record: {e}"));
+                self.client.lose(&lost.reason);
+                return Err(lost);
+            }
+        };
+        self.since_wake += 1;
+        if record.is_none() || self.since_wake >= BATCH {
+            self.wake_waiters();
+        }
+        Ok(record)
+    }
+}
+
+impl LocalClient {
+    /// Serves the bridge's socket until it closes.
+    fn serve(&self, socket: &UnixStream) {
+        let (mut body, mut fds) = (Vec::new(), Vec::new());
+        let end = loop {
+            fds.clear();
+            match recv_frame(socket.as_fd(), &mut body, &mut fds) {
+                Ok(None) => break None,
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => break None,
+                Err(e) => break Some(Lost::new(format!("the bridge's socket: {e}"))),
+                Ok(Some(frame::BYE)) => break None,
+                Ok(Some(frame::ALIVE)) => {}
+                Ok(Some(frame::REGION_ADD)) => {
+                    let answer = self.add_region(&body, &mut fds);
+                    let (answer, reason) = answer.map_or_else(|why| (Answer::Invalid, why), |()| (Answer::Ok, String::new()));
+                    self.ack(answer, &reason);
+                }
+                Ok(Some(frame::REGION_REMOVE)) => {
+                    let id = body.first_chunk::<4>().map(|b| u32::from_le_bytes(*b));
+                    match id.and_then(|id| self.regions.remove(id)) {
+                        Some(left) => {
+                            while left.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
+                                if self.end.get().is_some() {
+                                    break;
+                                }
+                            }
+                            self.ack(Answer::Ok, "");
+                        }
+                        None => self.ack(Answer::Invalid, &format!("no region {id:?}")),
+                    }
+                }
+                Ok(Some(kind)) => break Some(Lost::new(format!("the bridge sent a frame of kind {kind}"))),
+            }
+        };
+        match end {
+            Some(lost) => self.lose(&lost.reason),
+            None => self.close(),
+        }
+    }
+
+    fn ack(&self, answer: Answer, reason: &str) {
+        let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
+        // A bridge that is gone is noticed by the next receive.
+        let _ = ack(&self.socket, answer, reason);
+    }
+
+    fn add_region(&self, body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(), String> {
+        let (fixed, rest) = split_struct::<RegionAdd>(body).map_err(|e| e.to_string())?;
+        let (extents, _) = list::<Extent>(rest, fixed.extent_count)?;
+        let own = fixed.flags & REGION_OWN_MEMORY != 0;
+        let pieces = if own {
+            let file = fds.pop().ok_or("a region with its own memory, but no descriptor")?;
+            let begin = extents.iter().map(|e| e.addr).min().unwrap_or(0) & !4095;
+            let end = extents.iter().map(|e| e.addr.saturating_add(e.len)).max().unwrap_or(0);
+            let memory = Memory { addr: begin, size: end.saturating_sub(begin), file_offset: begin };
+            let memories = Memories::map(vec![(memory, file)]).map_err(|e| chain(&e))?;
+            memories.resolve(&extents, fixed.size)
+        } else {
+            self.memories.resolve(&extents, fixed.size)
+        };
+        let pieces = pieces.map_err(|e| chain(&e))?;
+        if self.regions.add(fixed.region, pieces, fixed.flags & REGION_READ_ONLY != 0) {
+            Ok(())
+        } else {
+            Err(format!("region {} is in use", fixed.region))
+        }
+    }
+
+    fn wake_word(&self, offset: usize) {
+        self.waker.word(&self.view, offset);
+    }
+
+    fn wake_progress(&self) {
+        self.waker.progress(&self.view);
+    }
+
+    fn finish(&self, end: Option<Lost>) {
+        if self.end.set(end).is_ok() {
+            self.stop.ring();
+        }
+    }
+
+    /// The channel's mapping, for a driver that registers it with its device.
+    pub fn view(&self) -> &Arc<ChannelView> {
+        &self.view
+    }
+}
+
+impl Client for LocalClient {
+    fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+        self.wake_progress();
+        let Some(place) = self.view.slot(slot) else {
+            self.lose(&format!("command {seq} names reply slot {slot}, which does not exist"));
+            return;
+        };
+        let (status, payload) = if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
+        if place.complete(seq, status, payload) {
+            self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
+        }
+    }
+
+    fn publish(&self, updates: &[ProgressUpdate]) {
+        let area = self.view.progress();
+        for update in updates {
+            match update.kind {
+                progress::STREAM => {
+                    if let Some(word) = area.stream(StreamId(update.index)) {
+                        word.store(update.seq, Ordering::Release);
+                    }
+                }
+                progress::ERROR => {
+                    if let Some(word) = area.error(ContextId(update.index & !(1 << 31))) {
+                        match update.value as u32 {
+                            0 => word.clear(),
+                            status => word.set(Status(status), update.index >> 31 == 1, update.seq),
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.wake_progress();
+    }
+
+    fn executed(&self, seq: u64) {
+        self.view.progress().set_executed(seq);
+        self.released.executed(seq);
+    }
+
+    fn source(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Source, Status> {
+        self.read.fetch_add(range.len, Ordering::Relaxed);
+        self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or(Status::INVALID_VALUE)
+    }
+
+    fn sink(&self, _seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+        self.written.fetch_add(range.len, Ordering::Relaxed);
+        self.regions.take(range, None).map(Sink::Mapped).ok_or(Status::INVALID_VALUE)
+    }
+
+    fn nothing_sent(&self, _seq: u64) {}
+
+    fn lose(&self, reason: &str) {
+        if self.end.get().is_some() {
+            return;
+        }
+        self.view.header().set_lost(reason);
+        self.finish(Some(Lost::new(reason)));
+        let slots = self.view.geometry().slot_count;
+        for index in 0..slots {
+            if let Some(slot) = self.view.slot(index as u16)
+                && slot.abandon(Status::DEVICE_UNAVAILABLE)
+            {
+                self.wake_word(self.view.geometry().slot_offset(index));
+            }
+        }
+        self.wake_word(Header::RING_SLEEP_OFFSET as usize);
+        self.wake_word(Header::PROGRESS_SLEEP_OFFSET as usize);
+        let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
+        // The bridge may be the one that is gone.
+        let _ = send_frame(self.socket.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
+    }
+
+    fn close(&self) {
+        self.finish(None);
+        // Lets the control thread go if it still waits for a frame.
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Read);
+    }
+
+    fn streams_data(&self) -> bool {
+        false
+    }
+
+    fn traffic(&self) -> (u64, u64) {
+        (self.read.load(Ordering::Relaxed), self.written.load(Ordering::Relaxed))
+    }
+}

@@ -1,0 +1,131 @@
+//! A worker's end of a session: where its commands come from, and where its answers, its progress and its data go.
+//!
+//! ```text
+//!   dispatcher ──▶ Commands::next        records in order, one fetch each
+//!   any thread ──▶ Client::reply         a sync operation's answer
+//!                  Client::publish       stream words, errors
+//!                  Client::source/sink   bulk data of a command: mapped memory (local), or a stream of chunks (tcp)
+//! ```
+//!
+//! - [`local`]: the client's memory is mapped here and the ring is read in place;
+//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]).
+//!
+//! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is either
+//! [`Source::Mapped`] or [`Source::Incoming`], because only it knows how its device reads either.
+
+use std::time::Duration;
+
+use protocol::Status;
+use protocol::channel::Record;
+use protocol::data::HostRange;
+use protocol::link::ProgressUpdate;
+use thiserror::Error;
+
+pub mod incoming;
+pub mod local;
+pub mod outgoing;
+pub mod region;
+pub mod tcp;
+mod wake;
+
+pub use incoming::{Chunk, ChunkQueue, Incoming, Landing};
+pub use local::LocalCommands;
+pub use outgoing::Outgoing;
+pub use region::{Mapped, Region};
+pub use tcp::{TcpClient, TcpCommands};
+
+/// The session is over, against somebody's will. The text says why, for a person.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{reason}")]
+pub struct Lost {
+    /// Why.
+    pub reason: String,
+}
+
+impl Lost {
+    /// Lost, because of `reason`.
+    pub fn new(reason: impl Into<String>) -> Lost {
+        Lost { reason: reason.into() }
+    }
+}
+
+/// Where a dispatcher gets its commands. Used by one thread.
+pub trait Commands: Send {
+    /// The next record, its body (padding included) in `body`. Waits for one: polls for the configured time, then sleeps.
+    ///
+    /// `Ok(None)`: the client ended the session. `Err`: it is lost: the peer is gone, or sent what no correct peer sends. Either is final.
+    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost>;
+
+    /// As [`next`](Self::next), but `Ok(None)` also when there is no record now. Never waits.
+    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost>;
+}
+
+/// A session's client, as every thread of a worker may use it. Nothing here fails because of the client: once it is gone, calls do nothing.
+pub trait Client: Send + Sync {
+    /// Answers the `sync` command `seq` in its reply slot. A payload longer than [`protocol::channel::MAX_PAYLOAD`] is an error of the caller and answered
+    /// `CUDA_ERROR_UNKNOWN`. A slot that does not exist ends the session.
+    ///
+    /// Everything published before by the same thread is visible to the client before the answer is.
+    fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]);
+
+    /// Writes words of the progress area, in order, and wakes who waits for them. The indices are the caller's to get right; wrong ones are left out.
+    fn publish(&self, updates: &[ProgressUpdate]);
+
+    /// The dispatcher has executed the command `seq`. May reach the client later than this, but before the dispatcher sleeps in [`Commands::next`].
+    fn executed(&self, seq: u64);
+
+    /// The bytes of the `piece`-th data range of command `seq`, to be read by the worker. To be called while `seq` is being executed: data of a command that
+    /// did not ask for it is thrown away once [`executed`](Self::executed) has passed it. `Err`: the range is not the client's to name.
+    fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status>;
+
+    /// The place of the `piece`-th data range of command `seq`, to be written by the worker. As [`source`](Self::source).
+    fn sink(&self, seq: u64, piece: u32, range: HostRange) -> Result<Sink, Status>;
+
+    /// Command `seq` names data to be written, and none will be. To be called instead of [`sink`](Self::sink).
+    fn nothing_sent(&self, seq: u64);
+
+    /// Ends the session with a reason, which the client sees. [`Commands::next`] returns it too.
+    fn lose(&self, reason: &str);
+
+    /// Ends the session's traffic: everybody who waits in here is let go.
+    fn close(&self);
+
+    /// Whether data comes and goes in chunks rather than through mapped memory.
+    fn streams_data(&self) -> bool;
+
+    /// Bytes of bulk data read from and written to the client so far.
+    fn traffic(&self) -> (u64, u64);
+}
+
+/// Bytes that a worker reads.
+#[derive(Debug)]
+pub enum Source {
+    /// They lie in mapped memory. The command counts as having read its source when this is dropped.
+    Mapped(Mapped),
+    /// They come over the network.
+    Incoming(Incoming),
+}
+
+/// A place that a worker writes.
+#[derive(Debug)]
+pub enum Sink {
+    /// Mapped memory.
+    Mapped(Mapped),
+    /// The other end of the network.
+    Outgoing(Outgoing),
+}
+
+/// How long ends poll before they sleep.
+#[derive(Debug, Clone, Copy)]
+pub struct Polling {
+    /// The longest time for which [`Commands::next`] polls an empty ring or a silent connection.
+    pub most: Duration,
+}
+
+impl Default for Polling {
+    /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for.
+    fn default() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        Polling { most: Duration::from_micros(if cpus <= 2 { 5 } else { 50 }) }
+    }
+}

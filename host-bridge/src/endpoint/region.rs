@@ -1,0 +1,287 @@
+//! The client's memory as commands name it: the arena and the regions, and ranges of them in use.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::convert::Infallible;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use crate::memory::{ChannelView, Pieces};
+
+/// A memory that commands can name: the arena, or a registered region.
+///
+/// A driver may attach its own registration of the memory ([`Region::registration`]); it is dropped before the memory is let go, when the
+/// region was removed and nobody uses it any more.
+pub struct Region {
+    /// Dropped first.
+    registration: OnceLock<Box<dyn Any + Send + Sync>>,
+    memory: Memory,
+    read_only: bool,
+    /// Dropped last; its receiver learns by that that the region is gone.
+    _gone: Sender<Infallible>,
+}
+
+enum Memory {
+    Pieces(Pieces),
+    Arena(Arc<ChannelView>),
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes{})", self.size(), if self.read_only { ", read-only" } else { "" })
+    }
+}
+
+impl Region {
+    fn new(memory: Memory, read_only: bool) -> (Arc<Region>, Receiver<Infallible>) {
+        let (gone, left) = channel();
+        (Arc::new(Region { registration: OnceLock::new(), memory, read_only, _gone: gone }), left)
+    }
+
+    /// Bytes in all.
+    pub fn size(&self) -> usize {
+        match &self.memory {
+            Memory::Pieces(pieces) => pieces.size(),
+            Memory::Arena(view) => view.geometry().arena_size,
+        }
+    }
+
+    /// Whether the worker may only read it.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The contiguous runs that make up `len` bytes from `offset`; all inside the region, or `None`.
+    pub fn runs(&self, offset: u64, len: u64) -> Option<Vec<(NonNull<u8>, usize)>> {
+        match &self.memory {
+            Memory::Pieces(pieces) => pieces.range(offset, len).map(Iterator::collect),
+            Memory::Arena(view) => view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() }),
+        }
+    }
+
+    /// What the driver attached to this memory, made by `make` at the first call.
+    pub fn registration(&self, make: impl FnOnce() -> Box<dyn Any + Send + Sync>) -> &(dyn Any + Send + Sync) {
+        self.registration.get_or_init(make).as_ref()
+    }
+}
+
+/// A range of a region, held for a command: the region is not let go before this is dropped.
+#[derive(Debug)]
+pub struct Mapped {
+    /// For a source: dropped first, it counts the source as read.
+    _read: Option<Reading>,
+    region: Arc<Region>,
+    runs: Vec<(NonNull<u8>, usize)>,
+    len: usize,
+}
+
+// SAFETY: the pointers refer to shared mappings that `region` keeps, usable from any thread.
+unsafe impl Send for Mapped {}
+// SAFETY: as above; the structure itself is never changed.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Bytes in all.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The contiguous runs, in order. Their content may change at any time.
+    pub fn runs(&self) -> &[(NonNull<u8>, usize)] {
+        &self.runs
+    }
+
+    /// The region that the range lies in.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Copies the bytes from `at` on into `to`. Both lie inside: `at + to.len() <= len`, or nothing is copied beyond it.
+    pub fn read(&self, at: usize, to: &mut [u8]) {
+        let mut to = to;
+        self.walk(at, to.len(), |run, n| {
+            let (now, rest) = std::mem::take(&mut to).split_at_mut(n);
+            // SAFETY: `run` is valid for `n` bytes; the client may write them meanwhile, which spoils their value and nothing else.
+            unsafe { std::ptr::copy_nonoverlapping(run.as_ptr(), now.as_mut_ptr(), n) };
+            to = rest;
+        });
+    }
+
+    /// Copies `from` to the bytes from `at` on.
+    pub fn write(&self, at: usize, from: &[u8]) {
+        let mut from = from;
+        self.walk(at, from.len(), |run, n| {
+            let (now, rest) = from.split_at(n);
+            // SAFETY: `run` is valid for `n` bytes; a sink's region is writable, which `Regions::take` checked.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), run.as_ptr(), n) };
+            from = rest;
+        });
+    }
+
+    fn walk(&self, at: usize, len: usize, mut each: impl FnMut(NonNull<u8>, usize)) {
+        let (mut skip, mut left) = (at, len.min(self.len.saturating_sub(at)));
+        for (run, size) in &self.runs {
+            if skip >= *size {
+                skip -= size;
+                continue;
+            }
+            let n = (size - skip).min(left);
+            if n == 0 {
+                break;
+            }
+            // SAFETY: skip < size, the run's length.
+            each(unsafe { run.add(skip) }, n);
+            (skip, left) = (0, left - n);
+        }
+    }
+}
+
+/// Regions by id, each with what tells that it is gone.
+type Table = HashMap<u32, (Arc<Region>, Receiver<Infallible>)>;
+
+/// The regions of a session, by id.
+pub(super) struct Regions {
+    arena: Arc<Region>,
+    regions: Mutex<Table>,
+    released: Arc<Released>,
+}
+
+impl Regions {
+    pub(super) fn new(view: Arc<ChannelView>, released: Arc<Released>) -> Regions {
+        let (arena, _) = Region::new(Memory::Arena(view), false);
+        Regions { arena, regions: Mutex::default(), released }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.regions.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Adds a region; false: the id is in use.
+    pub(super) fn add(&self, id: u32, pieces: Pieces, read_only: bool) -> bool {
+        let mut regions = self.lock();
+        if regions.contains_key(&id) {
+            return false;
+        }
+        regions.insert(id, Region::new(Memory::Pieces(pieces), read_only));
+        true
+    }
+
+    /// Takes a region away from the commands to come. The receiver is disconnected once nothing uses it any more.
+    pub(super) fn remove(&self, id: u32) -> Option<Receiver<Infallible>> {
+        self.lock().remove(&id).map(|(_, left)| left)
+    }
+
+    /// `len` bytes at `offset` of a memory, for a command. `None`: it is not there, or may not be written.
+    pub(super) fn take(&self, range: protocol::data::HostRange, reader: Option<u64>) -> Option<Mapped> {
+        let region = match range.place {
+            protocol::data::Place::Arena => Arc::clone(&self.arena),
+            protocol::data::Place::Region(id) => Arc::clone(&self.lock().get(&id)?.0),
+        };
+        if reader.is_none() && region.read_only {
+            return None;
+        }
+        let runs = region.runs(range.offset, range.len)?;
+        let read = reader.map(|seq| Released::begin(&self.released, seq));
+        Some(Mapped { _read: read, region, runs, len: range.len as usize })
+    }
+}
+
+/// Called with each new value of the `released` watermark.
+type Publish = Box<dyn Fn(u64) + Send + Sync>;
+
+/// The `released` watermark: every command up to it has been executed and has read its sources.
+pub(super) struct Released {
+    state: Mutex<ReleasedState>,
+    executed: AtomicU64,
+    publish: Publish,
+}
+
+#[derive(Default)]
+struct ReleasedState {
+    reading: BTreeMap<u64, u32>,
+    published: u64,
+}
+
+impl Released {
+    pub(super) fn new(publish: Publish) -> Arc<Released> {
+        Arc::new(Released { state: Mutex::default(), executed: AtomicU64::new(0), publish })
+    }
+
+    fn begin(this: &Arc<Released>, seq: u64) -> Reading {
+        *this.state.lock().unwrap_or_else(|e| e.into_inner()).reading.entry(seq).or_insert(0) += 1;
+        Reading { released: Arc::clone(this), seq }
+    }
+
+    /// The dispatcher has executed `seq`.
+    pub(super) fn executed(&self, seq: u64) {
+        self.executed.store(seq, Ordering::Release);
+        let state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        self.update(state);
+    }
+
+    fn update(&self, mut state: MutexGuard<'_, ReleasedState>) {
+        let executed = self.executed.load(Ordering::Acquire);
+        let now = state.reading.first_key_value().map_or(executed, |(first, _)| executed.min(first - 1));
+        if now > state.published {
+            state.published = now;
+            (self.publish)(now);
+        }
+    }
+}
+
+/// One source of one command, not yet read to its end.
+struct Reading {
+    released: Arc<Released>,
+    seq: u64,
+}
+
+impl std::fmt::Debug for Reading {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Reading({})", self.seq)
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        let mut state = self.released.state.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(count) = state.reading.get_mut(&self.seq) {
+            *count -= 1;
+            if *count == 0 {
+                state.reading.remove(&self.seq);
+            }
+        }
+        self.released.update(state);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn released_follows_the_oldest_source_still_being_read() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let released = Released::new(Box::new(move |seq| log.lock().unwrap().push(seq)));
+        released.executed(1);
+        let two = Released::begin(&released, 2);
+        released.executed(2);
+        let three = Released::begin(&released, 3);
+        let three_too = Released::begin(&released, 3);
+        released.executed(3);
+        released.executed(4);
+        drop(three);
+        assert_eq!(*seen.lock().unwrap(), [1]);
+        drop(two);
+        assert_eq!(*seen.lock().unwrap(), [1, 2]);
+        drop(three_too);
+        assert_eq!(*seen.lock().unwrap(), [1, 2, 4]);
+    }
+}

@@ -1,0 +1,387 @@
+//! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on others.
+//!
+//! The dispatcher reads the control connection itself, polling before it sleeps. Every thread may send on it, whole frames under a lock. A keeper thread
+//! sends [`frame::ALIVE`] when nothing else was sent for a second.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{MsgFlags, recv};
+use protocol::Status;
+use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
+use protocol::data::HostRange;
+use protocol::link::{DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
+use zerocopy::IntoBytes;
+
+use super::incoming::Inbox;
+use super::outgoing::{Outbox, Outgoing};
+use super::wake::{self, Bell};
+use super::{Client, Commands, Lost, Polling, Sink, Source};
+use crate::framing::FrameReader;
+
+/// A peer that says nothing for this long, not even that it is alive, is lost.
+const SILENCE: Duration = Duration::from_secs(30);
+/// A peer that takes nothing for this long is lost.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// Executed commands after which the client is told even while there is more to do.
+const BATCH: u64 = 64;
+
+/// The dispatcher's side.
+pub struct TcpCommands {
+    client: Arc<TcpClient>,
+    reader: FrameReader,
+    /// The body of the COMMANDS frame that is being taken apart, and how far that is.
+    frame: Vec<u8>,
+    at: usize,
+    seq: u64,
+    heard: Instant,
+    polling: Polling,
+}
+
+/// The side of every other thread.
+pub struct TcpClient {
+    this: Weak<TcpClient>,
+    control: TcpStream,
+    sending: Mutex<Sending>,
+    slot_count: u32,
+    inbox: Arc<Inbox>,
+    outbox: Arc<Outbox>,
+    executed: AtomicU64,
+    end: OnceLock<Option<Lost>>,
+    stop: Bell,
+    /// Wakes the keeper at the end.
+    ended: (Mutex<bool>, Condvar),
+}
+
+struct Sending {
+    buffer: Vec<u8>,
+    last: Instant,
+    /// `executed` as the client was last told.
+    told: u64,
+}
+
+struct NonBlocking<'a>(&'a TcpStream);
+
+impl Read for NonBlocking<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        Ok(recv(self.0.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT)?)
+    }
+}
+
+impl TcpCommands {
+    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said.
+    pub fn start(control: TcpStream, slot_count: u32, polling: Polling) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
+        control.set_nonblocking(false)?;
+        control.set_nodelay(true)?;
+        control.set_write_timeout(Some(SEND_TIMEOUT))?;
+        let stop = Bell::new()?;
+        let now = Instant::now();
+        let client = Arc::new_cyclic(|this| TcpClient {
+            this: this.clone(),
+            control,
+            sending: Mutex::new(Sending { buffer: Vec::new(), last: now, told: 0 }),
+            slot_count,
+            inbox: Inbox::new(),
+            outbox: Arc::default(),
+            executed: AtomicU64::new(0),
+            end: OnceLock::new(),
+            stop,
+            ended: Default::default(),
+        });
+        let kept = Arc::clone(&client);
+        std::thread::Builder::new().name("rgpu-keeper".into()).spawn(move || kept.keep_alive())?;
+        let commands = TcpCommands {
+            client: Arc::clone(&client),
+            reader: FrameReader::new(),
+            frame: Vec::new(),
+            at: 0,
+            seq: 0,
+            heard: now,
+            polling,
+        };
+        Ok((commands, client))
+    }
+
+    /// The next record of the frame at hand.
+    fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        let rest = &self.frame[self.at..];
+        if rest.is_empty() {
+            return Ok(None);
+        }
+        let Some(header) = rest.first_chunk::<RECORD_HEADER>() else {
+            return Err(Lost::new(format!("{} bytes at the end of a frame are no record", rest.len())));
+        };
+        let (record, size) = Record::from_bytes(header);
+        let size = size as usize;
+        if size < RECORD_HEADER || !size.is_multiple_of(16) || size > MAX_RECORD || size > rest.len() || record.opcode == PAD {
+            return Err(Lost::new(format!("record {}: a size of {size} bytes where {} are left", self.seq + 1, rest.len())));
+        }
+        if record.seq != self.seq + 1 {
+            return Err(Lost::new(format!("record with seq {} where {} was due", record.seq, self.seq + 1)));
+        }
+        body.clear();
+        body.extend_from_slice(&rest[RECORD_HEADER..size]);
+        self.seq += 1;
+        self.at += size;
+        Ok(Some(record))
+    }
+
+    /// Takes whole frames that have been read, until one holds records. False: there is none.
+    fn frames(&mut self) -> Result<bool, End> {
+        let broken = |e: io::Error| End::Lost(Lost::new(format!("the bridge sent {e}")));
+        while let Some((kind, bytes)) = self.reader.next_frame().map_err(broken)? {
+            match kind {
+                frame::COMMANDS => {
+                    self.frame.clear();
+                    self.frame.extend_from_slice(bytes);
+                    self.at = 0;
+                    if !self.frame.is_empty() {
+                        return Ok(true);
+                    }
+                }
+                frame::ALIVE => {}
+                frame::BYE => return Err(End::Asked),
+                _ => return Err(End::Lost(Lost::new(format!("the bridge sent a frame of kind {kind}")))),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Reads what there is. `Ok(false)`: nothing.
+    fn fill(&mut self) -> Result<bool, End> {
+        match self.reader.fill(&mut NonBlocking(&self.client.control)) {
+            Ok(0) => Err(End::Asked),
+            Ok(_) => {
+                self.heard = Instant::now();
+                Ok(true)
+            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(End::Asked),
+            Err(e) => Err(End::Lost(Lost::new(format!("the bridge's connection: {e}")))),
+        }
+    }
+
+    fn poll(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, End> {
+        loop {
+            if let Some(end) = self.client.end.get() {
+                return Err(end.clone().map_or(End::Asked, End::Lost));
+            }
+            if let Some(record) = self.take(body).map_err(End::Lost)? {
+                return Ok(Some(record));
+            }
+            if !self.frames()? && !self.fill()? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn wait(&mut self, body: &mut Vec<u8>) -> Result<Record, End> {
+        loop {
+            if let Some(record) = self.poll(body)? {
+                return Ok(record);
+            }
+            self.client.flush_executed();
+            let until = Instant::now() + self.polling.most;
+            while Instant::now() < until {
+                if let Some(record) = self.poll(body)? {
+                    return Ok(record);
+                }
+                std::hint::spin_loop();
+            }
+            let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
+            let woken = wake::readable(&fds, Some(Duration::from_secs(1)));
+            let woken = woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
+            if !woken && self.heard.elapsed() > SILENCE {
+                return Err(End::Lost(Lost::new(format!("the bridge said nothing for {} s", SILENCE.as_secs()))));
+            }
+        }
+    }
+
+    fn ended(&self, end: End) -> Result<Option<Record>, Lost> {
+        match end {
+            End::Asked => {
+                self.client.close();
+                Ok(None)
+            }
+            End::Lost(lost) => {
+                self.client.lose(&lost.reason);
+                Err(lost)
+            }
+        }
+    }
+}
+
+enum End {
+    Asked,
+    Lost(Lost),
+}
+
+impl Commands for TcpCommands {
+    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        self.wait(body).map(Some).or_else(|end| self.ended(end))
+    }
+
+    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        self.poll(body).or_else(|end| self.ended(end))
+    }
+}
+
+impl TcpClient {
+    /// Adds one of the session's data connections, whose handshake is over.
+    pub fn add_data_connection(&self, stream: TcpStream) -> io::Result<()> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(SEND_TIMEOUT))?;
+        let reading = stream.try_clone()?;
+        self.outbox.add(stream);
+        let Some(client) = self.this.upgrade() else { return Ok(()) };
+        std::thread::Builder::new().name("rgpu-data".into()).spawn(move || {
+            match client.inbox.read_connection(&reading) {
+                Err(e) if client.end.get().is_none() => client.lose(&format!("a data connection: {e}")),
+                _ => {}
+            }
+        })?;
+        Ok(())
+    }
+
+    fn send(&self, fill: impl FnOnce(&mut Sending)) {
+        if self.end.get().is_some() {
+            return;
+        }
+        let mut sending = self.sending.lock().unwrap_or_else(|e| e.into_inner());
+        sending.buffer.clear();
+        fill(&mut sending);
+        if sending.buffer.is_empty() {
+            return;
+        }
+        let sent = (&self.control).write_all(&sending.buffer);
+        sending.last = Instant::now();
+        drop(sending);
+        if let Err(e) = sent {
+            self.lose(&format!("sending to the bridge: {e}"));
+        }
+    }
+
+    fn flush_executed(&self) {
+        self.send(|sending| {
+            let now = self.executed.load(Ordering::Acquire);
+            if now > sending.told {
+                sending.told = now;
+                let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: now, value: 0 };
+                put(&mut sending.buffer, frame::PROGRESS, &[update.as_bytes()]);
+            }
+        });
+    }
+
+    pub(super) fn data_sent(&self, seq: u64, bytes: u64) {
+        self.send(|sending| {
+            put(&mut sending.buffer, frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]);
+        });
+    }
+
+    fn keep_alive(&self) {
+        let (over, changed) = &self.ended;
+        let mut ended = over.lock().unwrap_or_else(|e| e.into_inner());
+        while !*ended {
+            ended = changed.wait_timeout(ended, Duration::from_secs(1)).unwrap_or_else(|e| e.into_inner()).0;
+            if !*ended {
+                drop(ended);
+                self.send(|sending| {
+                    if sending.last.elapsed() >= Duration::from_secs(1) {
+                        put(&mut sending.buffer, frame::ALIVE, &[]);
+                    }
+                });
+                ended = over.lock().unwrap_or_else(|e| e.into_inner());
+            }
+        }
+    }
+
+    fn finish(&self, end: Option<Lost>) -> bool {
+        if self.end.set(end).is_err() {
+            return false;
+        }
+        *self.ended.0.lock().unwrap_or_else(|e| e.into_inner()) = true;
+        self.ended.1.notify_all();
+        self.stop.ring();
+        self.inbox.close();
+        self.outbox.close();
+        true
+    }
+}
+
+fn put(buffer: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
+    let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
+    buffer.extend_from_slice(FrameHeader { kind, len }.as_bytes());
+    parts.iter().for_each(|p| buffer.extend_from_slice(p));
+}
+
+impl Client for TcpClient {
+    fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+        if u32::from(slot) >= self.slot_count || slot == NO_SLOT {
+            self.lose(&format!("command {seq} names reply slot {slot} of {}", self.slot_count));
+            return;
+        }
+        let (status, payload) = if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
+        let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };
+        self.send(|sending| put(&mut sending.buffer, frame::REPLY, &[header.as_bytes(), payload]));
+    }
+
+    fn publish(&self, updates: &[ProgressUpdate]) {
+        if !updates.is_empty() {
+            self.send(|sending| put(&mut sending.buffer, frame::PROGRESS, &[updates.as_bytes()]));
+        }
+    }
+
+    fn executed(&self, seq: u64) {
+        self.executed.store(seq, Ordering::Release);
+        self.inbox.executed(seq);
+        if seq.is_multiple_of(BATCH) {
+            self.flush_executed();
+        }
+    }
+
+    fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status> {
+        Ok(Source::Incoming(self.inbox.incoming(seq, piece, range.len)))
+    }
+
+    fn sink(&self, seq: u64, piece: u32, range: HostRange) -> Result<Sink, Status> {
+        Ok(Sink::Outgoing(Outgoing::new(self.this.clone(), Arc::clone(&self.outbox), seq, piece, range.len)))
+    }
+
+    fn nothing_sent(&self, seq: u64) {
+        self.data_sent(seq, 0);
+    }
+
+    fn lose(&self, reason: &str) {
+        // Said before anything is torn down, and only once.
+        if self.end.get().is_some() {
+            return;
+        }
+        let mut farewell = Vec::new();
+        put(&mut farewell, frame::BYE, &[reason.as_bytes()]);
+        if self.finish(Some(Lost::new(reason))) {
+            let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
+            // The peer may be the one that is gone.
+            let _ = (&self.control).write_all(&farewell);
+            let _ = self.control.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn close(&self) {
+        if self.finish(None) {
+            let _ = self.control.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn streams_data(&self) -> bool {
+        true
+    }
+
+    fn traffic(&self) -> (u64, u64) {
+        (self.inbox.bytes.load(Ordering::Relaxed), self.outbox.bytes.load(Ordering::Relaxed))
+    }
+}

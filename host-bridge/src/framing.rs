@@ -1,0 +1,342 @@
+//! Moving the structures of [`protocol::link`] over sockets: addresses, whole messages with descriptors, and frames out of a byte stream.
+//!
+//! Two styles, for the two ways in which the link is used: blocking ([`send_message`], [`recv_struct`], [`recv_frame`]) during the handshake and on the
+//! control path of `local`; buffered and non-blocking ([`FrameReader`]) in a relay's event loop.
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use protocol::link::{DEFAULT_PORT, FrameHeader, MAX_FRAME};
+use thiserror::Error;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+/// Descriptors in one message at most: as many memories as a guest can have, and two eventfds.
+pub const MAX_FDS: usize = 64;
+
+/// Where a server listens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A Unix socket on this host.
+    Unix(PathBuf),
+    /// A host name or address, and a port.
+    Tcp(String, u16),
+}
+
+/// Why a text is no address.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error(
+    "{0:?} is not an address: expected unix:PATH, tcp:HOST:PORT or HOST:PORT (port {DEFAULT_PORT} when left out)"
+)]
+pub struct AddressError(String);
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(s: &str) -> Result<Self, AddressError> {
+        let wrong = || AddressError(s.to_owned());
+        if let Some(path) = s.strip_prefix("unix:") {
+            return if path.is_empty() { Err(wrong()) } else { Ok(Address::Unix(path.into())) };
+        }
+        let rest = s.strip_prefix("tcp:").unwrap_or(s);
+        let bare_v6 = rest.matches(':').count() > 1 && !rest.contains(']');
+        let (host, port) = match rest.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') && !bare_v6 => {
+                (host, port.parse().map_err(|_| wrong())?)
+            }
+            _ => (rest, DEFAULT_PORT),
+        };
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        if host.is_empty() || host.contains('/') {
+            Err(wrong())
+        } else {
+            Ok(Address::Tcp(host.to_owned(), port))
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Unix(path) => write!(f, "unix:{}", path.display()),
+            Address::Tcp(host, port) if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            Address::Tcp(host, port) => write!(f, "tcp:{host}:{port}"),
+        }
+    }
+}
+
+/// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.
+pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, timeout) {
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Connects to a Unix stream socket.
+pub fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
+    UnixStream::connect(path)
+}
+
+/// Sends all of `parts`, one after the other, with the descriptors alongside the first byte. Blocking sockets only.
+pub fn send_message(socket: BorrowedFd<'_>, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let raw: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+    let total: usize = parts.iter().map(|p| p.len()).sum();
+    let mut sent = 0;
+    while sent < total {
+        let mut skip = sent;
+        let mut slices = Vec::with_capacity(parts.len());
+        for part in parts {
+            let cut = skip.min(part.len());
+            skip -= cut;
+            if cut < part.len() {
+                slices.push(IoSlice::new(&part[cut..]));
+            }
+        }
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control: &[ControlMessage<'_>] = if sent == 0 && !raw.is_empty() { &rights } else { &[] };
+        match sendmsg::<()>(socket.as_raw_fd(), &slices, control, MsgFlags::MSG_NOSIGNAL, None) {
+            Ok(n) => sent += n,
+            Err(nix::Error::EINTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Receives exactly `buf.len()` bytes; descriptors that come along are appended to `fds` (at most [`MAX_FDS`] in all, others are closed).
+/// `Ok(false)`: the peer closed the connection before the first byte. Blocking sockets only.
+pub fn recv_exact(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<bool> {
+    let mut at = 0;
+    while at < buf.len() {
+        let n = match recv_some(socket, &mut buf[at..], fds) {
+            Ok(n) => n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        };
+        if n == 0 {
+            let cut =
+                io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection in mid-message");
+            return if at == 0 { Ok(false) } else { Err(cut) };
+        }
+        at += n;
+    }
+    Ok(true)
+}
+
+/// One `recvmsg` into `buf`, descriptors taken (close-on-exec) as [`recv_exact`] does.
+pub fn recv_some(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut slices = [IoSliceMut::new(buf)];
+    let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
+    let message =
+        recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)
+            .map_err(io::Error::from)?;
+    let bytes = message.bytes;
+    for control in message.cmsgs().map_err(io::Error::from)? {
+        if let ControlMessageOwned::ScmRights(received) = control {
+            for fd in received {
+                // SAFETY: the kernel has just installed this descriptor for us; nobody else knows it.
+                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+                if fds.len() < MAX_FDS {
+                    fds.push(fd);
+                }
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// Receives a structure. `Ok(None)`: the peer closed the connection instead.
+pub fn recv_struct<T: FromBytes + IntoBytes>(
+    socket: BorrowedFd<'_>,
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<Option<T>> {
+    let mut value = T::new_zeroed();
+    Ok(recv_exact(socket, value.as_mut_bytes(), fds)?.then_some(value))
+}
+
+/// Sends one frame: header, then `parts` as its body.
+pub fn send_frame(
+    socket: BorrowedFd<'_>,
+    kind: u32,
+    parts: &[&[u8]],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
+    let header = FrameHeader { kind, len };
+    let mut all = Vec::with_capacity(parts.len() + 1);
+    all.push(header.as_bytes());
+    all.extend_from_slice(parts);
+    send_message(socket, &all, fds)
+}
+
+/// Receives one frame: its kind, its body in `body`. `Ok(None)`: the peer closed the connection instead.
+pub fn recv_frame(
+    socket: BorrowedFd<'_>,
+    body: &mut Vec<u8>,
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<Option<u32>> {
+    let Some(header) = recv_struct::<FrameHeader>(socket, fds)? else { return Ok(None) };
+    check_len(header)?;
+    body.clear();
+    body.resize(header.len as usize, 0);
+    if header.len > 0 && !recv_exact(socket, body, fds)? {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(Some(header.kind))
+}
+
+fn check_len(header: FrameHeader) -> io::Result<()> {
+    if header.len > MAX_FRAME {
+        let text = format!("frame of kind {} with {} bytes, more than {MAX_FRAME}", header.kind, header.len);
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+    }
+    Ok(())
+}
+
+/// A structure off the front of a frame's body, with the rest.
+pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u8])> {
+    T::read_from_prefix(body).map_err(|_| {
+        let text = format!("a frame of {} bytes where at least {} were due", body.len(), size_of::<T>());
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
+}
+
+/// Frames out of a byte stream that is read as it comes. It holds at most one frame and what was read beyond it.
+#[derive(Debug, Default)]
+pub struct FrameReader {
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+impl FrameReader {
+    /// An empty reader.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes that have been read and not yet taken as frames.
+    pub fn buffered(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Reads once from `socket`. `Ok(0)`: the peer closed the connection; `WouldBlock` as usual.
+    pub fn fill(&mut self, socket: &mut impl Read) -> io::Result<usize> {
+        const CHUNK: usize = 64 * 1024;
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+        if self.start > 0 && self.buffer.len() - self.end < CHUNK {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        if self.buffer.len() - self.end < CHUNK {
+            self.buffer.resize((self.end + CHUNK).max(self.buffer.len()), 0);
+        }
+        let n = socket.read(&mut self.buffer[self.end..])?;
+        self.end += n;
+        Ok(n)
+    }
+
+    /// The next whole frame, if it is there. The body is valid until the next call of a method.
+    pub fn next_frame(&mut self) -> io::Result<Option<(u32, &[u8])>> {
+        let held = &self.buffer[self.start..self.end];
+        let Ok((header, rest)) = FrameHeader::read_from_prefix(held) else { return Ok(None) };
+        check_len(header)?;
+        let len = header.len as usize;
+        if rest.len() < len {
+            return Ok(None);
+        }
+        let at = self.start + size_of::<FrameHeader>();
+        self.start = at + len;
+        Ok(Some((header.kind, &self.buffer[at..at + len])))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn addresses_read_and_print() {
+        for (text, want) in [
+            ("unix:/run/rgpu/server.sock", Address::Unix("/run/rgpu/server.sock".into())),
+            ("tcp:gpu1:9701", Address::Tcp("gpu1".into(), 9701)),
+            ("gpu1", Address::Tcp("gpu1".into(), DEFAULT_PORT)),
+            ("10.0.0.1:1", Address::Tcp("10.0.0.1".into(), 1)),
+            ("tcp:[::1]:9700", Address::Tcp("::1".into(), 9700)),
+            ("[fe80::1]", Address::Tcp("fe80::1".into(), DEFAULT_PORT)),
+            ("::1", Address::Tcp("::1".into(), DEFAULT_PORT)),
+        ] {
+            let address: Address = text.parse().unwrap();
+            assert_eq!(address, want, "{text}");
+            assert_eq!(address.to_string().parse(), Ok(want));
+        }
+        for text in ["", "unix:", "tcp:", "host:port", "host:99999", "/run/x.sock"] {
+            assert!(text.parse::<Address>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_frame_carries_its_descriptors() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let file = tempfile_fd();
+        send_frame(a.as_fd(), 7, &[b"one", b"two"], &[file.as_fd()]).unwrap();
+        let (mut body, mut fds) = (Vec::new(), Vec::new());
+        assert_eq!(recv_frame(b.as_fd(), &mut body, &mut fds).unwrap(), Some(7));
+        assert_eq!((body.as_slice(), fds.len()), (&b"onetwo"[..], 1));
+        drop(a);
+        assert_eq!(recv_frame(b.as_fd(), &mut body, &mut fds).unwrap(), None);
+    }
+
+    fn tempfile_fd() -> OwnedFd {
+        nix::sys::memfd::memfd_create(c"test", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn frames_come_whole_however_the_stream_is_cut() {
+        let mut stream = Vec::new();
+        for (kind, len) in [(1u32, 0u32), (2, 5), (3, 200_000), (4, 1)] {
+            stream.extend_from_slice(FrameHeader { kind, len }.as_bytes());
+            stream.extend((0..len).map(|i| (i * kind) as u8));
+        }
+        for step in [1, 7, 8, 9, 4096, 1 << 20] {
+            let mut reader = FrameReader::new();
+            let mut got = Vec::new();
+            for piece in stream.chunks(step) {
+                let mut piece = piece;
+                while !piece.is_empty() {
+                    reader.fill(&mut piece).unwrap();
+                    while let Some((kind, body)) = reader.next_frame().unwrap() {
+                        assert!(body.iter().enumerate().all(|(i, b)| *b == (i as u32 * kind) as u8));
+                        got.push((kind, body.len()));
+                    }
+                }
+            }
+            assert_eq!(got, [(1, 0), (2, 5), (3, 200_000), (4, 1)], "step {step}");
+        }
+    }
+
+    #[test]
+    fn an_endless_frame_is_refused_before_it_is_read() {
+        let mut reader = FrameReader::new();
+        let header = FrameHeader { kind: 1, len: MAX_FRAME + 1 };
+        reader.fill(&mut header.as_bytes()).unwrap();
+        assert!(reader.next_frame().unwrap_err().to_string().contains("more than"));
+    }
+}

@@ -1,0 +1,23 @@
+//! Sessions between a guest and a GPU server, and the transports that carry them.
+//!
+//! Nothing here knows virtio or CUDA: a session is a channel's memory on one side, and a server's sockets, or its worker process, on the other.
+//!
+//! ```text
+//!   vhost-rgpu                                   rgpu-server's worker
+//!   ┌────────┐     tcp: frames and data         ┌──────────┐
+//!   │ bridge │ ═══════════════════════════════▶ │ endpoint │
+//!   └────────┘     local: file descriptors      └──────────┘
+//! ```
+//!
+//! In reading order:
+//! - [`memory`]: the client's memory as a process sees it, every address checked once;
+//! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets;
+//! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
+//! - [`verbs`]: InfiniBand and RoCE, for both ends;
+//! - [`endpoint`]: the end that has the GPU.
+
+pub mod bridge;
+pub mod endpoint;
+pub mod framing;
+pub mod memory;
+pub mod verbs;

@@ -1,0 +1,425 @@
+//! The client's memory as this process sees it.
+//!
+//! ```text
+//!  Memories      files (a guest's RAM, a memfd), each mapped once, at addresses that extents count in
+//!    │ resolve(extents)                      │ view(extents)
+//!  Pieces        a region: host pointers      ChannelView   the channel: one contiguous mapping, its parts by a checked Geometry
+//! ```
+//!
+//! Addresses come from a guest and are checked here, once; whoever holds [`Pieces`] or a [`ChannelView`] holds valid memory: it stays mapped until they are
+//! dropped. Its *content* can change under everyone's hands at any time, so it is only touched by atomics, by copies, and by the kernel or a device.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use protocol::channel::{
+    Consumer, Geometry, GeometryError, HEADER_SIZE, Header, Progress, ReplySlot, RingMemory, SLOT_SIZE,
+};
+use protocol::device::Extent;
+use protocol::link::Memory;
+use thiserror::Error;
+
+const PAGE: u64 = 4096;
+
+/// Why memory could not be used.
+#[derive(Debug, Error)]
+pub enum MemoryError {
+    /// An extent lies outside what the client has.
+    #[error("extent {index}: {len:#x} bytes at {addr:#x} lie outside the client's memory")]
+    Outside {
+        /// Which extent.
+        index: usize,
+        /// Its address.
+        addr: u64,
+        /// Its length.
+        len: u64,
+    },
+    /// The extents' lengths do not add up to what was announced.
+    #[error("extents of {sum:#x} bytes in all where {size:#x} were announced")]
+    Size {
+        /// Sum of the lengths.
+        sum: u64,
+        /// What was announced.
+        size: u64,
+    },
+    /// A channel's extent is not made of whole pages.
+    #[error("extent {index} of the channel: {len:#x} bytes at {addr:#x} are not whole pages")]
+    Unaligned {
+        /// Which extent.
+        index: usize,
+        /// Its address.
+        addr: u64,
+        /// Its length.
+        len: u64,
+    },
+    /// The file is shorter than the memory that it should be.
+    #[error("a client memory of {size:#x} bytes at offset {offset:#x} of a file of {file:#x} bytes")]
+    ShortFile {
+        /// The memory's size.
+        size: u64,
+        /// Its offset in the file.
+        offset: u64,
+        /// The file's size.
+        file: u64,
+    },
+    /// The channel's header is wrong.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// `mmap` failed.
+    #[error("mapping {size:#x} bytes of the client's memory")]
+    Map {
+        /// Bytes.
+        size: u64,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// One mapped file range; unmapped with its last user.
+#[derive(Debug)]
+struct Mapping {
+    memory: Memory,
+    at: NonNull<u8>,
+    file: OwnedFd,
+}
+
+// SAFETY: the mapping is plain shared memory without an owner thread; `at` is only read.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `map` made exactly this mapping, and every pointer into it is held together with an `Arc` of it.
+        let _ = unsafe { munmap(self.at.cast(), self.memory.size as usize) };
+    }
+}
+
+/// All of a client's memories, mapped. Cheap to clone; what is resolved from it keeps it mapped.
+#[derive(Debug, Clone, Default)]
+pub struct Memories {
+    mappings: Arc<Vec<Mapping>>,
+}
+
+impl Memories {
+    /// Maps each file range, readable and writable, shared.
+    pub fn map(memories: Vec<(Memory, OwnedFd)>) -> Result<Memories, MemoryError> {
+        let mut mappings = Vec::with_capacity(memories.len());
+        for (memory, file) in memories {
+            let stat = nix::sys::stat::fstat(&file)
+                .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
+            let end = memory.file_offset.checked_add(memory.size);
+            let length = usize::try_from(memory.size).ok().and_then(NonZeroUsize::new);
+            let (Some(length), true) = (length, end.is_some_and(|end| end <= stat.st_size as u64)) else {
+                return Err(MemoryError::ShortFile {
+                    size: memory.size,
+                    offset: memory.file_offset,
+                    file: stat.st_size as u64,
+                });
+            };
+            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
+            // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this process.
+            let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
+                .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
+            mappings.push(Mapping { memory, at: at.cast(), file });
+        }
+        Ok(Memories { mappings: Arc::new(mappings) })
+    }
+
+    /// The memories with their files, in the order given to [`map`](Self::map): what `local` hands to a worker.
+    pub fn files(&self) -> impl Iterator<Item = (Memory, &OwnedFd)> {
+        self.mappings.iter().map(|m| (m.memory, &m.file))
+    }
+
+    fn find(&self, extent: &Extent) -> Option<(&Mapping, u64)> {
+        self.mappings.iter().find_map(|m| {
+            let offset = extent.addr.checked_sub(m.memory.addr)?;
+            (offset.checked_add(extent.len)? <= m.memory.size).then_some((m, offset))
+        })
+    }
+
+    /// Checks extents against the client's memory and takes them together as one range of `size` bytes.
+    pub fn resolve(&self, extents: &[Extent], size: u64) -> Result<Pieces, MemoryError> {
+        let mut pieces: Vec<Piece> = Vec::with_capacity(extents.len());
+        let mut sum = 0u64;
+        for (index, extent) in extents.iter().enumerate() {
+            let outside = MemoryError::Outside { index, addr: extent.addr, len: extent.len };
+            let Some((mapping, offset)) = self.find(extent) else { return Err(outside) };
+            // SAFETY: `find` checked that offset + len lies inside the mapping.
+            let at = unsafe { mapping.at.add(offset as usize) };
+            let len = extent.len as usize;
+            let adjoins =
+                pieces.last().is_some_and(|last| last.at.as_ptr().wrapping_add(last.len) == at.as_ptr());
+            match pieces.last_mut() {
+                Some(last) if adjoins => last.len += len,
+                _ if len > 0 => pieces.push(Piece { at, len, offset: sum as usize }),
+                _ => {}
+            }
+            sum = sum.checked_add(extent.len).ok_or(MemoryError::Size { sum: u64::MAX, size })?;
+        }
+        if sum != size {
+            return Err(MemoryError::Size { sum, size });
+        }
+        Ok(Pieces { pieces, size: size as usize, _memories: self.clone() })
+    }
+
+    /// Maps a channel's extents a second time, one behind the other, and checks the header that the client has written there.
+    pub fn view(&self, extents: &[Extent], size: u64) -> Result<ChannelView, MemoryError> {
+        let sum = extents.iter().try_fold(0u64, |sum, e| sum.checked_add(e.len));
+        let length = usize::try_from(size).ok().and_then(NonZeroUsize::new);
+        let (Some(length), true) = (length, sum == Some(size) && size >= HEADER_SIZE as u64) else {
+            return Err(MemoryError::Size { sum: sum.unwrap_or(u64::MAX), size });
+        };
+        let failed = |e: nix::Error| MemoryError::Map { size, source: e.into() };
+        // SAFETY: reserves fresh address space, to be overlaid below.
+        let base = unsafe {
+            mmap_anonymous(
+                None,
+                length,
+                ProtFlags::PROT_NONE,
+                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
+            )
+        }
+        .map_err(failed)?;
+        let reserved = Reserved { at: base.cast(), len: length.get() };
+        let mut offset = 0usize;
+        for (index, extent) in extents.iter().enumerate() {
+            let (addr, len) = (extent.addr, extent.len);
+            let Some((mapping, within)) = self.find(extent) else {
+                return Err(MemoryError::Outside { index, addr, len });
+            };
+            let file_offset = mapping.memory.file_offset + within;
+            let whole = len > 0 && len % PAGE == 0 && file_offset % PAGE == 0;
+            let (Some(length), true) = (NonZeroUsize::new(len as usize), whole) else {
+                return Err(MemoryError::Unaligned { index, addr, len });
+            };
+            let target = NonZeroUsize::new(reserved.at.as_ptr() as usize + offset);
+            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
+            // SAFETY: the target lies inside the reservation made above (the lengths add up to its size), which nothing else uses yet.
+            unsafe { mmap(target, length, protection, flags, mapping.file.as_fd(), file_offset as i64) }
+                .map_err(failed)?;
+            offset += len as usize;
+        }
+        // SAFETY: the first page is mapped and page-aligned; `Header` is made of atomics alone and any bit pattern is valid.
+        let header = unsafe { reserved.at.cast::<Header>().as_ref() };
+        let geometry = Geometry::check(&header.read_fields(), size)?;
+        Ok(ChannelView { reserved, geometry })
+    }
+}
+
+/// A contiguous run of a region in this process.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    /// First byte.
+    pub at: NonNull<u8>,
+    /// Bytes.
+    pub len: usize,
+    /// Offset in the region.
+    pub offset: usize,
+}
+
+/// A region of the client's memory: checked pointers, in order. The memory stays mapped as long as this lives.
+#[derive(Debug, Clone)]
+pub struct Pieces {
+    pieces: Vec<Piece>,
+    size: usize,
+    _memories: Memories,
+}
+
+// SAFETY: the pointers refer to shared mappings that `_memories` keeps, usable from any thread.
+unsafe impl Send for Pieces {}
+// SAFETY: as above; the structure itself is never changed.
+unsafe impl Sync for Pieces {}
+
+impl Pieces {
+    /// Bytes in all.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// All runs, in order.
+    pub fn all(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// The runs that make up `len` bytes from `offset`, cut to it. `None` when the range is not inside the region.
+    pub fn range(&self, offset: u64, len: u64) -> Option<impl Iterator<Item = (NonNull<u8>, usize)> + '_> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.size as u64)? as usize;
+        let offset = offset as usize;
+        let first = self.pieces.partition_point(|p| p.offset + p.len <= offset);
+        Some(self.pieces[first..].iter().take_while(move |p| p.offset < end && len > 0).map(move |p| {
+            let skip = offset.saturating_sub(p.offset);
+            let until = p.len.min(end - p.offset);
+            // SAFETY: skip < p.len, since the run ends behind `offset`.
+            (unsafe { p.at.add(skip) }, until - skip)
+        }))
+    }
+}
+
+/// A reservation of address space with everything mapped into it.
+#[derive(Debug)]
+struct Reserved {
+    at: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: plain shared memory; `at` is only read.
+unsafe impl Send for Reserved {}
+// SAFETY: as above.
+unsafe impl Sync for Reserved {}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        // SAFETY: made by `Memories::view`; whatever borrows from it has ended.
+        let _ = unsafe { munmap(self.at.cast(), self.len) };
+    }
+}
+
+/// A channel, contiguous, with its parts. Unmapped when dropped.
+#[derive(Debug)]
+pub struct ChannelView {
+    reserved: Reserved,
+    geometry: Geometry,
+}
+
+impl ChannelView {
+    /// Where the parts lie.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn part<T>(&self, offset: usize, size: usize) -> NonNull<T> {
+        debug_assert!(offset + size <= self.reserved.len);
+        // SAFETY: `Geometry::check` has put every part inside the channel, whose size is the reservation's.
+        unsafe { self.reserved.at.add(offset).cast() }
+    }
+
+    /// First byte of the channel in this process, for one who waits or wakes on a word by futex, or registers the memory with a device.
+    pub fn base(&self) -> NonNull<u8> {
+        self.reserved.at
+    }
+
+    /// The header.
+    pub fn header(&self) -> &Header {
+        // SAFETY: mapped, page-aligned, all atomics.
+        unsafe { self.part::<Header>(0, HEADER_SIZE).as_ref() }
+    }
+
+    /// The consumer of a ring that nobody has read yet. There must be only one for a channel.
+    pub fn consumer(&self) -> Consumer<'_> {
+        let g = &self.geometry;
+        let words = self.part(g.ring_offset, g.ring_size);
+        // SAFETY: mapped, page-aligned, `ring_size` bytes of atomics, a power of two.
+        let words = unsafe { std::slice::from_raw_parts(words.as_ptr(), g.ring_size / 8) };
+        Consumer::new(self.header(), RingMemory::new(words))
+    }
+
+    /// A reply slot. `None`: there is no such slot.
+    pub fn slot(&self, index: u16) -> Option<&ReplySlot> {
+        let index = usize::from(index);
+        // SAFETY: mapped, 64-byte-aligned (the slots' offset and stride are), all atomics.
+        (index < self.geometry.slot_count)
+            .then(|| unsafe { self.part::<ReplySlot>(self.geometry.slot_offset(index), SLOT_SIZE).as_ref() })
+    }
+
+    /// The progress area.
+    pub fn progress(&self) -> &Progress {
+        // SAFETY: mapped, page-aligned, all atomics.
+        unsafe { self.part::<Progress>(self.geometry.progress_offset, size_of::<Progress>()).as_ref() }
+    }
+
+    /// `len` bytes of the arena from `offset`. `None` when they are not inside it.
+    pub fn arena(&self, offset: u64, len: u64) -> Option<(NonNull<u8>, usize)> {
+        let end = offset.checked_add(len)?;
+        (end <= self.geometry.arena_size as u64)
+            .then(|| (self.part(self.geometry.arena_offset + offset as usize, len as usize), len as usize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    fn memories(sizes: &[(u64, u64)]) -> Memories {
+        let files = sizes
+            .iter()
+            .map(|(addr, size)| {
+                let file = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
+                nix::unistd::ftruncate(&file, *size as i64).unwrap();
+                (Memory { addr: *addr, size: *size, file_offset: 0 }, file)
+            })
+            .collect();
+        Memories::map(files).unwrap()
+    }
+
+    fn e(addr: u64, len: u64) -> Extent {
+        Extent { addr, len }
+    }
+
+    #[test]
+    fn scattered_extents_read_as_one_region() {
+        let memories = memories(&[(0, 0x10000), (0x100000, 0x10000)]);
+        let region = memories
+            .resolve(&[e(0x100ff0, 0x10), e(0x10, 3), e(0x13, 5), e(0x8000, 0x1000)], 0x1018)
+            .unwrap();
+        assert_eq!(region.all().len(), 3, "adjoining extents are one run");
+        for (i, (at, len)) in region.range(0, 0x1018).unwrap().enumerate() {
+            // SAFETY: pieces are valid memory of this test.
+            unsafe { at.write_bytes(i as u8 + 1, len) };
+        }
+        let cut: Vec<usize> = region.range(0x0f, 10).unwrap().map(|(_, len)| len).collect();
+        assert_eq!(cut, [1, 8, 1]);
+        assert_eq!(region.range(0x1018, 0).unwrap().count(), 0);
+        assert!(region.range(0x1018, 1).is_none() && region.range(u64::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn wild_extents_are_refused() {
+        let memories = memories(&[(0x1000, 0x1000)]);
+        for extent in [e(0, 1), e(0x1fff, 2), e(0x2000, 1), e(u64::MAX, 1), e(0x1000, u64::MAX)] {
+            assert!(
+                matches!(memories.resolve(&[extent], extent.len), Err(MemoryError::Outside { index: 0, .. })),
+                "{extent:?}"
+            );
+        }
+        assert!(matches!(memories.resolve(&[e(0x1000, 4)], 5), Err(MemoryError::Size { sum: 4, size: 5 })));
+    }
+
+    #[test]
+    fn a_scattered_channel_is_contiguous_here() {
+        let geometry = Geometry::with_arena(0x4000);
+        let size = geometry.size as u64;
+        let memories = memories(&[(0, size + 0x10000)]);
+        // The header's page last in memory, the rest before it.
+        let extents = [e(size, 0x1000), e(0, size - 0x1000)];
+        let at = memories.resolve(&[e(size, 0x1000)], 0x1000).unwrap().all()[0].at.cast::<Header>();
+        // SAFETY: a mapped page, page-aligned.
+        unsafe { at.as_ref() }.write_fields(&geometry.fields(1, "test"));
+        let view = memories.view(&extents, size).unwrap();
+        assert_eq!(*view.geometry(), geometry);
+        assert!(view.slot(63).is_some() && view.slot(64).is_none());
+        assert!(
+            view.arena(0x3fff, 1).is_some()
+                && view.arena(0x4000, 1).is_none()
+                && view.arena(u64::MAX, 1).is_none()
+        );
+        assert!(matches!(memories.view(&[e(0x10, size)], size), Err(MemoryError::Unaligned { .. })));
+        assert!(matches!(memories.view(&[e(0, size)], size), Err(MemoryError::Geometry(_))));
+    }
+
+    #[test]
+    fn a_short_file_is_refused() {
+        let file = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&file, 100).unwrap();
+        let memory = Memory { addr: 0, size: 4096, file_offset: 0 };
+        assert!(matches!(Memories::map(vec![(memory, file)]), Err(MemoryError::ShortFile { .. })));
+    }
+}

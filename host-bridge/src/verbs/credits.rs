@@ -1,0 +1,153 @@
+//! Who may send how much: a receiver that is never not ready.
+//!
+//! Each side posts receives on every queue before the peer can send, and the peer counts them as credits: one for each message (queue 0) or write with
+//! immediate data (the other queues). A receive that was used is posted again first, and then announced, in the header of the next message that goes the
+//! other way. When half of a queue's receives wait to be announced and no message goes, an empty one is sent.
+//!
+//! The last credit of queue 0 is kept for such an empty message. So it cannot happen that both sides have nothing left to announce with: who spends its last
+//! credit gives the peer at least half a queue's worth.
+
+use protocol::link::MAX_QUEUES;
+
+use super::VerbsError;
+
+/// Receives that queue 0 has at least, however shallow queues are configured: below that, announcements would answer announcements.
+pub(super) const LEAST_RECEIVES: u32 = 16;
+
+/// The credits of one link, both ways.
+#[derive(Debug, Clone)]
+pub(super) struct Credits {
+    /// Receives that the peer has ready for us.
+    have: [u32; MAX_QUEUES],
+    /// What it posts at most.
+    theirs: u32,
+    /// Receives of ours, posted again and not yet announced.
+    owed: [u16; MAX_QUEUES],
+    /// What we post.
+    ours: u32,
+}
+
+impl Credits {
+    pub(super) fn new(ours: u32, theirs: u32) -> Credits {
+        Credits { have: [theirs; MAX_QUEUES], theirs, owed: [0; MAX_QUEUES], ours }
+    }
+
+    /// Whether something may be sent on that queue.
+    pub(super) fn may_send(&self, queue: usize) -> bool {
+        self.have[queue] > if queue == 0 { 1 } else { 0 }
+    }
+
+    /// Something is sent on that queue.
+    pub(super) fn spend(&mut self, queue: usize) {
+        self.have[queue] = self.have[queue].saturating_sub(1);
+    }
+
+    /// A receive of that queue has been used and posted again.
+    pub(super) fn used(&mut self, queue: usize) {
+        self.owed[queue] = self.owed[queue].saturating_add(1);
+    }
+
+    /// Whether it is time for a message with nothing but an announcement, and whether one can be sent.
+    pub(super) fn must_announce(&self) -> bool {
+        self.have[0] > 0 && self.owed.iter().any(|owed| u32::from(*owed) >= self.ours / 2)
+    }
+
+    /// What to announce now; it counts as announced.
+    pub(super) fn announce(&mut self) -> [u16; MAX_QUEUES] {
+        std::mem::take(&mut self.owed)
+    }
+
+    /// The peer announces.
+    pub(super) fn grant(&mut self, announced: &[u16; MAX_QUEUES]) -> Result<(), VerbsError> {
+        for (queue, (have, more)) in self.have.iter_mut().zip(announced).enumerate() {
+            let sum = *have + u32::from(*more);
+            if sum > self.theirs {
+                return Err(VerbsError::Peer(format!("it announces {more} receives on queue {queue}, which makes {sum} of {}", self.theirs)));
+            }
+            *have = sum;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::VecDeque;
+
+    #[test]
+    fn more_credits_than_receives_are_refused() {
+        let mut credits = Credits::new(16, 16);
+        credits.spend(2);
+        let mut announced = [0; MAX_QUEUES];
+        announced[2] = 2;
+        assert!(credits.grant(&announced).is_err());
+        announced[2] = 1;
+        assert!(Credits::new(16, 16).grant(&announced).is_err());
+    }
+
+    /// A side of a simulated link, with the messages under way to it: queue, and what a message on queue 0 announces.
+    struct Side {
+        credits: Credits,
+        inbox: VecDeque<(usize, [u16; MAX_QUEUES])>,
+        wish: Vec<usize>,
+    }
+
+    impl Side {
+        /// Sends the next thing that it wishes to send, or an announcement if one is due. False: it can do neither.
+        fn send(&mut self) -> Option<(usize, [u16; MAX_QUEUES])> {
+            if let Some(queue) = self.wish.last().copied().filter(|queue| self.credits.may_send(*queue)) {
+                self.wish.pop();
+                self.credits.spend(queue);
+                return Some((queue, if queue == 0 { self.credits.announce() } else { [0; MAX_QUEUES] }));
+            }
+            self.credits.must_announce().then(|| {
+                self.credits.spend(0);
+                (0, self.credits.announce())
+            })
+        }
+
+        fn receive(&mut self) -> bool {
+            let Some((queue, announced)) = self.inbox.pop_front() else { return false };
+            self.credits.grant(&announced).unwrap();
+            self.credits.used(queue);
+            true
+        }
+    }
+
+    proptest! {
+        /// Whatever the order of sending and receiving, a peer never has more under way than there are receives, and everything gets through.
+        #[test]
+        fn credits_neither_overrun_nor_run_dry(
+            receives in LEAST_RECEIVES..64,
+            wishes in prop::array::uniform2(prop::collection::vec(0..4usize, 0..400)),
+            order in prop::collection::vec(any::<u8>(), 0..2000),
+        ) {
+            let side = |wish: &Vec<usize>| Side { credits: Credits::new(receives, receives), inbox: VecDeque::new(), wish: wish.clone() };
+            let mut sides = [side(&wishes[0]), side(&wishes[1])];
+            let step = |sides: &mut [Side; 2], turn: usize, receive: bool| -> bool {
+                if receive {
+                    return sides[turn].receive();
+                }
+                let Some(sent) = sides[turn].send() else { return false };
+                sides[1 - turn].inbox.push_back(sent);
+                for queue in 0..MAX_QUEUES {
+                    let under_way = sides[1 - turn].inbox.iter().filter(|(q, _)| *q == queue).count();
+                    assert!(under_way <= receives as usize, "queue {queue} overruns");
+                }
+                true
+            };
+            for choice in order {
+                step(&mut sides, usize::from(choice & 1), choice & 2 != 0);
+            }
+            let mut rounds = 0;
+            while sides.iter().any(|s| !s.wish.is_empty() || !s.inbox.is_empty()) {
+                let moved = (0..4).fold(false, |moved, i| step(&mut sides, i & 1, i & 2 != 0) | moved);
+                prop_assert!(moved, "stuck");
+                rounds += 1;
+                prop_assert!(rounds < 100_000, "announcements answer announcements");
+            }
+        }
+    }
+}

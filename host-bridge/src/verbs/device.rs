@@ -1,0 +1,355 @@
+//! Which device, port, GID and MTU: from what is configured and what the host has.
+
+use std::ffi::CStr;
+use std::fs;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::sys::{self, Gid, Library, check, number};
+use super::{Settings, VerbsError};
+
+/// An open device with the port that was chosen. Closed with its last user.
+#[derive(Debug)]
+pub struct Device {
+    context: NonNull<sys::Context>,
+    name: String,
+    port: Port,
+    limits: Limits,
+}
+
+// SAFETY: libibverbs allows every call on a context from any thread.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// The port's address and path, as a peer must know them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Port {
+    /// Number, from 1.
+    pub number: u8,
+    /// InfiniBand: the local identifier. RoCE: 0.
+    pub lid: u16,
+    /// Whether packets carry a global route: always with RoCE; with InfiniBand when a GID index was configured.
+    pub global: bool,
+    /// Index of the GID in the port's table.
+    pub gid_index: u8,
+    /// The GID.
+    pub gid: [u8; 16],
+    /// MTU to use, in bytes.
+    pub mtu: u32,
+    /// Traffic class of the packets.
+    pub traffic_class: u8,
+}
+
+/// What the device can do at most.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Work requests in a queue.
+    pub queue: u32,
+    /// Entries in a completion queue.
+    pub completions: u32,
+}
+
+/// Something happened to the device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceEvent {
+    /// A port went down. Queue pairs go on for as long as they retry.
+    PortDown(u8),
+    /// A port came up.
+    PortUp(u8),
+    /// Nothing works any more.
+    Fatal(String),
+    /// Something that does not matter here.
+    Other,
+}
+
+/// One entry of a port's GID table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GidEntry {
+    /// Index.
+    pub index: u8,
+    /// The GID.
+    pub gid: [u8; 16],
+    /// As sysfs says: `IB/RoCE v1` or `RoCE v2`.
+    pub kind: String,
+}
+
+impl GidEntry {
+    fn is_v4(&self) -> bool {
+        self.gid[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]
+    }
+
+    fn is_link_local(&self) -> bool {
+        self.gid[..2] == [0xfe, 0x80]
+    }
+}
+
+/// The GID to use on an Ethernet port: RoCE v2 only, since nothing routes v1; an IPv4 address before a global IPv6 one before a link-local one.
+pub fn choose_gid(table: &[GidEntry]) -> Option<&GidEntry> {
+    let rank = |entry: &&GidEntry| match entry {
+        e if e.is_v4() => 0,
+        e if !e.is_link_local() => 1,
+        _ => 2,
+    };
+    table.iter().filter(|entry| entry.kind == "RoCE v2" && entry.gid != [0; 16]).min_by_key(rank)
+}
+
+/// The devices of this host, by name.
+pub fn names() -> Result<Vec<String>, VerbsError> {
+    Ok(List::new()?.devices().map(|(_, name)| name).collect())
+}
+
+struct List {
+    library: &'static Library,
+    list: NonNull<*mut sys::Device>,
+    count: usize,
+}
+
+impl List {
+    fn new() -> Result<List, VerbsError> {
+        let library = Library::get()?;
+        let mut count = 0;
+        // SAFETY: `count` is writable.
+        let list = unsafe { (library.get_device_list)(&mut count) };
+        match NonNull::new(list) {
+            Some(list) => Ok(List { library, list, count: count.max(0) as usize }),
+            // A kernel without RDMA answers ENOSYS.
+            None => Err(VerbsError::NoDevices),
+        }
+    }
+
+    fn devices(&self) -> impl Iterator<Item = (*mut sys::Device, String)> + '_ {
+        // SAFETY: the list has `count` devices and lives as long as `self`.
+        unsafe { std::slice::from_raw_parts(self.list.as_ptr(), self.count) }.iter().map(|device| {
+            // SAFETY: a device of the list has a name.
+            let name = unsafe { CStr::from_ptr((self.library.get_device_name)(*device)) };
+            (*device, name.to_string_lossy().into_owned())
+        })
+    }
+}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // SAFETY: made by `get_device_list`; open devices hold their own references.
+        unsafe { (self.library.free_device_list)(self.list.as_ptr()) };
+    }
+}
+
+impl Device {
+    /// Opens the device that the settings name, or else the only one with an active port, and chooses the path on its port.
+    pub fn open(settings: &Settings) -> Result<Arc<Device>, VerbsError> {
+        settings.check()?;
+        let list = List::new()?;
+        let have = || list.devices().map(|(_, name)| name).collect::<Vec<_>>().join(", ");
+        if let Some(wanted) = &settings.device {
+            let (device, name) = list
+                .devices()
+                .find(|(_, name)| name == wanted)
+                .ok_or_else(|| if list.count == 0 { VerbsError::NoDevices } else { VerbsError::NoDevice { name: wanted.clone(), have: have() } })?;
+            return Device::open_one(list.library, device, name, settings).map(Arc::new);
+        }
+        let mut active = Vec::new();
+        let mut failure = VerbsError::NoDevices;
+        for (device, name) in list.devices() {
+            match Device::open_one(list.library, device, name, settings) {
+                Ok(device) => active.push(device),
+                Err(e) => failure = e,
+            }
+        }
+        match (active.len(), list.count) {
+            (1, _) => Ok(Arc::new(active.remove(0))),
+            (0, 0 | 1) => Err(failure),
+            (0, _) => Err(VerbsError::Ambiguous { why: "no device has an active port", have: have() }),
+            _ => Err(VerbsError::Ambiguous { why: "several devices have an active port", have: have() }),
+        }
+    }
+
+    fn open_one(library: &'static Library, device: *mut sys::Device, name: String, settings: &Settings) -> Result<Device, VerbsError> {
+        // SAFETY: a device of a list that is still there.
+        let context = unsafe { (library.open_device)(device) };
+        let context = NonNull::new(context)
+            .ok_or_else(|| VerbsError::call(&format!("opening RDMA device {name} (/dev/infiniband)"), io::Error::last_os_error()))?;
+        let limits = Limits { queue: 0, completions: 0 };
+        let port = Port { number: settings.port, lid: 0, global: false, gid_index: 0, gid: [0; 16], mtu: 0, traffic_class: settings.traffic_class };
+        // From here on dropping it closes it.
+        let mut opened = Device { context, name, port, limits };
+        nonblocking(opened.event_fd()).map_err(|e| VerbsError::call("preparing the device's events", e))?;
+        let mut attr = sys::DeviceAttr::zeroed();
+        // SAFETY: an open context; `attr` is writable and of the size that the library knows.
+        check("ibv_query_device", unsafe { (library.query_device)(context.as_ptr(), &mut attr) })?;
+        if settings.port == 0 || settings.port > attr.phys_port_cnt {
+            return Err(VerbsError::NoPort { device: opened.name.clone(), port: settings.port, count: attr.phys_port_cnt });
+        }
+        opened.limits = Limits { queue: attr.max_qp_wr.max(0) as u32, completions: attr.max_cqe.max(0) as u32 };
+        opened.choose_path(library, settings)?;
+        Ok(opened)
+    }
+
+    fn choose_path(&mut self, library: &Library, settings: &Settings) -> Result<(), VerbsError> {
+        let mut attr = sys::PortAttr::default();
+        // SAFETY: an open context, a port that exists; `attr` is writable and of the size that the library knows.
+        check("ibv_query_port", unsafe { (library.query_port)(self.context.as_ptr(), self.port.number, &mut attr) })?;
+        let (device, port) = (self.name.clone(), self.port.number);
+        if !matches!(attr.state, number::PORT_ACTIVE | number::PORT_ACTIVE_DEFER) {
+            let state = match attr.state {
+                1 => "down",
+                2 => "initialising: no subnet manager has configured it",
+                3 => "armed, not active",
+                _ => "in no usable state",
+            };
+            return Err(VerbsError::PortDown { device, port, state });
+        }
+        let active = mtu_bytes(attr.active_mtu);
+        self.port.mtu = match settings.mtu {
+            None => active,
+            Some(mtu) if mtu <= active && mtu_number(mtu).is_some() => mtu,
+            Some(mtu) => return Err(VerbsError::Mtu { mtu, device, port, active }),
+        };
+        self.port.lid = attr.lid;
+        let ethernet = attr.link_layer == number::LINK_LAYER_ETHERNET;
+        self.port.global = ethernet || settings.gid_index.is_some();
+        if !self.port.global {
+            return Ok(());
+        }
+        let count = u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX);
+        if let Some(index) = settings.gid_index {
+            let gid = self.gid(library, index).filter(|gid| index < count && *gid != [0; 16]);
+            let why = || format!("entry {index} of its {count} is empty");
+            let gid = gid.ok_or_else(|| VerbsError::NoGid { device, port, why: why() })?;
+            (self.port.gid_index, self.port.gid) = (index, gid);
+            return Ok(());
+        }
+        let table = self.gid_table(library, count);
+        let why = || format!("none of {} entries is RoCE v2", table.len());
+        let entry = choose_gid(&table).ok_or_else(|| VerbsError::NoGid { device, port, why: why() })?;
+        (self.port.gid_index, self.port.gid) = (entry.index, entry.gid);
+        Ok(())
+    }
+
+    fn gid(&self, library: &Library, index: u8) -> Option<[u8; 16]> {
+        let mut gid = Gid::default();
+        // SAFETY: an open context; `gid` is writable.
+        let result = unsafe { (library.query_gid)(self.context.as_ptr(), self.port.number, index.into(), &mut gid) };
+        (result == 0).then_some(gid.0)
+    }
+
+    /// Entries that are not empty. Their kinds come from sysfs: the library's call for them is younger than many hosts.
+    fn gid_table(&self, library: &Library, count: u8) -> Vec<GidEntry> {
+        let types = format!("/sys/class/infiniband/{}/ports/{}/gid_attrs/types", self.name, self.port.number);
+        let entry = |index: u8| {
+            let gid = self.gid(library, index).filter(|gid| *gid != [0; 16])?;
+            let kind = fs::read_to_string(format!("{types}/{index}")).ok()?;
+            Some(GidEntry { index, gid, kind: kind.trim().to_owned() })
+        };
+        (0..count).filter_map(entry).collect()
+    }
+
+    /// The device's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The port and the path from it.
+    pub fn port(&self) -> &Port {
+        &self.port
+    }
+
+    /// What the device can do at most.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    pub(super) fn context(&self) -> NonNull<sys::Context> {
+        self.context
+    }
+
+    /// Readable when [`next_event`](Self::next_event) has something.
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: an open context, whose descriptor lives as long as it.
+        unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
+    }
+
+    /// The next event of the device, if there is one. Never waits.
+    pub fn next_event(&self) -> Option<DeviceEvent> {
+        let library = Library::get().ok()?;
+        let mut event = sys::AsyncEvent { element: 0, event_type: 0 };
+        // SAFETY: an open context whose event descriptor does not block; `event` is writable.
+        if unsafe { (library.get_async_event)(self.context.as_ptr(), &mut event) } != 0 {
+            return None;
+        }
+        let port = event.element as u32 as u8;
+        let seen = match event.event_type {
+            number::EVENT_PORT_ERR => DeviceEvent::PortDown(port),
+            number::EVENT_PORT_ACTIVE => DeviceEvent::PortUp(port),
+            number::EVENT_DEVICE_FATAL => DeviceEvent::Fatal(format!("RDMA device {} has failed", self.name)),
+            number::EVENT_CQ_ERR => DeviceEvent::Fatal("a completion queue has failed".into()),
+            number::EVENT_QP_FATAL | number::EVENT_QP_REQ_ERR | number::EVENT_QP_ACCESS_ERR => {
+                DeviceEvent::Fatal("a queue pair has failed: the peer asked for what it may not, or the device gave up".into())
+            }
+            _ => DeviceEvent::Other,
+        };
+        // SAFETY: an event that was just taken. It must be acknowledged before its queue pair can be destroyed.
+        unsafe { (library.ack_async_event)(&mut event) };
+        Some(seen)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let Ok(library) = Library::get() {
+            // SAFETY: everything made from the context holds an `Arc` of this, so nothing is left.
+            unsafe { (library.close_device)(self.context.as_ptr()) };
+        }
+    }
+}
+
+pub(super) fn nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
+/// `enum ibv_mtu` in bytes.
+fn mtu_bytes(number: u32) -> u32 {
+    128 << number.clamp(1, 5)
+}
+
+/// Bytes as `enum ibv_mtu`.
+pub(super) fn mtu_number(bytes: u32) -> Option<u32> {
+    (1..=5).find(|number| mtu_bytes(*number) == bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(index: u8, gid: &str, kind: &str) -> GidEntry {
+        let address: std::net::Ipv6Addr = gid.parse().unwrap();
+        GidEntry { index, gid: address.octets(), kind: kind.into() }
+    }
+
+    #[test]
+    fn the_gid_is_roce_v2_and_ipv4_if_there_is_one() {
+        let table = [
+            entry(0, "fe80::1", "IB/RoCE v1"),
+            entry(1, "fe80::1", "RoCE v2"),
+            entry(2, "::ffff:10.0.0.1", "IB/RoCE v1"),
+            entry(3, "2001:db8::1", "RoCE v2"),
+            entry(4, "::ffff:10.0.0.1", "RoCE v2"),
+        ];
+        assert_eq!(choose_gid(&table).map(|e| e.index), Some(4));
+        assert_eq!(choose_gid(&table[..4]).map(|e| e.index), Some(3));
+        assert_eq!(choose_gid(&table[..3]).map(|e| e.index), Some(1));
+        assert_eq!(choose_gid(&table[..1]), None);
+    }
+
+    #[test]
+    fn mtus_are_the_five_of_infiniband() {
+        assert_eq!((1..=5).map(mtu_bytes).collect::<Vec<_>>(), [256, 512, 1024, 2048, 4096]);
+        assert_eq!(mtu_number(1024), Some(3));
+        assert_eq!(mtu_number(1500), None);
+    }
+}

@@ -1,0 +1,616 @@
+//! A connected set of queue pairs: messages one way and the other on queue 0, writes on the others.
+//!
+//! ```text
+//!   write() ─▶ out ─flush()─▶ message buffers ─SEND─▶ queue 0 ═══▶ peer's posted receives ─poll()─▶ Event::Bytes
+//!   put()   ─▶ registered memory ─RDMA WRITE with immediate─▶ queue 1… ═══▶ peer's memory ─poll()─▶ Event::Placed
+//! ```
+//!
+//! One thread at a time drives a link. Nothing blocks and nothing is allocated once the buffers have grown to their use: what cannot go now stays in `out`, or is refused
+//! ([`next_queue`](Link::next_queue)), and goes after a later [`poll`](Link::poll) has brought credits or completions.
+//!
+//! Requests are signalled selectively: the last of a run that somebody waits for, and every quarter of a queue. A completion stands for all requests before it on
+//! its queue.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use protocol::link::{DataHeader, MAX_QUEUES, MessageHeader, Queues};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::credits::{Credits, LEAST_RECEIVES};
+use super::device::mtu_number;
+use super::memory::{Access, Domain, Segment, Slab};
+use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
+use super::sys::{Library, SendWr, Sge, Wc, number};
+use super::{Settings, VerbsError};
+
+/// Bytes of a message at most, header included: a reply with its largest payload fits.
+const MESSAGE: usize = 8192;
+/// Bytes of a message's header.
+const HEADER: usize = size_of::<MessageHeader>();
+/// Bytes to ask for inside work requests.
+const INLINE: u32 = 220;
+/// Room for one piece's header.
+const PIECE: usize = 32;
+/// In a work request's id: it is a receive.
+const RECEIVE: u64 = 1 << 63;
+/// Bytes waiting in `out` above which [`Link::has_room`] says no.
+const HIGH_WATER: usize = 256 << 10;
+
+/// What has happened on a link.
+#[derive(Debug)]
+pub enum Event<'l> {
+    /// Bytes of the peer's stream have come, in order.
+    Bytes(&'l [u8]),
+    /// The peer has written `len` bytes with this immediate data.
+    Placed {
+        /// On which queue.
+        queue: usize,
+        /// Its words.
+        immediate: u32,
+        /// Bytes written.
+        len: u32,
+    },
+    /// A write of ours is in the peer's memory, and its source may be reused.
+    Written {
+        /// As given to [`Link::put`].
+        token: u64,
+    },
+}
+
+/// A write to be posted.
+#[derive(Debug, Clone, Copy)]
+pub struct Put {
+    /// Queue, from 1.
+    pub queue: usize,
+    /// The source.
+    pub source: Segment,
+    /// Goes before the source's bytes.
+    pub header: Option<DataHeader>,
+    /// Where the first byte goes in the peer's memory.
+    pub address: u64,
+    /// The key to it.
+    pub key: u32,
+    /// Immediate data.
+    pub immediate: u32,
+    /// Comes back in [`Event::Written`].
+    pub token: u64,
+    /// No other write follows for now, or it is long: say at once when it is done. Otherwise that comes with a later one.
+    pub signal: bool,
+}
+
+/// A request that has been posted and not yet completed.
+#[derive(Debug, Clone, Copy)]
+enum Posted {
+    /// A message out of this buffer.
+    Message(u16),
+    /// A message that was copied into its request.
+    Inline,
+    Write(u64),
+}
+
+#[derive(Debug)]
+struct Queue {
+    pair: QueuePair,
+    posted: VecDeque<Posted>,
+    /// Requests at once at most.
+    depth: usize,
+    /// Position of the next request; the front of `posted` is at `next - posted.len()`.
+    next: u64,
+    unsignalled: usize,
+}
+
+impl Queue {
+    fn has_room(&self) -> bool {
+        self.posted.len() < self.depth
+    }
+
+    /// Whether the next request is to be signalled.
+    fn signals(&mut self, ask: bool) -> bool {
+        self.unsignalled += 1;
+        let signal = ask || self.unsignalled >= (self.depth / 4).max(1);
+        if signal {
+            self.unsignalled = 0;
+        }
+        signal
+    }
+
+    fn posted(&mut self, what: Posted) {
+        self.posted.push_back(what);
+        self.next += 1;
+    }
+}
+
+/// Queue pairs that take receives and wait to be told about the peer's.
+#[derive(Debug)]
+pub struct Unconnected {
+    queues: Vec<Queue>,
+    completions: Arc<Completions>,
+    inbox: Slab,
+    outbox: Slab,
+    headers: Slab,
+    domain: Arc<Domain>,
+    receives: u32,
+    psn: u32,
+    loss: Duration,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Link {
+    /// Dropped first: after that the device touches none of the memory below.
+    queues: Vec<Queue>,
+    completions: Arc<Completions>,
+    inbox: Slab,
+    outbox: Slab,
+    headers: Slab,
+    domain: Arc<Domain>,
+    credits: Credits,
+    /// Free buffers of `outbox`.
+    free: Vec<u16>,
+    out: Vec<u8>,
+    sent: usize,
+    /// Queue of the last write.
+    turn: usize,
+    /// Bytes of a message to the peer at most.
+    message: usize,
+    /// Messages sent and received, for figures.
+    pub messages: (u64, u64),
+}
+
+/// Writes a structure into a slab.
+fn store(slab: &Slab, offset: usize, bytes: &[u8]) {
+    if let Some(at) = slab.pointer(offset, bytes.len()) {
+        // SAFETY: `pointer` checked the range; the device does not use it now, since the caller takes a place that no request under way names.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), bytes.len()) };
+    }
+}
+
+impl Unconnected {
+    /// Makes queue pairs as configured (one more, for messages) and posts their receives.
+    pub fn new(domain: &Arc<Domain>, settings: &Settings) -> Result<Unconnected, VerbsError> {
+        settings.check()?;
+        Self::with_queues(domain, settings, settings.queue_pairs + 1)
+    }
+
+    /// As [`new`](Self::new), with as many queues as the peer wishes and the settings allow.
+    pub fn answering(domain: &Arc<Domain>, settings: &Settings, peer: &Queues) -> Result<Unconnected, VerbsError> {
+        settings.check()?;
+        check_peer(peer)?;
+        Self::with_queues(domain, settings, peer.count.min(settings.queue_pairs + 1))
+    }
+
+    fn with_queues(domain: &Arc<Domain>, settings: &Settings, count: u32) -> Result<Unconnected, VerbsError> {
+        let depth = settings.queue_depth;
+        let receives = depth.max(LEAST_RECEIVES);
+        let limits = domain.device().limits();
+        let most = limits.queue.min(limits.completions / (2 * count));
+        if receives > most {
+            return Err(VerbsError::Range { name: "rdma_queue_depth", value: depth.into(), least: 1, most: most.into() });
+        }
+        let messages = receives.min(256);
+        let completions = Completions::new(domain.device(), count * 2 * receives)?;
+        let inbox = Slab::new(domain, receives as usize * MESSAGE, Access::Write)?;
+        let outbox = Slab::new(domain, messages as usize * MESSAGE, Access::Read)?;
+        let headers = Slab::new(domain, MAX_QUEUES * depth as usize * PIECE, Access::Read)?;
+        let mut queues = Vec::with_capacity(count as usize);
+        for index in 0..count {
+            let sends = if index == 0 { messages } else { depth };
+            let pair = QueuePair::new(domain, &completions, Depth { sends, receives, receive_segments: 1, inline: INLINE })?;
+            let posted = VecDeque::with_capacity(sends as usize);
+            queues.push(Queue { pair, posted, depth: sends as usize, next: 0, unsignalled: 0 });
+        }
+        let mut random = [0u8; 4];
+        // A packet number that an outsider cannot know.
+        nix::unistd::read(std::fs::File::open("/dev/urandom").map_err(|e| VerbsError::call("/dev/urandom", e))?, &mut random)
+            .map_err(|e| VerbsError::call("/dev/urandom", e.into()))?;
+        let psn = u32::from_le_bytes(random) & 0xff_ffff;
+        let (domain, loss) = (Arc::clone(domain), settings.loss);
+        let link = Unconnected { queues, completions, inbox, outbox, headers, domain, receives, psn, loss };
+        for index in 0..receives {
+            for queue in 0..link.queues.len() {
+                post_receive(&link.queues[queue].pair, &link.inbox, queue, index as usize)?;
+            }
+        }
+        Ok(link)
+    }
+
+    /// What the peer must know. `slots`: the server's, with the size of each.
+    pub fn offer(&self, slots: Option<(&Slab, u32)>) -> Queues {
+        let port = self.domain.device().port();
+        let mut queue_pairs = [0; MAX_QUEUES];
+        for (number, queue) in queue_pairs.iter_mut().zip(&self.queues) {
+            *number = queue.pair.number();
+        }
+        let (address, key, count, size) = slots.map_or((0, 0, 0, 0), |(slab, size)| {
+            let r = slab.registration();
+            (r.address(), r.remote_key(), r.len() as u32 / size.max(1), size)
+        });
+        Queues {
+            count: self.queues.len() as u32,
+            receives: self.receives,
+            message: MESSAGE as u32,
+            mtu: port.mtu,
+            psn: self.psn,
+            lid: port.lid,
+            global: port.global.into(),
+            gid: port.gid,
+            queue_pairs,
+            slots_address: address,
+            slots_key: key,
+            slots: count,
+            slot_size: size,
+            reserved: 0,
+        }
+    }
+
+    /// Connects to the peer's queue pairs. Queues that the peer does not have are let go.
+    pub fn connect(mut self, peer: &Queues) -> Result<Link, VerbsError> {
+        check_peer(peer)?;
+        let port = self.domain.device().port();
+        if (peer.global != 0) != port.global {
+            let (one, other) = if port.global { ("RoCE or a GID", "an InfiniBand LID") } else { ("an InfiniBand LID", "RoCE or a GID") };
+            return Err(VerbsError::Peer(format!("it is reached by {other}, this side by {one}: both must be of one kind (rdma_gid_index on InfiniBand)")));
+        }
+        self.queues.truncate(peer.count as usize);
+        for (queue, qpn) in self.queues.iter().zip(peer.queue_pairs) {
+            let mtu = peer.mtu.min(port.mtu);
+            queue.pair.connect(&Target { qpn, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu }, self.psn, self.loss)?;
+        }
+        let buffers = self.queues[0].depth as u16;
+        let Unconnected { queues, completions, inbox, outbox, headers, domain, receives, .. } = self;
+        Ok(Link {
+            queues,
+            completions,
+            inbox,
+            outbox,
+            headers,
+            domain,
+            credits: Credits::new(receives, peer.receives),
+            free: (0..buffers).collect(),
+            out: Vec::with_capacity(2 * HIGH_WATER),
+            sent: 0,
+            turn: 1,
+            message: MESSAGE.min(peer.message as usize),
+            messages: (0, 0),
+        })
+    }
+}
+
+fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
+    let wrong = |what: &str, value: u32| Err(VerbsError::Peer(format!("it offers {what} {value}")));
+    match peer {
+        Queues { count, .. } if !(2..=MAX_QUEUES as u32).contains(count) => wrong("queue pairs:", *count),
+        Queues { receives, .. } if !(LEAST_RECEIVES..=1 << 15).contains(receives) => wrong("receives:", *receives),
+        Queues { message, .. } if !(256..=1 << 20).contains(message) => wrong("messages of bytes:", *message),
+        Queues { mtu, .. } if mtu_number(*mtu).is_none() => wrong("an MTU of", *mtu),
+        _ => Ok(()),
+    }
+}
+
+fn post_receive(pair: &QueuePair, inbox: &Slab, queue: usize, index: usize) -> Result<(), VerbsError> {
+    let id = RECEIVE | (queue as u64) << 32 | index as u64;
+    let segment = if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
+    // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair is destroyed, and which is only read between
+    // this receive's completion and its being posted again.
+    unsafe { pair.receive(id, segment.as_ref().map(|s| &s.sge)) }
+}
+
+impl Link {
+    /// Queues for data: numbers 1 to this.
+    pub fn data_queues(&self) -> usize {
+        self.queues.len() - 1
+    }
+
+    /// The domain in which this link's memory is registered.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// Whether more may be written without piling up.
+    pub fn has_room(&self) -> bool {
+        self.out.len() - self.sent < HIGH_WATER
+    }
+
+    /// Whether bytes wait to be sent.
+    pub fn wants_out(&self) -> bool {
+        self.sent < self.out.len()
+    }
+
+    /// The stream to the peer, to be appended to. It goes with the next [`flush`](Self::flush), everything together.
+    pub fn out(&mut self) -> &mut Vec<u8> {
+        &mut self.out
+    }
+
+    /// Sends what waits, and what the peer must be told, as far as it can take it now. True: something went.
+    pub fn flush(&mut self) -> Result<bool, VerbsError> {
+        let mut worked = false;
+        loop {
+            let waiting = self.out.len() - self.sent;
+            let stream = waiting > 0 && self.credits.may_send(0);
+            if !(stream || self.credits.must_announce()) || !self.queues[0].has_room() {
+                break;
+            }
+            let Some(buffer) = self.free.pop() else { break };
+            let len = if stream { waiting.min(self.message - HEADER) } else { 0 };
+            let header = MessageHeader { len: len as u32, reserved: 0, credits: self.credits.announce() };
+            let at = usize::from(buffer) * MESSAGE;
+            store(&self.outbox, at, header.as_bytes());
+            store(&self.outbox, at + HEADER, &self.out[self.sent..self.sent + len]);
+            self.sent += len;
+            self.credits.spend(0);
+            self.send_message(buffer, HEADER + len)?;
+            worked = true;
+        }
+        if self.sent == self.out.len() {
+            self.out.clear();
+            self.sent = 0;
+        } else if self.sent >= HIGH_WATER {
+            self.out.drain(..self.sent);
+            self.sent = 0;
+        }
+        Ok(worked)
+    }
+
+    fn send_message(&mut self, buffer: u16, len: usize) -> Result<(), VerbsError> {
+        let segment = self.outbox.registration().slice((usize::from(buffer) * MESSAGE) as u64, len as u32);
+        let Some(segment) = segment else { return Err(VerbsError::Broken("a message does not fit its buffer".into())) };
+        let queue = &mut self.queues[0];
+        let inline = len as u32 <= queue.pair.inline;
+        let mut flags = if inline { number::SEND_INLINE } else { 0 };
+        if queue.signals(false) {
+            flags |= number::SEND_SIGNALED;
+        }
+        let mut wr = SendWr {
+            wr_id: queue.next,
+            sg_list: &segment.sge,
+            num_sge: 1,
+            opcode: number::WR_SEND,
+            send_flags: flags,
+            ..SendWr::default()
+        };
+        // SAFETY: the buffer belongs to the outbox, is registered until after the queue pair is destroyed, and is not written again before this completes.
+        unsafe { queue.pair.send(&mut wr) }?;
+        queue.posted(if inline { Posted::Inline } else { Posted::Message(buffer) });
+        if inline {
+            self.free.push(buffer);
+        }
+        self.messages.0 += 1;
+        Ok(())
+    }
+
+    fn can_put(&self, queue: usize) -> bool {
+        queue > 0 && self.queues.get(queue).is_some_and(Queue::has_room) && self.credits.may_send(queue)
+    }
+
+    /// The queue for the next write, if one can take it now. Writes go in turn over the queues, but from one that is not signalled to the next that is they stay on one
+    /// queue: so the signalled one stands for all of them.
+    pub fn next_queue(&self) -> Option<usize> {
+        if self.queues[self.turn].unsignalled > 0 {
+            return self.can_put(self.turn).then_some(self.turn);
+        }
+        let count = self.data_queues();
+        (0..count).map(|i| 1 + (self.turn + i) % count).find(|queue| self.can_put(*queue))
+    }
+
+    /// Writes into the peer's memory, on the queue that [`next_queue`](Self::next_queue) has just named.
+    pub fn put(&mut self, put: &Put) -> Result<(), VerbsError> {
+        if !self.can_put(put.queue) {
+            return Err(VerbsError::Broken(format!("queue {} takes no more writes", put.queue)));
+        }
+        let queue = &mut self.queues[put.queue];
+        let mut segments = [Sge::default(); 2];
+        let mut count = 0;
+        let mut bytes = put.source.len();
+        if let Some(header) = &put.header {
+            // As many places as requests can be under way, so this one is free.
+            let place = (put.queue * queue.depth + queue.next as usize % queue.depth) * PIECE;
+            store(&self.headers, place, header.as_bytes());
+            let segment = self.headers.registration().slice(place as u64, size_of::<DataHeader>() as u32);
+            let Some(segment) = segment else { return Err(VerbsError::Broken("no place for a piece's header".into())) };
+            segments[0] = segment.sge;
+            bytes += segment.len();
+            count = 1;
+        }
+        segments[count] = put.source.sge;
+        count += 1;
+        let mut flags = 0;
+        if put.source.host && bytes <= queue.pair.inline {
+            flags |= number::SEND_INLINE;
+        }
+        if queue.signals(put.signal) {
+            flags |= number::SEND_SIGNALED;
+        }
+        let mut wr = SendWr {
+            wr_id: queue.next,
+            sg_list: segments.as_ptr(),
+            num_sge: count as i32,
+            opcode: number::WR_RDMA_WRITE_WITH_IMM,
+            send_flags: flags,
+            imm_data: put.immediate.to_be(),
+            remote_addr: put.address,
+            rkey: put.key,
+            ..SendWr::default()
+        };
+        // SAFETY: a segment comes from a registration; should that be dropped too early, its key is void and the device refuses. An inline one is host memory,
+        // mapped as long as its registration, which the caller holds at least during this call.
+        unsafe { queue.pair.send(&mut wr) }?;
+        queue.posted(Posted::Write(put.token));
+        self.turn = put.queue;
+        self.credits.spend(put.queue);
+        Ok(())
+    }
+
+    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits. An error is final.
+    pub fn poll<E: From<VerbsError>>(&mut self, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<bool, E> {
+        let mut batch = [Wc::default(); POLL_BATCH];
+        let mut worked = false;
+        loop {
+            let done = self.completions.poll(&mut batch)?;
+            if let Some(failed) = failure(done) {
+                return Err(self.broken(failed).into());
+            }
+            let full = done.len() == POLL_BATCH;
+            worked |= !done.is_empty();
+            for wc in done {
+                if wc.wr_id & RECEIVE == 0 {
+                    self.completed(wc, on)?;
+                } else {
+                    self.received(wc, on)?;
+                }
+            }
+            if !full {
+                return Ok(worked);
+            }
+        }
+    }
+
+    fn completed<E: From<VerbsError>>(&mut self, wc: &Wc, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<(), E> {
+        let Some(queue) = self.queues.iter_mut().find(|q| q.pair.number() == wc.qp_num) else { return Ok(()) };
+        // A completion stands for all requests before it.
+        while queue.next - queue.posted.len() as u64 <= wc.wr_id {
+            match queue.posted.pop_front() {
+                Some(Posted::Message(buffer)) => self.free.push(buffer),
+                Some(Posted::Inline) => {}
+                Some(Posted::Write(token)) => on(Event::Written { token })?,
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    fn received<E: From<VerbsError>>(&mut self, wc: &Wc, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<(), E> {
+        let (queue, index) = ((wc.wr_id >> 32 & 0xff) as usize, wc.wr_id as u32 as usize);
+        match (wc.opcode, queue) {
+            (number::WC_RECV, 0) => {
+                let len = (wc.byte_len as usize).min(MESSAGE);
+                let Some(at) = self.inbox.pointer(index * MESSAGE, len) else {
+                    return Err(VerbsError::Broken(format!("a completion names receive {index}")).into());
+                };
+                // SAFETY: the receive into this buffer has completed and it is not posted again before the end of this function, so nobody writes it. The
+                // peer has no key to it.
+                let message = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
+                let wrong = || VerbsError::Peer(format!("a message of {len} bytes without a proper header"));
+                let (header, bytes) = MessageHeader::read_from_prefix(message).map_err(|_| wrong())?;
+                if bytes.len() != header.len as usize {
+                    return Err(wrong().into());
+                }
+                self.credits.grant(&header.credits)?;
+                self.messages.1 += 1;
+                if !bytes.is_empty() {
+                    on(Event::Bytes(bytes))?;
+                }
+            }
+            (number::WC_RECV_RDMA_WITH_IMM, 1..) => {
+                on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len })?;
+            }
+            (opcode, _) => {
+                return Err(VerbsError::Peer(format!("it used queue {queue} for an operation that does not belong there ({opcode})")).into());
+            }
+        }
+        if let Some(used) = self.queues.get(queue) {
+            post_receive(&used.pair, &self.inbox, queue, index)?;
+            self.credits.used(queue);
+        }
+        Ok(())
+    }
+
+    fn broken(&self, wc: Wc) -> VerbsError {
+        let queue = self.queues.iter().position(|q| q.pair.number() == wc.qp_num).unwrap_or(0);
+        let device = self.domain.device();
+        let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
+        VerbsError::Broken(match wc.status {
+            number::WC_RETRY_EXC_ERR => {
+                format!("{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)")
+            }
+            number::WC_RNR_RETRY_EXC_ERR => format!("{on}: the peer had no receive ready"),
+            number::WC_WR_FLUSH_ERR => format!("{on} was stopped: the peer ended the connection or asked for what it may not"),
+            other => {
+                let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
+                format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err)
+            }
+        })
+    }
+
+    /// Readable when something has happened after [`arm`](Self::arm).
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.completions.as_fd()
+    }
+
+    /// To be called before sleeping on [`fd`](Self::fd). What came before it does not wake: [`poll`](Self::poll) once more after it.
+    pub fn arm(&self) -> Result<(), VerbsError> {
+        self.completions.arm()
+    }
+
+    /// To be called after waking.
+    pub fn disarm(&self) {
+        self.completions.disarm();
+    }
+
+    /// Ends the connection: nothing is sent or received any more, and what was under way is void. The peer sees it as a loss, unless it was told before.
+    pub fn stop(&self) {
+        self.queues.iter().for_each(|queue| queue.pair.stop());
+    }
+
+    /// Requests under way, on all queues.
+    pub fn under_way(&self) -> usize {
+        self.queues.iter().map(|q| q.posted.len()).sum()
+    }
+}
+
+/// The completion that says best why a link broke: a flushed request is only a consequence.
+fn failure(done: &[Wc]) -> Option<Wc> {
+    let mut failed = done.iter().filter(|wc| wc.status != number::WC_SUCCESS);
+    let first = failed.next()?;
+    let cause = std::iter::once(first).chain(failed).find(|wc| wc.status != number::WC_WR_FLUSH_ERR);
+    Some(*cause.unwrap_or(first))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flushed_request_is_not_the_reason() {
+        let wc = |status, qp_num| Wc { status, qp_num, ..Wc::default() };
+        let flushed = wc(number::WC_WR_FLUSH_ERR, 1);
+        let cause = wc(number::WC_RETRY_EXC_ERR, 2);
+        assert!(failure(&[wc(0, 0)]).is_none());
+        assert_eq!(failure(&[wc(0, 0), flushed, cause]).map(|wc| wc.qp_num), Some(2));
+        assert_eq!(failure(&[flushed]).map(|wc| wc.qp_num), Some(1));
+    }
+
+    #[test]
+    fn offers_that_make_no_sense_are_refused() {
+        let good = Queues {
+            count: 3,
+            receives: 128,
+            message: MESSAGE as u32,
+            mtu: 4096,
+            psn: 0,
+            lid: 0,
+            global: 1,
+            gid: [0; 16],
+            queue_pairs: [0; MAX_QUEUES],
+            slots_address: 0,
+            slots_key: 0,
+            slots: 0,
+            slot_size: 0,
+            reserved: 0,
+        };
+        assert!(check_peer(&good).is_ok());
+        for bad in [
+            Queues { count: 1, ..good },
+            Queues { count: 9, ..good },
+            Queues { receives: 4, ..good },
+            Queues { receives: 1 << 16, ..good },
+            Queues { message: 24, ..good },
+            Queues { message: u32::MAX, ..good },
+            Queues { mtu: 1500, ..good },
+        ] {
+            assert!(matches!(check_peer(&bad), Err(VerbsError::Peer(_))), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Protection domains, and memory registered in them.
+
+use std::ffi::c_void;
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use nix::sys::resource::{Resource, getrlimit};
+
+use super::device::Device;
+use super::sys::{self, Library, Sge, number};
+use super::VerbsError;
+
+/// What belongs together: queue pairs reach the memory of their own domain only. Each session has one of its own.
+#[derive(Debug)]
+pub struct Domain {
+    pd: NonNull<sys::Pd>,
+    library: &'static Library,
+    device: Arc<Device>,
+}
+
+// SAFETY: libibverbs allows every call on a domain from any thread.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl std::fmt::Debug for Library {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("libibverbs")
+    }
+}
+
+/// Who may do what with registered memory, besides the local device reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// The local device reads it: a source.
+    Read,
+    /// The local device writes it, too: a receive buffer.
+    Write,
+    /// The peer may write it by its key.
+    RemoteWrite,
+}
+
+impl Domain {
+    /// A new domain on the device.
+    pub fn new(device: Arc<Device>) -> Result<Arc<Domain>, VerbsError> {
+        let library = Library::get()?;
+        // SAFETY: an open context.
+        let pd = unsafe { (library.alloc_pd)(device.context().as_ptr()) };
+        let pd = NonNull::new(pd).ok_or_else(|| VerbsError::call("ibv_alloc_pd", io::Error::last_os_error()))?;
+        Ok(Arc::new(Domain { pd, library, device }))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(super) fn pd(&self) -> NonNull<sys::Pd> {
+        self.pd
+    }
+
+    /// Registers memory: the device may use it, and with [`Access::RemoteWrite`] the peer, until the registration is dropped.
+    ///
+    /// # Safety
+    /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until the registration is dropped. Their content may
+    /// change at any time by the device's hand, so no Rust reference covers them while the peer may write.
+    pub unsafe fn register(self: &Arc<Self>, at: NonNull<u8>, len: usize, access: Access) -> Result<Registration, VerbsError> {
+        // SAFETY: the caller's promise.
+        let mr = unsafe { (self.library.reg_mr)(self.pd.as_ptr(), at.as_ptr().cast::<c_void>(), len, access.flags()) };
+        self.registration(mr, at.as_ptr() as u64, len, true)
+    }
+
+    /// Registers `len` bytes at `offset` of a DMA-buf (memory of another device), which work requests then address from 0.
+    pub fn register_dmabuf(self: &Arc<Self>, fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> Result<Registration, VerbsError> {
+        let Some(register) = self.library.reg_dmabuf_mr else {
+            let source = io::Error::new(io::ErrorKind::Unsupported, "libibverbs is older than rdma-core 34");
+            return Err(VerbsError::call("ibv_reg_dmabuf_mr", source));
+        };
+        // SAFETY: a domain that lives; the kernel checks descriptor, offset and length.
+        let mr = unsafe { register(self.pd.as_ptr(), offset, len, 0, fd.as_raw_fd(), access.flags()) };
+        self.registration(mr, 0, len, false)
+    }
+
+    fn registration(self: &Arc<Self>, mr: *mut sys::Mr, base: u64, len: usize, host: bool) -> Result<Registration, VerbsError> {
+        let error = io::Error::last_os_error();
+        let Some(mr) = NonNull::new(mr) else {
+            let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
+            return Err(match error.raw_os_error() {
+                Some(libc::ENOMEM) if limit != libc::RLIM_INFINITY => VerbsError::Memlock { bytes: len, limit },
+                _ => VerbsError::call(&format!("registering {len} bytes"), error),
+            });
+        };
+        Ok(Registration { mr, base, len, host, domain: Arc::clone(self) })
+    }
+}
+
+impl Access {
+    fn flags(self) -> i32 {
+        match self {
+            Access::Read => 0,
+            Access::Write => number::ACCESS_LOCAL_WRITE,
+            Access::RemoteWrite => number::ACCESS_LOCAL_WRITE | number::ACCESS_REMOTE_WRITE,
+        }
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: everything made in the domain holds an `Arc` of it.
+        if unsafe { (self.library.dealloc_pd)(self.pd.as_ptr()) } != 0 {
+            tracing::warn!("ibv_dealloc_pd: {}", io::Error::last_os_error());
+        }
+    }
+}
+
+/// Registered bytes that a work request names. A request whose registration is dropped before it completes fails; it touches nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct Segment {
+    pub(super) sge: Sge,
+    /// The CPU can read it.
+    pub(super) host: bool,
+}
+
+impl Segment {
+    /// Bytes.
+    pub fn len(&self) -> u32 {
+        self.sge.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.sge.length == 0
+    }
+}
+
+/// Registered memory. Its keys are void once it is dropped; the memory is the owner's.
+#[derive(Debug)]
+pub struct Registration {
+    mr: NonNull<sys::Mr>,
+    /// The address that work requests use for the first byte.
+    base: u64,
+    len: usize,
+    /// It is memory of this process, not another device's.
+    host: bool,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: only read, and deregistered once; libibverbs allows both from any thread.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// The address of the first byte, as this side's and the peer's requests name it.
+    pub fn address(&self) -> u64 {
+        self.base
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The key for the peer.
+    pub fn remote_key(&self) -> u32 {
+        // SAFETY: a registration that lives.
+        unsafe { self.mr.as_ref().rkey }
+    }
+
+    /// `len` bytes at `offset`, for a work request. `None`: they do not lie inside.
+    pub fn slice(&self, offset: u64, len: u32) -> Option<Segment> {
+        let inside = offset.checked_add(len.into()).is_some_and(|end| end <= self.len as u64);
+        // SAFETY: a registration that lives.
+        let lkey = unsafe { self.mr.as_ref().lkey };
+        inside.then(|| Segment { sge: Sge { addr: self.base + offset, length: len, lkey }, host: self.host })
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: made by `registration`, dropped once.
+        if unsafe { (self.domain.library.dereg_mr)(self.mr.as_ptr()) } != 0 {
+            tracing::warn!("ibv_dereg_mr of {} bytes: {}", self.len, io::Error::last_os_error());
+        }
+    }
+}
+
+/// Memory of our own, page-aligned and registered.
+#[derive(Debug)]
+pub struct Slab {
+    /// Dropped before the memory is.
+    registration: Registration,
+    _memory: Pages,
+    at: NonNull<u8>,
+}
+
+// SAFETY: plain memory without an owner thread.
+unsafe impl Send for Slab {}
+// SAFETY: shared access goes through raw pointers that the users answer for.
+unsafe impl Sync for Slab {}
+
+#[derive(Debug)]
+struct Pages {
+    at: NonNull<c_void>,
+    len: usize,
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: made by `Slab::new`; the registration over it is gone.
+        let _ = unsafe { munmap(self.at, self.len) };
+    }
+}
+
+impl Slab {
+    /// `len` bytes, zeroed, registered.
+    pub fn new(domain: &Arc<Domain>, len: usize, access: Access) -> Result<Slab, VerbsError> {
+        let failed = |e: io::Error| VerbsError::call(&format!("allocating {len} bytes"), e);
+        let length = NonZeroUsize::new(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe { mmap_anonymous(None, length, protection, MapFlags::MAP_PRIVATE | MapFlags::MAP_POPULATE) }
+            .map_err(|e| failed(e.into()))?;
+        let memory = Pages { at, len };
+        // SAFETY: the mapping made above is unmapped only after the registration is dropped (field order).
+        let registration = unsafe { domain.register(at.cast(), len, access) }?;
+        Ok(Slab { registration, _memory: memory, at: at.cast() })
+    }
+
+    /// Its registration.
+    pub fn registration(&self) -> &Registration {
+        &self.registration
+    }
+
+    /// A pointer to `len` bytes at `offset`. `None`: they do not lie inside.
+    pub fn pointer(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.registration.len);
+        // SAFETY: inside the mapping.
+        inside.then(|| unsafe { self.at.add(offset) })
+    }
+}

@@ -1,0 +1,181 @@
+//! A client's memory, scattered over its pages, as one registration.
+//!
+//! A region is a list of extents, and a key must cover the region and nothing else. So the extents are mapped one behind the other a second time, and that mapping is
+//! registered: the device gets the same pages, the region has one key and one range of addresses, and a transfer of any part of it is one segment.
+
+use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use protocol::device::Extent;
+
+use super::memory::{Access, Domain, Registration};
+use super::VerbsError;
+use crate::memory::{ChannelView, Memories};
+
+const PAGE: u64 = 4096;
+/// Mappings that one region may take: a process has 65530 by default, for all.
+const MAX_MAPPINGS: usize = 16384;
+
+/// A registered region. Dropped, its keys are void first and then its mapping goes.
+#[derive(Debug)]
+pub struct RegisteredRegion {
+    registration: Registration,
+    _memory: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Mapped { _mapping: Mapping },
+    /// The channel's mapping, which its owner keeps.
+    Arena,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    at: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: plain shared memory without an owner thread; `at` is only read.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: made by `map`; the registration over it is gone (field order in `RegisteredRegion`).
+        let _ = unsafe { munmap(self.at.cast(), self.len) };
+    }
+}
+
+/// One page-aligned piece of a file, and where it goes.
+#[derive(Debug, PartialEq, Eq)]
+struct Piece {
+    memory: usize,
+    file_offset: u64,
+    len: u64,
+}
+
+/// Cuts extents into whole pages of files, neighbours taken together; the offset of the first byte in the first page comes along.
+fn pieces(memories: &[protocol::link::Memory], extents: &[Extent], size: u64) -> Result<(Vec<Piece>, u64), VerbsError> {
+    let wrong = |why: String| VerbsError::Region { size, why };
+    let mut pieces: Vec<Piece> = Vec::new();
+    let (mut lead, mut sum) = (0, 0u64);
+    let used: Vec<&Extent> = extents.iter().filter(|e| e.len > 0).collect();
+    for (index, extent) in used.iter().enumerate() {
+        let found = memories.iter().enumerate().find_map(|(i, m)| {
+            let offset = extent.addr.checked_sub(m.addr)?;
+            (offset.checked_add(extent.len)? <= m.size).then_some((i, m.file_offset + offset))
+        });
+        let outside = || wrong(format!("extent {index} ({:#x} bytes at {:#x}) lies outside the client's memory", extent.len, extent.addr));
+        let (memory, start) = found.ok_or_else(outside)?;
+        let end = start + extent.len;
+        let (first, last) = (index == 0, index + 1 == used.len());
+        if !first && start % PAGE != 0 || !last && end % PAGE != 0 {
+            return Err(wrong(format!("extent {index} ({:#x} bytes at {:#x}) neither begins and ends at a page nor stands at an end", extent.len, extent.addr)));
+        }
+        if first {
+            lead = start % PAGE;
+        }
+        let (from, to) = (start / PAGE * PAGE, end.next_multiple_of(PAGE));
+        match pieces.last_mut() {
+            Some(piece) if piece.memory == memory && piece.file_offset + piece.len == from => piece.len += to - from,
+            _ => pieces.push(Piece { memory, file_offset: from, len: to - from }),
+        }
+        sum += extent.len;
+    }
+    match (sum == size, pieces.len()) {
+        (false, _) => Err(wrong(format!("its extents have {sum:#x} bytes"))),
+        (_, 0) => Err(wrong("it is empty".into())),
+        (_, n) if n > MAX_MAPPINGS => Err(wrong(format!("it lies in {n} pieces, more than {MAX_MAPPINGS}; huge pages in the guest make fewer"))),
+        _ => Ok((pieces, lead)),
+    }
+}
+
+impl RegisteredRegion {
+    /// Registers exactly the bytes that the extents name. `read_only`: the peer gets no key that can write.
+    pub fn new(domain: &Arc<Domain>, memories: &Memories, extents: &[Extent], size: u64, read_only: bool) -> Result<RegisteredRegion, VerbsError> {
+        let (described, files): (Vec<_>, Vec<_>) = memories.files().unzip();
+        let (pieces, lead) = pieces(&described, extents, size)?;
+        let total: u64 = pieces.iter().map(|p| p.len).sum();
+        let failed = |e: nix::Error| VerbsError::call(&format!("mapping {total:#x} bytes of a region"), e.into());
+        let length = usize::try_from(total).ok().and_then(NonZeroUsize::new).ok_or_else(|| failed(nix::Error::ENOMEM))?;
+        // SAFETY: reserves fresh address space, to be overlaid below.
+        let at = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE) }.map_err(failed)?;
+        let mapping = Mapping { at: at.cast(), len: length.get() };
+        let mut offset = 0;
+        for piece in &pieces {
+            let target = NonZeroUsize::new(mapping.at.as_ptr() as usize + offset);
+            let Some(length) = NonZeroUsize::new(piece.len as usize) else { continue };
+            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            // SAFETY: inside the reservation (the lengths add up to its size), which nothing else uses yet.
+            unsafe { mmap(target, length, protection, MapFlags::MAP_SHARED | MapFlags::MAP_FIXED, files[piece.memory].as_fd(), piece.file_offset as i64) }
+                .map_err(failed)?;
+            offset += length.get();
+        }
+        // SAFETY: `lead` is less than a page, and the mapping has at least that and `size`.
+        let first = unsafe { mapping.at.add(lead as usize) };
+        let access = if read_only { Access::Read } else { Access::RemoteWrite };
+        // SAFETY: mapped, writable, and unmapped only after the registration is dropped. It is the client's memory: no Rust reference covers it.
+        let registration = unsafe { domain.register(first, size as usize, access) }?;
+        Ok(RegisteredRegion { registration, _memory: Memory::Mapped { _mapping: mapping } })
+    }
+
+    /// Registers a channel's arena.
+    ///
+    /// # Safety
+    /// `view` outlives the registration.
+    pub unsafe fn arena(domain: &Arc<Domain>, view: &ChannelView) -> Result<Option<RegisteredRegion>, VerbsError> {
+        let size = view.geometry().arena_size;
+        let Some((at, len)) = view.arena(0, size as u64).filter(|(_, len)| *len > 0) else { return Ok(None) };
+        // SAFETY: the caller's promise; the arena is the client's memory, which no Rust reference covers.
+        let registration = unsafe { domain.register(at, len, Access::RemoteWrite) }?;
+        Ok(Some(RegisteredRegion { registration, _memory: Memory::Arena }))
+    }
+
+    /// The registration: offsets in it are offsets in the region.
+    pub fn registration(&self) -> &Registration {
+        &self.registration
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMORIES: [protocol::link::Memory; 2] = [
+        protocol::link::Memory { addr: 0, size: 0x10000, file_offset: 0x1000 },
+        protocol::link::Memory { addr: 0x10_0000, size: 0x10000, file_offset: 0 },
+    ];
+
+    fn cut(extents: &[(u64, u64)]) -> Result<(Vec<Piece>, u64), VerbsError> {
+        let extents: Vec<Extent> = extents.iter().map(|(addr, len)| Extent { addr: *addr, len: *len }).collect();
+        let size = extents.iter().map(|e| e.len).sum();
+        pieces(&MEMORIES, &extents, size)
+    }
+
+    #[test]
+    fn neighbouring_pages_become_one_mapping() {
+        let (pieces, lead) = cut(&[(0x2010, 0xff0), (0x3000, 0x1000), (0x10_0000, 0x1000), (0x5000, 0x20)]).unwrap();
+        let piece = |memory, file_offset, len| Piece { memory, file_offset, len };
+        assert_eq!(pieces, [piece(0, 0x3000, 0x2000), piece(1, 0, 0x1000), piece(0, 0x6000, 0x1000)]);
+        assert_eq!(lead, 0x10);
+    }
+
+    #[test]
+    fn what_cannot_be_one_piece_is_refused() {
+        for (extents, word) in [
+            (&[(0x2000, 0x10), (0x3000, 0x1000)][..], "page"),
+            (&[(0x2000, 0x1000), (0x3010, 0x10)], "page"),
+            (&[(0xf000, 0x1001)], "outside"),
+            (&[(u64::MAX, 1)], "outside"),
+            (&[(0, 0)], "empty"),
+        ] {
+            let error = cut(extents).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+}

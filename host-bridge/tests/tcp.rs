@@ -1,0 +1,453 @@
+//! The transport `tcp`, against a server that speaks the link's protocol.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod support;
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use protocol::Status;
+use protocol::channel::{NO_SLOT, State};
+use protocol::device::{Answer, Extent};
+use protocol::handle::StreamId;
+use protocol::link::{DataHeader, DataSent, frame};
+use protocol::ops::Op;
+use protocol::ops::copy::MemcpyDtoH;
+use protocol::ops::stream::{StreamMark, StreamSynchronize};
+use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
+use support::*;
+use zerocopy::IntoBytes;
+
+#[test]
+fn commands_arrive_in_order_and_many_in_a_frame() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    assert_eq!(client.header().state(), State::Ready);
+    for _ in 0..50_000 {
+        client.mark();
+    }
+    client.synchronize();
+    let commands = server.commands();
+    assert_eq!(commands.len(), 50_001);
+    assert!(commands.iter().enumerate().all(|(i, (seq, _))| *seq == i as u64 + 1));
+    assert!(server.frames() < 25_000, "{} frames", server.frames());
+    assert_eq!(server.programs(), ["test-program"]);
+    let counters = client.session.counters();
+    assert_eq!((counters.commands.get(), counters.replies.get()), (50_001, 1));
+}
+
+#[test]
+fn a_reply_carries_its_payload_to_its_own_slot() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    let seqs: Vec<u64> = (0..64)
+        .map(|slot| {
+            client.prepare(slot);
+            client.push(&StreamSynchronize { stream: StreamId(0) }, slot)
+        })
+        .collect();
+    for (slot, seq) in seqs.into_iter().enumerate() {
+        let (completion, payload) = client.answer(slot as u16);
+        assert_eq!((completion.status, payload), (Status::SUCCESS, seq.to_le_bytes().to_vec()));
+    }
+}
+
+#[test]
+fn data_survives_scattered_extents_and_odd_sizes_both_ways() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    for (id, size) in [1u64, 4095, 4097, 262_144, 262_145, 1_000_003, 9_876_543].into_iter().enumerate() {
+        let extents = scattered(size, size);
+        let bytes = pattern(size as usize, size);
+        client.write(&extents, &bytes);
+        client.register(id as u32, extents.clone(), false).unwrap();
+        client.htod(id as u64, region(id as u32, 0, size));
+        client.synchronize();
+        client.write(&extents, &vec![0; size as usize]);
+        client.dtoh(id as u64, region(id as u32, 0, size));
+        client.synchronize();
+        assert!(client.read(&extents) == bytes, "{size} bytes came back wrong");
+        client.session.unregister_region(id as u32).unwrap();
+    }
+    let sum = client.session.counters().data_bytes_received.get();
+    assert_eq!((client.session.counters().data_bytes_sent.get(), sum), (sum, 11_409_028));
+}
+
+#[test]
+fn parts_of_a_region_and_of_the_arena_are_what_they_say() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    let bytes = pattern(3_000_000, 1);
+    client.write_arena(123, &bytes[..1_000_000]);
+    client.htod(1, arena(123 + 77, 900_001));
+    client.dtoh(1, arena(2_000_001, 900_001));
+    client.synchronize();
+    assert!(client.read_arena(2_000_001, 900_001) == bytes[77..900_078]);
+    let extents = scattered(3_000_000, 5);
+    client.write(&extents, &bytes);
+    client.register(9, extents.clone(), false).unwrap();
+    client.htod(2, region(9, 1_234_567, 500_003));
+    client.dtoh(2, region(9, 17, 500_003));
+    client.synchronize();
+    let mut expected = bytes.clone();
+    expected.copy_within(1_234_567..1_734_570, 17);
+    assert!(client.read(&extents) == expected);
+}
+
+#[test]
+fn released_follows_the_data() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    client.write_arena(0, &pattern(2_000_000, 3));
+    let seq = client.htod(1, arena(0, 2_000_000));
+    eventually(|| client.progress().released() >= seq);
+    // What was released may be overwritten at once.
+    client.write_arena(0, &pattern(2_000_000, 4));
+    client.dtoh(1, arena(2_000_000, 2_000_000));
+    client.synchronize();
+    assert!(client.read_arena(2_000_000, 2_000_000) == pattern(2_000_000, 3));
+}
+
+#[test]
+fn nothing_that_depends_on_data_is_published_before_it() {
+    let server = FakeServer::start(Manners { data_after_sent: true, ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    for round in 0..5 {
+        let bytes = pattern(300_000, round);
+        client.write_arena(0, &bytes);
+        client.htod(1, arena(0, 300_000));
+        client.write_arena(1_000_000, &vec![0; 300_000]);
+        client.dtoh(1, arena(1_000_000, 300_000));
+        let mark = client.mark();
+        let word = client.progress().stream(StreamId(0)).unwrap();
+        eventually(|| word.load(Ordering::Acquire) >= mark);
+        assert!(client.read_arena(1_000_000, 300_000) == bytes, "the mark came before the data");
+    }
+}
+
+#[test]
+fn progress_is_read_wherever_its_frame_begins() {
+    // Frames of odd length put the ones behind them at any address of the receiving buffer.
+    for odd in [1, 3, 4, 7] {
+        let server =
+            FakeServer::start(Manners { extra: Some((frame::ALIVE, vec![0; odd])), ..Manners::default() });
+        let mut client = Client::connect(&server.config());
+        for _ in 0..16 {
+            let mark = client.mark();
+            client.synchronize();
+            let word = client.progress().stream(StreamId(0)).unwrap();
+            eventually(|| word.load(Ordering::Acquire) >= mark);
+        }
+    }
+}
+
+#[test]
+fn a_copy_that_fails_at_the_server_leaves_nothing_behind() {
+    let server = FakeServer::good();
+    let mut client = Client::connect(&server.config());
+    client.register(1, scattered(10_000, 1), false).unwrap();
+    client.dtoh(404, region(1, 0, 10_000));
+    client.synchronize();
+    // It would wait for ever for data that never comes.
+    client.session.unregister_region(1).unwrap();
+}
+
+#[test]
+fn both_sides_may_have_much_to_send_at_once() {
+    let server = FakeServer::start(Manners { slow: Some(Duration::from_millis(1)), ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    let bytes = pattern(4 << 20, 8);
+    client.write_arena(0, &bytes);
+    client.htod(0, arena(0, 4 << 20));
+    let extents = scattered(4 << 20, 2);
+    client.register(1, extents.clone(), false).unwrap();
+    for i in 1..20 {
+        client.htod(i, arena(0, 4 << 20));
+        client.dtoh(i - 1, region(1, 0, 4 << 20));
+    }
+    client.synchronize();
+    assert!(client.read(&extents) == bytes);
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let server = FakeServer::start(Manners { version: Some(7), ..Manners::default() });
+    let error = Client::try_connect(&server.config()).err().unwrap();
+    assert_eq!(error.answer(), Answer::Version);
+    let (text, ours) = (error.to_string(), protocol::VERSION);
+    assert!(
+        text.contains("version 7") && text.contains(&format!("version {ours}")) && text.contains("127.0.0.1"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_refusal_comes_with_the_servers_words() {
+    let server = FakeServer::start(Manners {
+        answer: Some((Answer::Denied, "no GPU for you today")),
+        ..Manners::default()
+    });
+    let error = Client::try_connect(&server.config()).err().unwrap();
+    assert!(matches!(error, ConnectError::Refused { answer: Answer::Denied, .. }));
+    assert!(error.to_string().contains("no GPU for you today"), "{error}");
+}
+
+#[test]
+fn a_server_that_is_not_there_is_named() {
+    let mut config = FakeServer::good().config();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    config.server = format!("tcp:127.0.0.1:{port}").parse().unwrap();
+    let error = Client::try_connect(&config).err().unwrap();
+    assert_eq!(error.answer(), Answer::NoServer);
+    assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
+}
+
+#[test]
+fn a_server_that_vanishes_is_a_loss_and_nobody_waits() {
+    let server = FakeServer::start(Manners { drop_at: Some(3), ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    client.mark();
+    client.mark();
+    client.prepare(5);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 5);
+    let (completion, _) = client.answer(5);
+    assert_eq!(completion.status, Status::DEVICE_UNAVAILABLE);
+    let reason = client.wait_lost();
+    assert!(reason.contains("127.0.0.1") && reason.contains("lost"), "{reason}");
+    assert!(client.wakes.load(Ordering::SeqCst) > 0);
+    assert!(matches!(client.register(1, scattered(10, 1), false), Err(RegionError::Over(_))));
+    assert_eq!(client.session.close("done", PATIENCE), Closed::Released);
+}
+
+#[test]
+fn a_server_that_falls_silent_is_lost() {
+    let server = FakeServer::start(Manners { silent: true, ..Manners::default() });
+    let mut config = server.config();
+    config.silence = Duration::from_millis(200);
+    let client = Client::connect(&config);
+    let reason = client.wait_lost();
+    assert!(reason.contains("nothing was heard"), "{reason}");
+}
+
+#[test]
+fn a_quiet_session_is_kept_alive() {
+    let server = FakeServer::good();
+    let mut config = server.config();
+    config.silence = Duration::from_millis(2500);
+    let mut client = Client::connect(&config);
+    std::thread::sleep(Duration::from_millis(3500));
+    client.synchronize();
+    assert!(client.session.counters().sleeps.get() > 0);
+}
+
+/// Pushes something hostile; the session must end with `word` in the reason while another goes on.
+fn hostile<T>(word: &str, attack: impl FnOnce(&mut Client) -> T) {
+    let server = FakeServer::good();
+    let mut bystander = Client::connect(&server.config());
+    let mut client = Client::connect(&server.config());
+    client.register(1, scattered(10_000, 1), false).unwrap();
+    client.register(2, scattered(10_000, 1), true).unwrap();
+    client.synchronize();
+    attack(&mut client);
+    client.session.doorbell();
+    let reason = client.wait_lost();
+    assert!(reason.contains(word), "{reason}");
+    assert!(reason.contains("malformed"), "{reason}");
+    bystander.synchronize();
+    assert_eq!(bystander.session.over(), None);
+}
+
+#[test]
+fn an_unknown_opcode_ends_only_its_session() {
+    hostile("unknown opcode 0x7777", |client| client.push_raw(0x7777, NO_SLOT, &[0; 16]));
+}
+
+#[test]
+fn a_wild_slot_ends_only_its_session() {
+    hostile("slot 64", |client| client.push_raw(StreamSynchronize::INFO.opcode, 64, &[0; 4]));
+    hostile("slot 65535", |client| client.push_raw(StreamSynchronize::INFO.opcode, NO_SLOT, &[0; 4]));
+    hostile("slot 3", |client| client.push_raw(StreamMark::INFO.opcode, 3, &[0; 4]));
+}
+
+#[test]
+fn a_slot_that_awaits_an_answer_cannot_be_used_again() {
+    // The server is held at the copy, so the first answer cannot come in between.
+    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    client.dtoh(1, arena(0, 100));
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 1);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 1);
+    let reason = client.wait_lost();
+    assert!(reason.contains("slot 1, where command 2 awaits"), "{reason}");
+}
+
+#[test]
+fn wild_data_references_end_only_their_session() {
+    hostile("region that is not registered", |client| client.htod(1, region(99, 0, 1)));
+    hostile("outside its region", |client| client.htod(1, region(1, 9_999, 2)));
+    hostile("outside its region", |client| client.dtoh(1, region(1, 10_001, 0)));
+    hostile("outside the arena", |client| client.dtoh(1, arena((4 << 20) - 1, 2)));
+    hostile("outside the arena", |client| client.htod(1, arena(u64::MAX - 5, 2)));
+    hostile("for reading only", |client| client.dtoh(1, region(2, 0, 1)));
+    // Offset and length that overflow together do not even decode.
+    hostile("does not decode", |client| client.htod(1, region(1, u64::MAX, 2)));
+    hostile("does not decode", |client| client.push_raw(MemcpyDtoH::INFO.opcode, NO_SLOT, &[0xff; 64]));
+}
+
+#[test]
+fn a_wild_size_ends_only_its_session() {
+    for size in [0u64, 8, 17, 0xffff_fff0] {
+        hostile("size", |client| {
+            let at = (client.tail().load(Ordering::Relaxed) as usize / 8) % client.ring_words().len();
+            client.ring_words()[at]
+                .store(size | u64::from(StreamMark::INFO.opcode) << 32 | 0xffff << 48, Ordering::Relaxed);
+            client.tail().fetch_add(32, Ordering::Release);
+        });
+    }
+}
+
+#[test]
+fn a_wild_cursor_ends_only_its_session() {
+    for cursor in [!15, 7, 1 << 40] {
+        hostile("cursor", |client| client.tail().store(cursor, Ordering::Release));
+    }
+}
+
+#[test]
+fn a_wrong_seq_ends_only_its_session() {
+    hostile("seq", |client| {
+        let at = (client.tail().load(Ordering::Relaxed) as usize / 8) % client.ring_words().len();
+        client.ring_words()[at]
+            .store(32 | u64::from(StreamMark::INFO.opcode) << 32 | 0xffff << 48, Ordering::Relaxed);
+        client.ring_words()[at + 1].store(77, Ordering::Relaxed);
+        client.tail().fetch_add(32, Ordering::Release);
+    });
+}
+
+/// A server that does this ends the session, and its name stands in the reason.
+fn unruly(word: &str, manners: Manners) {
+    let server = FakeServer::start(manners);
+    let mut client = Client::connect(&server.config());
+    client.mark();
+    client.prepare(0);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 0);
+    let reason = client.wait_lost();
+    assert!(reason.contains(word) && reason.contains("127.0.0.1") && reason.contains("protocol"), "{reason}");
+}
+
+#[test]
+fn a_server_that_breaks_the_protocol_is_left() {
+    let extra = |kind, body: &[u8]| Manners { extra: Some((kind, body.to_vec())), ..Manners::default() };
+    unruly("no such answer", extra(frame::REPLY, &[9; 16]));
+    unruly("where at least", extra(frame::REPLY, &[9; 3]));
+    unruly("progress", extra(frame::PROGRESS, &[0xff; 24]));
+    unruly("progress", extra(frame::PROGRESS, &[1; 25]));
+    unruly("unknown kind 77", extra(77, &[]));
+    unruly("expects none", extra(frame::DATA_SENT, DataSent { seq: 1, bytes: 5 }.as_bytes()));
+    let data = |seq, len| Manners {
+        extra_data: Some(DataHeader { seq, offset: 0, piece: 0, len }),
+        ..Manners::default()
+    };
+    unruly("expects none", data(1, 100));
+    unruly("more than", data(1, u32::MAX >> 9));
+}
+
+#[test]
+fn a_region_is_let_go_only_when_nothing_is_under_way_in_it() {
+    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    let extents = scattered(2_000_000, 11);
+    let bytes = pattern(2_000_000, 11);
+    client.write(&extents, &bytes);
+    client.register(1, extents.clone(), false).unwrap();
+    client.htod(1, region(1, 0, 2_000_000));
+    client.dtoh(1, region(1, 0, 2_000_000));
+    std::thread::scope(|scope| {
+        let client = &client;
+        let unregistering = scope.spawn(|| client.session.unregister_region(1));
+        eventually(|| server.commands().len() == 2);
+        client.write(&extents, &vec![0; 2_000_000]);
+        assert!(!unregistering.is_finished(), "data is still to come into the region");
+        server.release();
+        unregistering.join().unwrap().unwrap();
+    });
+    assert!(client.read(&extents) == bytes);
+    assert!(matches!(client.session.unregister_region(1), Err(RegionError::Unknown(1))));
+    // The id is free for other memory.
+    client.register(1, vec![Extent { addr: RAM - 4096, len: 4096 }], false).unwrap();
+}
+
+#[test]
+fn limits_on_regions_are_kept() {
+    let server = FakeServer::good();
+    let mut config = server.config();
+    (config.max_registered, config.max_regions) = (10_000, 3);
+    let client = Client::connect(&config);
+    let page = |n: u64| vec![Extent { addr: RAM - n * 4096, len: 4000 }];
+    client.register(1, page(1), false).unwrap();
+    client.register(2, page(2), false).unwrap();
+    assert!(matches!(client.register(3, page(3), false), Err(RegionError::Limit { .. })));
+    assert!(matches!(client.register(2, page(3), false), Err(RegionError::InUse(2))));
+    assert!(matches!(
+        client.register(3, vec![Extent { addr: RAM - 1, len: 2 }], false),
+        Err(RegionError::Memory(_))
+    ));
+    client.session.unregister_region(1).unwrap();
+    client.register(3, page(3), false).unwrap();
+    assert_eq!(client.session.registered(), (2, 8000));
+}
+
+#[test]
+fn closing_ends_a_session_in_the_middle_of_everything() {
+    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    client.write_arena(0, &pattern(4 << 20, 1));
+    client.htod(1, arena(0, 4 << 20));
+    client.dtoh(1, arena(0, 4 << 20));
+    client.prepare(2);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 2);
+    assert_eq!(client.session.close("the test is over", PATIENCE), Closed::Released);
+    let (completion, _) = client.answer(2);
+    assert_eq!(completion.status, Status::DEVICE_UNAVAILABLE);
+    assert_eq!(client.lost.lock().unwrap().as_deref(), None, "a close that was asked for is no loss");
+    server.release();
+}
+
+fn count(folder: &str) -> usize {
+    std::fs::read_dir(folder).unwrap().count()
+}
+
+#[test]
+fn a_hundred_sessions_leave_no_descriptor_and_no_thread() {
+    // Other tests run in this process at the same time, so this one looks at a process of its own.
+    if std::env::var_os("RGPU_TEST_ALONE").is_none() {
+        let name = "a_hundred_sessions_leave_no_descriptor_and_no_thread";
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact", "--test-threads=1"])
+            .env("RGPU_TEST_ALONE", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let server = FakeServer::good();
+    let cycle = || {
+        let mut client = Client::connect(&server.config());
+        client.register(1, scattered(10_000, 1), false).unwrap();
+        client.synchronize();
+        assert_eq!(client.session.close("next", PATIENCE), Closed::Released);
+    };
+    cycle();
+    // The server's threads end on their own, a little later.
+    let settled = |descriptors, threads| {
+        eventually(|| count("/proc/self/fd") <= descriptors && count("/proc/self/task") <= threads)
+    };
+    settled(16, 3);
+    let (descriptors, threads) = (count("/proc/self/fd"), count("/proc/self/task"));
+    for _ in 0..100 {
+        cycle();
+    }
+    settled(descriptors, threads);
+}

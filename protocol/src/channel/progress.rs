@@ -1,0 +1,104 @@
+//! The progress area: what the host side publishes without being asked.
+//!
+//! | offset | what |
+//! |---|---|
+//! | 0x000 | `released` u64: of every command with `seq` up to this, the source data has been read (arena may be reused) |
+//! | 0x008 | `executed` u64: every command with `seq` up to this has been executed by the server |
+//! | 0x040 | [`MAX_CONTEXTS`] error words of 16 bytes: u32 status (0: none), u32 flags (bit 0: sticky), u64 seq of the command that failed, 0 if unknown |
+//! | 0x1000 | [`MAX_STREAMS`] stream words u64: `seq` of the last publishing command that the stream has completed |
+
+use super::sync::{AtomicU32, AtomicU64, Ordering};
+use super::{MAX_CONTEXTS, MAX_STREAMS};
+use crate::Status;
+use crate::handle::{ContextId, StreamId};
+
+/// The progress area as it lies in shared memory. All of it is written by the host side, except that a client zeroes the word of a stream that
+/// it is about to create.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct Progress {
+    released: AtomicU64,
+    executed: AtomicU64,
+    _to_errors: [AtomicU64; 6],
+    errors: [ErrorWord; MAX_CONTEXTS as usize],
+    _to_streams: [AtomicU64; (4096 - 64 - 16 * MAX_CONTEXTS as usize) / 8],
+    streams: [AtomicU64; MAX_STREAMS as usize],
+}
+
+#[cfg(not(loom))]
+const _: () = {
+    assert!(size_of::<Progress>() == super::PROGRESS_SIZE);
+    assert!(std::mem::offset_of!(Progress, errors) == 0x40);
+    assert!(std::mem::offset_of!(Progress, streams) == Progress::STREAMS_OFFSET);
+};
+
+/// The deferred error of one context.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ErrorWord {
+    status: AtomicU32,
+    flags: AtomicU32,
+    seq: AtomicU64,
+}
+
+impl ErrorWord {
+    /// The error, if there is one, whether it is sticky (stays until the context is reset), and the `seq` of the command that failed.
+    #[inline]
+    pub fn get(&self) -> Option<(Status, bool, u64)> {
+        let status = self.status.load(Ordering::Acquire);
+        (status != 0).then(|| {
+            (Status(status), self.flags.load(Ordering::Relaxed) & 1 != 0, self.seq.load(Ordering::Relaxed))
+        })
+    }
+
+    /// Publishes an error. The first one stays: a context's later errors follow from it. Host side.
+    pub fn set(&self, status: Status, sticky: bool, seq: u64) {
+        if self.status.load(Ordering::Relaxed) == 0 {
+            self.flags.store(sticky.into(), Ordering::Relaxed);
+            self.seq.store(seq, Ordering::Relaxed);
+            self.status.store(status.0, Ordering::Release);
+        }
+    }
+
+    /// Takes the error away: the client when it has returned one that is not sticky, the host side when a context is reset.
+    pub fn clear(&self) {
+        self.status.store(0, Ordering::Release);
+    }
+}
+
+impl Progress {
+    /// Offset of the stream words in the progress area, in bytes.
+    pub const STREAMS_OFFSET: usize = 4096;
+
+    /// See the table above.
+    #[inline]
+    pub fn released(&self) -> u64 {
+        self.released.load(Ordering::Acquire)
+    }
+
+    /// Host side; never goes back.
+    pub fn set_released(&self, seq: u64) {
+        self.released.store(seq, Ordering::Release);
+    }
+
+    /// See the table above.
+    pub fn executed(&self) -> u64 {
+        self.executed.load(Ordering::Acquire)
+    }
+
+    /// Host side; never goes back.
+    pub fn set_executed(&self, seq: u64) {
+        self.executed.store(seq, Ordering::Release);
+    }
+
+    /// The error word of a context, if there can be such a context.
+    pub fn error(&self, context: ContextId) -> Option<&ErrorWord> {
+        self.errors.get(context.0 as usize)
+    }
+
+    /// The word of a stream, if there can be such a stream.
+    #[inline]
+    pub fn stream(&self, stream: StreamId) -> Option<&AtomicU64> {
+        self.streams.get(stream.0 as usize)
+    }
+}

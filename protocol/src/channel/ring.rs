@@ -1,0 +1,369 @@
+//! The command ring: a byte ring with one producer at a time and one consumer.
+//!
+//! A record is a 16-byte header and a body, together a multiple of 16 bytes, never split at the wrap: a record that would be is preceded by
+//! padding ([`PAD`]) to the ring's end.
+//!
+//! ```text
+//! 0        4          6            8      16
+//! │size u32│opcode u16│reply_slot  │seq u64│ body, zero-padded to a multiple of 16
+//! ```
+//!
+//! `tail` and `head` count bytes for ever; their difference is what the ring holds. The consumer copies a record out once, by atomic loads,
+//! and judges the copy: what the producer writes meanwhile can spoil that record's content and nothing else.
+
+use super::geometry::Header;
+use super::sync::{AtomicU64, Ordering};
+use super::{MAX_RECORD, RECORD_HEADER};
+use thiserror::Error;
+
+/// Opcode of padding.
+pub const PAD: u16 = 0;
+
+/// The ring's bytes in shared memory.
+#[derive(Debug, Clone, Copy)]
+pub struct RingMemory<'m> {
+    words: &'m [AtomicU64],
+}
+
+impl<'m> RingMemory<'m> {
+    /// A ring over `words`, whose number is a power of two.
+    ///
+    /// # Panics
+    /// When it is not: the caller has it from a checked geometry.
+    pub fn new(words: &'m [AtomicU64]) -> Self {
+        assert!(words.len().is_power_of_two());
+        RingMemory { words }
+    }
+
+    fn size(&self) -> u64 {
+        self.words.len() as u64 * 8
+    }
+
+    fn index(&self, cursor: u64) -> usize {
+        (cursor as usize / 8) & (self.words.len() - 1)
+    }
+}
+
+/// The two cursors in the header.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cursors<'m> {
+    pub(super) tail: &'m AtomicU64,
+    pub(super) head: &'m AtomicU64,
+}
+
+/// There is no room in the ring now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Full;
+
+/// The client's end. Its users take turns: the caller holds a lock.
+#[derive(Debug)]
+pub struct Producer<'m> {
+    cursors: Cursors<'m>,
+    memory: RingMemory<'m>,
+    tail: u64,
+    /// The consumer's cursor as last seen: read again only when the ring seems full.
+    head: u64,
+    seq: u64,
+}
+
+impl<'m> Producer<'m> {
+    /// The producer of a fresh ring.
+    pub fn new(header: &'m Header, memory: RingMemory<'m>) -> Self {
+        Self::over(header.cursors(), memory)
+    }
+
+    pub(super) fn over(cursors: Cursors<'m>, memory: RingMemory<'m>) -> Self {
+        Producer { cursors, memory, tail: 0, head: 0, seq: 0 }
+    }
+
+    /// The `seq` of the record appended last; 0 before the first.
+    pub fn last_seq(&self) -> u64 {
+        self.seq
+    }
+
+    /// Appends a record and publishes it; returns its `seq`. The caller then asks [`Header::host_sleep`] whether to ring the doorbell.
+    ///
+    /// # Panics
+    /// When the record is longer than [`MAX_RECORD`]: callers put long data elsewhere.
+    #[inline]
+    pub fn push(&mut self, opcode: u16, reply_slot: u16, body: &[u8]) -> Result<u64, Full> {
+        let size = (RECORD_HEADER + body.len()).next_multiple_of(16);
+        assert!(size <= MAX_RECORD, "a record of {size} bytes");
+        let to_end = self.memory.size() - (self.tail & (self.memory.size() - 1));
+        let pad = if to_end < size as u64 { to_end } else { 0 };
+        self.room(pad + size as u64)?;
+        if pad != 0 {
+            self.write_header(pad as u32, PAD, super::NO_SLOT, 0);
+            self.tail += pad;
+        }
+        let seq = self.seq + 1;
+        self.write_header(size as u32, opcode, reply_slot, seq);
+        let at = self.memory.index(self.tail) + 2;
+        let words = &self.memory.words[at..at + (size - RECORD_HEADER) / 8];
+        let (whole, rest) = body.as_chunks::<8>();
+        for (word, bytes) in words.iter().zip(whole) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        let mut last = [0; 8];
+        last[..rest.len()].copy_from_slice(rest);
+        for (i, word) in words.iter().enumerate().skip(whole.len()) {
+            word.store(if i == whole.len() { u64::from_le_bytes(last) } else { 0 }, Ordering::Relaxed);
+        }
+        self.tail += size as u64;
+        self.seq = seq;
+        self.cursors.tail.store(self.tail, Ordering::Release);
+        Ok(seq)
+    }
+
+    fn room(&mut self, needed: u64) -> Result<(), Full> {
+        if self.tail + needed - self.head > self.memory.size() {
+            self.head = self.cursors.head.load(Ordering::Acquire);
+            if self.tail + needed - self.head > self.memory.size() {
+                return Err(Full);
+            }
+        }
+        Ok(())
+    }
+
+    fn write_header(&self, size: u32, opcode: u16, slot: u16, seq: u64) {
+        let at = self.memory.index(self.tail);
+        let first = u64::from(size) | u64::from(opcode) << 32 | u64::from(slot) << 48;
+        self.memory.words[at].store(first, Ordering::Relaxed);
+        self.memory.words[at + 1].store(seq, Ordering::Relaxed);
+    }
+}
+
+/// A record's header, as copied out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// The operation.
+    pub opcode: u16,
+    /// Where the reply goes, or [`super::NO_SLOT`].
+    pub reply_slot: u16,
+    /// Its place in the session's order.
+    pub seq: u64,
+}
+
+impl Record {
+    /// The record's 16 bytes as they stand in the ring and in a link frame, for a record of `size` bytes in all.
+    pub fn to_bytes(&self, size: u32) -> [u8; RECORD_HEADER] {
+        let mut bytes = [0; RECORD_HEADER];
+        bytes[0..4].copy_from_slice(&size.to_le_bytes());
+        bytes[4..6].copy_from_slice(&self.opcode.to_le_bytes());
+        bytes[6..8].copy_from_slice(&self.reply_slot.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.seq.to_le_bytes());
+        bytes
+    }
+
+    /// The reverse: the record's header and its size.
+    pub fn from_bytes(bytes: &[u8; RECORD_HEADER]) -> (Record, u32) {
+        let [s0, s1, s2, s3, o0, o1, r0, r1, seq @ ..] = *bytes;
+        let record = Record {
+            opcode: u16::from_le_bytes([o0, o1]),
+            reply_slot: u16::from_le_bytes([r0, r1]),
+            seq: u64::from_le_bytes(seq),
+        };
+        (record, u32::from_le_bytes([s0, s1, s2, s3]))
+    }
+}
+
+/// What no correct producer does. It ends the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum RecordError {
+    /// The cursor says that the ring holds more than it can, or less than nothing, or a part of 16 bytes.
+    #[error("ring cursor {tail:#x} does not fit consumer's cursor {head:#x} in a ring of {size:#x} bytes")]
+    Cursor {
+        /// The producer's cursor as read.
+        tail: u64,
+        /// The consumer's own.
+        head: u64,
+        /// The ring's size.
+        size: u64,
+    },
+    /// A record's size is none.
+    #[error(
+        "record {after} + 1: size {size:#x} is not a multiple of 16 from 16 to what the ring holds ({available:#x})"
+    )]
+    Size {
+        /// `seq` of the record before.
+        after: u64,
+        /// The size as read.
+        size: u32,
+        /// Bytes that it could have had at most.
+        available: u64,
+    },
+    /// `seq` did not count up by one.
+    #[error("record with seq {found} where {expected} was due")]
+    Seq {
+        /// The seq that was due.
+        expected: u64,
+        /// The seq found.
+        found: u64,
+    },
+}
+
+/// The host side's end.
+#[derive(Debug)]
+pub struct Consumer<'m> {
+    cursors: Cursors<'m>,
+    memory: RingMemory<'m>,
+    head: u64,
+    seq: u64,
+}
+
+impl<'m> Consumer<'m> {
+    /// The consumer of a fresh ring.
+    pub fn new(header: &'m Header, memory: RingMemory<'m>) -> Self {
+        Self::over(header.cursors(), memory)
+    }
+
+    pub(super) fn over(cursors: Cursors<'m>, memory: RingMemory<'m>) -> Self {
+        Consumer { cursors, memory, head: 0, seq: 0 }
+    }
+
+    /// Whether the producer has appended something that was not taken yet. Says yes to a nonsensical cursor too: [`pop`](Self::pop) will name it.
+    #[inline]
+    pub fn has_work(&self) -> bool {
+        self.cursors.tail.load(Ordering::Acquire) != self.head
+    }
+
+    /// Copies the next record out: its header is returned and `body` filled with its body, padding included. `None`: the ring is empty.
+    ///
+    /// The record's place in the ring is free at once. After one call or several the caller asks [`Header::ring_sleep`] whether to wake the client.
+    #[inline]
+    pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
+        loop {
+            let tail = self.cursors.tail.load(Ordering::Acquire);
+            if tail == self.head {
+                return Ok(None);
+            }
+            let held = tail.wrapping_sub(self.head);
+            if held > self.memory.size() || !held.is_multiple_of(16) {
+                return Err(RecordError::Cursor { tail, head: self.head, size: self.memory.size() });
+            }
+            let at = self.memory.index(self.head);
+            let mut bytes = [0; RECORD_HEADER];
+            bytes[..8].copy_from_slice(&self.memory.words[at].load(Ordering::Relaxed).to_le_bytes());
+            bytes[8..].copy_from_slice(&self.memory.words[at + 1].load(Ordering::Relaxed).to_le_bytes());
+            let (record, size) = Record::from_bytes(&bytes);
+            let to_end = (self.memory.words.len() - at) as u64 * 8;
+            let most = if record.opcode == PAD { to_end } else { to_end.min(MAX_RECORD as u64) };
+            let available = held.min(most);
+            if size < RECORD_HEADER as u32 || !size.is_multiple_of(16) || u64::from(size) > available {
+                return Err(RecordError::Size { after: self.seq, size, available });
+            }
+            let next = self.head + u64::from(size);
+            if record.opcode != PAD {
+                let expected = self.seq + 1;
+                if record.seq != expected {
+                    return Err(RecordError::Seq { expected, found: record.seq });
+                }
+                self.seq = expected;
+                body.clear();
+                let words = &self.memory.words[at + 2..at + size as usize / 8];
+                body.extend(words.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()));
+            }
+            self.head = next;
+            self.cursors.head.store(next, Ordering::Release);
+            if record.opcode != PAD {
+                return Ok(Some(record));
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::channel::NO_SLOT;
+    use proptest::prelude::*;
+
+    struct Ring {
+        words: Vec<AtomicU64>,
+        tail: AtomicU64,
+        head: AtomicU64,
+    }
+
+    impl Ring {
+        fn new(size: usize) -> Ring {
+            Ring { words: (0..size / 8).map(|_| AtomicU64::new(0)).collect(), tail: 0.into(), head: 0.into() }
+        }
+        fn ends(&self) -> (Producer<'_>, Consumer<'_>) {
+            let cursors = Cursors { tail: &self.tail, head: &self.head };
+            let memory = RingMemory::new(&self.words);
+            (Producer::over(cursors, memory), Consumer::over(cursors, memory))
+        }
+    }
+
+    #[test]
+    fn a_full_ring_takes_no_more_until_a_record_is_taken() {
+        let ring = Ring::new(256);
+        let (mut producer, mut consumer) = ring.ends();
+        let mut body = Vec::new();
+        for _ in 0..4 {
+            producer.push(7, NO_SLOT, &[1; 48]).unwrap();
+        }
+        assert_eq!(producer.push(7, NO_SLOT, &[]), Err(Full));
+        consumer.pop(&mut body).unwrap().unwrap();
+        assert_eq!(producer.push(7, NO_SLOT, &[2; 48]), Ok(5));
+        assert_eq!(producer.push(7, NO_SLOT, &[]), Err(Full));
+    }
+
+    #[test]
+    fn a_gap_in_seq_is_found() {
+        let ring = Ring::new(256);
+        let (mut producer, mut consumer) = ring.ends();
+        producer.push(7, NO_SLOT, &[]).unwrap();
+        ring.words[1].store(2, Ordering::Relaxed);
+        assert_eq!(consumer.pop(&mut Vec::new()), Err(RecordError::Seq { expected: 1, found: 2 }));
+    }
+
+    proptest! {
+        #[test]
+        fn what_goes_in_comes_out(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
+            let ring = Ring::new(1024);
+            let (mut producer, mut consumer) = ring.ends();
+            let mut due = std::collections::VecDeque::new();
+            let mut body = Vec::new();
+            let mut take = |due: &mut std::collections::VecDeque<(u64, u16, Vec<u8>)>, consumer: &mut Consumer<'_>| {
+                let record = consumer.pop(&mut body).unwrap();
+                let Some((seq, opcode, sent)) = due.pop_front() else { return record.is_none() };
+                let padded = sent.len().next_multiple_of(16);
+                record == Some(Record { opcode, reply_slot: 3, seq }) && body[..sent.len()] == sent[..] && body.len() == padded
+                    && body[sent.len()..].iter().all(|b| *b == 0)
+            };
+            for (opcode, sent) in records {
+                let seq = loop {
+                    match producer.push(opcode, 3, &sent) {
+                        Ok(seq) => break seq,
+                        Err(Full) => prop_assert!(take(&mut due, &mut consumer)),
+                    }
+                };
+                due.push_back((seq, opcode, sent));
+            }
+            while !due.is_empty() {
+                prop_assert!(take(&mut due, &mut consumer));
+            }
+            prop_assert!(take(&mut due, &mut consumer) && !consumer.has_work());
+        }
+
+        /// Whatever a hostile producer writes, the consumer answers with a record or an error, never reads outside, and does not loop.
+        #[test]
+        fn any_bytes_are_survived(words in proptest::collection::vec(any::<u64>(), 32), tail in prop_oneof![any::<u64>(), (0u64..40).prop_map(|n| n * 16)], small in any::<bool>()) {
+            let ring = Ring::new(256);
+            for (to, from) in ring.words.iter().zip(words) {
+                // Small sizes get past the first check and reach the others.
+                to.store(if small { from & 0xffff_0000_0070 | 0x10 } else { from }, Ordering::Relaxed);
+            }
+            ring.tail.store(tail, Ordering::Relaxed);
+            let (_, mut consumer) = ring.ends();
+            let mut body = Vec::new();
+            let mut taken = 0;
+            while let Ok(Some(_)) = consumer.pop(&mut body) {
+                prop_assert!(body.len() < 256);
+                taken += 1;
+                prop_assert!(taken <= 16);
+            }
+        }
+    }
+}

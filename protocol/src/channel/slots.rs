@@ -1,0 +1,118 @@
+//! Reply slots: where a thread waits for the answer to its `sync` operation.
+//!
+//! One word carries the whole hand-over: a waiter that goes to sleep says so in the state itself, so that the host side learns of it by the very
+//! exchange that completes the slot.
+
+use super::MAX_PAYLOAD;
+use super::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::Status;
+
+/// The state word of a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum SlotState {
+    /// Nobody's.
+    Free = 0,
+    /// A request is under way.
+    Pending = 1,
+    /// A request is under way and its thread sleeps.
+    Sleeping = 2,
+    /// The answer is there.
+    Done = 3,
+}
+
+/// A slot as it lies in shared memory.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct ReplySlot {
+    state: AtomicU32,
+    status: AtomicU32,
+    len: AtomicU32,
+    _reserved: AtomicU32,
+    seq: AtomicU64,
+    _line: [AtomicU64; 5],
+    payload: [AtomicU64; MAX_PAYLOAD / 8],
+}
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<ReplySlot>() == super::SLOT_SIZE);
+
+/// What became of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// Its status.
+    pub status: Status,
+    /// Length of its payload in bytes.
+    pub len: usize,
+}
+
+impl ReplySlot {
+    #[cfg(loom)]
+    pub(super) fn new() -> Self {
+        ReplySlot {
+            state: AtomicU32::new(0),
+            status: AtomicU32::new(0),
+            len: AtomicU32::new(0),
+            _reserved: AtomicU32::new(0),
+            seq: AtomicU64::new(0),
+            _line: std::array::from_fn(|_| AtomicU64::new(0)),
+            payload: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// Takes the slot for a request that is about to be appended. Client; the slot is the calling thread's.
+    pub fn prepare(&self) {
+        self.state.store(SlotState::Pending as u32, Ordering::Relaxed);
+    }
+
+    /// The answer, if it is there; its payload is appended to `payload` and the slot is free again. Client.
+    #[inline]
+    pub fn poll(&self, payload: &mut Vec<u8>) -> Option<Completion> {
+        if self.state.load(Ordering::Acquire) != SlotState::Done as u32 {
+            return None;
+        }
+        let len = (self.len.load(Ordering::Relaxed) as usize).min(MAX_PAYLOAD);
+        let at = payload.len();
+        payload.extend(
+            self.payload[..len.div_ceil(8)].iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()),
+        );
+        payload.truncate(at + len);
+        let status = Status(self.status.load(Ordering::Relaxed));
+        self.state.store(SlotState::Free as u32, Ordering::Relaxed);
+        Some(Completion { status, len })
+    }
+
+    /// Says that the waiting thread is about to sleep while the word at the slot's offset is [`SlotState::Sleeping`]. False: the answer is there.
+    pub fn announce_sleep(&self) -> bool {
+        let (pending, sleeping) = (SlotState::Pending as u32, SlotState::Sleeping as u32);
+        match self.state.compare_exchange(pending, sleeping, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => true,
+            Err(now) => now == sleeping,
+        }
+    }
+
+    /// Writes an answer and publishes it. True: its thread sleeps; wake it. Host side.
+    ///
+    /// A payload over [`MAX_PAYLOAD`] is cut; servers check before.
+    pub fn complete(&self, seq: u64, status: Status, payload: &[u8]) -> bool {
+        let payload = &payload[..payload.len().min(MAX_PAYLOAD)];
+        for (word, bytes) in self.payload.iter().zip(payload.chunks(8)) {
+            let mut le = [0; 8];
+            le[..bytes.len()].copy_from_slice(bytes);
+            word.store(u64::from_le_bytes(le), Ordering::Relaxed);
+        }
+        self.len.store(payload.len() as u32, Ordering::Relaxed);
+        self.status.store(status.0, Ordering::Relaxed);
+        self.seq.store(seq, Ordering::Relaxed);
+        self.state.swap(SlotState::Done as u32, Ordering::AcqRel) == SlotState::Sleeping as u32
+    }
+
+    /// Answers the slot with `status` if a request is under way in it: what the host side does with every slot when a session is lost. True: wake it.
+    pub fn abandon(&self, status: Status) -> bool {
+        let state = self.state.load(Ordering::Acquire);
+        if state != SlotState::Pending as u32 && state != SlotState::Sleeping as u32 {
+            return false;
+        }
+        self.complete(0, status, &[])
+    }
+}

@@ -1,0 +1,134 @@
+//! Where the bulk data of an operation lies on the client's side.
+//!
+//! | kind | what | lifetime |
+//! |---|---|---|
+//! | inline | inside the record | the record's |
+//! | arena | at an offset of the channel's arena | source: until [`released`](crate::channel::Progress) passes the command; target: until the client has read it |
+//! | region | at an offset of registered (pinned) program memory | as the program uses it, as CUDA says of pinned memory |
+
+use crate::wire::{Reader, Wire, WireError, Writer};
+
+/// A range of the client's memory outside the record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostRange {
+    /// The memory that the offset counts in.
+    pub place: Place,
+    /// Offset in bytes.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// A memory that a [`HostRange`] lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The channel's arena.
+    Arena,
+    /// A registered region, by its id.
+    Region(u32),
+}
+
+/// Bytes that the server reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostIn<'a> {
+    /// They are here.
+    Inline(&'a [u8]),
+    /// They lie in the client's memory.
+    Range(HostRange),
+}
+
+/// A place in the client's memory that the server writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostOut(pub HostRange);
+
+/// One piece of bulk data outside a record, as a relay needs to know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DataUse {
+    /// The server will read it: send it.
+    In(HostRange),
+    /// The server will write it: expect it.
+    Out(HostRange),
+}
+
+const INLINE: u32 = 0;
+const ARENA: u32 = 1;
+const REGION: u32 = 2;
+
+impl HostIn<'_> {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            HostIn::Inline(bytes) => bytes.len() as u64,
+            HostIn::Range(range) => range.len,
+        }
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+fn put_range(range: &HostRange, w: &mut Writer<'_>) {
+    let (kind, region) = match range.place {
+        Place::Arena => (ARENA, 0),
+        Place::Region(id) => (REGION, id),
+    };
+    kind.put(w);
+    region.put(w);
+    range.offset.put(w);
+    range.len.put(w);
+}
+
+fn get_range(kind: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
+    let region = u32::get(r)?;
+    let place = match kind {
+        ARENA => Place::Arena,
+        REGION => Place::Region(region),
+        _ => return Err(WireError::Invalid { what: "kind of data reference", value: kind.into() }),
+    };
+    let (offset, len) = (u64::get(r)?, u64::get(r)?);
+    if offset.checked_add(len).is_none() {
+        return Err(WireError::Invalid { what: "offset of data reference", value: offset });
+    }
+    Ok(HostRange { place, offset, len })
+}
+
+/// `u32` kind; inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
+impl<'a> Wire<'a> for HostIn<'a> {
+    const CARRIES_DATA: bool = true;
+    fn put(&self, w: &mut Writer<'_>) {
+        match self {
+            HostIn::Inline(bytes) => {
+                INLINE.put(w);
+                bytes.put(w);
+            }
+            HostIn::Range(range) => put_range(range, w),
+        }
+    }
+    fn get(r: &mut Reader<'a>) -> Result<Self, WireError> {
+        match u32::get(r)? {
+            INLINE => Ok(HostIn::Inline(Wire::get(r)?)),
+            kind => get_range(kind, r).map(HostIn::Range),
+        }
+    }
+    fn visit_data(&self, visit: &mut dyn FnMut(DataUse)) {
+        if let HostIn::Range(range) = self {
+            visit(DataUse::In(*range));
+        }
+    }
+}
+
+impl Wire<'_> for HostOut {
+    const CARRIES_DATA: bool = true;
+    fn put(&self, w: &mut Writer<'_>) {
+        put_range(&self.0, w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self, WireError> {
+        let kind = u32::get(r)?;
+        get_range(kind, r).map(HostOut)
+    }
+    fn visit_data(&self, visit: &mut dyn FnMut(DataUse)) {
+        visit(DataUse::Out(self.0));
+    }
+}

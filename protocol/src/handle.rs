@@ -1,0 +1,58 @@
+//! Names that a client gives to its objects. The client makes them, so that creating an object needs no answer; the
+//! server maps them to the driver's own, for that session alone, and refuses one that is unknown or in use.
+
+use crate::wire::{Reader, Wire, WireError, Writer};
+
+macro_rules! handles {
+    ($($(#[$doc:meta])* $name:ident($inner:ty);)*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(transparent)]
+        pub struct $name(pub $inner);
+
+        impl Wire<'_> for $name {
+            #[inline]
+            fn put(&self, w: &mut Writer<'_>) {
+                self.0.put(w);
+            }
+            #[inline]
+            fn get(r: &mut Reader<'_>) -> Result<Self, WireError> {
+                <$inner>::get(r).map($name)
+            }
+        }
+    )*};
+}
+
+handles! {
+    /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word. The primary
+    /// context of device *n* is *n*; made contexts follow from [`crate::channel::MAX_DEVICES`].
+    ContextId(u32);
+    /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word. The legacy default
+    /// stream of context *c* is *c*; made streams follow from [`crate::channel::MAX_CONTEXTS`].
+    StreamId(u32);
+    /// An event.
+    EventId(u32);
+    /// A loaded module or library.
+    ModuleId(u32);
+    /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
+    FunctionId(u64);
+    /// A point in a stream that waits for the client's word ([`crate::ops::stream::StreamHostWait`]).
+    TicketId(u64);
+}
+
+impl FunctionId {
+    /// Function `index` of `module`.
+    pub fn new(module: ModuleId, index: u32) -> Self {
+        FunctionId(u64::from(module.0) << 32 | u64::from(index))
+    }
+
+    /// The module that holds the function.
+    pub fn module(self) -> ModuleId {
+        ModuleId((self.0 >> 32) as u32)
+    }
+
+    /// Index in the module's function table.
+    pub fn index(self) -> u32 {
+        self.0 as u32
+    }
+}

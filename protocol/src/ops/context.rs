@@ -1,0 +1,83 @@
+//! Contexts.
+
+use crate::handle::ContextId;
+use crate::ops::ops;
+
+ops! {
+    /// Contexts. The primary context of device *n* is [`ContextId`] *n* and stands from the start of the session; the server has made it
+    /// before the client came.
+    trait ContextOps;
+
+    /// Makes a context: `cuCtxCreate`.
+    sync 0x0201 context_create: ContextCreate {
+        /// Its name; not below [`crate::channel::MAX_DEVICES`].
+        context: ContextId,
+        /// Ordinal of its device.
+        device: u32,
+        /// `CUctx_flags`.
+        flags: u32,
+    } -> ContextCreateReply {}
+
+    /// Destroys a made context and everything in it: `cuCtxDestroy`.
+    sync 0x0202 context_destroy: ContextDestroy {
+        /// The context.
+        context: ContextId,
+    } -> ContextDestroyReply {}
+
+    /// Puts a primary context back to its first state, everything in it destroyed, its error cleared: `cuDevicePrimaryCtxReset`.
+    sync 0x0203 primary_reset: PrimaryReset {
+        /// Ordinal of the device.
+        device: u32,
+    } -> PrimaryResetReply {}
+
+    /// `cuDevicePrimaryCtxSetFlags`.
+    sync 0x0204 primary_set_flags: PrimarySetFlags {
+        /// Ordinal of the device.
+        device: u32,
+        /// `CUctx_flags`.
+        flags: u32,
+    } -> PrimarySetFlagsReply {}
+
+    /// Answered when all work of the context is done: `cuCtxSynchronize`. The status is the context's deferred error, if it has one.
+    sync 0x0205 context_synchronize: ContextSynchronize {
+        /// The context.
+        context: ContextId,
+    } -> ContextSynchronizeReply {}
+
+    /// `cuCtxGetLimit`.
+    sync 0x0206 context_get_limit: ContextGetLimit {
+        /// The context.
+        context: ContextId,
+        /// `CUlimit`.
+        limit: u32,
+    } -> ContextGetLimitReply {
+        /// Its value.
+        value: u64,
+    }
+
+    /// `cuCtxSetLimit`.
+    sync 0x0207 context_set_limit: ContextSetLimit {
+        /// The context.
+        context: ContextId,
+        /// `CUlimit`.
+        limit: u32,
+        /// Its value.
+        value: u64,
+    } -> ContextSetLimitReply {}
+
+    /// `cuCtxEnablePeerAccess`: the windows of the peer's memory become accessible to kernels of the context.
+    sync 0x0208 peer_enable: PeerEnable {
+        /// The context that will access.
+        context: ContextId,
+        /// The context whose memory it is.
+        peer: ContextId,
+    } -> PeerEnableReply {}
+
+    /// `cuCtxDisablePeerAccess`.
+    sync 0x0209 peer_disable: PeerDisable {
+        /// The context that could access.
+        context: ContextId,
+        /// The context whose memory it is.
+        peer: ContextId,
+    } -> PeerDisableReply {}
+}

@@ -1,0 +1,124 @@
+//! Copies and fills. All are work on a stream.
+//!
+//! A synchronous copy of the program's is one of these followed by a [`crate::ops::stream::StreamSynchronize`]: two records, one answer.
+
+use crate::data::{HostIn, HostOut};
+use crate::handle::StreamId;
+use crate::ops::ops;
+use crate::wire::Bytes;
+
+crate::wire_struct! {
+    /// A box of bytes in linear memory: `height × depth` rows of `width` bytes.
+    pub struct Pitched {
+        /// Address of the first byte.
+        address: u64,
+        /// Bytes from one row to the next.
+        pitch: u64,
+        /// Bytes from one slice to the next.
+        slice: u64,
+    }
+}
+
+ops! {
+    /// Copies and fills.
+    trait CopyOps;
+
+    /// `cuMemcpyHtoDAsync`.
+    async 0x0401 memcpy_htod: MemcpyHtoD<'a> {
+        /// Stream.
+        stream: StreamId,
+        /// Device address.
+        dst: u64,
+        /// Source.
+        src: HostIn<'a>,
+    }
+
+    /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the stream has passed this point.
+    async 0x0402 memcpy_dtoh: MemcpyDtoH {
+        /// Stream.
+        stream: StreamId,
+        /// Device address.
+        src: u64,
+        /// Target.
+        dst: HostOut,
+    }
+
+    /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4): answered with them once the stream has come here.
+    sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline {
+        /// Stream.
+        stream: StreamId,
+        /// Device address.
+        src: u64,
+        /// Bytes.
+        len: u32,
+    } -> MemcpyDtoHInlineReply {
+        /// The bytes.
+        bytes: Bytes,
+    }
+
+    /// `cuMemcpyDtoDAsync`, `cuMemcpyPeerAsync`, `cuMemcpyAsync` between devices of this session.
+    async 0x0404 memcpy_dtod: MemcpyDtoD {
+        /// Stream.
+        stream: StreamId,
+        /// Target address.
+        dst: u64,
+        /// Source address.
+        src: u64,
+        /// Bytes.
+        len: u64,
+    }
+
+    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed: no gap between rows or slices.
+    async 0x0405 memcpy_htod_3d: MemcpyHtoD3D<'a> {
+        /// Stream.
+        stream: StreamId,
+        /// Target.
+        dst: Pitched,
+        /// Width in bytes, height in rows, depth in slices.
+        extent: [u64; 3],
+        /// Source: width × height × depth bytes.
+        src: HostIn<'a>,
+    }
+
+    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from device to host; the target is packed.
+    async 0x0406 memcpy_dtoh_3d: MemcpyDtoH3D {
+        /// Stream.
+        stream: StreamId,
+        /// Source.
+        src: Pitched,
+        /// Width in bytes, height in rows, depth in slices.
+        extent: [u64; 3],
+        /// Target: width × height × depth bytes.
+        dst: HostOut,
+    }
+
+    /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` between device memories.
+    async 0x0407 memcpy_dtod_3d: MemcpyDtoD3D {
+        /// Stream.
+        stream: StreamId,
+        /// Target.
+        dst: Pitched,
+        /// Source.
+        src: Pitched,
+        /// Width in bytes, height in rows, depth in slices.
+        extent: [u64; 3],
+    }
+
+    /// `cuMemsetD8Async`, `…D16…`, `…D32…` and their `2D` forms.
+    async 0x0408 memset: Memset {
+        /// Stream.
+        stream: StreamId,
+        /// Device address.
+        dst: u64,
+        /// Bytes from one row to the next; ignored for one row.
+        pitch: u64,
+        /// Value, in the lowest `element` bytes.
+        value: u32,
+        /// Bytes of an element: 1, 2 or 4.
+        element: u32,
+        /// Elements in a row.
+        width: u64,
+        /// Rows.
+        height: u64,
+    }
+}

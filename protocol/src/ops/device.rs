@@ -1,0 +1,65 @@
+//! Devices and the server itself: asked once at the start of a session, then answered in the guest.
+
+use crate::ops::ops;
+
+crate::wire_struct! {
+    /// A device attribute that the server could read: number in `CUdevice_attribute`, and its value.
+    pub struct Attribute {
+        /// Number in `CUdevice_attribute`.
+        attribute: u32,
+        /// Value, in the attribute's own unit.
+        value: i32,
+    }
+}
+
+ops! {
+    /// The devices of a session.
+    trait DeviceOps;
+
+    /// What the session is connected to: `cuInit`, `cuDriverGetVersion`, `cuDeviceGetCount`.
+    sync 0x0101 session_info: SessionInfo {} -> SessionInfoReply {
+        /// Devices of this session; ordinals are below it.
+        device_count: u32,
+        /// `cuDriverGetVersion`: 13000 for 13.0.
+        driver_version: u32,
+        /// `cuda` or `software`.
+        backend: String,
+        /// The server's own version and host name, for people.
+        server: String,
+    }
+
+    /// Everything about one device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
+    /// `cuDeviceGetPCIBusId`.
+    sync 0x0102 device_info: DeviceInfo {
+        /// Ordinal.
+        device: u32,
+    } -> DeviceInfoReply {
+        /// Name, as the server's driver gives it.
+        name: String,
+        /// UUID.
+        uuid: [u8; 16],
+        /// PCI domain, bus, device as on the server; reported to the program, meaningless in the guest.
+        pci: [u32; 3],
+        /// Memory in bytes.
+        total_memory: u64,
+        /// Granule of [`crate::ops::memory::MemGrow`], in bytes.
+        granule: u64,
+        /// Least and greatest stream priority.
+        stream_priorities: [i32; 2],
+        /// Every attribute that the server's driver knows.
+        attributes: Vec<Attribute>,
+    }
+
+    /// Whether one device of the session can map another's memory: `cuDeviceCanAccessPeer` and `cuDeviceGetP2PAttribute`.
+    sync 0x0103 peer_info: PeerInfo {
+        /// Device that would access.
+        device: u32,
+        /// Device whose memory it would be.
+        peer: u32,
+    } -> PeerInfoReply {
+        /// `cuDeviceCanAccessPeer`.
+        can_access: bool,
+        /// `cuDeviceGetP2PAttribute` by number, from 1 (`PERFORMANCE_RANK`).
+        attributes: Vec<i32>,
+    }
+}

@@ -1,0 +1,52 @@
+//! Events.
+
+use crate::handle::{ContextId, EventId, StreamId};
+use crate::ops::ops;
+
+ops! {
+    /// Events.
+    trait EventOps;
+
+    /// `cuEventCreate`.
+    async 0x0801 event_create: EventCreate {
+        /// Context.
+        context: ContextId,
+        /// Its name, not in use.
+        event: EventId,
+        /// `CUevent_flags`.
+        flags: u32,
+    }
+
+    /// `cuEventDestroy`.
+    async 0x0802 event_destroy: EventDestroy {
+        /// Event.
+        event: EventId,
+    }
+
+    /// `cuEventRecord`. Publishes as [`crate::ops::stream::StreamMark`] does.
+    async 0x0803 event_record: EventRecord {
+        /// Event.
+        event: EventId,
+        /// Stream.
+        stream: StreamId,
+        /// `CUevent_record_flags`.
+        flags: u32,
+    }
+
+    /// Answered when the event's last record is done, at once if it has none: `cuEventSynchronize`.
+    sync 0x0804 event_synchronize: EventSynchronize {
+        /// Event.
+        event: EventId,
+    } -> EventSynchronizeReply {}
+
+    /// `cuEventElapsedTime`.
+    sync 0x0805 event_elapsed: EventElapsed {
+        /// Earlier event.
+        start: EventId,
+        /// Later event.
+        end: EventId,
+    } -> EventElapsedReply {
+        /// Time between them in milliseconds.
+        milliseconds: f32,
+    }
+}

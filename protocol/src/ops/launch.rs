@@ -1,0 +1,38 @@
+//! Launches.
+
+use crate::handle::{FunctionId, StreamId};
+use crate::ops::ops;
+
+crate::wire_struct! {
+    /// One launch attribute: `CUlaunchAttribute`.
+    pub struct LaunchAttribute {
+        /// `CUlaunchAttributeID`.
+        id: u32,
+        /// The value union as the program gave it. A server passes on those whose values hold no handle or pointer, translates those that it knows, and
+        /// refuses the rest.
+        value: [u8; 64],
+    }
+}
+
+ops! {
+    /// Launches.
+    trait LaunchOps;
+
+    /// `cuLaunchKernel`, `cuLaunchKernelEx`, `cuLaunchCooperativeKernel`.
+    async 0x0601 launch: Launch<'a> {
+        /// The function.
+        function: FunctionId,
+        /// Stream.
+        stream: StreamId,
+        /// Blocks in x, y, z.
+        grid: [u32; 3],
+        /// Threads of a block in x, y, z.
+        block: [u32; 3],
+        /// Dynamic shared memory of a block, in bytes.
+        dynamic_shared: u32,
+        /// Attributes.
+        attributes: Vec<LaunchAttribute>,
+        /// The parameter block, laid out as [`crate::ops::module::FunctionInfo::params`] says.
+        params: &'a [u8],
+    }
+}

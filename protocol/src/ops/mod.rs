@@ -1,0 +1,357 @@
+//! The one table of operations: the CUDA driver API as it goes over the wire, one file for each chapter.
+//!
+//! An entry reads
+//!
+//! ```text
+//! /// what it does, and the driver API function that it stands for
+//! async 0x0401 memcpy_htod: MemcpyHtoD<'a> { stream: StreamId, dst: u64, src: HostIn<'a> }
+//! sync  0x0202 mem_get_info: MemGetInfo { device: u32 } -> MemInfo { free: u64, total: u64 }
+//! ```
+//!
+//! and the macro makes of it: the request type (an [`Op`]), the reply type, a method of the chapter's trait (all chapters together are
+//! [`Driver`]), an arm of [`dispatch`] and a row of [`info`].
+//!
+//! **Opcodes** are stable and never reused: chapter in the upper byte. Opcode 0 is the ring's padding.
+//!
+//! **Classes.** An `async` operation is appended and never answered: its failure becomes the deferred error of its context. A `sync` one
+//! is answered in a reply slot; only these have a reply. A call that the guest answers by itself (`local` in DESIGN) has no entry.
+//!
+//! **Order.** A server executes the operations of a session in the order of their `seq`. What "execute" means for work on a stream is
+//! that it is enqueued: it completes later, in its stream's order.
+
+use crate::data::DataUse;
+use crate::status::Status;
+use crate::wire::{Reader, Wire, WireError, Writer};
+
+pub mod context;
+pub mod copy;
+pub mod device;
+pub mod event;
+pub mod launch;
+pub mod memory;
+pub mod module;
+pub mod stream;
+
+/// Whether the caller waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// Appended, never answered.
+    Async,
+    /// Appended, and answered in a reply slot.
+    Sync,
+}
+
+/// A row of the table.
+#[derive(Debug)]
+pub struct OpInfo {
+    /// The opcode.
+    pub opcode: u16,
+    /// The method's name, for logs and traces.
+    pub name: &'static str,
+    /// Whether it is answered.
+    pub class: Class,
+    /// Whether its records can name bulk data outside themselves. A relay need not look into the others.
+    pub carries_data: bool,
+    /// The request's fields in wire order: name and type.
+    pub request: &'static [(&'static str, &'static str)],
+    /// The reply's fields in wire order; empty for an `async` operation.
+    pub reply: &'static [(&'static str, &'static str)],
+    /// Decodes a record's body and shows each piece of bulk data that it names.
+    pub visit_data: VisitData,
+}
+
+/// See [`OpInfo::visit_data`].
+pub type VisitData = fn(body: &[u8], visit: &mut dyn FnMut(DataUse)) -> Result<(), WireError>;
+
+/// An operation's request.
+pub trait Op<'a>: Wire<'a> {
+    /// Its row in the table.
+    const INFO: OpInfo;
+}
+
+/// An operation of class [`Class::Sync`].
+pub trait SyncOp<'a>: Op<'a> {
+    /// What it is answered with.
+    type Reply: for<'r> Wire<'r>;
+}
+
+/// What a driver answers a `sync` operation with.
+#[derive(Debug)]
+pub enum Answer<R> {
+    /// The reply, now.
+    Now(R),
+    /// The driver has taken the reply slot from the call's context and will complete it when the work is done.
+    Later,
+}
+
+/// How one dispatched operation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// An `async` operation was executed.
+    Done,
+    /// A `sync` operation was executed; its reply's bytes were appended to the reply buffer.
+    Replied,
+    /// A `sync` operation will be answered later, by the driver.
+    Later,
+    /// The operation failed: for `async` a deferred error, for `sync` the reply's status.
+    Failed(Status),
+}
+
+/// A record that no correct client sends. It ends the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// The opcode is not in the table.
+    #[error("unknown opcode {0:#06x}")]
+    Opcode(u16),
+    /// The body does not decode.
+    #[error("operation {op} does not decode")]
+    Body {
+        /// The operation.
+        op: &'static str,
+        /// What is wrong.
+        #[source]
+        source: WireError,
+    },
+    /// A `sync` operation without a reply slot, or an `async` one with.
+    #[error("operation {0} has a reply slot where its class has none, or the reverse")]
+    Slot(&'static str),
+}
+
+fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Malformed> {
+    let mut reader = Reader::new(body);
+    T::get(&mut reader)
+        .and_then(|op| reader.finish().map(|()| op))
+        .map_err(|source| Malformed::Body { op: T::INFO.name, source })
+}
+
+/// Appends the operation's body (without the record header) to `buf`.
+#[inline]
+pub fn encode<'a, T: Op<'a>>(op: &T, buf: &mut Vec<u8>) {
+    op.put(&mut Writer(buf));
+}
+
+/// Decodes a reply's payload. A server of the same version sends nothing else; anything else is [`WireError`].
+pub fn decode_reply<R: for<'r> Wire<'r>>(payload: &[u8]) -> Result<R, WireError> {
+    let mut reader = Reader::new(payload);
+    let reply = R::get(&mut reader)?;
+    reader.finish()?;
+    Ok(reply)
+}
+
+macro_rules! ops {
+    (
+        $(#[$tmeta:meta])* trait $chapter:ident;
+        $(
+            $(#[$meta:meta])*
+            $class:ident $opcode:literal $method:ident: $name:ident $(<$lt:lifetime>)? {
+                $($(#[$fmeta:meta])* $field:ident: $ty:ty),* $(,)?
+            } $(-> $reply:ident { $($(#[$rmeta:meta])* $rfield:ident: $rty:ty),* $(,)? })?
+        )*
+    ) => {
+        $(
+            $crate::wire_struct! {
+                $(#[$meta])*
+                pub struct $name $(<$lt>)? { $($(#[$fmeta])* $field: $ty),* }
+            }
+
+            ops!(@op $class $opcode $method $name ($($lt)?) [$($field: $ty),*] [$($($rfield: $rty),*)?]);
+            ops!(@reply $name ($($lt)?) $($reply { $($(#[$rmeta])* $rfield: $rty),* })?);
+        )*
+
+        $(#[$tmeta])*
+        ///
+        /// Each method is one operation, called in the session's order, its request decoded but its values unchecked: handles may be
+        /// unknown, ranges wild. `cx` is the call's context, which the server defines. A method that an implementation leaves out answers
+        /// `CUDA_ERROR_NOT_SUPPORTED`.
+        pub trait $chapter<C> {
+            $(ops!{@method $class [$(#[$meta])*] $method $name ($($lt)?) $($reply)?})*
+        }
+
+        /// The chapter's rows of the table.
+        pub(super) const ROWS: &[$crate::ops::OpInfo] = &[$(<$name as $crate::ops::Op>::INFO),*];
+
+        /// Executes the record if its opcode is of this chapter.
+        pub(super) fn dispatch<C, D: $chapter<C> + ?Sized>(
+            driver: &mut D,
+            cx: &mut C,
+            opcode: u16,
+            body: &[u8],
+            _reply: &mut Vec<u8>,
+        ) -> Result<$crate::ops::Outcome, $crate::ops::Malformed> {
+            match opcode {
+                $($opcode => {
+                    let op = $crate::ops::decode::<$name>(body)?;
+                    Ok(ops!(@outcome $class driver.$method(cx, op), _reply))
+                })*
+                _ => Err($crate::ops::Malformed::Opcode(opcode)),
+            }
+        }
+    };
+
+    (@op $class:ident $opcode:literal $method:ident $name:ident () $($fields:tt)*) => {
+        impl<'w> $crate::ops::Op<'w> for $name {
+            const INFO: $crate::ops::OpInfo = ops!(@info $class $opcode $method $name $($fields)*);
+        }
+    };
+    (@op $class:ident $opcode:literal $method:ident $name:ident ($lt:lifetime) $($fields:tt)*) => {
+        impl<$lt> $crate::ops::Op<$lt> for $name<$lt> {
+            const INFO: $crate::ops::OpInfo = ops!(@info $class $opcode $method $name $($fields)*);
+        }
+    };
+    (@info $class:ident $opcode:literal $method:ident $name:ident [$($field:ident: $ty:ty),*] [$($rfield:ident: $rty:ty),*]) => {
+        $crate::ops::OpInfo {
+            opcode: $opcode,
+            name: stringify!($method),
+            class: ops!(@class $class),
+            carries_data: <$name as $crate::wire::Wire>::CARRIES_DATA,
+            request: &[$((stringify!($field), stringify!($ty))),*],
+            reply: &[$((stringify!($rfield), stringify!($rty))),*],
+            visit_data: |body, visit| {
+                let mut reader = $crate::wire::Reader::new(body);
+                let op = <$name as $crate::wire::Wire>::get(&mut reader)?;
+                reader.finish()?;
+                $crate::wire::Wire::visit_data(&op, visit);
+                Ok(())
+            },
+        }
+    };
+    (@class async) => { $crate::ops::Class::Async };
+    (@class sync) => { $crate::ops::Class::Sync };
+    (@reply $name:ident ($($lt:lifetime)?)) => {};
+    (@reply $name:ident ($($lt:lifetime)?) $reply:ident { $($fields:tt)* }) => {
+        $crate::wire_struct! {
+            #[doc = concat!("The reply to [`", stringify!($name), "`].")]
+            pub struct $reply { $($fields)* }
+        }
+        ops!(@sync $name $reply ($($lt)?));
+    };
+    (@sync $name:ident $reply:ident ()) => {
+        impl<'w> $crate::ops::SyncOp<'w> for $name { type Reply = $reply; }
+    };
+    (@sync $name:ident $reply:ident ($lt:lifetime)) => {
+        impl<$lt> $crate::ops::SyncOp<$lt> for $name<$lt> { type Reply = $reply; }
+    };
+    (@method async [$(#[$meta:meta])*] $method:ident $name:ident ($($lt:lifetime)?)) => {
+        $(#[$meta])*
+        fn $method $(<$lt>)? (&mut self, _cx: &mut C, _op: $name $(<$lt>)?) -> Result<(), $crate::Status> {
+            Err($crate::Status::NOT_SUPPORTED)
+        }
+    };
+    (@method sync [$(#[$meta:meta])*] $method:ident $name:ident ($($lt:lifetime)?) $reply:ident) => {
+        $(#[$meta])*
+        fn $method $(<$lt>)? (&mut self, _cx: &mut C, _op: $name $(<$lt>)?) -> Result<$crate::ops::Answer<$reply>, $crate::Status> {
+            Err($crate::Status::NOT_SUPPORTED)
+        }
+    };
+    (@outcome async $call:expr, $reply:ident) => {
+        match $call {
+            Ok(()) => $crate::ops::Outcome::Done,
+            Err(status) => $crate::ops::Outcome::Failed(status),
+        }
+    };
+    (@outcome sync $call:expr, $reply:ident) => {
+        match $call {
+            Ok($crate::ops::Answer::Now(value)) => {
+                $crate::wire::Wire::put(&value, &mut $crate::wire::Writer($reply));
+                $crate::ops::Outcome::Replied
+            }
+            Ok($crate::ops::Answer::Later) => $crate::ops::Outcome::Later,
+            Err(status) => $crate::ops::Outcome::Failed(status),
+        }
+    };
+}
+pub(crate) use ops;
+
+macro_rules! chapters {
+    ($($upper:literal $module:ident $chapter:ident;)*) => {
+        /// Everything that a server must be able to do: one trait for each chapter, nothing of its own.
+        pub trait Driver<C>: $($module::$chapter<C> +)* {}
+        impl<C, D: $($module::$chapter<C> +)* ?Sized> Driver<C> for D {}
+
+        /// The table's row for an opcode.
+        pub fn info(opcode: u16) -> Option<&'static OpInfo> {
+            let rows = match opcode >> 8 {
+                $($upper => $module::ROWS,)*
+                _ => return None,
+            };
+            rows.iter().find(|row| row.opcode == opcode)
+        }
+
+        /// Every row of the table, chapter by chapter.
+        pub fn all() -> impl Iterator<Item = &'static OpInfo> {
+            [$($module::ROWS),*].into_iter().flatten()
+        }
+
+        /// Decodes and executes one record. The bytes of a reply are appended to `reply`.
+        pub fn dispatch<C, D: Driver<C> + ?Sized>(
+            driver: &mut D,
+            cx: &mut C,
+            opcode: u16,
+            body: &[u8],
+            reply: &mut Vec<u8>,
+        ) -> Result<Outcome, Malformed> {
+            match opcode >> 8 {
+                $($upper => $module::dispatch(driver, cx, opcode, body, reply),)*
+                _ => Err(Malformed::Opcode(opcode)),
+            }
+        }
+    };
+}
+
+chapters! {
+    0x01 device DeviceOps;
+    0x02 context ContextOps;
+    0x03 memory MemoryOps;
+    0x04 copy CopyOps;
+    0x05 module ModuleOps;
+    0x06 launch LaunchOps;
+    0x07 stream StreamOps;
+    0x08 event EventOps;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn opcodes_are_unique_and_found() {
+        let mut seen = std::collections::HashSet::new();
+        for row in all() {
+            assert!(seen.insert(row.opcode), "{:#06x} twice", row.opcode);
+            assert_eq!(info(row.opcode).map(|r| r.name), Some(row.name));
+        }
+        assert!(seen.len() > 30);
+    }
+
+    #[test]
+    fn an_unknown_opcode_is_malformed() {
+        struct Nothing;
+        impl device::DeviceOps<()> for Nothing {}
+        impl context::ContextOps<()> for Nothing {}
+        impl memory::MemoryOps<()> for Nothing {}
+        impl copy::CopyOps<()> for Nothing {}
+        impl module::ModuleOps<()> for Nothing {}
+        impl launch::LaunchOps<()> for Nothing {}
+        impl stream::StreamOps<()> for Nothing {}
+        impl event::EventOps<()> for Nothing {}
+        let mut reply = Vec::new();
+        for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
+            assert_eq!(
+                dispatch(&mut Nothing, &mut (), opcode, &[], &mut reply),
+                Err(Malformed::Opcode(opcode))
+            );
+        }
+        // And what an implementation leaves out is "not supported", not success.
+        let body = 7u32.to_le_bytes();
+        assert_eq!(
+            dispatch(
+                &mut Nothing,
+                &mut (),
+                <stream::StreamSynchronize as Op>::INFO.opcode,
+                &body,
+                &mut reply
+            ),
+            Ok(Outcome::Failed(Status::NOT_SUPPORTED))
+        );
+    }
+}

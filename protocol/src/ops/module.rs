@@ -1,0 +1,137 @@
+//! Modules, functions and their variables.
+
+use crate::data::{HostIn, HostOut};
+use crate::handle::{ContextId, FunctionId, ModuleId};
+use crate::ops::ops;
+
+crate::wire_struct! {
+    /// One kernel parameter: where it lies in the parameter block.
+    pub struct Param {
+        /// Offset in bytes.
+        offset: u32,
+        /// Size in bytes.
+        size: u32,
+    }
+}
+
+crate::wire_struct! {
+    /// What a client knows of a function.
+    pub struct FunctionInfo {
+        /// Mangled name.
+        name: String,
+        /// Parameters in order: `cuFuncGetParamInfo`.
+        params: Vec<Param>,
+        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows.
+        attributes: Vec<i32>,
+    }
+}
+
+crate::wire_struct! {
+    /// A module's function table. A function's place in it is its [`FunctionId::index`].
+    pub struct FunctionTable {
+        /// The functions.
+        functions: Vec<FunctionInfo>,
+    }
+}
+
+crate::wire_struct! {
+    /// One option of the JIT compiler.
+    pub struct JitOption {
+        /// `CUjit_option`; only those with an integer value travel.
+        option: u32,
+        /// Value.
+        value: u64,
+    }
+}
+
+ops! {
+    /// Modules.
+    trait ModuleOps;
+
+    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server fetches the function table at
+    /// once: when its wire form ([`FunctionTable`]) fits `info`, it is written there and `info_size` says how long it is; when it does not fit,
+    /// nothing is written and `info_size` says what is needed for [`ModuleInfo`].
+    sync 0x0501 module_load: ModuleLoad<'a> {
+        /// Context that it is loaded into.
+        context: ContextId,
+        /// Its name.
+        module: ModuleId,
+        /// JIT options.
+        options: Vec<JitOption>,
+        /// The image, to its end; PTX ends with a NUL byte.
+        image: HostIn<'a>,
+        /// Room for the function table.
+        info: HostOut,
+    } -> ModuleLoadReply {
+        /// Size of the function table's wire form in bytes.
+        info_size: u64,
+        /// JIT information log, cut to what a reply holds.
+        info_log: String,
+    }
+
+    /// Fetches the function table of a loaded module.
+    sync 0x0502 module_info: ModuleInfo {
+        /// The module.
+        module: ModuleId,
+        /// Room for the function table.
+        info: HostOut,
+    } -> ModuleInfoReply {
+        /// Its size in bytes; nothing is written when there is less room.
+        info_size: u64,
+    }
+
+    /// `cuModuleUnload`, `cuLibraryUnload`.
+    async 0x0503 module_unload: ModuleUnload {
+        /// The module.
+        module: ModuleId,
+    }
+
+    /// Finds a variable: `cuModuleGetGlobal`, `cuLibraryGetGlobal`.
+    sync 0x0504 module_get_global: ModuleGetGlobal<'a> {
+        /// The module.
+        module: ModuleId,
+        /// Mangled name.
+        name: &'a str,
+    } -> ModuleGetGlobalReply {
+        /// Its address: outside every window, in this session's device all the same.
+        address: u64,
+        /// Its size in bytes.
+        size: u64,
+    }
+
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000).
+    sync 0x0505 function_set_attribute: FunctionSetAttribute {
+        /// The function.
+        function: FunctionId,
+        /// `CUfunction_attribute`.
+        attribute: u32,
+        /// Value.
+        value: i32,
+    } -> FunctionSetAttributeReply {}
+
+    /// `cuFuncGetAttribute` when a value may have changed since the module was loaded.
+    sync 0x0506 function_get_attribute: FunctionGetAttribute {
+        /// The function.
+        function: FunctionId,
+        /// `CUfunction_attribute`.
+        attribute: u32,
+    } -> FunctionGetAttributeReply {
+        /// Value.
+        value: i32,
+    }
+
+    /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
+    sync 0x0507 occupancy_max_active_blocks: OccupancyMaxActiveBlocks {
+        /// The function.
+        function: FunctionId,
+        /// Threads of a block.
+        block_size: u32,
+        /// Dynamic shared memory of a block, in bytes.
+        dynamic_shared: u64,
+        /// `CUoccupancy_flags`.
+        flags: u32,
+    } -> OccupancyMaxActiveBlocksReply {
+        /// Blocks on a multiprocessor.
+        blocks: i32,
+    }
+}

@@ -1,0 +1,257 @@
+//! Starting a daemon of one's own, knowing when it is ready, and ending it.
+//!
+//! A daemon started here lives exactly as long as this process: it is told to end when the [`Daemon`] is dropped, and
+//! the kernel tells it when this process dies without a chance to do so (`PR_SET_PDEATHSIG`).
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
+
+/// How long a daemon may take to become ready: creating CUDA contexts takes the better part of a second a GPU.
+const READY_WITHIN: Duration = Duration::from_secs(60);
+/// How long a daemon may take to end after SIGTERM, before SIGKILL.
+const END_WITHIN: Duration = Duration::from_secs(5);
+
+/// A daemon that this process started.
+pub struct Daemon {
+    name: &'static str,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// Starts `binary` with `arguments`, its output in `log`, and waits until `status_socket` answers.
+    ///
+    /// Fails, with the last lines of the log, when the binary cannot be started, ends, or is not ready in time.
+    pub fn start(
+        name: &'static str,
+        binary: &Path,
+        arguments: &[OsString],
+        log: &Path,
+        status_socket: &Path,
+    ) -> Result<Self> {
+        let output = File::create(log).with_context(|| format!("cannot write the log {}", log.display()))?;
+        let mut command = Command::new(binary);
+        command
+            .args(arguments)
+            .env("NO_COLOR", "1")
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().context("cannot duplicate a file descriptor")?)
+            .stderr(output)
+            // Ctrl-C at the terminal is for the program; the daemons end after it.
+            .process_group(0);
+        end_with_parent(&mut command, Signal::SIGTERM);
+        let child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
+        let mut daemon = Self { name, child, log: log.to_owned() };
+        daemon.wait_until_ready(status_socket)?;
+        Ok(daemon)
+    }
+
+    fn wait_until_ready(&mut self, status_socket: &Path) -> Result<()> {
+        let deadline = Instant::now() + READY_WITHIN;
+        loop {
+            if answers(status_socket) {
+                return Ok(());
+            }
+            if let Some(status) = self.ended() {
+                bail!("{} ended at once ({}){}", self.name, describe(status), self.last_lines());
+            }
+            if Instant::now() > deadline {
+                bail!(
+                    "{} did not answer at {} within {} s{}",
+                    self.name,
+                    status_socket.display(),
+                    READY_WITHIN.as_secs(),
+                    self.last_lines()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The exit status, if the daemon has ended.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
+    /// The name, how it ended, and its last words: for a message when it ended too early.
+    pub fn obituary(&self, status: ExitStatus) -> String {
+        format!("{} ended ({}){}", self.name, describe(status), self.last_lines())
+    }
+
+    fn last_lines(&self) -> String {
+        last_lines(&self.log)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if self.ended().is_some() {
+            return;
+        }
+        // The child has not been waited for, so its process id is still its own.
+        let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
+        let deadline = Instant::now() + END_WITHIN;
+        while Instant::now() < deadline {
+            if self.ended().is_some() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        eprintln!(
+            "rgpuctl: {} did not end within {} s of SIGTERM and was killed",
+            self.name,
+            END_WITHIN.as_secs()
+        );
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Has the kernel send `signal` to the command's process when the thread that starts it dies, and gives it back the
+/// signals that this process blocks for itself.
+pub fn end_with_parent(command: &mut Command, signal: Signal) {
+    let parent = nix::unistd::getpid();
+    let before_exec = move || {
+        nix::sys::prctl::set_pdeathsig(signal)?;
+        SigSet::empty().thread_set_mask()?;
+        // The parent may have died before the request above.
+        if nix::unistd::getppid() != parent {
+            return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: the closure runs between fork and exec. It only makes the system calls prctl, sigprocmask and getppid,
+    // which are async-signal-safe, and allocates nothing.
+    unsafe { command.pre_exec(before_exec) };
+}
+
+/// Whether a daemon answers at its status socket.
+fn answers(status_socket: &Path) -> bool {
+    read_status(status_socket).is_ok()
+}
+
+/// Everything that the status socket at `path` says: one JSON object, then the end of the stream.
+pub fn read_status(path: &Path) -> Result<serde_json::Value> {
+    let mut stream =
+        UnixStream::connect(path).with_context(|| format!("no daemon answers at {}", path.display()))?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut text = String::new();
+    stream
+        .read_to_string(&mut text)
+        .with_context(|| format!("the daemon at {} stopped in its answer", path.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("the daemon at {} answered no JSON", path.display()))
+}
+
+/// Where the daemon `name` is: beside this executable, else in `PATH`.
+pub fn find(name: &str) -> Result<PathBuf> {
+    let beside = own_folder().map(|folder| folder.join(name));
+    if let Some(path) = beside.filter(|path| path.is_file()) {
+        return Ok(path);
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    match std::env::split_paths(&path).map(|folder| folder.join(name)).find(|path| path.is_file()) {
+        Some(path) => Ok(path),
+        None => {
+            bail!(
+                "found no {name} beside rgpuctl or in PATH: install rgpu, or in its source tree run `cargo xtask build`"
+            )
+        }
+    }
+}
+
+/// The folder of the guest libraries: `RGPU_LIB_DIR`, else `../lib/rgpu` as installed, else the source tree's.
+pub fn libraries() -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os("RGPU_LIB_DIR") {
+        return Ok(folder.into());
+    }
+    let own = own_folder().context("cannot tell where rgpuctl itself is")?;
+    let candidates = [own.join("../lib/rgpu"), own.join("../guest/lib")];
+    match candidates.iter().find(|folder| folder.join("libcuda.so.1").exists()) {
+        Some(folder) => folder.canonicalize().with_context(|| format!("cannot open {}", folder.display())),
+        None => bail!(
+            "found no libcuda.so.1 in {} or {}: name the folder of rgpu's libraries in RGPU_LIB_DIR, or in its source tree run `cargo xtask build`",
+            candidates[0].display(),
+            candidates[1].display()
+        ),
+    }
+}
+
+fn own_folder() -> Option<PathBuf> {
+    std::env::current_exe().ok()?.parent().map(Path::to_owned)
+}
+
+/// An exit status in words.
+pub fn describe(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit status {code}"),
+        (None, Some(signal)) => match Signal::try_from(signal) {
+            Ok(signal) => signal.to_string(),
+            Err(_) => format!("signal {signal}"),
+        },
+        (None, None) => "unknown status".to_owned(),
+    }
+}
+
+fn last_lines(log: &Path) -> String {
+    const LINES: usize = 8;
+    let text =
+        std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    if lines.is_empty() {
+        return "; it logged nothing".to_owned();
+    }
+    let mut result = "; its last lines:".to_owned();
+    for line in &lines[lines.len().saturating_sub(LINES)..] {
+        result.push_str("\n    ");
+        result.push_str(line);
+    }
+    result
+}
+
+/// `a=b` arguments are not used by the daemons: an option and its value are two arguments.
+pub fn option(name: &str, value: impl AsRef<OsStr>) -> [OsString; 2] {
+    [name.into(), value.as_ref().to_owned()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_lines_of_a_log_are_quoted() {
+        let folder = std::env::temp_dir().join(format!("rgpuctl-test-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let log = folder.join("log");
+        std::fs::write(&log, (0..20).map(|n| format!("line {n}\n")).collect::<String>()).unwrap();
+        let text = last_lines(&log);
+        assert!(text.ends_with("line 19") && text.contains("line 12") && !text.contains("line 11"), "{text}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_daemon_that_ends_at_once_says_so_with_its_log() {
+        let folder = std::env::temp_dir().join(format!("rgpuctl-start-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let arguments = ["-c".into(), "echo no such GPU >&2; exit 3".into()];
+        let result = Daemon::start(
+            "sh",
+            Path::new("/bin/sh"),
+            &arguments,
+            &folder.join("log"),
+            &folder.join("status"),
+        );
+        let text = format!("{:#}", result.err().unwrap());
+        assert!(text.contains("exit status 3") && text.contains("no such GPU"), "{text}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

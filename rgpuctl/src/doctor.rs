@@ -1,0 +1,335 @@
+//! `rgpuctl doctor`: what is missing on this machine, in words, with the command that mends it.
+//!
+//! Each check looks at one thing and answers with a [`Finding`]. Which checks run depends on where this is: in a
+//! guest that has an rgpu device, or on a host.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use clap::Args;
+use nix::sys::resource::{Resource, getrlimit};
+use nix::unistd::{AccessFlags, access};
+
+use crate::daemon::read_status;
+
+/// Find what is missing here for rgpu, and the command that mends it.
+///
+/// In a guest: the device, its driver, permissions, and which CUDA libraries a program would get. On a host: QEMU,
+/// KVM, the daemons and their sockets, the server, the GPU and its driver. The exit status is 1 when something that
+/// rgpu cannot do without is missing.
+#[derive(Args)]
+pub struct Arguments {
+    /// Also try to reach this GPU server: HOST:PORT
+    #[arg(long, value_name = "HOST:PORT")]
+    server: Option<String>,
+}
+
+/// What a check found.
+#[derive(Debug, PartialEq, Eq)]
+enum Finding {
+    /// As it should be.
+    Good(String),
+    /// Worth knowing; only some uses of rgpu need it.
+    Note(String, Option<String>),
+    /// Missing or wrong; with the command or the step that mends it.
+    Wrong(String, String),
+}
+
+use Finding::{Good, Note, Wrong};
+
+/// Prints every finding; fails if something is wrong.
+pub fn doctor(arguments: &Arguments) -> ExitCode {
+    let in_guest = has_device() || Path::new("/dev/rgpu0").exists();
+    let mut findings = Vec::new();
+    if in_guest {
+        println!("This is a guest with an rgpu device.");
+        findings.extend([module(), device_node()]);
+    } else {
+        println!("This is a host: there is no rgpu device here.");
+        findings.extend([qemu(), kvm(), gpu()]);
+        findings.extend([daemon("vhost-rgpu"), daemon("server")]);
+        findings.push(native_socket());
+    }
+    findings.push(memory_lock());
+    findings
+        .extend(["libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"].map(|name| library(name, in_guest)));
+    findings.extend(arguments.server.as_deref().map(server));
+
+    for finding in &findings {
+        match finding {
+            Good(text) => println!("  ok     {text}"),
+            Note(text, None) => println!("  note   {text}"),
+            Note(text, Some(step)) => println!("  note   {text}\n         → {step}"),
+            Wrong(text, step) => println!("  WRONG  {text}\n         → {step}"),
+        }
+    }
+    let wrong = findings.iter().filter(|finding| matches!(finding, Wrong(..))).count();
+    match wrong {
+        0 => println!("Nothing is missing."),
+        _ => println!("{wrong} of {} checks found something to mend.", findings.len()),
+    }
+    if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Whether a virtio device of rgpu's type (38) is on the bus.
+fn has_device() -> bool {
+    let Ok(devices) = std::fs::read_dir("/sys/bus/virtio/devices") else { return false };
+    devices
+        .flatten()
+        .filter_map(|entry| std::fs::read_to_string(entry.path().join("device")).ok())
+        .any(|id| id.trim() == "0x0026")
+}
+
+fn module() -> Finding {
+    if Path::new("/sys/module/virtio_rgpu").exists() {
+        return Good("the driver virtio_rgpu is loaded".into());
+    }
+    Wrong(
+        "the driver virtio_rgpu is not loaded".into(),
+        "modprobe virtio_rgpu; if it is not installed: dkms install guest-driver (needs linux-headers-$(uname -r) and dkms)".into(),
+    )
+}
+
+fn device_node() -> Finding {
+    let node = Path::new("/dev/rgpu0");
+    if !node.exists() {
+        return Wrong(
+            "/dev/rgpu0 does not exist".into(),
+            "dmesg | grep rgpu says why the driver did not take the device; a device of another version is refused there"
+                .into(),
+        );
+    }
+    match access(node, AccessFlags::R_OK | AccessFlags::W_OK) {
+        Ok(()) => Good("/dev/rgpu0 can be opened".into()),
+        Err(_) => Wrong(
+            "/dev/rgpu0 cannot be opened by this user".into(),
+            "chmod 666 /dev/rgpu0, or for good: install the driver's udev rule and join its group".into(),
+        ),
+    }
+}
+
+fn qemu() -> Finding {
+    let step = "install QEMU 10.2 or newer (Debian 13: apt install -t trixie-backports qemu-system-x86); qemu-configs/README.md lists what each version takes";
+    let Ok(output) = Command::new("qemu-system-x86_64").arg("--version").output() else {
+        return Note("QEMU is not installed; only guests need it".into(), Some(step.into()));
+    };
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    match qemu_version(&text) {
+        Some(version) if version >= (10, 2) => {
+            Good(format!("QEMU {}.{} can give a guest an rgpu device", version.0, version.1))
+        }
+        Some((major, minor)) => Note(
+            format!(
+                "QEMU {major}.{minor} has no vhost-user-test-device-pci that a user may create; only guests need it"
+            ),
+            Some(step.into()),
+        ),
+        None => Note("qemu-system-x86_64 does not tell its version".into(), Some(step.into())),
+    }
+}
+
+/// The major and minor number in the output of `qemu-system-x86_64 --version`.
+fn qemu_version(text: &str) -> Option<(u32, u32)> {
+    let version = text.split("version ").nth(1)?;
+    let mut numbers = version.split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+fn kvm() -> Finding {
+    let node = Path::new("/dev/kvm");
+    if !node.exists() {
+        return Note("there is no /dev/kvm: guests would be emulated, which is slow".into(), Some(
+            "modprobe kvm_intel or kvm_amd; inside a virtual machine, nested virtualisation must be allowed by its host".into(),
+        ));
+    }
+    match access(node, AccessFlags::R_OK | AccessFlags::W_OK) {
+        Ok(()) => Good("/dev/kvm can be opened".into()),
+        Err(_) => Note(
+            "/dev/kvm cannot be opened by this user".into(),
+            Some("usermod -aG kvm $USER, then log in again".into()),
+        ),
+    }
+}
+
+fn gpu() -> Finding {
+    if !Path::new("/dev/nvidiactl").exists() {
+        return Note(
+            "there is no NVIDIA GPU with a loaded driver here; only rgpu-server --backend cuda needs one"
+                .into(),
+            None,
+        );
+    }
+    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    match driver_version(&version) {
+        Some(version) if version >= 580 => Good(format!("an NVIDIA GPU with driver {version} (CUDA 13)")),
+        Some(version) => Note(
+            format!("the NVIDIA driver is {version}; CUDA 13 programs need 580"),
+            Some("install NVIDIA's driver 580 or newer".into()),
+        ),
+        None => Note(
+            "an NVIDIA GPU is here, but /proc/driver/nvidia/version does not tell its driver's version"
+                .into(),
+            None,
+        ),
+    }
+}
+
+/// The major number of the driver in the text of `/proc/driver/nvidia/version`.
+fn driver_version(text: &str) -> Option<u32> {
+    let line = text.lines().find(|line| line.starts_with("NVRM"))?;
+    line.split_whitespace()
+        .filter(|word| word.contains('.'))
+        .find_map(|word| word.split('.').next()?.parse().ok())
+}
+
+fn daemon(name: &str) -> Finding {
+    let program = if name == "server" { "rgpu-server" } else { name };
+    let socket = PathBuf::from(format!("/run/rgpu/{name}.status"));
+    match read_status(&socket) {
+        Ok(_) => Good(format!("{program} is running and answers at {}", socket.display())),
+        Err(_) if socket.exists() => Wrong(
+            format!("{program} left its socket {} but does not answer there", socket.display()),
+            format!("systemctl restart {program}; journalctl -u {program} says why it ended"),
+        ),
+        Err(_) => Note(
+            format!("{program} does not run as a service here; `rgpuctl run` starts its own"),
+            Some(format!("for guests and containers: systemctl enable --now {program}")),
+        ),
+    }
+}
+
+fn native_socket() -> Finding {
+    let (path, origin) = match std::env::var_os("RGPU_SOCKET") {
+        Some(path) => (PathBuf::from(path), "RGPU_SOCKET names "),
+        None => (PathBuf::from("/run/rgpu/native.sock"), ""),
+    };
+    let shown = format!("{origin}{}", path.display());
+    match UnixStream::connect(&path) {
+        Ok(_) => Good(format!("{shown}: a program on this host can reach vhost-rgpu there")),
+        Err(error) if origin.is_empty() && error.kind() == std::io::ErrorKind::NotFound => {
+            Note(format!("{shown} does not exist: a program on this host needs `rgpuctl run`"), None)
+        }
+        Err(error) => Wrong(
+            format!("{shown}, where nothing can be reached: {error}"),
+            "start vhost-rgpu with --native-socket, or correct RGPU_SOCKET".into(),
+        ),
+    }
+}
+
+/// Pinned memory counts against this limit, in a guest as on a host.
+fn memory_lock() -> Finding {
+    const ENOUGH: u64 = 1 << 30;
+    match getrlimit(Resource::RLIMIT_MEMLOCK) {
+        Ok((soft, _)) if soft >= ENOUGH || nix::unistd::geteuid().is_root() => {
+            Good("programs here may pin memory".into())
+        }
+        Ok((soft, _)) => Note(
+            format!("programs here may pin only {} KiB; more falls back to copies", soft >> 10),
+            Some(
+                "ulimit -l unlimited, or for good: LimitMEMLOCK=infinity or /etc/security/limits.conf".into(),
+            ),
+        ),
+        Err(error) => Note(format!("the limit of locked memory cannot be read: {error}"), None),
+    }
+}
+
+/// Which file a program would load as `name`, and whether it is rgpu's.
+fn library(name: &str, needed: bool) -> Finding {
+    let step = "put rgpu's library folder first in LD_LIBRARY_PATH, or name it in /etc/ld.so.conf.d/ and run ldconfig; `rgpuctl run` does this for one program";
+    let wrong = |text: String| if needed { Wrong(text, step.into()) } else { Note(text, None) };
+    let Some(path) = which_library(name) else {
+        return wrong(format!("a program finds no {name} here"));
+    };
+    match std::fs::read(&path) {
+        Ok(bytes) if contains(&bytes, b"RGPU_LOG") => Good(format!("{name} is rgpu's: {}", path.display())),
+        Ok(_) => wrong(format!("{name} is not rgpu's here but {}", path.display())),
+        Err(error) => wrong(format!("{} cannot be read: {error}", path.display())),
+    }
+}
+
+/// Where the loader would find `name`: `LD_LIBRARY_PATH` first, then its cache.
+fn which_library(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let listed = std::env::split_paths(&path).map(|folder| folder.join(name)).find(|path| path.is_file());
+    listed.or_else(|| {
+        let cache = ["ldconfig", "/sbin/ldconfig"]
+            .iter()
+            .find_map(|program| Command::new(program).arg("-p").output().ok())?;
+        in_loader_cache(&String::from_utf8_lossy(&cache.stdout), name)
+    })
+}
+
+/// The path of `name` in the output of `ldconfig -p`.
+fn in_loader_cache(cache: &str, name: &str) -> Option<PathBuf> {
+    cache
+        .lines()
+        .filter(|line| line.split_whitespace().next() == Some(name))
+        .find_map(|line| line.split(" => ").nth(1))
+        .map(|path| PathBuf::from(path.trim()))
+}
+
+fn server(address: &str) -> Finding {
+    let bare = address.strip_prefix("tcp:").unwrap_or(address);
+    let step = format!(
+        "on the server: rgpu-server --listen tcp:0.0.0.0:PORT; and let {bare} through any firewall between"
+    );
+    let addresses: Vec<_> = match bare.to_socket_addrs() {
+        Ok(addresses) => addresses.collect(),
+        Err(error) => {
+            return Wrong(
+                format!("{bare} is no address that can be looked up: {error}"),
+                "name it as HOST:PORT".into(),
+            );
+        }
+    };
+    let mut last = "it has no address".to_owned();
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, Duration::from_secs(3)) {
+            Ok(_) => return Good(format!("something listens at {bare} ({address})")),
+            Err(error) => last = error.to_string(),
+        }
+    }
+    Wrong(format!("the server {bare} cannot be reached: {last}"), step)
+}
+
+fn contains(bytes: &[u8], text: &[u8]) -> bool {
+    bytes.windows(text.len()).any(|window| window == text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_from_what_programs_print() {
+        assert_eq!(
+            qemu_version("QEMU emulator version 11.1.3 (Debian 1:11.1.3+ds-1~bpo13+1)\n"),
+            Some((11, 1))
+        );
+        assert_eq!(qemu_version("no such thing"), None);
+        let text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n";
+        assert_eq!(driver_version(text), Some(580));
+        assert_eq!(driver_version(""), None);
+    }
+
+    #[test]
+    fn the_loader_cache_is_searched_by_exact_name() {
+        let cache = "2 libs found\n\tlibcuda.so.10 (libc6,x86-64) => /a/libcuda.so.10\n\tlibcuda.so.1 (libc6,x86-64) => /b/libcuda.so.1\n";
+        assert_eq!(in_loader_cache(cache, "libcuda.so.1"), Some("/b/libcuda.so.1".into()));
+        assert_eq!(in_loader_cache(cache, "libcuda.so"), None);
+    }
+
+    #[test]
+    fn a_server_that_is_not_there_is_wrong_and_named() {
+        // Port 1 of this machine: nothing listens there.
+        match server("127.0.0.1:1") {
+            Wrong(text, step) => {
+                assert!(text.contains("127.0.0.1:1") && step.contains("rgpu-server"), "{text} {step}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

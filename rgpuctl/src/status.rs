@@ -1,0 +1,153 @@
+//! `rgpuctl status`: asks the daemons of this machine how they are.
+//!
+//! A daemon serves a Unix socket that answers each connection with one JSON object. What is in it is the daemon's
+//! business: numbers and texts are shown as lines, and a list of objects as a table.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Args;
+use serde_json::Value;
+
+use crate::daemon::read_status;
+
+/// Where the daemons serve their status unless told otherwise.
+const USUAL_SOCKETS: [&str; 2] = ["/run/rgpu/vhost-rgpu.status", "/run/rgpu/server.status"];
+
+/// Show what the daemons of this machine are doing.
+///
+/// Asks vhost-rgpu and rgpu-server, as far as they run here. Fails when none answers.
+#[derive(Args)]
+pub struct Arguments {
+    /// The status socket to ask; may be given more than once. By default /run/rgpu/vhost-rgpu.status and
+    /// /run/rgpu/server.status
+    #[arg(long, value_name = "PATH")]
+    socket: Vec<PathBuf>,
+    /// One JSON object, each daemon's answer under its socket's path
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints every daemon's status.
+pub fn status(arguments: &Arguments) -> Result<ExitCode> {
+    let sockets = if arguments.socket.is_empty() {
+        USUAL_SOCKETS.iter().map(PathBuf::from).collect()
+    } else {
+        arguments.socket.clone()
+    };
+    let mut answers = serde_json::Map::new();
+    for socket in &sockets {
+        match read_status(socket) {
+            Ok(answer) => {
+                answers.insert(socket.display().to_string(), answer);
+            }
+            Err(error) => eprintln!("rgpuctl: {error:#}"),
+        }
+    }
+    let none = answers.is_empty();
+    if arguments.json {
+        println!("{}", Value::Object(answers));
+    } else {
+        for (socket, answer) in &answers {
+            println!("{socket}");
+            print!("{}", render(answer, 1));
+        }
+    }
+    Ok(if none { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// A JSON value as text for a person, indented by `depth` steps.
+fn render(value: &Value, depth: usize) -> String {
+    let Value::Object(fields) = value else { return format!("{}{}\n", indent(depth), scalar(value)) };
+    let width = fields.iter().filter(|(_, v)| is_scalar(v)).map(|(name, _)| name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for (name, field) in fields.iter().filter(|(_, field)| is_scalar(field)) {
+        text += &format!("{}{name:width$}  {}\n", indent(depth), scalar(field));
+    }
+    for (name, field) in fields.iter().filter(|(_, field)| !is_scalar(field)) {
+        match field {
+            Value::Array(rows) if rows.is_empty() => text += &format!("{}{name}: none\n", indent(depth)),
+            Value::Array(rows) => {
+                text += &format!("{}{name}:\n", indent(depth));
+                text += &table(rows, depth + 1);
+            }
+            Value::Object(none) if none.is_empty() => text += &format!("{}{name}: none\n", indent(depth)),
+            other => {
+                text += &format!("{}{name}:\n", indent(depth));
+                text += &render(other, depth + 1);
+            }
+        }
+    }
+    text
+}
+
+/// A list of objects as a table, with a column for each field that any of them has.
+fn table(rows: &[Value], depth: usize) -> String {
+    let mut columns: Vec<&str> = Vec::new();
+    for name in rows.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {
+        if !columns.contains(&name.as_str()) {
+            columns.push(name);
+        }
+    }
+    if columns.is_empty() {
+        return rows.iter().map(|row| render(row, depth)).collect();
+    }
+    let mut lines = vec![columns.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()];
+    lines.extend(rows.iter().map(|row| {
+        columns.iter().map(|name| row.get(*name).map_or_else(|| "-".to_owned(), scalar)).collect()
+    }));
+    let widths: Vec<usize> = (0..columns.len())
+        .map(|column| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0))
+        .collect();
+    let mut text = String::new();
+    for line in lines {
+        let cells: Vec<String> =
+            line.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        text += &format!("{}{}\n", indent(depth), cells.join("  ").trim_end());
+    }
+    text
+}
+
+fn is_scalar(value: &Value) -> bool {
+    !matches!(value, Value::Array(_) | Value::Object(_))
+}
+
+fn scalar(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+fn indent(depth: usize) -> String {
+    "  ".repeat(depth)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn lists_of_objects_become_tables() {
+        let answer = json!({
+            "version": "0.1.0",
+            "sessions": [{"id": 1, "client": "vm7"}, {"id": 22, "client": "native", "lost": true}],
+        });
+        let text = render(&answer, 0);
+        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+        assert!(lines.contains(&"version  0.1.0"), "{text}");
+        let table = &lines[lines.iter().position(|line| *line == "sessions:").unwrap() + 1..];
+        assert_eq!(table.len(), 3, "{text}");
+        assert_eq!(table[0].split_whitespace().count(), 3, "{text}");
+        assert!(table[1].contains("vm7") && table[1].contains('-'), "{text}");
+    }
+
+    #[test]
+    fn an_empty_list_says_none() {
+        assert_eq!(render(&json!({"sessions": []}), 0), "sessions: none\n");
+    }
+}

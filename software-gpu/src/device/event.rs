@@ -1,0 +1,89 @@
+//! Events: points in a stream's order that others can wait for, with the time at which they were reached.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use crate::error::{Error, Result};
+
+#[derive(Default)]
+struct State {
+    /// How often the event was recorded (at the call).
+    recorded: u64,
+    /// The last recording that its stream has reached.
+    reached: u64,
+    time_ns: u64,
+}
+
+/// A point in a stream. Cloning gives another handle to the same event.
+#[derive(Clone, Default)]
+pub struct Event {
+    shared: Arc<(Mutex<State>, Condvar)>,
+}
+
+impl Event {
+    /// A new event, not yet recorded; like CUDA's, it counts as complete until it is.
+    pub fn new() -> Event {
+        Event::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Marks a recording; returns its number for [`Event::reach`].
+    pub(crate) fn begin(&self) -> u64 {
+        let mut state = self.lock();
+        state.recorded += 1;
+        state.recorded
+    }
+
+    /// The latest recording, for a wait that is enqueued now.
+    pub(crate) fn latest(&self) -> u64 {
+        self.lock().recorded
+    }
+
+    pub(crate) fn reach(&self, number: u64, time_ns: u64) {
+        let mut state = self.lock();
+        if number > state.reached {
+            state.reached = number;
+            state.time_ns = time_ns;
+        }
+        drop(state);
+        self.shared.1.notify_all();
+    }
+
+    pub(crate) fn wait_for(&self, number: u64) {
+        let mut state = self.lock();
+        while state.reached < number {
+            state = self.shared.1.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    /// Whether the last recording has been reached (or there was none).
+    pub fn query(&self) -> bool {
+        let state = self.lock();
+        state.reached == state.recorded
+    }
+
+    /// Waits until the last recording made before this call is reached.
+    pub fn synchronize(&self) {
+        let number = self.latest();
+        self.wait_for(number);
+    }
+
+    /// When the last recording was reached, in nanoseconds since the GPU was made.
+    pub fn timestamp_ns(&self) -> Result<u64> {
+        let state = self.lock();
+        if state.recorded == 0 {
+            return Err(Error::NoTime("it was never recorded"));
+        }
+        if state.reached != state.recorded {
+            return Err(Error::NoTime("it is not reached yet"));
+        }
+        Ok(state.time_ns)
+    }
+
+    /// Nanoseconds from `start` to this event.
+    pub fn elapsed_ns_since(&self, start: &Event) -> Result<i64> {
+        Ok(self.timestamp_ns()? as i64 - start.timestamp_ns()? as i64)
+    }
+}

@@ -1,0 +1,278 @@
+//! Launches: what a launch must satisfy, and the workers that run its blocks.
+//!
+//! A worker takes one block at a time and runs it until it is done or has had its time slice, then puts it
+//! aside and takes another, of this kernel or of one from another stream. So blocks that wait for each
+//! other (cooperative launches, look-back scans, flags set by another stream) always get on.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use crate::device::gpu::{Gpu, Inner};
+use crate::device::module::Function;
+use crate::error::{Error, Result};
+use crate::exec::block::{Block, Outcome, Scratch};
+use crate::lower::program::{Code, Program};
+
+/// Warp instructions after which a block makes room for others.
+const SLICE: u64 = 1 << 20;
+
+/// The shape of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchConfig {
+    /// Blocks in each dimension.
+    pub grid: [u32; 3],
+    /// Threads of a block in each dimension.
+    pub block: [u32; 3],
+    /// Dynamic shared memory of a block, in bytes.
+    pub dynamic_shared: u32,
+    /// All blocks must be resident together, so that they may wait for each other.
+    pub cooperative: bool,
+}
+
+impl LaunchConfig {
+    /// A one-dimensional launch without dynamic shared memory.
+    pub fn linear(blocks: u32, threads: u32) -> LaunchConfig {
+        LaunchConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared: 0, cooperative: false }
+    }
+}
+
+/// One launch, checked, with the state of its blocks.
+pub(crate) struct KernelRun {
+    pub gpu: Arc<Inner>,
+    pub program: Arc<Program>,
+    pub code: Arc<Code>,
+    pub config: LaunchConfig,
+    pub params: Vec<u8>,
+    pub shared_bytes: u32,
+    pub grid_id: u64,
+    blocks: u64,
+    resident_limit: u64,
+    next: AtomicU64,
+    started: AtomicU64,
+    finished: AtomicU64,
+    suspended: Mutex<VecDeque<Box<Block>>>,
+    failed: AtomicBool,
+    result: Mutex<(bool, Option<Error>)>,
+    done: Condvar,
+}
+
+static GRID_IDS: AtomicU64 = AtomicU64::new(1);
+
+impl KernelRun {
+    pub fn new(gpu: &Gpu, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<KernelRun> {
+        let p = gpu.properties();
+        let info = function.info();
+        let threads: u64 = config.block.iter().map(|&n| u64::from(n)).product();
+        for i in 0..3 {
+            if config.block[i] == 0 || config.block[i] > p.max_block[i] {
+                return Err(Error::InvalidArgument(format!("block dimensions {:?}", config.block)));
+            }
+            if config.grid[i] == 0 || config.grid[i] > p.max_grid[i] {
+                return Err(Error::InvalidArgument(format!("grid dimensions {:?}", config.grid)));
+            }
+        }
+        if threads > u64::from(p.max_threads_per_block) {
+            return Err(Error::InvalidArgument(format!("{threads} threads in a block")));
+        }
+        if threads > u64::from(info.max_threads) {
+            return Err(Error::LaunchOutOfResources(format!(
+                "{threads} threads in a block; {} allows {}",
+                info.name, info.max_threads
+            )));
+        }
+        let shared_bytes = u64::from(info.shared_bytes) + u64::from(config.dynamic_shared);
+        if shared_bytes > u64::from(p.shared_per_block_optin) {
+            return Err(Error::InvalidArgument(format!(
+                "{shared_bytes} bytes of shared memory, {} are there",
+                p.shared_per_block_optin
+            )));
+        }
+        let wanted = info.param_bytes;
+        if params.len() < wanted as usize {
+            return Err(Error::InvalidArgument(format!(
+                "{} bytes of parameters, {} takes {wanted}",
+                params.len(),
+                info.name
+            )));
+        }
+        let blocks: u64 = config.grid.iter().map(|&n| u64::from(n)).product();
+        let resident_limit = u64::from(function.max_active_blocks(threads as u32, config.dynamic_shared))
+            * u64::from(p.multiprocessors);
+        if config.cooperative && blocks > resident_limit {
+            return Err(Error::CooperativeLaunchTooLarge { blocks, limit: resident_limit });
+        }
+        Ok(KernelRun {
+            gpu: Arc::clone(&gpu.inner),
+            program: Arc::clone(function.program()),
+            code: Arc::clone(function.code()),
+            config,
+            params: params[..wanted as usize].to_vec(),
+            shared_bytes: shared_bytes as u32,
+            grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
+            blocks,
+            resident_limit: resident_limit.max(1),
+            next: AtomicU64::new(0),
+            started: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            suspended: Mutex::new(VecDeque::new()),
+            failed: AtomicBool::new(false),
+            result: Mutex::new((false, None)),
+            done: Condvar::new(),
+        })
+    }
+
+    /// Whether the kernel is to stop as soon as it can.
+    #[inline(always)]
+    pub fn stopping(&self) -> bool {
+        self.failed.load(Ordering::Relaxed) || self.gpu.cancelled.load(Ordering::Relaxed)
+    }
+
+    fn fail(&self, error: Error) {
+        self.result.lock().unwrap_or_else(|e| e.into_inner()).1.get_or_insert(error);
+        self.failed.store(true, Ordering::Release);
+    }
+
+    fn block_index(&self, linear: u64) -> [u32; 3] {
+        let (x, y) = (u64::from(self.config.grid[0]), u64::from(self.config.grid[1]));
+        [(linear % x) as u32, (linear / x % y) as u32, (linear / x / y) as u32]
+    }
+
+    fn suspended(&self) -> MutexGuard<'_, VecDeque<Box<Block>>> {
+        self.suspended.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The next block to work on: a fresh one as long as they may be resident, else one put aside.
+    fn take(&self, scratch: &mut Scratch) -> Option<Box<Block>> {
+        let resident = self.started.load(Ordering::Relaxed)
+            - self.finished.load(Ordering::Relaxed).min(self.started.load(Ordering::Relaxed));
+        if resident < self.resident_limit && self.next.load(Ordering::Relaxed) < self.blocks {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index < self.blocks {
+                self.started.fetch_add(1, Ordering::Relaxed);
+                return Some(Block::new(self, self.block_index(index), scratch));
+            }
+        }
+        self.suspended().pop_front()
+    }
+
+    /// Whether a worker could do something for this kernel.
+    fn has_work(&self) -> bool {
+        self.next.load(Ordering::Relaxed) < self.blocks || !self.suspended().is_empty()
+    }
+
+    /// Counts a block as done; true for the last one.
+    fn finish_block(&self) -> bool {
+        self.finished.fetch_add(1, Ordering::AcqRel) + 1 == self.blocks
+    }
+
+    fn complete(&self) {
+        self.result.lock().unwrap_or_else(|e| e.into_inner()).0 = true;
+        self.done.notify_all();
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut result = self.result.lock().unwrap_or_else(|e| e.into_inner());
+        while !result.0 {
+            result = self.done.wait(result).unwrap_or_else(|e| e.into_inner());
+        }
+        match result.1.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+}
+
+#[derive(Default)]
+struct PoolState {
+    kernels: VecDeque<Arc<KernelRun>>,
+    shut_down: bool,
+}
+
+/// The worker threads of a GPU.
+pub(crate) struct Pool {
+    state: Mutex<PoolState>,
+    work: Condvar,
+}
+
+impl Pool {
+    pub fn start(workers: usize) -> Result<Arc<Pool>> {
+        let pool = Arc::new(Pool { state: Mutex::new(PoolState::default()), work: Condvar::new() });
+        for i in 0..workers {
+            let worker = Arc::clone(&pool);
+            std::thread::Builder::new()
+                .name(format!("sgpu-worker-{i}"))
+                .spawn(move || worker.work())
+                .map_err(|e| Error::Host { what: "a worker thread".into(), error: e.to_string() })?;
+        }
+        Ok(pool)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The workers end once they have nothing to do.
+    pub fn shut_down(&self) {
+        self.lock().shut_down = true;
+        self.work.notify_all();
+    }
+
+    pub fn execute(&self, kernel: Arc<KernelRun>) -> Result<()> {
+        self.lock().kernels.push_back(Arc::clone(&kernel));
+        self.work.notify_all();
+        kernel.wait()
+    }
+
+    /// The next kernel that has work, moved to the end of the line.
+    fn next_kernel(&self) -> Option<Arc<KernelRun>> {
+        let mut state = self.lock();
+        loop {
+            for _ in 0..state.kernels.len() {
+                if let Some(kernel) = state.kernels.pop_front() {
+                    let ready = kernel.has_work();
+                    state.kernels.push_back(Arc::clone(&kernel));
+                    if ready {
+                        return Some(kernel);
+                    }
+                }
+            }
+            if state.shut_down {
+                return None;
+            }
+            state = self.work.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    fn work(&self) {
+        let mut scratch = Scratch::default();
+        while let Some(kernel) = self.next_kernel() {
+            let mut budget: u64 = SLICE;
+            while let Some(mut block) = kernel.take(&mut scratch) {
+                let outcome = if kernel.failed.load(Ordering::Acquire) {
+                    Outcome::Finished
+                } else {
+                    block.run(&kernel, budget)
+                };
+                match outcome {
+                    Outcome::Yielded => {
+                        kernel.suspended().push_back(block);
+                        self.work.notify_one();
+                        break;
+                    }
+                    Outcome::Finished => budget = budget.saturating_sub(block.executed()).max(1 << 12),
+                    Outcome::Failed(error) => kernel.fail(error),
+                }
+                scratch.recycle(block);
+                if kernel.finish_block() {
+                    self.lock().kernels.retain(|k| !Arc::ptr_eq(k, &kernel));
+                    kernel.complete();
+                    break;
+                }
+                if budget <= 1 << 12 {
+                    break;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! The GPU's global memory: address windows backed by host memory, and the allocations in them.
+//!
+//! Addresses are the caller's choice. Each aligned terabyte in which something is mapped is a *window*:
+//! a reservation of host address space of that size, made once and kept until the GPU goes, so that
+//! memory that is next to other memory on the device is so on the host as well, and so that a kernel
+//! that still runs while its memory is unmapped touches zero pages of this process and nothing else.
+//!
+//! A *mapping* (2 MiB granules) takes physical memory; an *allocation* inside mappings is what accesses
+//! are checked against.
+
+use std::collections::BTreeMap;
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{Error, Result};
+
+/// Mappings begin and end at multiples of this many bytes.
+pub const GRANULE: u64 = 2 << 20;
+/// Host address space is reserved in aligned pieces of this many bytes.
+const WINDOW: u64 = 1 << 40;
+/// First address that a caller may map. Below lie the GPU's own windows (shared, local, constant and
+/// module memory).
+pub const FIRST_ADDRESS: u64 = 0x1000_0000_0000;
+/// End of the addresses that a caller may map: 47 bits, as on a real GPU.
+pub const LAST_ADDRESS: u64 = 1 << 47;
+/// Where modules' globals, constants and in-kernel heaps live.
+pub(crate) const MODULE_BASE: u64 = 0x0200_0000_0000;
+const MODULE_END: u64 = MODULE_BASE + WINDOW;
+
+/// An allocation found for an address: its bounds on the device and where its first byte is on the host.
+#[derive(Clone, Copy)]
+pub(crate) struct Hit {
+    /// First device address.
+    pub start: u64,
+    /// One past the last device address.
+    pub end: u64,
+    /// Host address of device address 0, wrapping: host = device + delta.
+    pub delta: u64,
+}
+
+struct Maps {
+    windows: BTreeMap<u64, usize>,
+    mappings: BTreeMap<u64, u64>,
+    allocations: BTreeMap<u64, u64>,
+    module_next: u64,
+    module_free: Vec<(u64, u64)>,
+    used: u64,
+}
+
+/// All global memory of a GPU.
+pub(crate) struct Memory {
+    maps: RwLock<Maps>,
+    /// Counts releases: a cached [`Hit`] is good as long as this has not changed.
+    generation: AtomicU64,
+    total: u64,
+}
+
+fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {
+    e.into_inner()
+}
+
+impl Memory {
+    pub fn new(total: u64) -> Memory {
+        Memory {
+            maps: RwLock::new(Maps {
+                windows: BTreeMap::new(),
+                mappings: BTreeMap::new(),
+                allocations: BTreeMap::new(),
+                module_next: MODULE_BASE,
+                module_free: Vec::new(),
+                used: 0,
+            }),
+            generation: AtomicU64::new(0),
+            total,
+        }
+    }
+
+    /// Bytes free and in all.
+    pub fn info(&self) -> (u64, u64) {
+        let used = self.maps.read().unwrap_or_else(poisoned).used;
+        (self.total - used, self.total)
+    }
+
+    /// See [`crate::Gpu::map`].
+    pub fn map(&self, addr: u64, size: u64) -> Result<()> {
+        let end = addr.checked_add(size).filter(|&e| e <= LAST_ADDRESS);
+        if size == 0
+            || !addr.is_multiple_of(GRANULE)
+            || !size.is_multiple_of(GRANULE)
+            || addr < FIRST_ADDRESS
+            || end.is_none()
+        {
+            return Err(Error::InvalidArgument(format!(
+                "mapping of {size:#x} bytes at {addr:#x}: both must be multiples of {GRANULE:#x}, \
+                 within {FIRST_ADDRESS:#x}..{LAST_ADDRESS:#x}"
+            )));
+        }
+        self.map_any(addr, size)
+    }
+
+    fn map_any(&self, addr: u64, size: u64) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        if let Some((&a, &s)) = maps.mappings.range(..addr + size).next_back()
+            && a + s > addr
+        {
+            return Err(Error::InvalidArgument(format!(
+                "mapping of {size:#x} bytes at {addr:#x} overlaps {s:#x} bytes mapped at {a:#x}"
+            )));
+        }
+        if size > self.total - maps.used {
+            let free = self.total - maps.used;
+            return Err(Error::OutOfMemory { requested: size, free, total: self.total });
+        }
+        let first = addr / WINDOW;
+        let last = (addr + size - 1) / WINDOW;
+        if first != last {
+            return Err(Error::InvalidArgument(format!(
+                "mapping of {size:#x} bytes at {addr:#x} crosses a boundary of {WINDOW:#x} bytes"
+            )));
+        }
+        let base = match maps.windows.get(&first) {
+            Some(&base) => base,
+            None => {
+                let base = reserve(WINDOW)?;
+                maps.windows.insert(first, base);
+                base
+            }
+        };
+        commit(base + (addr % WINDOW) as usize, size)?;
+        maps.mappings.insert(addr, size);
+        maps.used += size;
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::unmap`].
+    pub fn unmap(&self, addr: u64, size: u64) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        if maps.mappings.get(&addr) != Some(&size) {
+            return Err(Error::InvalidArgument(format!("no mapping of {size:#x} bytes begins at {addr:#x}")));
+        }
+        if let Some((&a, &s)) = maps.allocations.range(..addr + size).next_back()
+            && a + s > addr
+        {
+            return Err(Error::InvalidArgument(format!(
+                "mapping at {addr:#x} still holds the allocation of {s:#x} bytes at {a:#x}"
+            )));
+        }
+        maps.mappings.remove(&addr);
+        maps.used -= size;
+        let base = maps.windows[&(addr / WINDOW)];
+        discard(base + (addr % WINDOW) as usize, size);
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::place`].
+    pub fn place(&self, addr: u64, size: u64) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let end = match addr.checked_add(size) {
+            Some(end) if size > 0 => end,
+            _ => return Err(Error::InvalidArgument(format!("allocation of {size:#x} bytes at {addr:#x}"))),
+        };
+        if let Some((&a, &s)) = maps.allocations.range(..end).next_back()
+            && a + s > addr
+        {
+            return Err(Error::InvalidArgument(format!(
+                "allocation of {size:#x} bytes at {addr:#x} overlaps the one of {s:#x} bytes at {a:#x}"
+            )));
+        }
+        let mut at = addr;
+        while at < end {
+            match maps.mappings.range(..=at).next_back() {
+                Some((&a, &s)) if a + s > at => at = a + s,
+                _ => {
+                    return Err(Error::InvalidArgument(format!(
+                        "allocation of {size:#x} bytes at {addr:#x}: {at:#x} is not mapped"
+                    )));
+                }
+            }
+        }
+        if addr / WINDOW != (end - 1) / WINDOW {
+            return Err(Error::InvalidArgument(format!(
+                "allocation of {size:#x} bytes at {addr:#x} crosses a boundary of {WINDOW:#x} bytes"
+            )));
+        }
+        maps.allocations.insert(addr, size);
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::release`].
+    pub fn release(&self, addr: u64) -> Result<u64> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let size = maps.allocations.remove(&addr).ok_or(Error::NotAllocated { address: addr, size: 0 })?;
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        Ok(size)
+    }
+
+    /// Takes zeroed memory from the module range: for globals, constants and in-kernel heaps.
+    /// 512-byte aligned; mapped by itself, so it takes whole granules only once they are used up.
+    pub fn allocate_module(&self, size: u64) -> Result<u64> {
+        let size = size.max(1).next_multiple_of(512);
+        let taken = {
+            let mut maps = self.maps.write().unwrap_or_else(poisoned);
+            let found = maps.module_free.iter().position(|&(_, s)| s >= size);
+            found.map(|i| {
+                let (a, s) = maps.module_free[i];
+                if s == size {
+                    maps.module_free.swap_remove(i);
+                } else {
+                    maps.module_free[i] = (a + size, s - size);
+                }
+                maps.allocations.insert(a, size);
+                let base = maps.windows[&(a / WINDOW)];
+                (a, base + (a % WINDOW) as usize)
+            })
+        };
+        if let Some((addr, host)) = taken {
+            // SAFETY: the range lies in a window, was committed when its granule was mapped, and is
+            // free: no allocation that anyone may use holds it.
+            unsafe { std::ptr::write_bytes(host as *mut u8, 0, size as usize) };
+            return Ok(addr);
+        }
+        let whole = size.next_multiple_of(GRANULE);
+        let addr = {
+            let mut maps = self.maps.write().unwrap_or_else(poisoned);
+            let addr = maps.module_next;
+            if addr + whole > MODULE_END {
+                return Err(Error::OutOfMemory { requested: size, free: 0, total: WINDOW });
+            }
+            maps.module_next += whole;
+            addr
+        };
+        self.map_any(addr, whole)?;
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        maps.allocations.insert(addr, size);
+        if whole > size {
+            maps.module_free.push((addr + size, whole - size));
+        }
+        Ok(addr)
+    }
+
+    /// Gives back what [`Memory::allocate_module`] gave.
+    pub fn free_module(&self, addr: u64) -> Result<()> {
+        if !(MODULE_BASE..MODULE_END).contains(&addr) {
+            return Err(Error::NotAllocated { address: addr, size: 0 });
+        }
+        let size = self.release(addr)?;
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        maps.module_free.push((addr, size));
+        maps.module_free.sort_unstable();
+        let mut joined: Vec<(u64, u64)> = Vec::with_capacity(maps.module_free.len());
+        for &(a, s) in &maps.module_free {
+            match joined.last_mut() {
+                Some(last) if last.0 + last.1 == a => last.1 += s,
+                _ => joined.push((a, s)),
+            }
+        }
+        maps.module_free = joined;
+        Ok(())
+    }
+
+    /// The present generation; see [`Memory::find`].
+    #[inline(always)]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// The allocation that holds `addr`. The answer is good until [`Memory::generation`] changes; its host
+    /// memory stays readable and writable as long as the `Memory` lives.
+    pub fn find(&self, addr: u64) -> Option<Hit> {
+        let maps = self.maps.read().unwrap_or_else(poisoned);
+        let (&start, &size) = maps.allocations.range(..=addr).next_back()?;
+        if addr >= start + size {
+            return None;
+        }
+        let base = *maps.windows.get(&(addr / WINDOW))? as u64;
+        Some(Hit { start, end: start + size, delta: base.wrapping_sub(addr / WINDOW * WINDOW) })
+    }
+
+    /// The host address of `size` bytes that lie in one allocation.
+    pub fn host_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
+        match self.find(addr) {
+            Some(hit) if size <= hit.end - addr => Ok(addr.wrapping_add(hit.delta) as *mut u8),
+            _ => Err(Error::NotAllocated { address: addr, size }),
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let maps = self.maps.get_mut().unwrap_or_else(poisoned);
+        for &base in maps.windows.values() {
+            // SAFETY: `base` is a reservation of WINDOW bytes made by `reserve`, unmapped only here.
+            unsafe { libc::munmap(base as *mut libc::c_void, WINDOW as usize) };
+        }
+    }
+}
+
+fn reserve(size: u64) -> Result<usize> {
+    // SAFETY: a new private anonymous mapping at an address of the kernel's choice touches nothing else.
+    let p = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            size as usize,
+            libc::PROT_NONE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        )
+    };
+    if p == libc::MAP_FAILED {
+        let error = std::io::Error::last_os_error().to_string();
+        return Err(Error::Host { what: format!("{size:#x} bytes of address space"), error });
+    }
+    Ok(p as usize)
+}
+
+fn commit(host: usize, size: u64) -> Result<()> {
+    // SAFETY: the range lies inside one window's reservation, which this module owns.
+    let rc = unsafe {
+        libc::mprotect(host as *mut libc::c_void, size as usize, libc::PROT_READ | libc::PROT_WRITE)
+    };
+    if rc != 0 {
+        let error = std::io::Error::last_os_error().to_string();
+        return Err(Error::Host { what: format!("{size:#x} bytes of memory"), error });
+    }
+    Ok(())
+}
+
+fn discard(host: usize, size: u64) {
+    // SAFETY: the range lies inside a window's reservation; its pages stay mapped and become zero, so
+    // even a kernel that still uses them stays inside this reservation.
+    unsafe { libc::madvise(host as *mut libc::c_void, size as usize, libc::MADV_DONTNEED) };
+}

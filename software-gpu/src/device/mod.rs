@@ -1,0 +1,9 @@
+//! The device as its user sees it: the GPU, its memory, streams, events and modules.
+
+pub(crate) mod event;
+pub(crate) mod gpu;
+pub(crate) mod launch;
+pub(crate) mod memory;
+pub(crate) mod module;
+pub(crate) mod stream;
+pub(crate) mod transfer;

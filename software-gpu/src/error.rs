@@ -1,0 +1,210 @@
+//! What can go wrong, in words that a person can act on, with the CUDA driver's number for each.
+
+use std::sync::Arc;
+
+/// Where in a program something happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Location {
+    /// Name of the kernel that was launched (mangled, as in its PTX).
+    pub kernel: String,
+    /// Name of the function that was executing: the kernel itself or one that it called.
+    pub function: String,
+    /// Line in the PTX text, from 1.
+    pub ptx_line: u32,
+    /// `blockIdx`.
+    pub block: [u32; 3],
+    /// `threadIdx` of the first thread concerned.
+    pub thread: [u32; 3],
+}
+
+impl std::fmt::Display for Location {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let ([bx, by, bz], [tx, ty, tz]) = (self.block, self.thread);
+        write!(
+            f,
+            "kernel {}, function {}, PTX line {}, block ({bx},{by},{bz}), thread ({tx},{ty},{tz})",
+            self.kernel, self.function, self.ptx_line
+        )
+    }
+}
+
+/// What a kernel did that ended it, and with it every later operation on its GPU.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// An access outside every allocation, or across an allocation's end.
+    #[error("illegal address: {access} of {size} bytes at {space} address {address:#x}")]
+    IllegalAddress {
+        /// "read", "write" or "atomic operation".
+        access: &'static str,
+        /// State space as PTX names it: "global", "shared", "local", "const" or "param".
+        space: &'static str,
+        /// The address, in that space.
+        address: u64,
+        /// Bytes.
+        size: u32,
+    },
+    /// An address that is not a multiple of the access's size.
+    #[error("misaligned address: {size} bytes at {space} address {address:#x}")]
+    MisalignedAddress {
+        /// State space as PTX names it.
+        space: &'static str,
+        /// The address, in that space.
+        address: u64,
+        /// Bytes.
+        size: u32,
+    },
+    /// `assert()` in device code.
+    #[error("device-side assertion `{message}` failed in {function} at {file}:{line}")]
+    Assert {
+        /// The expression.
+        message: String,
+        /// Source file.
+        file: String,
+        /// Source line.
+        line: u32,
+        /// Source function.
+        function: String,
+    },
+    /// `trap` or `__trap()`.
+    #[error("trap instruction")]
+    Trap,
+    /// An indirect call or branch to something that is no function or label.
+    #[error("invalid program counter: {0}")]
+    InvalidPc(String),
+    /// The threads of a block wait for each other and none can go on.
+    #[error("deadlock: every thread of the block waits at a barrier that cannot complete")]
+    Deadlock,
+    /// Call depth or local memory beyond the limit.
+    #[error("stack overflow: {bytes} bytes of local memory are needed, {limit} are allowed per thread")]
+    StackOverflow {
+        /// Bytes needed.
+        bytes: u64,
+        /// Bytes allowed.
+        limit: u64,
+    },
+    /// An instruction whose operands have no defined meaning, such as an undefined barrier number.
+    #[error("illegal instruction: {0}")]
+    IllegalInstruction(String),
+    /// Stopped by [`crate::Gpu::cancel`].
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// Every error of this crate. Cheap to clone: a GPU's sticky error is handed to many callers.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// An argument of a call is out of its range; nothing was done.
+    #[error("invalid argument: {0}")]
+    InvalidArgument(String),
+    /// The GPU's memory is used up; nothing was done.
+    #[error("out of memory: {requested} bytes asked for, {free} of {total} free")]
+    OutOfMemory {
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+    /// The host refused memory or address space for the GPU's memory.
+    #[error("the host refused {what}: {error}")]
+    Host {
+        /// What was asked for.
+        what: String,
+        /// The operating system's words.
+        error: String,
+    },
+    /// An address range given by the host is not, or not wholly, inside one allocation.
+    #[error("no allocation holds {size} bytes at {address:#x}")]
+    NotAllocated {
+        /// Device address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// The image is neither PTX nor a fat binary.
+    #[error("not a device program: {0}")]
+    InvalidImage(String),
+    /// The image holds no PTX that this GPU can run (machine code only, or a newer architecture).
+    #[error("no PTX for this GPU: {0}")]
+    NoBinaryForGpu(String),
+    /// PTX that does not parse or does not hold together.
+    #[error("PTX line {line}: {message}")]
+    InvalidPtx {
+        /// Line from 1.
+        line: u32,
+        /// What is wrong.
+        message: String,
+    },
+    /// PTX that is right but uses something that this GPU does not implement.
+    #[error("PTX line {line}: not supported by the software GPU: {what}")]
+    UnsupportedPtx {
+        /// Line from 1.
+        line: u32,
+        /// The instruction or directive.
+        what: String,
+    },
+    /// A name that the module does not define.
+    #[error("the module has no {kind} named {name}")]
+    NotFound {
+        /// "function" or "global".
+        kind: &'static str,
+        /// The name asked for.
+        name: String,
+    },
+    /// A launch needs more threads or shared memory than the function or the GPU allows.
+    #[error("launch out of resources: {0}")]
+    LaunchOutOfResources(String),
+    /// A cooperative launch has more blocks than can be resident at a time.
+    #[error("cooperative launch of {blocks} blocks, {limit} fit")]
+    CooperativeLaunchTooLarge {
+        /// Blocks of the launch.
+        blocks: u64,
+        /// Blocks that can be resident.
+        limit: u64,
+    },
+    /// An event that was never recorded, or without time, was asked for its time.
+    #[error("the event has no time: {0}")]
+    NoTime(&'static str),
+    /// A kernel failed. Sticky: every later operation on the GPU returns it.
+    #[error("{fault} ({location})")]
+    Kernel {
+        /// What it did.
+        fault: Fault,
+        /// Where.
+        location: Arc<Location>,
+    },
+    /// A closure given to [`crate::Stream::enqueue`] failed. Sticky.
+    #[error("stream operation: {0}")]
+    Operation(Arc<Error>),
+}
+
+impl Error {
+    /// The `CUresult` that the CUDA driver gives for this error.
+    pub fn cuda_code(&self) -> u32 {
+        match self {
+            Error::InvalidArgument(_) | Error::NotAllocated { .. } => 1,
+            Error::OutOfMemory { .. } | Error::Host { .. } => 2,
+            Error::InvalidImage(_) => 200,
+            Error::NoBinaryForGpu(_) => 209,
+            Error::InvalidPtx { .. } | Error::UnsupportedPtx { .. } => 218,
+            Error::NotFound { .. } => 500,
+            Error::NoTime(_) => 400,
+            Error::LaunchOutOfResources(_) => 701,
+            Error::CooperativeLaunchTooLarge { .. } => 720,
+            Error::Operation(e) => e.cuda_code(),
+            Error::Kernel { fault, .. } => match fault {
+                Fault::IllegalAddress { .. } => 700,
+                Fault::Assert { .. } => 710,
+                Fault::IllegalInstruction(_) => 715,
+                Fault::MisalignedAddress { .. } => 716,
+                Fault::InvalidPc(_) => 718,
+                Fault::Trap | Fault::Deadlock | Fault::Cancelled => 719,
+                Fault::StackOverflow { .. } => 700,
+            },
+        }
+    }
+}
+
+/// The crate's result.
+pub type Result<T> = std::result::Result<T, Error>;

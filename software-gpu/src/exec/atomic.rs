@@ -1,0 +1,157 @@
+//! Atomic operations on global, shared and generic memory: `atom` and `red`.
+//!
+//! Every one is at least as strong as PTX asks: a host atomic with acquire and release.
+
+use std::sync::atomic::{
+    AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+};
+
+use crate::exec::half::{Bf16, F16, Half};
+use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate, refresh};
+use crate::exec::rows::{self, LANES};
+use crate::exec::warp::Warp;
+use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::ptx::ast::Space;
+
+/// A width that atomics work on.
+trait Cell: Copy + PartialEq {
+    /// # Safety
+    /// `p` is valid and aligned.
+    unsafe fn update(p: *mut u8, f: impl Fn(Self) -> Self) -> Self;
+}
+
+macro_rules! cell {
+    ($t:ty, $a:ty) => {
+        impl Cell for $t {
+            #[inline(always)]
+            unsafe fn update(p: *mut u8, f: impl Fn($t) -> $t) -> $t {
+                // SAFETY: as the trait's contract says.
+                let cell = unsafe { <$a>::from_ptr(p.cast()) };
+                let mut old = cell.load(Relaxed);
+                loop {
+                    match cell.compare_exchange_weak(old, f(old), AcqRel, Acquire) {
+                        Ok(old) => return old,
+                        Err(now) => old = now,
+                    }
+                }
+            }
+        }
+    };
+}
+cell!(u16, AtomicU16);
+cell!(u32, AtomicU32);
+cell!(u64, AtomicU64);
+
+/// `r[0]` = old value; address `r[4]`; operands `r[1]` and `r[2]`.
+///
+/// # Safety
+/// The rows are of `T`.
+#[inline(always)]
+unsafe fn atomic<P: Place, T: Cell>(w: &mut Warp, i: &Inst, mask: u32, f: impl Fn(T, T, T) -> T) -> Flow {
+    // SAFETY: as above; `locate` answers for an aligned `T`.
+    unsafe {
+        let addresses = addresses(w, i);
+        refresh(w);
+        w.spinning = true;
+        let b: [T; LANES] = rows::get(w, i.r[1]);
+        let c: [T; LANES] = rows::get(w, i.r[2]);
+        let mut old = b;
+        for l in 0..LANES {
+            if mask >> l & 1 == 0 {
+                continue;
+            }
+            let Some(p) = locate::<P>(w, l, addresses[l], size_of::<T>() as u32, "atomic operation") else {
+                return Flow::Fault;
+            };
+            old[l] = T::update(p, |x| f(x, b[l], c[l]));
+        }
+        if i.r[0] != NONE {
+            rows::put(w, i.r[0], mask, &old);
+        }
+        Flow::Next
+    }
+}
+
+fn half_add<H: Half>(x: u16, b: u16) -> u16 {
+    H::encode(crate::exec::float::add_odd(H::decode(x), H::decode(b)), 0)
+}
+
+fn add_f32(x: u32, b: u32) -> u32 {
+    let sum = f32::from_bits(x) + f32::from_bits(b);
+    if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() }
+}
+
+macro_rules! integer {
+    ($op:expr, $ty:expr, $p:ty, $u:ty, $s:ty, $ut:literal, $st:literal, $bt:literal) => {
+        match ($op, $ty) {
+            ("add", $ut | $st) => {
+                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.wrapping_add(b))))
+            }
+            ("min", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.min(b)))),
+            ("max", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x.max(b)))),
+            ("min", $st) => {
+                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| (x as $s).min(b as $s) as $u)))
+            }
+            ("max", $st) => {
+                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| (x as $s).max(b as $s) as $u)))
+            }
+            ("and", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x & b))),
+            ("or", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x | b))),
+            ("xor", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| x ^ b))),
+            ("exch", $bt) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |_, b, _| b))),
+            ("cas", $bt | $ut | $st) => {
+                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, c| if x == b { c } else { x })))
+            }
+            ("inc", $ut) => {
+                Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| if x >= b { 0 } else { x + 1 })))
+            }
+            ("dec", $ut) => Some(handler!(|w, i, m| atomic::<$p, $u>(w, i, m, |x, b, _| {
+                if x == 0 || x > b { b } else { x - 1 }
+            }))),
+            _ => None,
+        }
+    };
+}
+
+macro_rules! place {
+    ($op:expr, $ty:expr, $p:ty) => {
+        integer!($op, $ty, $p, u32, i32, "u32", "s32", "b32")
+            .or_else(|| integer!($op, $ty, $p, u64, i64, "u64", "s64", "b64"))
+            .or_else(|| {
+                Some(match ($op, $ty) {
+                    ("cas", "b16") => {
+                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, c| if x == b { c } else { x }))
+                    }
+                    ("add", "f32") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| add_f32(x, b))),
+                    ("add", "f64") => handler!(|w, i, m| atomic::<$p, u64>(w, i, m, |x, b, _| {
+                        (f64::from_bits(x) + f64::from_bits(b)).to_bits()
+                    })),
+                    ("add.noftz", "f16") => {
+                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, _| half_add::<F16>(x, b)))
+                    }
+                    ("add.noftz", "bf16") => {
+                        handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, _| half_add::<Bf16>(x, b)))
+                    }
+                    ("add.noftz", "f16x2") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| {
+                        u32::from(half_add::<F16>(x as u16, b as u16))
+                            | u32::from(half_add::<F16>((x >> 16) as u16, (b >> 16) as u16)) << 16
+                    })),
+                    ("add.noftz", "bf16x2") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| {
+                        u32::from(half_add::<Bf16>(x as u16, b as u16))
+                            | u32::from(half_add::<Bf16>((x >> 16) as u16, (b >> 16) as u16)) << 16
+                    })),
+                    _ => return None,
+                })
+            })
+    };
+}
+
+/// The atomic operation on a space and type.
+pub(crate) fn handler(op: &str, ty: &str, space: Space) -> Option<Handler> {
+    match space {
+        Space::Global => place!(op, ty, Global),
+        Space::Shared => place!(op, ty, Shared),
+        Space::Generic => place!(op, ty, Generic),
+        _ => None,
+    }
+}

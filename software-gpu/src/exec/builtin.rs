@@ -1,0 +1,346 @@
+//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free.
+
+use crate::error::Fault;
+use crate::exec::memory::{Generic, Place};
+use crate::exec::rows::LANES;
+use crate::exec::warp::Warp;
+use crate::lower::program::{Builtin, Flow};
+
+/// Strings longer than this are cut: a missing terminator must not read all memory.
+const MAX_STRING: u64 = 64 << 10;
+
+/// Runs a builtin for each lane of `mask`. Its parameters are in the threads' local memory, as a callee's would be.
+pub(crate) fn run(
+    w: &mut Warp,
+    which: Builtin,
+    mask: u32,
+    base: u32,
+    params: &[(u32, u32)],
+    result: u32,
+) -> Flow {
+    for lane in 0..LANES {
+        if mask >> lane & 1 == 0 {
+            continue;
+        }
+        let mut values = [0u64; 5];
+        for (value, &(offset, size)) in values.iter_mut().zip(params) {
+            if let Some(p) = w.local.at(lane, u64::from(base + offset), size) {
+                for n in 0..size.min(8) {
+                    // SAFETY: `at` answers for `size` bytes.
+                    *value |= u64::from(unsafe { p.add(n as usize).read() }) << (8 * n);
+                }
+            }
+        }
+        let answer = match which {
+            Builtin::Vprintf => match format(w, lane, values[0], values[1]) {
+                Ok(text) => {
+                    (w.block().run().gpu.printf)(&text);
+                    0
+                }
+                Err(address) => {
+                    return w.set_fault(
+                        Fault::IllegalAddress { access: "read", space: "generic", address, size: 1 },
+                        lane,
+                    );
+                }
+            },
+            Builtin::AssertFail => {
+                let read = |w: &mut Warp, at| {
+                    String::from_utf8_lossy(&string(w, lane, at).unwrap_or_default()).into_owned()
+                };
+                let fault = Fault::Assert {
+                    message: read(w, values[0]),
+                    file: read(w, values[1]),
+                    line: values[2] as u32,
+                    function: read(w, values[3]),
+                };
+                return w.set_fault(fault, lane);
+            }
+            Builtin::Malloc => w.block().memory().allocate_module(values[0]).unwrap_or(0),
+            Builtin::Free => {
+                if values[0] != 0 && w.block().memory().free_module(values[0]).is_err() {
+                    return w.set_fault(
+                        Fault::IllegalAddress {
+                            access: "free",
+                            space: "global",
+                            address: values[0],
+                            size: 1,
+                        },
+                        lane,
+                    );
+                }
+                0
+            }
+        };
+        if which == Builtin::Free || which == Builtin::AssertFail {
+            continue;
+        }
+        let size: u32 = if which == Builtin::Malloc { 8 } else { 4 };
+        if let Some(p) = w.local.at(lane, u64::from(result), size) {
+            // SAFETY: `at` answers for `size` bytes.
+            unsafe { std::ptr::copy_nonoverlapping(answer.to_le_bytes().as_ptr(), p, size as usize) };
+        }
+    }
+    Flow::Next
+}
+
+fn byte(w: &mut Warp, lane: usize, address: u64) -> Option<u8> {
+    // SAFETY: `find` answers for a byte.
+    Generic::find(w, lane, address, 1).map(|p| unsafe { p.read_volatile() })
+}
+
+fn string(w: &mut Warp, lane: usize, address: u64) -> Option<Vec<u8>> {
+    let mut out = Vec::new();
+    for n in 0..MAX_STRING {
+        match byte(w, lane, address.wrapping_add(n))? {
+            0 => break,
+            b => out.push(b),
+        }
+    }
+    Some(out)
+}
+
+fn word(w: &mut Warp, lane: usize, address: u64, size: u64) -> Result<u64, u64> {
+    (0..size).try_fold(0u64, |v, n| {
+        byte(w, lane, address.wrapping_add(n)).map(|b| v | u64::from(b) << (8 * n)).ok_or(address)
+    })
+}
+
+/// What `printf` makes of its arguments; the error is an address that cannot be read.
+fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<Vec<u8>, u64> {
+    let text = string(w, lane, format).ok_or(format)?;
+    let mut out = Vec::with_capacity(text.len());
+    let mut next = args;
+    let mut take = |w: &mut Warp, size: u64| {
+        next = next.next_multiple_of(size);
+        let value = word(w, lane, next, size);
+        next += size;
+        value
+    };
+    let mut i = 0;
+    while i < text.len() {
+        if text[i] != b'%' {
+            out.push(text[i]);
+            i += 1;
+            continue;
+        }
+        let start = i;
+        i += 1;
+        let mut spec = Spec::default();
+        while let Some(&c) = text.get(i) {
+            match c {
+                b'-' => spec.left = true,
+                b'+' => spec.plus = true,
+                b' ' => spec.space = true,
+                b'#' => spec.alternate = true,
+                b'0' => spec.zero = true,
+                _ => break,
+            }
+            i += 1;
+        }
+        let mut number = |i: &mut usize, w: &mut Warp| -> Result<Option<i64>, u64> {
+            if text.get(*i) == Some(&b'*') {
+                *i += 1;
+                return Ok(Some(i64::from(take(w, 4)? as i32)));
+            }
+            let mut value = None;
+            while let Some(d) = text.get(*i).filter(|c| c.is_ascii_digit()) {
+                value = Some((value.unwrap_or(0) * 10 + i64::from(d - b'0')).min(4096));
+                *i += 1;
+            }
+            Ok(value)
+        };
+        if let Some(width) = number(&mut i, w)? {
+            spec.left |= width < 0;
+            spec.width = width.unsigned_abs().min(4096) as usize;
+        }
+        if text.get(i) == Some(&b'.') {
+            i += 1;
+            spec.precision = Some(number(&mut i, w)?.unwrap_or(0).max(0) as usize);
+        }
+        let mut long = false;
+        let mut short = 0;
+        while let Some(&c) = text.get(i) {
+            match c {
+                b'l' | b'j' | b'z' | b't' => long = true,
+                b'h' => short += 1,
+                b'L' => {}
+                _ => break,
+            }
+            i += 1;
+        }
+        let Some(&conversion) = text.get(i) else {
+            out.extend_from_slice(&text[start..]);
+            break;
+        };
+        i += 1;
+        let size = if long { 8 } else { 4 };
+        match conversion {
+            b'%' => out.push(b'%'),
+            b'c' => {
+                let c = take(w, 4)? as u8;
+                spec.pad(&mut out, b"", &[c], false);
+            }
+            b's' => {
+                let at = take(w, 8)?;
+                let mut s = if at == 0 { b"(null)".to_vec() } else { string(w, lane, at).ok_or(at)? };
+                s.truncate(spec.precision.unwrap_or(usize::MAX));
+                spec.pad(&mut out, b"", &s, false);
+            }
+            b'd' | b'i' => {
+                let v = take(w, size)?;
+                let v = match (long, short) {
+                    (true, _) => v as i64,
+                    (_, 0) => i64::from(v as i32),
+                    (_, 1) => i64::from(v as i16),
+                    _ => i64::from(v as i8),
+                };
+                spec.integer(&mut out, v < 0, v.unsigned_abs().to_string(), true, "");
+            }
+            b'u' | b'x' | b'X' | b'o' => {
+                let v = take(w, size)?;
+                let v = match (long, short) {
+                    (true, _) => v,
+                    (_, 0) => u64::from(v as u32),
+                    (_, 1) => u64::from(v as u16),
+                    _ => u64::from(v as u8),
+                };
+                let (digits, prefix) = match conversion {
+                    b'x' => (format!("{v:x}"), "0x"),
+                    b'X' => (format!("{v:X}"), "0X"),
+                    b'o' => (format!("{v:o}"), "0"),
+                    _ => (v.to_string(), ""),
+                };
+                spec.integer(
+                    &mut out,
+                    false,
+                    digits,
+                    false,
+                    if spec.alternate && v != 0 { prefix } else { "" },
+                );
+            }
+            b'p' => {
+                let v = take(w, 8)?;
+                spec.pad(&mut out, b"", format!("0x{v:x}").as_bytes(), false);
+            }
+            b'f' | b'F' | b'e' | b'E' | b'g' | b'G' | b'a' | b'A' => {
+                let v = f64::from_bits(take(w, 8)?);
+                spec.float(&mut out, v, conversion);
+            }
+            _ => out.extend_from_slice(&text[start..i]),
+        }
+    }
+    Ok(out)
+}
+
+#[derive(Default)]
+struct Spec {
+    left: bool,
+    plus: bool,
+    space: bool,
+    alternate: bool,
+    zero: bool,
+    width: usize,
+    precision: Option<usize>,
+}
+
+impl Spec {
+    fn pad(&self, out: &mut Vec<u8>, sign: &[u8], body: &[u8], zeros: bool) {
+        let fill = self.width.saturating_sub(sign.len() + body.len());
+        if !self.left && !zeros {
+            out.extend(std::iter::repeat_n(b' ', fill));
+        }
+        out.extend_from_slice(sign);
+        if !self.left && zeros {
+            out.extend(std::iter::repeat_n(b'0', fill));
+        }
+        out.extend_from_slice(body);
+        if self.left {
+            out.extend(std::iter::repeat_n(b' ', fill));
+        }
+    }
+
+    fn sign(&self, negative: bool, signed: bool) -> &'static str {
+        match (negative, signed && self.plus, signed && self.space) {
+            (true, ..) => "-",
+            (_, true, _) => "+",
+            (_, _, true) => " ",
+            _ => "",
+        }
+    }
+
+    fn integer(&self, out: &mut Vec<u8>, negative: bool, digits: String, signed: bool, prefix: &str) {
+        let digits = match self.precision {
+            Some(0) if digits == "0" => String::new(),
+            Some(p) => format!("{digits:0>p$}"),
+            None => digits,
+        };
+        let sign = format!("{}{prefix}", self.sign(negative, signed));
+        self.pad(out, sign.as_bytes(), digits.as_bytes(), self.zero && self.precision.is_none());
+    }
+
+    fn float(&self, out: &mut Vec<u8>, v: f64, conversion: u8) {
+        let upper = conversion.is_ascii_uppercase();
+        let sign = self.sign(v.is_sign_negative(), true);
+        let a = v.abs();
+        let mut body = if a.is_nan() {
+            "nan".to_string()
+        } else if a.is_infinite() {
+            "inf".to_string()
+        } else {
+            let p = self.precision.unwrap_or(6);
+            match conversion.to_ascii_lowercase() {
+                b'f' => format!("{a:.p$}"),
+                b'e' => exponent(a, p),
+                b'g' => general(a, p.max(1), self.alternate),
+                _ => hexadecimal(a),
+            }
+        };
+        if upper {
+            body = body.to_uppercase();
+        }
+        self.pad(out, sign.as_bytes(), body.as_bytes(), self.zero && a.is_finite());
+    }
+}
+
+/// C's `%e`.
+fn exponent(a: f64, precision: usize) -> String {
+    let text = format!("{a:.precision$e}");
+    let (digits, power) = text.split_once('e').unwrap_or((&text, "0"));
+    let power: i32 = power.parse().unwrap_or(0);
+    let sign = if power < 0 { '-' } else { '+' };
+    format!("{digits}e{sign}{:02}", power.abs())
+}
+
+/// C's `%g`.
+fn general(a: f64, precision: usize, keep: bool) -> String {
+    let scientific = exponent(a, precision - 1);
+    let power: i32 = scientific.split_once('e').and_then(|(_, p)| p.parse().ok()).unwrap_or(0);
+    let trim = |s: &str| {
+        if keep || !s.contains('.') {
+            s.to_string()
+        } else {
+            s.trim_end_matches('0').trim_end_matches('.').to_string()
+        }
+    };
+    if power < -4 || power >= precision as i32 {
+        let (digits, exp) = scientific.split_once('e').unwrap_or((&scientific, "+00"));
+        return format!("{}e{exp}", trim(digits));
+    }
+    trim(&format!("{a:.*}", (precision as i32 - 1 - power).max(0) as usize))
+}
+
+/// C's `%a`.
+fn hexadecimal(a: f64) -> String {
+    let bits = a.to_bits();
+    let (exponent, fraction) = ((bits >> 52) as i32, bits & ((1 << 52) - 1));
+    let (lead, power) = match (exponent, fraction) {
+        (0, 0) => (0, 0),
+        (0, _) => (0, -1022),
+        _ => (1, exponent - 1023),
+    };
+    let digits = format!("{fraction:013x}");
+    let digits = digits.trim_end_matches('0');
+    let point = if digits.is_empty() { "" } else { "." };
+    format!("0x{lead}{point}{digits}p{power:+}")
+}

@@ -1,0 +1,496 @@
+//! Arithmetic in f32 and f64.
+//!
+//! Rounding to nearest is the host's. The other roundings of f32 go through f64, rounded to odd, which keeps
+//! what is lost visible; those of f64 through exact error terms.
+
+use crate::exec::int::finish_setp;
+use crate::exec::rows::{compare, map1, map2, map3};
+use crate::lower::program::Handler;
+
+/// Flags in `imm` of a float instruction.
+pub(crate) mod flag {
+    pub const FTZ: i64 = 1;
+    pub const SAT: i64 = 2;
+    pub const RZ: i64 = 4;
+    pub const RM: i64 = 8;
+    pub const RP: i64 = 12;
+    pub const ROUND: i64 = 12;
+    /// `min.NaN`, `max.NaN`: a NaN wins.
+    pub const NAN: i64 = 16;
+    /// `.xorsign.abs`.
+    pub const XORSIGN: i64 = 32;
+}
+
+/// The one NaN of f32 arithmetic.
+const NAN32: u32 = 0x7fff_ffff;
+/// The one NaN of f64 arithmetic.
+const NAN64: u64 = 0xfff8_0000_0000_0000;
+
+/// Subnormals to zero, keeping the sign.
+#[inline(always)]
+pub(crate) fn flush(x: f32) -> f32 {
+    if x.abs() < f32::MIN_POSITIVE { f32::from_bits(x.to_bits() & 0x8000_0000) } else { x }
+}
+
+#[inline(always)]
+fn canon(x: f32) -> f32 {
+    if x.is_nan() { f32::from_bits(NAN32) } else { x }
+}
+
+#[inline(always)]
+fn canon64(x: f64) -> f64 {
+    if x.is_nan() { f64::from_bits(NAN64) } else { x }
+}
+
+/// To [0, 1], NaN to 0.
+#[inline(always)]
+fn saturate(x: f32) -> f32 {
+    if x > 0.0 { x.min(1.0) } else { 0.0 }
+}
+
+#[inline(always)]
+fn finish(x: f32, flags: i64) -> f32 {
+    let x = if flags & flag::FTZ != 0 { flush(x) } else { x };
+    let x = canon(x);
+    if flags & flag::SAT != 0 { saturate(x) } else { x }
+}
+
+#[inline(always)]
+fn start(x: f32, flags: i64) -> f32 {
+    if flags & flag::FTZ != 0 { flush(x) } else { x }
+}
+
+/// `sum` moved to odd if `error`, what it lacks of the exact value, is not zero.
+#[inline(always)]
+fn to_odd(sum: f64, error: f64) -> f64 {
+    if error == 0.0 || error.is_nan() || !sum.is_finite() || sum.to_bits() & 1 != 0 {
+        return sum;
+    }
+    if sum == 0.0 {
+        return error;
+    }
+    let away = (error > 0.0) == (sum > 0.0);
+    f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 })
+}
+
+/// The sum, rounded to odd.
+#[inline(always)]
+pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
+    let s = a + b;
+    let t = s - a;
+    let error = (a - (s - t)) + (b - t);
+    to_odd(s, error)
+}
+
+/// The product of two numbers with at most 26 bits each is exact; with an addend, rounded to odd.
+#[inline(always)]
+pub(crate) fn fma_odd(a: f32, b: f32, c: f32) -> f64 {
+    add_odd(f64::from(a) * f64::from(b), f64::from(c))
+}
+
+/// Rounds to f32 in the direction that `flags` say.
+pub(crate) fn narrow(x: f64, flags: i64) -> f32 {
+    let nearest = x as f32;
+    let round = flags & flag::ROUND;
+    if round == 0 || x.is_nan() || x.is_infinite() {
+        return nearest;
+    }
+    let back = f64::from(nearest);
+    if back == x {
+        return nearest;
+    }
+    let down = match round {
+        flag::RM => true,
+        flag::RP => false,
+        _ => x > 0.0,
+    };
+    if down {
+        if back > x { nearest.next_down() } else { nearest }
+    } else if back < x {
+        nearest.next_up()
+    } else {
+        nearest
+    }
+}
+
+/// The sign of an exact zero sum: negative only when rounding down.
+fn zero_sign(x: f32, a: f64, b: f64, flags: i64) -> f32 {
+    if x == 0.0 && a == -b && a != 0.0 && flags & flag::ROUND == flag::RM { -0.0 } else { x }
+}
+
+fn add_slow(a: f32, b: f32, flags: i64) -> f32 {
+    let (a, b) = (start(a, flags), start(b, flags));
+    let (wa, wb) = (f64::from(a), f64::from(b));
+    let r = zero_sign(narrow(add_odd(wa, wb), flags), wa, wb, flags);
+    let r = if wa == 0.0
+        && wb == 0.0
+        && flags & flag::ROUND == flag::RM
+        && (a.is_sign_negative() || b.is_sign_negative())
+    {
+        -0.0
+    } else {
+        r
+    };
+    finish(r, flags)
+}
+
+fn mul_slow(a: f32, b: f32, flags: i64) -> f32 {
+    finish(narrow(f64::from(start(a, flags)) * f64::from(start(b, flags)), flags), flags)
+}
+
+fn fma_slow(a: f32, b: f32, c: f32, flags: i64) -> f32 {
+    let (a, b, c) = (start(a, flags), start(b, flags), start(c, flags));
+    let p = f64::from(a) * f64::from(b);
+    let r = zero_sign(narrow(fma_odd(a, b, c), flags), p, f64::from(c), flags);
+    let r = if p == 0.0
+        && c == 0.0
+        && flags & flag::ROUND == flag::RM
+        && (p.is_sign_negative() || c.is_sign_negative())
+    {
+        -0.0
+    } else {
+        r
+    };
+    finish(r, flags)
+}
+
+fn div_slow(a: f32, b: f32, flags: i64) -> f32 {
+    let (a, b) = (start(a, flags), start(b, flags));
+    let q = f64::from(a) / f64::from(b);
+    let rest = (-q).mul_add(f64::from(b), f64::from(a));
+    let error = if b < 0.0 { -rest } else { rest };
+    finish(narrow(to_odd(q, error), flags), flags)
+}
+
+fn sqrt_slow(a: f32, flags: i64) -> f32 {
+    let a = start(a, flags);
+    let s = f64::from(a).sqrt();
+    finish(narrow(to_odd(s, (-s).mul_add(s, f64::from(a))), flags), flags)
+}
+
+#[inline(always)]
+fn min32(a: f32, b: f32, flags: i64) -> f32 {
+    let (a, b) = (start(a, flags), start(b, flags));
+    let (x, y) = if flags & flag::XORSIGN != 0 { (a.abs(), b.abs()) } else { (a, b) };
+    let r = if x.is_nan() || y.is_nan() {
+        if flags & flag::NAN != 0 || (x.is_nan() && y.is_nan()) {
+            f32::from_bits(NAN32)
+        } else if x.is_nan() {
+            y
+        } else {
+            x
+        }
+    } else if x == y {
+        // Minus zero is less than plus zero.
+        f32::from_bits(x.to_bits() | y.to_bits())
+    } else if x < y {
+        x
+    } else {
+        y
+    };
+    xorsign(r, a, b, flags)
+}
+
+#[inline(always)]
+fn max32(a: f32, b: f32, flags: i64) -> f32 {
+    let (a, b) = (start(a, flags), start(b, flags));
+    let (x, y) = if flags & flag::XORSIGN != 0 { (a.abs(), b.abs()) } else { (a, b) };
+    let r = if x.is_nan() || y.is_nan() {
+        if flags & flag::NAN != 0 || (x.is_nan() && y.is_nan()) {
+            f32::from_bits(NAN32)
+        } else if x.is_nan() {
+            y
+        } else {
+            x
+        }
+    } else if x == y {
+        f32::from_bits(x.to_bits() & y.to_bits())
+    } else if x > y {
+        x
+    } else {
+        y
+    };
+    xorsign(r, a, b, flags)
+}
+
+#[inline(always)]
+fn xorsign(r: f32, a: f32, b: f32, flags: i64) -> f32 {
+    if flags & flag::XORSIGN == 0 || r.is_nan() {
+        return r;
+    }
+    f32::from_bits(r.to_bits() | ((a.to_bits() ^ b.to_bits()) & 0x8000_0000))
+}
+
+#[inline(always)]
+fn min64(a: f64, b: f64) -> f64 {
+    if a.is_nan() {
+        canon64(b)
+    } else if b.is_nan() || a < b {
+        a
+    } else if a == b {
+        f64::from_bits(a.to_bits() | b.to_bits())
+    } else {
+        b
+    }
+}
+
+#[inline(always)]
+fn max64(a: f64, b: f64) -> f64 {
+    if a.is_nan() {
+        canon64(b)
+    } else if b.is_nan() || a > b {
+        a
+    } else if a == b {
+        f64::from_bits(a.to_bits() & b.to_bits())
+    } else {
+        b
+    }
+}
+
+/// f32 operations with their flags known to be none, or FTZ, have handlers of their own; others look at `imm`.
+pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
+    const FTZ: i64 = flag::FTZ;
+    Some(match (name, flags) {
+        ("add", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a + b))),
+        ("sub", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a - b))),
+        ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a * b))),
+        ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| canon(a.mul_add(b, c)))),
+        ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a / b))),
+        ("sqrt", 0) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(a.sqrt()))),
+        ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(1.0 / a))),
+        ("add", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) + flush(b))))),
+        ("sub", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) - flush(b))))),
+        ("mul", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) * flush(b))))),
+        ("fma", FTZ) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| {
+            canon(flush(flush(a).mul_add(flush(b), flush(c))))
+        })),
+        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| add_slow(a, b, i.imm))),
+        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f32| add_slow(a, -b, i.imm))),
+        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| mul_slow(a, b, i.imm))),
+        ("fma", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| fma_slow(a, b, c, i.imm))),
+        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
+        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
+        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
+        ("min", _) => handler!(|w, i, m| map2(w, i, m, |a, b| min32(a, b, i.imm))),
+        ("max", _) => handler!(|w, i, m| map2(w, i, m, |a, b| max32(a, b, i.imm))),
+        ("min3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| min32(min32(a, b, i.imm), c, i.imm))),
+        ("max3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| max32(max32(a, b, i.imm), c, i.imm))),
+        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a| start(f32::abs(a), i.imm))),
+        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f32| start(-a, i.imm))),
+        ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| b.copysign(a))),
+        ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
+        ("div.approx", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
+        ("sqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
+        ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, |x| 1.0 / x.sqrt()))),
+        ("sin.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::sin))),
+        ("cos.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::cos))),
+        ("lg2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::log2))),
+        ("ex2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::exp2))),
+        ("tanh.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::tanh))),
+        ("testp.finite", _) => return None,
+        _ => return None,
+    })
+}
+
+#[inline(always)]
+fn approx(a: f32, flags: i64, f: impl Fn(f64) -> f64) -> f32 {
+    finish(f(f64::from(start(a, flags))) as f32, flags)
+}
+
+fn directed(nearest: f64, error: f64, flags: i64) -> f64 {
+    if error == 0.0 || error.is_nan() || nearest.is_nan() {
+        return nearest;
+    }
+    let down = match flags & flag::ROUND {
+        flag::RM => true,
+        flag::RP => false,
+        flag::RZ => nearest > 0.0 || (nearest == 0.0 && error > 0.0),
+        _ => return nearest,
+    };
+    if down && error < 0.0 {
+        nearest.next_down()
+    } else if !down && error > 0.0 {
+        nearest.next_up()
+    } else {
+        nearest
+    }
+}
+
+fn add64(a: f64, b: f64, flags: i64) -> f64 {
+    let s = a + b;
+    if s.is_infinite() && a.is_finite() && b.is_finite() {
+        return canon64(directed(s, if s > 0.0 { -1.0 } else { 1.0 }, flags));
+    }
+    let t = s - a;
+    let error = (a - (s - t)) + (b - t);
+    let s = if s == 0.0
+        && flags & flag::ROUND == flag::RM
+        && (a != 0.0 || b != 0.0 || a.is_sign_negative() || b.is_sign_negative())
+    {
+        -0.0
+    } else {
+        s
+    };
+    canon64(directed(s, error, flags))
+}
+
+fn sign_of_difference(exact: impl Fn(u32) -> f64, scales: &[u32]) -> f64 {
+    scales.iter().map(|&s| exact(s)).find(|e| *e != 0.0).unwrap_or(0.0)
+}
+
+fn mul64(a: f64, b: f64, flags: i64) -> f64 {
+    let p = a * b;
+    if p.is_infinite() && a.is_finite() && b.is_finite() {
+        return canon64(directed(p, if p > 0.0 { -1.0 } else { 1.0 }, flags));
+    }
+    // The error is exact unless it falls below the subnormals: then the factors are scaled up first.
+    let error = if p.abs() < 1e-250 && a != 0.0 && b != 0.0 {
+        let up = 2f64.powi(300);
+        let (x, y) = (a * up, b * up);
+        sign_of_difference(|_| x.mul_add(y, -(p * up) * up), &[0])
+    } else {
+        a.mul_add(b, -p)
+    };
+    canon64(directed(p, error, flags))
+}
+
+fn div64(a: f64, b: f64, flags: i64) -> f64 {
+    let q = a / b;
+    if q.is_infinite() && a.is_finite() && b != 0.0 {
+        return canon64(directed(q, if q > 0.0 { -1.0 } else { 1.0 }, flags));
+    }
+    // Scaled so that neither the product nor the rest falls out of range.
+    let (down, up) = (2f64.powi(-200), 2f64.powi(200));
+    let rest = if a.abs() > 1e200 {
+        (-q).mul_add(b * down, a * down)
+    } else if a.abs() < 1e-200 {
+        (-q * up).mul_add(b * up, a * up * up)
+    } else {
+        (-q).mul_add(b, a)
+    };
+    canon64(directed(q, if b < 0.0 { -rest } else { rest }, flags))
+}
+
+fn sqrt64(a: f64, flags: i64) -> f64 {
+    let s = a.sqrt();
+    let error = if a < 1e-200 {
+        let up = 2f64.powi(200);
+        (-s * up).mul_add(s * up, a * up * up)
+    } else {
+        (-s).mul_add(s, a)
+    };
+    canon64(directed(s, error, flags))
+}
+
+/// f64 operations. Directed `fma` is left to the lowering, which refuses it.
+pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
+    Some(match (name, flags) {
+        ("add", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a + b))),
+        ("sub", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a - b))),
+        ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a * b))),
+        ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f64, b: f64, c: f64| canon64(a.mul_add(b, c)))),
+        ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a / b))),
+        ("sqrt", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(a.sqrt()))),
+        ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(1.0 / a))),
+        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| add64(a, b, i.imm))),
+        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f64| add64(a, -b, i.imm))),
+        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| mul64(a, b, i.imm))),
+        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div64(a, b, i.imm))),
+        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt64(a, i.imm))),
+        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| div64(1.0, a, i.imm))),
+        ("min", _) => handler!(|w, i, m| map2(w, i, m, min64)),
+        ("max", _) => handler!(|w, i, m| map2(w, i, m, max64)),
+        ("abs", _) => handler!(|w, i, m| map1(w, i, m, f64::abs)),
+        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| -a)),
+        ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),
+        // Only the upper 32 bits of source and result count.
+        ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x))),
+        ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x.sqrt()))),
+        _ => return None,
+    })
+}
+
+#[inline(always)]
+fn approx64(a: f64, f: impl Fn(f64) -> f64) -> f64 {
+    const HIGH: u64 = 0xffff_ffff_0000_0000;
+    let a = f64::from_bits(a.to_bits() & HIGH);
+    let tiny = a.abs() < f64::MIN_POSITIVE;
+    let a = if tiny { 0f64.copysign(a) } else { a };
+    let r = f(a);
+    let r = if r.abs() < f64::MIN_POSITIVE { 0f64.copysign(r) } else { r };
+    if r.is_nan() { f64::from_bits(0x7fff_ffff_0000_0000) } else { f64::from_bits(r.to_bits() & HIGH) }
+}
+
+macro_rules! setp {
+    ($cmp:expr, $t:ty, |$x:ident| $prep:expr) => {{
+        macro_rules! test {
+            ($a:ident, $b:ident, $e:expr) => {
+                handler!(|w, i, m| {
+                    let bits = compare(w, i.r[2], i.r[3], |$a: $t, $b: $t| {
+                        let prepare = |$x: $t| $prep;
+                        let ($a, $b) = (prepare($a), prepare($b));
+                        $e
+                    });
+                    finish_setp(w, i, m, bits)
+                })
+            };
+        }
+        Some(match $cmp {
+            "eq" => test!(a, b, a == b),
+            "ne" => test!(a, b, a.partial_cmp(&b).is_some_and(|o| o.is_ne())),
+            "lt" => test!(a, b, a < b),
+            "le" => test!(a, b, a <= b),
+            "gt" => test!(a, b, a > b),
+            "ge" => test!(a, b, a >= b),
+            "equ" => test!(a, b, a.partial_cmp(&b).is_none_or(|o| o.is_eq())),
+            "neu" => test!(a, b, a != b),
+            "ltu" => test!(a, b, a.partial_cmp(&b).is_none_or(|o| o.is_lt())),
+            "leu" => test!(a, b, a.partial_cmp(&b).is_none_or(|o| o.is_le())),
+            "gtu" => test!(a, b, a.partial_cmp(&b).is_none_or(|o| o.is_gt())),
+            "geu" => test!(a, b, a.partial_cmp(&b).is_none_or(|o| o.is_ge())),
+            "num" => test!(a, b, !a.is_nan() && !b.is_nan()),
+            "nan" => test!(a, b, a.is_nan() || b.is_nan()),
+            _ => return None,
+        })
+    }};
+}
+
+/// Comparison of floats; see [`finish_setp`].
+pub(crate) fn setp(cmp: &str, ty: &str, ftz: bool) -> Option<Handler> {
+    match (ty, ftz) {
+        ("f32", false) => setp!(cmp, f32, |x| x),
+        ("f32", true) => setp!(cmp, f32, |x| flush(x)),
+        ("f64", _) => setp!(cmp, f64, |x| x),
+        _ => None,
+    }
+}
+
+/// `testp`: source in `r[2]`, result like a comparison.
+pub(crate) fn testp(test: &str, ty: &str) -> Option<Handler> {
+    macro_rules! tests {
+        ($t:ty) => {{
+            macro_rules! test {
+                ($f:expr) => {
+                    handler!(|w, i, m| {
+                        let bits = compare(w, i.r[2], i.r[2], |a: $t, _: $t| $f(a));
+                        finish_setp(w, i, m, bits)
+                    })
+                };
+            }
+            Some(match test {
+                "finite" => test!(<$t>::is_finite),
+                "infinite" => test!(<$t>::is_infinite),
+                "number" => test!(|a: $t| !a.is_nan()),
+                "notanumber" => test!(<$t>::is_nan),
+                "normal" => test!(<$t>::is_normal),
+                "subnormal" => test!(<$t>::is_subnormal),
+                _ => return None,
+            })
+        }};
+    }
+    match ty {
+        "f32" => tests!(f32),
+        "f64" => tests!(f64),
+        _ => None,
+    }
+}

@@ -1,0 +1,213 @@
+//! f16 and bf16: their encodings, and arithmetic in f64 rounded once.
+
+use crate::exec::convert::integer;
+use crate::exec::float::{add_odd, flag};
+use crate::exec::rows::{map1, map2, map3};
+use crate::lower::program::Handler;
+
+/// The value of an f16.
+#[inline(always)]
+pub(crate) fn from_f16(h: u16) -> f64 {
+    let (sign, exponent, fraction) = (h >> 15, h >> 10 & 31, h & 0x3ff);
+    let magnitude = match exponent {
+        0 => f64::from(fraction) * 2f64.powi(-24),
+        31 if fraction == 0 => f64::INFINITY,
+        31 => f64::NAN,
+        _ => f64::from_bits((u64::from(exponent) + 1008) << 52 | u64::from(fraction) << 42),
+    };
+    if sign != 0 { -magnitude } else { magnitude }
+}
+
+/// The value of a bf16.
+#[inline(always)]
+pub(crate) fn from_bf16(h: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(h) << 16))
+}
+
+/// Rounds the magnitude of a finite `x` to a multiple of `ulp`, a power of two.
+fn to_multiple(x: f64, ulp: f64, flags: i64) -> f64 {
+    let q = x / ulp;
+    let r = match flags & flag::ROUND {
+        flag::RZ => q.trunc(),
+        flag::RM => q.floor(),
+        flag::RP => q.ceil(),
+        _ => q.round_ties_even(),
+    };
+    r * ulp
+}
+
+/// Rounds to a format with `digits` bits of significand, lowest exponent `low` and largest finite value `max`.
+fn round(x: f64, digits: i32, low: i32, max: f64, flags: i64) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let exponent = ((x.to_bits() >> 52 & 0x7ff) as i32 - 1023).max(low);
+    let r = to_multiple(x, 2f64.powi(exponent - digits + 1), flags);
+    if r.abs() <= max {
+        return if r == 0.0 { 0f64.copysign(x) } else { r };
+    }
+    let away = match flags & flag::ROUND {
+        flag::RZ => false,
+        flag::RM => x < 0.0,
+        flag::RP => x > 0.0,
+        _ => true,
+    };
+    (if away { f64::INFINITY } else { max }).copysign(x)
+}
+
+#[inline(always)]
+fn clamp(x: f64, flags: i64) -> f64 {
+    if flags & flag::SAT != 0 {
+        return if x > 0.0 { x.min(1.0) } else { 0.0 };
+    }
+    // A NaN stays one; minus zero becomes zero.
+    if flags & integer::RELU != 0 && x <= 0.0 { 0.0 } else { x }
+}
+
+/// Encodes as f16; the value may have been rounded to odd before, but no otherwise.
+pub(crate) fn to_f16(x: f64, flags: i64) -> u16 {
+    let x = clamp(x, flags);
+    if x.is_nan() {
+        return 0x7fff;
+    }
+    let r = round(x, 11, -14, 65504.0, flags);
+    let sign = if r.is_sign_negative() { 0x8000 } else { 0 };
+    let a = r.abs();
+    let bits = if a.is_infinite() {
+        0x7c00
+    } else if a < 2f64.powi(-14) {
+        (a * 2f64.powi(24)) as u16
+    } else {
+        ((a.to_bits() >> 42) - (1008 << 10)) as u16
+    };
+    let bits = if flags & flag::FTZ != 0 && bits < 0x400 { 0 } else { bits };
+    sign | bits
+}
+
+/// Encodes as bf16.
+pub(crate) fn to_bf16(x: f64, flags: i64) -> u16 {
+    let x = clamp(x, flags);
+    if x.is_nan() {
+        return 0x7fff;
+    }
+    let max = f64::from(f32::from_bits(0x7f7f_0000));
+    let r = round(x, 8, -126, max, flags) as f32;
+    (r.to_bits() >> 16) as u16
+}
+
+/// The two formats behind one face.
+pub(crate) trait Half {
+    fn decode(h: u16) -> f64;
+    fn encode(x: f64, flags: i64) -> u16;
+}
+pub(crate) struct F16;
+pub(crate) struct Bf16;
+impl Half for F16 {
+    #[inline(always)]
+    fn decode(h: u16) -> f64 {
+        from_f16(h)
+    }
+    #[inline(always)]
+    fn encode(x: f64, flags: i64) -> u16 {
+        to_f16(x, flags)
+    }
+}
+impl Half for Bf16 {
+    #[inline(always)]
+    fn decode(h: u16) -> f64 {
+        from_bf16(h)
+    }
+    #[inline(always)]
+    fn encode(x: f64, flags: i64) -> u16 {
+        to_bf16(x, flags)
+    }
+}
+
+#[inline(always)]
+fn input<H: Half>(h: u16, flags: i64) -> f64 {
+    let subnormal = flags & flag::FTZ != 0 && h & 0x7c00 == 0;
+    H::decode(if subnormal { h & 0x8000 } else { h })
+}
+
+fn add<H: Half>(a: u16, b: u16, flags: i64) -> u16 {
+    H::encode(add_odd(input::<H>(a, flags), input::<H>(b, flags)), flags)
+}
+fn sub<H: Half>(a: u16, b: u16, flags: i64) -> u16 {
+    H::encode(add_odd(input::<H>(a, flags), -input::<H>(b, flags)), flags)
+}
+fn mul<H: Half>(a: u16, b: u16, flags: i64) -> u16 {
+    H::encode(input::<H>(a, flags) * input::<H>(b, flags), flags)
+}
+fn fma<H: Half>(a: u16, b: u16, c: u16, flags: i64) -> u16 {
+    H::encode(add_odd(input::<H>(a, flags) * input::<H>(b, flags), input::<H>(c, flags)), flags)
+}
+
+fn extreme<H: Half>(a: u16, b: u16, flags: i64, max: bool) -> u16 {
+    let (mut x, mut y) = (input::<H>(a, flags), input::<H>(b, flags));
+    let sign = if flags & flag::XORSIGN != 0 { (a ^ b) & 0x8000 } else { 0 };
+    if flags & flag::XORSIGN != 0 {
+        (x, y) = (x.abs(), y.abs());
+    }
+    if x.is_nan() || y.is_nan() {
+        if flags & flag::NAN != 0 || (x.is_nan() && y.is_nan()) {
+            return 0x7fff;
+        }
+        return H::encode(if x.is_nan() { y } else { x }, 0) | sign;
+    }
+    let first = if x == y { x.is_sign_positive() == max } else { (x > y) == max };
+    H::encode(if first { x } else { y }, 0) | sign
+}
+
+#[inline(always)]
+fn both(a: u32, b: u32, f: impl Fn(u16, u16) -> u16) -> u32 {
+    u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
+}
+
+macro_rules! ops {
+    ($name:expr, $h:ty) => {
+        Some(match $name {
+            ("add", false) => handler!(|w, i, m| map2(w, i, m, |a, b| add::<$h>(a, b, i.imm))),
+            ("sub", false) => handler!(|w, i, m| map2(w, i, m, |a, b| sub::<$h>(a, b, i.imm))),
+            ("mul", false) => handler!(|w, i, m| map2(w, i, m, |a, b| mul::<$h>(a, b, i.imm))),
+            ("fma", false) => handler!(|w, i, m| map3(w, i, m, |a, b, c| fma::<$h>(a, b, c, i.imm))),
+            ("min", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, false))),
+            ("max", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, true))),
+            ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a & 0x7fff)),
+            ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a ^ 0x8000)),
+            ("add", true) => {
+                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| add::<$h>(a, b, i.imm))))
+            }
+            ("sub", true) => {
+                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| sub::<$h>(a, b, i.imm))))
+            }
+            ("mul", true) => {
+                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| mul::<$h>(a, b, i.imm))))
+            }
+            ("fma", true) => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
+                let low = fma::<$h>(a as u16, b as u16, c as u16, i.imm);
+                let high = fma::<$h>((a >> 16) as u16, (b >> 16) as u16, (c >> 16) as u16, i.imm);
+                u32::from(low) | u32::from(high) << 16
+            })),
+            ("min", true) => {
+                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, i.imm, false))))
+            }
+            ("max", true) => {
+                handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, i.imm, true))))
+            }
+            ("abs", true) => handler!(|w, i, m| map1(w, i, m, |a: u32| a & 0x7fff_7fff)),
+            ("neg", true) => handler!(|w, i, m| map1(w, i, m, |a: u32| a ^ 0x8000_8000)),
+            _ => return None,
+        })
+    };
+}
+
+/// Arithmetic on `f16`, `f16x2`, `bf16` and `bf16x2`; `imm` holds the flags.
+pub(crate) fn op(name: &str, ty: &str) -> Option<Handler> {
+    match ty {
+        "f16" => ops!((name, false), F16),
+        "f16x2" => ops!((name, true), F16),
+        "bf16" => ops!((name, false), Bf16),
+        "bf16x2" => ops!((name, true), Bf16),
+        _ => None,
+    }
+}

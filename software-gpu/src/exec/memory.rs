@@ -1,0 +1,434 @@
+//! Loads and stores in every state space.
+//!
+//! Addresses are in row `r[4]` (64 bits, or 32 if the instruction's flag says so) plus `imm`; the values' rows are
+//! `r[0]` to `r[3]`. Global memory is read and written with relaxed atomic accesses of the element's
+//! width, as other threads may do the same at any time; shared and local memory belong to one worker at a time.
+
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use crate::device::memory::MODULE_BASE;
+use crate::error::Fault;
+use crate::exec::rows::{self, LANES};
+use crate::exec::warp::Warp;
+use crate::lower::program::{Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW_SIZE};
+use crate::ptx::ast::Space;
+
+/// Bit of [`Inst::flags`]: addresses are 32-bit rows.
+pub(crate) const ADDRESS_32: u8 = 1;
+/// Bit of [`Inst::flags`]: the access may be a look at what other threads do.
+pub(crate) const SPIN: u8 = 2;
+
+/// A type that memory holds.
+pub(crate) trait Element: Copy + Default {
+    /// # Safety
+    /// `p` is valid and aligned for the type's accesses.
+    unsafe fn load(p: *const u8) -> Self;
+    /// # Safety
+    /// As `load`.
+    unsafe fn store(p: *mut u8, value: Self);
+}
+
+macro_rules! element {
+    ($t:ty, $atomic:ty) => {
+        impl Element for $t {
+            #[inline(always)]
+            unsafe fn load(p: *const u8) -> $t {
+                // SAFETY: as the trait's contract says.
+                unsafe { <$atomic>::from_ptr(p.cast_mut().cast()).load(Ordering::Relaxed) }
+            }
+            #[inline(always)]
+            unsafe fn store(p: *mut u8, value: $t) {
+                // SAFETY: as the trait's contract says.
+                unsafe { <$atomic>::from_ptr(p.cast()).store(value, Ordering::Relaxed) }
+            }
+        }
+    };
+}
+element!(u8, AtomicU8);
+element!(u16, AtomicU16);
+element!(u32, AtomicU32);
+element!(u64, AtomicU64);
+
+impl Element for u128 {
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> u128 {
+        // SAFETY: as the trait's contract says; PTX treats 128-bit accesses that are not atomic as two.
+        unsafe { u128::from(u64::load(p)) | u128::from(u64::load(p.add(8))) << 64 }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut u8, value: u128) {
+        // SAFETY: as in `load`.
+        unsafe {
+            u64::store(p, value as u64);
+            u64::store(p.add(8), (value >> 64) as u64);
+        }
+    }
+}
+
+/// Where an address of a state space is on the host.
+pub(crate) trait Place {
+    const SPACE: Space;
+    /// The host address of `size` bytes, or `None` if they are not all there. Alignment is not looked at.
+    fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>;
+}
+
+pub(crate) struct Global;
+pub(crate) struct Shared;
+pub(crate) struct Local;
+pub(crate) struct Param;
+pub(crate) struct Generic;
+
+impl Place for Global {
+    const SPACE: Space = Space::Global;
+    #[inline(always)]
+    fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        let block = w.block();
+        let hit = &block.hit;
+        if address >= hit.start && address < hit.end && hit.end - address >= u64::from(size) {
+            return Some(address.wrapping_add(hit.delta) as *mut u8);
+        }
+        find_global(w, address, size)
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn find_global(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
+    let block = w.block();
+    // SAFETY: `address` lies in this allocation or the answer is `None`.
+    let hit = block.memory().find(address)?;
+    if u64::from(size) > hit.end - address {
+        return None;
+    }
+    block.hit = hit;
+    Some(address.wrapping_add(hit.delta) as *mut u8)
+}
+
+/// Forgets the cached allocation if something was released since.
+#[inline(always)]
+pub(crate) fn refresh(w: &mut Warp) {
+    let block = w.block();
+    let generation = block.memory().generation();
+    if generation != block.generation {
+        block.generation = generation;
+        block.hit = crate::device::memory::Hit { start: 1, end: 0, delta: 0 };
+    }
+}
+
+impl Place for Shared {
+    const SPACE: Space = Space::Shared;
+    #[inline(always)]
+    fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        let block = w.block();
+        // A generic address may be given for a shared one.
+        let offset = if address >= SHARED_WINDOW { address - SHARED_WINDOW } else { address };
+        let bytes = u64::from(block.shared_bytes);
+        if offset > bytes || offset + u64::from(size) > bytes {
+            return None;
+        }
+        // SAFETY: `shared` holds at least `shared_bytes`.
+        Some(unsafe { block.shared.as_mut_ptr().cast::<u8>().add(offset as usize) })
+    }
+}
+
+impl Place for Local {
+    const SPACE: Space = Space::Local;
+    #[inline(always)]
+    fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        w.local.at(lane, address, size)
+    }
+}
+
+impl Place for Param {
+    const SPACE: Space = Space::Param;
+    #[inline(always)]
+    fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        let params = &w.block().run().params;
+        if address > params.len() as u64 || address + u64::from(size) > params.len() as u64 {
+            return None;
+        }
+        // SAFETY: the offset is inside the parameters; the lowering refuses stores there, so the constant
+        // memory is only read.
+        Some(unsafe { params.as_ptr().add(address as usize).cast_mut() })
+    }
+}
+
+impl Place for Generic {
+    const SPACE: Space = Space::Generic;
+    #[inline(always)]
+    fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+        if address >= MODULE_BASE {
+            return Global::find(w, lane, address, size);
+        }
+        window(w, lane, address, size)
+    }
+}
+
+#[inline(never)]
+fn window(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+    let offset = address % WINDOW_SIZE;
+    match address - offset {
+        SHARED_WINDOW => Shared::find(w, lane, offset, size),
+        LOCAL_WINDOW => Local::find(w, lane, offset, size),
+        PARAM_WINDOW => Param::find(w, lane, offset, size),
+        _ => None,
+    }
+}
+
+/// The state space of a generic address.
+pub(crate) fn space_of(address: u64) -> Space {
+    match address - address % WINDOW_SIZE {
+        SHARED_WINDOW => Space::Shared,
+        LOCAL_WINDOW => Space::Local,
+        PARAM_WINDOW => Space::Param,
+        _ => Space::Global,
+    }
+}
+
+/// The addresses of an instruction.
+///
+/// # Safety
+/// `r[4]` is a row of the width that the flags say.
+#[inline(always)]
+pub(crate) unsafe fn addresses(w: &Warp, i: &Inst) -> [u64; LANES] {
+    // SAFETY: as above.
+    unsafe {
+        let mut out = [0u64; LANES];
+        if i.flags & ADDRESS_32 != 0 {
+            let a: [u32; LANES] = rows::get(w, i.r[4]);
+            for l in 0..LANES {
+                out[l] = u64::from(a[l].wrapping_add(i.imm as u32));
+            }
+        } else {
+            let a: [u64; LANES] = rows::get(w, i.r[4]);
+            for l in 0..LANES {
+                out[l] = a[l].wrapping_add(i.imm as u64);
+            }
+        }
+        out
+    }
+}
+
+/// Checks alignment and finds the host address, or sets the warp's fault.
+#[inline(always)]
+pub(crate) fn locate<P: Place>(
+    w: &mut Warp,
+    lane: usize,
+    address: u64,
+    size: u32,
+    access: &'static str,
+) -> Option<*mut u8> {
+    if address & u64::from(size - 1) != 0 {
+        w.set_fault(Fault::MisalignedAddress { space: P::SPACE.name(), address, size }, lane);
+        return None;
+    }
+    let found = P::find(w, lane, address, size);
+    if found.is_none() {
+        w.set_fault(Fault::IllegalAddress { access, space: P::SPACE.name(), address, size }, lane);
+    }
+    found
+}
+
+/// Loads `N` elements for each lane.
+///
+/// # Safety
+/// The operands are rows of `T` and of addresses.
+#[inline(always)]
+pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
+    // SAFETY: the rows are as above; `locate` answers for the bytes of all elements, aligned to their total.
+    unsafe {
+        let addresses = addresses(w, i);
+        let size = (size_of::<T>() * N) as u32;
+        refresh(w);
+        w.spinning |= i.flags & SPIN != 0;
+        let mut values = [[T::default(); LANES]; N];
+        for l in 0..LANES {
+            if mask >> l & 1 == 0 {
+                continue;
+            }
+            let Some(p) = locate::<P>(w, l, addresses[l], size, "read") else {
+                return Flow::Fault;
+            };
+            for (n, row) in values.iter_mut().enumerate() {
+                row[l] = T::load(p.add(n * size_of::<T>()));
+            }
+        }
+        for (n, row) in values.iter().enumerate() {
+            if i.r[n] != crate::lower::program::NONE {
+                rows::put(w, i.r[n], mask, row);
+            }
+        }
+        Flow::Next
+    }
+}
+
+/// Stores `N` elements for each lane.
+///
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
+    // SAFETY: as in `load`.
+    unsafe {
+        let addresses = addresses(w, i);
+        let size = (size_of::<T>() * N) as u32;
+        refresh(w);
+        let mut values = [[T::default(); LANES]; N];
+        for (n, row) in values.iter_mut().enumerate() {
+            *row = rows::get(w, i.r[n]);
+        }
+        for l in 0..LANES {
+            if mask >> l & 1 == 0 {
+                continue;
+            }
+            let Some(p) = locate::<P>(w, l, addresses[l], size, "write") else {
+                return Flow::Fault;
+            };
+            for (n, row) in values.iter().enumerate() {
+                T::store(p.add(n * size_of::<T>()), row[l]);
+            }
+        }
+        Flow::Next
+    }
+}
+
+/// Loads from the kernel's parameters at the same place for all lanes.
+///
+/// # Safety
+/// The operands are rows of `T`.
+#[inline(always)]
+unsafe fn load_param<T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
+    // SAFETY: as in `load`.
+    unsafe {
+        for n in 0..N {
+            let at = i.imm as u64 + (n * size_of::<T>()) as u64;
+            let Some(p) = Param::find(w, 0, at, size_of::<T>() as u32) else {
+                let fault = Fault::IllegalAddress {
+                    access: "read",
+                    space: "param",
+                    address: at,
+                    size: size_of::<T>() as u32,
+                };
+                return w.set_fault(fault, 0);
+            };
+            let value: T = p.cast::<T>().read_unaligned();
+            if i.r[n] != crate::lower::program::NONE {
+                rows::put(w, i.r[n], mask, &[value; LANES]);
+            }
+        }
+        Flow::Next
+    }
+}
+
+/// Loads or stores at `imm` of the present call's local memory.
+///
+/// # Safety
+/// The operands are rows of `T`.
+#[inline(always)]
+unsafe fn frame_access<T: Element, const N: usize, const STORE: bool>(
+    w: &mut Warp,
+    i: &Inst,
+    mask: u32,
+) -> Flow {
+    // SAFETY: as in `load`; the lowering aligns frames to 16 bytes and variables to their elements.
+    unsafe {
+        let at = u64::from(w.local_base) + i.imm as u64;
+        let size = (size_of::<T>() * N) as u32;
+        for l in 0..LANES {
+            if mask >> l & 1 == 0 {
+                continue;
+            }
+            let Some(p) = locate::<Local>(w, l, at, size, if STORE { "write" } else { "read" }) else {
+                return Flow::Fault;
+            };
+            for n in 0..N {
+                let q = p.add(n * size_of::<T>());
+                if i.r[n] == crate::lower::program::NONE {
+                    continue;
+                }
+                let row = rows::row::<T>(w, i.r[n]);
+                if STORE {
+                    T::store(q, (*row)[l]);
+                } else {
+                    (*row)[l] = T::load(q);
+                }
+            }
+        }
+        Flow::Next
+    }
+}
+
+macro_rules! by_shape {
+    ($bits:expr, $n:expr, $f:ident $(, $p:ty)? $(; $s:literal)?) => {
+        Some(match ($bits, $n) {
+            (8, 1) => handler!(|w, i, m| $f::<$($p,)? u8, 1 $(, $s)?>(w, i, m)),
+            (8, 2) => handler!(|w, i, m| $f::<$($p,)? u8, 2 $(, $s)?>(w, i, m)),
+            (8, 4) => handler!(|w, i, m| $f::<$($p,)? u8, 4 $(, $s)?>(w, i, m)),
+            (16, 1) => handler!(|w, i, m| $f::<$($p,)? u16, 1 $(, $s)?>(w, i, m)),
+            (16, 2) => handler!(|w, i, m| $f::<$($p,)? u16, 2 $(, $s)?>(w, i, m)),
+            (16, 4) => handler!(|w, i, m| $f::<$($p,)? u16, 4 $(, $s)?>(w, i, m)),
+            (32, 1) => handler!(|w, i, m| $f::<$($p,)? u32, 1 $(, $s)?>(w, i, m)),
+            (32, 2) => handler!(|w, i, m| $f::<$($p,)? u32, 2 $(, $s)?>(w, i, m)),
+            (32, 4) => handler!(|w, i, m| $f::<$($p,)? u32, 4 $(, $s)?>(w, i, m)),
+            (64, 1) => handler!(|w, i, m| $f::<$($p,)? u64, 1 $(, $s)?>(w, i, m)),
+            (64, 2) => handler!(|w, i, m| $f::<$($p,)? u64, 2 $(, $s)?>(w, i, m)),
+            (128, 1) => handler!(|w, i, m| $f::<$($p,)? u128, 1 $(, $s)?>(w, i, m)),
+            _ => return None,
+        })
+    };
+}
+
+/// The load of `n` elements of `bits` bits.
+pub(crate) fn load_handler(space: Space, bits: u32, n: usize) -> Option<Handler> {
+    match space {
+        Space::Global | Space::Const => by_shape!(bits, n, load, Global),
+        Space::Shared => by_shape!(bits, n, load, Shared),
+        Space::Local => by_shape!(bits, n, load, Local),
+        Space::Param => by_shape!(bits, n, load, Param),
+        Space::Generic => by_shape!(bits, n, load, Generic),
+        Space::Reg => None,
+    }
+}
+
+/// The store of `n` elements of `bits` bits.
+pub(crate) fn store_handler(space: Space, bits: u32, n: usize) -> Option<Handler> {
+    match space {
+        Space::Global => by_shape!(bits, n, store, Global),
+        Space::Shared => by_shape!(bits, n, store, Shared),
+        Space::Local => by_shape!(bits, n, store, Local),
+        Space::Generic => by_shape!(bits, n, store, Generic),
+        Space::Const | Space::Param | Space::Reg => None,
+    }
+}
+
+/// The load from a kernel's parameters at a fixed place.
+pub(crate) fn param_handler(bits: u32, n: usize) -> Option<Handler> {
+    by_shape!(bits, n, load_param)
+}
+
+/// The load from the call's local memory at a fixed place.
+pub(crate) fn frame_load_handler(bits: u32, n: usize) -> Option<Handler> {
+    by_shape!(bits, n, frame_access; false)
+}
+
+/// The store to the call's local memory at a fixed place.
+pub(crate) fn frame_store_handler(bits: u32, n: usize) -> Option<Handler> {
+    by_shape!(bits, n, frame_access; true)
+}
+
+/// `r[0]` = address `imm` of the call's local memory (64 bits, or 32 by the flag).
+pub(crate) const LOCAL_ADDRESS: Handler = handler!(|w, i, m| {
+    let at = u64::from(w.local_base).wrapping_add(i.imm as u64);
+    if i.flags & ADDRESS_32 != 0 {
+        rows::put(w, i.r[0], m, &[at as u32; LANES]);
+    } else {
+        rows::put(w, i.r[0], m, &[at; LANES]);
+    }
+    Flow::Next
+});
+
+/// `membar` and `fence`.
+pub(crate) const FENCE: Handler = handler!(|w, i, m| {
+    std::sync::atomic::fence(Ordering::SeqCst);
+    Flow::Next
+});

@@ -1,0 +1,127 @@
+//! Rows: how handlers read and write the 32 lanes of an operand.
+
+use crate::exec::warp::Warp;
+use crate::lower::program::{CONST, Flow, Inst};
+
+/// Lanes of a warp.
+pub(crate) const LANES: usize = 32;
+
+/// The row of an operand.
+///
+/// # Safety
+/// `operand` is a row of `T` in the current frame or constants, as the lowering makes them.
+#[inline(always)]
+pub(crate) unsafe fn row<T>(w: &Warp, operand: u32) -> *mut [T; LANES] {
+    // SAFETY: as above; the offset stays inside the frame's or the constants' memory.
+    unsafe { w.bases[(operand >> 31) as usize].add((operand & !CONST) as usize).cast() }
+}
+
+/// The 32 values of an operand.
+///
+/// # Safety
+/// As [`row`].
+#[inline(always)]
+pub(crate) unsafe fn get<T: Copy>(w: &Warp, operand: u32) -> [T; LANES] {
+    // SAFETY: as above.
+    unsafe { *row::<T>(w, operand) }
+}
+
+/// Writes the lanes of `mask`.
+///
+/// # Safety
+/// As [`row`]; `operand` is no constant.
+#[inline(always)]
+pub(crate) unsafe fn put<T: Copy>(w: &Warp, operand: u32, mask: u32, values: &[T; LANES]) {
+    // SAFETY: as above.
+    unsafe {
+        let d = row::<T>(w, operand);
+        if mask == u32::MAX {
+            *d = *values;
+        } else {
+            for l in 0..LANES {
+                if mask >> l & 1 != 0 {
+                    (*d)[l] = values[l];
+                }
+            }
+        }
+    }
+}
+
+/// The bits of a predicate.
+///
+/// # Safety
+/// `operand` is a predicate's row.
+#[inline(always)]
+pub(crate) unsafe fn pred(w: &Warp, operand: u32) -> u32 {
+    // SAFETY: as above.
+    unsafe { *w.bases[(operand >> 31) as usize].add((operand & !CONST) as usize).cast::<u32>() }
+}
+
+/// Writes the bits of `mask` of a predicate.
+///
+/// # Safety
+/// `operand` is a predicate's row and no constant.
+#[inline(always)]
+pub(crate) unsafe fn put_pred(w: &Warp, operand: u32, mask: u32, bits: u32) {
+    // SAFETY: as above.
+    unsafe {
+        let p = w.bases[0].add(operand as usize).cast::<u32>();
+        *p = (*p & !mask) | (bits & mask);
+    }
+}
+
+macro_rules! map {
+    ($name:ident, $($x:ident: $X:ident = $n:literal),*) => {
+        /// Applies `f` to each lane: sources in `r[1..]`, result in `r[0]`.
+        ///
+        /// # Safety
+        /// The rows are of the types of `f`.
+        #[inline(always)]
+        pub(crate) unsafe fn $name<$($X: Copy,)* D: Copy>(
+            w: &Warp,
+            i: &Inst,
+            mask: u32,
+            f: impl Fn($($X),*) -> D,
+        ) -> Flow {
+            // SAFETY: as above. The sources are copied first, since the result's row may be one of them.
+            unsafe {
+                $(let $x: [$X; LANES] = get(w, i.r[$n]);)*
+                let d = row::<D>(w, i.r[0]);
+                if mask == u32::MAX {
+                    for l in 0..LANES {
+                        (*d)[l] = f($($x[l]),*);
+                    }
+                } else {
+                    let old = *d;
+                    for l in 0..LANES {
+                        let value = f($($x[l]),*);
+                        (*d)[l] = if mask >> l & 1 != 0 { value } else { old[l] };
+                    }
+                }
+                Flow::Next
+            }
+        }
+    };
+}
+map!(map1, a: A = 1);
+map!(map2, a: A = 1, b: B = 2);
+map!(map3, a: A = 1, b: B = 2, c: C = 3);
+map!(map4, a: A = 1, b: B = 2, c: C = 3, e: E = 4);
+
+/// The lanes for which `f` holds, as bits.
+///
+/// # Safety
+/// The rows are of types `A` and `B`.
+#[inline(always)]
+pub(crate) unsafe fn compare<A: Copy, B: Copy>(w: &Warp, a: u32, b: u32, f: impl Fn(A, B) -> bool) -> u32 {
+    // SAFETY: as above.
+    unsafe {
+        let a: [A; LANES] = get(w, a);
+        let b: [B; LANES] = get(w, b);
+        let mut bits = 0;
+        for l in 0..LANES {
+            bits |= u32::from(f(a[l], b[l])) << l;
+        }
+        bits
+    }
+}

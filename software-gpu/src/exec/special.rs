@@ -1,0 +1,160 @@
+//! Special registers, clocks, sleeping, traps.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::error::Fault;
+use crate::exec::rows::{self, LANES};
+use crate::exec::warp::Warp;
+use crate::lower::program::{Flow, Handler};
+
+macro_rules! lanes32 {
+    (|$w:ident, $l:ident| $e:expr) => {
+        handler!(|w, i, m| {
+            let mut out = [0u32; LANES];
+            {
+                #[allow(unused_mut)]
+                let mut $w = &mut *w;
+                for $l in 0..LANES {
+                    out[$l] = $e;
+                }
+            }
+            rows::put(w, i.r[0], m, &out);
+            Flow::Next
+        })
+    };
+}
+
+macro_rules! same {
+    ($t:ty, |$w:ident| $e:expr) => {
+        same!($t, |$w, i| $e)
+    };
+    ($t:ty, |$w:ident, $i:ident| $e:expr) => {
+        handler!(|$w, $i, m| {
+            let value: $t = $e;
+            rows::put($w, $i.r[0], m, &[value; LANES]);
+            Flow::Next
+        })
+    };
+}
+
+fn wall_ns() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64)
+}
+
+fn clock() -> u64 {
+    use std::sync::OnceLock;
+    use std::time::Instant;
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+fn worker() -> u32 {
+    // Threads are named by the pool: "sgpu-worker-3".
+    let name = std::thread::current();
+    name.name().and_then(|n| n.rsplit('-').next()?.parse().ok()).unwrap_or(0)
+}
+
+/// Handler and width of a special register.
+pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
+    Some((
+        match name {
+            "%tid.x" => lanes32!(|w, l| w.tid[0][l]),
+            "%tid.y" => lanes32!(|w, l| w.tid[1][l]),
+            "%tid.z" => lanes32!(|w, l| w.tid[2][l]),
+            "%ntid.x" => same!(u32, |w| w.block().run().config.block[0]),
+            "%ntid.y" => same!(u32, |w| w.block().run().config.block[1]),
+            "%ntid.z" => same!(u32, |w| w.block().run().config.block[2]),
+            "%ctaid.x" => same!(u32, |w| w.block().index[0]),
+            "%ctaid.y" => same!(u32, |w| w.block().index[1]),
+            "%ctaid.z" => same!(u32, |w| w.block().index[2]),
+            "%nctaid.x" | "%nclusterid.x" => same!(u32, |w| w.block().run().config.grid[0]),
+            "%nctaid.y" | "%nclusterid.y" => same!(u32, |w| w.block().run().config.grid[1]),
+            "%nctaid.z" | "%nclusterid.z" => same!(u32, |w| w.block().run().config.grid[2]),
+            "%clusterid.x" => same!(u32, |w| w.block().index[0]),
+            "%clusterid.y" => same!(u32, |w| w.block().index[1]),
+            "%clusterid.z" => same!(u32, |w| w.block().index[2]),
+            "%cluster_ctaid.x" | "%cluster_ctaid.y" | "%cluster_ctaid.z" | "%cluster_ctarank" => {
+                same!(u32, |w| 0)
+            }
+            "%cluster_nctaid.x" | "%cluster_nctaid.y" | "%cluster_nctaid.z" | "%cluster_nctarank" => {
+                same!(u32, |w| 1)
+            }
+            "%tid.w" | "%ctaid.w" => same!(u32, |w| 0),
+            "%ntid.w" | "%nctaid.w" => same!(u32, |w| 1),
+            "%laneid" => lanes32!(|w, l| {
+                let _ = &w;
+                l as u32
+            }),
+            "%warpid" => same!(u32, |w| w.index),
+            "%nwarpid" => same!(u32, |w| 64),
+            "%smid" => same!(u32, |w| worker()),
+            "%nsmid" => same!(u32, |w| w.block().run().gpu.properties.multiprocessors),
+            "%lanemask_eq" => lanes32!(|w, l| {
+                let _ = &w;
+                1 << l
+            }),
+            "%lanemask_le" => lanes32!(|w, l| {
+                let _ = &w;
+                u32::MAX >> (31 - l)
+            }),
+            "%lanemask_lt" => lanes32!(|w, l| {
+                let _ = &w;
+                (1 << l) - 1
+            }),
+            "%lanemask_ge" => lanes32!(|w, l| {
+                let _ = &w;
+                u32::MAX << l
+            }),
+            "%lanemask_gt" => lanes32!(|w, l| {
+                let _ = &w;
+                !(u32::MAX >> (31 - l))
+            }),
+            "%clock" => same!(u32, |w| clock() as u32),
+            "%clock_hi" => same!(u32, |w| (clock() >> 32) as u32),
+            "%globaltimer_lo" => same!(u32, |w| wall_ns() as u32),
+            "%globaltimer_hi" => same!(u32, |w| (wall_ns() >> 32) as u32),
+            "%dynamic_smem_size" => same!(u32, |w| w.block().run().config.dynamic_shared),
+            "%total_smem_size" | "%aggr_smem_size" => same!(u32, |w| w.block().run().shared_bytes),
+            "%clock64" => return Some((same!(u64, |w| clock()), 64)),
+            "%globaltimer" => return Some((same!(u64, |w| wall_ns()), 64)),
+            "%gridid" => return Some((same!(u64, |w| w.block().run().grid_id), 64)),
+            "%current_graph_exec" => return Some((same!(u64, |w| 0), 64)),
+            _ => return None,
+        },
+        32,
+    ))
+}
+
+/// `nanosleep`: row `r[1]`. A short sleep only makes room for others.
+pub(crate) const NANOSLEEP: Handler = handler!(|w, i, m| {
+    let ns: [u32; LANES] = rows::get(w, i.r[1]);
+    w.spinning = true;
+    if ns[m.trailing_zeros() as usize & 31] >= 100_000 {
+        std::thread::sleep(Duration::from_micros(50));
+    } else {
+        std::thread::yield_now();
+    }
+    Flow::Next
+});
+
+/// `trap`.
+pub(crate) const TRAP: Handler = handler!(|w, i, m| trap(w, m));
+
+fn trap(w: &mut Warp, mask: u32) -> Flow {
+    w.set_fault(Fault::Trap, mask.trailing_zeros() as usize)
+}
+
+/// Does nothing: hints such as `prefetch`.
+pub(crate) const NOTHING: Handler = handler!(|w, i, m| Flow::Next);
+
+/// Address of the dynamic shared memory, which follows the static: 64 bits.
+pub(crate) const DYNAMIC_SHARED_64: Handler = same!(u64, |w, i| {
+    let block = w.block();
+    u64::from(block.shared_bytes - block.run().config.dynamic_shared) + i.imm as u64
+});
+
+/// As [`DYNAMIC_SHARED_64`], 32 bits.
+pub(crate) const DYNAMIC_SHARED_32: Handler = same!(u32, |w, i| {
+    let block = w.block();
+    (block.shared_bytes - block.run().config.dynamic_shared).wrapping_add(i.imm as u32)
+});

@@ -1,0 +1,157 @@
+//! Finds the PTX to run in what a program hands over: PTX text, or a fat binary.
+//!
+//! A fat binary is one or more containers: a header (magic, version, header size, size of what follows) and
+//! entries, each with a kind, an architecture and a payload that may be compressed with LZ4 or zstd.
+
+use std::io::Read;
+
+use crate::error::{Error, Result};
+
+const WRAPPER_MAGIC: u32 = 0x4662_43b1;
+const CONTAINER_MAGIC: u32 = 0xba55_ed50;
+const KIND_PTX: u16 = 1;
+const KIND_ELF: u16 = 2;
+const FLAG_LZ4: u64 = 0x2000;
+const FLAG_ZSTD: u64 = 0x8000;
+/// Nobody's PTX is larger; a wrong header could say so.
+const MAX_PTX: u64 = 1 << 30;
+
+fn bytes<const N: usize>(data: &[u8], at: usize) -> Result<[u8; N]> {
+    let slice = data.get(at..at.saturating_add(N));
+    slice.and_then(|s| s.try_into().ok()).ok_or_else(|| truncated(at, data.len()))
+}
+
+fn truncated(at: usize, len: usize) -> Error {
+    Error::InvalidImage(format!("the fat binary ends at byte {len}, a header at {at} goes on"))
+}
+
+fn u16_at(data: &[u8], at: usize) -> Result<u16> {
+    Ok(u16::from_le_bytes(bytes(data, at)?))
+}
+fn u32_at(data: &[u8], at: usize) -> Result<u32> {
+    Ok(u32::from_le_bytes(bytes(data, at)?))
+}
+fn u64_at(data: &[u8], at: usize) -> Result<u64> {
+    Ok(u64::from_le_bytes(bytes(data, at)?))
+}
+
+struct Entry<'a> {
+    arch: u32,
+    flags: u64,
+    /// Bytes when decompressed; 0 when not compressed.
+    size: u64,
+    payload: &'a [u8],
+}
+
+/// The text of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the newest
+/// that is not newer than that.
+pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<String> {
+    if image.len() >= 4 {
+        let magic = u32_at(image, 0)?;
+        if magic == CONTAINER_MAGIC {
+            return from_containers(image, arch);
+        }
+        if magic == WRAPPER_MAGIC {
+            return Err(Error::InvalidImage(
+                "a fat binary wrapper holds pointers: hand over the container that it points to".into(),
+            ));
+        }
+        if image.starts_with(b"\x7fELF") {
+            return Err(Error::NoBinaryForGpu("the image is machine code (a cubin)".into()));
+        }
+    }
+    let text = text(image)?;
+    let target = ptx_target(&text);
+    match target {
+        None => Err(Error::InvalidImage("it begins with no magic number and has no .target".into())),
+        Some(target) if target > arch => Err(Error::NoBinaryForGpu(format!("its target is sm_{target}"))),
+        Some(_) => Ok(text),
+    }
+}
+
+/// PTX as text, without the zeros that may follow it.
+fn text(data: &[u8]) -> Result<String> {
+    let end = data.iter().position(|&b| b == 0).unwrap_or(data.len());
+    String::from_utf8(data[..end].to_vec())
+        .map_err(|e| Error::InvalidImage(format!("the PTX is not UTF-8: {e}")))
+}
+
+/// The number in `.target sm_NN`.
+fn ptx_target(text: &str) -> Option<u32> {
+    let line = text.lines().find_map(|l| l.trim_start().strip_prefix(".target"))?;
+    let name = line.split(',').next()?.trim().strip_prefix("sm_")?;
+    name.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok()
+}
+
+fn from_containers(mut data: &[u8], arch: u32) -> Result<String> {
+    let mut best: Option<Entry<'_>> = None;
+    let mut seen = Vec::new();
+    while data.len() >= 16 && u32_at(data, 0)? == CONTAINER_MAGIC {
+        let header = usize::from(u16_at(data, 6)?);
+        let size = u64_at(data, 8)?;
+        let end = usize::try_from(size).ok().and_then(|s| s.checked_add(header)).filter(|&e| e <= data.len());
+        let end = end.ok_or_else(|| truncated(header, data.len()))?;
+        let mut at = header;
+        while at + 16 <= end {
+            let kind = u16_at(data, at)?;
+            let head = u32_at(data, at + 4)? as usize;
+            let length = u64_at(data, at + 8)? as usize;
+            if head < 0x30 {
+                return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
+            }
+            let start = at.saturating_add(head);
+            let stop = start.saturating_add(length);
+            if stop > end {
+                return Err(truncated(at, data.len()));
+            }
+            let entry_arch = u32_at(data, at + 0x1c)?;
+            seen.push(format!(
+                "{} sm_{entry_arch}",
+                match kind {
+                    KIND_PTX => "PTX",
+                    KIND_ELF => "machine code",
+                    _ => "unknown kind",
+                }
+            ));
+            if kind == KIND_PTX && entry_arch <= arch && best.as_ref().is_none_or(|b| entry_arch > b.arch) {
+                let packed = u32_at(data, at + 0x10)? as usize;
+                let flags = u64_at(data, at + 0x28)?;
+                let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
+                let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
+                let used = if compressed && packed != 0 { packed.min(length) } else { length };
+                best = Some(Entry { arch: entry_arch, flags, size, payload: &data[start..start + used] });
+            }
+            at = stop;
+        }
+        data = &data[end.next_multiple_of(8).min(data.len())..];
+    }
+    match best {
+        Some(entry) => unpack(&entry),
+        None => Err(Error::NoBinaryForGpu(format!(
+            "the fat binary holds {}; build with PTX (-gencode … code=compute_XX, at most {arch})",
+            seen.join(", ")
+        ))),
+    }
+}
+
+fn unpack(entry: &Entry<'_>) -> Result<String> {
+    if entry.size > MAX_PTX {
+        return Err(Error::InvalidImage(format!("PTX of {} bytes", entry.size)));
+    }
+    if entry.flags & FLAG_ZSTD != 0 {
+        let mut out = Vec::with_capacity(entry.size as usize);
+        let decoder = ruzstd::decoding::StreamingDecoder::new(entry.payload)
+            .map_err(|e| Error::InvalidImage(format!("zstd: {e}")))?;
+        decoder
+            .take(entry.size.max(1))
+            .read_to_end(&mut out)
+            .map_err(|e| Error::InvalidImage(format!("zstd: {e}")))?;
+        return text(&out);
+    }
+    if entry.flags & FLAG_LZ4 != 0 {
+        let out = lz4_flex::block::decompress(entry.payload, entry.size as usize)
+            .map_err(|e| Error::InvalidImage(format!("LZ4: {e}")))?;
+        return text(&out);
+    }
+    text(entry.payload)
+}

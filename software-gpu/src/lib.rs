@@ -1,0 +1,35 @@
+//! A GPU in software: runs PTX on CPU threads.
+//!
+//! ```text
+//!  PTX text / fat binary ─▶ fatbin ─▶ ptx (parse) ─▶ lower (register machine) ─▶ exec (warps of 32 lanes)
+//!                                                                                   ▲
+//!  Gpu ── memory (windows, allocations) ── modules ── streams, events ── workers ───┘
+//! ```
+//!
+//! - [`Gpu`] is the device: memory at addresses of the caller's choice, modules, streams, one sticky error.
+//! - [`Module`] holds loaded PTX: [`Function`]s to launch and globals.
+//! - [`Stream`] runs launches and closures in order; [`Event`] marks points in it.
+//!
+//! Inside, in reading order: `fatbin` finds the PTX in a container; `ptx` parses it; `lower` turns each function
+//! into a compact register machine whose instructions work on a whole warp; `exec` runs warps, blocks and
+//! barriers; `device` is what the user sees.
+//!
+//! It knows nothing of any remoting system: it can be used by itself, as `examples/vector_add.rs` does.
+
+mod device;
+mod error;
+// A lane's number indexes several rows at a time; an iterator over one of them would hide that.
+#[allow(clippy::needless_range_loop)]
+mod exec;
+mod fatbin;
+mod lower;
+mod ptx;
+
+pub use device::event::Event;
+pub use device::gpu::{Gpu, GpuConfig, PrintfSink, Properties};
+pub use device::launch::LaunchConfig;
+pub use device::memory::{FIRST_ADDRESS, GRANULE, LAST_ADDRESS};
+pub use device::module::{Function, FunctionInfo, GlobalInfo, Module, ParamInfo};
+pub use device::stream::Stream;
+pub use device::transfer::Plane;
+pub use error::{Error, Fault, Location, Result};

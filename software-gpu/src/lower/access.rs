@@ -1,0 +1,362 @@
+//! Instructions that touch memory, and calls, which pass their arguments through it.
+
+use super::function::{Address, Lowering, Symbol};
+use super::inst::Modifiers;
+use super::program::{Kind, LOCAL_WINDOW, NONE, PARAM_WINDOW, SHARED_WINDOW};
+use super::type_bits;
+use crate::error::Result;
+use crate::exec::memory::{self, ADDRESS_32, SPIN};
+use crate::exec::moves::{IS_SPACE, OFFSET};
+use crate::exec::{atomic, int, special};
+use crate::ptx::ast::{Inst, Operand, Space};
+
+fn space(mods: &mut Modifiers<'_>) -> Option<Space> {
+    let name = mods.one_of(&[
+        "global",
+        "shared",
+        "shared::cta",
+        "shared::cluster",
+        "local",
+        "const",
+        "param",
+        "param::entry",
+        "param::func",
+    ])?;
+    Some(match name {
+        "global" => Space::Global,
+        "local" => Space::Local,
+        "const" => Space::Const,
+        "param" | "param::entry" | "param::func" => Space::Param,
+        _ => Space::Shared,
+    })
+}
+
+fn window(space: Space) -> Option<u64> {
+    Some(match space {
+        Space::Shared => SHARED_WINDOW,
+        Space::Local => LOCAL_WINDOW,
+        Space::Param => PARAM_WINDOW,
+        Space::Global | Space::Const => 0,
+        Space::Reg | Space::Generic => return None,
+    })
+}
+
+impl<'a> Lowering<'a, '_> {
+    pub fn lower_access(&mut self, inst: &Inst<'a>) -> Result<()> {
+        match inst.name {
+            "ld" | "ldu" => self.lower_load(inst),
+            "st" => self.lower_store(inst),
+            "atom" | "red" => self.lower_atomic(inst),
+            "cvta" => self.lower_cvta(inst),
+            "isspacep" => {
+                let mut mods = Modifiers::new(inst);
+                let Some(window) = space(&mut mods).and_then(window).filter(|_| mods.done()) else {
+                    return self.unknown(inst);
+                };
+                let a = self.source(self.operand(inst, 1)?, "u64")?;
+                let p = self.destination(self.operand(inst, 0)?, 1)?;
+                self.emit(IS_SPACE, [p, a, 0, 0, 0, 0], window as i64);
+                Ok(())
+            }
+            "prefetch" | "prefetchu" | "applypriority" => {
+                self.emit(special::NOTHING, [0; 6], 0);
+                Ok(())
+            }
+            _ => self.unknown(inst),
+        }
+    }
+
+    /// Takes cache hints, which change nothing here; the operand that some of them add is left alone.
+    fn take_hints(mods: &mut Modifiers<'a>) {
+        while mods
+            .one_of(&[
+                "ca",
+                "cg",
+                "cs",
+                "lu",
+                "cv",
+                "wb",
+                "wt",
+                "nc",
+                "L1::evict_normal",
+                "L1::evict_unchanged",
+                "L1::evict_first",
+                "L1::evict_last",
+                "L1::no_allocate",
+                "L2::evict_last",
+                "L2::evict_normal",
+                "L2::evict_first",
+                "L2::cache_hint",
+                "L2::64B",
+                "L2::128B",
+                "L2::256B",
+            ])
+            .is_some()
+        {}
+    }
+
+    /// Takes the memory order; true for those that need a fence.
+    fn take_order(mods: &mut Modifiers<'a>) -> (bool, bool) {
+        let order = mods.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]);
+        mods.one_of(&["relaxed"]);
+        mods.one_of(&["cta", "cluster", "gpu", "sys"]);
+        (
+            matches!(order, Some("acquire" | "release" | "acq_rel")),
+            matches!(order, Some("volatile" | "relaxed" | "acquire" | "mmio")),
+        )
+    }
+
+    fn lower_load(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        let (fence, spin) = Self::take_order(&mut mods);
+        Self::take_hints(&mut mods);
+        let named = space(&mut mods);
+        let vector = mods.one_of(&["v2", "v4", "v8"]);
+        let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
+        let single;
+        let outputs: &[Operand<'a>] = match self.operand(inst, 0)? {
+            Operand::Vector(list) => list,
+            one => {
+                single = [one.clone()];
+                &single
+            }
+        };
+        let n = outputs.len();
+        if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
+            return self.unknown(inst);
+        }
+        let (address, implied) = self.address(self.operand(inst, 1)?)?;
+        let space = match (named, implied) {
+            // A function's parameters and those of its calls are in its local memory.
+            (Some(Space::Param), Some(Space::Local)) => Space::Local,
+            (Some(Space::Param), None) if !self.is_kernel() => Space::Local,
+            (Some(space), _) => space,
+            (None, Some(implied)) => implied,
+            (None, None) => Space::Generic,
+        };
+        let mut r = [NONE; 6];
+        let mut extend = Vec::new();
+        for (k, out) in outputs.iter().enumerate() {
+            if *out == Operand::Sink {
+                continue;
+            }
+            r[k] = match self.register_bits(out) {
+                Some(wide) if wide > bits => {
+                    let row = self.allocate_row(bits);
+                    extend.push((out.clone(), row));
+                    row
+                }
+                _ => self.destination(out, bits)?,
+            };
+        }
+        match address {
+            Address::Param(at) if space == Space::Param => match memory::param_handler(bits, n) {
+                Some(handler) => self.emit(handler, r, at),
+                None => return self.unknown(inst),
+            },
+            Address::Frame(at) if space == Space::Local => match memory::frame_load_handler(bits, n) {
+                Some(handler) => self.emit(handler, r, at),
+                None => return self.unknown(inst),
+            },
+            _ => {
+                let (row, narrow, offset, _) = self.address_row(self.operand(inst, 1)?)?;
+                let Some(handler) = memory::load_handler(space, bits, n) else { return self.unknown(inst) };
+                r[4] = row;
+                let flags = if narrow { ADDRESS_32 } else { 0 } | if spin { SPIN } else { 0 };
+                self.emit_flags(handler, r, offset, flags);
+            }
+        }
+        if fence {
+            self.emit(memory::FENCE, [0; 6], 0);
+        }
+        for (out, row) in extend {
+            self.write_wider_from(&out, row, bits, ty.starts_with('s'))?;
+        }
+        Ok(())
+    }
+
+    fn write_wider_from(&mut self, out: &Operand<'a>, row: u32, bits: u32, signed: bool) -> Result<()> {
+        let Some(copy) = int::bits("mov", bits) else { return self.unsupported(format!("{bits} bits")) };
+        self.write_wider_operand(out, bits, signed, |s, to| s.emit(copy, [to, row, 0, 0, 0, 0], 0))
+    }
+
+    fn lower_store(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        let (fence, _) = Self::take_order(&mut mods);
+        Self::take_hints(&mut mods);
+        let named = space(&mut mods);
+        let vector = mods.one_of(&["v2", "v4", "v8"]);
+        let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
+        let single;
+        let inputs: &[Operand<'a>] = match self.operand(inst, 1)? {
+            Operand::Vector(list) => list,
+            one => {
+                single = [one.clone()];
+                &single
+            }
+        };
+        let n = inputs.len();
+        if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
+            return self.unknown(inst);
+        }
+        let (address, implied) = self.address(self.operand(inst, 0)?)?;
+        let space = match (named, implied) {
+            (Some(Space::Param), Some(Space::Local)) => Space::Local,
+            (Some(Space::Param), None) if !self.is_kernel() => Space::Local,
+            (Some(space), _) => space,
+            (None, Some(implied)) => implied,
+            (None, None) => Space::Generic,
+        };
+        let mut r = [NONE; 6];
+        for (k, input) in inputs.iter().enumerate() {
+            r[k] = self.source(input, ty)?;
+        }
+        if fence {
+            self.emit(memory::FENCE, [0; 6], 0);
+        }
+        match address {
+            Address::Frame(at) if space == Space::Local => match memory::frame_store_handler(bits, n) {
+                Some(handler) => self.emit(handler, r, at),
+                None => return self.unknown(inst),
+            },
+            _ => {
+                let (row, narrow, offset, _) = self.address_row(self.operand(inst, 0)?)?;
+                let Some(handler) = memory::store_handler(space, bits, n) else { return self.unknown(inst) };
+                r[4] = row;
+                self.emit_flags(handler, r, offset, if narrow { ADDRESS_32 } else { 0 });
+            }
+        }
+        Ok(())
+    }
+
+    fn lower_atomic(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        Self::take_order(&mut mods);
+        Self::take_hints(&mut mods);
+        let named = space(&mut mods);
+        let op = mods
+            .one_of(&["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"])
+            .unwrap_or("");
+        let name = if mods.has("noftz") { format!("{op}.noftz") } else { op.to_string() };
+        let has_result = inst.name == "atom";
+        let at = usize::from(has_result);
+        let (row, narrow, offset, implied) = self.address_row(self.operand(inst, at)?)?;
+        let space = named.or(implied).unwrap_or(Space::Generic);
+        let handler = self.found(inst, atomic::handler(&name, ty, space), &mods)?;
+        let Some(bits) = type_bits(ty) else { return self.unknown(inst) };
+        let b = self.source(self.operand(inst, at + 1)?, ty)?;
+        let c = if op == "cas" { self.source(self.operand(inst, at + 2)?, ty)? } else { b };
+        let to = match self.operand(inst, 0)? {
+            Operand::Sink => NONE,
+            dst if has_result => self.destination(dst, bits)?,
+            _ => NONE,
+        };
+        self.emit_flags(handler, [to, b, c, 0, row, 0], offset, if narrow { ADDRESS_32 } else { 0 });
+        Ok(())
+    }
+
+    fn lower_cvta(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        let to_space = mods.has("to");
+        let named = space(&mut mods);
+        let named = match named {
+            Some(Space::Param) if !self.is_kernel() => Some(Space::Local),
+            other => other,
+        };
+        let Some(window) = named.and_then(window).filter(|_| mods.done() && ty == "u64") else {
+            return self.unknown(inst);
+        };
+        let a = self.source(self.operand(inst, 1)?, "u64")?;
+        let to = self.destination(self.operand(inst, 0)?, 64)?;
+        let offset = if to_space { (window as i64).wrapping_neg() } else { window as i64 };
+        self.emit(OFFSET, [to, a, 0, 0, 0, 0], offset);
+        Ok(())
+    }
+
+    /// The local memory of a call's argument or result; a plain register is copied through memory of its own.
+    fn call_slot(&mut self, op: &Operand<'a>, size: u32, store: bool) -> Result<(u32, Option<u32>)> {
+        if let Operand::Name(name, 0) = op
+            && let Some(Symbol::Local(at)) = self.lookup(name)
+        {
+            return Ok((*at, None));
+        }
+        let bits = size * 8;
+        let at = self.allocate_local(size, size.clamp(1, 16));
+        if !store {
+            return Ok((at, Some(bits)));
+        }
+        let row = self.source(op, super::function::unsigned(bits))?;
+        let Some(handler) = memory::frame_store_handler(bits, 1) else {
+            return self.unsupported("such an argument");
+        };
+        self.emit(handler, [row, NONE, NONE, NONE, NONE, NONE], i64::from(at));
+        Ok((at, Some(bits)))
+    }
+
+    pub fn lower_call(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut ops = inst.operands.as_slice();
+        let empty = Vec::new();
+        let results = match ops.first() {
+            Some(Operand::List(list)) => {
+                ops = &ops[1..];
+                list
+            }
+            _ => &empty,
+        };
+        let Some(Operand::Name(name, 0)) = ops.first() else { return self.unknown(inst) };
+        let arguments = match ops.get(1) {
+            Some(Operand::List(list)) => list,
+            _ => &empty,
+        };
+        let target = match self.lookup(name) {
+            Some(Symbol::Function(index)) => Some(*index),
+            _ => None,
+        };
+        // Sizes matter only for registers given directly; a prototype has them.
+        let prototype = match ops.last() {
+            Some(Operand::Name(proto, 0)) => self.lookup(proto).cloned(),
+            _ => None,
+        };
+        let (argument_sizes, result_sizes) = match prototype {
+            Some(Symbol::Prototype { params, returns }) => (params, returns),
+            _ => (Vec::new(), Vec::new()),
+        };
+        let mut list = vec![arguments.len() as u32, results.len() as u32];
+        for (n, op) in arguments.iter().enumerate() {
+            let own = self.register_bits(op).map(|b| b / 8);
+            let size = own.or_else(|| argument_sizes.get(n).copied()).unwrap_or(4);
+            list.push(self.call_slot(op, size, true)?.0);
+        }
+        let mut loads = Vec::new();
+        for (n, op) in results.iter().enumerate() {
+            let own = self.register_bits(op).map(|b| b / 8);
+            let size = own.or_else(|| result_sizes.get(n).copied()).unwrap_or(4);
+            let (at, bits) = self.call_slot(op, size, false)?;
+            list.push(at);
+            if let Some(bits) = bits {
+                loads.push((op, at, bits));
+            }
+        }
+        let ext = self.ext.len() as u32;
+        self.ext.extend(list);
+        match target {
+            Some(index) => self.control(Kind::Call, [index as u32, ext, 0, 0, 0, 0]),
+            None => {
+                let row = self.source(&ops[0], "u64")?;
+                self.control(Kind::CallIndirect, [row, ext, 0, 0, 0, 0]);
+            }
+        }
+        for (op, at, bits) in loads {
+            let to = self.destination(op, bits)?;
+            let Some(handler) = memory::frame_load_handler(bits, 1) else {
+                return self.unsupported("such a result");
+            };
+            self.emit(handler, [to, NONE, NONE, NONE, NONE, NONE], i64::from(at));
+        }
+        Ok(())
+    }
+}

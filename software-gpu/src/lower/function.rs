@@ -1,0 +1,582 @@
+//! One function: its registers, symbols, constants and labels.
+
+use std::collections::HashMap;
+
+use super::program::{CONST, Code, ExecFn, FUNCTION_WINDOW, Handler, Inst, Kind, Line, NONE};
+use super::{Context, layout, type_bits};
+use crate::device::module::ParamInfo;
+use crate::error::{Error, Result};
+use crate::exec;
+use crate::exec::memory::ADDRESS_32;
+use crate::ptx::ast::{self, Function, Operand, Space, Stmt, Var};
+
+/// What a name stands for.
+#[derive(Debug, Clone)]
+pub(crate) enum Symbol<'a> {
+    /// Row and bits (1: predicate).
+    Register(u32, u32),
+    /// Numbered registers, made at their first use.
+    Family(u32, u32),
+    Global(u64, bool),
+    Shared(u32),
+    DynamicShared,
+    /// Offset in the call's local memory.
+    Local(u32),
+    /// Offset in the kernel's parameters.
+    Param(u32),
+    Function(usize),
+    Targets(Vec<&'a str>),
+    Prototype {
+        returns: Vec<u32>,
+        params: Vec<u32>,
+    },
+}
+
+/// Where an address operand points.
+pub(crate) enum Address {
+    /// Row of addresses, whether it is 32 bits wide, and what to add.
+    Row(u32, bool, i64),
+    /// A fixed place in the call's local memory.
+    Frame(i64),
+    /// A fixed place in the kernel's parameters.
+    Param(i64),
+}
+
+pub(crate) struct Lowering<'a, 'b> {
+    context: &'b Context<'a>,
+    index: usize,
+    kernel: bool,
+    own_shared: &'b HashMap<(usize, &'a str), u32>,
+    scopes: Vec<HashMap<&'a str, Symbol<'a>>>,
+    labels: HashMap<&'a str, u32>,
+    /// Places in `insts` (slot `r[0]`) and `ext` that wait for a label.
+    label_fixups: Vec<(usize, &'a str, u32)>,
+    ext_fixups: Vec<(usize, &'a str, u32)>,
+    pub insts: Vec<Inst>,
+    pub ext: Vec<u32>,
+    frame: u32,
+    consts: Vec<Line>,
+    const_rows: HashMap<(u32, u128), u32>,
+    local: u32,
+    carry: Option<u32>,
+    /// Guard of the present instruction.
+    guard: (u32, bool),
+    pub line: u32,
+    returns: Vec<(u32, u32)>,
+}
+
+impl<'a, 'b> Lowering<'a, 'b> {
+    pub fn new(
+        context: &'b Context<'a>,
+        f: &Function<'a>,
+        index: usize,
+        own_shared: &'b HashMap<(usize, &'a str), u32>,
+    ) -> Self {
+        Lowering {
+            context,
+            index,
+            kernel: f.kernel,
+            own_shared,
+            scopes: vec![HashMap::new()],
+            labels: HashMap::new(),
+            label_fixups: Vec::new(),
+            ext_fixups: Vec::new(),
+            insts: Vec::new(),
+            ext: Vec::new(),
+            frame: 0,
+            consts: Vec::new(),
+            const_rows: HashMap::new(),
+            local: 0,
+            carry: None,
+            guard: (NONE, false),
+            line: f.line,
+            returns: Vec::new(),
+        }
+    }
+
+    /// Lowers the body; gives the code and, for a kernel, its parameters.
+    pub fn run(mut self, f: &Function<'a>, body: &[Stmt<'a>]) -> Result<(Code, Vec<ParamInfo>)> {
+        let mut infos = Vec::new();
+        let mut params = Vec::new();
+        let mut at = 0u32;
+        for var in &f.params {
+            let (size, align) = layout(var)?;
+            if f.kernel {
+                at = at.next_multiple_of(align);
+                infos.push(ParamInfo { offset: at, size: size as u32 });
+                self.scopes[0].insert(var.name, Symbol::Param(at));
+                at += size as u32;
+            } else {
+                params.push(self.place_value(var)?);
+            }
+        }
+        for var in &f.returns {
+            let slot = self.place_value(var)?;
+            self.returns.push(slot);
+        }
+        self.block(body)?;
+        self.guard = (NONE, false);
+        self.control(Kind::Return, [0; 6]);
+        for (at, label, line) in std::mem::take(&mut self.label_fixups) {
+            self.insts[at].r[0] = self.label(label, line)?;
+        }
+        for (at, label, line) in std::mem::take(&mut self.ext_fixups) {
+            self.ext[at] = self.label(label, line)?;
+        }
+        let code = Code {
+            name: f.name.into(),
+            insts: self.insts,
+            ext: self.ext,
+            frame_bytes: self.frame.next_multiple_of(64).max(64),
+            consts: self.consts,
+            local_bytes: self.local.next_multiple_of(16),
+            params,
+            returns: self.returns,
+            builtin: None,
+        };
+        Ok((code, infos))
+    }
+
+    /// A parameter or result of a function: local memory, or a register that old PTX allows.
+    fn place_value(&mut self, var: &Var<'a>) -> Result<(u32, u32)> {
+        if var.space == Space::Reg {
+            return self.unsupported("functions with parameters in registers");
+        }
+        let (size, align) = layout(var)?;
+        let at = self.allocate_local(size as u32, align);
+        if !var.name.is_empty() {
+            self.scope().insert(var.name, Symbol::Local(at));
+        }
+        Ok((at, size as u32))
+    }
+
+    fn label(&self, name: &str, line: u32) -> Result<u32> {
+        self.labels
+            .get(name)
+            .copied()
+            .ok_or_else(|| Error::InvalidPtx { line, message: format!("no label {name}") })
+    }
+
+    pub fn error<T>(&self, message: impl Into<String>) -> Result<T> {
+        Err(Error::InvalidPtx { line: self.line, message: message.into() })
+    }
+
+    pub fn unsupported<T>(&self, what: impl Into<String>) -> Result<T> {
+        Err(Error::UnsupportedPtx { line: self.line, what: what.into() })
+    }
+
+    fn scope(&mut self) -> &mut HashMap<&'a str, Symbol<'a>> {
+        let last = self.scopes.len() - 1;
+        &mut self.scopes[last]
+    }
+
+    pub fn allocate_local(&mut self, size: u32, align: u32) -> u32 {
+        let at = self.local.next_multiple_of(align.max(1));
+        self.local = at + size;
+        at
+    }
+
+    fn block(&mut self, stmts: &[Stmt<'a>]) -> Result<()> {
+        for stmt in stmts {
+            match stmt {
+                Stmt::Label(name) => {
+                    self.labels.insert(name, self.insts.len() as u32);
+                }
+                Stmt::Var(var) => self.declare(var)?,
+                Stmt::Block(inner) => {
+                    self.scopes.push(HashMap::new());
+                    self.block(inner)?;
+                    self.scopes.pop();
+                }
+                Stmt::Targets(name, list) => {
+                    self.scopes[0].insert(name, Symbol::Targets(list.clone()));
+                }
+                Stmt::Prototype { name, returns, params } => {
+                    let sizes = |vars: &[Var<'a>]| -> Result<Vec<u32>> {
+                        vars.iter().map(|v| Ok(layout(v)?.0 as u32)).collect()
+                    };
+                    let symbol = Symbol::Prototype { returns: sizes(returns)?, params: sizes(params)? };
+                    self.scopes[0].insert(name, symbol);
+                }
+                Stmt::Inst(inst) => {
+                    self.line = inst.line;
+                    self.guard = match inst.guard {
+                        None => (NONE, false),
+                        Some((name, negated)) => (self.register(name, 1)?, negated),
+                    };
+                    self.instruction(inst)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn declare(&mut self, var: &Var<'a>) -> Result<()> {
+        self.line = var.line;
+        match var.space {
+            Space::Reg => {
+                let Some(bits) = type_bits(var.ty) else {
+                    return self.unsupported(format!("a register of type .{}", var.ty));
+                };
+                if var.vector != 1 {
+                    return self.unsupported("vector registers");
+                }
+                let symbol = match var.family {
+                    Some(count) => Symbol::Family(count, bits),
+                    None => Symbol::Register(self.allocate_row(bits), bits),
+                };
+                self.scope().insert(var.name, symbol);
+            }
+            Space::Local | Space::Param => {
+                let (size, align) = layout(var)?;
+                let at = self.allocate_local(size as u32, align);
+                self.scope().insert(var.name, Symbol::Local(at));
+            }
+            Space::Shared => {
+                let symbol = match self.own_shared.get(&(self.index, var.name)) {
+                    _ if var.elements == Some(0) => Symbol::DynamicShared,
+                    Some(&at) => Symbol::Shared(at),
+                    None => return self.error(format!("shared variable {}", var.name)),
+                };
+                self.scope().insert(var.name, symbol);
+            }
+            Space::Global | Space::Const | Space::Generic => {
+                return self.unsupported(format!(".{} variables inside functions", var.space.name()));
+            }
+        }
+        Ok(())
+    }
+
+    /// A new row for values of `bits` bits.
+    pub fn allocate_row(&mut self, bits: u32) -> u32 {
+        let bytes = if bits == 1 { 4 } else { bits * 4 };
+        let at = self.frame.next_multiple_of(bytes.min(64));
+        self.frame = at + bytes;
+        at
+    }
+
+    pub fn lookup(&self, name: &str) -> Option<&Symbol<'a>> {
+        self.scopes.iter().rev().find_map(|s| s.get(name)).or_else(|| self.context.symbols.get(name))
+    }
+
+    /// Row and bits of a register, if the name is one.
+    fn find_register(&mut self, name: &'a str) -> Option<(u32, u32)> {
+        if let Some(Symbol::Register(row, bits)) = self.lookup(name) {
+            return Some((*row, *bits));
+        }
+        let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        for split in prefix.len()..name.len() {
+            let number: u32 = name[split..].parse().ok()?;
+            for i in (0..self.scopes.len()).rev() {
+                if let Some(&Symbol::Family(count, bits)) = self.scopes[i].get(&name[..split])
+                    && number < count
+                {
+                    let row = self.allocate_row(bits);
+                    self.scopes[i].insert(name, Symbol::Register(row, bits));
+                    return Some((row, bits));
+                }
+            }
+        }
+        None
+    }
+
+    /// The row of a register that must have `bits` bits.
+    pub fn register(&mut self, name: &'a str, bits: u32) -> Result<u32> {
+        match self.find_register(name) {
+            Some((row, b)) if b == bits => Ok(row),
+            Some((_, b)) => self.error(format!("{name} has {b} bits, {bits} are needed")),
+            None => self.error(format!("no register {name}")),
+        }
+    }
+
+    /// The bits of an operand that is a register.
+    pub fn register_bits(&mut self, op: &Operand<'a>) -> Option<u32> {
+        match op {
+            Operand::Name(name, _) => self.find_register(name).map(|r| r.1),
+            _ => None,
+        }
+    }
+
+    /// The row of a constant.
+    pub fn constant(&mut self, bits: u32, value: u128) -> u32 {
+        let value = if bits >= 128 { value } else { value & ((1u128 << bits) - 1) };
+        if let Some(&row) = self.const_rows.get(&(bits, value)) {
+            return row;
+        }
+        let row = (self.consts.len() * 64) as u32 | CONST;
+        if bits == 1 {
+            let mut line = Line([0; 64]);
+            line.0[..4].copy_from_slice(&(if value != 0 { u32::MAX } else { 0 }).to_le_bytes());
+            self.consts.push(line);
+        } else {
+            let bytes = bits as usize / 8;
+            let all: Vec<u8> =
+                value.to_le_bytes()[..bytes].iter().copied().cycle().take(bytes * 32).collect();
+            for chunk in all.chunks(64) {
+                let mut line = Line([0; 64]);
+                line.0[..chunk.len()].copy_from_slice(chunk);
+                self.consts.push(line);
+            }
+        }
+        self.const_rows.insert((bits, value), row);
+        row
+    }
+
+    /// The carry predicate of extended-precision arithmetic.
+    pub fn carry(&mut self) -> u32 {
+        match self.carry {
+            Some(row) => row,
+            None => *self.carry.insert({
+                let at = self.frame.next_multiple_of(4);
+                self.frame = at + 4;
+                at
+            }),
+        }
+    }
+
+    fn push(&mut self, exec: ExecFn, kind: Kind, r: [u32; 6], imm: i64, flags: u8) {
+        let (guard, guard_negated) = self.guard;
+        self.insts.push(Inst { exec, r, imm, guard, guard_negated, flags, kind, line: self.line });
+    }
+
+    /// Emits an operation.
+    pub fn emit(&mut self, handler: Handler, r: [u32; 6], imm: i64) {
+        self.push(exec::select(handler), Kind::Plain, r, imm, 0);
+    }
+
+    /// Emits an operation with flags.
+    pub fn emit_flags(&mut self, handler: Handler, r: [u32; 6], imm: i64, flags: u8) {
+        self.push(exec::select(handler), Kind::Plain, r, imm, flags);
+    }
+
+    /// Emits an operation of another kind.
+    pub fn emit_kind(&mut self, kind: Kind, handler: Handler, r: [u32; 6], imm: i64) {
+        self.push(exec::select(handler), kind, r, imm, 0);
+    }
+
+    /// Emits control flow.
+    pub fn control(&mut self, kind: Kind, r: [u32; 6]) {
+        self.emit_kind(kind, exec::special::NOTHING, r, 0);
+    }
+
+    /// Emits a branch.
+    pub fn branch(&mut self, label: &'a str) {
+        self.label_fixups.push((self.insts.len(), label, self.line));
+        self.control(Kind::Branch, [0; 6]);
+    }
+
+    /// Adds a list of branch targets to the extension; gives its index.
+    pub fn target_list(&mut self, targets: &[&'a str]) -> u32 {
+        let at = self.ext.len();
+        self.ext.push(targets.len() as u32);
+        for &target in targets {
+            self.ext_fixups.push((self.ext.len(), target, self.line));
+            self.ext.push(0);
+        }
+        at as u32
+    }
+
+    /// Emits something that must happen whatever the guard is.
+    fn unguarded(&mut self, f: impl FnOnce(&mut Self)) {
+        let guard = std::mem::replace(&mut self.guard, (NONE, false));
+        f(self);
+        self.guard = guard;
+    }
+
+    /// The row of a source operand of type `ty`.
+    pub fn source(&mut self, op: &Operand<'a>, ty: &str) -> Result<u32> {
+        let Some(bits) = type_bits(ty) else { return self.unsupported(format!("type .{ty}")) };
+        match op {
+            Operand::Int(n) => {
+                let value = match ty {
+                    "f32" => u128::from((*n as i64 as f32).to_bits()),
+                    "f64" => u128::from((*n as i64 as f64).to_bits()),
+                    _ if bits == 128 => *n as i64 as i128 as u128,
+                    _ => u128::from(*n),
+                };
+                Ok(self.constant(bits, value))
+            }
+            Operand::F32(b) if bits == 64 => {
+                Ok(self.constant(64, u128::from(f64::from(f32::from_bits(*b)).to_bits())))
+            }
+            Operand::F32(b) => Ok(self.constant(bits, u128::from(*b))),
+            Operand::F64(b) if ty == "f64" || bits == 64 => Ok(self.constant(64, u128::from(*b))),
+            Operand::F64(b) if bits == 32 => {
+                Ok(self.constant(32, u128::from((f64::from_bits(*b) as f32).to_bits())))
+            }
+            Operand::F64(b) if bits == 16 => {
+                let value = f64::from_bits(*b);
+                let h =
+                    if ty == "bf16" { exec::half::to_bf16(value, 0) } else { exec::half::to_f16(value, 0) };
+                Ok(self.constant(16, u128::from(h)))
+            }
+            Operand::Name(name, addend) => self.named(name, *addend, bits),
+            other => self.error(format!("{other:?} is no value")),
+        }
+    }
+
+    fn named(&mut self, name: &'a str, addend: i64, bits: u32) -> Result<u32> {
+        if let Some((row, b)) = self.find_register(name) {
+            if addend != 0 {
+                return self.error(format!("{name}{addend:+} is no value"));
+            }
+            if b == bits {
+                return Ok(row);
+            }
+            if b < bits || bits == 1 {
+                return self.error(format!("{name} has {b} bits, {bits} are needed"));
+            }
+            let to = self.allocate_row(bits);
+            let narrow = exec::convert::cvt(unsigned(bits), unsigned(b), false);
+            let Some(narrow) = narrow else { return self.unsupported(format!("{name} as {bits} bits")) };
+            self.unguarded(|s| s.emit(narrow, [to, row, 0, 0, 0, 0], 0));
+            return Ok(to);
+        }
+        if name.starts_with('%') {
+            return self.special_register(name, bits);
+        }
+        self.address_of(name, addend, bits)
+    }
+
+    fn special_register(&mut self, name: &'a str, bits: u32) -> Result<u32> {
+        if name.starts_with("%envreg") || name.starts_with("%pm") || name.starts_with("%reserved_smem") {
+            return Ok(self.constant(bits, 0));
+        }
+        if name == "%is_explicit_cluster" {
+            return Ok(self.constant(bits, 0));
+        }
+        let Some((handler, width)) = exec::special::register(name) else {
+            return self.unsupported(format!("the register {name}"));
+        };
+        let row = self.allocate_row(width);
+        // Reading one does not depend on the guard, but a clock belongs where the instruction is.
+        self.unguarded(|s| s.emit(handler, [row, 0, 0, 0, 0, 0], 0));
+        if width == bits {
+            return Ok(row);
+        }
+        let to = self.allocate_row(bits);
+        match exec::convert::cvt(unsigned(bits), unsigned(width), false) {
+            Some(resize) => self.unguarded(|s| s.emit(resize, [to, row, 0, 0, 0, 0], 0)),
+            None => return self.unsupported(format!("{name} as {bits} bits")),
+        }
+        Ok(to)
+    }
+
+    /// The address of a variable or function, in its own space, as a value.
+    fn address_of(&mut self, name: &str, addend: i64, bits: u32) -> Result<u32> {
+        let Some(symbol) = self.lookup(name).cloned() else { return self.error(format!("no symbol {name}")) };
+        if bits != 32 && bits != 64 {
+            return self.error(format!("the address of {name} in {bits} bits"));
+        }
+        let value = match symbol {
+            Symbol::Global(address, _) => address.wrapping_add(addend as u64),
+            Symbol::Shared(at) => u64::from(at).wrapping_add(addend as u64),
+            Symbol::Param(at) => u64::from(at).wrapping_add(addend as u64),
+            Symbol::Function(index) => FUNCTION_WINDOW + index as u64 * 16,
+            Symbol::DynamicShared => {
+                let row = self.allocate_row(bits);
+                let handler = if bits == 32 {
+                    exec::special::DYNAMIC_SHARED_32
+                } else {
+                    exec::special::DYNAMIC_SHARED_64
+                };
+                self.unguarded(|s| s.emit(handler, [row, 0, 0, 0, 0, 0], addend));
+                return Ok(row);
+            }
+            Symbol::Local(at) => {
+                let row = self.allocate_row(bits);
+                let flags = if bits == 32 { ADDRESS_32 } else { 0 };
+                let imm = i64::from(at) + addend;
+                self.unguarded(|s| {
+                    s.emit_flags(exec::memory::LOCAL_ADDRESS, [row, 0, 0, 0, 0, 0], imm, flags)
+                });
+                return Ok(row);
+            }
+            _ => return self.error(format!("{name} has no address")),
+        };
+        Ok(self.constant(bits, u128::from(value)))
+    }
+
+    /// Where an address operand points, and the space that a named variable implies.
+    pub fn address(&mut self, op: &Operand<'a>) -> Result<(Address, Option<Space>)> {
+        let (base, offset) = match op {
+            Operand::Address(base, offset) => (*base, *offset),
+            other => return self.error(format!("{other:?} is no address")),
+        };
+        let Some(name) = base else {
+            return Ok((Address::Row(self.constant(64, offset as u64 as u128), false, 0), None));
+        };
+        if let Some((row, bits)) = self.find_register(name) {
+            return match bits {
+                32 | 64 => Ok((Address::Row(row, bits == 32, offset), None)),
+                _ => self.error(format!("{name} has {bits} bits and is no address")),
+            };
+        }
+        match self.lookup(name) {
+            Some(Symbol::Local(at)) => Ok((Address::Frame(i64::from(*at) + offset), Some(Space::Local))),
+            Some(Symbol::Param(at)) => Ok((Address::Param(i64::from(*at) + offset), Some(Space::Param))),
+            Some(Symbol::Global(_, constant)) => {
+                let space = if *constant { Space::Const } else { Space::Global };
+                Ok((Address::Row(self.address_of(name, offset, 64)?, false, 0), Some(space)))
+            }
+            Some(Symbol::Shared(_) | Symbol::DynamicShared) => {
+                Ok((Address::Row(self.address_of(name, offset, 64)?, false, 0), Some(Space::Shared)))
+            }
+            _ => self.error(format!("{name} is no address")),
+        }
+    }
+
+    /// Rows of addresses, whatever the operand is: for operations that know no fixed places.
+    pub fn address_row(&mut self, op: &Operand<'a>) -> Result<(u32, bool, i64, Option<Space>)> {
+        let (address, space) = self.address(op)?;
+        Ok(match address {
+            Address::Row(row, narrow, offset) => (row, narrow, offset, space),
+            Address::Param(at) => (self.constant(64, at as u128), false, 0, space),
+            Address::Frame(at) => {
+                let row = self.allocate_row(64);
+                self.unguarded(|s| s.emit(exec::memory::LOCAL_ADDRESS, [row, 0, 0, 0, 0, 0], at));
+                (row, false, 0, space)
+            }
+        })
+    }
+
+    /// The row of a destination of exactly `bits` bits; `_` gives a row that nobody reads.
+    pub fn destination(&mut self, op: &Operand<'a>, bits: u32) -> Result<u32> {
+        match op {
+            Operand::Name(name, 0) => self.register(name, bits),
+            Operand::Sink => Ok(self.allocate_row(bits)),
+            other => self.error(format!("{other:?} is no destination")),
+        }
+    }
+
+    /// A predicate operand and whether it is negated.
+    pub fn predicate(&mut self, op: &Operand<'a>) -> Result<(u32, bool)> {
+        match op {
+            Operand::Name(name, 0) => Ok((self.register(name, 1)?, false)),
+            Operand::Not(name) => Ok((self.register(name, 1)?, true)),
+            Operand::Int(n) => Ok((self.constant(1, u128::from(*n != 0)), false)),
+            other => self.error(format!("{other:?} is no predicate")),
+        }
+    }
+
+    /// Whether this is a kernel: its parameters are constant memory.
+    pub fn is_kernel(&self) -> bool {
+        self.kernel
+    }
+
+    /// Looks at the instruction's name and lowers it.
+    fn instruction(&mut self, inst: &ast::Inst<'a>) -> Result<()> {
+        self.lower(inst)
+    }
+}
+
+/// The unsigned type of a width.
+pub(crate) fn unsigned(bits: u32) -> &'static str {
+    match bits {
+        8 => "u8",
+        16 => "u16",
+        32 => "u32",
+        64 => "u64",
+        _ => "b128",
+    }
+}

@@ -1,0 +1,135 @@
+//! The syntax tree of PTX. Everything borrows from the text.
+
+/// State spaces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Space {
+    Reg,
+    Global,
+    Const,
+    Shared,
+    Local,
+    Param,
+    Generic,
+}
+
+impl Space {
+    pub fn name(self) -> &'static str {
+        match self {
+            Space::Reg => "register",
+            Space::Global => "global",
+            Space::Const => "const",
+            Space::Shared => "shared",
+            Space::Local => "local",
+            Space::Param => "param",
+            Space::Generic => "generic",
+        }
+    }
+}
+
+/// A variable, a register (or a numbered family of them) or a parameter.
+#[derive(Debug, Clone)]
+pub(crate) struct Var<'a> {
+    pub space: Space,
+    /// Bytes; 0 when not given.
+    pub align: u32,
+    /// `b32`, `f16`, `pred`, `texref`, ...
+    pub ty: &'a str,
+    /// Elements of a vector type; 1 for a scalar.
+    pub vector: u32,
+    pub name: &'a str,
+    /// `%r<5>` declares `%r0` to `%r4`.
+    pub family: Option<u32>,
+    /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array.
+    pub elements: Option<u64>,
+    pub init: Vec<Init<'a>>,
+    pub external: bool,
+    pub managed: bool,
+    pub line: u32,
+}
+
+/// One element of an initialiser.
+#[derive(Debug, Clone)]
+pub(crate) enum Init<'a> {
+    Int(u64),
+    F32(u32),
+    F64(u64),
+    /// The address of a variable or function plus an offset; `mask` selects one byte of it (`0xff00(name)`).
+    /// Global addresses are their own generic addresses, so `generic(name)` is the same.
+    Symbol {
+        name: &'a str,
+        addend: i64,
+        mask: Option<u64>,
+    },
+}
+
+#[derive(Debug)]
+pub(crate) struct Function<'a> {
+    pub name: &'a str,
+    pub kernel: bool,
+    pub returns: Vec<Var<'a>>,
+    pub params: Vec<Var<'a>>,
+    pub body: Option<Vec<Stmt<'a>>>,
+    pub max_ntid: Option<[u32; 3]>,
+    pub req_ntid: Option<[u32; 3]>,
+    pub line: u32,
+}
+
+#[derive(Debug)]
+pub(crate) enum Stmt<'a> {
+    Label(&'a str),
+    Var(Var<'a>),
+    Inst(Inst<'a>),
+    Block(Vec<Stmt<'a>>),
+    /// `.branchtargets` and `.calltargets`.
+    Targets(&'a str, Vec<&'a str>),
+    Prototype {
+        name: &'a str,
+        returns: Vec<Var<'a>>,
+        params: Vec<Var<'a>>,
+    },
+}
+
+#[derive(Debug)]
+pub(crate) struct Inst<'a> {
+    /// Predicate register, and whether it is negated.
+    pub guard: Option<(&'a str, bool)>,
+    /// The name without modifiers: `add`.
+    pub name: &'a str,
+    /// `["rn", "f32"]`.
+    pub modifiers: Vec<&'a str>,
+    pub operands: Vec<Operand<'a>>,
+    pub line: u32,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Operand<'a> {
+    /// A register, special register (`%tid.x`), label, function or variable; `sym+4` has an addend.
+    Name(&'a str, i64),
+    Int(u64),
+    F32(u32),
+    F64(u64),
+    /// `[base + offset]`; a constant address has no base.
+    Address(Option<&'a str>, i64),
+    /// `[base, {coordinates}]` and the like: textures, surfaces, tensors.
+    Bracket(Vec<Operand<'a>>),
+    /// `{a, b}`.
+    Vector(Vec<Operand<'a>>),
+    /// `(a, b)`: arguments of a call.
+    List(Vec<Operand<'a>>),
+    /// `!%p`.
+    Not(&'a str),
+    /// `%p|%q`.
+    Pair(Box<Operand<'a>>, Box<Operand<'a>>),
+    /// `_`.
+    Sink,
+}
+
+#[derive(Debug)]
+pub(crate) struct File<'a> {
+    pub version: (u32, u32),
+    pub target: &'a str,
+    pub globals: Vec<Var<'a>>,
+    pub functions: Vec<Function<'a>>,
+    /// `.alias alias, aliasee`.
+    pub aliases: Vec<(&'a str, &'a str)>,
+}

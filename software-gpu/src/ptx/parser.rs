@@ -1,0 +1,717 @@
+//! The grammar of PTX.
+
+use super::ast::{File, Function, Init, Inst, Operand, Space, Stmt, Var};
+use super::lexer::{Token, tokens};
+use crate::error::{Error, Result};
+
+/// Nested blocks deeper than this are no compiler's work.
+const MAX_DEPTH: u32 = 200;
+
+struct Parser<'a> {
+    tokens: Vec<(Token<'a>, u32)>,
+    at: usize,
+    depth: u32,
+}
+
+/// Parses a PTX file.
+pub(crate) fn parse(text: &str) -> Result<File<'_>> {
+    let mut p = Parser { tokens: tokens(text)?, at: 0, depth: 0 };
+    let mut file =
+        File { version: (0, 0), target: "", globals: Vec::new(), functions: Vec::new(), aliases: Vec::new() };
+    while p.peek() != Token::End {
+        p.top_level(&mut file)?;
+    }
+    Ok(file)
+}
+
+#[derive(Default)]
+struct Linkage {
+    external: bool,
+}
+
+impl<'a> Parser<'a> {
+    fn peek(&self) -> Token<'a> {
+        self.tokens[self.at].0
+    }
+
+    fn peek2(&self) -> Token<'a> {
+        self.tokens.get(self.at + 1).map_or(Token::End, |t| t.0)
+    }
+
+    fn line(&self) -> u32 {
+        self.tokens[self.at].1
+    }
+
+    fn next(&mut self) -> Token<'a> {
+        let token = self.tokens[self.at].0;
+        if self.at + 1 < self.tokens.len() {
+            self.at += 1;
+        }
+        token
+    }
+
+    fn error<T>(&self, message: impl Into<String>) -> Result<T> {
+        Err(Error::InvalidPtx { line: self.line(), message: message.into() })
+    }
+
+    fn unexpected<T>(&self, wanted: &str) -> Result<T> {
+        self.error(format!("expected {wanted}, found {:?}", self.peek()))
+    }
+
+    fn eat(&mut self, c: u8) -> bool {
+        let found = self.peek() == Token::Punct(c);
+        if found {
+            self.next();
+        }
+        found
+    }
+
+    fn expect(&mut self, c: u8) -> Result<()> {
+        if self.eat(c) { Ok(()) } else { self.unexpected(&format!("{:?}", char::from(c))) }
+    }
+
+    fn ident(&mut self) -> Result<&'a str> {
+        match self.peek() {
+            Token::Ident(name) => {
+                self.next();
+                Ok(name)
+            }
+            _ => self.unexpected("a name"),
+        }
+    }
+
+    fn int(&mut self) -> Result<u64> {
+        match self.peek() {
+            Token::Int(value) => {
+                self.next();
+                Ok(value)
+            }
+            _ => self.unexpected("an integer"),
+        }
+    }
+
+    fn signed(&mut self) -> Result<i64> {
+        let negative = self.eat(b'-');
+        let value = self.int()? as i64;
+        Ok(if negative { value.wrapping_neg() } else { value })
+    }
+
+    fn top_level(&mut self, file: &mut File<'a>) -> Result<()> {
+        let mut linkage = Linkage::default();
+        loop {
+            match self.peek() {
+                Token::Dot("version") => {
+                    self.next();
+                    let value = match self.next() {
+                        Token::F64(bits) => f64::from_bits(bits),
+                        Token::Int(n) => n as f64,
+                        _ => return self.error("expected a version"),
+                    };
+                    let tenths = (value * 10.0).round() as u32;
+                    file.version = (tenths / 10, tenths % 10);
+                    return Ok(());
+                }
+                Token::Dot("target") => {
+                    self.next();
+                    file.target = self.ident()?;
+                    while self.eat(b',') {
+                        self.ident()?;
+                    }
+                    return Ok(());
+                }
+                Token::Dot("address_size") => {
+                    self.next();
+                    if self.int()? != 64 {
+                        return self.error("only 64-bit addresses are known");
+                    }
+                    return Ok(());
+                }
+                Token::Dot("file") => {
+                    let line = self.line();
+                    while self.line() == line && self.peek() != Token::End {
+                        self.next();
+                    }
+                    return Ok(());
+                }
+                Token::Dot("section") => return self.skip_section(),
+                Token::Dot("alias") => {
+                    self.next();
+                    let alias = self.ident()?;
+                    self.expect(b',')?;
+                    let target = self.ident()?;
+                    self.expect(b';')?;
+                    file.aliases.push((alias, target));
+                    return Ok(());
+                }
+                Token::Dot("extern") => {
+                    linkage.external = true;
+                    self.next();
+                }
+                Token::Dot("visible" | "weak" | "common") => {
+                    self.next();
+                }
+                Token::Dot("entry") => {
+                    let f = self.function(true)?;
+                    file.functions.push(f);
+                    return Ok(());
+                }
+                Token::Dot("func") => {
+                    let f = self.function(false)?;
+                    file.functions.push(f);
+                    return Ok(());
+                }
+                Token::Dot("pragma") => return self.skip_to_semicolon(),
+                Token::Dot("global" | "const" | "shared" | "local" | "tex") => {
+                    return self.variables(&linkage, &mut |var| file.globals.push(var));
+                }
+                Token::Punct(b';') => {
+                    self.next();
+                    return Ok(());
+                }
+                _ => return self.unexpected("a directive"),
+            }
+        }
+    }
+
+    fn skip_to_semicolon(&mut self) -> Result<()> {
+        while !matches!(self.peek(), Token::Punct(b';') | Token::End) {
+            self.next();
+        }
+        self.expect(b';')
+    }
+
+    fn skip_section(&mut self) -> Result<()> {
+        while !matches!(self.peek(), Token::Punct(b'{') | Token::End) {
+            self.next();
+        }
+        self.expect(b'{')?;
+        while !matches!(self.peek(), Token::Punct(b'}') | Token::End) {
+            self.next();
+        }
+        self.expect(b'}')
+    }
+
+    fn space(name: &str) -> Option<Space> {
+        Some(match name {
+            "reg" => Space::Reg,
+            "global" | "tex" => Space::Global,
+            "const" => Space::Const,
+            "shared" => Space::Shared,
+            "local" => Space::Local,
+            "param" => Space::Param,
+            _ => return None,
+        })
+    }
+
+    /// `.space .align N .v4 .type name[..] = .., name2 ..;`
+    fn variables(&mut self, linkage: &Linkage, sink: &mut dyn FnMut(Var<'a>)) -> Result<()> {
+        let var = self.variable(linkage)?;
+        let (space, align, ty, vector) = (var.space, var.align, var.ty, var.vector);
+        sink(var);
+        while self.eat(b',') {
+            let mut more = Var { space, align, ty, vector, ..Self::blank(linkage, self.line()) };
+            self.declarator(&mut more)?;
+            sink(more);
+        }
+        self.expect(b';')
+    }
+
+    fn blank(linkage: &Linkage, line: u32) -> Var<'a> {
+        Var {
+            space: Space::Reg,
+            align: 0,
+            ty: "",
+            vector: 1,
+            name: "",
+            family: None,
+            elements: None,
+            init: Vec::new(),
+            external: linkage.external,
+            managed: false,
+            line,
+        }
+    }
+
+    fn variable(&mut self, linkage: &Linkage) -> Result<Var<'a>> {
+        let mut var = Self::blank(linkage, self.line());
+        match self.next() {
+            Token::Dot(name) => match Self::space(name) {
+                Some(space) => var.space = space,
+                None => return self.error(format!("unknown state space .{name}")),
+            },
+            _ => return self.error("expected a state space"),
+        }
+        self.declaration_rest(&mut var)?;
+        Ok(var)
+    }
+
+    fn declaration_rest(&mut self, var: &mut Var<'a>) -> Result<()> {
+        while let Token::Dot(word) = self.peek() {
+            self.next();
+            match word {
+                "align" => var.align = self.int()? as u32,
+                "v2" => var.vector = 2,
+                "v4" => var.vector = 4,
+                "v8" => var.vector = 8,
+                "attribute" => {
+                    self.expect(b'(')?;
+                    while !self.eat(b')') {
+                        match self.next() {
+                            Token::Dot("managed") => var.managed = true,
+                            Token::End => return self.error("an attribute does not end"),
+                            _ => {}
+                        }
+                    }
+                }
+                "ptr" => {
+                    // A hint about what a pointer parameter points to.
+                    while let Token::Dot(hint) = self.peek() {
+                        match hint {
+                            "align" => {
+                                self.next();
+                                self.int()?;
+                            }
+                            "global" | "const" | "shared" | "local" => {
+                                self.next();
+                            }
+                            _ => break,
+                        }
+                    }
+                }
+                ty => var.ty = ty,
+            }
+        }
+        self.declarator(var)
+    }
+
+    fn declarator(&mut self, var: &mut Var<'a>) -> Result<()> {
+        match self.peek() {
+            Token::Ident(name) => {
+                self.next();
+                var.name = name;
+            }
+            // A prototype may leave a parameter without a name.
+            _ if var.space == Space::Param => return Ok(()),
+            _ => return self.unexpected("a name"),
+        }
+        if self.eat(b'<') {
+            var.family = Some(self.int()? as u32);
+            self.expect(b'>')?;
+        }
+        while self.eat(b'[') {
+            let n = if self.peek() == Token::Punct(b']') { 0 } else { self.int()? };
+            self.expect(b']')?;
+            var.elements = Some(var.elements.unwrap_or(1).saturating_mul(n));
+        }
+        if self.eat(b'=') {
+            self.initialiser(&mut var.init)?;
+        }
+        Ok(())
+    }
+
+    fn initialiser(&mut self, out: &mut Vec<Init<'a>>) -> Result<()> {
+        if self.peek() == Token::Punct(b'{') {
+            self.depth += 1;
+            if self.depth > MAX_DEPTH {
+                return self.error("initialiser nested too deeply");
+            }
+            self.next();
+            while !self.eat(b'}') {
+                self.initialiser(out)?;
+                if !self.eat(b',') && self.peek() != Token::Punct(b'}') {
+                    return self.unexpected("',' or '}'");
+                }
+            }
+            self.depth -= 1;
+            return Ok(());
+        }
+        let value = match self.peek() {
+            Token::F32(bits) => {
+                self.next();
+                Init::F32(bits)
+            }
+            Token::F64(bits) => {
+                self.next();
+                Init::F64(bits)
+            }
+            Token::Int(mask) if self.peek2() == Token::Punct(b'(') => {
+                self.next();
+                self.next();
+                let init = self.symbol_init(Some(mask))?;
+                self.expect(b')')?;
+                init
+            }
+            Token::Int(_) | Token::Punct(b'-') => {
+                let negative = self.eat(b'-');
+                match self.next() {
+                    Token::Int(n) => Init::Int(if negative { n.wrapping_neg() } else { n }),
+                    Token::F64(bits) => Init::F64(if negative { bits ^ (1 << 63) } else { bits }),
+                    _ => return self.error("expected a number"),
+                }
+            }
+            Token::Ident(_) => self.symbol_init(None)?,
+            // `.reg .texref t = { addr_mode_0 = wrap, ... }` and the like.
+            _ => return self.unexpected("an initial value"),
+        };
+        out.push(value);
+        Ok(())
+    }
+
+    fn symbol_init(&mut self, mask: Option<u64>) -> Result<Init<'a>> {
+        let mut name = self.ident()?;
+        let generic = name == "generic" && self.peek() == Token::Punct(b'(');
+        if generic {
+            self.next();
+            name = self.ident()?;
+        }
+        let mut addend = self.addend()?;
+        if generic {
+            self.expect(b')')?;
+            addend += self.addend()?;
+        }
+        Ok(Init::Symbol { name, addend, mask })
+    }
+
+    fn addend(&mut self) -> Result<i64> {
+        if self.eat(b'+') || self.peek() == Token::Punct(b'-') { self.signed() } else { Ok(0) }
+    }
+
+    fn parameters(&mut self) -> Result<Vec<Var<'a>>> {
+        let mut out = Vec::new();
+        self.expect(b'(')?;
+        while !self.eat(b')') {
+            if self.peek() == Token::Ident("_") {
+                self.next();
+            } else {
+                out.push(self.variable(&Linkage::default())?);
+            }
+            if !self.eat(b',') && self.peek() != Token::Punct(b')') {
+                return self.unexpected("',' or ')'");
+            }
+        }
+        Ok(out)
+    }
+
+    fn dimensions(&mut self) -> Result<[u32; 3]> {
+        let mut out = [1; 3];
+        out[0] = self.int()? as u32;
+        for slot in &mut out[1..] {
+            if self.eat(b',') {
+                *slot = self.int()? as u32;
+            }
+        }
+        Ok(out)
+    }
+
+    fn function(&mut self, kernel: bool) -> Result<Function<'a>> {
+        let line = self.line();
+        self.next();
+        // `.func .attribute(...)`.
+        if self.peek() == Token::Dot("attribute") {
+            self.next();
+            self.expect(b'(')?;
+            while !self.eat(b')') {
+                if self.next() == Token::End {
+                    return self.error("an attribute does not end");
+                }
+            }
+        }
+        let returns =
+            if !kernel && self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
+        let name = self.ident()?;
+        let params = if self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
+        let mut f =
+            Function { name, kernel, returns, params, body: None, max_ntid: None, req_ntid: None, line };
+        loop {
+            match self.peek() {
+                Token::Dot("maxntid") => {
+                    self.next();
+                    f.max_ntid = Some(self.dimensions()?);
+                }
+                Token::Dot("reqntid") => {
+                    self.next();
+                    f.req_ntid = Some(self.dimensions()?);
+                }
+                Token::Dot(
+                    "minnctapersm"
+                    | "maxnctapersm"
+                    | "maxnreg"
+                    | "maxclusterrank"
+                    | "abi_preserve"
+                    | "abi_preserve_control",
+                ) => {
+                    self.next();
+                    self.int()?;
+                }
+                Token::Dot("noreturn" | "unified" | "explicitcluster" | "blocksareclusters") => {
+                    self.next();
+                    if self.eat(b'(') {
+                        while !self.eat(b')') {
+                            self.next();
+                        }
+                    }
+                }
+                Token::Dot("reqnctapercluster") => {
+                    let line = self.line();
+                    self.next();
+                    if self.dimensions()? != [1, 1, 1] {
+                        return Err(Error::UnsupportedPtx {
+                            line,
+                            what: ".reqnctapercluster beyond 1".into(),
+                        });
+                    }
+                }
+                Token::Dot("pragma") => self.skip_to_semicolon()?,
+                Token::Punct(b';') => {
+                    self.next();
+                    return Ok(f);
+                }
+                Token::Punct(b'{') => {
+                    self.next();
+                    f.body = Some(self.block()?);
+                    return Ok(f);
+                }
+                _ => return self.unexpected("a function's body"),
+            }
+        }
+    }
+
+    fn block(&mut self) -> Result<Vec<Stmt<'a>>> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return self.error("blocks nested too deeply");
+        }
+        let mut out = Vec::new();
+        while !self.eat(b'}') {
+            self.statement(&mut out)?;
+        }
+        self.depth -= 1;
+        Ok(out)
+    }
+
+    fn statement(&mut self, out: &mut Vec<Stmt<'a>>) -> Result<()> {
+        match self.peek() {
+            Token::Punct(b'{') => {
+                self.next();
+                out.push(Stmt::Block(self.block()?));
+            }
+            Token::Punct(b';') => {
+                self.next();
+            }
+            Token::Dot("loc") => {
+                let line = self.line();
+                while self.line() == line && self.peek() != Token::End {
+                    self.next();
+                }
+            }
+            Token::Dot("pragma") => self.skip_to_semicolon()?,
+            Token::Dot("section") => self.skip_section()?,
+            Token::Dot("reg" | "local" | "shared" | "param" | "global" | "const") => {
+                self.variables(&Linkage::default(), &mut |var| out.push(Stmt::Var(var)))?;
+            }
+            Token::Ident(name) if self.peek2() == Token::Punct(b':') => {
+                self.next();
+                self.next();
+                match self.peek() {
+                    Token::Dot("branchtargets" | "calltargets") => {
+                        self.next();
+                        let mut names = vec![self.ident()?];
+                        while self.eat(b',') {
+                            names.push(self.ident()?);
+                        }
+                        self.expect(b';')?;
+                        out.push(Stmt::Targets(name, names));
+                    }
+                    Token::Dot("callprototype") => {
+                        self.next();
+                        let returns =
+                            if self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
+                        self.ident()?;
+                        let params =
+                            if self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
+                        self.skip_to_semicolon()?;
+                        out.push(Stmt::Prototype { name, returns, params });
+                    }
+                    _ => out.push(Stmt::Label(name)),
+                }
+            }
+            Token::Punct(b'@') | Token::Ident(_) => out.push(Stmt::Inst(self.instruction()?)),
+            _ => return self.unexpected("a statement"),
+        }
+        Ok(())
+    }
+
+    fn instruction(&mut self) -> Result<Inst<'a>> {
+        let mut guard = None;
+        if self.eat(b'@') {
+            let negated = self.eat(b'!');
+            guard = Some((self.ident()?, negated));
+        }
+        let line = self.line();
+        let name = self.ident()?;
+        let mut modifiers = Vec::new();
+        while let Token::Dot(word) = self.peek() {
+            self.next();
+            modifiers.push(word);
+        }
+        let mut operands = Vec::new();
+        if self.peek() != Token::Punct(b';') {
+            loop {
+                operands.push(self.operand()?);
+                if !self.eat(b',') {
+                    break;
+                }
+            }
+        }
+        self.expect(b';')?;
+        Ok(Inst { guard, name, modifiers, operands, line })
+    }
+
+    fn operand(&mut self) -> Result<Operand<'a>> {
+        let first = self.simple_operand()?;
+        if self.eat(b'|') {
+            let second = self.simple_operand()?;
+            return Ok(Operand::Pair(Box::new(first), Box::new(second)));
+        }
+        Ok(first)
+    }
+
+    /// A name with its dotted suffix (`%tid.x`), as one slice of the text.
+    fn dotted(&mut self, name: &'a str) -> &'a str {
+        if name.starts_with('%')
+            && let Token::Dot(part @ ("x" | "y" | "z" | "w")) = self.peek()
+        {
+            self.next();
+            return special(name, part).unwrap_or(name);
+        }
+        name
+    }
+
+    fn list(&mut self, close: u8) -> Result<Vec<Operand<'a>>> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return self.error("operands nested too deeply");
+        }
+        let mut out = Vec::new();
+        while !self.eat(close) {
+            out.push(self.operand()?);
+            if !self.eat(b',') && self.peek() != Token::Punct(close) {
+                return self.unexpected(&format!("',' or {:?}", char::from(close)));
+            }
+        }
+        self.depth -= 1;
+        Ok(out)
+    }
+
+    fn simple_operand(&mut self) -> Result<Operand<'a>> {
+        match self.peek() {
+            Token::Ident("_") => {
+                self.next();
+                Ok(Operand::Sink)
+            }
+            Token::Ident("WARP_SZ") => {
+                self.next();
+                Ok(Operand::Int(32))
+            }
+            Token::Ident(name) => {
+                self.next();
+                let name = self.dotted(name);
+                let addend = self.addend()?;
+                Ok(Operand::Name(name, addend))
+            }
+            Token::Int(n) => {
+                self.next();
+                Ok(Operand::Int(n))
+            }
+            Token::F32(n) => {
+                self.next();
+                Ok(Operand::F32(n))
+            }
+            Token::F64(n) => {
+                self.next();
+                Ok(Operand::F64(n))
+            }
+            Token::Punct(b'-') => {
+                self.next();
+                match self.next() {
+                    Token::Int(n) => Ok(Operand::Int(n.wrapping_neg())),
+                    Token::F32(n) => Ok(Operand::F32(n ^ (1 << 31))),
+                    Token::F64(n) => Ok(Operand::F64(n ^ (1 << 63))),
+                    _ => self.error("expected a number after '-'"),
+                }
+            }
+            Token::Punct(b'~') => {
+                self.next();
+                Ok(Operand::Int(!self.int()?))
+            }
+            Token::Punct(b'!') => {
+                self.next();
+                Ok(Operand::Not(self.ident()?))
+            }
+            Token::Punct(b'{') => {
+                self.next();
+                Ok(Operand::Vector(self.list(b'}')?))
+            }
+            Token::Punct(b'(') => {
+                self.next();
+                Ok(Operand::List(self.list(b')')?))
+            }
+            Token::Punct(b'[') => {
+                self.next();
+                let mut parts = self.list(b']')?;
+                if parts.len() == 1 {
+                    match parts.remove(0) {
+                        Operand::Name(name, addend) => return Ok(Operand::Address(Some(name), addend)),
+                        Operand::Int(n) => return Ok(Operand::Address(None, n as i64)),
+                        other => return Ok(Operand::Bracket(vec![other])),
+                    }
+                }
+                Ok(Operand::Bracket(parts))
+            }
+            _ => self.unexpected("an operand"),
+        }
+    }
+}
+
+/// The special registers with components, as one name.
+fn special(name: &str, part: &str) -> Option<&'static str> {
+    const NAMES: [&str; 36] = [
+        "%tid.x",
+        "%tid.y",
+        "%tid.z",
+        "%tid.w",
+        "%ntid.x",
+        "%ntid.y",
+        "%ntid.z",
+        "%ntid.w",
+        "%ctaid.x",
+        "%ctaid.y",
+        "%ctaid.z",
+        "%ctaid.w",
+        "%nctaid.x",
+        "%nctaid.y",
+        "%nctaid.z",
+        "%nctaid.w",
+        "%clusterid.x",
+        "%clusterid.y",
+        "%clusterid.z",
+        "%clusterid.w",
+        "%nclusterid.x",
+        "%nclusterid.y",
+        "%nclusterid.z",
+        "%nclusterid.w",
+        "%cluster_ctaid.x",
+        "%cluster_ctaid.y",
+        "%cluster_ctaid.z",
+        "%cluster_ctaid.w",
+        "%cluster_nctaid.x",
+        "%cluster_nctaid.y",
+        "%cluster_nctaid.z",
+        "%cluster_nctaid.w",
+        "",
+        "",
+        "",
+        "",
+    ];
+    NAMES.into_iter().find(|n| n.len() == name.len() + 2 && n.starts_with(name) && n.ends_with(part))
+}

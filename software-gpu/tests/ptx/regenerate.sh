@@ -1,0 +1,11 @@
+#!/bin/sh
+# Compiles the .cu files of this folder to PTX. Needs nvcc 13.0 on the PATH (README.md says how to get it).
+set -eu
+cd "$(dirname "$0")"
+for source in *.cu; do
+    name=${source%.cu}
+    nvcc -ptx -arch=compute_75 -O3 "$source" -o "$name.ptx"
+    nvcc -ptx -arch=compute_90 -Xcicc -O0 "$source" -o "$name.O0.ptx"
+done
+nvcc -fatbin -gencode arch=compute_75,code=compute_75 -gencode arch=compute_90,code=compute_90 programs.cu -o programs.zstd.fatbin
+nvcc -fatbin --compress-mode=none -arch=compute_80 programs.cu -o programs.plain.fatbin || true

@@ -1,0 +1,133 @@
+//! rgpu's daemons, started for a test or a demonstration, and ended with it.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::prctl;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::tree;
+
+/// A running `rgpu-server` or `vhost-rgpu` of this tree's release build.
+///
+/// Dropping it sends SIGTERM, and SIGKILL to one that does not end. It also ends when the thread that started it does.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Child,
+    log: PathBuf,
+    status_socket: PathBuf,
+}
+
+impl Daemon {
+    /// Starts `name` with `arguments`, its output in the fresh file `log`, and waits until its status socket, which
+    /// it is told to make at `status_socket`, answers.
+    pub fn start<S: AsRef<OsStr>>(
+        name: &str,
+        arguments: impl IntoIterator<Item = S>,
+        log: &Path,
+        status_socket: &Path,
+    ) -> Result<Self> {
+        if let Some(folder) = log.parent() {
+            std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        }
+        let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+        let binary = tree::binaries().join(name);
+        let mut command = Command::new(&binary);
+        command
+            .args(arguments)
+            .arg("--status-socket")
+            .arg(status_socket)
+            .env("NO_COLOR", "1")
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().context("cannot duplicate a file descriptor")?)
+            .stderr(output)
+            .process_group(0);
+        // SAFETY: the closure only makes one system call, prctl, which is async-signal-safe.
+        unsafe { command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGTERM)?)) };
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {}: `cargo xtask build` makes it", binary.display()))?;
+        let mut daemon = Self { child, log: log.to_owned(), status_socket: status_socket.to_owned() };
+
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while daemon.status().is_err() {
+            if let Some(status) = daemon.ended()? {
+                bail!("{name} ended at once ({status}):\n{}", daemon.log_text());
+            }
+            if Instant::now() > deadline {
+                bail!("{name} did not answer at {} in time:\n{}", status_socket.display(), daemon.log_text());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(daemon)
+    }
+
+    /// What the daemon says of itself: the object that `rgpuctl status --json` shows.
+    pub fn status(&self) -> Result<serde_json::Value> {
+        let path = &self.status_socket;
+        let mut stream =
+            UnixStream::connect(path).with_context(|| format!("nothing answers at {}", path.display()))?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let mut text = String::new();
+        stream
+            .read_to_string(&mut text)
+            .with_context(|| format!("no whole answer from {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} answered no JSON: {text:?}", path.display()))
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its exit status, if it has ended.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        self.child.try_wait().context("cannot wait for a daemon")
+    }
+
+    /// Everything it has logged so far.
+    pub fn log_text(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap_or_default()).into_owned()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal)
+            .with_context(|| format!("cannot send {signal}"))
+    }
+
+    /// Waits for it to end; an error if it has not within `limit`.
+    pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.ended()? {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                bail!("a daemon did not end within {limit:?}; its log is {}", self.log.display());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if matches!(self.ended(), Ok(Some(_))) {
+            return;
+        }
+        let _ = self.signal(Signal::SIGTERM);
+        if self.wait(Duration::from_secs(15)).is_err() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! A guest with rgpu's libraries and the test programs in it, and the daemons of this machine that serve it.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use tempfile::TempDir;
+
+use crate::daemons::Daemon;
+use crate::machine::{Builder, Machine};
+use crate::programs::Program;
+use crate::tree;
+
+/// The folder of the libraries in the guest: one that its loader looks into by itself.
+pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+/// The folder of the programs in the guest, which is in its path.
+pub const PROGRAMS: &str = "/usr/local/bin";
+
+/// The libraries that a program loads instead of NVIDIA's, as far as they have been built.
+const LIBRARY_NAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.13", "libcudart.so.12", "libnvidia-ml.so.1"];
+
+/// A guest with the driver, the libraries, `rgpuctl` and the given programs, still without a device.
+pub fn builder(programs: &[Program]) -> Builder {
+    let mut builder = Machine::builder().memory_mib(1024).driver(true).host_libraries();
+    for name in LIBRARY_NAMES {
+        let file = tree::guest_libraries().join(name);
+        if file.is_file() {
+            builder = builder.file(file, format!("{LIBRARIES}/{name}"));
+        }
+    }
+    builder = builder.file(tree::binaries().join("rgpuctl"), format!("{PROGRAMS}/rgpuctl"));
+    for program in programs {
+        builder = builder.file(tree::programs().join(&program.name), format!("{PROGRAMS}/{}", program.name));
+    }
+    builder
+}
+
+/// `rgpu-server` with the software GPU and `vhost-rgpu` for one guest and for processes of this machine.
+#[derive(Debug)]
+pub struct Host {
+    folder: TempDir,
+    logs: PathBuf,
+    transport: String,
+    address: String,
+    /// `rgpu-server`; none between [`Host::kill_server`] and [`Host::start_server`].
+    server: Option<Daemon>,
+    /// `vhost-rgpu`; none between [`Host::kill_bridge`] and [`Host::start_bridge`].
+    bridge: Option<Daemon>,
+}
+
+/// Workers that the server keeps ready.
+pub const WORKERS: usize = 2;
+
+/// What the daemons hold while nobody uses them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holdings {
+    bridge_descriptors: usize,
+    server_descriptors: usize,
+    bridge_threads: usize,
+    server_threads: usize,
+    workers: usize,
+}
+
+impl Host {
+    /// Starts both. `name` names their logs; `transport` is `local` or `tcp`.
+    pub fn start(name: &str, transport: &str) -> Result<Host> {
+        let folder =
+            tempfile::Builder::new().prefix("rgpu-vm-").tempdir().context("cannot create a folder")?;
+        let address = match transport {
+            "tcp" => format!("tcp:127.0.0.1:{}", free_port()?),
+            _ => format!("unix:{}", folder.path().join("server.sock").display()),
+        };
+        let logs = tree::logs().join(name);
+        let transport = transport.to_owned();
+        let mut host = Host { folder, logs, transport, address, server: None, bridge: None };
+        host.start_server("software")?;
+        host.start_bridge()?;
+        Ok(host)
+    }
+
+    /// Starts `rgpu-server`.
+    pub fn start_server(&mut self, backend: &str) -> Result<()> {
+        let workers = WORKERS.to_string();
+        let arguments = ["--listen", &self.address, "--backend", backend, "--workers", &workers];
+        let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));
+        self.server = Some(Daemon::start("rgpu-server", arguments, &log, &status)?);
+        Ok(())
+    }
+
+    /// Starts `vhost-rgpu`.
+    pub fn start_bridge(&mut self) -> Result<()> {
+        let (socket, native) = (self.socket(), self.native_socket());
+        let (socket, native) = (socket.display().to_string(), native.display().to_string());
+        let mut arguments = vec!["--socket", &socket, "--native-socket", &native, "--server", &self.address];
+        arguments.extend(["--transport", &self.transport]);
+        let (log, status) = (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"));
+        self.bridge = Some(Daemon::start("vhost-rgpu", arguments, &log, &status)?);
+        Ok(())
+    }
+
+    /// The socket for a guest's VMM.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("vm.sock")
+    }
+
+    /// The socket for processes of this machine.
+    pub fn native_socket(&self) -> PathBuf {
+        self.folder.path().join("native.sock")
+    }
+
+    /// Where the daemons' logs are.
+    pub fn logs(&self) -> &Path {
+        &self.logs
+    }
+
+    /// `rgpu-server`.
+    pub fn server(&self) -> Result<&Daemon> {
+        self.server.as_ref().context("rgpu-server has been killed")
+    }
+
+    /// `vhost-rgpu`.
+    pub fn bridge(&self) -> Result<&Daemon> {
+        self.bridge.as_ref().context("vhost-rgpu has been killed")
+    }
+
+    /// Kills `rgpu-server` with SIGKILL.
+    pub fn kill_server(&mut self) -> Result<()> {
+        kill(self.server.take())
+    }
+
+    /// Kills `vhost-rgpu` with SIGKILL.
+    pub fn kill_bridge(&mut self) -> Result<()> {
+        kill(self.bridge.take())
+    }
+
+    /// Process ids of the workers that serve a session.
+    pub fn busy_workers(&self) -> Result<Vec<i32>> {
+        let status = self.server()?.status()?;
+        let sessions = status["sessions"].as_array().context("the server's status has no sessions")?;
+        Ok(sessions.iter().filter_map(|s| s["worker"].as_i64()).map(|pid| pid as i32).collect())
+    }
+
+    /// A counter of the daemon's whole life, summed over all its sessions.
+    pub fn bridge_total(&self, name: &str) -> Result<u64> {
+        let status = self.bridge()?.status()?;
+        status["totals"][name]
+            .as_u64()
+            .with_context(|| format!("vhost-rgpu's status has no {name}: {status}"))
+    }
+
+    /// Waits until no session is left, neither in the daemon nor in the server, and the pool is full again; gives what the daemons hold then.
+    pub fn settled(&self) -> Result<Holdings> {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let (bridge, server) = (self.bridge()?.status()?, self.server()?.status()?);
+            let none = |status: &serde_json::Value| status["sessions"].as_array().is_some_and(Vec::is_empty);
+            let ready = server["workers_ready"] == WORKERS && server["workers_starting"] == 0;
+            if none(&bridge) && none(&server) && ready {
+                break;
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "sessions or workers are left behind\n{bridge:#}\n{server:#}\nthe logs are in {}",
+                self.logs.display()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let (bridge, server) = (self.bridge()?.pid(), self.server()?.pid());
+        Ok(Holdings {
+            bridge_descriptors: entries(bridge, "fd")?,
+            server_descriptors: entries(server, "fd")?,
+            bridge_threads: entries(bridge, "task")?,
+            server_threads: entries(server, "task")?,
+            workers: children(server)?,
+        })
+    }
+
+    /// Waits until the daemons hold what they held before; an error that shows the difference if they do not come to that.
+    pub fn check_settled(&self, before: &Holdings) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(15);
+        loop {
+            let now = self.settled()?;
+            if now == *before {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                bail!(
+                    "the daemons held {before:?} before, and now {now:?}; the logs are in {}",
+                    self.logs.display()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// KiB of memory that each daemon has for itself alone.
+    pub fn memory(&self) -> Result<[u64; 2]> {
+        Ok([anonymous_kib(self.bridge()?.pid())?, anonymous_kib(self.server()?.pid())?])
+    }
+}
+
+fn kill(daemon: Option<Daemon>) -> Result<()> {
+    let mut daemon = daemon.context("it has been killed already")?;
+    daemon.signal(nix::sys::signal::Signal::SIGKILL)?;
+    daemon.wait(Duration::from_secs(10)).map(drop)
+}
+
+/// A port of the loopback interface on which nothing listens.
+pub fn free_port() -> Result<u16> {
+    let listener =
+        std::net::TcpListener::bind("127.0.0.1:0").context("cannot listen on the loopback interface")?;
+    Ok(listener.local_addr()?.port())
+}
+
+fn entries(pid: u32, what: &str) -> Result<usize> {
+    let folder = format!("/proc/{pid}/{what}");
+    Ok(std::fs::read_dir(&folder).with_context(|| format!("cannot read {folder}"))?.count())
+}
+
+fn children(pid: u32) -> Result<usize> {
+    let parent = format!("PPid:\t{pid}");
+    let mut count = 0;
+    for process in std::fs::read_dir("/proc").context("cannot list the processes")? {
+        // What is no process, or has ended meanwhile, has no status.
+        let status = std::fs::read_to_string(process?.path().join("status")).unwrap_or_default();
+        count += usize::from(status.lines().any(|line| line == parent));
+    }
+    Ok(count)
+}
+
+fn anonymous_kib(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    number.with_context(|| format!("{path} has no RssAnon"))
+}

@@ -1,0 +1,447 @@
+//! A machine: described by [`Builder`], booted as [`Machine`].
+
+use super::agent::{Agent, Output, Process};
+use super::image::Image;
+use super::{Accelerator, Kernel, Qemu};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs::{self, File};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Where QEMU is told of the guest's memory and of its rgpu device.
+enum Hardware {
+    /// On the command line that this file makes.
+    Own,
+    /// In a `-readconfig` file.
+    Config(PathBuf),
+    /// By a script that starts `qemu-system-x86_64` with more options behind its own; its environment.
+    Script(PathBuf, Vec<(String, String)>),
+}
+
+/// What to do to the image, once it is being made.
+type Step = Box<dyn FnOnce(&mut Image) -> Result<()> + Send>;
+
+/// A machine to boot.
+pub struct Builder {
+    kernel: Kernel,
+    accelerator: Option<Accelerator>,
+    memory_mib: u32,
+    cpus: u32,
+    driver: bool,
+    modules: Vec<String>,
+    rgpu_sockets: Vec<PathBuf>,
+    hardware: Hardware,
+    reconnect: bool,
+    qemu_args: Vec<String>,
+    kernel_args: Vec<String>,
+    boot_timeout: Duration,
+    steps: Vec<Step>,
+}
+
+impl Builder {
+    pub(super) fn new() -> Self {
+        Self {
+            kernel: Kernel::default(),
+            accelerator: None,
+            memory_mib: 512,
+            cpus: 2,
+            driver: false,
+            modules: vec!["virtio_pci".into(), "virtio_console".into()],
+            rgpu_sockets: Vec::new(),
+            hardware: Hardware::Own,
+            reconnect: false,
+            qemu_args: Vec::new(),
+            kernel_args: Vec::new(),
+            boot_timeout: Duration::from_secs(120),
+            steps: Vec::new(),
+        }
+    }
+
+    /// The kernel to boot; [`Kernel::V6_1`] unless said otherwise.
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
+    }
+
+    /// How to run guest code; the best that works here unless said otherwise.
+    pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
+        self.accelerator = Some(accelerator);
+        self
+    }
+
+    /// Memory in MiB (512). The root file system lies in it, too.
+    pub fn memory_mib(mut self, mib: u32) -> Self {
+        self.memory_mib = mib;
+        self
+    }
+
+    /// Processors (2).
+    pub fn cpus(mut self, cpus: u32) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// Whether `virtio_rgpu.ko` is built for the kernel and loaded (no).
+    pub fn driver(mut self, load: bool) -> Self {
+        self.driver = load;
+        self
+    }
+
+    /// Adds a module of the kernel, with those it needs, to be loaded at boot.
+    pub fn module(mut self, name: &str) -> Self {
+        self.modules.push(name.to_owned());
+        self
+    }
+
+    /// Adds an rgpu device, whose vhost-user back end listens on this socket. May be called several times.
+    pub fn rgpu_socket(mut self, socket: impl Into<PathBuf>) -> Self {
+        self.rgpu_sockets.push(socket.into());
+        self
+    }
+
+    /// Takes the machine type, the guest's memory and the rgpu device from a `-readconfig` file, in place of [`Builder::rgpu_socket`]. The
+    /// memory's size there and [`Builder::memory_mib`] must be the same.
+    pub fn hardware_from_config(mut self, file: impl Into<PathBuf>) -> Self {
+        self.hardware = Hardware::Config(file.into());
+        self
+    }
+
+    /// Takes accelerator, processor type, machine type, memory and the rgpu device from a script that starts `qemu-system-x86_64` and passes its
+    /// arguments on to it. `environment` is the script's; [`Builder::memory_mib`] says nothing then.
+    pub fn hardware_from_script<'a>(
+        mut self,
+        script: impl Into<PathBuf>,
+        environment: impl IntoIterator<Item = (&'a str, String)>,
+    ) -> Self {
+        let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        self.hardware = Hardware::Script(script.into(), environment);
+        self
+    }
+
+    /// Whether QEMU connects again, every second, to a back end that went away (no).
+    pub fn reconnect(mut self, reconnect: bool) -> Self {
+        self.reconnect = reconnect;
+        self
+    }
+
+    /// Adds an argument of QEMU.
+    pub fn qemu_arg(mut self, arg: impl Into<String>) -> Self {
+        self.qemu_args.push(arg.into());
+        self
+    }
+
+    /// Adds a word to the kernel's command line.
+    pub fn kernel_arg(mut self, arg: impl Into<String>) -> Self {
+        self.kernel_args.push(arg.into());
+        self
+    }
+
+    /// How long booting may take (120 s).
+    pub fn boot_timeout(mut self, timeout: Duration) -> Self {
+        self.boot_timeout = timeout;
+        self
+    }
+
+    fn step(mut self, step: impl FnOnce(&mut Image) -> Result<()> + Send + 'static) -> Self {
+        self.steps.push(Box::new(step));
+        self
+    }
+
+    /// Puts a host's file into the guest, with its permissions.
+    pub fn file(self, host: impl Into<PathBuf>, guest: impl Into<PathBuf>) -> Self {
+        let (host, guest) = (host.into(), guest.into());
+        self.step(move |image| image.file(&host, guest))
+    }
+
+    /// Puts a host's directory into the guest, with all that is in it.
+    pub fn dir(self, host: impl Into<PathBuf>, guest: impl Into<PathBuf>) -> Self {
+        let (host, guest) = (host.into(), guest.into());
+        self.step(move |image| image.tree(&host, guest))
+    }
+
+    /// Puts a host's program into the guest, with the shared libraries it is linked to.
+    pub fn program(self, host: impl Into<PathBuf>, guest: impl Into<PathBuf>) -> Self {
+        let (host, guest) = (host.into(), guest.into());
+        self.step(move |image| image.program(&host, guest))
+    }
+
+    /// Puts a file with these contents and permissions into the guest.
+    pub fn contents(self, guest: impl Into<PathBuf>, mode: u32, data: impl Into<Vec<u8>>) -> Self {
+        let (guest, data) = (guest.into(), data.into());
+        self.step(move |image| {
+            image.contents(guest, mode, data);
+            Ok(())
+        })
+    }
+
+    /// Puts a symbolic link into the guest.
+    pub fn link(self, guest: impl Into<PathBuf>, target: impl Into<PathBuf>) -> Self {
+        let (guest, target) = (guest.into(), target.into());
+        self.step(move |image| {
+            image.link(guest, target);
+            Ok(())
+        })
+    }
+
+    /// Puts this host's C and C++ run-time libraries into the guest, for programs that were linked here.
+    pub fn host_libraries(self) -> Self {
+        self.step(Image::host_libraries)
+    }
+
+    /// Boots, and returns when the machine takes commands.
+    pub fn boot(self) -> Result<Machine> {
+        let qemu = Qemu::find()?;
+        let accelerator = match self.accelerator {
+            Some(accelerator) => accelerator,
+            None => qemu.accelerator()?,
+        };
+        let kernel = self.kernel.files()?;
+        let driver = if self.driver { vec![self.kernel.driver()?] } else { Vec::new() };
+        let mut image = Image::new();
+        image.base(&kernel, &self.modules, &driver)?;
+        for step in self.steps {
+            step(&mut image)?;
+        }
+        let dir = tempfile::Builder::new().prefix("rgpu-machine-").tempdir()?;
+        let initrd = dir.path().join("initramfs");
+        fs::write(&initrd, image.to_cpio()).with_context(|| format!("cannot write {}", initrd.display()))?;
+        let port = dir.path().join("agent.sock");
+        let listener =
+            UnixListener::bind(&port).with_context(|| format!("cannot listen on {}", port.display()))?;
+
+        let (accel, cpu) = match accelerator {
+            Accelerator::Kvm => ("kvm", "host"),
+            Accelerator::Tcg => ("tcg", "max"),
+        };
+        let memory = format!("{}M", self.memory_mib);
+        let mut command = match &self.hardware {
+            Hardware::Own => {
+                let mut command = qemu.command();
+                command.args(["-accel", accel, "-cpu", cpu, "-machine", "q35,memory-backend=ram,vmport=off"]);
+                // A vhost-user device works in the guest's memory, so that has to be shareable.
+                let backend = format!("memory-backend-memfd,id=ram,size={memory},share=on");
+                command.args(["-object", &backend, "-m", &memory]);
+                command
+            }
+            Hardware::Config(file) => {
+                let mut command = qemu.command();
+                command.args(["-accel", accel, "-cpu", cpu, "-m", &memory]).arg("-readconfig").arg(file);
+                command
+            }
+            Hardware::Script(script, environment) => {
+                let mut command = Command::new("sh");
+                let bin = qemu.in_path(dir.path())?;
+                let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
+                command.arg(script).env("PATH", path).env("ACCEL", accel);
+                command.envs(environment.iter().map(|(name, value)| (name, value)));
+                command
+            }
+        };
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none"]);
+        command.arg("-smp").arg(self.cpus.to_string());
+        command.arg("-serial").arg(format!("file:{}", dir.path().join("console").display()));
+        command.args(["-device", "virtio-serial-pci"]);
+        command.arg("-chardev").arg(format!("socket,id=agent,path={}", port.display()));
+        command.args(["-device", "virtserialport,chardev=agent,name=rgpu.agent"]);
+        for (i, socket) in self.rgpu_sockets.iter().enumerate() {
+            let reconnect = if self.reconnect { ",reconnect-ms=1000" } else { "" };
+            command.arg("-chardev").arg(format!("socket,id=rgpu{i},path={}{reconnect}", socket.display()));
+            command.arg("-device").arg(format!(
+                "vhost-user-test-device-pci,chardev=rgpu{i},virtio-id=38,num_vqs=3,vq_size=256,config_size=64"
+            ));
+        }
+        command.arg("-kernel").arg(kernel.image()).arg("-initrd").arg(&initrd);
+        // An oops is never to be passed over, and a panic is seen at once as an unexpected boot.
+        let mut line = vec!["console=ttyS0", "loglevel=5", "oops=panic", "panic=-1"];
+        line.extend(self.kernel_args.iter().map(String::as_str));
+        command.arg("-append").arg(line.join(" ")).args(&self.qemu_args);
+
+        let log = File::create(dir.path().join("qemu"))?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+        let mut running = Running { child, dir };
+        let agent = running.accept(&listener)?;
+        let machine =
+            Machine { agent, running: Mutex::new(running), boot_timeout: self.boot_timeout, accelerator };
+        machine.with_logs(machine.agent.wait_boot(0, self.boot_timeout))?;
+        Ok(machine)
+    }
+}
+
+/// QEMU's process and its directory.
+struct Running {
+    child: Child,
+    dir: TempDir,
+}
+
+impl Running {
+    /// Takes QEMU's connection to the agent's port, unless QEMU ends first.
+    fn accept(&mut self, listener: &UnixListener) -> Result<Agent> {
+        listener.set_nonblocking(true)?;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false)?;
+                    return Agent::new(stream);
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(e) => return Err(e).context("cannot accept QEMU's connection"),
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("QEMU ended at its start ({status}): {}", tail(&self.dir.path().join("qemu")));
+            }
+            ensure!(Instant::now() < deadline, "QEMU does not connect to the agent's port");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits for QEMU to end; `None` if it has not within `timeout`.
+    fn wait(&mut self, timeout: Duration) -> Result<Option<()>> {
+        let deadline = Instant::now() + timeout;
+        while self.child.try_wait()?.is_none() {
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(Some(()))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The last lines of a text file.
+fn tail(path: &Path) -> String {
+    let text = String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(40)..].join("\n")
+}
+
+/// A running machine. Dropping it kills it. Its methods may be called from several threads.
+pub struct Machine {
+    agent: Agent,
+    running: Mutex<Running>,
+    boot_timeout: Duration,
+    accelerator: Accelerator,
+}
+
+impl Machine {
+    /// A machine to describe and boot.
+    pub fn builder() -> Builder {
+        Builder::new()
+    }
+
+    /// How it runs guest code.
+    pub fn accelerator(&self) -> Accelerator {
+        self.accelerator
+    }
+
+    fn running(&self) -> std::sync::MutexGuard<'_, Running> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds the end of the logs to an error.
+    fn with_logs<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|e| {
+            let running = self.running();
+            let (console, qemu) = (running.dir.path().join("console"), running.dir.path().join("qemu"));
+            e.context(format!("--- the machine's console\n{}\n--- QEMU\n{}", tail(&console), tail(&qemu)))
+        })
+    }
+
+    /// Runs a command line in the guest's shell, as root in `/root`, and waits for it to end. After `timeout` it is killed,
+    /// and that is an error; a status other than 0 is not. What the command leaves running in the background must not
+    /// write to its standard output or error.
+    pub fn run(&self, command: &str, timeout: Duration) -> Result<Output> {
+        let result = self.spawn(command).and_then(|process| process.wait(timeout));
+        self.with_logs(result).with_context(|| format!("in the machine: {command}"))
+    }
+
+    /// As [`Machine::run`], but a status other than 0 is an error, too. Returns standard output, trimmed at its end.
+    pub fn check(&self, command: &str, timeout: Duration) -> Result<String> {
+        let output = self.run(command, timeout)?;
+        if !output.success() {
+            return self.with_logs(Err(anyhow::anyhow!("in the machine: {command}: {output}")));
+        }
+        Ok(output.text())
+    }
+
+    /// Starts a command line in the guest's shell.
+    pub fn spawn(&self, command: &str) -> Result<Process> {
+        self.agent.spawn(command)
+    }
+
+    /// Writes a file in the guest.
+    pub fn write_file(&self, guest: &str, mode: u32, data: &[u8]) -> Result<()> {
+        self.with_logs(self.agent.put(guest, mode, data))
+    }
+
+    /// Has the guest reboot itself, and waits until it takes commands again. The root file system begins anew.
+    pub fn reboot(&self) -> Result<()> {
+        let before = self.agent.boots();
+        self.agent.reboot()?;
+        self.with_logs(self.agent.wait_boot(before, self.boot_timeout))
+    }
+
+    /// Kills QEMU with SIGKILL, as a host that fails would, and waits for its end.
+    pub fn kill9(&self) -> Result<()> {
+        let mut running = self.running();
+        running.child.kill()?;
+        running.child.wait()?;
+        Ok(())
+    }
+
+    /// Has the guest power itself off, and waits for QEMU to end.
+    pub fn shutdown(&self) -> Result<()> {
+        self.agent.power_off()?;
+        let ended = self.running().wait(Duration::from_secs(30))?;
+        self.with_logs(ended.context("the machine did not power off within 30 s"))
+    }
+
+    /// QEMU's process id.
+    pub fn pid(&self) -> u32 {
+        self.running().child.id()
+    }
+
+    /// What the kernel, and whoever writes to the console, has said so far, of all boots.
+    pub fn console_log(&self) -> String {
+        let path = self.running().dir.path().join("console");
+        String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
+    }
+
+    /// An error if the kernel has complained of itself: a warning, a lock, a leak, a stall.
+    pub fn check_console(&self) -> Result<()> {
+        const COMPLAINTS: [&str; 9] = [
+            "WARNING:",
+            "BUG:",
+            "Oops",
+            "Call Trace",
+            "Bad page",
+            "blocked for more than",
+            "possible circular locking",
+            "rcu: INFO:",
+            "KASAN:",
+        ];
+        let log = self.console_log();
+        match log.lines().find(|line| COMPLAINTS.iter().any(|c| line.contains(c))) {
+            Some(line) => bail!("the guest's kernel complains: {line}\n--- the machine's console\n{log}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::fmt::Debug for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Machine").field("accelerator", &self.accelerator).finish_non_exhaustive()
+    }
+}

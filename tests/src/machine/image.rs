@@ -1,0 +1,278 @@
+//! A machine's root file system: an initramfs (a cpio archive in the `newc` format), written from memory.
+
+use super::{kernel::KernelFiles, setup};
+use anyhow::{Context, Result, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What a guest needs in order to run programs linked on this host: glibc in all its parts, and the C++ runtime.
+const HOST_LIBRARIES: [&str; 12] = [
+    "ld-linux-x86-64.so.2",
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "librt.so.1",
+    "libpthread.so.0",
+    "libutil.so.1",
+    "libresolv.so.2",
+    "libnss_files.so.2",
+    "libgcc_s.so.1",
+    "libstdc++.so.6",
+    "libz.so.1",
+];
+
+enum Entry {
+    Directory,
+    File { mode: u32, data: Vec<u8> },
+    Link(PathBuf),
+}
+
+/// Files for an initramfs. Paths are absolute paths in the guest; directories on the way are made.
+#[derive(Default)]
+pub struct Image {
+    entries: BTreeMap<PathBuf, Entry>,
+}
+
+impl Image {
+    /// An image with nothing in it.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn insert(&mut self, guest: &Path, entry: Entry) {
+        for parent in guest.ancestors().skip(1).filter(|p| p.parent().is_some()) {
+            self.entries.entry(parent.to_path_buf()).or_insert(Entry::Directory);
+        }
+        self.entries.insert(guest.to_path_buf(), entry);
+    }
+
+    /// Adds a directory.
+    pub fn directory(&mut self, guest: impl AsRef<Path>) {
+        self.insert(guest.as_ref(), Entry::Directory);
+    }
+
+    /// Adds a symbolic link to `target`.
+    pub fn link(&mut self, guest: impl AsRef<Path>, target: impl AsRef<Path>) {
+        self.insert(guest.as_ref(), Entry::Link(target.as_ref().to_path_buf()));
+    }
+
+    /// Adds a file with these contents; `mode` is the permissions.
+    pub fn contents(&mut self, guest: impl AsRef<Path>, mode: u32, data: impl Into<Vec<u8>>) {
+        self.insert(guest.as_ref(), Entry::File { mode, data: data.into() });
+    }
+
+    /// Adds a host's file, with its permissions; a symbolic link is followed.
+    pub fn file(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
+        let data = fs::read(host).with_context(|| format!("cannot read {} for the guest", host.display()))?;
+        let mode = fs::metadata(host)?.permissions().mode() & 0o7777;
+        self.contents(guest, mode, data);
+        Ok(())
+    }
+
+    /// Adds a host's directory with everything below it; symbolic links are kept as they are.
+    pub fn tree(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
+        let guest = guest.as_ref();
+        self.directory(guest);
+        for entry in
+            fs::read_dir(host).with_context(|| format!("cannot read {} for the guest", host.display()))?
+        {
+            let entry = entry?;
+            let (from, to) = (entry.path(), guest.join(entry.file_name()));
+            let kind = entry.file_type()?;
+            if kind.is_symlink() {
+                self.link(to, fs::read_link(from)?);
+            } else if kind.is_dir() {
+                self.tree(&from, to)?;
+            } else if kind.is_file() {
+                self.file(&from, to)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a host's program, and the shared libraries that it is linked to, where the program's loader looks for them.
+    pub fn program(&mut self, host: &Path, guest: impl AsRef<Path>) -> Result<()> {
+        self.file(host, guest)?;
+        // ldd fails for a static program, and says so.
+        let list = setup::run(Command::new("ldd").arg(host)).unwrap_or_default();
+        let paths: BTreeSet<&str> = list.split_whitespace().filter(|word| word.starts_with('/')).collect();
+        for path in paths {
+            self.file(Path::new(path), path)?;
+        }
+        Ok(())
+    }
+
+    /// Adds this host's C and C++ run-time libraries.
+    pub fn host_libraries(&mut self) -> Result<()> {
+        let cache = setup::run(Command::new("/sbin/ldconfig").arg("-p"))?;
+        for name in HOST_LIBRARIES {
+            let found = cache.lines().find_map(|line| {
+                let (entry, path) = line.split_once(" => ")?;
+                (entry.trim().starts_with(&format!("{name} ")) && entry.contains("x86-64"))
+                    .then_some(path.trim())
+            });
+            // Old names of what is part of glibc now are missing on newer hosts, and not needed there.
+            if let Some(path) = found {
+                self.file(Path::new(path), path)?;
+            }
+        }
+        self.file(Path::new("/lib64/ld-linux-x86-64.so.2"), "/lib64/ld-linux-x86-64.so.2")
+    }
+
+    /// Adds what every machine has: the agent as the first process, busybox as its shell, and modules, to be loaded in
+    /// this order.
+    pub(crate) fn base(&mut self, kernel: &KernelFiles, modules: &[String], extra: &[PathBuf]) -> Result<()> {
+        setup::need_program("busybox", "busybox-static")?;
+        let busybox = Path::new("/bin/busybox");
+        self.file(&agent()?, "/init")?;
+        self.file(busybox, "/bin/busybox")?;
+        let applets = setup::run(Command::new(busybox).arg("--list"))?;
+        ensure!(applets.lines().any(|a| a == "sh"), "{} has no shell", busybox.display());
+        for applet in applets.lines().filter(|a| *a != "busybox") {
+            self.link(Path::new("/bin").join(applet), "busybox");
+        }
+        for directory in ["/dev", "/proc", "/sys", "/tmp", "/run", "/root", "/lib64", "/usr/local/bin"] {
+            self.directory(directory);
+        }
+        self.contents(
+            "/etc/passwd",
+            0o644,
+            "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n",
+        );
+        self.contents("/etc/group", 0o644, "root:x:0:\nuser:x:1000:\n");
+        self.contents("/etc/hosts", 0o644, "127.0.0.1 localhost\n");
+
+        let mut order = Vec::new();
+        let mut seen = BTreeSet::new();
+        for module in modules {
+            for file in kernel.module(module)? {
+                if seen.insert(file.clone()) {
+                    order.push(self.module(&file)?);
+                }
+            }
+        }
+        for file in extra {
+            order.push(self.module(file)?);
+        }
+        self.contents("/etc/modules", 0o644, order.iter().map(|m| format!("{m}\n")).collect::<String>());
+        Ok(())
+    }
+
+    /// Adds a module, uncompressed, and returns its path in the guest.
+    fn module(&mut self, host: &Path) -> Result<String> {
+        let name = host.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let guest = format!("/lib/modules/{}", name.trim_end_matches(".xz"));
+        if name.ends_with(".xz") {
+            setup::need_program("xz", "xz-utils")?;
+            let output = Command::new("xz").arg("-dc").arg(host).output().context("cannot start xz")?;
+            ensure!(output.status.success(), "xz cannot unpack {}", host.display());
+            self.contents(&guest, 0o644, output.stdout);
+        } else {
+            self.file(host, &guest)?;
+        }
+        Ok(guest)
+    }
+
+    /// The archive.
+    pub fn to_cpio(&self) -> Vec<u8> {
+        let mut archive = Vec::new();
+        for (inode, (path, entry)) in self.entries.iter().enumerate() {
+            let name = path.strip_prefix("/").unwrap_or(path).to_string_lossy();
+            match entry {
+                Entry::Directory => member(&mut archive, inode, &name, 0o40755, &[]),
+                Entry::File { mode, data } => member(&mut archive, inode, &name, 0o100000 | mode, data),
+                Entry::Link(target) => {
+                    member(&mut archive, inode, &name, 0o120777, target.to_string_lossy().as_bytes());
+                }
+            }
+        }
+        member(&mut archive, 0, "TRAILER!!!", 0, &[]);
+        archive
+    }
+}
+
+/// Appends one member: header, name and data, the latter two padded to four bytes.
+fn member(archive: &mut Vec<u8>, inode: usize, name: &str, mode: u32, data: &[u8]) {
+    let fields = [inode as u32, mode, 0, 0, 1, 0, data.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
+    archive.extend_from_slice(b"070701");
+    for field in fields {
+        archive.extend_from_slice(format!("{field:08x}").as_bytes());
+    }
+    archive.extend_from_slice(name.as_bytes());
+    archive.push(0);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    archive.extend_from_slice(data);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+}
+
+/// The guest's first process, compiled if need be.
+fn agent() -> Result<PathBuf> {
+    const SOURCE: &str = include_str!("agent.c");
+    let program = setup::build_dir().join("agent");
+    setup::once("agent", SOURCE, || static_program("agent.c", SOURCE, &program))?;
+    Ok(program)
+}
+
+/// Compiles a C program of one file, with the driver's user API at hand, so that it needs nothing in the guest. Returns
+/// where the program lies; it is compiled again when the file changes.
+pub fn guest_program(file: &Path) -> Result<PathBuf> {
+    let source = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let header = setup::repository().join("guest-driver/include/uapi/linux/virtio_rgpu.h");
+    let header = fs::read_to_string(&header).with_context(|| format!("cannot read {}", header.display()))?;
+    let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let program = setup::build_dir().join("programs").join(&name);
+    setup::once(&format!("program-{name}"), &format!("{source}{header}"), || {
+        fs::create_dir_all(setup::build_dir().join("programs"))?;
+        static_program(&format!("{name}.c"), &source, &program)
+    })?;
+    Ok(program)
+}
+
+fn static_program(name: &str, source: &str, program: &Path) -> Result<()> {
+    setup::need_program("gcc", "gcc")?;
+    let dir = tempfile::tempdir()?;
+    let file = dir.path().join(name);
+    fs::write(&file, source)?;
+    let include = setup::repository().join("guest-driver/include/uapi");
+    setup::run(
+        Command::new("gcc")
+            .args(["-static", "-O2", "-Wall", "-Wextra", "-Wno-unused-result", "-Werror", "-pthread"])
+            .arg("-I")
+            .arg(include)
+            .arg("-o")
+            .arg(program)
+            .arg(&file),
+    )?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_lists_parents_before_children_and_ends_with_a_trailer() {
+        let mut image = Image::new();
+        image.contents("/a/b/file", 0o644, "text");
+        let archive = image.to_cpio();
+        let text = String::from_utf8_lossy(&archive);
+        let at = |name: &str| text.find(name).unwrap();
+        assert!(at("a\0") < at("a/b\0"));
+        assert!(at("a/b\0") < at("a/b/file\0"));
+        assert!(at("a/b/file\0") < at("text"));
+        assert!(at("text") < at("TRAILER!!!\0"));
+        assert_eq!(archive.len() % 4, 0);
+    }
+
+    #[test]
+    fn a_member_header_is_110_bytes_of_ascii() {
+        let mut archive = Vec::new();
+        member(&mut archive, 7, "x", 0o100644, b"abc");
+        assert_eq!(&archive[..14], b"07070100000007");
+        assert_eq!(&archive[110..112], b"x\0");
+        assert_eq!(&archive[112..116], b"abc\0");
+    }
+}

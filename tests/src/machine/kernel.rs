@@ -1,0 +1,262 @@
+//! Kernels to boot, and `virtio_rgpu.ko` built for each of them.
+
+use super::setup;
+use anyhow::{Context, Result, bail, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// One of Debian's kernels: a cloud kernel unless said otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Kernel {
+    /// 6.1, of Debian 12 (bookworm).
+    #[default]
+    V6_1,
+    /// 6.1, of Debian 12 (bookworm), in full: with RDMA and with drivers of real network cards.
+    V6_1Full,
+    /// 6.12, of Debian 13 (trixie).
+    V6_12,
+    /// The newest 7.x of trixie's backports.
+    V7,
+}
+
+impl Kernel {
+    /// All cloud kernels: those that the driver is built for.
+    pub const ALL: [Kernel; 3] = [Kernel::V6_1, Kernel::V6_12, Kernel::V7];
+
+    /// The beginning of the Debian version of its packages.
+    fn version_prefix(self) -> &'static str {
+        match self {
+            Kernel::V6_1 | Kernel::V6_1Full => "6.1.",
+            Kernel::V6_12 => "6.12.",
+            Kernel::V7 => "7.",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Kernel::V6_1 => "kernel-6.1",
+            Kernel::V6_1Full => "kernel-6.1-full",
+            Kernel::V6_12 => "kernel-6.12",
+            Kernel::V7 => "kernel-7",
+        }
+    }
+
+    /// The package that points to the newest headers of its kind.
+    fn headers_package(self) -> &'static str {
+        if self == Kernel::V6_1Full { "linux-headers-amd64" } else { "linux-headers-cloud-amd64" }
+    }
+
+    /// The kernel's files, fetched and unpacked if they are not there.
+    pub fn files(self) -> Result<KernelFiles> {
+        let chroot = match self {
+            Kernel::V6_1 | Kernel::V6_1Full => None,
+            Kernel::V6_12 | Kernel::V7 => Some(setup::trixie()?),
+        };
+        let root = chroot.clone().unwrap_or_else(|| setup::build_dir().join("bookworm"));
+        let version_file = setup::build_dir().join(format!("{}.version", self.name()));
+        setup::once(self.name(), "3", || {
+            eprintln!("machine: fetching {} ...", self.name());
+            setup::need_program("depmod", "kmod")?;
+            let apt = Apt { chroot: chroot.as_deref() };
+            let version = apt.kernel_version(self)?;
+            let mut packages = BTreeSet::new();
+            apt.closure(&format!("linux-headers-{version}"), &mut packages)?;
+            apt.closure(&format!("linux-image-{version}"), &mut packages)?;
+            let packages: Vec<String> = packages.into_iter().collect();
+            let target = if chroot.is_some() { Path::new("/") } else { root.as_path() };
+            fs::create_dir_all(&root)?;
+            setup::unpack(&packages, target, chroot.as_deref())?;
+            if chroot.is_none() {
+                rehome_headers(&root, &version)?;
+            }
+            setup::run(Command::new("/sbin/depmod").arg("-b").arg(&root).arg(&version))?;
+            fs::write(&version_file, &version)?;
+            Ok(())
+        })?;
+        let version = fs::read_to_string(&version_file)
+            .with_context(|| format!("cannot read {}", version_file.display()))?;
+        Ok(KernelFiles { version, root, chroot: chroot.is_some() })
+    }
+
+    /// Builds `virtio_rgpu.ko` for this kernel, unless it stands already, and returns its path. A warning of the compiler
+    /// is an error. Without BTF, which nothing here reads and which would take another package to make.
+    pub fn driver(self) -> Result<PathBuf> {
+        let files = self.files()?;
+        let sources = setup::repository().join("guest-driver");
+        let key = source_key(&sources)?;
+        let built = setup::build_dir().join("driver").join(&files.version);
+        setup::once(&format!("driver-{}", files.version), &key, || {
+            setup::need_program("make", "make")?;
+            setup::need_program("gcc", "gcc")?;
+            let inside = format!("/driver-{}", files.version);
+            let place = if files.chroot { files.root.join(&inside[1..]) } else { built.join("source") };
+            let _ = fs::remove_dir_all(&place);
+            fs::create_dir_all(&built)?;
+            setup::run(Command::new("cp").arg("-r").arg(&sources).arg(&place))?;
+            let mut make = if files.chroot {
+                // The kernel's tools look at /proc; its mount must not outlive the build.
+                let mut command = Command::new("unshare");
+                let script = "mount -t proc proc \"$0/proc\" && exec chroot \"$0\" make \"$@\"";
+                command.args(["--mount", "sh", "-c", script]).arg(&files.root);
+                command.arg(format!("KDIR=/usr/src/linux-headers-{}", files.version));
+                command.arg("-C").arg(&inside);
+                command
+            } else {
+                let mut command = Command::new("make");
+                command.arg(format!("KDIR={}", files.headers().display())).arg("-C").arg(&place);
+                command
+            };
+            let output =
+                setup::run(make.args(["KCFLAGS=-Werror", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]))
+                    .with_context(|| format!("the driver does not build for {}", files.version))?;
+            ensure!(
+                !output.contains("warning:"),
+                "the driver builds with warnings for {}:\n{output}",
+                files.version
+            );
+            fs::copy(place.join("virtio_rgpu.ko"), built.join("virtio_rgpu.ko"))?;
+            Ok(())
+        })?;
+        Ok(built.join("virtio_rgpu.ko"))
+    }
+}
+
+/// A kernel, unpacked.
+#[derive(Clone, Debug)]
+pub struct KernelFiles {
+    /// As `uname -r` gives it.
+    pub version: String,
+    root: PathBuf,
+    chroot: bool,
+}
+
+impl KernelFiles {
+    /// The compressed kernel, for QEMU's `-kernel`.
+    pub fn image(&self) -> PathBuf {
+        let boot = self.root.join(format!("boot/vmlinuz-{}", self.version));
+        // Newer packages keep it with the modules.
+        if boot.exists() { boot } else { self.modules_dir().join("vmlinuz") }
+    }
+
+    /// What modules are built against.
+    pub fn headers(&self) -> PathBuf {
+        self.root.join(format!("usr/src/linux-headers-{}", self.version))
+    }
+
+    fn modules_dir(&self) -> PathBuf {
+        // In trixie /lib is a link to /usr/lib; the packages of bookworm unpack into /lib.
+        self.root.join(format!("lib/modules/{}", self.version))
+    }
+
+    /// The files of a module and of those it needs, in the order of loading; none if it is built into the kernel.
+    pub fn module(&self, name: &str) -> Result<Vec<PathBuf>> {
+        let dir = self.modules_dir();
+        let wanted = name.replace('-', "_");
+        let dependencies = read(&dir.join("modules.dep"))?;
+        let by_name: BTreeMap<String, &str> =
+            dependencies.lines().filter_map(|l| Some((stem(l.split_once(':')?.0), l))).collect();
+        if let Some((file, needs)) = by_name.get(&wanted).and_then(|line| line.split_once(':')) {
+            // modules.dep lists what is needed last first.
+            return Ok(needs.split_whitespace().rev().chain([file]).map(|f| dir.join(f)).collect());
+        }
+        if read(&dir.join("modules.builtin"))?.lines().any(|line| stem(line) == wanted) {
+            return Ok(Vec::new());
+        }
+        bail!("kernel {} has no module {name}", self.version)
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// A module's name, from its path.
+fn stem(path: &str) -> String {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    file.split('.').next().unwrap_or(file).replace('-', "_")
+}
+
+/// The headers' makefile names another package's directory by an absolute path.
+fn rehome_headers(root: &Path, version: &str) -> Result<()> {
+    let makefile = root.join(format!("usr/src/linux-headers-{version}/Makefile"));
+    let text = read(&makefile)?.replace("include /usr/src", &format!("include {}/usr/src", root.display()));
+    fs::write(&makefile, text)?;
+    Ok(())
+}
+
+/// A text that changes whenever a source file does.
+fn source_key(dir: &Path) -> Result<String> {
+    let list = setup::run(
+        Command::new("sh")
+            .arg("-c")
+            .arg("cd \"$0\" && find Kbuild Makefile src include -type f | LC_ALL=C sort | xargs sha256sum")
+            .arg(dir),
+    )?;
+    ensure!(!list.is_empty(), "{} has no sources", dir.display());
+    Ok(list)
+}
+
+/// What apt knows, on this host or in the private trixie.
+struct Apt<'a> {
+    chroot: Option<&'a Path>,
+}
+
+impl Apt<'_> {
+    fn cache(&self, args: &[&str]) -> Result<String> {
+        let mut command = match self.chroot {
+            Some(dir) => {
+                let mut command = setup::apt("chroot");
+                command.arg(dir).arg("apt-cache");
+                command
+            }
+            None => setup::apt("apt-cache"),
+        };
+        setup::run(command.args(args))
+    }
+
+    /// The `uname -r` of the kernel that the metapackage of that series points to.
+    fn kernel_version(&self, kernel: Kernel) -> Result<String> {
+        let meta = kernel.headers_package();
+        let shown = match self.cache(&["show", meta]) {
+            Ok(shown) => shown,
+            Err(_) if self.chroot.is_none() => {
+                setup::run(setup::apt("apt-get").arg("update"))?;
+                self.cache(&["show", meta])?
+            }
+            Err(e) => return Err(e),
+        };
+        let prefix = format!("linux-headers-{}", kernel.version_prefix());
+        shown
+            .lines()
+            .filter_map(|line| line.strip_prefix("Depends: "))
+            .flat_map(|depends| depends.split([',', ' ']))
+            .find_map(|name| {
+                name.starts_with(&prefix).then(|| name.trim_start_matches("linux-headers-").to_owned())
+            })
+            .with_context(|| {
+                format!("apt knows no {meta} {}* (Debian 12 is needed)", kernel.version_prefix())
+            })
+    }
+
+    /// Adds `package` and those of the kernel's other packages that it needs.
+    fn closure(&self, package: &str, found: &mut BTreeSet<String>) -> Result<()> {
+        if !found.insert(package.to_owned()) {
+            return Ok(());
+        }
+        let shown = self.cache(&["show", "--no-all-versions", package])?;
+        let depends = shown.lines().find_map(|line| line.strip_prefix("Depends: ")).unwrap_or_default();
+        for name in depends.split([',', '|']).filter_map(|d| d.split_whitespace().next()) {
+            const PARTS: [&str; 6] = ["base", "headers", "kbuild", "image", "binary", "modules"];
+            let part = PARTS
+                .iter()
+                .map(|part| format!("linux-{part}-"))
+                .find_map(|prefix| name.strip_prefix(&prefix));
+            if part.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit())) {
+                self.closure(name, found)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,132 @@
+//! The emulator: this host's QEMU if it is new enough, otherwise one of a private Debian trixie; with KVM if that truly
+//! runs a guest here, otherwise with QEMU's translator (TCG).
+
+use super::{Builder, kernel::Kernel, setup};
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// The first QEMU with `vhost-user-test-device-pci` that a user may create.
+const OLDEST: (u32, u32) = (10, 2);
+
+/// How guest code is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    /// By the processor.
+    Kvm,
+    /// Translated; about ten times slower.
+    Tcg,
+}
+
+/// A QEMU to start.
+#[derive(Clone, Debug)]
+pub struct Qemu {
+    /// The root of the private Debian that it is in; `None`: it is this host's.
+    root: Option<PathBuf>,
+    version: String,
+}
+
+impl Qemu {
+    /// Finds QEMU, making a private Debian for it if need be.
+    pub fn find() -> Result<Self> {
+        if let Ok(version) = version(&mut Command::new("qemu-system-x86_64"))
+            && parse(&version).is_some_and(|v| v >= OLDEST)
+        {
+            return Ok(Self { root: None, version });
+        }
+        let mut qemu = Self { root: Some(setup::trixie()?), version: String::new() };
+        qemu.version = version(&mut qemu.command())?;
+        match parse(&qemu.version) {
+            Some(v) if v >= OLDEST => Ok(qemu),
+            _ => bail!("QEMU {} is older than {}.{}", qemu.version, OLDEST.0, OLDEST.1),
+        }
+    }
+
+    /// A command that starts it; its paths are this host's.
+    pub fn command(&self) -> Command {
+        let Some(root) = &self.root else { return Command::new("qemu-system-x86_64") };
+        // Run by its own loader, a program of another Debian needs no chroot.
+        let mut command = Command::new(root.join("lib64/ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(root.join("usr/lib/x86_64-linux-gnu"));
+        command.arg(root.join("usr/bin/qemu-system-x86_64"));
+        for firmware in ["usr/share/qemu", "usr/share/seabios"] {
+            command.arg("-L").arg(root.join(firmware));
+        }
+        command
+    }
+
+    /// A folder with a `qemu-system-x86_64` that starts it, for scripts that look for one in their path. Made in `dir` if need be.
+    pub(super) fn in_path(&self, dir: &Path) -> Result<PathBuf> {
+        let command = self.command();
+        if self.root.is_none() {
+            return Ok(dir.to_owned());
+        }
+        let quoted = |word: &std::ffi::OsStr| format!("'{}'", word.to_string_lossy().replace('\'', "'\\''"));
+        let words: Vec<String> =
+            std::iter::once(command.get_program()).chain(command.get_args()).map(quoted).collect();
+        let bin = dir.join("bin");
+        fs::create_dir_all(&bin).with_context(|| format!("cannot create {}", bin.display()))?;
+        let text = format!("#!/bin/sh\nexec {} \"$@\"\n", words.join(" "));
+        setup::write_executable(&bin.join("qemu-system-x86_64"), &text)?;
+        Ok(bin)
+    }
+
+    /// The version, as QEMU gives it.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// The best accelerator that works here. The answer of a trial is kept until the host is booted again.
+    pub fn accelerator(&self) -> Result<Accelerator> {
+        if !Path::new("/dev/kvm").exists() {
+            return Ok(Accelerator::Tcg);
+        }
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let key = format!("{} {}", self.version, boot.trim());
+        let verdict = setup::build_dir().join("kvm.verdict");
+        setup::once("kvm", &key, || {
+            let works = Builder::new()
+                .kernel(Kernel::V6_1)
+                .accelerator(Accelerator::Kvm)
+                .boot_timeout(Duration::from_secs(20))
+                .boot()
+                .and_then(|machine| machine.run("true", Duration::from_secs(5)));
+            let text = match works {
+                Ok(_) => "kvm",
+                Err(_) => "tcg",
+            };
+            fs::write(&verdict, text).with_context(|| format!("cannot write {}", verdict.display()))
+        })?;
+        match fs::read_to_string(&verdict).as_deref() {
+            Ok("kvm") => Ok(Accelerator::Kvm),
+            _ => Ok(Accelerator::Tcg),
+        }
+    }
+}
+
+/// What `--version` says, the number only.
+fn version(command: &mut Command) -> Result<String> {
+    let text = setup::run(command.arg("--version"))?;
+    let word = text.split_whitespace().nth(3).with_context(|| format!("no version of QEMU: {text}"))?;
+    Ok(word.to_owned())
+}
+
+fn parse(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split('.');
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_compare_by_number() {
+        assert!(parse("10.2.0") >= Some(OLDEST));
+        assert!(parse("11.1.3") >= Some(OLDEST));
+        assert!(parse("10.0.13") < Some(OLDEST));
+        assert!(parse("7.2.22") < Some(OLDEST));
+    }
+}

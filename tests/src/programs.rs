@@ -1,0 +1,254 @@
+//! The CUDA test programs: the list of them, and running one as a native client or on a GPU of this machine.
+
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde::Deserialize;
+
+use crate::tree;
+
+/// One entry of `tests/programs/programs.toml`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Program {
+    /// The binary's name, and the word after PASS in its last line.
+    pub name: String,
+    /// Its source files, in `tests/programs/`.
+    pub sources: Vec<String>,
+    /// Flags for nvcc beside those that every program gets.
+    #[serde(default)]
+    pub flags: Vec<String>,
+    /// Arguments of a run at the default, small size.
+    #[serde(default)]
+    pub args: Vec<String>,
+    /// Whether it calls the driver API, and so needs `libcuda.so.1` by name.
+    #[serde(default)]
+    pub driver: bool,
+}
+
+/// Every test program, in the order in which a person would want to see them run.
+pub fn manifest() -> Result<Vec<Program>> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Manifest {
+        program: Vec<Program>,
+    }
+    let path = tree::root().join("tests/programs/programs.toml");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let manifest: Manifest = toml::from_str(&text).with_context(|| format!("{} is wrong", path.display()))?;
+    Ok(manifest.program)
+}
+
+/// Makes a module of tests, one for each program, each of which runs it the given [`Way`].
+#[macro_export]
+macro_rules! program_tests {
+    ($module:ident, $way:expr) => {
+        $crate::program_tests! {
+            $module, $way,
+            device_list vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies alloc_churn
+            streams_events threads threads_ptds two_processes errors driver_ptx launch_storm kill_me
+        }
+    };
+    ($module:ident, $way:expr, $($name:ident)*) => {
+        #[allow(non_snake_case, reason = "the tests are called like the programs")]
+        mod $module {
+            $(
+                #[test]
+                fn $name() -> anyhow::Result<()> {
+                    $crate::programs::passes(stringify!($name), $way, &[]).map(drop)
+                }
+            )*
+
+            #[test]
+            fn every_program_has_a_test() -> anyhow::Result<()> {
+                let tested: std::collections::BTreeSet<_> = [$(stringify!($name).to_owned()),*].into();
+                let listed = $crate::programs::manifest()?.into_iter().map(|program| program.name).collect();
+                assert_eq!(tested, listed);
+                Ok(())
+            }
+        }
+    };
+}
+
+/// How long a program may take: far beyond what any needs, even on a busy machine. Only a hang reaches it.
+pub const LIMIT: Duration = Duration::from_secs(240);
+
+/// How a program ended and what it printed.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The exit status; none when a signal ended it or it was out of time.
+    pub status: Option<i32>,
+    /// Everything on standard output.
+    pub stdout: String,
+    /// Everything on standard error.
+    pub stderr: String,
+    /// How long it ran, start to end.
+    pub time: Duration,
+    /// Whether it was ended because its time was up.
+    pub timed_out: bool,
+}
+
+impl Outcome {
+    /// What the program says about itself after `PASS name`, or why this was no success.
+    pub fn verdict(&self, name: &str) -> Result<&str> {
+        let last = self.stdout.lines().last().unwrap_or_default();
+        ensure!(!self.timed_out, "{name} was not done after {:.0?}\n{}", self.time, self.transcript());
+        match last.strip_prefix("PASS ").and_then(|rest| rest.strip_prefix(name)) {
+            Some(detail) if self.status == Some(0) && (detail.is_empty() || detail.starts_with(' ')) => {
+                Ok(detail.trim_start())
+            }
+            _ => bail!("{name} did not pass: exit status {:?}\n{}", self.status, self.transcript()),
+        }
+    }
+
+    fn transcript(&self) -> String {
+        format!("--- stdout\n{}--- stderr\n{}", self.stdout, self.stderr)
+    }
+}
+
+/// Where and how a program runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// On this machine's GPU with NVIDIA's libraries, without rgpu.
+    Native,
+    /// As a native client of a private server: rgpuctl's words for its backend and transport.
+    Client(&'static str, &'static str),
+}
+
+impl Way {
+    /// A name for logs and tables.
+    pub fn name(self) -> String {
+        match self {
+            Self::Native => "native".to_owned(),
+            Self::Client(backend, transport) => format!("{backend}-{transport}"),
+        }
+    }
+
+    /// The command that runs `program`, without its arguments; the daemons' logs go to `logs`.
+    fn command(self, program: &Path, logs: &Path) -> Command {
+        match self {
+            Self::Native => {
+                let mut command = Command::new(program);
+                command.env("LD_LIBRARY_PATH", tree::cuda_runtime());
+                command
+            }
+            Self::Client(backend, transport) => {
+                let mut command = Command::new(tree::binaries().join("rgpuctl"));
+                command
+                    .args(["run", "--backend", backend, "--transport", transport, "--log-dir"])
+                    .arg(logs)
+                    .arg("--")
+                    .arg(program)
+                    .env("RGPU_LIB_DIR", tree::guest_libraries());
+                command
+            }
+        }
+    }
+}
+
+/// Runs one program of the manifest with its own arguments and `more`, and requires that it passes.
+pub fn passes(name: &str, way: Way, more: &[&str]) -> Result<Outcome> {
+    let manifest = manifest()?;
+    let program = manifest.iter().find(|program| program.name == name);
+    let program = program.with_context(|| format!("{name} is not in the manifest"))?;
+    let logs = tree::logs().join("programs").join(format!("{name}-{}", way.name()));
+    let mut command = way.command(&built(name)?, &logs);
+    command.args(&program.args).args(more);
+    let outcome = run(&mut command, LIMIT)?;
+    outcome.verdict(name).with_context(|| format!("the daemons' logs are in {}", logs.display()))?;
+    Ok(outcome)
+}
+
+/// The built program `name`; an error that says how to build it if it is not there.
+pub fn built(name: &str) -> Result<PathBuf> {
+    let path = tree::programs().join(name);
+    ensure!(path.is_file(), "{} does not exist: run `cargo xtask programs`", path.display());
+    Ok(path)
+}
+
+/// Runs a command to its end, or until `limit` has passed: then everything it started is killed.
+pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
+    let start = Instant::now();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("cannot run {}", command.get_program().display()))?;
+    let group = Pid::from_raw(child.id().cast_signed());
+    let readers = [
+        child.stdout.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),
+        child.stderr.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),
+    ]
+    .map(|pipe| {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            // What arrived before an error of the pipe is still worth showing.
+            let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    });
+
+    let mut timed_out = false;
+    let status = loop {
+        if let Some(status) = child.try_wait().context("cannot wait for a program")? {
+            break status;
+        }
+        if !timed_out && start.elapsed() > limit {
+            timed_out = true;
+            // The leader has not been waited for, so the group's number is still its own.
+            killpg(group, Signal::SIGKILL).context("cannot kill a program that is out of time")?;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let time = start.elapsed();
+    let [stdout, stderr] = readers.map(|reader| reader.join().unwrap_or_default());
+    Ok(Outcome { status: status.code(), stdout, stderr, time, timed_out })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manifest_names_sources_that_exist() {
+        let programs = manifest().unwrap();
+        assert!(programs.len() > 10);
+        for program in programs {
+            for source in &program.sources {
+                assert!(
+                    tree::root().join("tests/programs").join(source).is_file(),
+                    "{}: {source}",
+                    program.name
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_program_passes_by_its_last_line_and_its_status() {
+        let outcome =
+            |script: &str| run(Command::new("sh").args(["-c", script]), Duration::from_secs(20)).unwrap();
+        assert_eq!(outcome("echo noise; echo PASS it 3 things").verdict("it").unwrap(), "3 things");
+        for wrong in
+            ["echo PASS it; exit 1", "echo PASS it; echo more", "echo PASS italic", "echo FAIL it no", "true"]
+        {
+            assert!(outcome(wrong).verdict("it").is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_program_out_of_time_is_killed_with_its_children() {
+        let outcome =
+            run(Command::new("sh").args(["-c", "sleep 1000 & sleep 1000"]), Duration::from_millis(50))
+                .unwrap();
+        assert!(outcome.timed_out && outcome.verdict("sh").is_err());
+    }
+}

@@ -1,0 +1,47 @@
+//! Where things lie in the source tree, for tests and for xtask.
+
+use std::path::{Path, PathBuf};
+
+/// The root of the source tree: `RGPU_ROOT`, else where this was compiled.
+///
+/// The variable lets a test that was compiled on one machine run on another, over a copy of what it needs.
+pub fn root() -> PathBuf {
+    if let Some(root) = std::env::var_os("RGPU_ROOT") {
+        return root.into();
+    }
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    tests.parent().unwrap_or(tests).to_owned()
+}
+
+/// Cargo's target folder: `CARGO_TARGET_DIR`, else `target/`.
+pub fn target() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(folder) => root().join(folder),
+        None => root().join("target"),
+    }
+}
+
+/// Where `cargo xtask build` leaves the daemons and rgpuctl.
+pub fn binaries() -> PathBuf {
+    target().join("release")
+}
+
+/// Where `cargo xtask build` leaves the libraries that a program loads instead of NVIDIA's.
+pub fn guest_libraries() -> PathBuf {
+    target().join("guest/lib")
+}
+
+/// Where `cargo xtask programs` leaves the test programs.
+pub fn programs() -> PathBuf {
+    target().join("programs")
+}
+
+/// NVIDIA's own CUDA runtime library, for running a program natively, where `cargo xtask toolchain` leaves it.
+pub fn cuda_runtime() -> PathBuf {
+    root().join("build/cuda13/nvidia/cu13/lib")
+}
+
+/// Logs of builds, daemons and machines.
+pub fn logs() -> PathBuf {
+    target().join("logs")
+}

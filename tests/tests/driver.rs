@@ -1,0 +1,452 @@
+//! The guest driver, in booted machines, against a device that checks what the driver does (`mock_device`).
+//!
+//! `guest-driver/tests/rgpu_selftest.c` runs in the guest and judges the user API; the tests here judge what reaches the
+//! device, what is pinned, and that the kernel has nothing to complain of.
+
+use anyhow::{Result, ensure};
+use rgpu_tests::machine::{Kernel, Machine, image, setup};
+use rgpu_tests::mock_device::{Config, Kind, MockDevice};
+use std::path::PathBuf;
+use std::time::Duration;
+
+const SHORT: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(180);
+
+/// A machine with the driver and a mock device.
+struct Bed {
+    machine: Machine,
+    device: MockDevice,
+    _dir: tempfile::TempDir,
+}
+
+fn selftest() -> Result<PathBuf> {
+    image::guest_program(&setup::repository().join("guest-driver/tests/rgpu_selftest.c"))
+}
+
+impl Bed {
+    fn new() -> Result<Self> {
+        Self::with(Kernel::V6_1, Config::default(), 512)
+    }
+
+    fn with(kernel: Kernel, config: Config, memory_mib: u32) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("rgpu-mock-").tempdir()?;
+        let device = MockDevice::start(dir.path().join("rgpu.sock"), config)?;
+        let program = selftest()?;
+        let machine = Machine::builder()
+            .kernel(kernel)
+            .driver(true)
+            .memory_mib(memory_mib)
+            .rgpu_socket(device.socket())
+            .file(&program, "/bin/rgpu_selftest")
+            .boot()?;
+        Ok(Self { machine, device, _dir: dir })
+    }
+
+    /// Runs a test of the selftest, to its end.
+    fn selftest(&self, test: &str) -> Result<String> {
+        self.machine.check(&format!("rgpu_selftest {test}"), LONG)
+    }
+
+    /// Pages pinned and not unpinned, in all the guest.
+    fn pinned(&self) -> Result<i64> {
+        let text =
+            self.machine.check("cat /proc/sys/vm/stat_refresh && grep nr_foll_pin /proc/vmstat", SHORT)?;
+        let value = |name: &str| -> Result<i64> {
+            let line = text.lines().find(|l| l.starts_with(name));
+            Ok(line.and_then(|l| l.split_whitespace().nth(1)).unwrap_or("").parse()?)
+        };
+        Ok(value("nr_foll_pin_acquired")? - value("nr_foll_pin_released")?)
+    }
+
+    /// What must hold whenever no program uses the device.
+    fn check_idle(&self) -> Result<()> {
+        self.device.wait_until("all channels are destroyed", SHORT, |d| d.channels().is_empty())?;
+        // The device has answered; the driver's work item may still be about to run.
+        for _ in 0..100 {
+            if self.pinned()? == 0 {
+                break;
+            }
+        }
+        ensure!(self.pinned()? == 0, "{} pages stay pinned", self.pinned()?);
+        ensure!(self.device.violations().is_empty(), "{:#?}", self.device.violations());
+        self.machine.check_console()
+    }
+}
+
+fn passes(test: &str) -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest(test)?;
+    bed.check_idle()
+}
+
+#[test]
+fn limits_are_those_of_the_configuration_space() -> Result<()> {
+    let config =
+        Config { max_channels: 7, max_channel_size: 1 << 20, max_registered: 12345678, ..Config::default() };
+    let bed = Bed::with(Kernel::V6_1, config, 512)?;
+    let text = bed.selftest("info")?;
+    assert!(text.contains("version 1 channels 7 size 1048576 registered 12345678"), "{text}");
+    // Whoever is in the guest may use it.
+    assert_eq!(bed.machine.check("stat -c %a /dev/rgpu0", SHORT)?, "666");
+    bed.check_idle()
+}
+
+#[test]
+fn a_channel_is_the_same_bytes_on_both_sides() -> Result<()> {
+    let bed = Bed::new()?;
+    for kib in [4, 8, 12, 1024, 2052, 34 * 1024, 128 * 1024] {
+        bed.selftest(&format!("channel {kib}"))?;
+        let requests = bed.device.requests();
+        let create = requests.iter().rfind(|r| r.kind == Kind::Create).expect("a channel was created");
+        assert_eq!(create.size, kib << 10);
+    }
+    // In large blocks: 128 MiB are 32,768 pages.
+    let largest = bed.device.requests().iter().map(|r| r.extents.len()).max();
+    assert!(largest < Some(1000), "{largest:?} extents in a channel");
+    bed.check_idle()
+}
+
+#[test]
+fn registered_memory_is_the_same_bytes_on_both_sides() -> Result<()> {
+    passes("register")
+}
+
+#[test]
+fn registered_memory_stays_the_programs_own_after_a_fork() -> Result<()> {
+    passes("register-then-fork")
+}
+
+#[test]
+fn memory_registered_for_reading_follows_later_writes() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest("register-read-only")?;
+    assert!(bed.device.requests().iter().filter(|r| r.kind == Kind::Register).all(|r| r.flags == 1));
+    bed.check_idle()
+}
+
+#[test]
+fn scattered_memory_takes_many_extents_in_one_request() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config::default(), 1536)?;
+    bed.selftest("register-scattered 256")?;
+    let largest = bed.device.requests().iter().map(|r| r.extents.len()).max().unwrap_or(0);
+    assert!(largest > 20_000, "{largest} extents");
+    bed.check_idle()
+}
+
+#[test]
+fn more_extents_than_the_device_takes_are_refused() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { max_extents: 100, ..Config::default() }, 512)?;
+    let output = bed.machine.run("rgpu_selftest register-scattered 16", LONG)?;
+    assert!(!output.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("Argument list too long"), "{output}");
+    bed.check_idle()
+}
+
+#[test]
+fn pinned_memory_is_bounded_by_memlock() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest("memlock")?;
+    bed.selftest("memlock-after-close")?;
+    bed.check_idle()
+}
+
+#[test]
+fn more_than_the_device_registers_is_refused() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { max_registered: 1 << 20, ..Config::default() }, 512)?;
+    let output = bed.machine.run("rgpu_selftest register-scattered 2", LONG)?;
+    assert!(String::from_utf8_lossy(&output.stderr).contains("No space left"), "{output}");
+    bed.selftest("register-scattered 1")?;
+    bed.check_idle()
+}
+
+#[test]
+fn malformed_arguments_are_refused() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest("arguments")?;
+    // The region whose number could not be told has been taken back.
+    assert_eq!(bed.device.count(Kind::Unregister), 1);
+    bed.check_idle()
+}
+
+#[test]
+fn waiting_ends_by_change_wake_time_and_signal() -> Result<()> {
+    passes("wait")
+}
+
+#[test]
+fn one_wake_wakes_every_waiter() -> Result<()> {
+    passes("waiters")
+}
+
+#[test]
+fn refusals_of_the_device_reach_the_program() -> Result<()> {
+    passes("refused")
+}
+
+#[test]
+fn channels_are_bounded_and_ids_are_used_again() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { max_channels: 5, ..Config::default() }, 512)?;
+    bed.selftest("max-channels 5")?;
+    assert!(bed.device.requests().iter().all(|r| r.channel < 5));
+    bed.check_idle()
+}
+
+#[test]
+fn fifty_processes_at_once_do_not_disturb_each_other() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config::default(), 768)?;
+    bed.selftest("many 50")?;
+    assert_eq!(bed.device.count(Kind::Create), 50);
+    assert_eq!(bed.device.count(Kind::Register), 250);
+    bed.check_idle()
+}
+
+#[test]
+fn a_forked_child_does_not_share_the_channel() -> Result<()> {
+    passes("fork")
+}
+
+#[test]
+fn a_channel_goes_with_its_process_even_if_a_child_holds_the_file() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.selftest("orphan")?;
+    bed.device.wait_until("the channel is destroyed", SHORT, |d| d.count(Kind::Destroy) == 1)?;
+    assert_eq!(bed.machine.check("pidof rgpu_selftest | wc -w", SHORT)?, "1");
+    bed.machine.check("killall -9 rgpu_selftest", SHORT)?;
+    bed.check_idle()
+}
+
+#[test]
+fn doorbells_reach_the_device() -> Result<()> {
+    let bed = Bed::new()?;
+    let text = bed.selftest("doorbells 20")?;
+    let count: u64 = text.split_whitespace().next().unwrap_or("").parse()?;
+    // The device may take several for one, but they were given with pauses.
+    assert!((2..=21).contains(&count), "{text}");
+    bed.check_idle()
+}
+
+#[test]
+fn the_kernel_can_read_a_channel_for_a_debugger() -> Result<()> {
+    passes("kernel-access")
+}
+
+#[test]
+fn a_killed_program_leaves_nothing_behind() -> Result<()> {
+    let bed = Bed::new()?;
+    let processes: Vec<_> =
+        (0..5).map(|_| bed.machine.spawn("exec rgpu_selftest hold")).collect::<Result<_>>()?;
+    for process in &processes {
+        process.wait_for("ready", SHORT)?;
+    }
+    assert_eq!((bed.device.channels().len(), bed.device.regions()), (5, 5));
+    assert!(bed.pinned()? >= 5 * 1024);
+    for process in processes {
+        process.kill()?;
+        assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    }
+    bed.check_idle()?;
+    assert_eq!(bed.device.count(Kind::Destroy), 5);
+    Ok(())
+}
+
+#[test]
+fn pages_of_a_program_killed_while_connecting_stay_until_the_device_answers() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.hold(Kind::Create);
+    let process = bed.machine.spawn("exec rgpu_selftest connect-slowly")?;
+    bed.device.wait_until("CREATE_CHANNEL arrives", SHORT, |d| d.count(Kind::Create) == 1)?;
+    process.kill()?;
+    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    // Its pages are still its own: were they not, this would be given some of them, and the mock would see that.
+    let second = bed.machine.spawn("rgpu_selftest register-scattered 64")?;
+    bed.device.wait_until("another CREATE_CHANNEL arrives", SHORT, |d| d.count(Kind::Create) == 2)?;
+    bed.device.release();
+    assert!(second.wait(LONG)?.success());
+    bed.device.wait_until("both are destroyed", SHORT, |d| d.count(Kind::Destroy) == 2)?;
+    bed.check_idle()
+}
+
+#[test]
+fn pages_of_a_program_killed_while_registering_stay_pinned_until_the_device_answers() -> Result<()> {
+    let bed = Bed::new()?;
+    bed.device.hold(Kind::Register);
+    let process = bed.machine.spawn("exec rgpu_selftest register-slowly")?;
+    bed.device.wait_until("REGISTER_MEMORY arrives", SHORT, |d| d.count(Kind::Register) == 1)?;
+    process.kill()?;
+    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    bed.device.wait_until("DESTROY_CHANNEL arrives", SHORT, |d| d.count(Kind::Destroy) == 1)?;
+    bed.device.wait_until("the channel is gone", SHORT, |d| d.channels().is_empty())?;
+    assert!(bed.pinned()? >= 256, "unpinned before the device has answered");
+    bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
+fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
+    let bed = Bed::new()?;
+    let process = bed.machine.spawn("exec rgpu_selftest hold")?;
+    process.wait_for("ready", SHORT)?;
+    bed.device.hold(Kind::Destroy);
+    process.kill()?;
+    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    assert!(bed.pinned()? >= 1024, "unpinned before the device has answered");
+    bed.device.release();
+    bed.check_idle()
+}
+
+#[test]
+fn a_device_that_is_removed_wakes_everyone_and_leaves_nothing_pinned() -> Result<()> {
+    let bed = Bed::new()?;
+    let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    for round in 1..=3 {
+        let process = bed.machine.spawn("rgpu_selftest gone")?;
+        process.wait_for("ready", SHORT)?;
+        bed.machine.check(&format!("echo {name} > {driver}/unbind"), SHORT)?;
+        let output = process.wait(SHORT)?;
+        assert!(output.success(), "round {round}: {output}");
+        bed.check_idle()?;
+        assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
+        bed.machine.check(&format!("echo {name} > {driver}/bind"), SHORT)?;
+        bed.selftest("channel 1024")?;
+    }
+    bed.check_idle()?;
+    // With all files closed, the module goes and comes back.
+    bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", SHORT)?;
+    bed.selftest("register")?;
+    bed.check_idle()
+}
+
+#[test]
+fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
+    let bed = Bed::new()?;
+    let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    let process = bed.machine.spawn("exec sleep 1000 < /dev/rgpu0")?;
+    bed.machine.check("for i in $(seq 100); do pidof sleep && exit; done; exit 1", SHORT)?;
+    bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), SHORT)?;
+    bed.selftest("channel 64")?;
+    let output = bed.machine.run("rmmod virtio_rgpu", SHORT)?;
+    assert!(!output.success(), "the module goes while a file of it is open");
+    process.kill()?;
+    process.wait(SHORT)?;
+    bed.machine.check("rmmod virtio_rgpu", SHORT)?;
+    bed.check_idle()
+}
+
+#[test]
+fn suspension_ends_channels_and_not_the_device() -> Result<()> {
+    let bed = Bed::new()?;
+    let process = bed.machine.spawn("rgpu_selftest suspend")?;
+    process.wait_for("ready", SHORT)?;
+    bed.machine.check("echo +2 > /sys/class/rtc/rtc0/wakealarm && echo mem > /sys/power/state", LONG)?;
+    let output = process.wait(SHORT)?;
+    assert!(output.success(), "{output}");
+    bed.selftest("channel 64")?;
+    bed.check_idle()
+}
+
+#[test]
+fn a_reboot_resets_the_device() -> Result<()> {
+    let bed = Bed::new()?;
+    let process = bed.machine.spawn("exec rgpu_selftest hold")?;
+    process.wait_for("ready", SHORT)?;
+    bed.machine.reboot()?;
+    assert!(process.wait(SHORT).is_err());
+    assert!(bed.device.channels().is_empty());
+    bed.selftest("channel 1024")?;
+    bed.check_idle()
+}
+
+#[test]
+fn two_devices_are_two_files() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let devices = [
+        MockDevice::start(dir.path().join("a"), Config::default())?,
+        MockDevice::start(dir.path().join("b"), Config { max_channels: 3, ..Config::default() })?,
+    ];
+    let program = selftest()?;
+    let machine = Machine::builder()
+        .driver(true)
+        .rgpu_socket(devices[0].socket())
+        .rgpu_socket(devices[1].socket())
+        .file(&program, "/bin/rgpu_selftest")
+        .boot()?;
+    machine.check("rgpu_selftest channel 64", LONG)?;
+    assert_eq!((devices[0].count(Kind::Create), devices[1].count(Kind::Create)), (1, 0));
+    machine.check("RGPU_DEVICE=/dev/rgpu1 rgpu_selftest many 3", LONG)?;
+    assert_eq!((devices[0].count(Kind::Create), devices[1].count(Kind::Create)), (1, 3));
+    for device in &devices {
+        assert!(device.violations().is_empty(), "{:?}", device.violations());
+    }
+    machine.check_console()
+}
+
+#[test]
+fn a_device_of_another_kind_is_left_alone_without_a_word() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { magic: 0x1234_5678, ..Config::default() }, 512)?;
+    assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
+    let log = bed.machine.console_log();
+    assert!(!log.contains("virtio_rgpu virtio"), "{log}");
+    Ok(())
+}
+
+#[test]
+fn a_device_of_another_version_is_refused_by_number() -> Result<()> {
+    let bed = Bed::with(Kernel::V6_1, Config { version: 9, ..Config::default() }, 512)?;
+    assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
+    let log = bed.machine.console_log();
+    assert!(log.contains("device speaks version 9 of the rgpu device, driver version 1"), "{log}");
+    Ok(())
+}
+
+/// What the tests above ask of 6.1, in short, of another kernel.
+fn works_on(kernel: Kernel) -> Result<()> {
+    let bed = Bed::with(kernel, Config::default(), 768)?;
+    for test in [
+        "info",
+        "channel 1024",
+        "register",
+        "register-then-fork",
+        "register-read-only",
+        "register-scattered 32",
+        "memlock",
+        "memlock-after-close",
+        "arguments",
+        "wait",
+        "waiters",
+        "refused",
+        "many 20",
+        "fork",
+        "kernel-access",
+    ] {
+        bed.selftest(test)?;
+        bed.check_idle()?;
+    }
+    let process = bed.machine.spawn("exec rgpu_selftest hold")?;
+    process.wait_for("ready", SHORT)?;
+    process.kill()?;
+    process.wait(SHORT)?;
+    bed.check_idle()?;
+
+    let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    let process = bed.machine.spawn("rgpu_selftest gone")?;
+    process.wait_for("ready", SHORT)?;
+    bed.machine.check(&format!("echo {name} > {driver}/unbind"), SHORT)?;
+    let output = process.wait(SHORT)?;
+    ensure!(output.success(), "{output}");
+    bed.machine.check(&format!("echo {name} > {driver}/bind"), SHORT)?;
+    bed.selftest("channel 64")?;
+    bed.check_idle()
+}
+
+#[test]
+fn the_driver_works_on_linux_6_12() -> Result<()> {
+    works_on(Kernel::V6_12)
+}
+
+#[test]
+fn the_driver_works_on_linux_7() -> Result<()> {
+    works_on(Kernel::V7)
+}

@@ -1,0 +1,454 @@
+//! The whole path: CUDA programs in a booted guest, `vhost-rgpu` and `rgpu-server` on this machine, and what happens when any of
+//! them goes away at a bad time.
+//!
+//! Guests are translated where there is no KVM, so each test does much in one boot.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rgpu_tests::daemons::Daemon;
+use rgpu_tests::guest::{self, Holdings, Host};
+use rgpu_tests::machine::{Machine, Output};
+use rgpu_tests::programs::{self, Program};
+use rgpu_tests::tree;
+
+/// For what takes a moment.
+const SHORT: Duration = Duration::from_secs(30);
+/// For a program under a translator, on a busy machine.
+const LONG: Duration = Duration::from_secs(240);
+
+/// The daemons and a guest that they serve.
+struct Bed {
+    host: Host,
+    machine: Machine,
+}
+
+impl Bed {
+    fn start(name: &str, transport: &str) -> Result<Bed> {
+        let host = Host::start(&format!("vm/{name}-{transport}"), transport)?;
+        let machine = boot(&host)?;
+        Ok(Bed { host, machine })
+    }
+
+    /// Runs a program of the manifest, which must pass.
+    fn passes(&self, name: &str) -> Result<Output> {
+        let output = self.machine.run(name, LONG)?;
+        passed(name, &output)
+            .with_context(|| format!("the daemons' logs are in {}", self.host.logs().display()))?;
+        Ok(output)
+    }
+
+    /// What the daemons hold, and a program has just shown that they work: the base line for all that follows.
+    fn base_line(&self) -> Result<Holdings> {
+        self.passes("vectorAdd")?;
+        self.host.settled()
+    }
+
+    /// Nothing is left of what was before, on the host and in the guest, and the next program passes.
+    fn check_after(&self, what: &str, before: &Holdings) -> Result<()> {
+        let check = || -> Result<()> {
+            self.host.check_settled(before)?;
+            self.check_guest()?;
+            self.passes("vectorAdd")?;
+            self.host.check_settled(before)
+        };
+        check().with_context(|| format!("after: {what}"))
+    }
+
+    /// No page is pinned in the guest, and its kernel has nothing to complain of.
+    fn check_guest(&self) -> Result<()> {
+        let deadline = Instant::now() + SHORT;
+        loop {
+            let text =
+                self.machine.check("cat /proc/sys/vm/stat_refresh; grep nr_foll_pin /proc/vmstat", SHORT)?;
+            let value = |name: &str| -> Result<i64> {
+                let line = text.lines().find(|line| line.starts_with(name));
+                Ok(line.and_then(|line| line.split_whitespace().nth(1)).unwrap_or("").parse()?)
+            };
+            let pinned = value("nr_foll_pin_acquired")? - value("nr_foll_pin_released")?;
+            if pinned == 0 {
+                break;
+            }
+            ensure!(Instant::now() < deadline, "{pinned} pages stay pinned in the guest");
+        }
+        self.machine.check_console()
+    }
+}
+
+fn boot(host: &Host) -> Result<Machine> {
+    guest::builder(&programs::manifest()?).rgpu_socket(host.socket()).boot()
+}
+
+fn passed(name: &str, output: &Output) -> Result<()> {
+    let text = output.text();
+    let last = text.lines().last().unwrap_or_default();
+    let rest = last.strip_prefix("PASS ").and_then(|rest| rest.strip_prefix(name));
+    ensure!(
+        output.success() && rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' ')),
+        "{name} did not pass in the guest: {output}"
+    );
+    Ok(())
+}
+
+/// The one line that rgpu's libraries have said on standard error.
+fn said(output: &Output) -> Result<String> {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("rgpu: ")).collect();
+    match lines.as_slice() {
+        [line] => Ok((*line).to_owned()),
+        _ => bail!("one line of rgpu was due: {output}"),
+    }
+}
+
+/// That a program failed, and that rgpu said why in one line, with all of `words` in it.
+fn failed_saying(output: &Output, words: &[&str]) -> Result<()> {
+    ensure!(!output.success(), "it should have failed: {output}");
+    let line = said(output)?;
+    for word in words {
+        ensure!(line.contains(word), "{word:?} is not in: {line}");
+    }
+    Ok(())
+}
+
+fn all_programs_pass(transport: &str) -> Result<()> {
+    let bed = Bed::start("programs", transport)?;
+    let before = bed.base_line()?;
+    let mut failures = Vec::new();
+    for Program { name, args, .. } in programs::manifest()? {
+        let begin = Instant::now();
+        let output = bed.machine.run(&format!("{name} {}", args.join(" ")), LONG);
+        let result = output.and_then(|output| passed(&name, &output));
+        println!(
+            "{transport}: {name}: {}, {:.1} s",
+            if result.is_ok() { "passed" } else { "FAILED" },
+            begin.elapsed().as_secs_f64()
+        );
+        failures.extend(result.err().map(|error| format!("{error:#}")));
+    }
+    ensure!(failures.is_empty(), "{} programs failed\n{}", failures.len(), failures.join("\n"));
+    bed.check_after("all programs", &before)
+}
+
+#[test]
+fn every_program_passes_in_a_guest_over_local() -> Result<()> {
+    all_programs_pass("local")
+}
+
+#[test]
+fn every_program_passes_in_a_guest_over_tcp() -> Result<()> {
+    all_programs_pass("tcp")
+}
+
+/// A number that the client's library counts, out of what `RGPU_STATS=1` has it print.
+fn counted(output: &Output, name: &str) -> Result<u64> {
+    let line = said(output)?;
+    let value = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    value.and_then(|value| value.parse().ok()).with_context(|| format!("no {name} in: {line}"))
+}
+
+/// Interrupts of the guest's rgpu device so far.
+fn interrupts(machine: &Machine) -> Result<u64> {
+    let device = machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", SHORT)?;
+    let table = machine.check("cat /proc/interrupts", SHORT)?;
+    // QEMU gives its generic vhost-user device a line-based interrupt, called like the device; with MSI-X each queue's would be DEVICE-QUEUE.
+    let name = |row: &&str| {
+        let last = row.split_whitespace().last().unwrap_or_default();
+        last == device || last.strip_prefix(&device).is_some_and(|rest| rest.starts_with('-'))
+    };
+    let rows: Vec<&str> = table.lines().filter(name).collect();
+    ensure!(!rows.is_empty(), "no interrupt of {device} in\n{table}");
+    let numbers =
+        rows.iter().flat_map(|row| row.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()));
+    Ok(numbers.sum())
+}
+
+fn launches_need_no_exit(transport: &str) -> Result<()> {
+    const LAUNCHES: u64 = 100_000;
+    let bed = Bed::start("launches", transport)?;
+    bed.base_line()?;
+    let before =
+        (interrupts(&bed.machine)?, bed.host.bridge_total("doorbells")?, bed.host.bridge_total("wakes")?);
+    let output = bed.machine.run(&format!("RGPU_STATS=1 launch_storm {LAUNCHES}"), LONG)?;
+    passed("launch_storm", &output)?;
+    bed.host.settled()?;
+    let interrupts = interrupts(&bed.machine)? - before.0;
+    let (commands, kicks) = (counted(&output, "commands")?, counted(&output, "doorbells")?);
+    println!(
+        "{transport}: {commands} commands: {kicks} doorbells, {interrupts} interrupts (daemon: {} doorbells, {} wakes), {} sleeps, ring full {} times; {}",
+        bed.host.bridge_total("doorbells")? - before.1,
+        bed.host.bridge_total("wakes")? - before.2,
+        counted(&output, "sleeps")?,
+        counted(&output, "ring_full")?,
+        output.text().lines().last().unwrap_or_default()
+    );
+    // Twice as many launches as asked for: those that count, and empty ones.
+    ensure!(commands > 2 * LAUNCHES, "only {commands} commands for {LAUNCHES} launches of each kind");
+    ensure!(kicks < commands / 50, "{kicks} doorbells for {commands} commands");
+    ensure!(interrupts < commands / 50, "{interrupts} interrupts for {commands} commands");
+    Ok(())
+}
+
+#[test]
+fn a_launch_loop_rings_no_doorbell_for_each_launch_over_local() -> Result<()> {
+    launches_need_no_exit("local")
+}
+
+#[test]
+fn a_launch_loop_rings_no_doorbell_for_each_launch_over_tcp() -> Result<()> {
+    launches_need_no_exit("tcp")
+}
+
+/// Starts `kill_me` and waits until it is in the middle of what `part` names.
+fn start_kill_me(machine: &Machine, part: &str) -> Result<rgpu_tests::machine::Process> {
+    let process = machine.spawn(&format!("exec kill_me {part}"))?;
+    process.wait_for(&format!("RUNNING {part}"), LONG)?;
+    Ok(process)
+}
+
+fn nothing_is_left_of_a_program_or_a_guest(transport: &str) -> Result<()> {
+    let Bed { host, machine } = Bed::start("leftovers", transport)?;
+    let bed = Bed { host, machine };
+    let before = bed.base_line()?;
+    let memory = bed.host.memory()?;
+
+    for part in ["copy", "kernel"] {
+        for _ in 0..3 {
+            let process = start_kill_me(&bed.machine, part)?;
+            process.kill()?;
+            ensure!(process.wait(SHORT)?.status == 128 + 9, "kill_me did not die of SIGKILL");
+        }
+        bed.check_after(&format!("kill -9 in the middle of a {part}"), &before)?;
+    }
+
+    // A word that it does not know: it leaves by _Exit, holding device memory, pinned memory and a module.
+    ensure!(bed.machine.run("kill_me nonsense", LONG)?.status == 1, "kill_me knows the word nonsense");
+    bed.check_after("a program that cleans nothing up", &before)?;
+
+    let several =
+        ["vectorAdd", "reduction", "atomics", "templates", "globals", "multi", "driver_ptx", "kill_me"];
+    for (count, what) in [(2, "two programs at once"), (8, "eight programs at once")] {
+        let processes: Vec<_> = several[..count]
+            .iter()
+            .map(|name| Ok((name, bed.machine.spawn(name)?)))
+            .collect::<Result<_>>()?;
+        for (name, process) in processes {
+            passed(name, &process.wait(LONG)?)?;
+        }
+        bed.check_after(what, &before)?;
+    }
+
+    // What the daemons keep of all these sessions is their logs' business, not their memory's.
+    for (now, then) in bed.host.memory()?.into_iter().zip(memory) {
+        ensure!(now < then + 4096, "a daemon has grown from {then} KiB to {now} KiB");
+    }
+
+    let in_copy = start_kill_me(&bed.machine, "copy")?;
+    let in_kernel = start_kill_me(&bed.machine, "kernel")?;
+    bed.machine.reboot()?;
+    drop((in_copy, in_kernel));
+    bed.check_after("a reboot of the guest", &before)?;
+
+    let in_copy = start_kill_me(&bed.machine, "copy")?;
+    let in_kernel = start_kill_me(&bed.machine, "kernel")?;
+    bed.machine.kill9()?;
+    drop((in_copy, in_kernel));
+    bed.host.settled()?;
+    let Bed { host, machine } = bed;
+    drop(machine);
+    let bed = Bed { machine: boot(&host)?, host };
+    bed.check_after("kill -9 of QEMU", &before)
+}
+
+#[test]
+fn nothing_is_left_of_a_program_or_a_guest_over_local() -> Result<()> {
+    nothing_is_left_of_a_program_or_a_guest("local")
+}
+
+#[test]
+fn nothing_is_left_of_a_program_or_a_guest_over_tcp() -> Result<()> {
+    nothing_is_left_of_a_program_or_a_guest("tcp")
+}
+
+fn a_lost_host_side_is_told(transport: &str) -> Result<()> {
+    let mut host = Host::start(&format!("vm/lost-{transport}"), transport)?;
+    let machine = guest::builder(&programs::manifest()?).rgpu_socket(host.socket()).reconnect(true).boot()?;
+    passed("vectorAdd", &machine.run("vectorAdd", LONG)?)?;
+    let again = |host: &Host, what: &str| -> Result<()> {
+        let output = machine.run("vectorAdd", LONG)?;
+        passed("vectorAdd", &output).with_context(|| format!("after: {what}"))?;
+        host.settled()?;
+        machine.check_console()
+    };
+
+    let process = start_kill_me(&machine, "kernel")?;
+    let workers = host.busy_workers()?;
+    ensure!(workers.len() == 1, "{workers:?} serve one program");
+    kill(Pid::from_raw(workers[0]), Signal::SIGKILL)?;
+    failed_saying(&process.wait(SHORT)?, &["is lost", "signal 9"])?;
+    again(&host, "kill -9 of a worker")?;
+
+    let process = start_kill_me(&machine, "kernel")?;
+    host.kill_server()?;
+    failed_saying(&process.wait(SHORT)?, &["is lost", "server"])?;
+    failed_saying(&machine.run("device_list", SHORT)?, &["no GPU server could be reached", "rgpu-server"])?;
+    host.start_server("software")?;
+    again(&host, "kill -9 of rgpu-server")?;
+
+    let process = start_kill_me(&machine, "kernel")?;
+    let begin = Instant::now();
+    host.kill_bridge()?;
+    failed_saying(&process.wait(Duration::from_secs(60))?, &["is lost", "vhost-rgpu"])?;
+    println!(
+        "{transport}: a program in the guest knew of vhost-rgpu's end after {:.1} s",
+        begin.elapsed().as_secs_f64()
+    );
+    host.start_bridge()?;
+    again(&host, "kill -9 of vhost-rgpu")
+}
+
+#[test]
+fn a_lost_host_side_is_told_in_the_guest_over_local() -> Result<()> {
+    a_lost_host_side_is_told("local")
+}
+
+#[test]
+fn a_lost_host_side_is_told_in_the_guest_over_tcp() -> Result<()> {
+    a_lost_host_side_is_told("tcp")
+}
+
+#[test]
+fn a_lost_daemon_is_told_to_a_process_of_the_host() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let mut host = Host::start(&format!("vm/native-{transport}"), transport)?;
+        let mut child = Command::new(programs::built("kill_me")?)
+            .arg("kernel")
+            .env("LD_LIBRARY_PATH", tree::guest_libraries())
+            .env("RGPU_SOCKET", host.native_socket())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let deadline = Instant::now() + SHORT;
+        while host.busy_workers()?.is_empty() {
+            ensure!(Instant::now() < deadline, "kill_me begins no session");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut begun = [0; 14];
+        child.stdout.as_mut().context("no pipe")?.read_exact(&mut begun)?;
+        ensure!(begun == *b"RUNNING kernel", "{:?}", String::from_utf8_lossy(&begun));
+        host.kill_bridge()?;
+        let ended = Instant::now() + SHORT;
+        while child.try_wait()?.is_none() {
+            if Instant::now() > ended {
+                child.kill()?;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let output = child.wait_with_output()?;
+        let output = Output {
+            status: output.status.code().unwrap_or(128 + 9),
+            stdout: output.stdout,
+            stderr: output.stderr,
+        };
+        ensure!(output.status == 1, "over {transport}: {output}");
+        failed_saying(&output, &["is lost", "vhost-rgpu"])?;
+    }
+    Ok(())
+}
+
+/// Something that answers each connection like an rgpu-server of version 99.
+fn server_of_another_version() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let port = listener.local_addr()?.port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let mut hello = [0; 144];
+            if stream.read_exact(&mut hello).is_err() {
+                continue;
+            }
+            let mut welcome = [0; 360];
+            welcome[..8].copy_from_slice(&hello[..8]);
+            welcome[8] = 99;
+            // The other end may not care for more.
+            let _ = stream.write_all(&welcome);
+        }
+    });
+    Ok(port)
+}
+
+#[test]
+fn what_is_missing_is_said_in_one_line() -> Result<()> {
+    let host = Host::start("vm/missing", "local")?;
+    let folder = tempfile::tempdir()?;
+    let daemon = |name: &str, server: String| -> Result<Daemon> {
+        let socket = folder.path().join(name);
+        let arguments = ["--socket".as_ref(), socket.as_os_str(), "--server".as_ref(), server.as_ref()];
+        let log = tree::logs().join(format!("vm/missing/{name}.log"));
+        Daemon::start("vhost-rgpu", arguments, &log, &folder.path().join(format!("{name}.status")))
+    };
+    let nobody = guest::free_port()?;
+    let _down = daemon("down", format!("tcp:127.0.0.1:{nobody}"))?;
+    let _other = daemon("other", format!("tcp:127.0.0.1:{}", server_of_another_version()?))?;
+    let machine = guest::builder(&programs::manifest()?)
+        .rgpu_socket(host.socket())
+        .rgpu_socket(folder.path().join("down"))
+        .rgpu_socket(folder.path().join("other"))
+        .boot()?;
+
+    passed("device_list", &machine.run("device_list", LONG)?)?;
+    let output = machine.run("RGPU_DEVICE=/dev/rgpu1 device_list", SHORT)?;
+    failed_saying(
+        &output,
+        &["/dev/rgpu1", "no GPU server could be reached", "rgpu-server", &format!("127.0.0.1:{nobody}")],
+    )?;
+    let output = machine.run("RGPU_DEVICE=/dev/rgpu2 device_list", SHORT)?;
+    failed_saying(&output, &["/dev/rgpu2", "version 99", "version 1", "install the same release"])?;
+
+    machine.check("chmod 600 /dev/rgpu0", SHORT)?;
+    let output = machine.run("su -s /bin/sh user -c device_list", SHORT)?;
+    failed_saying(&output, &["/dev/rgpu0", "permission denied", "group"])?;
+    passed("device_list", &machine.run("chmod 666 /dev/rgpu0; su -s /bin/sh user -c device_list", LONG)?)?;
+
+    machine.check("rmmod virtio_rgpu", SHORT)?;
+    failed_saying(&machine.run("device_list", SHORT)?, &["modprobe virtio_rgpu", "/dev/rgpu0"])?;
+    let output = machine.run("RGPU_SOCKET=/run/nobody.sock device_list", SHORT)?;
+    failed_saying(&output, &["/run/nobody.sock", "vhost-rgpu"])?;
+    machine.check_console()
+}
+
+/// Where `qemu-configs` are.
+fn configs() -> std::path::PathBuf {
+    tree::root().join("qemu-configs")
+}
+
+#[test]
+fn the_readconfig_file_gives_a_guest_its_device() -> Result<()> {
+    let host = Host::start("vm/readconfig", "local")?;
+    let text = std::fs::read_to_string(configs().join("rgpu.cfg"))?;
+    let socket = host.socket().display().to_string();
+    for value in ["\"/run/rgpu/vm.sock\"", "\"4294967296\""] {
+        ensure!(text.contains(value), "rgpu.cfg has no {value}");
+    }
+    let text = text.replace("/run/rgpu/vm.sock", &socket).replace("4294967296", &(1024u64 << 20).to_string());
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("rgpu.cfg");
+    std::fs::write(&file, text)?;
+    let machine = guest::builder(&programs::manifest()?).hardware_from_config(file).boot()?;
+    passed("vectorAdd", &machine.run("vectorAdd", LONG)?)
+}
+
+#[test]
+fn the_script_gives_a_guest_its_device() -> Result<()> {
+    let host = Host::start("vm/script", "local")?;
+    let socket = host.socket().display().to_string();
+    let environment = [("RGPU_SOCKET_PATH", socket), ("MEMORY", "1G".to_owned())];
+    let machine = guest::builder(&programs::manifest()?)
+        .hardware_from_script(configs().join("qemu.sh"), environment)
+        .boot()?;
+    passed("vectorAdd", &machine.run("vectorAdd", LONG)?)
+}

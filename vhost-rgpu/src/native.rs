@@ -1,0 +1,368 @@
+//! Native clients: processes of this host, and containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket.
+//!
+//! One thread serves one connection, which is one channel. A client's memory is a memfd that it has sealed against shrinking: what is mapped here cannot be cut away
+//! under our hands. Clients that misbehave are answered `INVALID`, or cut off; no other notices.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use host_bridge::bridge::{ChannelMemory, ConnectError, RegionError, RegionMemory, Session, Wakeup};
+use host_bridge::framing::recv_some;
+use host_bridge::memory::{Memories, MemoryError};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
+use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
+use protocol::link::Memory;
+use protocol::native::{MAGIC, Request};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::config::Native;
+use crate::limit::LogLimit;
+use crate::registry::{Listed, Registry};
+use crate::sockets::{Listening, Stopper};
+
+/// How long a destroyed channel's memory may stay in the server's hands before that is said in the log, again and again.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Connections now, and what ends them.
+#[derive(Debug, Default)]
+struct Connections {
+    /// By number; `true` in the second place: no more are taken.
+    open: Mutex<(std::collections::HashMap<u32, Stopper>, bool)>,
+    changed: Condvar,
+}
+
+/// The native socket's server.
+#[derive(Debug)]
+pub struct Server {
+    config: Native,
+    registry: Arc<Registry>,
+    connections: Connections,
+    next: AtomicU32,
+}
+
+impl Server {
+    /// A server of this configuration.
+    pub fn new(config: Native, registry: Arc<Registry>) -> Arc<Server> {
+        Arc::new(Server { config, registry, connections: Connections::default(), next: AtomicU32::new(0) })
+    }
+
+    /// Serves until the socket is stopped.
+    pub fn serve(self: &Arc<Self>, listening: &Listening) {
+        while let Some(socket) = listening.accept_patiently("native socket") {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let who = describe(&socket);
+            match self.admit(number, &socket) {
+                Ok(()) => {}
+                Err(why) => {
+                    tracing::warn!("{who}: refused: {why}");
+                    let _ = answer(&socket, Answer::NoResources, &why, None);
+                    continue;
+                }
+            }
+            let server = self.clone();
+            let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
+                tracing::debug!("{who}: connected");
+                Connection {
+                    server: &server,
+                    socket: &socket,
+                    number,
+                    who,
+                    limit: LogLimit::new(),
+                    channel: None,
+                }
+                .serve();
+                server.forget(number);
+            });
+            if let Err(e) = spawned {
+                tracing::error!("native socket: no thread for a client: {e}");
+                self.forget(number);
+            }
+        }
+    }
+
+    /// Ends every connection and waits, at most `patience`, until their sessions have ended.
+    pub fn drain(&self, patience: Duration) {
+        let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.1 = true;
+        open.0.values().for_each(Stopper::stop);
+        let wait = self.connections.changed.wait_timeout_while(open, patience, |open| !open.0.is_empty());
+        let (open, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        if !open.0.is_empty() {
+            tracing::error!(
+                "{} native clients' sessions have not ended within {} s",
+                open.0.len(),
+                patience.as_secs()
+            );
+        }
+    }
+
+    fn admit(&self, number: u32, socket: &OwnedFd) -> Result<(), String> {
+        let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.1 {
+            return Err("the daemon is ending".to_owned());
+        }
+        let limit = self.config.limits.max_channels;
+        if open.0.len() >= limit as usize {
+            return Err(format!(
+                "{limit} native clients are connected, which is the limit (native.limits.max_channels)"
+            ));
+        }
+        let stopper =
+            Stopper::for_connection(socket).map_err(|e| format!("this host is short of descriptors: {e}"))?;
+        open.0.insert(number, stopper);
+        Ok(())
+    }
+
+    fn forget(&self, number: u32) {
+        self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
+        self.connections.changed.notify_all();
+    }
+}
+
+/// Who is at the other end, for the log: numbers from the kernel, not from the client.
+fn describe(socket: &OwnedFd) -> String {
+    match getsockopt(socket, sockopt::PeerCredentials) {
+        Ok(peer) => format!("native client (pid {}, uid {}, gid {})", peer.pid(), peer.uid(), peer.gid()),
+        Err(e) => format!("native client (credentials unknown: {e})"),
+    }
+}
+
+struct Connection<'s> {
+    server: &'s Server,
+    socket: &'s OwnedFd,
+    number: u32,
+    who: String,
+    limit: LogLimit,
+    channel: Option<(Arc<Session>, Listed)>,
+}
+
+/// A refusal: what the client is told.
+struct Refusal(Answer, String);
+
+impl From<MemoryError> for Refusal {
+    fn from(e: MemoryError) -> Refusal {
+        let answer = match &e {
+            MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => Answer::Version,
+            MemoryError::Map { .. } => Answer::NoResources,
+            _ => Answer::Invalid,
+        };
+        Refusal(answer, chain(&e))
+    }
+}
+
+impl From<RegionError> for Refusal {
+    fn from(e: RegionError) -> Refusal {
+        match e {
+            RegionError::Memory(e) => e.into(),
+            RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => {
+                Refusal(Answer::Invalid, e.to_string())
+            }
+            RegionError::Limit { .. } => Refusal(Answer::NoResources, e.to_string()),
+            RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
+        }
+    }
+}
+
+impl From<ConnectError> for Refusal {
+    fn from(e: ConnectError) -> Refusal {
+        Refusal(e.answer(), e.to_string())
+    }
+}
+
+/// An error with its causes, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text += &format!(": {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+impl Connection<'_> {
+    fn serve(mut self) {
+        let mut fds = Vec::new();
+        // One byte more than a request: a longer packet shows.
+        let mut packet = [0u8; size_of::<Request>() + 1];
+        loop {
+            let n = match recv_some(self.socket.as_fd(), &mut packet, &mut fds) {
+                Ok(0) => break,
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => {
+                    tracing::debug!("{}: {e}", self.who);
+                    break;
+                }
+            };
+            let result = self.request(&packet[..n], std::mem::take(&mut fds));
+            let (sent, over) = match &result {
+                Ok(Done::Registered) => (answer(self.socket, Answer::Ok, "", None), false),
+                Ok(Done::Destroyed) => (answer(self.socket, Answer::Ok, "", None), true),
+                Ok(Done::Created) => {
+                    let doorbell = self.channel.as_ref().map(|(session, _)| session.doorbell_fd().as_fd());
+                    (answer(self.socket, Answer::Ok, "", doorbell), false)
+                }
+                Err(Refusal(status, why)) => {
+                    if *status == Answer::Invalid {
+                        self.server.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
+                    }
+                    self.limit.warn(&self.who, why);
+                    (answer(self.socket, *status, why, None), false)
+                }
+            };
+            if let Err(e) = sent {
+                tracing::debug!("{}: {e}", self.who);
+                break;
+            }
+            if over {
+                break;
+            }
+        }
+        self.end("the client closed its connection");
+    }
+
+    /// Ends the session and lets go of the client's memory.
+    fn end(&mut self, reason: &str) {
+        let Some((session, listed)) = self.channel.take() else { return };
+        let totals = &self.server.registry.totals;
+        let lost = session.over().is_some();
+        (if lost { &totals.lost } else { &totals.closed }).fetch_add(1, Ordering::Relaxed);
+        let since = Instant::now();
+        while session.close(reason, PATIENCE) == host_bridge::bridge::Closed::StillHeld {
+            tracing::error!(
+                "{}: after {} s the server still holds the client's memory",
+                self.who,
+                since.elapsed().as_secs()
+            );
+            // The daemon's end must not wait for a server.
+            if self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1 {
+                break;
+            }
+        }
+        drop(listed);
+    }
+
+    fn request(&mut self, packet: &[u8], fds: Vec<OwnedFd>) -> Result<Done, Refusal> {
+        let invalid = |text: String| Refusal(Answer::Invalid, text);
+        let request = Request::read_from_bytes(packet).map_err(|_| {
+            invalid(format!("a request is {} bytes long, this one is not", size_of::<Request>()))
+        })?;
+        let Request { magic, version, kind, region, flags, offset, size } = request;
+        if magic != MAGIC {
+            return Err(invalid(format!("a request begins with rGPUnatv, this one with {magic:#x}")));
+        }
+        if version != protocol::VERSION {
+            let ours = protocol::VERSION;
+            let text = format!(
+                "the client speaks version {version} of rgpu, this host speaks version {ours}: install the same release on both"
+            );
+            return Err(Refusal(Answer::Version, text));
+        }
+        match kind {
+            request::CREATE_CHANNEL => {
+                if self.channel.is_some() {
+                    return Err(invalid("this connection has its channel already".into()));
+                }
+                let limit = self.server.config.limits.max_channel_size;
+                if size > limit {
+                    return Err(Refusal(
+                        Answer::NoResources,
+                        format!("a channel of {size} bytes, the limit is {limit}"),
+                    ));
+                }
+                let (memories, extents) = own_memory(fds, offset, size)?;
+                self.create(memories, extents, size)?;
+                Ok(Done::Created)
+            }
+            request::DESTROY_CHANNEL => {
+                self.session()?;
+                self.end("the client is done");
+                Ok(Done::Destroyed)
+            }
+            request::REGISTER_MEMORY => {
+                if flags & !REGISTER_READ_ONLY != 0 {
+                    return Err(invalid(format!("unknown flags {flags:#x}")));
+                }
+                let session = self.session()?;
+                let (memories, extents) = own_memory(fds, offset, size)?;
+                let read_only = flags & REGISTER_READ_ONLY != 0;
+                session.register_region(
+                    region,
+                    RegionMemory { memories, extents, size, own_memory: true, read_only },
+                )?;
+                Ok(Done::Registered)
+            }
+            request::UNREGISTER_MEMORY => {
+                self.session()?.unregister_region(region)?;
+                Ok(Done::Registered)
+            }
+            other => Err(Refusal(Answer::Unsupported, format!("request {other} is not known"))),
+        }
+    }
+
+    fn session(&self) -> Result<Arc<Session>, Refusal> {
+        match &self.channel {
+            Some((session, _)) => Ok(session.clone()),
+            None => Err(Refusal(Answer::Invalid, "this connection has no channel yet".into())),
+        }
+    }
+
+    fn create(&mut self, memories: Memories, extents: Vec<Extent>, size: u64) -> Result<(), Refusal> {
+        let channel = ChannelMemory::new(memories, extents, size)?;
+        let stopper = Stopper::for_connection(self.socket)
+            .map_err(|e| Refusal(Answer::NoResources, format!("this host is short of descriptors: {e}")))?;
+        let config = &self.server.config.session;
+        // The end of the session closes the connection; the thread then wakes up and cleans up.
+        let session = Session::connect(config, channel, Wakeup::Futex, Box::new(move |_| stopper.stop()))
+            .inspect_err(|_| {
+                self.server.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
+            })?;
+        let session = Arc::new(session);
+        let listed = self.server.registry.list(&self.who, self.number, session.clone());
+        self.channel = Some((session, listed));
+        Ok(())
+    }
+}
+
+/// What a request came to.
+enum Done {
+    Created,
+    Registered,
+    Destroyed,
+}
+
+/// Checks the one descriptor of a request and maps `size` bytes from `offset` of it; extents count as offsets in the file.
+fn own_memory(mut fds: Vec<OwnedFd>, offset: u64, size: u64) -> Result<(Memories, Vec<Extent>), Refusal> {
+    let invalid = |text: String| Refusal(Answer::Invalid, text);
+    let (Some(file), true) = (fds.pop(), fds.is_empty()) else {
+        return Err(invalid("this request comes with exactly one file descriptor, a memfd".into()));
+    };
+    let seals = fcntl(&file, FcntlArg::F_GET_SEALS)
+        .map_err(|e| invalid(format!("the descriptor is no memfd that can be sealed (F_GET_SEALS: {e})")))?;
+    if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+        return Err(invalid("the memfd is not sealed against shrinking (F_SEAL_SHRINK)".into()));
+    }
+    if size == 0 || !offset.is_multiple_of(4096) || offset.checked_add(size).is_none() {
+        return Err(invalid(format!(
+            "{size} bytes at offset {offset:#x} are not a piece of a memfd that begins at a page"
+        )));
+    }
+    let memory = Memory { addr: offset, size, file_offset: offset };
+    Ok((Memories::map(vec![(memory, file)])?, vec![Extent { addr: offset, len: size }]))
+}
+
+fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let response = Response::new(status, reason);
+    let raw: Vec<_> = fd.iter().map(|fd| fd.as_raw_fd()).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[][..] } else { &rights };
+    // Never blocks for a client that does not read: it has no more than one request under way unless it misbehaves.
+    let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+    sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(response.as_bytes())], control, flags, None)?;
+    Ok(())
+}

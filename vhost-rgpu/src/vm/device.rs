@@ -1,0 +1,596 @@
+//! The device that a guest sees: configuration space, queues, and its channels.
+//!
+//! Three rules hold it together:
+//! - The virtqueue threads never wait: every request is carried out by a thread of its own (there are no more of them than the queue has descriptors) and
+//!   answered when it is done, in any order.
+//! - What a job does to guest memory (the answer, the beginning of a session) it does under `gate`, and only if the device has not been reset since the request
+//!   came. A reset takes the gate for itself, and after it nothing of before touches guest memory.
+//! - Nothing that a guest sends ends a thread or the device.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Wakeup};
+use host_bridge::memory::Memories;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use protocol::device::{
+    Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, QUEUE_COUNT,
+    Response,
+};
+use protocol::link::Memory;
+use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost_user_backend::{VhostUserBackend, VringT};
+use virtio_queue::QueueT;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{
+    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::event::{EventConsumer, EventNotifier};
+use zerocopy::IntoBytes;
+
+use super::control::{self, FIXED, Order, Refusal, invalid};
+use super::events::Events;
+use super::{GuestMemory, Vring};
+use crate::config::Vm;
+use crate::limit::LogLimit;
+use crate::registry::{Listed, Registry};
+
+/// `VIRTIO_F_VERSION_1`.
+const VERSION_1: u64 = 1 << 32;
+/// `VIRTIO_RING_F_INDIRECT_DESC` and `VIRTIO_RING_F_EVENT_IDX`.
+const RING_FEATURES: u64 = 1 << 28 | 1 << 29;
+/// Descriptors of a queue at most.
+const QUEUE_SIZE: usize = 1024;
+/// Requests under way at most: each has a thread.
+const MAX_JOBS: usize = 256;
+/// Bytes of extents in requests under way at most.
+const MAX_JOB_BYTES: usize = 64 << 20;
+/// How long the server may hold a destroyed channel's memory before that is said in the log, again and again.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The thread that serves `controlq` and `eventq`, and the one that serves `doorbellq`: a doorbell must not wait behind a request.
+const THREADS: [u64; 2] = [1 << CONTROL_QUEUE | 1 << EVENT_QUEUE, 1 << DOORBELL_QUEUE];
+
+/// A channel of the guest.
+enum Channel {
+    /// A job is opening it.
+    Opening,
+    /// A job waits until the server has let go of its memory.
+    Closing(Arc<Session>),
+    Open(Arc<Session>, #[expect(dead_code, reason = "keeps the session listed")] Listed),
+}
+
+/// See the module's text.
+pub struct Device {
+    /// For jobs, which hold the device.
+    me: Weak<Device>,
+    config: Vm,
+    registry: Arc<Registry>,
+    /// Guest memory for the queues.
+    guest: GuestMemory,
+    /// Guest memory for sessions, which keep what they were given.
+    memories: Mutex<Memories>,
+    channels: Mutex<HashMap<u32, Channel>>,
+    settled: Condvar,
+    events: Arc<Events>,
+    /// Counts resets. See the module's text.
+    gate: RwLock<u64>,
+    /// Where answers go, while the queue runs.
+    control: Mutex<Option<Vring>>,
+    jobs: AtomicUsize,
+    job_bytes: AtomicUsize,
+    limit: LogLimit,
+    who: String,
+    exit: [EventFd; THREADS.len()],
+}
+
+/// A writable piece of a request's chain: address and length.
+type Piece = (GuestAddress, usize);
+
+/// A request as it came off the queue.
+struct Fetched {
+    head: u16,
+    answer: Vec<Piece>,
+    order: Result<Order, Refusal>,
+    bytes: usize,
+}
+
+impl Device {
+    /// A device without channels.
+    pub fn new(config: Vm, registry: Arc<Registry>, guest: GuestMemory) -> io::Result<Arc<Device>> {
+        let who = format!("vm {}", config.name);
+        let exit = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let exit = [exit()?, exit()?];
+        Ok(Arc::new_cyclic(|me| Device {
+            me: me.clone(),
+            events: Arc::new(Events::new(who.clone(), guest.clone())),
+            config,
+            registry,
+            guest,
+            memories: Mutex::default(),
+            channels: Mutex::default(),
+            settled: Condvar::new(),
+            gate: RwLock::new(0),
+            control: Mutex::default(),
+            jobs: AtomicUsize::new(0),
+            job_bytes: AtomicUsize::new(0),
+            limit: LogLimit::new(),
+            who,
+            exit,
+        }))
+    }
+
+    fn channels(&self) -> MutexGuard<'_, HashMap<u32, Channel>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn epoch(&self) -> u64 {
+        *self.gate.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device is reset, or its VMM is gone: ends every session and returns when guest memory is let go.
+    pub fn end_all(&self, reason: &str) {
+        let sessions: Vec<(Arc<Session>, Channel)> = {
+            // Whoever holds the gate is about to begin a session or to answer; after this nobody does.
+            let mut epoch = self.gate.write().unwrap_or_else(PoisonError::into_inner);
+            *epoch += 1;
+            *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.events.forget();
+            let mut channels = self.channels();
+            let ended = channels.drain().filter_map(|(_, channel)| match &channel {
+                Channel::Open(session, _) | Channel::Closing(session) => Some((session.clone(), channel)),
+                Channel::Opening => None,
+            });
+            ended.collect()
+        };
+        self.settled.notify_all();
+        if sessions.is_empty() {
+            return;
+        }
+        tracing::info!("{}: ending {} sessions: {reason}", self.who, sessions.len());
+        // All are told first, then waited for together.
+        for (session, channel) in &sessions {
+            if matches!(channel, Channel::Open(..)) {
+                self.count_end(session);
+            }
+            session.close(reason, Duration::ZERO);
+        }
+        let deadline = Instant::now() + PATIENCE;
+        for (session, _) in &sessions {
+            if session.close(reason, deadline.saturating_duration_since(Instant::now())) == Closed::StillHeld
+            {
+                tracing::error!(
+                    "{}: the server at {} still holds guest memory after a reset",
+                    self.who,
+                    session.server()
+                );
+            }
+        }
+    }
+
+    /// To be called before a session is closed as asked: one that was lost is counted as that.
+    fn count_end(&self, session: &Session) {
+        if session.over().is_none() {
+            self.registry.totals.closed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Passes a doorbell on to the sessions that have work.
+    fn ring(&self) {
+        for channel in self.channels().values() {
+            if let Channel::Open(session, _) = channel {
+                session.doorbell();
+            }
+        }
+    }
+
+    /// Takes the requests that stand in the queue.
+    fn take_requests(&self, vring: &Vring) {
+        {
+            let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+            if control.is_none() {
+                *control = Some(vring.clone());
+            }
+        }
+        let epoch = self.epoch();
+        loop {
+            let _ = vring.disable_notification();
+            while let Some(fetched) = self.fetch(vring) {
+                self.start_job(fetched, epoch);
+            }
+            match vring.enable_notification() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(e) => return self.limit.warn(&self.who, &format!("request queue: {e}")),
+            }
+        }
+    }
+
+    /// Copies the next request out, once, and judges it.
+    fn fetch(&self, vring: &Vring) -> Option<Fetched> {
+        let memory = self.guest.memory();
+        let chain = vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone())?;
+        let head = chain.head_index();
+        let place = |d: Descriptor| (d.addr(), d.len() as usize);
+        let request: Vec<Piece> = chain.clone().readable().map(place).collect();
+        let answer: Vec<Piece> = chain.writable().map(place).collect();
+        let mut bytes = 0;
+        let order = self.judge(&memory, &request, &mut bytes);
+        Some(Fetched { head, answer, order, bytes })
+    }
+
+    fn judge(
+        &self,
+        memory: &GuestMemoryMmap,
+        request: &[Piece],
+        bytes: &mut usize,
+    ) -> Result<Order, Refusal> {
+        let there: usize = request.iter().map(|(_, len)| len).sum();
+        let mut fixed = [0; FIXED];
+        copy_out(memory, request, 0, &mut fixed)?;
+        let size = control::extents_size(&fixed, &self.config.limits)?;
+        if there != FIXED + size {
+            return Err(invalid(format!("a request of {there} bytes where {} were announced", FIXED + size)));
+        }
+        if self.job_bytes.fetch_add(size, Ordering::Relaxed) + size > MAX_JOB_BYTES {
+            self.job_bytes.fetch_sub(size, Ordering::Relaxed);
+            return Err(Refusal(Answer::NoResources, "too many large requests at one time".into()));
+        }
+        *bytes = size;
+        let mut extents = vec![0; size];
+        copy_out(memory, request, FIXED, &mut extents)?;
+        control::parse(&fixed, &extents, &self.config.limits)
+    }
+
+    fn start_job(&self, fetched: Fetched, epoch: u64) {
+        let Fetched { head, answer, order, bytes } = fetched;
+        let order = match order {
+            Ok(order) if self.jobs.fetch_add(1, Ordering::Relaxed) < MAX_JOBS => order,
+            refused => {
+                if refused.is_ok() {
+                    self.jobs.fetch_sub(1, Ordering::Relaxed);
+                }
+                self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                let busy = || Refusal(Answer::NoResources, format!("{MAX_JOBS} requests are under way"));
+                return self.answer(epoch, head, &answer, Err(refused.err().unwrap_or_else(busy)));
+            }
+        };
+        let Some(device) = self.me.upgrade() else { return };
+        let pieces = answer.clone();
+        let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
+            let result = device.carry_out(order, epoch);
+            device.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            device.jobs.fetch_sub(1, Ordering::Relaxed);
+            device.answer(epoch, head, &pieces, result);
+        });
+        if let Err(e) = spawned {
+            self.jobs.fetch_sub(1, Ordering::Relaxed);
+            self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            self.answer(
+                epoch,
+                head,
+                &answer,
+                Err(Refusal(Answer::NoResources, format!("the host is short of threads: {e}"))),
+            );
+        }
+    }
+
+    /// Gives a request back with its answer, unless the device was reset since.
+    fn answer(&self, epoch: u64, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
+        let response = match result {
+            Ok(()) => Response::new(Answer::Ok, ""),
+            Err(Refusal(answer, reason)) => {
+                if answer == Answer::Invalid {
+                    self.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
+                }
+                self.limit.warn(&self.who, &reason);
+                Response::new(answer, &reason)
+            }
+        };
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate != epoch {
+            return;
+        }
+        let Some(vring) = self.control.lock().unwrap_or_else(PoisonError::into_inner).clone() else { return };
+        let memory = self.guest.memory();
+        let mut rest = response.as_bytes();
+        for (at, len) in pieces {
+            let (now, later) = rest.split_at(rest.len().min(*len));
+            if let Err(e) = memory.write_slice(now, *at) {
+                self.limit.warn(&self.who, &format!("answering a request: {e}"));
+                break;
+            }
+            rest = later;
+        }
+        if !rest.is_empty() {
+            self.limit.warn(&self.who, "a request without room for its answer");
+        }
+        let written = (response.as_bytes().len() - rest.len()) as u32;
+        let given = vring.add_used(head, written).map_err(|e| e.to_string()).and_then(|()| {
+            if vring.needs_notification().unwrap_or(true) {
+                vring.signal_used_queue().map_err(|e| e.to_string())
+            } else {
+                Ok(())
+            }
+        });
+        if let Err(e) = given {
+            self.limit.warn(&self.who, &format!("answering a request: {e}"));
+        }
+    }
+
+    fn carry_out(&self, order: Order, epoch: u64) -> Result<(), Refusal> {
+        match order {
+            Order::Create { channel, extents, size } => self.create(channel, extents, size, epoch),
+            Order::Destroy { channel } => self.destroy(channel, epoch),
+            Order::Register { channel, region, extents, size, read_only } => {
+                let session = self.session(channel)?;
+                let memories = self.memories();
+                // The transport may pass extents on without looking at them, so they are looked at here.
+                memories.resolve(&extents, size)?;
+                let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
+                Ok(session.register_region(region, memory)?)
+            }
+            Order::Unregister { channel, region } => Ok(self.session(channel)?.unregister_region(region)?),
+        }
+    }
+
+    fn memories(&self) -> Memories {
+        self.memories.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn session(&self, channel: u32) -> Result<Arc<Session>, Refusal> {
+        match self.channels().get(&channel) {
+            Some(Channel::Open(session, _)) => Ok(session.clone()),
+            Some(Channel::Opening | Channel::Closing(_)) => {
+                Err(invalid(format!("channel {channel} is not open")))
+            }
+            None => Err(invalid(format!("channel {channel} does not exist"))),
+        }
+    }
+
+    fn create(
+        &self,
+        channel: u32,
+        extents: Vec<protocol::device::Extent>,
+        size: u64,
+        epoch: u64,
+    ) -> Result<(), Refusal> {
+        {
+            let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+            let mut channels = self.channels();
+            if channels.contains_key(&channel) {
+                return Err(invalid(format!("channel {channel} exists already")));
+            }
+            if *gate == epoch {
+                channels.insert(channel, Channel::Opening);
+            }
+        }
+        let result = self.open(channel, extents, size, epoch);
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == epoch && result.is_err() {
+            self.channels().remove(&channel);
+            self.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        drop(gate);
+        self.settled.notify_all();
+        result
+    }
+
+    fn open(
+        &self,
+        channel: u32,
+        extents: Vec<protocol::device::Extent>,
+        size: u64,
+        epoch: u64,
+    ) -> Result<(), Refusal> {
+        let memory = ChannelMemory::new(self.memories(), extents, size)?;
+        let prepared = Prepared::connect(&self.config.session, &memory)?;
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate != epoch {
+            return Err(invalid("the device was reset"));
+        }
+        let (events, registry, who) = (self.events.clone(), self.registry.clone(), self.who.clone());
+        let wakeup = Wakeup::Call(Arc::new(move || events.wake(channel)));
+        let lost = move |reason: &str| {
+            registry.totals.lost.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!("{who}: channel {channel}: {reason}");
+        };
+        let session = Arc::new(prepared.start(memory, wakeup, Box::new(lost))?);
+        let listed = self.registry.list(&self.who, channel, session.clone());
+        self.channels().insert(channel, Channel::Open(session, listed));
+        Ok(())
+    }
+
+    fn destroy(&self, channel: u32, epoch: u64) -> Result<(), Refusal> {
+        let session = {
+            let mut channels = self.channels();
+            loop {
+                match channels.get(&channel) {
+                    Some(Channel::Opening | Channel::Closing(_)) => {
+                        channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
+                    }
+                    Some(Channel::Open(session, _)) => break session.clone(),
+                    None => return Err(invalid(format!("channel {channel} does not exist"))),
+                }
+                if self.epoch_changed(epoch) {
+                    return Err(invalid("the device was reset"));
+                }
+            }
+        };
+        // Marked only now, and only if it is still the one: two wishes to destroy may race.
+        let listed = {
+            let mut channels = self.channels();
+            match channels.get(&channel) {
+                Some(Channel::Open(now, _)) if Arc::ptr_eq(now, &session) => {
+                    channels.insert(channel, Channel::Closing(session.clone()))
+                }
+                _ => return Err(invalid(format!("channel {channel} is being destroyed already"))),
+            }
+        };
+        self.count_end(&session);
+        let since = Instant::now();
+        while session.close("the program has ended its session", PATIENCE) == Closed::StillHeld {
+            let seconds = since.elapsed().as_secs();
+            tracing::error!(
+                "{}: channel {channel}: after {seconds} s the server still holds its memory",
+                self.who
+            );
+            if self.epoch_changed(epoch) {
+                return Ok(());
+            }
+        }
+        drop(listed);
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == epoch {
+            self.channels().remove(&channel);
+        }
+        drop(gate);
+        self.settled.notify_all();
+        Ok(())
+    }
+
+    /// Whether the device was reset. Does not wait for a reset under way: that one waits for nobody who asks here.
+    fn epoch_changed(&self, epoch: u64) -> bool {
+        self.gate.try_read().is_ok_and(|now| *now != epoch)
+    }
+}
+
+/// Copies `buf.len()` bytes from `skip` of the pieces taken together.
+fn copy_out(
+    memory: &GuestMemoryMmap,
+    pieces: &[Piece],
+    mut skip: usize,
+    buf: &mut [u8],
+) -> Result<(), Refusal> {
+    let mut at = 0;
+    for (address, len) in pieces {
+        if skip >= *len {
+            skip -= len;
+            continue;
+        }
+        let n = (len - skip).min(buf.len() - at);
+        let outside =
+            || invalid(format!("descriptor at {:#x}, {len} bytes, lies outside guest memory", address.0));
+        let from = address.0.checked_add(skip as u64).map(GuestAddress).ok_or_else(outside)?;
+        memory.read_slice(&mut buf[at..at + n], from).map_err(|_| outside())?;
+        at += n;
+        skip = 0;
+        if at == buf.len() {
+            break;
+        }
+    }
+    if at < buf.len() {
+        return Err(invalid(format!("a request that ends {} bytes too early", buf.len() - at)));
+    }
+    Ok(())
+}
+
+impl VhostUserBackend for Device {
+    type Bitmap = ();
+    type Vring = Vring;
+
+    fn num_queues(&self) -> usize {
+        QUEUE_COUNT
+    }
+
+    fn max_queue_size(&self) -> usize {
+        QUEUE_SIZE
+    }
+
+    fn features(&self) -> u64 {
+        VERSION_1 | RING_FEATURES | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+    }
+
+    fn protocol_features(&self) -> VhostUserProtocolFeatures {
+        VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+    }
+
+    fn reset_device(&self) {
+        self.end_all("the guest has reset the device");
+    }
+
+    fn set_event_idx(&self, _enabled: bool) {}
+
+    fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
+        let limits = &self.config.limits;
+        let config = Config {
+            magic: CONFIG_MAGIC,
+            version: DEVICE_VERSION,
+            max_channels: limits.max_channels,
+            max_extents: limits.max_extents,
+            max_channel_size: limits.max_channel_size,
+            max_registered: limits.max_registered,
+            reserved: [0; 32],
+        };
+        // Exactly `size` bytes, whatever was asked for: the VMM's message is malformed otherwise.
+        let bytes = config.as_bytes().iter().copied().skip(offset as usize).chain(std::iter::repeat(0));
+        bytes.take(size as usize).collect()
+    }
+
+    fn update_memory(&self, memory: GuestMemory) -> io::Result<()> {
+        let guest = memory.memory();
+        let mut files = Vec::with_capacity(guest.num_regions());
+        for region in guest.iter() {
+            let at = region.start_addr().0;
+            let Some(place) = region.file_offset() else {
+                return Err(io::Error::other(format!(
+                    "guest memory at {at:#x} is not a file: the VMM must share it"
+                )));
+            };
+            let memory = Memory { addr: at, size: region.len(), file_offset: place.start() };
+            files.push((memory, OwnedFd::from(place.file().try_clone()?)));
+        }
+        let memories = Memories::map(files).map_err(io::Error::other)?;
+        // Sessions keep what they were given until they end.
+        *self.memories.lock().unwrap_or_else(PoisonError::into_inner) = memories;
+        Ok(())
+    }
+
+    fn queues_per_thread(&self) -> Vec<u64> {
+        THREADS.to_vec()
+    }
+
+    fn exit_event(&self, thread_index: usize) -> Option<(EventConsumer, EventNotifier)> {
+        let exit = self.exit.get(thread_index)?;
+        let notifier = exit.as_raw_fd();
+        // SAFETY: the notifier gets a descriptor of its own.
+        let notifier = unsafe { libc::fcntl(notifier, libc::F_DUPFD_CLOEXEC, 0) };
+        if notifier < 0 {
+            return None;
+        }
+        // SAFETY: vhost-user-backend never closes the consumer (it takes the raw number for its epoll and forgets it), so `self.exit` stays the descriptor's only
+        // owner; a duplicate would be leaked with every connection. The device outlives its workers, which hold it.
+        let consumer = unsafe { EventConsumer::from_raw_fd(exit.as_raw_fd()) };
+        // SAFETY: duplicated above, owned by nobody else.
+        Some((consumer, unsafe { EventNotifier::from_raw_fd(notifier) }))
+    }
+
+    fn stop_vring(&self, queue_index: u32) -> io::Result<()> {
+        // A virtio reset reaches a backend as this, queue by queue. A guest that stops its request queue is done with everything made through it.
+        match u16::try_from(queue_index) {
+            Ok(CONTROL_QUEUE) => self.end_all("the guest has reset the device"),
+            Ok(EVENT_QUEUE) => self.events.stop(),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn handle_event(&self, event: u16, _set: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
+        // Queues count among those of their thread.
+        match (thread, event, vrings.get(usize::from(event))) {
+            (0, 0, Some(vring)) => self.take_requests(vring),
+            (0, 1, Some(vring)) => self.events.buffers(vring),
+            (1, 0, _) => self.ring(),
+            _ => tracing::warn!("{}: event {event} of thread {thread} is not known", self.who),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,196 @@
+//! Events to the guest: `WAKE`s, of which each channel has at most one pending, and none is lost.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use protocol::device::{EVENT_WAKE, Event};
+use vhost_user_backend::VringT;
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+use zerocopy::IntoBytes;
+
+use super::{GuestMemory, Vring};
+use crate::limit::LogLimit;
+
+/// A place that takes events: the guest's buffers.
+trait Sink {
+    /// Puts one event into a buffer of the guest. False: there is no buffer.
+    fn put(&mut self, event: Event) -> bool;
+}
+
+/// Channels that are to be woken, first come first served.
+#[derive(Debug, Default)]
+struct Pending {
+    queue: VecDeque<u32>,
+    held: HashSet<u32>,
+}
+
+impl Pending {
+    fn add(&mut self, channel: u32) {
+        if self.held.insert(channel) {
+            self.queue.push_back(channel);
+        }
+    }
+
+    /// Delivers what there are buffers for. True: something was delivered.
+    fn deliver(&mut self, sink: &mut impl Sink) -> bool {
+        let mut delivered = false;
+        while let Some(channel) = self.queue.front().copied() {
+            if !sink.put(Event { kind: EVENT_WAKE, channel }) {
+                break;
+            }
+            self.queue.pop_front();
+            self.held.remove(&channel);
+            delivered = true;
+        }
+        delivered
+    }
+}
+
+/// The device's event queue.
+#[derive(Debug)]
+pub struct Events {
+    who: String,
+    memory: GuestMemory,
+    state: Mutex<State>,
+    limit: LogLimit,
+}
+
+#[derive(Default)]
+struct State {
+    pending: Pending,
+    /// Known while the queue runs.
+    vring: Option<Vring>,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State")
+            .field("pending", &self.pending)
+            .field("running", &self.vring.is_some())
+            .finish()
+    }
+}
+
+impl Events {
+    /// An event queue that does not run yet.
+    pub fn new(who: String, memory: GuestMemory) -> Events {
+        Events { who, memory, state: Mutex::default(), limit: LogLimit::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes every waiter of a channel, now or as soon as the guest has posted a buffer. Never blocks for long.
+    pub fn wake(&self, channel: u32) {
+        let mut state = self.lock();
+        state.pending.add(channel);
+        self.deliver(&mut state);
+    }
+
+    /// The queue runs, or the guest has posted buffers.
+    pub fn buffers(&self, vring: &Vring) {
+        let mut state = self.lock();
+        if state.vring.is_none() {
+            state.vring = Some(vring.clone());
+        }
+        self.deliver(&mut state);
+    }
+
+    /// The queue runs no more: guest memory is not touched until [`buffers`](Self::buffers) is called again. Pending events are kept.
+    pub fn stop(&self) {
+        self.lock().vring = None;
+    }
+
+    /// A reset: pending events are of no meaning any more.
+    pub fn forget(&self) {
+        let mut state = self.lock();
+        state.vring = None;
+        state.pending = Pending::default();
+    }
+
+    fn deliver(&self, state: &mut State) {
+        let State { pending, vring: Some(vring) } = state else { return };
+        let mut sink = Buffers { events: self, vring };
+        if pending.deliver(&mut sink)
+            && vring.needs_notification().unwrap_or(true)
+            && let Err(e) = vring.signal_used_queue()
+        {
+            self.limit.warn(&self.who, &format!("signalling the event queue: {e}"));
+        }
+    }
+}
+
+struct Buffers<'e> {
+    events: &'e Events,
+    vring: &'e Vring,
+}
+
+impl Sink for Buffers<'_> {
+    fn put(&mut self, event: Event) -> bool {
+        let memory = self.events.memory.memory();
+        loop {
+            let mut state = self.vring.get_mut();
+            let Some(chain) = state.get_queue_mut().pop_descriptor_chain(memory.clone()) else {
+                // A guest that posted a buffer just now may not have seen that its notification is wanted.
+                match state.enable_notification() {
+                    Ok(true) => continue,
+                    _ => return false,
+                }
+            };
+            let head = chain.head_index();
+            let target = chain.writable().next().filter(|d| d.len() as usize >= size_of::<Event>());
+            let written = target
+                .is_some_and(|d| memory.write_slice(event.as_bytes(), GuestAddress(d.addr().0)).is_ok());
+            let len = if written { size_of::<Event>() as u32 } else { 0 };
+            if let Err(e) = state.add_used(head, len) {
+                self.events.limit.warn(&self.events.who, &format!("event queue: {e}"));
+                return false;
+            }
+            if written {
+                return true;
+            }
+            self.events
+                .limit
+                .warn(&self.events.who, "event queue: a buffer that holds no event was given back empty");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Some3(usize, Vec<u32>);
+
+    impl Sink for Some3 {
+        fn put(&mut self, event: Event) -> bool {
+            if self.0 == 0 {
+                return false;
+            }
+            self.0 -= 1;
+            assert_eq!(event.kind, EVENT_WAKE);
+            self.1.push(event.channel);
+            true
+        }
+    }
+
+    #[test]
+    fn wakes_wait_for_buffers_and_none_is_lost() {
+        let mut pending = Pending::default();
+        let mut sink = Some3(0, Vec::new());
+        for channel in [7, 3, 7, 9, 3, 7] {
+            pending.add(channel);
+            assert!(!pending.deliver(&mut sink));
+        }
+        sink.0 = 2;
+        assert!(pending.deliver(&mut sink));
+        assert_eq!(sink.1, [7, 3]);
+        pending.add(7);
+        sink.0 = 10;
+        pending.deliver(&mut sink);
+        assert_eq!(sink.1, [7, 3, 9, 7]);
+        assert!(!pending.deliver(&mut sink), "one for each");
+    }
+}

@@ -1,0 +1,584 @@
+//! The virtio device from outside: a VMM that speaks vhost-user, and a driver that speaks `docs/device.md` over the virtqueues.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+extern crate host_bridge as rgpu_host_bridge;
+
+#[path = "../../host-bridge/tests/support/mod.rs"]
+mod support;
+
+mod daemon;
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use daemon::Daemon;
+use protocol::channel::{Geometry, Header, NO_SLOT, Producer, RingMemory, State};
+use protocol::data::{HostIn, HostOut, HostRange};
+use protocol::device::{
+    Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, EVENT_WAKE,
+    Event, Extent, Request, Response, request,
+};
+use protocol::handle::StreamId;
+use protocol::link::Memory;
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use protocol::ops::stream::StreamSynchronize;
+use protocol::ops::{Op, encode};
+use rgpu_host_bridge::memory::{ChannelView, Memories};
+use support::{FakeServer, Manners, PATIENCE, eventually, pattern, region, scattered};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::EventFd;
+use zerocopy::{FromBytes, IntoBytes};
+
+const RAM: u64 = 64 << 20;
+/// Where guest memory lies in the VMM, as far as the daemon is told.
+const VMM_ADDRESS: u64 = 0x7000_0000_0000;
+const SIZE: u16 = 64;
+const VERSION_1: u64 = 1 << 32;
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+/// Guest addresses: queues lie below 1 MiB, channels from there on.
+const CHANNEL: u64 = 1 << 20;
+const CHANNEL_STRIDE: u64 = 4 << 20;
+
+/// One virtqueue as its driver sees it.
+struct Queue {
+    base: u64,
+    kick: EventFd,
+    call: EventFd,
+    next: u16,
+    avail: u16,
+    used: u16,
+}
+
+/// A guest with its VMM.
+struct Guest {
+    frontend: Frontend,
+    memories: Memories,
+    queues: Vec<Queue>,
+    buffers: u64,
+}
+
+impl Guest {
+    fn connect(daemon: &Daemon) -> Guest {
+        let file: OwnedFd = support::memfd(RAM);
+        let memory = Memory { addr: 0, size: RAM, file_offset: 0 };
+        let memories = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
+        let mut frontend = Frontend::connect(daemon.vm(), 3).unwrap();
+        frontend.set_owner().unwrap();
+        let features = frontend.get_features().unwrap();
+        assert!(features & VERSION_1 != 0 && features & PROTOCOL_FEATURES != 0);
+        frontend.set_features(VERSION_1 | PROTOCOL_FEATURES).unwrap();
+        let offered = frontend.get_protocol_features().unwrap();
+        frontend
+            .set_protocol_features(
+                offered
+                    & (VhostUserProtocolFeatures::CONFIG
+                        | VhostUserProtocolFeatures::MQ
+                        | VhostUserProtocolFeatures::RESET_DEVICE),
+            )
+            .unwrap();
+        let mut guest = Guest { frontend, memories, queues: Vec::new(), buffers: 0x8_0000 };
+        guest.share(&file);
+        for index in 0..3 {
+            let queue = Queue {
+                base: u64::from(index) * 0x1_0000,
+                kick: EventFd::new(0).unwrap(),
+                call: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
+                next: 0,
+                avail: 0,
+                used: 0,
+            };
+            guest.queues.push(queue);
+            guest.start(index);
+        }
+        guest
+    }
+
+    fn share(&mut self, file: &OwnedFd) {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: 0,
+            memory_size: RAM,
+            userspace_addr: VMM_ADDRESS,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        self.frontend.set_mem_table(&[region]).unwrap();
+    }
+
+    fn start(&mut self, index: u16) {
+        let queue = &mut self.queues[usize::from(index)];
+        (queue.next, queue.avail, queue.used) = (0, 0, 0);
+        let base = queue.base;
+        self.fill(base, 0x6000);
+        let (queue, index) = (&self.queues[usize::from(index)], usize::from(index));
+        self.frontend.set_vring_num(index, SIZE).unwrap();
+        let addresses = VringConfigData {
+            queue_max_size: SIZE,
+            queue_size: SIZE,
+            flags: 0,
+            desc_table_addr: VMM_ADDRESS + base,
+            avail_ring_addr: VMM_ADDRESS + base + 0x2000,
+            used_ring_addr: VMM_ADDRESS + base + 0x4000,
+            log_addr: None,
+        };
+        self.frontend.set_vring_addr(index, &addresses).unwrap();
+        self.frontend.set_vring_base(index, 0).unwrap();
+        self.frontend.set_vring_call(index, &queue.call).unwrap();
+        self.frontend.set_vring_kick(index, &queue.kick).unwrap();
+        self.frontend.set_vring_enable(index, true).unwrap();
+    }
+
+    /// What a guest's reset of the device looks like to the backend.
+    fn reset(&mut self) {
+        for index in 0..3 {
+            self.frontend.get_vring_base(index).unwrap();
+        }
+    }
+
+    fn at(&self, address: u64, len: u64) -> NonNull<u8> {
+        self.memories.resolve(&[Extent { addr: address, len }], len).unwrap().all()[0].at
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) {
+        // SAFETY: `at` checks the range; the memory is this test's.
+        unsafe { self.at(address, bytes.len() as u64).copy_from(NonNull::from(bytes).cast(), bytes.len()) };
+    }
+
+    fn fill(&self, address: u64, len: u64) {
+        self.write(address, &vec![0; len as usize]);
+    }
+
+    fn read<const N: usize>(&self, address: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        // SAFETY: as in `write`.
+        unsafe { self.at(address, N as u64).copy_to(NonNull::from(&mut bytes).cast(), N) };
+        bytes
+    }
+
+    /// Space for a buffer; the tests need so little that it is never given back.
+    fn buffer(&mut self, len: u64) -> u64 {
+        let at = self.buffers;
+        self.buffers += len.next_multiple_of(16);
+        assert!(self.buffers <= CHANNEL);
+        at
+    }
+
+    /// Puts a chain of (address, length, device writes) into a queue; its head.
+    fn offer(&mut self, queue: u16, chain: &[(u64, u32, bool)]) -> u16 {
+        let q = &mut self.queues[usize::from(queue)];
+        let (base, head, slot) = (q.base, q.next % SIZE, q.avail % SIZE);
+        q.next += chain.len() as u16;
+        q.avail += 1;
+        let avail = q.avail;
+        for (i, (address, len, writes)) in chain.iter().enumerate() {
+            let index = (head + i as u16) % SIZE;
+            let last = i + 1 == chain.len();
+            let flags = u16::from(!last) | if *writes { 2 } else { 0 };
+            let mut descriptor = address.to_le_bytes().to_vec();
+            descriptor.extend_from_slice(&len.to_le_bytes());
+            descriptor.extend_from_slice(&flags.to_le_bytes());
+            descriptor.extend_from_slice(&((index + 1) % SIZE).to_le_bytes());
+            self.write(base + u64::from(index) * 16, &descriptor);
+        }
+        self.write(base + 0x2000 + 4 + u64::from(slot) * 2, &head.to_le_bytes());
+        std::sync::atomic::fence(Ordering::SeqCst);
+        self.write(base + 0x2000 + 2, &avail.to_le_bytes());
+        head
+    }
+
+    fn kick(&self, queue: u16) {
+        self.queues[usize::from(queue)].kick.write(1).unwrap();
+    }
+
+    /// What the device has given back and was not seen yet.
+    fn used(&mut self, queue: u16) -> Option<(u16, u32)> {
+        let q = &self.queues[usize::from(queue)];
+        let (base, seen) = (q.base, q.used);
+        if u16::from_le_bytes(self.read(base + 0x4000 + 2)) == seen {
+            return None;
+        }
+        std::sync::atomic::fence(Ordering::SeqCst);
+        let [i0, i1, _, _, l0, l1, l2, l3] = self.read(base + 0x4000 + 4 + u64::from(seen % SIZE) * 8);
+        self.queues[usize::from(queue)].used += 1;
+        Some((u16::from_le_bytes([i0, i1]), u32::from_le_bytes([l0, l1, l2, l3])))
+    }
+
+    fn wait_used(&mut self, queue: u16) -> (u16, u32) {
+        let start = std::time::Instant::now();
+        loop {
+            if let Some(used) = self.used(queue) {
+                return used;
+            }
+            assert!(start.elapsed() < PATIENCE, "queue {queue}: nothing came back");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Sends a request, its bytes cut into small descriptors; (head, where its answer will be).
+    fn send(&mut self, bytes: &[u8]) -> (u16, u64) {
+        let (at, answer) = (self.buffer(bytes.len() as u64), self.buffer(264));
+        self.write(at, bytes);
+        self.fill(answer, 264);
+        let cut = 20.min(bytes.len() as u64);
+        let rest = bytes.len() as u64 - cut;
+        let mut chain = vec![(at, cut as u32, false)];
+        if rest > 0 {
+            chain.push((at + cut, rest as u32, false));
+        }
+        chain.extend([(answer, 3, true), (answer + 3, 261, true)]);
+        let head = self.offer(CONTROL_QUEUE, &chain);
+        self.kick(CONTROL_QUEUE);
+        (head, answer)
+    }
+
+    fn answer_at(&self, at: u64) -> (Answer, String) {
+        let response = Response::read_from_bytes(&self.read::<264>(at)).unwrap();
+        (Answer::from_number(response.status), response.reason())
+    }
+
+    fn raw(&mut self, bytes: &[u8]) -> (Answer, String) {
+        let (head, at) = self.send(bytes);
+        assert_eq!(self.wait_used(CONTROL_QUEUE), (head, 264));
+        self.answer_at(at)
+    }
+
+    fn ask(&mut self, request: Request, extents: &[Extent]) -> (Answer, String) {
+        self.raw(&message(request, extents))
+    }
+
+    /// Prepares the memory of channel `channel`, its header's page last.
+    fn prepare(&self, channel: u32) -> (Vec<Extent>, Geometry) {
+        let geometry = Geometry::with_arena(1 << 20);
+        let size = geometry.size as u64;
+        assert!(size < CHANNEL_STRIDE);
+        let base = CHANNEL + u64::from(channel) * CHANNEL_STRIDE;
+        let extents = vec![Extent { addr: base + size, len: 4096 }, Extent { addr: base, len: size - 4096 }];
+        self.fill(base, size + 4096);
+        // SAFETY: a page of this test's memory; the header is all atomics.
+        unsafe { self.at(base + size, 4096).cast::<Header>().as_ref() }
+            .write_fields(&geometry.fields(3, "guest-program"));
+        (extents, geometry)
+    }
+
+    fn create(&mut self, channel: u32) -> Channel {
+        let (extents, geometry) = self.prepare(channel);
+        assert_eq!(self.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
+        let view = Box::new(self.memories.view(&extents, geometry.size as u64).unwrap());
+        assert_eq!(view.header().state(), State::Ready);
+        // SAFETY: the box outlives the producer, which is dropped first.
+        let forever: &'static ChannelView = unsafe { &*std::ptr::from_ref::<ChannelView>(view.as_ref()) };
+        // SAFETY: the ring's part of the channel.
+        let words = unsafe {
+            std::slice::from_raw_parts(
+                forever.base().add(geometry.ring_offset).cast::<AtomicU64>().as_ptr(),
+                geometry.ring_size / 8,
+            )
+        };
+        Channel { producer: Producer::new(forever.header(), RingMemory::new(words)), view }
+    }
+
+    fn push<'a, T: Op<'a>>(&self, channel: &mut Channel, op: &T, slot: u16) {
+        let mut body = Vec::new();
+        encode(op, &mut body);
+        if slot != NO_SLOT {
+            channel.view.slot(slot).unwrap().prepare();
+        }
+        channel.producer.push(T::INFO.opcode, slot, &body).unwrap();
+        if channel.view.header().host_sleep.take() {
+            self.kick(DOORBELL_QUEUE);
+        }
+    }
+
+    fn synchronize(&self, channel: &mut Channel) {
+        self.push(channel, &StreamSynchronize { stream: StreamId(0) }, 0);
+        eventually(|| channel.view.slot(0).unwrap().poll(&mut Vec::new()).is_some());
+    }
+
+    /// Posts a buffer for an event; where it lies.
+    fn post_event(&mut self) -> u64 {
+        let at = self.buffer(8);
+        self.offer(EVENT_QUEUE, &[(at, 8, true)]);
+        self.kick(EVENT_QUEUE);
+        at
+    }
+}
+
+struct Channel {
+    producer: Producer<'static>,
+    view: Box<ChannelView>,
+}
+
+fn message(request: Request, extents: &[Extent]) -> Vec<u8> {
+    let mut bytes = request.as_bytes().to_vec();
+    bytes.extend_from_slice(extents.as_bytes());
+    bytes
+}
+
+fn plain(kind: u32, channel: u32) -> Request {
+    Request { kind, channel, region: 0, extent_count: 0, size: 0, flags: 0, reserved: 0 }
+}
+
+fn create(channel: u32, extents: &[Extent]) -> Request {
+    let size = extents.iter().map(|e| e.len).sum();
+    Request { extent_count: extents.len() as u32, size, ..plain(request::CREATE_CHANNEL, channel) }
+}
+
+fn serving(server: &FakeServer) -> Daemon {
+    Daemon::start(&["--server", &server.address.to_string(), "--name", "testvm"])
+}
+
+fn sessions(daemon: &Daemon) -> usize {
+    daemon.status()["sessions"].as_array().unwrap().len()
+}
+
+#[test]
+fn the_configuration_space_says_what_the_device_is() {
+    let daemon = serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let (_, bytes) = guest.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
+    let config = Config::read_from_bytes(&bytes).unwrap();
+    let expected = Config {
+        magic: CONFIG_MAGIC,
+        version: DEVICE_VERSION,
+        max_channels: 256,
+        max_extents: 1 << 20,
+        max_channel_size: 256 << 20,
+        max_registered: 0,
+        reserved: [0; 32],
+    };
+    assert_eq!(config, expected);
+    let (_, part) = guest.frontend.get_config(4, 4, VhostUserConfigFlags::empty(), &[0; 4]).unwrap();
+    assert_eq!(part, DEVICE_VERSION.to_le_bytes());
+}
+
+#[test]
+fn a_guest_sends_commands_and_data_through_its_channel() {
+    let server = FakeServer::good();
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let extents = scattered(1_000_003, 4);
+    let bytes = pattern(1_000_003, 4);
+    let pieces = guest.memories.resolve(&extents, 1_000_003).unwrap();
+    for piece in pieces.all() {
+        // SAFETY: this test's memory.
+        unsafe { piece.at.copy_from(NonNull::from(&bytes[piece.offset]).cast(), piece.len) };
+    }
+    let register = Request { kind: request::REGISTER_MEMORY, region: 7, ..create(0, &extents) };
+    assert_eq!(guest.ask(register, &extents), (Answer::Ok, String::new()));
+    let src = HostIn::Range(region(7, 0, 1_000_003));
+    guest.push(&mut channel, &MemcpyHtoD { stream: StreamId(0), dst: 9, src }, NO_SLOT);
+    guest.synchronize(&mut channel);
+    for piece in pieces.all() {
+        // SAFETY: as above.
+        unsafe { piece.at.write_bytes(0, piece.len) };
+    }
+    let dst = HostOut(region(7, 0, 1_000_003));
+    guest.push(&mut channel, &MemcpyDtoH { stream: StreamId(0), src: 9, dst }, NO_SLOT);
+    guest.synchronize(&mut channel);
+    for piece in pieces.all() {
+        // SAFETY: as above; nobody writes the memory now.
+        let got = unsafe { std::slice::from_raw_parts(piece.at.as_ptr(), piece.len) };
+        assert!(got == &bytes[piece.offset..piece.offset + piece.len]);
+    }
+    let unregister = Request { region: 7, ..plain(request::UNREGISTER_MEMORY, 0) };
+    assert_eq!(guest.ask(unregister, &[]).0, Answer::Ok);
+    assert_eq!(daemon.status()["sessions"][0]["owner"], "vm testvm");
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
+    assert_eq!(sessions(&daemon), 0);
+    // The id is free again.
+    let mut channel = guest.create(0);
+    guest.synchronize(&mut channel);
+}
+
+#[test]
+fn a_wake_waits_for_a_buffer_and_is_delivered_once() {
+    let daemon = serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channels = [guest.create(3), guest.create(5)];
+    for channel in &mut channels {
+        // A waiter that sleeps before the answer comes, so that its completion must wake it.
+        channel.view.slot(0).unwrap().prepare();
+        assert!(channel.view.slot(0).unwrap().announce_sleep());
+        let mut body = Vec::new();
+        encode(&StreamSynchronize { stream: StreamId(0) }, &mut body);
+        channel.producer.push(StreamSynchronize::INFO.opcode, 0, &body).unwrap();
+    }
+    guest.kick(DOORBELL_QUEUE);
+    for channel in &channels {
+        eventually(|| channel.view.slot(0).unwrap().poll(&mut Vec::new()).is_some());
+    }
+    // Nobody had posted a buffer; both wakes are remembered.
+    let mut woken = Vec::new();
+    for _ in 0..2 {
+        let at = guest.post_event();
+        assert_eq!(guest.wait_used(EVENT_QUEUE).1, 8);
+        let event = Event::read_from_bytes(&guest.read::<8>(at)).unwrap();
+        assert_eq!(event.kind, EVENT_WAKE);
+        woken.push(event.channel);
+    }
+    woken.sort_unstable();
+    assert_eq!(woken, [3, 5]);
+    guest.post_event();
+    guest.synchronize(&mut channels[0]);
+    assert_eq!(guest.used(EVENT_QUEUE), None, "nobody slept");
+}
+
+#[test]
+fn whatever_is_malformed_is_answered_and_the_device_goes_on() {
+    let daemon = serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(1);
+    let (extents, _) = guest.prepare(2);
+    let good = create(2, &extents);
+    let outside = [Extent { addr: RAM - 4096, len: 8192 }];
+    let wild = [Extent { addr: u64::MAX - 4095, len: 8192 }];
+    let unaligned = [Extent { addr: CHANNEL + 1, len: 8192 }];
+    let empty_header = [Extent { addr: 32 << 20, len: 8192 }];
+    let register =
+        |extents: &[Extent], channel| Request { kind: request::REGISTER_MEMORY, ..create(channel, extents) };
+    let unregister = |channel| plain(request::UNREGISTER_MEMORY, channel);
+    let cases: Vec<(Vec<u8>, Answer, &str)> = vec![
+        (vec![], Answer::Invalid, ""),
+        (vec![1; 31], Answer::Invalid, "too early"),
+        (message(good, &extents[..1]), Answer::Invalid, "announced"),
+        (message(Request { extent_count: u32::MAX, ..good }, &extents), Answer::NoResources, "extents"),
+        (message(plain(99, 0), &[]), Answer::Unsupported, "99"),
+        (message(Request { channel: 256, ..good }, &extents), Answer::Invalid, "256"),
+        (message(Request { channel: 1, ..good }, &extents), Answer::Invalid, "exists already"),
+        (message(create(2, &outside), &outside), Answer::Invalid, "outside"),
+        (message(create(2, &wild), &wild), Answer::Invalid, "outside"),
+        (message(create(2, &unaligned), &unaligned), Answer::Invalid, "whole pages"),
+        (message(create(2, &empty_header), &empty_header), Answer::Invalid, "rGPUchan"),
+        (message(register(&outside, 1), &outside), Answer::Invalid, "outside"),
+        (message(register(&extents, 9), &extents), Answer::Invalid, "does not exist"),
+        (message(unregister(1), &[]), Answer::Invalid, "not registered"),
+        (message(unregister(9), &[]), Answer::Invalid, "does not exist"),
+        (message(plain(request::DESTROY_CHANNEL, 9), &[]), Answer::Invalid, "does not exist"),
+    ];
+    for (bytes, answer, word) in cases.into_iter().skip(1) {
+        let (got, reason) = guest.raw(&bytes);
+        assert_eq!(got, answer, "{reason}");
+        assert!(reason.contains(word), "{word}: {reason}");
+    }
+    // Chains that cannot be answered, or lie outside memory, come back all the same.
+    let at = guest.buffer(64);
+    for chain in [
+        vec![(at, 32, false)],
+        vec![(RAM + 4096, 32, false), (at, 8, true)],
+        vec![(at, 32, false), (RAM + 4096, 264, true)],
+        vec![(at, 8, true)],
+        vec![(at, 0, false)],
+        vec![(at, u32::MAX, false), (at, u32::MAX, true)],
+    ] {
+        let head = guest.offer(CONTROL_QUEUE, &chain);
+        guest.kick(CONTROL_QUEUE);
+        assert_eq!(guest.wait_used(CONTROL_QUEUE).0, head, "{chain:x?}");
+    }
+    for chain in [vec![(at, 8, false)], vec![(at, 7, true)], vec![(RAM + 4096, 8, true)]] {
+        guest.offer(EVENT_QUEUE, &chain);
+    }
+    guest.kick(EVENT_QUEUE);
+    guest.synchronize(&mut channel);
+    assert_eq!(guest.raw(&message(good, &extents)).0, Answer::Ok);
+    assert!(daemon.status()["malformed_requests"].as_u64().unwrap() >= 12);
+}
+
+#[test]
+fn a_malformed_command_ends_its_channel_and_no_other() {
+    let daemon = serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let (mut bad, mut good) = (guest.create(0), guest.create(1));
+    let at = guest.post_event();
+    bad.producer.push(0x7fff, NO_SLOT, &[]).unwrap();
+    guest.kick(DOORBELL_QUEUE);
+    eventually(|| bad.view.header().state() == State::Lost);
+    assert!(bad.view.header().reason().contains("0x7fff"));
+    guest.wait_used(EVENT_QUEUE);
+    let event = Event::read_from_bytes(&guest.read::<8>(at)).unwrap();
+    assert_eq!((event.kind, event.channel), (EVENT_WAKE, 0));
+    guest.synchronize(&mut good);
+    assert_eq!(daemon.status()["sessions_lost"], 1);
+    // The guest still has to destroy it, and its memory is let go.
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
+}
+
+#[test]
+fn a_request_that_takes_long_holds_up_no_other() {
+    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    let extents = scattered(100_000, 4);
+    let register = Request { kind: request::REGISTER_MEMORY, region: 1, ..create(0, &extents) };
+    assert_eq!(guest.ask(register, &extents).0, Answer::Ok);
+    let dst = HostOut(HostRange { len: 5, ..region(1, 0, 0) });
+    guest.push(&mut channel, &MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    eventually(|| server.commands().len() == 1);
+    // The server is held in the copy, so the region cannot be let go.
+    let (slow, slow_at) =
+        guest.send(&message(Request { region: 1, ..plain(request::UNREGISTER_MEMORY, 0) }, &[]));
+    let (quick, quick_at) = guest.send(&message(plain(request::DESTROY_CHANNEL, 77), &[]));
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, quick);
+    assert_eq!(guest.answer_at(quick_at).0, Answer::Invalid);
+    server.release();
+    assert_eq!(guest.wait_used(CONTROL_QUEUE).0, slow);
+    assert_eq!(guest.answer_at(slow_at).0, Answer::Ok);
+}
+
+#[test]
+fn a_reset_ends_every_channel_and_the_device_starts_anew() {
+    let server = FakeServer::good();
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (old, _other) = (guest.create(0), guest.create(1));
+    guest.reset();
+    assert_eq!(sessions(&daemon), 0);
+    assert_eq!(old.view.header().state(), State::Lost);
+    // What the guest does with its memory now is its own business: nothing writes there any more.
+    for index in 0..3 {
+        guest.start(index);
+    }
+    let mut channel = guest.create(0);
+    guest.synchronize(&mut channel);
+}
+
+#[test]
+fn new_memory_does_not_disturb_sessions_in_the_old_one() {
+    let daemon = serving(&FakeServer::good());
+    let mut guest = Guest::connect(&daemon);
+    let mut channel = guest.create(0);
+    // The same memory again, as a VMM does when something is plugged in.
+    let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
+    guest.share(&file);
+    guest.synchronize(&mut channel);
+    let mut other = guest.create(1);
+    guest.synchronize(&mut other);
+    guest.synchronize(&mut channel);
+}
+
+#[test]
+fn a_vmm_that_vanishes_takes_its_sessions_along_and_the_next_one_is_served() {
+    let server = FakeServer::good();
+    let daemon = serving(&server);
+    let once = |daemon: &Daemon| {
+        let mut guest = Guest::connect(daemon);
+        let mut channel = guest.create(0);
+        guest.synchronize(&mut channel);
+    };
+    once(&daemon);
+    eventually(|| sessions(&daemon) == 0);
+    // Main, and one for each of three sockets.
+    eventually(|| daemon.resources().1 <= 4);
+    let before = daemon.resources();
+    for _ in 0..20 {
+        once(&daemon);
+    }
+    eventually(|| {
+        let now = daemon.resources();
+        now.0 <= before.0 && now.1 <= before.1
+    });
+}

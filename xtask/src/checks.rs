@@ -1,0 +1,30 @@
+//! What must hold before anything is tested: the format, the lints, the licences.
+
+use anyhow::Result;
+
+use crate::progress::Step;
+use crate::{process, toolchain};
+
+/// Runs every check; the first that fails ends it.
+pub fn checks() -> Result<()> {
+    let log = process::log("checks")?;
+    let check = |name: &str, arguments: &[&str]| -> Result<()> {
+        let step = Step::spinner(name);
+        process::run(process::cargo().args(arguments), &log)?;
+        step.done("");
+        Ok(())
+    };
+    check("checking the format", &["fmt", "--all", "--check", "--", "--color", "never"])?;
+    check(
+        "checking the lints",
+        &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"],
+    )?;
+
+    let deny = toolchain::cargo_deny()?;
+    let step = Step::spinner("checking the dependencies' licences, versions and sources");
+    let mut command = std::process::Command::new(deny);
+    command.args(["--workspace", "--all-features", "check", "licenses", "bans", "sources"]);
+    process::run(&mut command, &log)?;
+    step.done("");
+    Ok(())
+}

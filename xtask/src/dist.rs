@@ -1,0 +1,140 @@
+//! `cargo xtask dist`: the relocatable tree that is installed on other machines, `target/dist/`.
+//!
+//! `bin/` finds `lib/rgpu/` relative to itself. Everything is stripped; nothing needs a glibc newer than Debian 12's.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::tree;
+
+use crate::progress::Step;
+use crate::{artifacts, process};
+
+/// The newest glibc that an executable or library may ask for.
+const GLIBC: (u32, u32) = (2, 36);
+/// The most that the tree may take, in bytes.
+const LARGEST: u64 = 40 << 20;
+/// What goes along as it is: from the source tree, to the tree's `share/rgpu/`.
+const SHARED: &[(&str, &str)] = &[
+    ("guest-driver", "guest-driver"),
+    ("qemu-configs", "qemu-configs"),
+    ("docs", "docs"),
+    ("vhost-rgpu/systemd", "systemd"),
+    ("gpu-server/systemd", "systemd"),
+    ("vhost-rgpu/vhost-rgpu.toml", "vhost-rgpu.toml"),
+    ("README.md", "README.md"),
+    ("LICENSE", "LICENSE"),
+];
+/// Parts of those that are made by builds or are of no use elsewhere.
+const LEFT_OUT: &[&str] = &["ko", "o", "cmd", "mod", "symvers", "order"];
+
+/// Builds the tree and checks it.
+pub fn dist() -> Result<()> {
+    artifacts::build_all()?;
+    let step = Step::spinner("making the relocatable tree");
+    let log = process::log("dist")?;
+    let dist = tree::target().join("dist");
+    if dist.exists() {
+        std::fs::remove_dir_all(&dist).with_context(|| format!("cannot remove {}", dist.display()))?;
+    }
+    let (bin, lib, share) = (dist.join("bin"), dist.join("lib/rgpu"), dist.join("share/rgpu"));
+    for folder in [&bin, &lib, &share] {
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    }
+
+    let mut binaries = Vec::new();
+    for name in artifacts::EXECUTABLES {
+        binaries.push((tree::binaries().join(name), bin.join(name)));
+    }
+    for library in artifacts::LIBRARIES {
+        binaries.push((tree::guest_libraries().join(library.name), lib.join(library.name)));
+    }
+    for (from, to) in &binaries {
+        // Debug information and local symbols go; the names that a program links to stay.
+        let mut strip = Command::new("strip");
+        process::run(strip.arg("--strip-unneeded").arg("-o").arg(to).arg(from), &log)?;
+        check_glibc(to)?;
+    }
+    for (from, to) in SHARED {
+        copy(&tree::root().join(from), &share.join(to))?;
+    }
+
+    let size = size(&dist)?;
+    ensure!(size < LARGEST, "{} takes {} MiB, more than {}", dist.display(), size >> 20, LARGEST >> 20);
+    step.done(&format!("{}, {:.1} MiB", dist.display(), size as f64 / (1 << 20) as f64));
+    Ok(())
+}
+
+/// Refuses a file that needs a newer glibc than [`GLIBC`].
+fn check_glibc(file: &Path) -> Result<()> {
+    let symbols = process::output(Command::new("objdump").arg("-T").arg(file))?;
+    match newest_glibc(&symbols) {
+        Some(version) if version > GLIBC => bail!(
+            "{} needs glibc {}.{}, and the tree is to run with {}.{}: build it on an older distribution",
+            file.display(),
+            version.0,
+            version.1,
+            GLIBC.0,
+            GLIBC.1
+        ),
+        Some(_) => Ok(()),
+        None => bail!("objdump names no glibc version in {}", file.display()),
+    }
+}
+
+/// The highest `GLIBC_x.y` among the symbols that `objdump -T` lists.
+fn newest_glibc(symbols: &str) -> Option<(u32, u32)> {
+    symbols
+        .split("GLIBC_")
+        .skip(1)
+        .filter_map(|rest| {
+            let mut numbers = rest.split(|c: char| !c.is_ascii_digit());
+            Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+        })
+        .max()
+}
+
+/// Copies a file, or a folder without what builds leave in it.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let context = || format!("cannot copy {} to {}", from.display(), to.display());
+    if from.is_dir() {
+        std::fs::create_dir_all(to).with_context(context)?;
+        for entry in std::fs::read_dir(from).with_context(context)? {
+            let entry = entry.with_context(context)?;
+            let path: PathBuf = entry.path();
+            let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+            if !LEFT_OUT.contains(&ending) {
+                copy(&path, &to.join(entry.file_name()))?;
+            }
+        }
+        Ok(())
+    } else {
+        std::fs::copy(from, to).map(drop).with_context(context)
+    }
+}
+
+/// The bytes of all files below `path`.
+fn size(path: &Path) -> Result<u64> {
+    let context = || format!("cannot read {}", path.display());
+    let metadata = std::fs::symlink_metadata(path).with_context(context)?;
+    if !metadata.is_dir() {
+        return Ok(metadata.len());
+    }
+    std::fs::read_dir(path)
+        .with_context(context)?
+        .map(|entry| size(&entry.with_context(context)?.path()))
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn glibc_versions_compare_as_numbers() {
+        let symbols = "(GLIBC_2.4) a\n(GLIBC_2.34) b\n(GLIBC_2.9) c\n(GLIBC_2.2.5) d\n(GLIBC_PRIVATE) e\n";
+        assert_eq!(newest_glibc(symbols), Some((2, 34)));
+        assert_eq!(newest_glibc("nothing"), None);
+    }
+}

@@ -1,0 +1,116 @@
+//! `cargo xtask stage-gpu`: everything that the GPU tests need, in one folder that can be taken to a machine that has a
+//! GPU but no compiler.
+//!
+//! The folder looks like the source tree to the tests, which find it through `RGPU_ROOT`.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use rgpu_tests::tree;
+
+use crate::progress::Step;
+use crate::{artifacts, process, programs};
+
+/// Runs the tests, and then makes the table, on the other machine.
+const SCRIPT: &str = r#"#!/bin/sh
+# Runs the GPU tests of this folder; with the argument "table", prints the table of native and remote times instead.
+# Further arguments go to the tests.
+cd "$(dirname "$0")" || exit 1
+RGPU_ROOT=$PWD
+CARGO_TARGET_DIR=$PWD/target
+export RGPU_ROOT CARGO_TARGET_DIR
+if [ "${1:-}" = table ]; then
+    exec ./gpu-table
+fi
+exec ./gpu-tests --test-threads 1 "$@"
+"#;
+
+/// Put all that `test gpu` needs into a folder, for a machine with a GPU but no compiler.
+#[derive(Args)]
+pub struct Arguments {
+    /// The folder, which is replaced
+    #[arg(default_value = "carry/gpu")]
+    folder: PathBuf,
+}
+
+/// Builds and fills the folder.
+pub fn stage(arguments: &Arguments) -> Result<()> {
+    artifacts::build()?;
+    let programs = programs::build()?;
+    let step = Step::spinner("building the GPU tests");
+    let log = process::log("stage-gpu")?;
+    let mut build = process::cargo();
+    build.args(["build", "--release", "-p", "rgpu-tests", "--test", "gpu", "--bin", "gpu-table"]);
+    // Where the test's executable is, only cargo knows: its name ends in a hash.
+    build.arg("--message-format=json");
+    let messages = process::output(build.current_dir(tree::root()))?;
+    let tests = executable(&messages, "gpu").context("cargo built no executable for the test gpu")?;
+
+    let folder = tree::root().join(&arguments.folder);
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    let put = |from: &Path, to: &str, strip: bool| -> Result<()> {
+        let to = folder.join(to);
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+        }
+        std::fs::copy(from, &to)
+            .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+        if strip {
+            process::run(Command::new("strip").arg("--strip-unneeded").arg(&to), &log)?;
+        }
+        Ok(())
+    };
+    put(&tests, "gpu-tests", true)?;
+    put(&tree::binaries().join("gpu-table"), "gpu-table", true)?;
+    for name in artifacts::EXECUTABLES {
+        put(&tree::binaries().join(name), &format!("target/release/{name}"), true)?;
+    }
+    for library in artifacts::LIBRARIES {
+        let file = tree::guest_libraries().join(library.name);
+        if file.is_file() {
+            put(&file, &format!("target/guest/lib/{}", library.name), true)?;
+        }
+    }
+    for program in &programs {
+        put(&tree::programs().join(&program.name), &format!("target/programs/{}", program.name), false)?;
+    }
+    let runtime = "build/cuda13/nvidia/cu13/lib/libcudart.so.13";
+    put(&tree::cuda_runtime().join("libcudart.so.13"), runtime, false)?;
+    let manifest = "tests/programs/programs.toml";
+    put(&tree::root().join(manifest), manifest, false)?;
+    let script = folder.join("run.sh");
+    std::fs::write(&script, SCRIPT)
+        .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))
+        .with_context(|| format!("cannot write {}", script.display()))?;
+    step.done(&format!("{}: run.sh there", folder.display()));
+    Ok(())
+}
+
+/// The executable of the target `name` among cargo's messages, one JSON object a line.
+fn executable(messages: &str, name: &str) -> Option<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter(|message| message["target"]["name"] == name)
+        .find_map(|message| Some(message["executable"].as_str()?.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_executable_is_found_among_cargos_messages() {
+        let messages = concat!(
+            "{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"gpu\"},\"executable\":\"/t/gpu-1\"}\n",
+            "{\"reason\":\"build-finished\"}\n"
+        );
+        assert_eq!(executable(messages, "gpu"), Some("/t/gpu-1".into()));
+        assert_eq!(executable(messages, "programs"), None);
+    }
+}

@@ -1,0 +1,147 @@
+//! `cargo xtask test`: the tests, in parts that can be named.
+//!
+//! The part `unit` is every package's own tests, `loom` the exhaustive check of the channel's atomics. Each file of `tests/tests/` is a part of its own, named like it;
+//! what it needs beyond itself is prepared here first. The part `gpu` needs a GPU, and runs only when it is named.
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use rgpu_tests::tree;
+
+use crate::{artifacts, process, programs};
+
+/// Parts that run only when they are named.
+const ON_REQUEST: &[&str] = &["gpu"];
+
+/// Run the tests: all that need no GPU, or the named parts.
+#[derive(Args)]
+pub struct Arguments {
+    /// `unit`, `loom`, or a file of tests/tests without its ending; all but `gpu` when none is named
+    parts: Vec<String>,
+}
+
+/// The count of tests that passed and failed, as the tests' own runners report it.
+#[derive(Default)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+}
+
+/// Runs the named parts, or all; fails if a test failed.
+pub fn test(arguments: &Arguments) -> Result<()> {
+    let known = known_parts()?;
+    for part in &arguments.parts {
+        if !known.contains(part) {
+            bail!("there is no part {part:?} of the tests; there are: {}", known.join(", "));
+        }
+    }
+    let parts: Vec<&String> = match arguments.parts.as_slice() {
+        [] => known.iter().filter(|part| !ON_REQUEST.contains(&part.as_str())).collect(),
+        named => named.iter().collect(),
+    };
+
+    let mut tally = Tally::default();
+    let mut broken = Vec::new();
+    for part in parts {
+        eprintln!("== {part}");
+        let before = tally.failed;
+        let succeeded = run_part(part, &mut tally)?;
+        // A runner that did not even start its tests counts as one failed test.
+        if !succeeded && tally.failed == before {
+            tally.failed += 1;
+        }
+        if !succeeded {
+            broken.push(part.as_str());
+        }
+    }
+    println!("{} passed, {} failed", tally.passed, tally.failed);
+    if !broken.is_empty() {
+        bail!("these parts failed: {}; the logs are in {}", broken.join(", "), tree::logs().display());
+    }
+    Ok(())
+}
+
+/// `unit`, `loom`, and the names of the files of `tests/tests/`.
+fn known_parts() -> Result<Vec<String>> {
+    let folder = tree::root().join("tests/tests");
+    let mut parts = Vec::new();
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))? {
+        let path = entry.with_context(|| format!("cannot list {}", folder.display()))?.path();
+        if let (Some(name), Some("rs")) = (path.file_stem(), path.extension().and_then(|e| e.to_str())) {
+            parts.push(name.to_string_lossy().into_owned());
+        }
+    }
+    parts.sort();
+    parts.splice(0..0, ["unit".to_owned(), "loom".to_owned()]);
+    Ok(parts)
+}
+
+/// Prepares and runs one part; gives whether it succeeded as a whole.
+fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
+    let log = process::log(&format!("test-{part}"))?;
+    let mut command = process::cargo();
+    command.args(["test", "--no-fail-fast"]);
+    match part {
+        "unit" => {
+            command.args(["--workspace", "--exclude", "rgpu-tests"]);
+            let succeeded = process::show(&mut command, &log, |line| tally.count(line))?;
+            // The tests' own package has unit tests as well; its integration tests are the other parts.
+            let mut own = process::cargo();
+            own.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--lib", "--bins"]);
+            return Ok(process::show(&mut own, &log, |line| tally.count(line))? && succeeded);
+        }
+        "loom" => {
+            // Another world of atomics: compiled apart, so that it does not undo the other builds.
+            command.args(["--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
+            command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
+        }
+        "programs" => {
+            artifacts::build()?;
+            programs::build()?;
+            // Each test starts a server with workers of its own: two at once are enough for a small machine.
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
+        }
+        "driver" => {
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
+        }
+        _ => {
+            artifacts::build()?;
+            programs::build()?;
+            // Machines and whole daemons: one at a time, so that what one test counts is not another's.
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
+        }
+    }
+    process::show(&mut command, &log, |line| tally.count(line))
+}
+
+impl Tally {
+    /// Takes up a line like `test result: ok. 5 passed; 0 failed; …`.
+    fn count(&mut self, line: &str) {
+        let Some((_, counts)) = line.strip_prefix("test result: ").and_then(|rest| rest.split_once(". "))
+        else {
+            return;
+        };
+        for part in counts.split(';') {
+            match part.trim().split_once(' ') {
+                Some((number, "passed")) => self.passed += number.parse::<u64>().unwrap_or(0),
+                Some((number, "failed")) => self.failed += number.parse::<u64>().unwrap_or(0),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_runners_closing_lines_are_added_up() {
+        let mut tally = Tally::default();
+        tally.count(
+            "test result: ok. 5 passed; 0 failed; 0 ignored; 0 measured; 2 filtered out; finished in 0.05s",
+        );
+        tally.count("test result: FAILED. 1 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out");
+        tally.count("test something ... ok");
+        assert_eq!((tally.passed, tally.failed), (6, 3));
+    }
+}

@@ -1,0 +1,96 @@
+//! Tools that come from package registries: NVIDIA's CUDA compiler from PyPI, and cargo-deny from crates.io.
+//!
+//! Each lives in a folder of its own under `build/`, with a file that says which versions it holds: a change of the
+//! versions below makes a new one, and nothing else does.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use rgpu_tests::tree;
+
+use crate::progress::Step;
+use crate::{debian, process};
+
+/// CUDA 13.0: the compiler, its intermediate and device code parts, and the runtime's headers and libraries.
+pub const CUDA: &[&str] = &[
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+];
+
+/// PyPI has only older ones, which cannot read what today's cargo says of a workspace.
+const CARGO_DENY: &str = "0.20.2";
+
+/// The CUDA toolkit's folder, with `bin/nvcc`, `include` and `lib`; installed when it is missing.
+pub fn cuda() -> Result<PathBuf> {
+    debian::packages(&["g++"], "compiling CUDA programs")?;
+    let folder = wheels("cuda13", CUDA, "CUDA compiler")?;
+    let toolkit = folder.join("nvidia/cu13");
+    // The wheel has the library only under the name that programs load; the linker looks for another.
+    let link = toolkit.join("lib/libcudart.so");
+    if std::fs::symlink_metadata(&link).is_err() {
+        std::os::unix::fs::symlink("libcudart.so.13", &link)
+            .with_context(|| format!("cannot create {}", link.display()))?;
+    }
+    Ok(toolkit)
+}
+
+/// The cargo-deny executable; built when it is missing, which takes a few minutes.
+pub fn cargo_deny() -> Result<PathBuf> {
+    let folder = tree::root().join("build/cargo-deny");
+    let binary = folder.join("bin/cargo-deny");
+    let version = process::output(Command::new(&binary).arg("--version"));
+    if version.is_ok_and(|text| text.trim() == format!("cargo-deny {CARGO_DENY}")) {
+        return Ok(binary);
+    }
+    let step = Step::spinner("building cargo-deny");
+    let objects = tempfile::tempdir().context("cannot create a folder")?;
+    let mut install = process::cargo();
+    install.args(["install", "cargo-deny", "--locked", "--force", "--version", CARGO_DENY, "--root"]);
+    install.arg(&folder).arg("--target-dir").arg(objects.path());
+    process::run(&mut install, &process::log("cargo-deny")?)?;
+    step.done("");
+    Ok(binary)
+}
+
+/// Installs wheels into `build/NAME`, unless exactly these are there.
+fn wheels(name: &str, wanted: &[&str], what: &str) -> Result<PathBuf> {
+    let folder = tree::root().join("build").join(name);
+    let versions = folder.join("versions.txt");
+    let text = wanted.join("\n");
+    if std::fs::read_to_string(&versions).is_ok_and(|found| found == text) {
+        return Ok(folder);
+    }
+    if process::output(Command::new("python3").args(["-m", "pip", "--version"])).is_err() {
+        debian::packages(&["python3-pip"], &format!("installing the {what}"))?;
+    }
+    let step = Step::spinner(format!("installing the {what} from PyPI"));
+    // Filled beside its place and moved there whole, so that an interrupted installation is never taken for one.
+    let fresh = folder.with_extension("new");
+    remove(&fresh)?;
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"])
+        .args(["--root-user-action", "ignore", "--target"])
+        .arg(&fresh)
+        .args(wanted);
+    process::run(&mut pip, &process::log(&format!("wheels-{name}"))?)?;
+    std::fs::write(fresh.join("versions.txt"), text)
+        .with_context(|| format!("cannot write in {}", fresh.display()))?;
+    remove(&folder)?;
+    std::fs::rename(&fresh, &folder)
+        .with_context(|| format!("cannot move {} to {}", fresh.display(), folder.display()))?;
+    step.done("");
+    Ok(folder)
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
