@@ -13,6 +13,7 @@ impl ops::module::ModuleOps<()> for Nothing {}
 impl ops::launch::LaunchOps<()> for Nothing {}
 impl ops::stream::StreamOps<()> for Nothing {}
 impl ops::event::EventOps<()> for Nothing {}
+impl ops::nvml::NvmlOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use protocol::ops::{self, copy, device, module};
+use protocol::ops::{self, copy, device, module, nvml};
 
 fuzz_target!(|body: &[u8]| {
     let _ = ops::decode_reply::<device::SessionInfoReply>(body);
@@ -11,4 +11,7 @@ fuzz_target!(|body: &[u8]| {
     let _ = ops::decode_reply::<module::FunctionTable>(body);
     let _ = ops::decode_reply::<module::ModuleLoadReply>(body);
     let _ = ops::decode_reply::<copy::MemcpyDtoHInlineReply>(body);
+    let _ = ops::decode_reply::<nvml::NvmlSystemReply>(body);
+    let _ = ops::decode_reply::<nvml::NvmlQueryReply>(body);
+    let _ = ops::decode_reply::<nvml::NvmlPairReply>(body);
 });

@@ -18,7 +18,12 @@ pub fn main(backing: &Backing) -> ExitCode {
     match driver::make(backing, 0) {
         Ok(backend) => {
             let devices = backend.devices();
-            println!("  would serve by {}: {} device(s): {}", backend.name(), devices.len(), devices.join(", "));
+            println!(
+                "  would serve by {}: {} device(s): {}",
+                backend.name(),
+                devices.len(),
+                devices.join(", ")
+            );
             ExitCode::SUCCESS
         }
         Err(e) => {

@@ -7,12 +7,19 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use host_bridge::framing::Address;
 use serde::{Deserialize, Serialize};
 
+use crate::verbs::Rdma;
+
 /// Shares the GPUs of this machine with rgpu clients.
 ///
 /// Listens for vhost-rgpu daemons of other machines (tcp) and of this one (unix). Each program that uses a GPU is served by a process of its own,
 /// taken from a pool that has its CUDA contexts ready.
 #[derive(Debug, Parser)]
-#[command(name = "rgpu-server", version, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(
+    name = "rgpu-server",
+    version,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
+)]
 pub struct Arguments {
     /// A subcommand, or none: serve.
     #[command(subcommand)]
@@ -52,6 +59,9 @@ pub struct Serve {
     /// What executes the commands
     #[command(flatten)]
     pub backing: Backing,
+    /// Sessions over verbs
+    #[command(flatten)]
+    pub rdma: Rdma,
     /// Workers that are kept ready, each with its contexts made
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,

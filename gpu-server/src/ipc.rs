@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::Backing;
+use crate::verbs::Rdma;
 
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 64 * 1024;
@@ -21,6 +22,8 @@ pub enum ToWorker {
         backing: Backing,
         /// Bytes of device memory of the session at most; 0: no limit.
         memory_limit: u64,
+        /// How sessions over verbs are served.
+        rdma: Rdma,
         /// Polling time in microseconds, if set.
         poll_us: Option<u64>,
     },
@@ -43,6 +46,13 @@ pub enum ToWorker {
 pub enum Transport {
     /// A control connection over TCP.
     Tcp {
+        /// The channel's reply slots.
+        slot_count: u32,
+        /// Data connections that will come.
+        data_connections: u32,
+    },
+    /// The control connection of a session over verbs.
+    Verbs {
         /// The channel's reply slots.
         slot_count: u32,
     },
@@ -96,7 +106,13 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
     let rights = [ControlMessage::ScmRights(&raw)];
     let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
     loop {
-        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::MSG_NOSIGNAL, None) {
+        match sendmsg::<()>(
+            socket.as_raw_fd(),
+            &[IoSlice::new(&bytes)],
+            control,
+            MsgFlags::MSG_NOSIGNAL,
+            None,
+        ) {
             Ok(_) => return Ok(()),
             Err(nix::Error::EINTR) => {}
             Err(e) => return Err(e.into()),

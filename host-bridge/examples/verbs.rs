@@ -10,16 +10,19 @@
 
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{MsgFlags, recv};
 use protocol::device::Extent;
 use protocol::link::{ARENA_KEY, DataHeader, DataSent, Memory, Queues, RegionKey, SLOT_DATA, frame};
 use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use rgpu_host_bridge::memory::{Memories, Pieces};
-use rgpu_host_bridge::verbs::{Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError};
+use rgpu_host_bridge::verbs::{
+    Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
+};
 use zerocopy::{FromBytes, IntoBytes};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -93,11 +96,12 @@ struct Talk {
     placed: VecDeque<(u32, u32)>,
     written: u64,
     sleep: bool,
+    control: TcpStream,
 }
 
 impl Talk {
-    fn new(link: Link, sleep: bool) -> Talk {
-        Talk { link, reader: FrameReader::new(), placed: VecDeque::new(), written: 0, sleep }
+    fn new(link: Link, control: TcpStream, sleep: bool) -> Talk {
+        Talk { control, link, reader: FrameReader::new(), placed: VecDeque::new(), written: 0, sleep }
     }
 
     fn frame(&mut self, kind: u32, body: &[u8]) {
@@ -131,9 +135,19 @@ impl Talk {
                 return Ok(());
             }
             let device = self.link.domain().device().clone();
-            let mut fds = [PollFd::new(self.link.fd(), PollFlags::POLLIN), PollFd::new(device.event_fd(), PollFlags::POLLIN)];
-            poll(&mut fds, PollTimeout::NONE)?;
+            let mut fds = [
+                PollFd::new(self.link.fd(), PollFlags::POLLIN),
+                PollFd::new(device.event_fd(), PollFlags::POLLIN),
+            ];
+            poll(&mut fds, PollTimeout::from(1000u16))?;
             self.link.disarm();
+            let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+            if recv(self.control.as_raw_fd(), &mut [0], peek) == Ok(0) {
+                // Once more: what it sent before it closed counts.
+                if !self.turn()? {
+                    return Err("the peer closed the control connection".into());
+                }
+            }
             while let Some(event) = device.next_event() {
                 eprintln!("{event:?}");
             }
@@ -168,13 +182,14 @@ fn serve(control: TcpStream, settings: &Settings) -> Result<()> {
     let job = String::from_utf8(job)?;
     let mut job = job.split(' ');
     let mut word = || job.next().ok_or("a job is cut off");
-    let (what, size, count, fast) = (word()?.to_owned(), word()?.parse::<u64>()?, word()?.parse::<u64>()?, word()? == "true");
+    let (what, size, count, fast) =
+        (word()?.to_owned(), word()?.parse::<u64>()?, word()?.parse::<u64>()?, word()? == "true");
     let sleep = word()? == "true";
     let domain = Domain::new(Device::open(settings)?)?;
     let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
     let link = Unconnected::answering(&domain, settings, &peer)?;
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(Some((&slots, SLOT_SIZE))).as_bytes()], &[])?;
-    let mut talk = Talk::new(link.connect(&peer)?, sleep);
+    let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, sleep);
     match what.as_str() {
         "ping" => {
             for _ in 0..count {
@@ -252,7 +267,16 @@ fn give(talk: &mut Talk, slots: &Slab, size: u64, count: u64) -> Result<()> {
                 talk.wait()?;
                 continue;
             };
-            talk.link.put(&Put { queue, source, header: None, address: key.address + at, key: key.key, immediate: seq as u32, token: seq, signal: true })?;
+            talk.link.put(&Put {
+                queue,
+                source,
+                header: None,
+                address: key.address + at,
+                key: key.key,
+                immediate: seq as u32,
+                token: seq,
+                signal: true,
+            })?;
             at += len;
         }
         talk.frame(frame::DATA_SENT, DataSent { seq, bytes: size }.as_bytes());
@@ -288,7 +312,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let text = format!("{} {} {} {} {}", job.what, job.size, job.count, job.fast, job.sleep);
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(None).as_bytes(), text.as_bytes()], &[])?;
     let (peer, _) = exchange(&control)?;
-    let mut talk = Talk::new(link.connect(&peer)?, job.sleep);
+    let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, job.sleep);
     let begin = Instant::now();
     match job.what.as_str() {
         "ping" => {
@@ -317,7 +341,12 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         }
         "d2h" => {
             let r = region.registration();
-            let key = RegionKey { address: r.address(), size: r.len() as u64, region: ARENA_KEY, key: r.remote_key() };
+            let key = RegionKey {
+                address: r.address(),
+                size: r.len() as u64,
+                region: ARENA_KEY,
+                key: r.remote_key(),
+            };
             talk.frame(frame::REGION_KEY, key.as_bytes());
             for seq in 1..=job.count {
                 talk.frame(GO, &[]);
@@ -364,7 +393,9 @@ fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job)
                 talk.wait()?;
                 while let Some((kind, body)) = talk.reader.next_frame()? {
                     if kind == frame::SLOTS_FREE {
-                        free.extend(body.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+                        free.extend(
+                            body.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+                        );
                     }
                 }
                 continue;
@@ -372,10 +403,21 @@ fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job)
             let Some(slot) = free.pop() else { continue };
             let len = (job.size - at).min(most);
             let source = region.registration().slice(at, len as u32).ok_or("source")?;
-            let address = peer.slots_address + u64::from(slot) * u64::from(peer.slot_size) + u64::from(SLOT_DATA) - header_len;
+            let address =
+                peer.slots_address + u64::from(slot) * u64::from(peer.slot_size) + u64::from(SLOT_DATA)
+                    - header_len;
             let header = DataHeader { seq, offset: at, piece: 0, len: len as u32 };
             let signal = len > 65536 || (seq == job.count && at + len == job.size);
-            talk.link.put(&Put { queue, source, header: Some(header), address, key: peer.slots_key, immediate: slot, token: seq, signal })?;
+            talk.link.put(&Put {
+                queue,
+                source,
+                header: Some(header),
+                address,
+                key: peer.slots_key,
+                immediate: slot,
+                token: seq,
+                signal,
+            })?;
             at += len;
             posted += 1;
         }

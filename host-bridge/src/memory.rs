@@ -56,6 +56,21 @@ pub enum MemoryError {
         /// Its length.
         len: u64,
     },
+    /// A channel's extent is smaller than the pages of the memory that it lies in.
+    #[error(
+        "extent {index} of the channel: {len:#x} bytes at {addr:#x} lie in huge pages of {page:#x} bytes each (hugetlbfs), which can only be mapped whole: \
+         give the guest memory from memfd or shared memory without huge pages reserved for it (hugetlb=off); transparent huge pages do as well"
+    )]
+    HugePages {
+        /// Which extent.
+        index: usize,
+        /// Its address.
+        addr: u64,
+        /// Its length.
+        len: u64,
+        /// Bytes of one page.
+        page: u64,
+    },
     /// The file is shorter than the memory that it should be.
     #[error("a client memory of {size:#x} bytes at offset {offset:#x} of a file of {file:#x} bytes")]
     ShortFile {
@@ -69,6 +84,12 @@ pub enum MemoryError {
     /// The channel's header is wrong.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
+    /// A channel that cannot hold its own header.
+    #[error("a channel of {size} bytes has no room for its header of {HEADER_SIZE}")]
+    Small {
+        /// Bytes.
+        size: u64,
+    },
     /// `mmap` failed.
     #[error("mapping {size:#x} bytes of the client's memory")]
     Map {
@@ -86,6 +107,8 @@ struct Mapping {
     memory: Memory,
     at: NonNull<u8>,
     file: OwnedFd,
+    /// Bytes of a page of the file: what is mapped of it is a multiple of this.
+    page: u64,
 }
 
 // SAFETY: the mapping is plain shared memory without an owner thread; `at` is only read.
@@ -97,6 +120,14 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: `map` made exactly this mapping, and every pointer into it is held together with an `Arc` of it.
         let _ = unsafe { munmap(self.at.cast(), self.memory.size as usize) };
+    }
+}
+
+/// Bytes of a page of a file: more than [`PAGE`] on hugetlbfs alone.
+fn page_size(file: &OwnedFd) -> u64 {
+    match nix::sys::statfs::fstatfs(file) {
+        Ok(stat) if stat.filesystem_type() == nix::sys::statfs::HUGETLBFS_MAGIC => stat.block_size() as u64,
+        _ => PAGE,
     }
 }
 
@@ -127,7 +158,8 @@ impl Memories {
             // SAFETY: a fresh mapping at an address of the kernel's choice; it aliases nothing in this process.
             let at = unsafe { mmap(None, length, protection, flags, &file, memory.file_offset as i64) }
                 .map_err(|e| MemoryError::Map { size: memory.size, source: e.into() })?;
-            mappings.push(Mapping { memory, at: at.cast(), file });
+            let page = page_size(&file);
+            mappings.push(Mapping { memory, at: at.cast(), file, page });
         }
         Ok(Memories { mappings: Arc::new(mappings) })
     }
@@ -171,9 +203,12 @@ impl Memories {
 
     /// Maps a channel's extents a second time, one behind the other, and checks the header that the client has written there.
     pub fn view(&self, extents: &[Extent], size: u64) -> Result<ChannelView, MemoryError> {
+        if size < HEADER_SIZE as u64 {
+            return Err(MemoryError::Small { size });
+        }
         let sum = extents.iter().try_fold(0u64, |sum, e| sum.checked_add(e.len));
         let length = usize::try_from(size).ok().and_then(NonZeroUsize::new);
-        let (Some(length), true) = (length, sum == Some(size) && size >= HEADER_SIZE as u64) else {
+        let (Some(length), true) = (length, sum == Some(size)) else {
             return Err(MemoryError::Size { sum: sum.unwrap_or(u64::MAX), size });
         };
         let failed = |e: nix::Error| MemoryError::Map { size, source: e.into() };
@@ -199,6 +234,10 @@ impl Memories {
             let (Some(length), true) = (NonZeroUsize::new(len as usize), whole) else {
                 return Err(MemoryError::Unaligned { index, addr, len });
             };
+            let page = mapping.page;
+            if !len.is_multiple_of(page) || !file_offset.is_multiple_of(page) {
+                return Err(MemoryError::HugePages { index, addr, len, page });
+            }
             let target = NonZeroUsize::new(reserved.at.as_ptr() as usize + offset);
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
@@ -362,6 +401,17 @@ mod tests {
 
     fn e(addr: u64, len: u64) -> Extent {
         Extent { addr, len }
+    }
+
+    #[test]
+    fn a_channel_in_pieces_of_huge_pages_is_refused_with_what_to_do() {
+        let mut memories = memories(&[(0, 0x20_0000)]);
+        for mapping in Arc::get_mut(&mut memories.mappings).unwrap() {
+            mapping.page = 0x20_0000;
+        }
+        let error = memories.view(&[e(0x1000, 0x1000), e(0x8000, 0x1000)], 0x2000).unwrap_err();
+        assert!(matches!(error, MemoryError::HugePages { index: 0, page: 0x20_0000, .. }), "{error}");
+        assert!(error.to_string().contains("hugetlb=off"), "{error}");
     }
 
     #[test]

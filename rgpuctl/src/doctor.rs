@@ -250,16 +250,23 @@ fn library(name: &str, needed: bool) -> Finding {
     }
 }
 
-/// Where the loader would find `name`: `LD_LIBRARY_PATH` first, then its cache.
+/// Where the loader looks last, without being told, on distributions of either kind.
+const LAST_FOLDERS: [&str; 6] =
+    ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib"];
+
+/// Where the loader would find `name`: `LD_LIBRARY_PATH` first, then its cache, then its own folders.
 fn which_library(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let listed = std::env::split_paths(&path).map(|folder| folder.join(name)).find(|path| path.is_file());
-    listed.or_else(|| {
+    let there = |path: &PathBuf| path.is_file();
+    let listed = std::env::split_paths(&path).map(|folder| folder.join(name)).find(there);
+    let cached = || {
         let cache = ["ldconfig", "/sbin/ldconfig"]
             .iter()
             .find_map(|program| Command::new(program).arg("-p").output().ok())?;
         in_loader_cache(&String::from_utf8_lossy(&cache.stdout), name)
-    })
+    };
+    let last = || LAST_FOLDERS.iter().map(|folder| Path::new(folder).join(name)).find(there);
+    listed.or_else(cached).or_else(last)
 }
 
 /// The path of `name` in the output of `ldconfig -p`.

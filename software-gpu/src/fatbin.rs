@@ -43,9 +43,12 @@ struct Entry<'a> {
     payload: &'a [u8],
 }
 
-/// The text of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the newest
+/// The texts of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the newest
 /// that is not newer than that.
-pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<String> {
+///
+/// A program built with `nvcc -rdc=true` hands over what the device linker made, and behind it the containers that this
+/// was linked from: if the first holds no PTX, the best of each of the others is given, to be linked here.
+pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<Vec<String>> {
     if image.len() >= 4 {
         let magic = u32_at(image, 0)?;
         if magic == CONTAINER_MAGIC {
@@ -65,7 +68,7 @@ pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<String> {
     match target {
         None => Err(Error::InvalidImage("it begins with no magic number and has no .target".into())),
         Some(target) if target > arch => Err(Error::NoBinaryForGpu(format!("its target is sm_{target}"))),
-        Some(_) => Ok(text),
+        Some(_) => Ok(vec![text]),
     }
 }
 
@@ -83,55 +86,71 @@ fn ptx_target(text: &str) -> Option<u32> {
     name.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok()
 }
 
-fn from_containers(mut data: &[u8], arch: u32) -> Result<String> {
-    let mut best: Option<Entry<'_>> = None;
+fn from_containers(mut data: &[u8], arch: u32) -> Result<Vec<String>> {
+    let mut out = Vec::new();
     let mut seen = Vec::new();
+    let mut first = true;
     while data.len() >= 16 && u32_at(data, 0)? == CONTAINER_MAGIC {
         let header = usize::from(u16_at(data, 6)?);
         let size = u64_at(data, 8)?;
         let end = usize::try_from(size).ok().and_then(|s| s.checked_add(header)).filter(|&e| e <= data.len());
-        let end = end.ok_or_else(|| truncated(header, data.len()))?;
-        let mut at = header;
-        while at + 16 <= end {
-            let kind = u16_at(data, at)?;
-            let head = u32_at(data, at + 4)? as usize;
-            let length = u64_at(data, at + 8)? as usize;
-            if head < 0x30 {
-                return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
+        let end = end.filter(|&e| e > 0).ok_or_else(|| truncated(header, data.len()))?;
+        if let Some(entry) = best_entry(&data[..end], header, arch, &mut seen)? {
+            out.push(unpack(&entry)?);
+            if first {
+                break;
             }
-            let start = at.saturating_add(head);
-            let stop = start.saturating_add(length);
-            if stop > end {
-                return Err(truncated(at, data.len()));
-            }
-            let entry_arch = u32_at(data, at + 0x1c)?;
-            seen.push(format!(
-                "{} sm_{entry_arch}",
-                match kind {
-                    KIND_PTX => "PTX",
-                    KIND_ELF => "machine code",
-                    _ => "unknown kind",
-                }
-            ));
-            if kind == KIND_PTX && entry_arch <= arch && best.as_ref().is_none_or(|b| entry_arch > b.arch) {
-                let packed = u32_at(data, at + 0x10)? as usize;
-                let flags = u64_at(data, at + 0x28)?;
-                let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
-                let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
-                let used = if compressed && packed != 0 { packed.min(length) } else { length };
-                best = Some(Entry { arch: entry_arch, flags, size, payload: &data[start..start + used] });
-            }
-            at = stop;
         }
+        first = false;
         data = &data[end.next_multiple_of(8).min(data.len())..];
     }
-    match best {
-        Some(entry) => unpack(&entry),
-        None => Err(Error::NoBinaryForGpu(format!(
+    if out.is_empty() {
+        return Err(Error::NoBinaryForGpu(format!(
             "the fat binary holds {}; build with PTX (-gencode … code=compute_XX, at most {arch})",
             seen.join(", ")
-        ))),
+        )));
     }
+    Ok(out)
+}
+
+/// The best PTX of one container, whose entries begin at `at`.
+fn best_entry<'a>(
+    data: &'a [u8],
+    mut at: usize,
+    arch: u32,
+    seen: &mut Vec<String>,
+) -> Result<Option<Entry<'a>>> {
+    let mut best: Option<Entry<'_>> = None;
+    while at.saturating_add(16) <= data.len() {
+        let kind = u16_at(data, at)?;
+        let head = u32_at(data, at + 4)? as usize;
+        let length = u64_at(data, at + 8)? as usize;
+        if head < 0x30 {
+            return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
+        }
+        let start = at.saturating_add(head);
+        let stop = start.saturating_add(length);
+        if stop > data.len() {
+            return Err(truncated(at, data.len()));
+        }
+        let entry_arch = u32_at(data, at + 0x1c)?;
+        let what = match kind {
+            KIND_PTX => "PTX",
+            KIND_ELF => "machine code",
+            _ => "unknown kind",
+        };
+        seen.push(format!("{what} sm_{entry_arch}"));
+        if kind == KIND_PTX && entry_arch <= arch && best.as_ref().is_none_or(|b| entry_arch > b.arch) {
+            let packed = u32_at(data, at + 0x10)? as usize;
+            let flags = u64_at(data, at + 0x28)?;
+            let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
+            let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
+            let used = if compressed && packed != 0 { packed.min(length) } else { length };
+            best = Some(Entry { arch: entry_arch, flags, size, payload: &data[start..start + used] });
+        }
+        at = stop;
+    }
+    Ok(best)
 }
 
 fn unpack(entry: &Entry<'_>) -> Result<String> {

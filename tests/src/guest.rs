@@ -35,12 +35,30 @@ pub fn builder(programs: &[Program]) -> Builder {
     builder
 }
 
-/// `rgpu-server` with the software GPU and `vhost-rgpu` for one guest and for processes of this machine.
+/// How a [`Host`] is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// `local` or `tcp`.
+    pub transport: &'static str,
+    /// `auto`, `cuda` or `software`.
+    pub backend: &'static str,
+    /// Microseconds for which both daemons look for work before they sleep, instead of their usual time.
+    pub poll_us: Option<u32>,
+}
+
+impl Options {
+    /// The software GPU over a transport.
+    pub fn software(transport: &'static str) -> Options {
+        Options { transport, backend: "software", poll_us: None }
+    }
+}
+
+/// `rgpu-server`, and `vhost-rgpu` for one guest and for processes of this machine.
 #[derive(Debug)]
 pub struct Host {
     folder: TempDir,
     logs: PathBuf,
-    transport: String,
+    options: Options,
     address: String,
     /// `rgpu-server`; none between [`Host::kill_server`] and [`Host::start_server`].
     server: Option<Daemon>,
@@ -62,37 +80,41 @@ pub struct Holdings {
 }
 
 impl Host {
-    /// Starts both. `name` names their logs; `transport` is `local` or `tcp`.
-    pub fn start(name: &str, transport: &str) -> Result<Host> {
+    /// Starts both. `name` names their logs.
+    pub fn start(name: &str, options: Options) -> Result<Host> {
         let folder =
             tempfile::Builder::new().prefix("rgpu-vm-").tempdir().context("cannot create a folder")?;
-        let address = match transport {
+        let address = match options.transport {
             "tcp" => format!("tcp:127.0.0.1:{}", free_port()?),
             _ => format!("unix:{}", folder.path().join("server.sock").display()),
         };
-        let logs = tree::logs().join(name);
-        let transport = transport.to_owned();
-        let mut host = Host { folder, logs, transport, address, server: None, bridge: None };
-        host.start_server("software")?;
+        let mut host =
+            Host { folder, logs: tree::logs().join(name), options, address, server: None, bridge: None };
+        host.start_server()?;
         host.start_bridge()?;
         Ok(host)
     }
 
-    /// Starts `rgpu-server`.
-    pub fn start_server(&mut self, backend: &str) -> Result<()> {
+    /// Starts `rgpu-server`, once more.
+    pub fn start_server(&mut self) -> Result<()> {
         let workers = WORKERS.to_string();
-        let arguments = ["--listen", &self.address, "--backend", backend, "--workers", &workers];
+        let mut arguments =
+            vec!["--listen", &self.address, "--backend", self.options.backend, "--workers", &workers];
+        let poll = self.options.poll_us.map(|poll| poll.to_string());
+        arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));
         self.server = Some(Daemon::start("rgpu-server", arguments, &log, &status)?);
         Ok(())
     }
 
-    /// Starts `vhost-rgpu`.
+    /// Starts `vhost-rgpu`, once more.
     pub fn start_bridge(&mut self) -> Result<()> {
         let (socket, native) = (self.socket(), self.native_socket());
         let (socket, native) = (socket.display().to_string(), native.display().to_string());
         let mut arguments = vec!["--socket", &socket, "--native-socket", &native, "--server", &self.address];
-        arguments.extend(["--transport", &self.transport]);
+        arguments.extend(["--transport", self.options.transport]);
+        let poll = self.options.poll_us.map(|poll| poll.to_string());
+        arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"));
         self.bridge = Some(Daemon::start("vhost-rgpu", arguments, &log, &status)?);
         Ok(())
@@ -171,7 +193,7 @@ impl Host {
             server_descriptors: entries(server, "fd")?,
             bridge_threads: entries(bridge, "task")?,
             server_threads: entries(server, "task")?,
-            workers: children(server)?,
+            workers: children_of(server)?.len(),
         })
     }
 
@@ -191,6 +213,16 @@ impl Host {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// Clock ticks (hundredths of a second) of CPU that both daemons and all workers have taken so far.
+    pub fn cpu_ticks(&self) -> Result<u64> {
+        let server = self.server()?.pid();
+        let mut sum = 0;
+        for pid in [self.bridge()?.pid(), server].into_iter().chain(children_of(server)?) {
+            sum += cpu_ticks(pid)?;
+        }
+        Ok(sum)
     }
 
     /// KiB of memory that each daemon has for itself alone.
@@ -217,15 +249,28 @@ fn entries(pid: u32, what: &str) -> Result<usize> {
     Ok(std::fs::read_dir(&folder).with_context(|| format!("cannot read {folder}"))?.count())
 }
 
-fn children(pid: u32) -> Result<usize> {
-    let parent = format!("PPid:\t{pid}");
-    let mut count = 0;
+fn children_of(parent: u32) -> Result<Vec<u32>> {
+    let line = format!("PPid:\t{parent}");
+    let mut children = Vec::new();
     for process in std::fs::read_dir("/proc").context("cannot list the processes")? {
+        let process = process?;
         // What is no process, or has ended meanwhile, has no status.
-        let status = std::fs::read_to_string(process?.path().join("status")).unwrap_or_default();
-        count += usize::from(status.lines().any(|line| line == parent));
+        let status = std::fs::read_to_string(process.path().join("status")).unwrap_or_default();
+        if status.lines().any(|l| l == line) {
+            children.extend(process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+        }
     }
-    Ok(count)
+    Ok(children)
+}
+
+fn cpu_ticks(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/stat");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    // The name, in brackets, may hold anything; behind it utime and stime are the 12th and 13th words.
+    let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let ticks: Option<u64> =
+        rest.split_whitespace().skip(11).take(2).map(|word| word.parse::<u64>().ok()).sum();
+    ticks.with_context(|| format!("{path} is of another form"))
 }
 
 fn anonymous_kib(pid: u32) -> Result<u64> {

@@ -51,7 +51,7 @@ macro_rules! program_tests {
     ($module:ident, $way:expr) => {
         $crate::program_tests! {
             $module, $way,
-            device_list vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies alloc_churn
+            device_list nvml vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies alloc_churn
             streams_events threads threads_ptds two_processes errors driver_ptx launch_storm kill_me
         }
     };

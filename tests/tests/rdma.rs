@@ -1,6 +1,7 @@
 //! The transport `verbs`, over RoCE in software, in machines that the tests boot.
 //!
-//! The first half drives the layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte. See `rgpu_tests::machine::rdma` for the machine.
+//! The first half drives the layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte. The second half runs rgpu: `rgpu-server` with the software GPU
+//! on one end of the link, `vhost-rgpu` and programs of the host on the other. See `rgpu_tests::machine::rdma` for the machine.
 
 use anyhow::{Context, Result, ensure};
 use rgpu_tests::machine::{Machine, Process, rdma};
@@ -127,7 +128,7 @@ fn a_link_down_for_a_second_is_outlived() -> Result<()> {
     let bed = Bed::new()?;
     let job = bed.machine.spawn(&bed.command("--do h2d --size 1000000 --count 60 --sleep"))?;
     std::thread::sleep(Duration::from_secs(1));
-    bed.machine.check("/bin/ip link set v0 down; sleep 1; /bin/ip link set v0 up; /bin/ip addr show v0", SHORT)?;
+    bed.machine.check(&format!("{}; sleep 1; {}", rdma::CUT, rdma::MEND), SHORT)?;
     let output = job.wait(LONG)?;
     ensure!(output.success(), "{output}");
     Ok(())
@@ -138,7 +139,7 @@ fn a_link_down_for_good_ends_both_sides_in_time() -> Result<()> {
     let bed = Bed::new()?;
     let job = bed.machine.spawn(&bed.command("--do h2d --size 1000000 --count 100000 --sleep"))?;
     std::thread::sleep(Duration::from_secs(2));
-    bed.machine.check("/bin/ip link set v0 down", SHORT)?;
+    bed.machine.check(rdma::CUT, SHORT)?;
     let cut = Instant::now();
     let output = job.wait(Duration::from_secs(60))?;
     // Ten seconds are configured; the rest is for a busy host.
@@ -213,5 +214,164 @@ fn a_virtual_function_carries_it_all() -> Result<()> {
         bed.job(&format!("--do {what} --size 300001 --count 4 --sleep"))?;
     }
     bed.job("--do ping --size 64 --count 50 --sleep")?;
+    Ok(())
+}
+
+/// A machine in which rgpu runs: server and daemon started, over verbs.
+struct Rgpu {
+    machine: Machine,
+    server: Process,
+    _daemon: Process,
+}
+
+const ENVIRONMENT: &str = "export LD_LIBRARY_PATH=/opt/rgpu/lib RGPU_SOCKET=/run/native.sock; cd /tmp;";
+
+impl Rgpu {
+    fn new(server: &str, client: &str, machine: Machine) -> Result<Rgpu> {
+        let server = machine.spawn(&format!(
+            "exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
+        ))?;
+        let daemon = machine.spawn(&format!(
+            "exec /opt/rgpu/vhost-rgpu --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} 2>/run/vhost.log"
+        ))?;
+        machine.check("for i in $(seq 200); do [ -S /run/server.status ] && [ -S /run/native.sock ] && exit 0; sleep 0.1; done; cat /run/*.log; exit 1", SHORT)?;
+        Ok(Rgpu { machine, server, _daemon: daemon })
+    }
+
+    fn builder() -> Result<rgpu_tests::machine::Builder> {
+        let binaries = tree::binaries();
+        let mut builder = rdma::builder()?.memory_mib(3072);
+        for name in ["rgpu-server", "vhost-rgpu"] {
+            builder = builder.program(binaries.join(name), format!("/opt/rgpu/{name}"));
+        }
+        Ok(builder.dir(tree::guest_libraries(), "/opt/rgpu/lib").dir(tree::programs(), "/opt/rgpu/programs"))
+    }
+
+    fn boot() -> Result<Rgpu> {
+        Rgpu::new(rdma::SERVER.1, rdma::CLIENT.1, rdma::boot(Rgpu::builder()?)?)
+    }
+
+    /// Starts a test program.
+    fn spawn(&self, program: &str) -> Result<Process> {
+        self.machine.spawn(&format!("{ENVIRONMENT} exec /opt/rgpu/programs/{program}"))
+    }
+
+    /// Runs a test program, which must pass.
+    fn passes(&self, program: &str) -> Result<()> {
+        let output = self.spawn(program)?.wait(LONG)?;
+        ensure!(output.success() && output.text().contains("PASS"), "{program}: {output}\n{}", self.logs());
+        Ok(())
+    }
+
+    fn logs(&self) -> String {
+        self.machine
+            .run("tail -n 20 /run/server.log /run/vhost.log", SHORT)
+            .map(|o| o.text())
+            .unwrap_or_default()
+    }
+
+    /// Waits until no worker holds registered memory: every session is gone, and its keys with it.
+    fn nothing_left(&self) -> Result<()> {
+        self.machine.check("for i in $(seq 300); do [ -z \"$(rdma resource show mr)\" ] && exit 0; sleep 0.1; done; rdma resource show mr; exit 1", Duration::from_secs(90))?;
+        Ok(())
+    }
+}
+
+const PROGRAMS: [&str; 16] = [
+    "vectorAdd",
+    "copies",
+    "streams_events",
+    "matrixMul",
+    "reduction",
+    "atomics",
+    "errors",
+    "globals",
+    "multi",
+    "threads",
+    "two_processes",
+    "alloc_churn",
+    "launch_storm",
+    "templates",
+    "driver_ptx",
+    "device_list",
+];
+
+#[test]
+fn every_program_passes_over_verbs() -> Result<()> {
+    let rgpu = Rgpu::boot()?;
+    for program in PROGRAMS {
+        rgpu.passes(program)?;
+    }
+    rgpu.nothing_left()?;
+    rgpu.machine.check_console()
+}
+
+#[test]
+fn eight_programs_at_once_pass_over_verbs() -> Result<()> {
+    let rgpu = Rgpu::boot()?;
+    let running = (0..8).map(|i| rgpu.spawn(PROGRAMS[i % 4])).collect::<Result<Vec<_>>>()?;
+    for program in running {
+        let output = program.wait(LONG)?;
+        ensure!(output.success(), "{output}\n{}", rgpu.logs());
+    }
+    rgpu.nothing_left()
+}
+
+#[test]
+fn a_killed_program_takes_nobody_along() -> Result<()> {
+    let rgpu = Rgpu::boot()?;
+    let victim = rgpu.spawn("copies")?;
+    std::thread::sleep(Duration::from_secs(3));
+    let other = rgpu.spawn("streams_events")?;
+    victim.kill()?;
+    let output = other.wait(LONG)?;
+    ensure!(output.success(), "{output}\n{}", rgpu.logs());
+    rgpu.passes("vectorAdd")?;
+    rgpu.nothing_left()
+}
+
+#[test]
+fn a_killed_server_ends_the_program_with_a_reason() -> Result<()> {
+    let rgpu = Rgpu::boot()?;
+    let program = rgpu.spawn("copies")?;
+    std::thread::sleep(Duration::from_secs(3));
+    rgpu.server.kill()?;
+    let output = program.wait(Duration::from_secs(60))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(!output.success() && said.contains("lost"), "{output}\n{}", rgpu.logs());
+    rgpu.nothing_left()
+}
+
+#[test]
+fn a_cut_link_ends_the_program_in_time_and_a_short_cut_does_not() -> Result<()> {
+    let rgpu = Rgpu::boot()?;
+    let program = rgpu.spawn("copies")?;
+    std::thread::sleep(Duration::from_secs(3));
+    rgpu.machine.check(&format!("{}; sleep 1; {}", rdma::CUT, rdma::MEND), SHORT)?;
+    let output = program.wait(LONG)?;
+    ensure!(output.success(), "after a second without a link: {output}\n{}", rgpu.logs());
+    let program = rgpu.spawn("copies")?;
+    std::thread::sleep(Duration::from_secs(3));
+    rgpu.machine.check(rdma::CUT, SHORT)?;
+    let cut = Instant::now();
+    let output = program.wait(Duration::from_secs(60))?;
+    ensure!(
+        !output.success() && cut.elapsed() < Duration::from_secs(40),
+        "{:?} after the cut: {output}",
+        cut.elapsed()
+    );
+    // The link comes back, and so does service.
+    rgpu.machine.check(&format!("{}; sleep 2", rdma::MEND), SHORT)?;
+    rgpu.passes("vectorAdd")
+}
+
+#[test]
+fn programs_pass_over_a_virtual_function() -> Result<()> {
+    let machine = rdma::boot(rdma::with_virtual_functions(Rgpu::builder()?))?;
+    rdma::virtual_function(&machine)?;
+    let rgpu = Rgpu::new("rxepeer", rdma::FUNCTION, machine)?;
+    for program in ["vectorAdd", "copies", "streams_events"] {
+        rgpu.passes(program)?;
+    }
     Ok(())
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rgpu_tests::daemons::Daemon;
-use rgpu_tests::guest::{self, Holdings, Host};
+use rgpu_tests::guest::{self, Holdings, Host, Options};
 use rgpu_tests::machine::{Machine, Output};
 use rgpu_tests::programs::{self, Program};
 use rgpu_tests::tree;
@@ -29,8 +29,11 @@ struct Bed {
 }
 
 impl Bed {
-    fn start(name: &str, transport: &str) -> Result<Bed> {
-        let host = Host::start(&format!("vm/{name}-{transport}"), transport)?;
+    fn start(name: &str, transport: &'static str) -> Result<Bed> {
+        Bed::with(Host::start(&format!("vm/{name}-{transport}"), Options::software(transport))?)
+    }
+
+    fn with(host: Host) -> Result<Bed> {
         let machine = boot(&host)?;
         Ok(Bed { host, machine })
     }
@@ -115,7 +118,7 @@ fn failed_saying(output: &Output, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn all_programs_pass(transport: &str) -> Result<()> {
+fn all_programs_pass(transport: &'static str) -> Result<()> {
     let bed = Bed::start("programs", transport)?;
     let before = bed.base_line()?;
     let mut failures = Vec::new();
@@ -167,9 +170,13 @@ fn interrupts(machine: &Machine) -> Result<u64> {
     Ok(numbers.sum())
 }
 
-fn launches_need_no_exit(transport: &str) -> Result<()> {
+fn launches_need_no_exit(transport: &'static str) -> Result<()> {
     const LAUNCHES: u64 = 100_000;
-    let bed = Bed::start("launches", transport)?;
+    // The guest may be translated and this machine busy: a launch then takes longer than the usual time of polling, which suits real ones.
+    let bed = Bed::with(Host::start(
+        &format!("vm/launches-{transport}"),
+        Options { poll_us: Some(1000), ..Options::software(transport) },
+    )?)?;
     bed.base_line()?;
     let before =
         (interrupts(&bed.machine)?, bed.host.bridge_total("doorbells")?, bed.host.bridge_total("wakes")?);
@@ -210,9 +217,8 @@ fn start_kill_me(machine: &Machine, part: &str) -> Result<rgpu_tests::machine::P
     Ok(process)
 }
 
-fn nothing_is_left_of_a_program_or_a_guest(transport: &str) -> Result<()> {
-    let Bed { host, machine } = Bed::start("leftovers", transport)?;
-    let bed = Bed { host, machine };
+fn nothing_is_left_of_a_program_or_a_guest(transport: &'static str) -> Result<()> {
+    let bed = Bed::start("leftovers", transport)?;
     let before = bed.base_line()?;
     let memory = bed.host.memory()?;
 
@@ -224,6 +230,19 @@ fn nothing_is_left_of_a_program_or_a_guest(transport: &str) -> Result<()> {
         }
         bed.check_after(&format!("kill -9 in the middle of a {part}"), &before)?;
     }
+
+    // A session whose program does nothing costs nothing.
+    let process = start_kill_me(&bed.machine, "copy")?;
+    bed.machine.check("killall -STOP kill_me", SHORT)?;
+    // What was under way comes to its end first.
+    std::thread::sleep(Duration::from_secs(1));
+    let ticks = bed.host.cpu_ticks()?;
+    std::thread::sleep(Duration::from_secs(3));
+    let ticks = bed.host.cpu_ticks()? - ticks;
+    ensure!(ticks < 15, "an idle session takes {ticks} hundredths of a second of CPU in three seconds");
+    process.kill()?;
+    ensure!(process.wait(SHORT)?.status == 128 + 9, "kill_me did not die of SIGKILL");
+    bed.check_after("kill -9 of a stopped program", &before)?;
 
     // A word that it does not know: it leaves by _Exit, holding device memory, pinned memory and a module.
     ensure!(bed.machine.run("kill_me nonsense", LONG)?.status == 1, "kill_me knows the word nonsense");
@@ -274,9 +293,11 @@ fn nothing_is_left_of_a_program_or_a_guest_over_tcp() -> Result<()> {
     nothing_is_left_of_a_program_or_a_guest("tcp")
 }
 
-fn a_lost_host_side_is_told(transport: &str) -> Result<()> {
-    let mut host = Host::start(&format!("vm/lost-{transport}"), transport)?;
-    let machine = guest::builder(&programs::manifest()?).rgpu_socket(host.socket()).reconnect(true).boot()?;
+/// What a program gets, and the next one, when a part of the host side is killed. Gives host and guest after the loss of `vhost-rgpu`, which QEMU
+/// does not make up for.
+fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
+    let mut host = Host::start(&format!("vm/lost-{transport}"), Options::software(transport))?;
+    let machine = boot(&host)?;
     passed("vectorAdd", &machine.run("vectorAdd", LONG)?)?;
     let again = |host: &Host, what: &str| -> Result<()> {
         let output = machine.run("vectorAdd", LONG)?;
@@ -289,42 +310,50 @@ fn a_lost_host_side_is_told(transport: &str) -> Result<()> {
     let workers = host.busy_workers()?;
     ensure!(workers.len() == 1, "{workers:?} serve one program");
     kill(Pid::from_raw(workers[0]), Signal::SIGKILL)?;
-    failed_saying(&process.wait(SHORT)?, &["is lost", "signal 9"])?;
+    failed_saying(&process.wait(SHORT)?, &["is lost", "server"])?;
     again(&host, "kill -9 of a worker")?;
 
     let process = start_kill_me(&machine, "kernel")?;
     host.kill_server()?;
     failed_saying(&process.wait(SHORT)?, &["is lost", "server"])?;
     failed_saying(&machine.run("device_list", SHORT)?, &["no GPU server could be reached", "rgpu-server"])?;
-    host.start_server("software")?;
+    host.start_server()?;
     again(&host, "kill -9 of rgpu-server")?;
 
     let process = start_kill_me(&machine, "kernel")?;
     let begin = Instant::now();
     host.kill_bridge()?;
-    failed_saying(&process.wait(Duration::from_secs(60))?, &["is lost", "vhost-rgpu"])?;
+    failed_saying(&process.wait(Duration::from_secs(60))?, &["is lost", "/dev/rgpu0", "vhost-rgpu"])?;
     println!(
         "{transport}: a program in the guest knew of vhost-rgpu's end after {:.1} s",
         begin.elapsed().as_secs_f64()
     );
-    host.start_bridge()?;
-    again(&host, "kill -9 of vhost-rgpu")
+    Ok(Bed { host, machine })
 }
 
 #[test]
 fn a_lost_host_side_is_told_in_the_guest_over_local() -> Result<()> {
-    a_lost_host_side_is_told("local")
+    a_lost_host_side_is_told("local").map(drop)
 }
 
 #[test]
 fn a_lost_host_side_is_told_in_the_guest_over_tcp() -> Result<()> {
-    a_lost_host_side_is_told("tcp")
+    let Bed { mut host, machine } = a_lost_host_side_is_told("tcp")?;
+    // Nobody answers the next program either, until the guest is started anew.
+    let output = machine.run("device_list", Duration::from_secs(60))?;
+    failed_saying(&output, &["/dev/rgpu0", "does not answer", "vhost-rgpu"])?;
+    machine.check_console()?;
+    drop(machine);
+    host.start_bridge()?;
+    let machine = boot(&host)?;
+    passed("vectorAdd", &machine.run("vectorAdd", LONG)?)?;
+    host.settled().map(drop)
 }
 
 #[test]
 fn a_lost_daemon_is_told_to_a_process_of_the_host() -> Result<()> {
     for transport in ["local", "tcp"] {
-        let mut host = Host::start(&format!("vm/native-{transport}"), transport)?;
+        let mut host = Host::start(&format!("vm/native-{transport}"), Options::software(transport))?;
         let mut child = Command::new(programs::built("kill_me")?)
             .arg("kernel")
             .env("LD_LIBRARY_PATH", tree::guest_libraries())
@@ -383,7 +412,7 @@ fn server_of_another_version() -> Result<u16> {
 
 #[test]
 fn what_is_missing_is_said_in_one_line() -> Result<()> {
-    let host = Host::start("vm/missing", "local")?;
+    let host = Host::start("vm/missing", Options::software("local"))?;
     let folder = tempfile::tempdir()?;
     let daemon = |name: &str, server: String| -> Result<Daemon> {
         let socket = folder.path().join(name);
@@ -428,7 +457,7 @@ fn configs() -> std::path::PathBuf {
 
 #[test]
 fn the_readconfig_file_gives_a_guest_its_device() -> Result<()> {
-    let host = Host::start("vm/readconfig", "local")?;
+    let host = Host::start("vm/readconfig", Options::software("local"))?;
     let text = std::fs::read_to_string(configs().join("rgpu.cfg"))?;
     let socket = host.socket().display().to_string();
     for value in ["\"/run/rgpu/vm.sock\"", "\"4294967296\""] {
@@ -444,7 +473,7 @@ fn the_readconfig_file_gives_a_guest_its_device() -> Result<()> {
 
 #[test]
 fn the_script_gives_a_guest_its_device() -> Result<()> {
-    let host = Host::start("vm/script", "local")?;
+    let host = Host::start("vm/script", Options::software("local"))?;
     let socket = host.socket().display().to_string();
     let environment = [("RGPU_SOCKET_PATH", socket), ("MEMORY", "1G".to_owned())];
     let machine = guest::builder(&programs::manifest()?)

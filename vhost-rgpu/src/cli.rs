@@ -9,6 +9,7 @@ use host_bridge::bridge::{SessionConfig, TransportKind};
 use host_bridge::framing::Address;
 
 use crate::config::{self, Config, Limits, Native, Vm};
+use crate::verbs::Rdma;
 
 /// Gives virtual machines and processes of this host a GPU that sits in a server.
 ///
@@ -29,7 +30,7 @@ pub struct Arguments {
     /// The server: unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     server: Option<Address>,
-    /// local or tcp; by default local for unix: and tcp for tcp:
+    /// local, tcp or verbs; by default local for unix: and tcp for tcp:
     #[arg(long, value_name = "NAME")]
     transport: Option<TransportKind>,
     /// Name of the virtual machine or host, for the server and the log
@@ -53,6 +54,8 @@ pub struct Arguments {
     /// Data connections of one session to ask for
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
     data_connections: Option<u32>,
+    #[command(flatten)]
+    rdma: Rdma,
     /// Check the configuration, say what is wrong with it, and end
     #[arg(long)]
     pub check_config: bool,
@@ -106,6 +109,7 @@ impl Arguments {
         }
         session.data_connections = self.data_connections.unwrap_or(session.data_connections);
         session.max_registered = limits.max_registered;
+        session.verbs = self.rdma.settings();
         let vms = self.socket.iter().map(|socket| Vm {
             name: name.clone(),
             socket: socket.clone(),

@@ -7,10 +7,13 @@ use std::time::Duration;
 
 use host_bridge::bridge::{SessionConfig, TransportKind};
 use host_bridge::framing::Address;
+use host_bridge::verbs::Settings;
 use protocol::device::MAX_EXTENTS;
 use serde::Deserialize;
 use thiserror::Error;
 use toml::Spanned;
+
+use crate::verbs::Rdma;
 
 /// What to serve.
 #[derive(Debug, Clone)]
@@ -125,6 +128,13 @@ struct VmSection {
     server: Spanned<String>,
     transport: Option<Spanned<String>>,
     data_connections: Option<Spanned<u32>>,
+    rdma_device: Option<Spanned<String>>,
+    rdma_port: Option<Spanned<u8>>,
+    rdma_gid_index: Option<Spanned<u8>>,
+    rdma_mtu: Option<Spanned<u32>>,
+    rdma_traffic_class: Option<Spanned<u8>>,
+    rdma_queue_pairs: Option<Spanned<u32>>,
+    rdma_queue_depth: Option<Spanned<u32>>,
     #[serde(default)]
     limits: LimitsSection,
 }
@@ -138,8 +148,40 @@ struct NativeSection {
     server: Spanned<String>,
     transport: Option<Spanned<String>>,
     data_connections: Option<Spanned<u32>>,
+    rdma_device: Option<Spanned<String>>,
+    rdma_port: Option<Spanned<u8>>,
+    rdma_gid_index: Option<Spanned<u8>>,
+    rdma_mtu: Option<Spanned<u32>>,
+    rdma_traffic_class: Option<Spanned<u8>>,
+    rdma_queue_pairs: Option<Spanned<u32>>,
+    rdma_queue_depth: Option<Spanned<u32>>,
     #[serde(default)]
     limits: LimitsSection,
+}
+
+/// The keys that begin with `rdma_`, out of either kind of section.
+struct RdmaKeys<'f> {
+    device: Option<&'f Spanned<String>>,
+    port: Option<Spanned<u8>>,
+    gid_index: Option<Spanned<u8>>,
+    mtu: Option<Spanned<u32>>,
+    traffic_class: Option<Spanned<u8>>,
+    queue_pairs: Option<Spanned<u32>>,
+    queue_depth: Option<Spanned<u32>>,
+}
+
+macro_rules! rdma_keys {
+    ($section:expr) => {
+        RdmaKeys {
+            device: $section.rdma_device.as_ref(),
+            port: $section.rdma_port,
+            gid_index: $section.rdma_gid_index,
+            mtu: $section.rdma_mtu,
+            traffic_class: $section.rdma_traffic_class,
+            queue_pairs: $section.rdma_queue_pairs,
+            queue_depth: $section.rdma_queue_depth,
+        }
+    };
 }
 
 #[derive(Debug, Deserialize)]
@@ -208,7 +250,8 @@ impl Checker<'_> {
             }
             let limits = self.limits(vm.limits, "vm.limits")?;
             let parts = (&vm.server, vm.transport.as_ref(), vm.data_connections);
-            let session = self.session("vm", &name, parts, poll, limits)?;
+            let mut session = self.session("vm", &name, parts, poll, limits)?;
+            session.verbs = self.rdma("vm", rdma_keys!(vm))?;
             vms.push(Vm { name, socket, session, limits });
         }
         let native = file.native.map(|native| self.native(native, poll)).transpose()?;
@@ -230,7 +273,8 @@ impl Checker<'_> {
         let mode = native.mode.map_or(Ok(0o660), |mode| self.within(mode, "native.mode", 0, 0o777))?;
         let limits = self.limits(native.limits, "native.limits")?;
         let parts = (&native.server, native.transport.as_ref(), native.data_connections);
-        let session = self.session("native", &name, parts, poll, limits)?;
+        let mut session = self.session("native", &name, parts, poll, limits)?;
+        session.verbs = self.rdma("native", rdma_keys!(native))?;
         Ok(Native { socket, mode, session, limits })
     }
 
@@ -268,6 +312,20 @@ impl Checker<'_> {
         session.poll = poll.unwrap_or(session.poll);
         session.max_registered = limits.max_registered;
         Ok(session)
+    }
+
+    fn rdma(&self, section: &str, keys: RdmaKeys<'_>) -> Result<Settings, ConfigError> {
+        let key = |name: &str| format!("{section}.rdma_{name}");
+        let flags = Rdma {
+            rdma_device: keys.device.map(|name| name.get_ref().clone()),
+            rdma_port: keys.port.map(|v| self.within(v, &key("port"), 1, 255)).transpose()?,
+            rdma_gid_index: keys.gid_index.map(Spanned::into_inner),
+            rdma_mtu: keys.mtu.map(|v| self.within(v, &key("mtu"), 256, 4096)).transpose()?,
+            rdma_traffic_class: keys.traffic_class.map(Spanned::into_inner),
+            rdma_queue_pairs: keys.queue_pairs.map(|v| self.within(v, &key("queue_pairs"), 1, 7)).transpose()?,
+            rdma_queue_depth: keys.queue_depth.map(|v| self.within(v, &key("queue_depth"), 1, 16384)).transpose()?,
+        };
+        Ok(flags.settings())
     }
 
     fn limits(&self, section: LimitsSection, key: &str) -> Result<Limits, ConfigError> {

@@ -24,6 +24,7 @@ mod native;
 mod registry;
 mod sockets;
 mod status;
+mod verbs;
 mod vm;
 
 use std::process::ExitCode;

@@ -161,7 +161,7 @@ impl From<RegionError> for Refusal {
             RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => {
                 Refusal(Answer::Invalid, e.to_string())
             }
-            RegionError::Limit { .. } => Refusal(Answer::NoResources, e.to_string()),
+            RegionError::Limit { .. } | RegionError::Verbs(_) => Refusal(Answer::NoResources, e.to_string()),
             RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
         }
     }
@@ -223,7 +223,8 @@ impl Connection<'_> {
                 break;
             }
         }
-        self.end("the client closed its connection");
+        let ending = self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1;
+        self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
     }
 
     /// Ends the session and lets go of the client's memory.

@@ -1,26 +1,20 @@
 //! `cargo xtask demo`: the whole path once, in sight: a guest without a GPU runs CUDA programs, and a server on this
 //! machine computes them.
 
-use std::io::{BufRead, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use rgpu_tests::daemons::Daemon;
+use rgpu_tests::guest::{self, Host, Options};
 use rgpu_tests::machine::{Accelerator, Kernel, Machine, Qemu};
 use rgpu_tests::programs::Program;
-use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::{artifacts, programs};
+use crate::{artifacts, demo_shell, programs};
 
 /// How long one program may run in an emulated guest before the demonstration gives up on it.
 const LIMIT: Duration = Duration::from_secs(300);
-
-/// Where the libraries and the programs are in the guest.
-const LIBRARIES: &str = "/opt/rgpu/lib";
-const PROGRAMS: &str = "/opt/rgpu/programs";
 
 /// Boot a guest and run CUDA programs in it, on a GPU server of this machine.
 ///
@@ -47,22 +41,31 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
     let programs = programs::build()?;
     let accelerator = prepare_machine()?;
 
-    let logs = tree::logs().join("demo");
+    let step = Step::spinner("starting rgpu-server and vhost-rgpu");
+    let options = Options { transport: "local", backend: "auto", poll_us: None };
+    let host = Host::start("demo", options)?;
+    let logs = host.logs();
+    step.done(&format!("logs in {}", logs.display()));
+
     let folder = tempfile::Builder::new().prefix("rgpu-demo-").tempdir().context("cannot create a folder")?;
-    let (_server, _bridge) = start_daemons(folder.path(), &logs)?;
-    let machine = boot(&folder.path().join("vhost.sock"), &programs)?;
+    let console = folder.path().join("shell.sock");
+    let step = Step::spinner("booting the guest");
+    let mut builder = guest::builder(&programs).rgpu_socket(host.socket());
+    if arguments.keep {
+        builder = demo_shell::console(builder, &console);
+    }
+    let machine = builder.boot()?;
+    step.done("");
 
     let step = Step::bar("running the programs in the guest", programs.len());
     let mut rows = Vec::new();
-    let mut device = "an unknown device".to_owned();
+    let mut listing = String::new();
     for program in &programs {
         step.note(&program.name);
-        let (row, output) = run(&machine, program)?;
+        let (row, output) = run(&machine, program);
+        keep_output(logs, &program.name, &output)?;
         if program.name == "device_list" {
-            device = device_name(&output).unwrap_or(device);
-        }
-        if !row.passed {
-            keep_output(&logs, program, &output)?;
+            listing = output;
         }
         rows.push(row);
         step.advance();
@@ -74,19 +77,23 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
         Accelerator::Kvm => "KVM",
         Accelerator::Tcg => "emulated",
     };
+    println!("\nThe guest has no GPU of its own. Its programs see:\n");
+    listing.lines().filter(|line| !line.starts_with("PASS ")).for_each(|line| println!("  {line}"));
+    let device = device_name(&listing).unwrap_or_else(|| "an unknown device".to_owned());
     print_table(&rows, &format!("guest ({how}) → {device}"));
     if arguments.keep {
-        shell(&machine)?;
+        demo_shell::run(&machine, &console)?;
     }
-    machine.shutdown()?;
+    keep_output(logs, "guest-console", &machine.console_log())?;
     if failed > 0 {
         bail!(
-            "{failed} of {} programs failed; their output and the daemons' logs are in {}",
+            "{failed} of {} programs failed; what they and the guest's kernel said, and the daemons' logs, are in {}",
             rows.len(),
             logs.display()
         );
     }
-    Ok(())
+    machine.check_console()?;
+    machine.shutdown()
 }
 
 /// Fetches and builds what a machine needs, a step at a time, so that each is seen.
@@ -103,62 +110,25 @@ fn prepare_machine() -> Result<Accelerator> {
     Ok(accelerator)
 }
 
-fn start_daemons(folder: &Path, logs: &Path) -> Result<(Daemon, Daemon)> {
-    let step = Step::spinner("starting rgpu-server and vhost-rgpu");
-    let address = format!("unix:{}", folder.join("server.sock").display());
-    let server = Daemon::start(
-        "rgpu-server",
-        ["--listen", &address, "--backend", "auto", "--workers", "2"],
-        &logs.join("rgpu-server.log"),
-        &folder.join("server.status"),
-    )?;
-    let socket = folder.join("vhost.sock");
-    let socket = socket.to_str().context("a path is not UTF-8")?;
-    let bridge = Daemon::start(
-        "vhost-rgpu",
-        ["--socket", socket, "--server", &address, "--transport", "local"],
-        &logs.join("vhost-rgpu.log"),
-        &folder.join("vhost-rgpu.status"),
-    )?;
-    step.done("");
-    Ok((server, bridge))
-}
-
-fn boot(socket: &Path, programs: &[Program]) -> Result<Machine> {
-    let step = Step::spinner("booting the guest");
-    let mut builder = Machine::builder().memory_mib(1024).driver(true).host_libraries().rgpu_socket(socket);
-    for library in artifacts::LIBRARIES {
-        let file = tree::guest_libraries().join(library.name);
-        if file.is_file() {
-            builder = builder.file(file, format!("{LIBRARIES}/{}", library.name));
-        }
-    }
-    for program in programs {
-        builder = builder.file(tree::programs().join(&program.name), format!("{PROGRAMS}/{}", program.name));
-    }
-    let machine = builder.boot()?;
-    step.done("");
-    Ok(machine)
-}
-
 /// Runs one program in the guest; gives its line of the table and everything it printed.
-fn run(machine: &Machine, program: &Program) -> Result<(Row, String)> {
-    let command = [
-        format!("LD_LIBRARY_PATH={LIBRARIES}"),
-        format!("{PROGRAMS}/{}", program.name),
-        program.args.join(" "),
-    ]
-    .join(" ");
+fn run(machine: &Machine, program: &Program) -> (Row, String) {
     let start = Instant::now();
-    let output = machine.run(&command, LIMIT)?;
+    let result = machine.run(&format!("{} {}", program.name, program.args.join(" ")), LIMIT);
     let time = start.elapsed();
+    let row = |passed, detail| Row { name: program.name.clone(), passed, detail, time };
+    let output = match result {
+        Ok(output) => output,
+        Err(error) => {
+            return (row(false, format!("no answer within {} s", LIMIT.as_secs())), format!("{error:#}\n"));
+        }
+    };
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let last = stdout.lines().last().unwrap_or_default();
     let passed = output.status == 0 && last.starts_with(&format!("PASS {}", program.name));
     let detail = last.splitn(3, ' ').nth(2).unwrap_or(last).to_owned();
     let detail = if passed || !detail.is_empty() { detail } else { format!("exit status {}", output.status) };
-    Ok((Row { name: program.name.clone(), passed, detail, time }, format!("{stdout}{stderr}")))
+    (row(passed, detail), format!("{stdout}{stderr}"))
 }
 
 /// The first device's name in what `device_list` prints.
@@ -167,8 +137,8 @@ fn device_name(output: &str) -> Option<String> {
     Some(line.split(", capability").next()?.to_owned())
 }
 
-fn keep_output(logs: &Path, program: &Program, output: &str) -> Result<()> {
-    let path = logs.join(format!("{}.log", program.name));
+fn keep_output(logs: &Path, name: &str, output: &str) -> Result<()> {
+    let path = logs.join(format!("{name}.log"));
     std::fs::write(&path, output).with_context(|| format!("cannot write {}", path.display()))
 }
 
@@ -195,36 +165,6 @@ fn print_table(rows: &[Row], place: &str) {
         );
     }
     println!();
-}
-
-/// Hands each line that is typed to the guest's shell, until the end of the input.
-fn shell(machine: &Machine) -> Result<()> {
-    println!(
-        "The guest is up. Each line runs in its shell, as root; the programs are in {PROGRAMS}. Ctrl-D ends it."
-    );
-    let environment = format!("export LD_LIBRARY_PATH={LIBRARIES}; cd {PROGRAMS};");
-    let mut lines = std::io::stdin().lock().lines();
-    loop {
-        print!("guest# ");
-        std::io::stdout().flush().ok();
-        let Some(line) = lines.next() else { break };
-        let line = line.context("cannot read the standard input")?;
-        if line.trim() == "exit" {
-            break;
-        }
-        match machine.run(&format!("{environment} {line}"), Duration::from_secs(24 * 3600)) {
-            Ok(output) => {
-                print!("{}", String::from_utf8_lossy(&output.stdout));
-                eprint!("{}", String::from_utf8_lossy(&output.stderr));
-                if !output.success() {
-                    eprintln!("(exit status {})", output.status);
-                }
-            }
-            Err(error) => eprintln!("{error:#}"),
-        }
-    }
-    println!();
-    Ok(())
 }
 
 #[cfg(test)]

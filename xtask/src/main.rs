@@ -5,12 +5,13 @@
 //! - [`process`]: running a command as part of a step, its output in a log that is named when it fails;
 //! - [`debian`], [`toolchain`]: what a step needs from outside, installed when it is missing;
 //! - [`artifacts`], [`programs`]: the daemons, the guest libraries, and the CUDA test programs;
-//! - [`test`], [`checks`], [`demo`], [`dist`], [`stage`]: the commands made of these.
+//! - [`test`], [`checks`], [`demo`] (and its [`demo_shell`]), [`dist`], [`stage`]: the commands made of these.
 
 mod artifacts;
 mod checks;
 mod debian;
 mod demo;
+mod demo_shell;
 mod dist;
 mod process;
 mod programs;

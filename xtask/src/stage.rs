@@ -16,15 +16,17 @@ use crate::{artifacts, process, programs};
 
 /// Runs the tests, and then makes the table, on the other machine.
 const SCRIPT: &str = r#"#!/bin/sh
-# Runs the GPU tests of this folder; with the argument "table", prints the table of native and remote times instead.
+# Runs the GPU tests of this folder; with the argument "table", prints the table of native and remote times instead,
+# and with "nvidia-smi", compares what nvidia-smi says natively and through rgpu.
 # Further arguments go to the tests.
 cd "$(dirname "$0")" || exit 1
 RGPU_ROOT=$PWD
 CARGO_TARGET_DIR=$PWD/target
 export RGPU_ROOT CARGO_TARGET_DIR
-if [ "${1:-}" = table ]; then
-    exec ./gpu-table
-fi
+case ${1:-} in
+table) exec ./gpu-table ;;
+nvidia-smi) exec sh tests/gpu/nvidia-smi.sh ;;
+esac
 exec ./gpu-tests --test-threads 1 "$@"
 "#;
 
@@ -83,6 +85,8 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
     put(&tree::cuda_runtime().join("libcudart.so.13"), runtime, false)?;
     let manifest = "tests/programs/programs.toml";
     put(&tree::root().join(manifest), manifest, false)?;
+    let smi = "tests/gpu/nvidia-smi.sh";
+    put(&tree::root().join(smi), smi, false)?;
     let script = folder.join("run.sh");
     std::fs::write(&script, SCRIPT)
         .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))

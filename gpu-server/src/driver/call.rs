@@ -173,7 +173,8 @@ impl Errors {
     /// `context` has failed with `status` at command `seq` (0: unknown).
     pub fn publish(&self, context: ContextId, status: Status, seq: u64) {
         let sticky = u32::from(is_sticky(status)) << 31;
-        let update = ProgressUpdate { kind: progress::ERROR, index: context.0 | sticky, seq, value: status.0.into() };
+        let update =
+            ProgressUpdate { kind: progress::ERROR, index: context.0 | sticky, seq, value: status.0.into() };
         self.client.publish(&[update]);
     }
 

@@ -54,7 +54,8 @@ impl Rows {
             }
             let rows = self.pitch.checked_mul(self.height - 1)?.checked_add(self.width)?;
             let span = self.slice.checked_mul(self.depth - 1)?.checked_add(rows)?;
-            let sane = (self.height == 1 || self.pitch >= self.width) && (self.depth == 1 || self.slice >= rows);
+            let sane =
+                (self.height == 1 || self.pitch >= self.width) && (self.depth == 1 || self.slice >= rows);
             self.at.checked_add(span)?;
             sane.then_some((packed, span))
         };
@@ -62,7 +63,12 @@ impl Rows {
     }
 
     /// Walks `len` packed bytes from `offset`. Both lie inside, and [`sizes`](Self::sizes) has been asked.
-    pub fn parts<E>(&self, offset: u64, len: u64, mut each: impl FnMut(Part) -> Result<(), E>) -> Result<(), E> {
+    pub fn parts<E>(
+        &self,
+        offset: u64,
+        len: u64,
+        mut each: impl FnMut(Part) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (row, column) = (at / self.width, at % self.width);
@@ -98,7 +104,8 @@ mod tests {
                 Ok(())
             });
             walked.unwrap();
-            let want: Vec<u64> = (offset..offset + len).map(|i| 1000 + i / 21 * 100 + i % 21 / 7 * 10 + i % 7).collect();
+            let want: Vec<u64> =
+                (offset..offset + len).map(|i| 1000 + i / 21 * 100 + i % 21 / 7 * 10 + i % 7).collect();
             assert_eq!(seen, want, "{offset} {len}");
         }
     }

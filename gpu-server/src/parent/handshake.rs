@@ -109,13 +109,20 @@ fn hello(connection: &Control) -> io::Result<Hello> {
     while at < size_of::<Hello>() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no hello within {} s", HELLO_WITHIN.as_secs())));
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("no hello within {} s", HELLO_WITHIN.as_secs()),
+            ));
         }
         connection.limit(Some(left), Some(HELLO_WITHIN))?;
         match connection.read(&mut hello.as_mut_bytes()[at..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(n) => at += n,
-            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+                ) => {}
             Err(e) => return Err(e),
         }
         if at >= 8 && hello.magic != MAGIC {
@@ -131,13 +138,18 @@ fn hello(connection: &Control) -> io::Result<Hello> {
 
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     if hello.version != VERSION {
-        let reason =
-            format!("the client speaks version {} of rgpu, this server speaks version {VERSION}: install the same release on both", hello.version);
+        let reason = format!(
+            "the client speaks version {} of rgpu, this server speaks version {VERSION}: install the same release on both",
+            hello.version
+        );
         return Err(Refused(Answer::Version, reason));
     }
     match (connection, hello.purpose) {
-        (Control::Tcp(_), purpose::CONTROL | purpose::DATA) | (Control::Local(_), purpose::LOCAL) => Ok(()),
-        (_, other) => Err(Refused(Answer::Invalid, format!("purpose {other} is not served over {}", connection.transport()))),
+        (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS) | (Control::Local(_), purpose::LOCAL) => Ok(()),
+        (_, other) => Err(Refused(
+            Answer::Invalid,
+            format!("purpose {other} is not served over {}", connection.transport()),
+        )),
     }
 }
 
@@ -174,9 +186,13 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
     let (client, program) = (untext(&hello.client), untext(&hello.program));
     let (transport, connections) = match connection {
         Control::Local(_) => (Transport::Local, 0),
+        Control::Tcp(_) if hello.purpose == purpose::VERBS => {
+            (Transport::Verbs { slot_count: hello.slot_count }, 0)
+        }
         Control::Tcp(_) => {
-            let wanted = if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
-            (Transport::Tcp { slot_count: hello.slot_count }, wanted)
+            let wanted =
+                if hello.index == 0 { DATA_CONNECTIONS.0 } else { hello.index.min(DATA_CONNECTIONS.1) };
+            (Transport::Tcp { slot_count: hello.slot_count, data_connections: wanted }, wanted)
         }
     };
     connection.limit(None, None).map_err(|e| failed("the connection", e))?;
@@ -190,7 +206,7 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
             client: client.clone(),
             program: program.clone(),
             pid: hello.pid,
-            transport: connection.transport(),
+            transport: if matches!(transport, Transport::Verbs { .. }) { "verbs" } else { connection.transport() },
             peer: peer.to_owned(),
             since: Instant::now(),
             counters: Counters::default(),
@@ -207,7 +223,14 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
         let message = ToWorker::Session { transport, program: program.clone(), client: client.clone() };
         match worker.send(&message, connection.as_fd()) {
             Ok(()) => {
-                tracing::info!(peer, client, program, pid = hello.pid, worker = worker.pid(), "session begins");
+                tracing::info!(
+                    peer,
+                    client,
+                    program,
+                    pid = hello.pid,
+                    worker = worker.pid(),
+                    "session begins"
+                );
                 let welcome = welcome(Answer::Ok, token, connections, "");
                 // A client that is gone is the worker's to notice.
                 let _ = connection.write_all(welcome.as_bytes());
@@ -234,7 +257,10 @@ fn take_worker(server: &Server) -> Result<Arc<Worker>, Refused> {
         }
         let most = server.options.max_sessions;
         if state.sessions.len() >= most {
-            return Err(Refused(Answer::NoResources, format!("the server already has its {most} sessions (--max-sessions)")));
+            return Err(Refused(
+                Answer::NoResources,
+                format!("the server already has its {most} sessions (--max-sessions)"),
+            ));
         }
         if let Some(worker) = state.idle.pop_front() {
             server.changed.notify_all();
@@ -242,7 +268,10 @@ fn take_worker(server: &Server) -> Result<Arc<Worker>, Refused> {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Refused(Answer::NoResources, format!("no worker became ready within {} s", WORKER_WITHIN.as_secs())));
+            return Err(Refused(
+                Answer::NoResources,
+                format!("no worker became ready within {} s", WORKER_WITHIN.as_secs()),
+            ));
         }
         state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
     }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::Context;
 use host_bridge::framing::Address;
 
-use super::handshake::{self, Control};
 use super::Server;
+use super::handshake::{self, Control};
 
 /// Connections whose handshake is under way, at most. More are closed as they come.
 const MAX_HANDSHAKES: usize = 512;
@@ -53,12 +53,14 @@ pub(super) fn start(server: &Arc<Server>, files: &mut Files) -> anyhow::Result<(
             }
             Address::Tcp(host, port) => {
                 let host = if host == "*" { "::" } else { host.as_str() };
-                let listener =
-                    TcpListener::bind((host, *port)).with_context(|| format!("cannot listen at {address}"))?;
+                let listener = TcpListener::bind((host, *port))
+                    .with_context(|| format!("cannot listen at {address}"))?;
                 thread.spawn(move || {
                     loop {
                         match listener.accept() {
-                            Ok((stream, peer)) => admit(&server, Ok(Control::Tcp(stream)), || peer.to_string()),
+                            Ok((stream, peer)) => {
+                                admit(&server, Ok(Control::Tcp(stream)), || peer.to_string())
+                            }
                             Err(e) => admit(&server, Err(e), String::new),
                         }
                     }
@@ -72,7 +74,8 @@ pub(super) fn start(server: &Arc<Server>, files: &mut Files) -> anyhow::Result<(
 /// Binds a Unix socket, in place of one that nobody listens at any more.
 pub(super) fn bind_unix(path: &Path, files: &mut Files) -> anyhow::Result<UnixListener> {
     if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("cannot make the folder {}", folder.display()))?;
     }
     if path.exists() {
         if UnixStream::connect(path).is_ok() {
@@ -80,7 +83,8 @@ pub(super) fn bind_unix(path: &Path, files: &mut Files) -> anyhow::Result<UnixLi
         }
         std::fs::remove_file(path).with_context(|| format!("cannot replace {}", path.display()))?;
     }
-    let listener = UnixListener::bind(path).with_context(|| format!("cannot listen at {}", path.display()))?;
+    let listener =
+        UnixListener::bind(path).with_context(|| format!("cannot listen at {}", path.display()))?;
     files.0.push(path.to_owned());
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))
         .with_context(|| format!("cannot set the mode of {}", path.display()))?;

@@ -86,7 +86,8 @@ pub fn server_name() -> String {
 }
 
 fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "unknown".into(), |name| name.trim().to_owned())
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown".into(), |name| name.trim().to_owned())
 }
 
 /// Sends the log to standard error.
@@ -98,7 +99,8 @@ pub fn init_log(filter: &str) {
     });
     // In tests several may come: the first stays.
     let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
+    let log =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
     let _ = log.with_target(false).try_init();
 }
 
@@ -111,7 +113,14 @@ pub fn main(options: &Serve) -> anyhow::Result<()> {
     // Before any thread is made, so that all of them leave these signals to this one.
     ending.thread_block().context("blocking signals")?;
 
-    let options = Serve { listen: options.listen.clone(), backing: options.backing.clone(), status_socket: options.status_socket.clone(), log: options.log.clone(), ..*options };
+    let options = Serve {
+        listen: options.listen.clone(),
+        backing: options.backing.clone(),
+        rdma: options.rdma.clone(),
+        status_socket: options.status_socket.clone(),
+        log: options.log.clone(),
+        ..*options
+    };
     let server = Arc::new(Server { options, state: Mutex::default(), changed: Condvar::new() });
     let mut files = listen::Files::default();
     listen::start(&server, &mut files)?;

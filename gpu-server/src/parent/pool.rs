@@ -52,7 +52,10 @@ impl Worker {
 /// Keeps the pool filled from now on. Every worker is started by the one thread that this makes, because the kernel ends them when that thread ends.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
-    std::thread::Builder::new().name("rgpu-pool".into()).spawn(move || keep(&server)).context("starting the pool")?;
+    std::thread::Builder::new()
+        .name("rgpu-pool".into())
+        .spawn(move || keep(&server))
+        .context("starting the pool")?;
     Ok(())
 }
 
@@ -66,7 +69,12 @@ fn keep(server: &Arc<Server>) {
         let failures = state.failures;
         if failures > 0 {
             let pause = FIRST.saturating_mul(1 << failures.min(10)).min(MOST);
-            drop(server.changed.wait_timeout_while(state, pause, |s| !s.draining).unwrap_or_else(|e| e.into_inner()));
+            drop(
+                server
+                    .changed
+                    .wait_timeout_while(state, pause, |s| !s.draining)
+                    .unwrap_or_else(|e| e.into_inner()),
+            );
             if server.lock().draining {
                 continue;
             }
@@ -98,6 +106,7 @@ fn start_one(server: &Arc<Server>) -> anyhow::Result<()> {
     let prepare = ToWorker::Prepare {
         backing: server.options.backing.clone(),
         memory_limit: server.options.memory_limit,
+        rdma: server.options.rdma.clone(),
         poll_us: server.options.poll_us,
     };
     // A worker that is gone already is seen by its watcher.
@@ -114,6 +123,12 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
         .arg0("rgpu-server")
         .args(["worker", "--fd", &fd.to_string(), "--log", &server.options.log])
         .stdin(Stdio::null());
+    // Streams that share one of the device's channels wait for each other, also where one waits for its client. Unless somebody chose otherwise:
+    for (name, value) in [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "LAZY")] {
+        if std::env::var_os(name).is_none() {
+            command.env(name, value);
+        }
+    }
     let before_exec = move || {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         SigSet::empty().thread_set_mask()?;
@@ -163,7 +178,11 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
                 state.starting -= 1;
                 state.failures = 0;
                 if state.serving.is_none() {
-                    tracing::info!("serving {} device(s) by {backend}: {}", devices.len(), devices.join(", "));
+                    tracing::info!(
+                        "serving {} device(s) by {backend}: {}",
+                        devices.len(),
+                        devices.join(", ")
+                    );
                     state.serving = Some((backend, devices));
                 }
                 if state.draining {
@@ -189,7 +208,13 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
                     session.counters = counters;
                     let (client, program) = (&session.client, &session.program);
                     match &lost {
-                        None => tracing::info!(worker = pid, client, program, commands = counters.commands, "session ends"),
+                        None => tracing::info!(
+                            worker = pid,
+                            client,
+                            program,
+                            commands = counters.commands,
+                            "session ends"
+                        ),
                         Some(why) => tracing::warn!(worker = pid, client, program, "session lost: {why}"),
                     }
                 }
@@ -229,7 +254,8 @@ fn bury(state: &mut State, pid: u32, prepared: bool, clean: bool, how: &str) {
         let reason = format!("the worker of this session on {} {how}", super::host_name());
         // In a thread of its own: the client may take its time, and the state is locked.
         let control = session.control;
-        let farewell = std::thread::Builder::new().name("rgpu-bye".into()).spawn(move || control.bye(&reason));
+        let farewell =
+            std::thread::Builder::new().name("rgpu-bye".into()).spawn(move || control.bye(&reason));
         if farewell.is_err() {
             tracing::debug!("no thread to tell a client; it learns by its closed connection");
         }

@@ -8,16 +8,17 @@ mod session;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands};
+use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands};
 
 use crate::cli;
 use crate::driver;
 use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
+use crate::verbs::Rdma;
 
 /// Numbers that the dispatcher writes and the reporter reads.
 #[derive(Debug, Default)]
@@ -43,7 +44,8 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     crate::parent::init_log(&arguments.log);
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { backing, memory_limit, poll_us }, _)) = ipc::receive(daemon.as_fd())? else {
+    let Some((ToWorker::Prepare { backing, memory_limit, rdma, poll_us }, _)) = ipc::receive(daemon.as_fd())?
+    else {
         bail!("a worker is started by the daemon, which tells it what to prepare");
     };
     let mut backend = match driver::make(&backing, memory_limit) {
@@ -55,9 +57,11 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     };
     let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices() };
     ipc::send(daemon.as_fd(), &ready, &[])?;
-    let polling = poll_us.map_or_else(Polling::default, |us| Polling { most: Duration::from_micros(us.min(10_000_000)) });
+    let polling = poll_us
+        .map_or_else(Polling::default, |us| Polling { most: Duration::from_micros(us.min(10_000_000)) });
 
-    let Some((ToWorker::Session { transport, program, client: name }, fds)) = ipc::receive(daemon.as_fd())? else {
+    let Some((ToWorker::Session { transport, program, client: name }, fds)) = ipc::receive(daemon.as_fd())?
+    else {
         // The daemon is gone, or does not need this worker any more.
         return Ok(());
     };
@@ -65,7 +69,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
     let shared = Arc::new(Shared::default());
-    let (lost, counters) = match begin(transport, connection, polling) {
+    let (lost, counters) = match begin(transport, connection, &rdma, polling) {
         Ok((mut commands, client, tcp)) => {
             watch(&daemon, tcp, &client, &shared)?;
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared);
@@ -84,12 +88,18 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
 
 type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
 
-fn begin(transport: Transport, connection: OwnedFd, polling: Polling) -> Result<Begun, Lost> {
+fn begin(transport: Transport, connection: OwnedFd, rdma: &Rdma, polling: Polling) -> Result<Begun, Lost> {
     match transport {
-        Transport::Tcp { slot_count } => {
-            let (commands, client) = TcpCommands::start(TcpStream::from(connection), slot_count, polling)
-                .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
+        Transport::Tcp { slot_count, data_connections } => {
+            let (commands, client) =
+                TcpCommands::start(TcpStream::from(connection), slot_count, data_connections, polling)
+                    .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
             Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
+        }
+        Transport::Verbs { slot_count } => {
+            let (commands, client) =
+                VerbsCommands::start(TcpStream::from(connection), slot_count, &rdma.settings(), polling)?;
+            Ok((Box::new(commands), client, None))
         }
         Transport::Local => {
             let (commands, client) = LocalCommands::attach(UnixStream::from(connection), polling)?;
@@ -99,7 +109,12 @@ fn begin(transport: Transport, connection: OwnedFd, polling: Polling) -> Result<
 }
 
 /// Listens to the daemon (data connections; its end is ours), and reports to it.
-fn watch(daemon: &Arc<OwnedFd>, tcp: Option<Arc<TcpClient>>, client: &Arc<dyn Client>, shared: &Arc<Shared>) -> anyhow::Result<()> {
+fn watch(
+    daemon: &Arc<OwnedFd>,
+    tcp: Option<Arc<TcpClient>>,
+    client: &Arc<dyn Client>,
+    shared: &Arc<Shared>,
+) -> anyhow::Result<()> {
     let socket = Arc::clone(daemon);
     let listener = Arc::clone(client);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
@@ -107,7 +122,9 @@ fn watch(daemon: &Arc<OwnedFd>, tcp: Option<Arc<TcpClient>>, client: &Arc<dyn Cl
             match ipc::receive::<ToWorker>(socket.as_fd()) {
                 Ok(Some((ToWorker::Data, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
-                        (Some(tcp), Some(fd)) => tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string()),
+                        (Some(tcp), Some(fd)) => {
+                            tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string())
+                        }
                         _ => Err("a data connection that this session cannot use".into()),
                     };
                     if let Err(e) = added {

@@ -12,6 +12,7 @@ use host_bridge::endpoint::{Client, Commands, Lost};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
+use protocol::ops::copy::MemcpyDtoHInline;
 use protocol::ops::stream::{StreamHostSignal, StreamHostWait};
 use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 
@@ -20,11 +21,18 @@ use crate::driver::{Backend, Call, Errors};
 
 /// Commands executed while a stream waits for the client; far fewer than a device queue holds.
 const AHEAD: u32 = 256;
+/// Copies with data of the client's enqueued while a stream waits for it; so many at a time find their staging buffers.
+const COPIES_AHEAD: u32 = 3;
 /// Bytes of commands that may be set aside. A client that goes beyond is held back, as by a full queue.
 const ASIDE: usize = 64 << 20;
 
 /// Executes a session to its end. `Some`: why it was lost.
-pub fn run(commands: &mut dyn Commands, client: &Arc<dyn Client>, backend: &mut dyn Backend, shared: &Shared) -> Option<Lost> {
+pub fn run(
+    commands: &mut dyn Commands,
+    client: &Arc<dyn Client>,
+    backend: &mut dyn Backend,
+    shared: &Shared,
+) -> Option<Lost> {
     backend.begin(Arc::clone(client));
     let mut dispatcher = Dispatcher {
         call: Call::new(Arc::clone(client)),
@@ -34,6 +42,7 @@ pub fn run(commands: &mut dyn Commands, client: &Arc<dyn Client>, backend: &mut 
         reply: Vec::with_capacity(4096),
         waits: HashSet::new(),
         ahead: 0,
+        copies_ahead: 0,
         aside: VecDeque::new(),
         aside_bytes: 0,
         unsupported: HashSet::new(),
@@ -47,6 +56,12 @@ pub fn run(commands: &mut dyn Commands, client: &Arc<dyn Client>, backend: &mut 
     lost
 }
 
+/// Whether a command may take buffers between client and device.
+fn moves_data(record: &Record) -> bool {
+    record.opcode == <MemcpyDtoHInline as Op>::INFO.opcode
+        || ops::info(record.opcode).is_some_and(|info| info.carries_data)
+}
+
 struct Dispatcher<'a> {
     call: Call,
     errors: Errors,
@@ -57,6 +72,7 @@ struct Dispatcher<'a> {
     waits: HashSet<u64>,
     /// Commands executed since `waits` was last empty.
     ahead: u32,
+    copies_ahead: u32,
     aside: VecDeque<(Record, Vec<u8>)>,
     aside_bytes: usize,
     /// Operations of which the log already says that they are not supported.
@@ -67,7 +83,7 @@ impl Dispatcher<'_> {
     fn run(&mut self, commands: &mut dyn Commands) -> Option<Lost> {
         let mut body = Vec::with_capacity(4096);
         loop {
-            while let Some((record, body)) = self.from_aside() {
+            while let Some((record, body)) = self.take_from_aside() {
                 if let Err(lost) = self.execute(record, &body) {
                     return Some(lost);
                 }
@@ -77,7 +93,11 @@ impl Dispatcher<'_> {
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
             };
-            let result = if self.holds_back(&record) { self.set_aside(record, &body) } else { self.execute(record, &body) };
+            let result = if self.holds_back(&record) {
+                self.set_aside(record, &body)
+            } else {
+                self.execute(record, &body)
+            };
             if let Err(lost) = result {
                 return Some(lost);
             }
@@ -89,12 +109,13 @@ impl Dispatcher<'_> {
         if self.waits.is_empty() || self.aside_bytes >= ASIDE {
             return false;
         }
-        let streamed = self.call.client.streams_data() && ops::info(record.opcode).is_some_and(|info| info.carries_data);
-        !self.aside.is_empty() || self.ahead >= AHEAD || streamed
+        !self.aside.is_empty()
+            || self.ahead >= AHEAD
+            || (self.copies_ahead >= COPIES_AHEAD && moves_data(record))
     }
 
     /// The next command that was set aside, if it may be executed now.
-    fn from_aside(&mut self) -> Option<(Record, Vec<u8>)> {
+    fn take_from_aside(&mut self) -> Option<(Record, Vec<u8>)> {
         let may = self.waits.is_empty() || self.aside_bytes >= ASIDE;
         let (record, body) = if may { self.aside.pop_front()? } else { return None };
         self.aside_bytes -= body.len() + 64;
@@ -114,7 +135,12 @@ impl Dispatcher<'_> {
     fn execute(&mut self, record: Record, body: &[u8]) -> Result<(), Lost> {
         self.perform(record, body)?;
         self.call.client.executed(record.seq);
-        self.ahead = if self.waits.is_empty() { 0 } else { self.ahead + 1 };
+        if self.waits.is_empty() {
+            (self.ahead, self.copies_ahead) = (0, 0);
+        } else {
+            self.ahead += 1;
+            self.copies_ahead += u32::from(moves_data(&record));
+        }
         let commands = &self.shared.commands;
         commands.store(commands.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(())
@@ -131,7 +157,8 @@ impl Dispatcher<'_> {
         }
         self.call.begin(record.seq, record.reply_slot);
         self.reply.clear();
-        let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply).map_err(malformed)?;
+        let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply)
+            .map_err(malformed)?;
         tracing::trace!(seq = record.seq, op = info.name, ?outcome);
         self.follow_waits(&record, body, outcome);
         if info.carries_data && !self.call.sink_taken && self.call.client.streams_data() {
@@ -139,7 +166,9 @@ impl Dispatcher<'_> {
         }
         match outcome {
             Outcome::Done | Outcome::Later => {}
-            Outcome::Replied => self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply),
+            Outcome::Replied => {
+                self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
+            }
             Outcome::Failed(status) => self.failed(info, &record, status),
         }
         if info.opcode >> 8 == 0x03 {
@@ -150,7 +179,11 @@ impl Dispatcher<'_> {
 
     fn failed(&mut self, info: &'static OpInfo, record: &Record, status: Status) {
         if status == Status::NOT_SUPPORTED && self.unsupported.insert(info.opcode) {
-            tracing::warn!(op = info.name, seq = record.seq, "answered CUDA_ERROR_NOT_SUPPORTED (said once for each operation)");
+            tracing::warn!(
+                op = info.name,
+                seq = record.seq,
+                "answered CUDA_ERROR_NOT_SUPPORTED (said once for each operation)"
+            );
         } else {
             tracing::debug!(op = info.name, seq = record.seq, "failed: {status}");
         }
@@ -161,7 +194,9 @@ impl Dispatcher<'_> {
     }
 
     fn follow_waits(&mut self, record: &Record, body: &[u8], outcome: Outcome) {
-        let ticket = |skip: usize| body.get(skip..skip + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
+        let ticket = |skip: usize| {
+            body.get(skip..skip + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b))
+        };
         if record.opcode == <StreamHostWait as Op>::INFO.opcode && outcome == Outcome::Done {
             self.waits.extend(ticket(4));
         } else if record.opcode == <StreamHostSignal as Op>::INFO.opcode

@@ -32,7 +32,8 @@ pub fn backend() -> String {
 
 /// The server under test: the one that was built with the tests, unless `RGPU_TEST_SERVER` names another.
 pub fn binary() -> PathBuf {
-    std::env::var_os("RGPU_TEST_SERVER").map_or_else(|| env!("CARGO_BIN_EXE_rgpu-server").into(), PathBuf::from)
+    std::env::var_os("RGPU_TEST_SERVER")
+        .map_or_else(|| env!("CARGO_BIN_EXE_rgpu-server").into(), PathBuf::from)
 }
 
 /// A running server; ended when dropped.
@@ -217,11 +218,15 @@ impl Local {
         send_frame(socket.as_fd(), frame::ATTACH, &parts, &[file.as_fd(), doorbell.as_fd()]).unwrap();
         // SAFETY: the words of the ring, inside the view, which lives as long as the producer in this structure.
         let words = unsafe {
-            std::slice::from_raw_parts(view.base().add(geometry.ring_offset).as_ptr().cast(), geometry.ring_size / 8)
+            std::slice::from_raw_parts(
+                view.base().add(geometry.ring_offset).as_ptr().cast(),
+                geometry.ring_size / 8,
+            )
         };
         // SAFETY: as above.
         let header: &'static Header = unsafe { view.base().cast::<Header>().as_ref() };
-        let mut local = Local { socket, producer: Producer::new(header, RingMemory::new(words)), view, doorbell };
+        let mut local =
+            Local { socket, producer: Producer::new(header, RingMemory::new(words)), view, doorbell };
         let (status, reason) = local.ack();
         if status == 0 { Ok(local) } else { Err(reason) }
     }
@@ -253,7 +258,13 @@ impl Local {
     pub fn add_region(&mut self, id: u32, file: &OwnedFd, size: u64) -> (u32, String) {
         let add = RegionAdd { region: id, extent_count: 1, flags: REGION_OWN_MEMORY, reserved: 0, size };
         let extent = Extent { addr: 0, len: size };
-        send_frame(self.socket.as_fd(), frame::REGION_ADD, &[add.as_bytes(), extent.as_bytes()], &[file.as_fd()]).unwrap();
+        send_frame(
+            self.socket.as_fd(),
+            frame::REGION_ADD,
+            &[add.as_bytes(), extent.as_bytes()],
+            &[file.as_fd()],
+        )
+        .unwrap();
         self.ack()
     }
 
@@ -311,7 +322,12 @@ impl Session for Local {
     }
 
     fn error(&mut self, context: u32) -> Option<(Status, bool)> {
-        self.view.progress().error(ContextId(context)).unwrap().get().map(|(status, sticky, _)| (status, sticky))
+        self.view
+            .progress()
+            .error(ContextId(context))
+            .unwrap()
+            .get()
+            .map(|(status, sticky, _)| (status, sticky))
     }
 
     fn lost(&mut self) -> Option<String> {
@@ -334,6 +350,9 @@ impl Session for Local {
     }
 }
 
+/// Chunks that have come, with their offsets, by command.
+type Inbox = HashMap<u64, Vec<(u64, Vec<u8>)>>;
+
 /// A session over TCP. Its "arena" is a vector here; data goes and comes as a bridge would carry it.
 pub struct Tcp {
     pub control: TcpStream,
@@ -347,7 +366,7 @@ pub struct Tcp {
     outputs: HashMap<u64, HostRange>,
     bye: Option<String>,
     /// Data of each kind of connection, received aside.
-    inbox: Arc<Mutex<HashMap<u64, Vec<(u64, Vec<u8>)>>>>,
+    inbox: Arc<Mutex<Inbox>>,
     /// Send data in pieces of this many bytes, dealt over the connections.
     pub chunk: usize,
 }
@@ -364,7 +383,7 @@ impl Tcp {
         if welcome.status != 0 {
             return Err(protocol::device::untext(&welcome.reason));
         }
-        let inbox: Arc<Mutex<HashMap<u64, Vec<(u64, Vec<u8>)>>>> = Arc::default();
+        let inbox: Arc<Mutex<Inbox>> = Arc::default();
         let mut data = Vec::new();
         for index in 0..welcome.data_connections {
             let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -441,7 +460,8 @@ impl Tcp {
             }
             frame::DATA_SENT => {
                 let sent = DataSent::read_from_bytes(&body).unwrap();
-                let range = self.outputs.remove(&sent.seq).expect("data of a command that has output, told once");
+                let range =
+                    self.outputs.remove(&sent.seq).expect("data of a command that has output, told once");
                 let inbox = Arc::clone(&self.inbox);
                 let came = |chunks: Option<&Vec<(u64, Vec<u8>)>>| {
                     chunks.map_or(0, |c| c.iter().map(|(_, b)| b.len() as u64).sum::<u64>())
@@ -478,7 +498,7 @@ impl Session for Tcp {
         if let Some(info) = ops::info(opcode) {
             let _ = (info.visit_data)(body, &mut |data| uses.push(data));
         }
-        for (_, data) in uses.iter().enumerate() {
+        for data in &uses {
             if let DataUse::Out(range) = data {
                 self.outputs.insert(seq, *range);
             }
@@ -490,7 +510,11 @@ impl Session for Tcp {
                 let all = self.memory[range.offset as usize..(range.offset + range.len) as usize].to_vec();
                 for (i, bytes) in all.chunks(self.chunk).enumerate() {
                     let offset = (i * self.chunk) as u64;
-                    self.send_data(i, DataHeader { seq, offset, piece: piece as u32, len: bytes.len() as u32 }, bytes);
+                    self.send_data(
+                        i,
+                        DataHeader { seq, offset, piece: piece as u32, len: bytes.len() as u32 },
+                        bytes,
+                    );
                 }
             }
         }

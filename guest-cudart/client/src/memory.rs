@@ -157,6 +157,11 @@ impl<T> DeviceMemory<T> {
         Ok(gone)
     }
 
+    /// Everything is gone on the server as well: nothing is backed, nothing allocated.
+    pub fn reset(&mut self) {
+        *self = DeviceMemory::new(self.device, self.granule);
+    }
+
     /// Takes an allocation away; its memory is free for the next. `None`: there is none at this address. No work may use it.
     pub fn free(&mut self, address: u64, backing: &dyn Backing) -> Option<Allocation<T>> {
         let allocation = self.allocations.remove(&address)?;

@@ -32,6 +32,8 @@ pub(crate) struct Context {
     alive: AtomicBool,
     retained: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
+    /// The legacy default stream, and so every stream that it waits for, is known to be done up to this `seq`.
+    legacy_synced: AtomicU64,
     /// `seq` of the last record of work in this context.
     last_work: AtomicU64,
     /// The same, of work on streams that do not wait for the legacy default stream.
@@ -78,6 +80,7 @@ impl Context {
                 alive: (!primary).into(),
                 retained: Mutex::new(0),
                 legacy: std::sync::OnceLock::new(),
+                legacy_synced: AtomicU64::new(0),
                 last_work: AtomicU64::new(0),
                 last_free_work: AtomicU64::new(0),
                 synced: AtomicU64::new(0),
@@ -125,9 +128,17 @@ impl Context {
 
     /// Notes that the legacy default stream, and so everything that it waits for, is done up to `seq`.
     pub fn legacy_is_synced(&self, seq: u64) {
+        self.legacy_synced.fetch_max(seq, Ordering::AcqRel);
         if self.last_free_work.load(Ordering::Acquire) <= self.synced.load(Ordering::Acquire) {
             self.is_synced(seq);
         }
+    }
+
+    /// Whether record `seq` of one of its streams is known to be done; `free`: of a stream that the legacy default stream does not wait for.
+    #[inline]
+    pub fn has_synced(&self, seq: u64, free: bool) -> bool {
+        self.synced.load(Ordering::Acquire) >= seq
+            || !free && self.legacy_synced.load(Ordering::Acquire) >= seq
     }
 
     /// Whether work may be under way.
@@ -224,8 +235,16 @@ impl Context {
 
     fn reset_now(&'static self, stays: bool) -> Result {
         let driver = driver()?;
+        let device = state::device(self.device as i32)?;
         self.alive.store(stays, Ordering::Release);
-        self.forget_contents(driver);
+        // A reset takes everything on the device with it. While made contexts live there, what is in this one is taken apart piece by piece.
+        let alone = !CONTEXTS.all().iter().any(|c| c.device == self.device && !c.primary && c.is_alive());
+        self.forget_contents(driver, alone);
+        if !alone {
+            memory::forget(driver, self);
+            return Ok(());
+        }
+        memory::reset(driver, device);
         let result = driver.session.call(&PrimaryReset { device: self.device }).map(|_| ());
         // The server has cleared the error; a word that was on its way meanwhile must not survive.
         if let Some(word) = driver.session.progress().error(self.id) {
@@ -234,8 +253,9 @@ impl Context {
         result
     }
 
-    /// Everything in the context is gone: handles of it name nothing from here on.
-    fn forget_contents(&'static self, driver: &Driver) {
+    /// Everything in the context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
+    /// destroy the objects by itself.
+    fn forget_contents(&'static self, driver: &Driver, with_server: bool) {
         if self.is_busy() {
             // What the work comes to is nobody's concern any more; that it is over is.
             let _ = driver.session.call(&ContextSynchronize { context: self.id });
@@ -247,11 +267,10 @@ impl Context {
                 unsafe { destructor(self.handle, key as *mut c_void, value as *mut c_void) };
             }
         }
-        stream::forget(driver, self);
-        event::forget(self);
-        module::forget(self);
-        library::forget(self);
-        memory::forget(driver, self);
+        stream::forget(driver, self, with_server);
+        event::forget(driver, self, with_server);
+        module::forget(driver, self, with_server);
+        library::forget(driver, self, with_server);
         let now = self.last_work.load(Ordering::Acquire);
         self.is_synced(now);
     }
@@ -361,7 +380,8 @@ api! {
         }
         let context: &'static Context = *context;
         context.alive.store(false, Ordering::Release);
-        context.forget_contents(driver);
+        context.forget_contents(driver, true);
+        memory::forget(driver, context);
         // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
         let _ = STACK.try_with(|stack| {
             let mut stack = stack.borrow_mut();
@@ -370,6 +390,9 @@ api! {
             }
         });
         let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
+        if let Some(word) = driver.session.progress().error(context.id) {
+            word.clear();
+        }
         if result.is_ok() {
             lock(&IDS).push(context.id.0);
         }

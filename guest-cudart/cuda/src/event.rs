@@ -31,8 +31,13 @@ static IDS_FRESH: AtomicU32 = AtomicU32::new(0);
 
 impl Event {
     /// Whether it was ever recorded: if not, there is nothing to wait for.
-    pub fn is_recorded(&self) -> bool {
+    fn is_recorded(&self) -> bool {
         lock(&self.last).is_some()
+    }
+
+    /// Its last record: the stream, and the record's `seq`.
+    pub fn last(&self) -> Option<(Arc<Stream>, u64)> {
+        lock(&self.last).clone()
     }
 
     /// Whether its last record is done.
@@ -47,10 +52,14 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
     EVENTS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
-/// A context's events are gone with it.
-pub(crate) fn forget(context: &'static Context) {
-    let gone = EVENTS.remove_where(|event| std::ptr::eq(event.context, context));
-    lock(&IDS).extend(gone.iter().map(|event| event.id.0));
+/// A context's events are gone with it. `with_server`: the server destroys them by itself.
+pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+    for event in EVENTS.remove_where(|event| std::ptr::eq(event.context, context)) {
+        if !with_server && driver.session.append(&EventDestroy { event: event.id }).is_err() {
+            return;
+        }
+        lock(&IDS).push(event.id.0);
+    }
 }
 
 fn record(event: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
@@ -152,7 +161,11 @@ api! {
         if event.is_done(driver) {
             return event.context.deferred(driver);
         }
+        let last = event.last();
         let result = driver.session.call(&EventSynchronize { event: event.id }).map(|_| ());
+        if let (Ok(()), Some((stream, seq))) = (&result, last) {
+            stream.is_synced(seq);
+        }
         event.context.settle(driver, result)
     }
 

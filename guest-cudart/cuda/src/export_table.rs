@@ -132,7 +132,11 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
     let devices: Vec<Seen> = state::driver().map_or(Vec::new(), |driver| {
         let seen = |device: &state::Device| Seen {
             uuid: device.info.uuid,
-            pci: [device.attribute(attr::PCI_DOMAIN_ID), device.attribute(attr::PCI_BUS_ID), device.attribute(attr::PCI_DEVICE_ID)],
+            pci: [
+                device.attribute(attr::PCI_DOMAIN_ID),
+                device.attribute(attr::PCI_BUS_ID),
+                device.attribute(attr::PCI_DEVICE_ID),
+            ],
         };
         driver.devices.iter().map(seen).collect()
     });
@@ -142,7 +146,11 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
         process: std::process::id(),
         // SAFETY: a plain question to the C library.
         thread: unsafe { libc::pthread_self() } as u32,
-        addresses: [RUNTIME.0.as_ptr() as usize, INTEGRITY.0.as_ptr() as usize, integrity_check as *const () as usize],
+        addresses: [
+            RUNTIME.0.as_ptr() as usize,
+            INTEGRITY.0.as_ptr() as usize,
+            integrity_check as *const () as usize,
+        ],
         unix_seconds,
     };
     // SAFETY: checked for NULL; the caller's own to vouch for.

@@ -1,4 +1,5 @@
-//! Functions, and what is known of them: everything came with the module.
+//! Functions, and what is known of them: it came with the module, but for the attributes of a large module's functions, which come when the
+//! first of them is needed.
 
 use std::ffi::{CString, c_char};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -13,7 +14,7 @@ use crate::{Result, non_null, put};
 use client::Status;
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
-use client::ops::module::{FunctionInfo, FunctionSetAttribute, Param};
+use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionSetAttribute, Param};
 
 /// `CUfunction_attribute` numbers that are used here.
 pub(crate) mod func {
@@ -39,8 +40,8 @@ pub(crate) struct Function {
     /// Bytes of the parameter block.
     pub params_size: usize,
     attributes: [AtomicI32; func::MAX as usize],
-    /// Attributes that the server's driver knows are those below this number.
-    known: u32,
+    /// Attributes that the server's driver knows are those below this number. Not set while they have not come.
+    known: OnceLock<u32>,
     /// Made when it is asked for.
     pub handle: OnceLock<usize>,
     module: OnceLock<Weak<Module>>,
@@ -59,18 +60,43 @@ impl Function {
         let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
         // What a launch can carry; the toolkit's own limit is 32764.
         let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
-        let attribute = |i: usize| AtomicI32::new(info.attributes.get(i).copied().unwrap_or(0));
-        Ok(Function {
+        let function = Function {
             id: FunctionId::new(module, index),
             context,
             name,
             params_size,
             params: info.params,
-            attributes: std::array::from_fn(attribute),
-            known: (info.attributes.len() as u32).min(func::MAX),
+            attributes: Default::default(),
+            known: OnceLock::new(),
             handle: OnceLock::new(),
             module: OnceLock::new(),
+        };
+        if !info.attributes.is_empty() {
+            function.keep(&info.attributes);
+        }
+        Ok(function)
+    }
+
+    /// Keeps the attributes as they came, once: what the program sets later is not overwritten by a second thread's answer.
+    fn keep(&self, values: &[i32]) -> u32 {
+        *self.known.get_or_init(|| {
+            for (place, value) in self.attributes.iter().zip(values) {
+                place.store(*value, Ordering::Relaxed);
+            }
+            values.len().min(self.attributes.len()) as u32
         })
+    }
+
+    /// Sees to it that the attributes are here, and says how many there are.
+    #[inline]
+    pub fn ready(&self) -> Result<u32> {
+        self.known.get().map_or_else(|| self.fetch(), |known| Ok(*known))
+    }
+
+    #[cold]
+    fn fetch(&self) -> Result<u32> {
+        let reply = driver()?.session.call(&FunctionAttributes { function: self.id })?;
+        Ok(self.keep(&reply.attributes))
     }
 
     /// The function's handle.
@@ -87,6 +113,7 @@ impl Function {
         Ok(kept)
     }
 
+    /// An attribute; 0 if the server's driver does not know it. [`ready`](Self::ready) has been called.
     #[inline]
     pub fn attribute(&self, number: u32) -> i32 {
         self.attributes.get(number as usize).map_or(0, |value| value.load(Ordering::Relaxed))
@@ -97,11 +124,12 @@ impl Function {
         if number >= func::MAX {
             return Err(Status::INVALID_VALUE);
         }
-        if number >= self.known { Err(Status::NOT_SUPPORTED) } else { Ok(self.attribute(number)) }
+        if number >= self.ready()? { Err(Status::NOT_SUPPORTED) } else { Ok(self.attribute(number)) }
     }
 
     /// `cuFuncSetAttribute`: checked here, told to the server, and kept.
     pub fn set(&self, number: u32, value: i32) -> Result {
+        self.ready()?;
         match number {
             func::MAX_DYNAMIC_SHARED_SIZE_BYTES => {
                 let device = state::device(self.context.device as i32)?;

@@ -156,8 +156,8 @@ impl Kernel {
     }
 }
 
-/// A context's instances are gone with it.
-pub(crate) fn forget(context: &'static Context) {
+/// A context's instances are gone with it. `with_server`: the server unloads them by itself.
+pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for kernel in KERNELS.all() {
         kernel
             .instances
@@ -166,17 +166,19 @@ pub(crate) fn forget(context: &'static Context) {
             .retain(|(c, _)| !std::ptr::eq(*c, context));
     }
     for library in LIBRARIES.all() {
-        lock(&library.instances).retain(|(c, _)| !std::ptr::eq(*c, context));
+        for (_, module) in lock(&library.instances).extract_if(.., |(c, _)| std::ptr::eq(*c, context)) {
+            module.forget(driver);
+            if !with_server {
+                // A lost session has no modules.
+                let _ = module.unload(driver);
+            }
+        }
     }
 }
 
-/// A library's module cannot be unloaded by itself.
-pub(crate) fn disown(module: &Arc<Module>) -> Result {
-    let owned = LIBRARIES
-        .all()
-        .iter()
-        .any(|library| lock(&library.instances).iter().any(|(_, m)| Arc::ptr_eq(m, module)));
-    if owned { Err(Status::NOT_PERMITTED) } else { Ok(()) }
+/// Whether a module is a library's: it cannot be unloaded by itself.
+pub(crate) fn owns(module: &Arc<Module>) -> bool {
+    LIBRARIES.all().iter().any(|library| lock(&library.instances).iter().any(|(_, m)| Arc::ptr_eq(m, module)))
 }
 
 /// The module of a kernel's function.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::context::{self, Context};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, non_null, put};
+use crate::{Result, non_null, pool, put};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, window};
 use client::{Status, lock};
 
@@ -144,6 +144,7 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
         }
         (size, pool)
     };
+    pool::account(pool, size, false);
     let mark = stream.mark(driver)?;
     lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
     collect(driver);
@@ -200,29 +201,28 @@ fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
     !waiting.is_empty()
 }
 
-/// A context's memory is gone with it.
+/// A device's memory is gone, whichever context it was in: the server has reset the device.
+pub(crate) fn reset(driver: &Driver, device: &Device) {
+    lock(&LEAVING).retain(|l| l.device != device.ordinal);
+    lock(&device.memory).reset();
+    let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+    globals.retain(|_, (_, owner)| owner.device != device.ordinal);
+}
+
+/// Gives back the memory of a context that ends.
 pub(crate) fn forget(driver: &Driver, context: &'static Context) {
     lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
     for device in &driver.devices {
         let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
         for address in addresses {
+            if let Some(found) = find(driver, address) {
+                pool::account(found.pool, found.size, false);
+            }
             release(driver, device, address);
         }
     }
     let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
-}
-
-/// Bytes that allocations of a pool take, and those of them that streams have yet to let go.
-pub(crate) fn pool_use(driver: &Driver, device: u32, pool: usize) -> u64 {
-    let Some(device) = driver.devices.get(device as usize) else { return 0 };
-    let memory = lock(&device.memory);
-    memory
-        .addresses_where(|tag| tag.pool == pool && !tag.freed)
-        .iter()
-        .filter_map(|a| memory.find(*a))
-        .map(|(_, a)| a.size)
-        .sum()
 }
 
 /// Pitch of a row, in bytes: as CUDA's, a multiple of the texture pitch alignment that suits every access.
@@ -286,6 +286,7 @@ api! {
         }
         driver.session.append(&MemFree { address: dptr })?;
         memory.free(dptr, driver);
+        pool::account(found.pool, found.size, false);
         Ok(())
     }
 

@@ -20,7 +20,10 @@ fn fill(
     if width == 0 || height == 0 {
         return Ok(());
     }
-    if dst == 0 || !dst.is_multiple_of(element.into()) || height > 1 && !pitch.is_multiple_of(element as usize) {
+    if dst == 0
+        || !dst.is_multiple_of(element.into())
+        || height > 1 && !pitch.is_multiple_of(element as usize)
+    {
         return Err(Status::INVALID_VALUE);
     }
     let row = (width as u64).checked_mul(element.into()).ok_or(Status::INVALID_VALUE)?;

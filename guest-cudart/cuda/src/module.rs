@@ -294,7 +294,8 @@ impl Module {
         driver.session.append(&ModuleUnload { module: self.id }).map(|_| ())
     }
 
-    fn forget(&self, driver: &Driver) {
+    /// Its handles, and those of its functions, name nothing from here on.
+    pub fn forget(&self, driver: &Driver) {
         for function in &self.functions {
             if let Some(handle) = function.handle.get() {
                 FUNCTIONS.remove(*handle);
@@ -310,11 +311,15 @@ impl Module {
     }
 }
 
-/// A context's modules are gone with it.
-pub(crate) fn forget(context: &'static Context) {
-    let Ok(driver) = driver() else { return };
+/// A context's modules are gone with it. `with_server`: the server unloads them by itself.
+pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for module in MODULES.remove_where(|module| std::ptr::eq(module.context, context)) {
         module.forget(driver);
+        // A library's modules are its own to unload.
+        if !with_server && !library::owns(&module) {
+            // A lost session has no modules.
+            let _ = driver.session.append(&ModuleUnload { module: module.id });
+        }
     }
 }
 
@@ -371,14 +376,17 @@ api! {
             // A kernel of it may be running; what the work comes to is said by the calls that ask.
             let _ = driver.session.call(&client::ops::context::ContextSynchronize { context: module.context.id });
         }
-        library::disown(&module)?;
+        if library::owns(&module) {
+            return Err(Status::NOT_PERMITTED);
+        }
         module.unload(driver)
     }
 
     fn cuModuleGetLoadingMode(mode: *mut u32) {
         driver()?;
-        // CU_MODULE_EAGER_LOADING: a module is whole once it is loaded.
-        put(mode, 1)
+        // CU_MODULE_LAZY_LOADING: a runtime inside the program then loads a module when a kernel of it is first used, as NVIDIA's driver
+        // has it do by default; and where the server's driver is NVIDIA's, it loads each function so.
+        put(mode, 2)
     }
 
     fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) {

@@ -54,6 +54,7 @@ fn potential(
     if limit < 0 {
         return Err(Status::INVALID_VALUE);
     }
+    function.ready()?;
     let device = state::device(function.context.device as i32)?;
     let warp = device.attribute(attr::WARP_SIZE).max(1);
     let most_threads = device
@@ -115,6 +116,7 @@ api! {
         if num_blocks <= 0 || block_size <= 0 {
             return Err(Status::INVALID_VALUE);
         }
+        function.ready()?;
         let device = state::device(function.context.device as i32)?;
         // The largest size with which that many blocks still fit: found by halving, each step asked of the device.
         let fits = |bytes: usize| blocks(&function, block_size, bytes, 0).map(|n| n >= num_blocks);

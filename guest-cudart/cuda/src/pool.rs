@@ -24,7 +24,23 @@ struct Pool {
     /// The three kinds of reuse, and the release threshold: kept and given back. Reuse is always the strictest.
     reuse: [AtomicI32; 3],
     threshold: AtomicU64,
+    /// Bytes of its allocations, now and at most.
+    used: AtomicU64,
     used_high: AtomicU64,
+}
+
+/// Notes that an allocation of a pool came or went. A pool that is gone, or none, is nobody's account.
+pub(crate) fn account(pool: usize, size: u64, came: bool) {
+    if pool == 0 {
+        return;
+    }
+    let Some(pool) = POOLS.get(pool) else { return };
+    if came {
+        let used = pool.used.fetch_add(size, Ordering::Relaxed) + size;
+        pool.used_high.fetch_max(used, Ordering::Relaxed);
+    } else {
+        pool.used.fetch_sub(size, Ordering::Relaxed);
+    }
 }
 
 static POOLS: Slab<Pool> = Slab::new(8);
@@ -39,6 +55,7 @@ fn new_pool(device: u32, default: bool) -> Arc<Pool> {
         default,
         reuse: [const { AtomicI32::new(1) }; 3],
         threshold: AtomicU64::new(0),
+        used: AtomicU64::new(0),
         used_high: AtomicU64::new(0),
     })
 }
@@ -82,7 +99,7 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         Some(address) => address,
         None => memory::alloc(driver, stream.context, pool.device, size as u64, pool_handle)?,
     };
-    pool.used_high.fetch_max(memory::pool_use(driver, pool.device, pool_handle), Ordering::Relaxed);
+    account(pool_handle, size as u64, true);
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(dptr, address) }
 }
@@ -205,22 +222,21 @@ api! {
             1..=3 => pool.reuse[attribute as usize - 1].store(value.cast::<i32>().read(), Ordering::Relaxed),
             4 => pool.threshold.store(value.cast::<u64>().read(), Ordering::Relaxed),
             // The two high-water marks can only be set to 0.
-            6 | 8 if value.cast::<u64>().read() == 0 => pool.used_high.store(0, Ordering::Relaxed),
+            6 | 8 if value.cast::<u64>().read() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         }
         Ok(())
     }
 
     fn cuMemPoolGetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (driver, found) = of(pool)?;
+        let (_, found) = of(pool)?;
         non_null(value)?;
-        let used = || memory::pool_use(driver, found.device, pool);
         match attribute {
             1..=3 => put(value.cast(), found.reuse[attribute as usize - 1].load(Ordering::Relaxed)),
             4 => put(value.cast(), found.threshold.load(Ordering::Relaxed)),
             // What is reserved for a pool is what is used: the rest is the device's.
-            5 | 7 => put(value.cast(), used()),
-            6 | 8 => put(value.cast(), found.used_high.load(Ordering::Relaxed).max(used())),
+            5 | 7 => put(value.cast(), found.used.load(Ordering::Relaxed)),
+            6 | 8 => put(value.cast(), found.used_high.load(Ordering::Relaxed)),
             _ => Err(Status::INVALID_VALUE),
         }
     }

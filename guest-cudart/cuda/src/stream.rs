@@ -38,6 +38,9 @@ pub(crate) struct Stream {
     last_work: AtomicU64,
     last_mark: AtomicU64,
     synced: AtomicU64,
+    /// Records of other streams that this one has waited for: the wait's own `seq`, the stream, the record's `seq`. When this stream
+    /// is known to be past the wait, the other is known to be past the record, whether or not its progress word says so yet.
+    waited_for: Mutex<Vec<(u64, Arc<Stream>, u64)>>,
     /// Everything that was ever on it is done, and its progress word may be another's.
     finished: AtomicBool,
 }
@@ -81,6 +84,7 @@ impl Stream {
             last_work: AtomicU64::new(0),
             last_mark: AtomicU64::new(0),
             synced: AtomicU64::new(0),
+            waited_for: Mutex::default(),
             finished: AtomicBool::new(false),
         }
     }
@@ -110,7 +114,7 @@ impl Stream {
 
     /// Whether the stream has passed the publishing record `seq`.
     pub fn has_passed(&self, driver: &Driver, seq: u64) -> bool {
-        if self.synced.load(Ordering::Acquire) >= seq {
+        if self.synced.load(Ordering::Acquire) >= seq || self.context.has_synced(seq, self.is_free()) {
             return true;
         }
         // The word may be another stream's by now, but then it was zeroed after `finished` was set.
@@ -146,10 +150,34 @@ impl Stream {
 
     /// Notes that everything on the stream up to `seq` is done.
     pub fn is_synced(&self, seq: u64) {
-        self.synced.fetch_max(seq, Ordering::AcqRel);
+        if self.synced.fetch_max(seq, Ordering::AcqRel) >= seq {
+            return;
+        }
         if self.legacy {
             self.context.legacy_is_synced(seq);
         }
+        let mut waited_for = lock(&self.waited_for);
+        if waited_for.is_empty() {
+            return;
+        }
+        let passed: Vec<_> = waited_for.extract_if(.., |(wait, ..)| *wait <= seq).collect();
+        drop(waited_for);
+        for (_, other, record) in passed {
+            other.is_synced(record);
+        }
+    }
+
+    /// Notes that record `wait` makes this stream wait for `record` of another.
+    pub fn waits_for(&self, wait: u64, other: &Arc<Stream>, record: u64) {
+        if std::ptr::eq(self, &**other) || other.synced.load(Ordering::Acquire) >= record {
+            return;
+        }
+        let mut waited_for = lock(&self.waited_for);
+        // A later wait for the same stream says more once it is passed; the earlier ones are kept while they are few.
+        if waited_for.len() >= 64 {
+            waited_for.remove(0);
+        }
+        waited_for.push((wait, other.clone(), record));
     }
 
     /// Waits until everything on the stream is done. No round trip when it is known to be.
@@ -253,8 +281,8 @@ pub(crate) fn reap(driver: &Driver) {
     });
 }
 
-/// A context's streams are gone with it, on the server as well.
-pub(crate) fn forget(_driver: &Driver, context: &'static Context) {
+/// A context's streams are gone with it. `with_server`: the server destroys them by itself.
+pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
     lock(&ENDING).retain(|stream| {
         let other = !std::ptr::eq(stream.context, context);
@@ -273,6 +301,9 @@ pub(crate) fn forget(_driver: &Driver, context: &'static Context) {
     let mut ids = lock(&IDS);
     for stream in gone {
         if !stream.finished.swap(true, Ordering::AcqRel) {
+            if !with_server && driver.session.append(&StreamDestroy { stream: stream.id }).is_err() {
+                return;
+            }
             ids.push(stream.id.0);
         }
     }
@@ -358,9 +389,10 @@ api! {
         if flags & !1 != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        if event.is_recorded() {
+        if let Some((other, record)) = event.last() {
             let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
             stream.worked(seq);
+            stream.waits_for(seq, &other, record);
         }
         Ok(())
     }

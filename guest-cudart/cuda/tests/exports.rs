@@ -26,10 +26,10 @@ fn headers() -> PathBuf {
         }
     }
     let target = build_folder().join("cuda13-headers");
-    run(Command::new("python3").args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"]).arg(&target).args([
-        "nvidia-cuda-runtime==13.0.96",
-        "nvidia-cuda-crt==13.0.88",
-    ]));
+    run(Command::new("python3")
+        .args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
+        .arg(&target)
+        .args(["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"]));
     target.join("nvidia/cu13/include")
 }
 
@@ -68,7 +68,9 @@ fn the_list_is_that_of_the_header() {
         expected.extend(names);
     }
     // cudaProfiler.h, which the wheel does not have, and our own mark.
-    expected.extend(["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "rgpu_libcuda"].map(str::to_owned));
+    expected.extend(
+        ["cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop", "rgpu_libcuda"].map(str::to_owned),
+    );
     assert_eq!(listed(), expected);
 }
 
@@ -76,11 +78,13 @@ fn the_list_is_that_of_the_header() {
 fn the_library_exports_the_list_and_nothing_else() {
     run(Command::new(env!("CARGO")).args(["build", "--quiet", "--package", "rgpu-cuda"]).current_dir(HERE));
     let out = tempfile::tempdir().expect("a temporary folder");
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| Path::new(HERE).join("../../target"), PathBuf::from);
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| Path::new(HERE).join("../../target"), PathBuf::from);
     run(Command::new(Path::new(HERE).join("link.sh")).arg(target.join("debug/libcuda.a")).arg(out.path()));
     let library = out.path().join("libcuda.so.1");
     let symbols = run(Command::new("nm").args(["--dynamic", "--defined-only"]).arg(&library));
-    let exported: BTreeSet<String> = symbols.lines().filter_map(|line| line.split(' ').nth(2)).map(str::to_owned).collect();
+    let exported: BTreeSet<String> =
+        symbols.lines().filter_map(|line| line.split(' ').nth(2)).map(str::to_owned).collect();
     assert_eq!(exported, listed());
     let dynamic = run(Command::new("readelf").arg("--dynamic").arg(&library));
     assert!(dynamic.contains("soname: [libcuda.so.1]"), "{dynamic}");

@@ -1,7 +1,7 @@
 //! Structures of `types` against cudarc's bindings of `cuda.h` 13.0.
 
-use cudarc::driver::sys;
 use cuda::types;
+use cudarc::driver::sys;
 
 macro_rules! same {
     ($ours:ty, $theirs:ty { $($our:ident = $their:ident),* $(,)? }) => {{

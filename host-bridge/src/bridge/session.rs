@@ -16,8 +16,10 @@ use thiserror::Error;
 use super::core::{ChannelMemory, Core, Wakeup};
 use super::local::{self, Local};
 use super::tcp::{self, Tcp, receive_welcome};
+use super::verbs::{self, Verbs};
 use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
 use crate::framing::Address;
+use crate::verbs::{Settings, VerbsError};
 
 /// Which transport carries a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +28,8 @@ pub enum TransportKind {
     Local,
     /// Over sockets.
     Tcp,
+    /// Over InfiniBand or RoCE.
+    Verbs,
 }
 
 impl TransportKind {
@@ -39,7 +43,7 @@ impl TransportKind {
 
     /// Whether it can reach such an address.
     pub fn reaches(self, address: &Address) -> bool {
-        self == TransportKind::Tcp || matches!(address, Address::Unix(_))
+        self != TransportKind::Local || matches!(address, Address::Unix(_))
     }
 }
 
@@ -50,7 +54,8 @@ impl FromStr for TransportKind {
         match s {
             "local" => Ok(TransportKind::Local),
             "tcp" => Ok(TransportKind::Tcp),
-            _ => Err(format!("{s:?} is not a transport: local and tcp are")),
+            "verbs" => Ok(TransportKind::Verbs),
+            _ => Err(format!("{s:?} is not a transport: local, tcp and verbs are")),
         }
     }
 }
@@ -60,6 +65,7 @@ impl std::fmt::Display for TransportKind {
         f.write_str(match self {
             TransportKind::Local => "local",
             TransportKind::Tcp => "tcp",
+            TransportKind::Verbs => "verbs",
         })
     }
 }
@@ -87,6 +93,8 @@ pub struct SessionConfig {
     pub max_registered: u64,
     /// Regions that one session may register at most.
     pub max_regions: usize,
+    /// How to use verbs, for that transport.
+    pub verbs: Settings,
 }
 
 impl SessionConfig {
@@ -104,6 +112,7 @@ impl SessionConfig {
             silence: Duration::from_secs(10),
             max_registered: 0,
             max_regions: 65536,
+            verbs: Settings::default(),
         }
     }
 }
@@ -149,6 +158,12 @@ pub enum ConnectError {
         /// What it did.
         what: String,
     },
+    /// Verbs cannot be used, or did not come about.
+    #[error("this host cannot open a session over verbs: {source}")]
+    Verbs {
+        /// Why.
+        source: VerbsError,
+    },
     /// Something on this host failed.
     #[error("this host cannot open a session: {source}")]
     Here {
@@ -164,7 +179,7 @@ impl ConnectError {
             ConnectError::NoServer { .. } | ConnectError::Protocol { .. } => Answer::NoServer,
             ConnectError::Version { .. } => Answer::Version,
             ConnectError::Refused { answer, .. } => *answer,
-            ConnectError::Here { .. } => Answer::NoResources,
+            ConnectError::Here { .. } | ConnectError::Verbs { .. } => Answer::NoResources,
         }
     }
 }
@@ -237,6 +252,7 @@ pub struct Prepared {
 #[derive(Debug)]
 enum Link {
     Tcp(tcp::Links),
+    Verbs(Box<verbs::Links>),
     Local(std::os::fd::OwnedFd),
 }
 
@@ -248,6 +264,8 @@ impl Prepared {
             TransportKind::Tcp => {
                 tcp::connect(config, channel).map(|(links, handshake)| (Link::Tcp(links), handshake))?
             }
+            TransportKind::Verbs => verbs::connect(config, channel)
+                .map(|(links, handshake)| (Link::Verbs(Box::new(links)), handshake))?,
             TransportKind::Local => {
                 local::connect(config, channel).map(|(link, handshake)| (Link::Local(link), handshake))?
             }
@@ -272,6 +290,7 @@ impl Prepared {
         let core = Arc::new(core);
         let transport: Box<dyn Transport> = match link {
             Link::Tcp(links) => Box::new(Tcp::start(&config, core.clone(), links)?),
+            Link::Verbs(links) => Box::new(Verbs::start(&config, core.clone(), *links)?),
             Link::Local(link) => Box::new(Local::start(&config, core.clone(), link)?),
         };
         tracing::info!(

@@ -18,24 +18,28 @@ use protocol::data::HostRange;
 use protocol::device::{Answer, Extent};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{
-    ATTACH_FUTEX, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame, progress,
+    ATTACH_FUTEX, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame,
+    progress,
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::region::{Regions, Released};
-use super::wake::{self, Bell};
+use super::wake::{self, Bell, Watch};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct};
 use crate::memory::{ChannelView, Memories};
 
 /// Records taken between two looks at who waits for room or for progress, while there is more to take.
 const BATCH: u32 = 32;
+/// How often the control thread looks whether the bridge is still there while it waits for a region's last user.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// The dispatcher's side.
 pub struct LocalCommands {
     /// Borrows from the view in `client`, which is dropped after it.
     consumer: Consumer<'static>,
     client: Arc<LocalClient>,
+    watch: Watch,
     polling: Polling,
     since_wake: u32,
 }
@@ -45,7 +49,6 @@ pub struct LocalClient {
     view: Arc<ChannelView>,
     memories: Memories,
     waker: Arc<Waker>,
-    doorbell: OwnedFd,
     released: Arc<Released>,
     regions: Regions,
     socket: UnixStream,
@@ -53,6 +56,8 @@ pub struct LocalClient {
     sending: Mutex<()>,
     /// How the session ended: with nothing, or lost.
     end: OnceLock<Option<Lost>>,
+    /// Held while the session is being ended.
+    ending: Mutex<()>,
     stop: Bell,
     read: AtomicU64,
     written: AtomicU64,
@@ -103,6 +108,7 @@ impl LocalCommands {
         let stop = Bell::new().map_err(failed)?;
         let control = socket.try_clone().map_err(failed)?;
         let (view, memories, doorbell, waker) = attached;
+        let watch = Watch::new(doorbell, &stop).map_err(failed)?;
         let waker = Arc::new(waker);
         let (channel, sleepers) = (Arc::clone(&view), Arc::clone(&waker));
         let released = Released::new(Box::new(move |seq| {
@@ -114,23 +120,27 @@ impl LocalCommands {
             view,
             memories,
             waker,
-            doorbell,
             released,
             socket,
             sending: Mutex::new(()),
             end: OnceLock::new(),
+            ending: Mutex::new(()),
             stop,
             read: AtomicU64::new(0),
             written: AtomicU64::new(0),
         });
         // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
         // drops the consumer first).
-        let consumer = unsafe { std::mem::transmute::<Consumer<'_>, Consumer<'static>>(client.view.consumer()) };
+        let consumer =
+            unsafe { std::mem::transmute::<Consumer<'_>, Consumer<'static>>(client.view.consumer()) };
         client.view.header().set_ready();
         ack(&client.socket, Answer::Ok, "").map_err(failed)?;
         let served = Arc::clone(&client);
-        std::thread::Builder::new().name("rgpu-control".into()).spawn(move || served.serve(&control)).map_err(failed)?;
-        let commands = LocalCommands { consumer, client: Arc::clone(&client), polling, since_wake: 0 };
+        std::thread::Builder::new()
+            .name("rgpu-control".into())
+            .spawn(move || served.serve(&control))
+            .map_err(failed)?;
+        let commands = LocalCommands { consumer, client: Arc::clone(&client), watch, polling, since_wake: 0 };
         Ok((commands, client))
     }
 
@@ -172,7 +182,9 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
     };
     let memories = Memories::map(files).map_err(|e| invalid(chain(&e)))?;
     let view = memories.view(&extents, fixed.size).map_err(|e| match e {
-        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => (Answer::Version, Lost::new(chain(&e))),
+        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => {
+            (Answer::Version, Lost::new(chain(&e)))
+        }
         e => invalid(chain(&e)),
     })?;
     Ok((Arc::new(view), memories, doorbell, waker))
@@ -185,9 +197,14 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
 }
 
-fn list<T: FromBytes + Immutable + KnownLayout + Copy>(body: &[u8], count: u32) -> Result<(Vec<T>, &[u8]), String> {
+fn list<T: FromBytes + Immutable + KnownLayout + Copy>(
+    body: &[u8],
+    count: u32,
+) -> Result<(Vec<T>, &[u8]), String> {
     let bytes = (count as usize).checked_mul(size_of::<T>()).filter(|n| *n <= body.len());
-    let Some(bytes) = bytes else { return Err(format!("{count} entries do not fit a frame of {} bytes", body.len())) };
+    let Some(bytes) = bytes else {
+        return Err(format!("{count} entries do not fit a frame of {} bytes", body.len()));
+    };
     let (now, rest) = body.split_at(bytes);
     let all = now.chunks_exact(size_of::<T>()).filter_map(|b| T::read_from_bytes(b).ok()).collect();
     Ok((all, rest))
@@ -201,6 +218,9 @@ fn ack(socket: &UnixStream, answer: Answer, reason: &str) -> io::Result<()> {
 impl Commands for LocalCommands {
     fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
         loop {
+            if let Some(end) = self.ended() {
+                return end;
+            }
             if let Some(record) = self.try_next(body)? {
                 return Ok(Some(record));
             }
@@ -213,18 +233,13 @@ impl Commands for LocalCommands {
             if self.consumer.has_work() {
                 continue;
             }
-            if let Some(end) = self.ended() {
-                return end;
-            }
             let client = &self.client;
             let flag = &client.view.header().host_sleep;
             flag.announce();
             if !self.consumer.has_work() && client.end.get().is_none() {
-                wake::readable(&[client.doorbell.as_fd(), client.stop.as_fd()], None)
-                    .map_err(|e| Lost::new(format!("waiting for the doorbell: {e}")))?;
+                self.watch.wait().map_err(|e| Lost::new(format!("waiting for the doorbell: {e}")))?;
             }
             flag.cancel();
-            wake::drain(&client.doorbell);
         }
     }
 
@@ -259,17 +274,21 @@ impl LocalClient {
                 Ok(Some(frame::ALIVE)) => {}
                 Ok(Some(frame::REGION_ADD)) => {
                     let answer = self.add_region(&body, &mut fds);
-                    let (answer, reason) = answer.map_or_else(|why| (Answer::Invalid, why), |()| (Answer::Ok, String::new()));
+                    let (answer, reason) =
+                        answer.map_or_else(|why| (Answer::Invalid, why), |()| (Answer::Ok, String::new()));
                     self.ack(answer, &reason);
                 }
                 Ok(Some(frame::REGION_REMOVE)) => {
                     let id = body.first_chunk::<4>().map(|b| u32::from_le_bytes(*b));
                     match id.and_then(|id| self.regions.remove(id)) {
                         Some(left) => {
-                            while left.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
-                                if self.end.get().is_some() {
-                                    break;
-                                }
+                            // Frames are not read meanwhile, but a bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too long.
+                            let mut gone = false;
+                            while !gone && left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+                                gone = self.end.get().is_some() || wake::hung_up(socket.as_fd());
+                            }
+                            if gone {
+                                break None;
                             }
                             self.ack(Answer::Ok, "");
                         }
@@ -321,6 +340,13 @@ impl LocalClient {
         self.waker.progress(&self.view);
     }
 
+    /// A command names memory that is not there: no correct client does.
+    fn wild(&self, seq: u64, range: HostRange) -> Status {
+        let HostRange { place, offset, len } = range;
+        self.lose(&format!("command {seq} names {len} bytes at offset {offset:#x} of {place:?}, which it does not have or may not write"));
+        Status::INVALID_VALUE
+    }
+
     fn finish(&self, end: Option<Lost>) {
         if self.end.set(end).is_ok() {
             self.stop.ring();
@@ -340,7 +366,8 @@ impl Client for LocalClient {
             self.lose(&format!("command {seq} names reply slot {slot}, which does not exist"));
             return;
         };
-        let (status, payload) = if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
+        let (status, payload) =
+            if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         if place.complete(seq, status, payload) {
             self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
         }
@@ -376,17 +403,19 @@ impl Client for LocalClient {
 
     fn source(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Source, Status> {
         self.read.fetch_add(range.len, Ordering::Relaxed);
-        self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or(Status::INVALID_VALUE)
+        self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 
-    fn sink(&self, _seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+    fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
         self.written.fetch_add(range.len, Ordering::Relaxed);
-        self.regions.take(range, None).map(Sink::Mapped).ok_or(Status::INVALID_VALUE)
+        self.regions.take(range, None).map(Sink::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 
     fn nothing_sent(&self, _seq: u64) {}
 
     fn lose(&self, reason: &str) {
+        // Under the lock, so that whoever finds the session lost, and ends the process over it, does so after the client was told.
+        let _one = self.ending.lock().unwrap_or_else(|e| e.into_inner());
         if self.end.get().is_some() {
             return;
         }
@@ -408,6 +437,7 @@ impl Client for LocalClient {
     }
 
     fn close(&self) {
+        let _one = self.ending.lock().unwrap_or_else(|e| e.into_inner());
         self.finish(None);
         // Lets the control thread go if it still waits for a frame.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Read);

@@ -8,11 +8,13 @@
 //! ```
 //!
 //! - [`local`]: the client's memory is mapped here and the ring is read in place;
+//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE;
 //! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]).
 //!
 //! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is either
 //! [`Source::Mapped`] or [`Source::Incoming`], because only it knows how its device reads either.
 
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use protocol::Status;
@@ -26,13 +28,15 @@ pub mod local;
 pub mod outgoing;
 pub mod region;
 pub mod tcp;
+pub mod verbs;
 mod wake;
 
-pub use incoming::{Chunk, ChunkQueue, Incoming, Landing};
+pub use incoming::{Chunk, ChunkQueue, Incoming, Landing, Staged};
 pub use local::LocalCommands;
 pub use outgoing::Outgoing;
 pub use region::{Mapped, Region};
 pub use tcp::{TcpClient, TcpCommands};
+pub use verbs::{VerbsClient, VerbsCommands};
 
 /// The session is over, against somebody's will. The text says why, for a person.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -95,6 +99,20 @@ pub trait Client: Send + Sync {
 
     /// Bytes of bulk data read from and written to the client so far.
     fn traffic(&self) -> (u64, u64);
+
+    /// The memory in which incoming data lies before it is handed on ([`Staged`]), for a driver that registers it with its device. `None`: there is no such
+    /// memory. It stays as long as the client does.
+    fn staging(&self) -> Option<(NonNull<u8>, usize)> {
+        None
+    }
+
+    /// Has the transport send straight out of the `len` bytes at `at`, when [`Outgoing::send`] is given some of them. Without this they are copied first.
+    ///
+    /// # Safety
+    /// The memory stays mapped as long as the client lives.
+    unsafe fn adopt(&self, _at: NonNull<u8>, _len: usize) -> Result<(), Lost> {
+        Ok(())
+    }
 }
 
 /// Bytes that a worker reads.

@@ -3,19 +3,28 @@
 use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use protocol::link::{DataHeader, MAX_DATA};
 use zerocopy::IntoBytes;
 
 use super::tcp::TcpClient;
+use super::verbs::VerbsClient;
 use super::{Client, Lost};
 
 /// The data connections' sending ends.
-#[derive(Default)]
 pub(super) struct Outbox {
-    connections: Mutex<Vec<Arc<Connection>>>,
+    state: Mutex<OutboxState>,
+    changed: Condvar,
+    /// How many connections there will be. The first commands may come before them.
+    expected: usize,
     pub(super) bytes: AtomicU64,
+}
+
+#[derive(Default)]
+struct OutboxState {
+    connections: Vec<Arc<Connection>>,
+    over: bool,
 }
 
 struct Connection {
@@ -25,33 +34,76 @@ struct Connection {
 }
 
 impl Outbox {
+    /// For a session that will have `expected` data connections.
+    pub(super) fn new(expected: usize) -> Arc<Outbox> {
+        Arc::new(Outbox {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            expected: expected.max(1),
+            bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OutboxState> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     pub(super) fn add(&self, stream: TcpStream) {
         let connection = Connection { stream, turn: Mutex::new(()) };
-        self.connections.lock().unwrap_or_else(|e| e.into_inner()).push(Arc::new(connection));
+        let mut state = self.lock();
+        if state.over {
+            // Closed by the peer already: as good.
+            let _ = connection.stream.shutdown(Shutdown::Both);
+            return;
+        }
+        state.connections.push(Arc::new(connection));
+        drop(state);
+        self.changed.notify_all();
     }
 
+    /// The connection that `lane` picks. Waits until the session has all its connections. `None`: the session is over.
     fn lane(&self, lane: usize) -> Option<Arc<Connection>> {
-        let connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
-        (!connections.is_empty()).then(|| Arc::clone(&connections[lane % connections.len()]))
+        let mut state = self.lock();
+        while state.connections.len() < self.expected && !state.over {
+            state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+        (!state.over).then(|| Arc::clone(&state.connections[lane % state.connections.len()]))
     }
 
-    /// Closes the connections; whoever sends or receives on them is let go.
+    /// Closes the connections; whoever sends or receives on them, or waits for them, is let go.
     pub(super) fn close(&self) {
-        for connection in self.connections.lock().unwrap_or_else(|e| e.into_inner()).drain(..) {
+        let mut state = self.lock();
+        state.over = true;
+        for connection in state.connections.drain(..) {
             // Closed by the peer already: as good.
             let _ = connection.stream.shutdown(Shutdown::Both);
         }
+        drop(state);
+        self.changed.notify_all();
     }
 }
 
 /// Data that a command writes, to be sent in chunks. When it is dropped the client is told that all has been sent, whatever that was.
 pub struct Outgoing {
-    client: Weak<TcpClient>,
-    outbox: Arc<Outbox>,
+    way: Way,
     seq: u64,
     piece: u32,
     len: u64,
     sent: AtomicU64,
+}
+
+/// How the data goes.
+enum Way {
+    Tcp {
+        client: Weak<TcpClient>,
+        outbox: Arc<Outbox>,
+    },
+    /// By writes to this address of the client's memory.
+    Verbs {
+        client: Weak<VerbsClient>,
+        address: u64,
+        key: u32,
+    },
 }
 
 impl std::fmt::Debug for Outgoing {
@@ -61,8 +113,24 @@ impl std::fmt::Debug for Outgoing {
 }
 
 impl Outgoing {
-    pub(super) fn new(client: Weak<TcpClient>, outbox: Arc<Outbox>, seq: u64, piece: u32, len: u64) -> Outgoing {
-        Outgoing { client, outbox, seq, piece, len, sent: AtomicU64::new(0) }
+    pub(super) fn new(
+        client: Weak<TcpClient>,
+        outbox: Arc<Outbox>,
+        seq: u64,
+        piece: u32,
+        len: u64,
+    ) -> Outgoing {
+        Outgoing { way: Way::Tcp { client, outbox }, seq, piece, len, sent: AtomicU64::new(0) }
+    }
+
+    pub(super) fn over_verbs(
+        client: Weak<VerbsClient>,
+        seq: u64,
+        address: u64,
+        key: u32,
+        len: u64,
+    ) -> Outgoing {
+        Outgoing { way: Way::Verbs { client, address, key }, seq, piece: 0, len, sent: AtomicU64::new(0) }
     }
 
     /// Bytes in all.
@@ -79,21 +147,30 @@ impl Outgoing {
     /// have been handed to the network. Bytes beyond the data's end are not sent.
     pub fn send(&self, lane: usize, offset: u64, bytes: &[u8]) -> Result<(), Lost> {
         let room = self.len.saturating_sub(offset).min(bytes.len() as u64) as usize;
-        let Some(connection) = self.outbox.lane(lane) else { return Err(Lost::new("no data connection")) };
+        let (client, outbox) = match &self.way {
+            Way::Tcp { client, outbox } => (client, outbox),
+            Way::Verbs { client, address, key } => {
+                let Some(client) = client.upgrade() else { return Err(Lost::new("the session is over")) };
+                client.send(self.seq, address + offset, *key, &bytes[..room])?;
+                self.sent.fetch_add(room as u64, Ordering::Relaxed);
+                return Ok(());
+            }
+        };
+        let Some(connection) = outbox.lane(lane) else { return Err(Lost::new("the session is over")) };
         let _whole = connection.turn.lock().unwrap_or_else(|e| e.into_inner());
         let mut at = offset;
         for chunk in bytes[..room].chunks(MAX_DATA as usize) {
             let header = DataHeader { seq: self.seq, offset: at, piece: self.piece, len: chunk.len() as u32 };
             if let Err(e) = write_both(&connection.stream, header.as_bytes(), chunk) {
                 let lost = Lost::new(format!("sending data of command {}: {e}", self.seq));
-                if let Some(client) = self.client.upgrade() {
+                if let Some(client) = client.upgrade() {
                     client.lose(&lost.reason);
                 }
                 return Err(lost);
             }
             at += chunk.len() as u64;
             self.sent.fetch_add(chunk.len() as u64, Ordering::Relaxed);
-            self.outbox.bytes.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+            outbox.bytes.fetch_add(chunk.len() as u64, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -101,8 +178,18 @@ impl Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        if let Some(client) = self.client.upgrade() {
-            client.data_sent(self.seq, self.sent.load(Ordering::Acquire));
+        let sent = self.sent.load(Ordering::Acquire);
+        match &self.way {
+            Way::Tcp { client, .. } => {
+                if let Some(client) = client.upgrade() {
+                    client.data_sent(self.seq, sent);
+                }
+            }
+            Way::Verbs { client, .. } => {
+                if let Some(client) = client.upgrade() {
+                    client.data_sent(self.seq, sent);
+                }
+            }
         }
     }
 }
@@ -118,4 +205,40 @@ fn write_both(mut stream: &TcpStream, head: &[u8], tail: &[u8]) -> io::Result<()
         }
     }
     stream.write_all(&tail[at - head.len()..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::net::TcpListener;
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (a, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn data_waits_for_a_connection_that_comes_after_the_first_commands() {
+        let outbox = Outbox::new(1);
+        let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
+        let sending = std::thread::spawn(move || outgoing.send(0, 0, b"hello"));
+        let (mut ours, theirs) = pair();
+        outbox.add(theirs);
+        sending.join().unwrap().unwrap();
+        let mut received = [0; size_of::<DataHeader>() + 5];
+        ours.read_exact(&mut received).unwrap();
+        assert_eq!(&received[size_of::<DataHeader>()..], b"hello");
+    }
+
+    #[test]
+    fn who_waits_for_a_connection_is_let_go_at_the_end() {
+        let outbox = Outbox::new(2);
+        outbox.add(pair().1);
+        let outgoing = Outgoing::new(Weak::new(), Arc::clone(&outbox), 7, 0, 5);
+        let sending = std::thread::spawn(move || outgoing.send(1, 0, b"hello"));
+        outbox.close();
+        assert!(sending.join().unwrap().is_err());
+    }
 }

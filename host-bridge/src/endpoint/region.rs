@@ -57,12 +57,17 @@ impl Region {
     pub fn runs(&self, offset: u64, len: u64) -> Option<Vec<(NonNull<u8>, usize)>> {
         match &self.memory {
             Memory::Pieces(pieces) => pieces.range(offset, len).map(Iterator::collect),
-            Memory::Arena(view) => view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() }),
+            Memory::Arena(view) => {
+                view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
+            }
         }
     }
 
     /// What the driver attached to this memory, made by `make` at the first call.
-    pub fn registration(&self, make: impl FnOnce() -> Box<dyn Any + Send + Sync>) -> &(dyn Any + Send + Sync) {
+    pub fn registration(
+        &self,
+        make: impl FnOnce() -> Box<dyn Any + Send + Sync>,
+    ) -> &(dyn Any + Send + Sync) {
         self.registration.get_or_init(make).as_ref()
     }
 }

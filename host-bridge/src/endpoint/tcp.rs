@@ -73,8 +73,14 @@ impl Read for NonBlocking<'_> {
 }
 
 impl TcpCommands {
-    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said.
-    pub fn start(control: TcpStream, slot_count: u32, polling: Polling) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
+    /// Begins a session on a control connection whose handshake is over. `slot_count`: the channel's reply slots, as the hello said. `data_connections`: as
+    /// many as the welcome asked for; each comes by [`TcpClient::add_data_connection`].
+    pub fn start(
+        control: TcpStream,
+        slot_count: u32,
+        data_connections: u32,
+        polling: Polling,
+    ) -> io::Result<(TcpCommands, Arc<TcpClient>)> {
         control.set_nonblocking(false)?;
         control.set_nodelay(true)?;
         control.set_write_timeout(Some(SEND_TIMEOUT))?;
@@ -86,7 +92,7 @@ impl TcpCommands {
             sending: Mutex::new(Sending { buffer: Vec::new(), last: now, told: 0 }),
             slot_count,
             inbox: Inbox::new(),
-            outbox: Arc::default(),
+            outbox: Outbox::new(data_connections as usize),
             executed: AtomicU64::new(0),
             end: OnceLock::new(),
             stop,
@@ -117,8 +123,17 @@ impl TcpCommands {
         };
         let (record, size) = Record::from_bytes(header);
         let size = size as usize;
-        if size < RECORD_HEADER || !size.is_multiple_of(16) || size > MAX_RECORD || size > rest.len() || record.opcode == PAD {
-            return Err(Lost::new(format!("record {}: a size of {size} bytes where {} are left", self.seq + 1, rest.len())));
+        if size < RECORD_HEADER
+            || !size.is_multiple_of(16)
+            || size > MAX_RECORD
+            || size > rest.len()
+            || record.opcode == PAD
+        {
+            return Err(Lost::new(format!(
+                "record {}: a size of {size} bytes where {} are left",
+                self.seq + 1,
+                rest.len()
+            )));
         }
         if record.seq != self.seq + 1 {
             return Err(Lost::new(format!("record with seq {} where {} was due", record.seq, self.seq + 1)));
@@ -196,7 +211,10 @@ impl TcpCommands {
             let woken = wake::readable(&fds, Some(Duration::from_secs(1)));
             let woken = woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
             if !woken && self.heard.elapsed() > SILENCE {
-                return Err(End::Lost(Lost::new(format!("the bridge said nothing for {} s", SILENCE.as_secs()))));
+                return Err(End::Lost(Lost::new(format!(
+                    "the bridge said nothing for {} s",
+                    SILENCE.as_secs()
+                ))));
             }
         }
     }
@@ -325,7 +343,8 @@ impl Client for TcpClient {
             self.lose(&format!("command {seq} names reply slot {slot} of {}", self.slot_count));
             return;
         }
-        let (status, payload) = if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
+        let (status, payload) =
+            if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };
         self.send(|sending| put(&mut sending.buffer, frame::REPLY, &[header.as_bytes(), payload]));
     }
@@ -357,24 +376,24 @@ impl Client for TcpClient {
     }
 
     fn lose(&self, reason: &str) {
-        // Said before anything is torn down, and only once.
-        if self.end.get().is_some() {
-            return;
-        }
-        let mut farewell = Vec::new();
-        put(&mut farewell, frame::BYE, &[reason.as_bytes()]);
+        // Under the lock, so that whoever finds the session lost, and ends the process over it, does so after the client was told.
+        let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         if self.finish(Some(Lost::new(reason))) {
-            let _whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
+            let mut farewell = Vec::new();
+            put(&mut farewell, frame::BYE, &[reason.as_bytes()]);
             // The peer may be the one that is gone.
             let _ = (&self.control).write_all(&farewell);
             let _ = self.control.shutdown(Shutdown::Both);
         }
+        drop(whole);
     }
 
     fn close(&self) {
+        let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         if self.finish(None) {
             let _ = self.control.shutdown(Shutdown::Both);
         }
+        drop(whole);
     }
 
     fn streams_data(&self) -> bool {

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 /// Wakes whoever polls it. Stays raised: it says that something has ended.
@@ -33,11 +34,37 @@ pub(super) fn ring(fd: &OwnedFd) {
     let _ = nix::unistd::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Takes what an eventfd of somebody else's holds; it may be a blocking one, so it is read only when it is readable.
-pub(super) fn drain(fd: &OwnedFd) {
-    if readable(&[fd.as_fd()], Some(Duration::ZERO)).unwrap_or(false) {
-        let _ = nix::unistd::read(fd, &mut [0; 8]);
+/// Waits for a doorbell that somebody else holds too, or for a [`Bell`].
+///
+/// A native client holds the doorbell as well and may do with it what it likes: read it, so that its count is gone before we look, or make it a blocking one, so
+/// that reading it would hang. So it is watched for the moment at which somebody writes it (edge-triggered), and never read.
+#[derive(Debug)]
+pub(super) struct Watch {
+    epoll: Epoll,
+    _doorbell: OwnedFd,
+}
+
+impl Watch {
+    pub(super) fn new(doorbell: OwnedFd, stop: &Bell) -> io::Result<Watch> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&doorbell, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0))?;
+        epoll.add(stop.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+        Ok(Watch { epoll, _doorbell: doorbell })
     }
+
+    /// Waits until the doorbell rings or the bell is raised. May return early.
+    pub(super) fn wait(&self) -> io::Result<()> {
+        match self.epoll.wait(&mut [EpollEvent::empty(); 2], EpollTimeout::NONE) {
+            Ok(_) | Err(nix::Error::EINTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+/// Whether the peer of a stream socket has closed its end, or its side of the sending, whatever is still unread.
+pub(super) fn hung_up(socket: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::from_bits_retain(libc::POLLRDHUP))];
+    poll(&mut polled, PollTimeout::ZERO).is_ok_and(|n| n > 0)
 }
 
 /// Waits until one of `fds` is readable (or broken). `Ok(false)`: the time is over.
@@ -61,4 +88,41 @@ pub(super) fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io:
 pub(super) unsafe fn futex_wake_all(word: *const u32) {
     // SAFETY: FUTEX_WAKE only uses the address as a key; the caller answers for it. Not PRIVATE: the sleepers are other processes.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX, std::ptr::null::<u8>(), 0, 0) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_doorbell_that_its_client_empties_and_makes_blocking_still_wakes() {
+        let doorbell: OwnedFd = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK).unwrap().into();
+        let stop = Bell::new().unwrap();
+        let watch = Watch::new(doorbell.try_clone().unwrap(), &stop).unwrap();
+        nix::fcntl::fcntl(&doorbell, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..100 {
+                let waiting = scope.spawn(|| watch.wait().unwrap());
+                ring(&doorbell);
+                nix::unistd::read(&doorbell, &mut [0; 8]).unwrap();
+                // An edge that came and went before the wait began is not seen, and need not be: who sleeps looks for work first.
+                while !waiting.is_finished() {
+                    ring(&doorbell);
+                }
+            }
+            stop.ring();
+            watch.wait().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_shows_through_unread_frames() {
+        use std::io::Write;
+        let (a, mut b) = UnixStream::pair().unwrap();
+        b.write_all(b"unread").unwrap();
+        assert!(!hung_up(a.as_fd()));
+        b.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!(hung_up(a.as_fd()));
+    }
 }

@@ -25,11 +25,14 @@ pub(super) struct Credits {
     owed: [u16; MAX_QUEUES],
     /// What we post.
     ours: u32,
+    /// The peer shall send no more of its stream for now; this many of its messages wait to be announced after that.
+    hold: bool,
+    withheld: u16,
 }
 
 impl Credits {
     pub(super) fn new(ours: u32, theirs: u32) -> Credits {
-        Credits { have: [theirs; MAX_QUEUES], theirs, owed: [0; MAX_QUEUES], ours }
+        Credits { have: [theirs; MAX_QUEUES], theirs, owed: [0; MAX_QUEUES], ours, hold: false, withheld: 0 }
     }
 
     /// Whether something may be sent on that queue.
@@ -47,6 +50,20 @@ impl Credits {
         self.owed[queue] = self.owed[queue].saturating_add(1);
     }
 
+    /// A receive of queue 0 has been used by a message with something in it, and posted again. While the peer is held off it is not announced; that of an
+    /// empty message always is, so the peer can go on announcing.
+    pub(super) fn used_by_stream(&mut self) {
+        if self.hold { self.withheld += 1 } else { self.used(0) }
+    }
+
+    /// Holds the peer's stream off, or lets it go on.
+    pub(super) fn hold(&mut self, hold: bool) {
+        self.hold = hold;
+        if !hold {
+            self.owed[0] += std::mem::take(&mut self.withheld);
+        }
+    }
+
     /// Whether it is time for a message with nothing but an announcement, and whether one can be sent.
     pub(super) fn must_announce(&self) -> bool {
         self.have[0] > 0 && self.owed.iter().any(|owed| u32::from(*owed) >= self.ours / 2)
@@ -62,7 +79,10 @@ impl Credits {
         for (queue, (have, more)) in self.have.iter_mut().zip(announced).enumerate() {
             let sum = *have + u32::from(*more);
             if sum > self.theirs {
-                return Err(VerbsError::Peer(format!("it announces {more} receives on queue {queue}, which makes {sum} of {}", self.theirs)));
+                return Err(VerbsError::Peer(format!(
+                    "it announces {more} receives on queue {queue}, which makes {sum} of {}",
+                    self.theirs
+                )));
             }
             *have = sum;
         }

@@ -144,10 +144,13 @@ impl Device {
         let list = List::new()?;
         let have = || list.devices().map(|(_, name)| name).collect::<Vec<_>>().join(", ");
         if let Some(wanted) = &settings.device {
-            let (device, name) = list
-                .devices()
-                .find(|(_, name)| name == wanted)
-                .ok_or_else(|| if list.count == 0 { VerbsError::NoDevices } else { VerbsError::NoDevice { name: wanted.clone(), have: have() } })?;
+            let (device, name) = list.devices().find(|(_, name)| name == wanted).ok_or_else(|| {
+                if list.count == 0 {
+                    VerbsError::NoDevices
+                } else {
+                    VerbsError::NoDevice { name: wanted.clone(), have: have() }
+                }
+            })?;
             return Device::open_one(list.library, device, name, settings).map(Arc::new);
         }
         let mut active = Vec::new();
@@ -166,13 +169,30 @@ impl Device {
         }
     }
 
-    fn open_one(library: &'static Library, device: *mut sys::Device, name: String, settings: &Settings) -> Result<Device, VerbsError> {
+    fn open_one(
+        library: &'static Library,
+        device: *mut sys::Device,
+        name: String,
+        settings: &Settings,
+    ) -> Result<Device, VerbsError> {
         // SAFETY: a device of a list that is still there.
         let context = unsafe { (library.open_device)(device) };
-        let context = NonNull::new(context)
-            .ok_or_else(|| VerbsError::call(&format!("opening RDMA device {name} (/dev/infiniband)"), io::Error::last_os_error()))?;
+        let context = NonNull::new(context).ok_or_else(|| {
+            VerbsError::call(
+                &format!("opening RDMA device {name} (/dev/infiniband)"),
+                io::Error::last_os_error(),
+            )
+        })?;
         let limits = Limits { queue: 0, completions: 0 };
-        let port = Port { number: settings.port, lid: 0, global: false, gid_index: 0, gid: [0; 16], mtu: 0, traffic_class: settings.traffic_class };
+        let port = Port {
+            number: settings.port,
+            lid: 0,
+            global: false,
+            gid_index: 0,
+            gid: [0; 16],
+            mtu: 0,
+            traffic_class: settings.traffic_class,
+        };
         // From here on dropping it closes it.
         let mut opened = Device { context, name, port, limits };
         nonblocking(opened.event_fd()).map_err(|e| VerbsError::call("preparing the device's events", e))?;
@@ -180,9 +200,14 @@ impl Device {
         // SAFETY: an open context; `attr` is writable and of the size that the library knows.
         check("ibv_query_device", unsafe { (library.query_device)(context.as_ptr(), &mut attr) })?;
         if settings.port == 0 || settings.port > attr.phys_port_cnt {
-            return Err(VerbsError::NoPort { device: opened.name.clone(), port: settings.port, count: attr.phys_port_cnt });
+            return Err(VerbsError::NoPort {
+                device: opened.name.clone(),
+                port: settings.port,
+                count: attr.phys_port_cnt,
+            });
         }
-        opened.limits = Limits { queue: attr.max_qp_wr.max(0) as u32, completions: attr.max_cqe.max(0) as u32 };
+        opened.limits =
+            Limits { queue: attr.max_qp_wr.max(0) as u32, completions: attr.max_cqe.max(0) as u32 };
         opened.choose_path(library, settings)?;
         Ok(opened)
     }
@@ -190,7 +215,9 @@ impl Device {
     fn choose_path(&mut self, library: &Library, settings: &Settings) -> Result<(), VerbsError> {
         let mut attr = sys::PortAttr::default();
         // SAFETY: an open context, a port that exists; `attr` is writable and of the size that the library knows.
-        check("ibv_query_port", unsafe { (library.query_port)(self.context.as_ptr(), self.port.number, &mut attr) })?;
+        check("ibv_query_port", unsafe {
+            (library.query_port)(self.context.as_ptr(), self.port.number, &mut attr)
+        })?;
         let (device, port) = (self.name.clone(), self.port.number);
         if !matches!(attr.state, number::PORT_ACTIVE | number::PORT_ACTIVE_DEFER) {
             let state = match attr.state {
@@ -231,7 +258,8 @@ impl Device {
     fn gid(&self, library: &Library, index: u8) -> Option<[u8; 16]> {
         let mut gid = Gid::default();
         // SAFETY: an open context; `gid` is writable.
-        let result = unsafe { (library.query_gid)(self.context.as_ptr(), self.port.number, index.into(), &mut gid) };
+        let result =
+            unsafe { (library.query_gid)(self.context.as_ptr(), self.port.number, index.into(), &mut gid) };
         (result == 0).then_some(gid.0)
     }
 
@@ -286,7 +314,10 @@ impl Device {
             number::EVENT_DEVICE_FATAL => DeviceEvent::Fatal(format!("RDMA device {} has failed", self.name)),
             number::EVENT_CQ_ERR => DeviceEvent::Fatal("a completion queue has failed".into()),
             number::EVENT_QP_FATAL | number::EVENT_QP_REQ_ERR | number::EVENT_QP_ACCESS_ERR => {
-                DeviceEvent::Fatal("a queue pair has failed: the peer asked for what it may not, or the device gave up".into())
+                DeviceEvent::Fatal(
+                    "a queue pair has failed: the peer asked for what it may not, or the device gave up"
+                        .into(),
+                )
             }
             _ => DeviceEvent::Other,
         };

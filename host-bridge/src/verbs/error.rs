@@ -8,7 +8,9 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum VerbsError {
     /// libibverbs is not on this host, or too old.
-    #[error("transport `verbs` needs {name}, which cannot be used: {reason} (Debian: packages libibverbs1 and ibverbs-providers)")]
+    #[error(
+        "transport `verbs` needs {name}, which cannot be used: {reason} (Debian: packages libibverbs1 and ibverbs-providers)"
+    )]
     Library {
         /// The library's name.
         name: String,
@@ -16,7 +18,9 @@ pub enum VerbsError {
         reason: String,
     },
     /// The host has no RDMA device at all.
-    #[error("this host has no RDMA device: /sys/class/infiniband is empty (is the driver loaded? a virtual function bound to vfio-pci is not the host's)")]
+    #[error(
+        "this host has no RDMA device: /sys/class/infiniband is empty (is the driver loaded? a virtual function bound to vfio-pci is not the host's)"
+    )]
     NoDevices,
     /// No device has that name.
     #[error("no RDMA device is called {name:?}; this host has {have}")]
@@ -45,7 +49,9 @@ pub enum VerbsError {
         count: u8,
     },
     /// The port is not up.
-    #[error("port {port} of RDMA device {device} is {state}: check the cable and the switch, for RoCE `ip link`, for InfiniBand the subnet manager")]
+    #[error(
+        "port {port} of RDMA device {device} is {state}: check the cable and the switch, for RoCE `ip link`, for InfiniBand the subnet manager"
+    )]
     PortDown {
         /// The device.
         device: String,
@@ -55,7 +61,9 @@ pub enum VerbsError {
         state: &'static str,
     },
     /// No GID can be used.
-    #[error("port {port} of RDMA device {device} has no usable GID ({why}): give its network interface an IP address, or set rdma_gid_index")]
+    #[error(
+        "port {port} of RDMA device {device} has no usable GID ({why}): give its network interface an IP address, or set rdma_gid_index"
+    )]
     NoGid {
         /// The device.
         device: String,
@@ -65,7 +73,9 @@ pub enum VerbsError {
         why: String,
     },
     /// The MTU is no MTU, or more than the port has.
-    #[error("rdma_mtu {mtu}: port {port} of RDMA device {device} can do 256, 512, 1024, 2048 and 4096 up to its own {active}, which follows the interface's MTU")]
+    #[error(
+        "rdma_mtu {mtu}: port {port} of RDMA device {device} can do 256, 512, 1024, 2048 and 4096 up to its own {active}, which follows the interface's MTU"
+    )]
     Mtu {
         /// What was asked for, in bytes.
         mtu: u32,
@@ -89,7 +99,9 @@ pub enum VerbsError {
         most: u64,
     },
     /// Memory could not be registered because it may not be locked.
-    #[error("registering {bytes} bytes with the RDMA device: the limit of locked memory is {limit} bytes; raise it (LimitMEMLOCK= of the service, `ulimit -l`)")]
+    #[error(
+        "registering {bytes} bytes with the RDMA device: the limit of locked memory is {limit} bytes; raise it (LimitMEMLOCK= of the service, `ulimit -l`)"
+    )]
     Memlock {
         /// Bytes.
         bytes: usize,

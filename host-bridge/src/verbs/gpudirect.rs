@@ -46,7 +46,9 @@ impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Why::Configured => f.write_str("it is switched off (limit 0)"),
-            Why::Driver => f.write_str("the GPU's driver does not export DMA-bufs (open kernel modules and Linux 5.12 are needed)"),
+            Why::Driver => f.write_str(
+                "the GPU's driver does not export DMA-bufs (open kernel modules and Linux 5.12 are needed)",
+            ),
             Why::Library => f.write_str("libibverbs does not register DMA-bufs (rdma-core 34 is needed)"),
             Why::Refused(reason) => write!(f, "the RDMA device refused to register GPU memory: {reason}"),
         }

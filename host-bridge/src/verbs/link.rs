@@ -176,7 +176,11 @@ impl Unconnected {
     }
 
     /// As [`new`](Self::new), with as many queues as the peer wishes and the settings allow.
-    pub fn answering(domain: &Arc<Domain>, settings: &Settings, peer: &Queues) -> Result<Unconnected, VerbsError> {
+    pub fn answering(
+        domain: &Arc<Domain>,
+        settings: &Settings,
+        peer: &Queues,
+    ) -> Result<Unconnected, VerbsError> {
         settings.check()?;
         check_peer(peer)?;
         Self::with_queues(domain, settings, peer.count.min(settings.queue_pairs + 1))
@@ -188,7 +192,12 @@ impl Unconnected {
         let limits = domain.device().limits();
         let most = limits.queue.min(limits.completions / (2 * count));
         if receives > most {
-            return Err(VerbsError::Range { name: "rdma_queue_depth", value: depth.into(), least: 1, most: most.into() });
+            return Err(VerbsError::Range {
+                name: "rdma_queue_depth",
+                value: depth.into(),
+                least: 1,
+                most: most.into(),
+            });
         }
         let messages = receives.min(256);
         let completions = Completions::new(domain.device(), count * 2 * receives)?;
@@ -198,14 +207,21 @@ impl Unconnected {
         let mut queues = Vec::with_capacity(count as usize);
         for index in 0..count {
             let sends = if index == 0 { messages } else { depth };
-            let pair = QueuePair::new(domain, &completions, Depth { sends, receives, receive_segments: 1, inline: INLINE })?;
+            let pair = QueuePair::new(
+                domain,
+                &completions,
+                Depth { sends, receives, receive_segments: 1, inline: INLINE },
+            )?;
             let posted = VecDeque::with_capacity(sends as usize);
             queues.push(Queue { pair, posted, depth: sends as usize, next: 0, unsignalled: 0 });
         }
         let mut random = [0u8; 4];
         // A packet number that an outsider cannot know.
-        nix::unistd::read(std::fs::File::open("/dev/urandom").map_err(|e| VerbsError::call("/dev/urandom", e))?, &mut random)
-            .map_err(|e| VerbsError::call("/dev/urandom", e.into()))?;
+        nix::unistd::read(
+            std::fs::File::open("/dev/urandom").map_err(|e| VerbsError::call("/dev/urandom", e))?,
+            &mut random,
+        )
+        .map_err(|e| VerbsError::call("/dev/urandom", e.into()))?;
         let psn = u32::from_le_bytes(random) & 0xff_ffff;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
         let link = Unconnected { queues, completions, inbox, outbox, headers, domain, receives, psn, loss };
@@ -251,13 +267,23 @@ impl Unconnected {
         check_peer(peer)?;
         let port = self.domain.device().port();
         if (peer.global != 0) != port.global {
-            let (one, other) = if port.global { ("RoCE or a GID", "an InfiniBand LID") } else { ("an InfiniBand LID", "RoCE or a GID") };
-            return Err(VerbsError::Peer(format!("it is reached by {other}, this side by {one}: both must be of one kind (rdma_gid_index on InfiniBand)")));
+            let (one, other) = if port.global {
+                ("RoCE or a GID", "an InfiniBand LID")
+            } else {
+                ("an InfiniBand LID", "RoCE or a GID")
+            };
+            return Err(VerbsError::Peer(format!(
+                "it is reached by {other}, this side by {one}: both must be of one kind (rdma_gid_index on InfiniBand)"
+            )));
         }
         self.queues.truncate(peer.count as usize);
         for (queue, qpn) in self.queues.iter().zip(peer.queue_pairs) {
             let mtu = peer.mtu.min(port.mtu);
-            queue.pair.connect(&Target { qpn, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu }, self.psn, self.loss)?;
+            queue.pair.connect(
+                &Target { qpn, psn: peer.psn, lid: peer.lid, gid: peer.gid, mtu },
+                self.psn,
+                self.loss,
+            )?;
         }
         let buffers = self.queues[0].depth as u16;
         let Unconnected { queues, completions, inbox, outbox, headers, domain, receives, .. } = self;
@@ -283,7 +309,9 @@ fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
     let wrong = |what: &str, value: u32| Err(VerbsError::Peer(format!("it offers {what} {value}")));
     match peer {
         Queues { count, .. } if !(2..=MAX_QUEUES as u32).contains(count) => wrong("queue pairs:", *count),
-        Queues { receives, .. } if !(LEAST_RECEIVES..=1 << 15).contains(receives) => wrong("receives:", *receives),
+        Queues { receives, .. } if !(LEAST_RECEIVES..=1 << 15).contains(receives) => {
+            wrong("receives:", *receives)
+        }
         Queues { message, .. } if !(256..=1 << 20).contains(message) => wrong("messages of bytes:", *message),
         Queues { mtu, .. } if mtu_number(*mtu).is_none() => wrong("an MTU of", *mtu),
         _ => Ok(()),
@@ -292,7 +320,8 @@ fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
 
 fn post_receive(pair: &QueuePair, inbox: &Slab, queue: usize, index: usize) -> Result<(), VerbsError> {
     let id = RECEIVE | (queue as u64) << 32 | index as u64;
-    let segment = if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
+    let segment =
+        if queue == 0 { inbox.registration().slice((index * MESSAGE) as u64, MESSAGE as u32) } else { None };
     // SAFETY: a buffer of the inbox, which is registered for the device's writes until after the queue pair is destroyed, and which is only read between
     // this receive's completion and its being posted again.
     unsafe { pair.receive(id, segment.as_ref().map(|s| &s.sge)) }
@@ -356,7 +385,9 @@ impl Link {
 
     fn send_message(&mut self, buffer: u16, len: usize) -> Result<(), VerbsError> {
         let segment = self.outbox.registration().slice((usize::from(buffer) * MESSAGE) as u64, len as u32);
-        let Some(segment) = segment else { return Err(VerbsError::Broken("a message does not fit its buffer".into())) };
+        let Some(segment) = segment else {
+            return Err(VerbsError::Broken("a message does not fit its buffer".into()));
+        };
         let queue = &mut self.queues[0];
         let inline = len as u32 <= queue.pair.inline;
         let mut flags = if inline { number::SEND_INLINE } else { 0 };
@@ -379,6 +410,11 @@ impl Link {
         }
         self.messages.0 += 1;
         Ok(())
+    }
+
+    /// Holds the peer's stream off, or lets it go on: for when more of it has come than is worked off. What was under way still comes. Writes are not held off.
+    pub fn hold(&mut self, hold: bool) {
+        self.credits.hold(hold);
     }
 
     fn can_put(&self, queue: usize) -> bool {
@@ -409,7 +445,9 @@ impl Link {
             let place = (put.queue * queue.depth + queue.next as usize % queue.depth) * PIECE;
             store(&self.headers, place, header.as_bytes());
             let segment = self.headers.registration().slice(place as u64, size_of::<DataHeader>() as u32);
-            let Some(segment) = segment else { return Err(VerbsError::Broken("no place for a piece's header".into())) };
+            let Some(segment) = segment else {
+                return Err(VerbsError::Broken("no place for a piece's header".into()));
+            };
             segments[0] = segment.sge;
             bytes += segment.len();
             count = 1;
@@ -444,7 +482,10 @@ impl Link {
     }
 
     /// Takes what has happened, and gives it to `on`. True: there was something. Never waits. An error is final.
-    pub fn poll<E: From<VerbsError>>(&mut self, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<bool, E> {
+    pub fn poll<E: From<VerbsError>>(
+        &mut self,
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<bool, E> {
         let mut batch = [Wc::default(); POLL_BATCH];
         let mut worked = false;
         loop {
@@ -467,8 +508,14 @@ impl Link {
         }
     }
 
-    fn completed<E: From<VerbsError>>(&mut self, wc: &Wc, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<(), E> {
-        let Some(queue) = self.queues.iter_mut().find(|q| q.pair.number() == wc.qp_num) else { return Ok(()) };
+    fn completed<E: From<VerbsError>>(
+        &mut self,
+        wc: &Wc,
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Some(queue) = self.queues.iter_mut().find(|q| q.pair.number() == wc.qp_num) else {
+            return Ok(());
+        };
         // A completion stands for all requests before it.
         while queue.next - queue.posted.len() as u64 <= wc.wr_id {
             match queue.posted.pop_front() {
@@ -481,8 +528,13 @@ impl Link {
         Ok(())
     }
 
-    fn received<E: From<VerbsError>>(&mut self, wc: &Wc, on: &mut dyn FnMut(Event<'_>) -> Result<(), E>) -> Result<(), E> {
+    fn received<E: From<VerbsError>>(
+        &mut self,
+        wc: &Wc,
+        on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (queue, index) = ((wc.wr_id >> 32 & 0xff) as usize, wc.wr_id as u32 as usize);
+        let mut stream = false;
         match (wc.opcode, queue) {
             (number::WC_RECV, 0) => {
                 let len = (wc.byte_len as usize).min(MESSAGE);
@@ -499,7 +551,8 @@ impl Link {
                 }
                 self.credits.grant(&header.credits)?;
                 self.messages.1 += 1;
-                if !bytes.is_empty() {
+                stream = !bytes.is_empty();
+                if stream {
                     on(Event::Bytes(bytes))?;
                 }
             }
@@ -507,12 +560,15 @@ impl Link {
                 on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len })?;
             }
             (opcode, _) => {
-                return Err(VerbsError::Peer(format!("it used queue {queue} for an operation that does not belong there ({opcode})")).into());
+                return Err(VerbsError::Peer(format!(
+                    "it used queue {queue} for an operation that does not belong there ({opcode})"
+                ))
+                .into());
             }
         }
         if let Some(used) = self.queues.get(queue) {
             post_receive(&used.pair, &self.inbox, queue, index)?;
-            self.credits.used(queue);
+            if stream { self.credits.used_by_stream() } else { self.credits.used(queue) }
         }
         Ok(())
     }
@@ -523,10 +579,14 @@ impl Link {
         let on = format!("queue {queue} of {} port {}", device.name(), device.port().number);
         VerbsError::Broken(match wc.status {
             number::WC_RETRY_EXC_ERR => {
-                format!("{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)")
+                format!(
+                    "{on}: the peer does not answer any more (retry limit exceeded: it is gone, the link is down, or UDP port 4791 is blocked)"
+                )
             }
             number::WC_RNR_RETRY_EXC_ERR => format!("{on}: the peer had no receive ready"),
-            number::WC_WR_FLUSH_ERR => format!("{on} was stopped: the peer ended the connection or asked for what it may not"),
+            number::WC_WR_FLUSH_ERR => {
+                format!("{on} was stopped: the peer ended the connection or asked for what it may not")
+            }
             other => {
                 let text = Library::get().map_or_else(|_| String::new(), |l| l.status_text(other));
                 format!("{on}: {text} (status {other}, vendor's {:#x})", wc.vendor_err)

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
+use super::VerbsError;
 use super::device::Device;
 use super::sys::{self, Library, Sge, number};
-use super::VerbsError;
 
 /// What belongs together: queue pairs reach the memory of their own domain only. Each session has one of its own.
 #[derive(Debug)]
@@ -50,7 +50,8 @@ impl Domain {
         let library = Library::get()?;
         // SAFETY: an open context.
         let pd = unsafe { (library.alloc_pd)(device.context().as_ptr()) };
-        let pd = NonNull::new(pd).ok_or_else(|| VerbsError::call("ibv_alloc_pd", io::Error::last_os_error()))?;
+        let pd =
+            NonNull::new(pd).ok_or_else(|| VerbsError::call("ibv_alloc_pd", io::Error::last_os_error()))?;
         Ok(Arc::new(Domain { pd, library, device }))
     }
 
@@ -68,14 +69,27 @@ impl Domain {
     /// # Safety
     /// The `len` bytes at `at` are mapped, writable unless `access` is [`Access::Read`], and stay so until the registration is dropped. Their content may
     /// change at any time by the device's hand, so no Rust reference covers them while the peer may write.
-    pub unsafe fn register(self: &Arc<Self>, at: NonNull<u8>, len: usize, access: Access) -> Result<Registration, VerbsError> {
+    pub unsafe fn register(
+        self: &Arc<Self>,
+        at: NonNull<u8>,
+        len: usize,
+        access: Access,
+    ) -> Result<Registration, VerbsError> {
         // SAFETY: the caller's promise.
-        let mr = unsafe { (self.library.reg_mr)(self.pd.as_ptr(), at.as_ptr().cast::<c_void>(), len, access.flags()) };
+        let mr = unsafe {
+            (self.library.reg_mr)(self.pd.as_ptr(), at.as_ptr().cast::<c_void>(), len, access.flags())
+        };
         self.registration(mr, at.as_ptr() as u64, len, true)
     }
 
     /// Registers `len` bytes at `offset` of a DMA-buf (memory of another device), which work requests then address from 0.
-    pub fn register_dmabuf(self: &Arc<Self>, fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> Result<Registration, VerbsError> {
+    pub fn register_dmabuf(
+        self: &Arc<Self>,
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<Registration, VerbsError> {
         let Some(register) = self.library.reg_dmabuf_mr else {
             let source = io::Error::new(io::ErrorKind::Unsupported, "libibverbs is older than rdma-core 34");
             return Err(VerbsError::call("ibv_reg_dmabuf_mr", source));
@@ -85,12 +99,20 @@ impl Domain {
         self.registration(mr, 0, len, false)
     }
 
-    fn registration(self: &Arc<Self>, mr: *mut sys::Mr, base: u64, len: usize, host: bool) -> Result<Registration, VerbsError> {
+    fn registration(
+        self: &Arc<Self>,
+        mr: *mut sys::Mr,
+        base: u64,
+        len: usize,
+        host: bool,
+    ) -> Result<Registration, VerbsError> {
         let error = io::Error::last_os_error();
         let Some(mr) = NonNull::new(mr) else {
             let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
             return Err(match error.raw_os_error() {
-                Some(libc::ENOMEM) if limit != libc::RLIM_INFINITY => VerbsError::Memlock { bytes: len, limit },
+                Some(libc::ENOMEM) if limit != libc::RLIM_INFINITY => {
+                    VerbsError::Memlock { bytes: len, limit }
+                }
                 _ => VerbsError::call(&format!("registering {len} bytes"), error),
             });
         };
@@ -228,8 +250,10 @@ impl Slab {
         let length = NonZeroUsize::new(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let at = unsafe { mmap_anonymous(None, length, protection, MapFlags::MAP_PRIVATE | MapFlags::MAP_POPULATE) }
-            .map_err(|e| failed(e.into()))?;
+        let at = unsafe {
+            mmap_anonymous(None, length, protection, MapFlags::MAP_PRIVATE | MapFlags::MAP_POPULATE)
+        }
+        .map_err(|e| failed(e.into()))?;
         let memory = Pages { at, len };
         // SAFETY: the mapping made above is unmapped only after the registration is dropped (field order).
         let registration = unsafe { domain.register(at.cast(), len, access) }?;

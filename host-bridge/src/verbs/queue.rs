@@ -8,10 +8,13 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::VerbsError;
 use super::device::{Device, Port, mtu_number, nonblocking};
 use super::memory::Domain;
-use super::sys::{self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check, number};
-use super::VerbsError;
+use super::sys::{
+    self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check,
+    number,
+};
 
 /// Completions taken by one poll at most.
 pub(super) const POLL_BATCH: usize = 32;
@@ -42,10 +45,14 @@ impl Completions {
         let context = device.context();
         // SAFETY: an open context.
         let ops = unsafe { &context.as_ref().ops };
-        let (poll, notify) = (ops.poll_cq.ok_or_else(|| lacks("poll_cq"))?, ops.req_notify_cq.ok_or_else(|| lacks("req_notify_cq"))?);
+        let (poll, notify) = (
+            ops.poll_cq.ok_or_else(|| lacks("poll_cq"))?,
+            ops.req_notify_cq.ok_or_else(|| lacks("req_notify_cq"))?,
+        );
         // SAFETY: an open context.
         let channel = unsafe { (library.create_comp_channel)(context.as_ptr()) };
-        let channel = NonNull::new(channel).ok_or_else(|| VerbsError::call("ibv_create_comp_channel", io::Error::last_os_error()))?;
+        let channel = NonNull::new(channel)
+            .ok_or_else(|| VerbsError::call("ibv_create_comp_channel", io::Error::last_os_error()))?;
         let drop_channel = || {
             // SAFETY: made above; nothing uses it yet.
             let _ = unsafe { (library.destroy_comp_channel)(channel.as_ptr()) };
@@ -57,7 +64,9 @@ impl Completions {
             return Err(VerbsError::call("preparing the completion channel", e));
         }
         // SAFETY: an open context and its channel; vector 0 always exists.
-        let cq = unsafe { (library.create_cq)(context.as_ptr(), entries as i32, ptr::null_mut(), channel.as_ptr(), 0) };
+        let cq = unsafe {
+            (library.create_cq)(context.as_ptr(), entries as i32, ptr::null_mut(), channel.as_ptr(), 0)
+        };
         let Some(cq) = NonNull::new(cq) else {
             let error = io::Error::last_os_error();
             drop_channel();
@@ -151,13 +160,20 @@ unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
     /// A queue pair that takes receives already, but is not connected. The peer may write memory that is registered for it.
-    pub(super) fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, depth: Depth) -> Result<QueuePair, VerbsError> {
+    pub(super) fn new(
+        domain: &Arc<Domain>,
+        completions: &Arc<Completions>,
+        depth: Depth,
+    ) -> Result<QueuePair, VerbsError> {
         let library = Library::get()?;
         let ops = {
             // SAFETY: an open context.
             unsafe { &domain.device().context().as_ref().ops }
         };
-        let (post_send, post_recv) = (ops.post_send.ok_or_else(|| lacks("post_send"))?, ops.post_recv.ok_or_else(|| lacks("post_recv"))?);
+        let (post_send, post_recv) = (
+            ops.post_send.ok_or_else(|| lacks("post_send"))?,
+            ops.post_recv.ok_or_else(|| lacks("post_recv"))?,
+        );
         // Providers differ in how much goes inline, and have no other way to say so than to refuse.
         let mut made = None;
         for inline in [depth.inline, depth.inline / 2, 0] {
@@ -183,7 +199,10 @@ impl QueuePair {
             }
         }
         let (qp, inline) = made.ok_or_else(|| {
-            VerbsError::call(&format!("ibv_create_qp with {} sends and {} receives", depth.sends, depth.receives), io::Error::last_os_error())
+            VerbsError::call(
+                &format!("ibv_create_qp with {} sends and {} receives", depth.sends, depth.receives),
+                io::Error::last_os_error(),
+            )
         })?;
         let (completions, domain) = (Arc::clone(completions), Arc::clone(domain));
         let pair = QueuePair { qp, library, post_send, post_recv, inline, _completions: completions, domain };
@@ -221,7 +240,8 @@ impl QueuePair {
         };
         let mut attr = QpAttr {
             qp_state: number::QPS_RTR,
-            path_mtu: mtu_number(target.mtu).ok_or_else(|| VerbsError::Peer(format!("an MTU of {} bytes", target.mtu)))?,
+            path_mtu: mtu_number(target.mtu)
+                .ok_or_else(|| VerbsError::Peer(format!("an MTU of {} bytes", target.mtu)))?,
             dest_qp_num: target.qpn,
             rq_psn: target.psn & 0xff_ffff,
             min_rnr_timer: 12,
@@ -241,7 +261,11 @@ impl QueuePair {
             | number::QP_RQ_PSN
             | number::QP_MAX_DEST_RD_ATOMIC
             | number::QP_MIN_RNR_TIMER;
-        self.modify("ibv_modify_qp to RTR (can the peer's address be reached from this port?)", &mut attr, mask)?;
+        self.modify(
+            "ibv_modify_qp to RTR (can the peer's address be reached from this port?)",
+            &mut attr,
+            mask,
+        )?;
         let mut attr = QpAttr {
             qp_state: number::QPS_RTS,
             sq_psn: psn & 0xff_ffff,
@@ -316,7 +340,8 @@ mod tests {
 
     #[test]
     fn retries_outlast_a_second_and_end_within_the_time_given() {
-        let all = |loss: u64| 4096 * (1u64 << retry_timeout(Duration::from_secs(loss))) * u64::from(RETRIES + 1);
+        let all =
+            |loss: u64| 4096 * (1u64 << retry_timeout(Duration::from_secs(loss))) * u64::from(RETRIES + 1);
         // Stretched four times, still within; not stretched, longer than a link's short absence.
         assert!(all(10) * 4 <= 10_000_000_000, "{}", all(10));
         assert!(all(10) > 1_000_000_000, "{}", all(10));

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use protocol::device::Extent;
 
-use super::memory::{Access, Domain, Registration};
 use super::VerbsError;
+use super::memory::{Access, Domain, Registration};
 use crate::memory::{ChannelView, Memories};
 
 const PAGE: u64 = 4096;
@@ -28,7 +28,9 @@ pub struct RegisteredRegion {
 
 #[derive(Debug)]
 enum Memory {
-    Mapped { _mapping: Mapping },
+    Mapped {
+        _mapping: Mapping,
+    },
     /// The channel's mapping, which its owner keeps.
     Arena,
 }
@@ -60,7 +62,11 @@ struct Piece {
 }
 
 /// Cuts extents into whole pages of files, neighbours taken together; the offset of the first byte in the first page comes along.
-fn pieces(memories: &[protocol::link::Memory], extents: &[Extent], size: u64) -> Result<(Vec<Piece>, u64), VerbsError> {
+fn pieces(
+    memories: &[protocol::link::Memory],
+    extents: &[Extent],
+    size: u64,
+) -> Result<(Vec<Piece>, u64), VerbsError> {
     let wrong = |why: String| VerbsError::Region { size, why };
     let mut pieces: Vec<Piece> = Vec::new();
     let (mut lead, mut sum) = (0, 0u64);
@@ -70,19 +76,29 @@ fn pieces(memories: &[protocol::link::Memory], extents: &[Extent], size: u64) ->
             let offset = extent.addr.checked_sub(m.addr)?;
             (offset.checked_add(extent.len)? <= m.size).then_some((i, m.file_offset + offset))
         });
-        let outside = || wrong(format!("extent {index} ({:#x} bytes at {:#x}) lies outside the client's memory", extent.len, extent.addr));
+        let outside = || {
+            wrong(format!(
+                "extent {index} ({:#x} bytes at {:#x}) lies outside the client's memory",
+                extent.len, extent.addr
+            ))
+        };
         let (memory, start) = found.ok_or_else(outside)?;
         let end = start + extent.len;
         let (first, last) = (index == 0, index + 1 == used.len());
         if !first && start % PAGE != 0 || !last && end % PAGE != 0 {
-            return Err(wrong(format!("extent {index} ({:#x} bytes at {:#x}) neither begins and ends at a page nor stands at an end", extent.len, extent.addr)));
+            return Err(wrong(format!(
+                "extent {index} ({:#x} bytes at {:#x}) neither begins and ends at a page nor stands at an end",
+                extent.len, extent.addr
+            )));
         }
         if first {
             lead = start % PAGE;
         }
         let (from, to) = (start / PAGE * PAGE, end.next_multiple_of(PAGE));
         match pieces.last_mut() {
-            Some(piece) if piece.memory == memory && piece.file_offset + piece.len == from => piece.len += to - from,
+            Some(piece) if piece.memory == memory && piece.file_offset + piece.len == from => {
+                piece.len += to - from
+            }
             _ => pieces.push(Piece { memory, file_offset: from, len: to - from }),
         }
         sum += extent.len;
@@ -90,21 +106,41 @@ fn pieces(memories: &[protocol::link::Memory], extents: &[Extent], size: u64) ->
     match (sum == size, pieces.len()) {
         (false, _) => Err(wrong(format!("its extents have {sum:#x} bytes"))),
         (_, 0) => Err(wrong("it is empty".into())),
-        (_, n) if n > MAX_MAPPINGS => Err(wrong(format!("it lies in {n} pieces, more than {MAX_MAPPINGS}; huge pages in the guest make fewer"))),
+        (_, n) if n > MAX_MAPPINGS => Err(wrong(format!(
+            "it lies in {n} pieces, more than {MAX_MAPPINGS}; huge pages in the guest make fewer"
+        ))),
         _ => Ok((pieces, lead)),
     }
 }
 
 impl RegisteredRegion {
     /// Registers exactly the bytes that the extents name. `read_only`: the peer gets no key that can write.
-    pub fn new(domain: &Arc<Domain>, memories: &Memories, extents: &[Extent], size: u64, read_only: bool) -> Result<RegisteredRegion, VerbsError> {
+    pub fn new(
+        domain: &Arc<Domain>,
+        memories: &Memories,
+        extents: &[Extent],
+        size: u64,
+        read_only: bool,
+    ) -> Result<RegisteredRegion, VerbsError> {
         let (described, files): (Vec<_>, Vec<_>) = memories.files().unzip();
         let (pieces, lead) = pieces(&described, extents, size)?;
         let total: u64 = pieces.iter().map(|p| p.len).sum();
-        let failed = |e: nix::Error| VerbsError::call(&format!("mapping {total:#x} bytes of a region"), e.into());
-        let length = usize::try_from(total).ok().and_then(NonZeroUsize::new).ok_or_else(|| failed(nix::Error::ENOMEM))?;
+        let failed =
+            |e: nix::Error| VerbsError::call(&format!("mapping {total:#x} bytes of a region"), e.into());
+        let length = usize::try_from(total)
+            .ok()
+            .and_then(NonZeroUsize::new)
+            .ok_or_else(|| failed(nix::Error::ENOMEM))?;
         // SAFETY: reserves fresh address space, to be overlaid below.
-        let at = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE) }.map_err(failed)?;
+        let at = unsafe {
+            mmap_anonymous(
+                None,
+                length,
+                ProtFlags::PROT_NONE,
+                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
+            )
+        }
+        .map_err(failed)?;
         let mapping = Mapping { at: at.cast(), len: length.get() };
         let mut offset = 0;
         for piece in &pieces {
@@ -112,8 +148,17 @@ impl RegisteredRegion {
             let Some(length) = NonZeroUsize::new(piece.len as usize) else { continue };
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             // SAFETY: inside the reservation (the lengths add up to its size), which nothing else uses yet.
-            unsafe { mmap(target, length, protection, MapFlags::MAP_SHARED | MapFlags::MAP_FIXED, files[piece.memory].as_fd(), piece.file_offset as i64) }
-                .map_err(failed)?;
+            unsafe {
+                mmap(
+                    target,
+                    length,
+                    protection,
+                    MapFlags::MAP_SHARED | MapFlags::MAP_FIXED,
+                    files[piece.memory].as_fd(),
+                    piece.file_offset as i64,
+                )
+            }
+            .map_err(failed)?;
             offset += length.get();
         }
         // SAFETY: `lead` is less than a page, and the mapping has at least that and `size`.
@@ -128,7 +173,10 @@ impl RegisteredRegion {
     ///
     /// # Safety
     /// `view` outlives the registration.
-    pub unsafe fn arena(domain: &Arc<Domain>, view: &ChannelView) -> Result<Option<RegisteredRegion>, VerbsError> {
+    pub unsafe fn arena(
+        domain: &Arc<Domain>,
+        view: &ChannelView,
+    ) -> Result<Option<RegisteredRegion>, VerbsError> {
         let size = view.geometry().arena_size;
         let Some((at, len)) = view.arena(0, size as u64).filter(|(_, len)| *len > 0) else { return Ok(None) };
         // SAFETY: the caller's promise; the arena is the client's memory, which no Rust reference covers.
@@ -152,14 +200,16 @@ mod tests {
     ];
 
     fn cut(extents: &[(u64, u64)]) -> Result<(Vec<Piece>, u64), VerbsError> {
-        let extents: Vec<Extent> = extents.iter().map(|(addr, len)| Extent { addr: *addr, len: *len }).collect();
+        let extents: Vec<Extent> =
+            extents.iter().map(|(addr, len)| Extent { addr: *addr, len: *len }).collect();
         let size = extents.iter().map(|e| e.len).sum();
         pieces(&MEMORIES, &extents, size)
     }
 
     #[test]
     fn neighbouring_pages_become_one_mapping() {
-        let (pieces, lead) = cut(&[(0x2010, 0xff0), (0x3000, 0x1000), (0x10_0000, 0x1000), (0x5000, 0x20)]).unwrap();
+        let (pieces, lead) =
+            cut(&[(0x2010, 0xff0), (0x3000, 0x1000), (0x10_0000, 0x1000), (0x5000, 0x20)]).unwrap();
         let piece = |memory, file_offset, len| Piece { memory, file_offset, len };
         assert_eq!(pieces, [piece(0, 0x3000, 0x2000), piece(1, 0, 0x1000), piece(0, 0x6000, 0x1000)]);
         assert_eq!(lead, 0x10);

@@ -315,9 +315,17 @@ pub struct AsyncEvent {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     use std::mem::offset_of;
-    assert!(size_of::<SendWr>() == 128 && offset_of!(SendWr, imm_data) == 36 && offset_of!(SendWr, remote_addr) == 40);
+    assert!(
+        size_of::<SendWr>() == 128
+            && offset_of!(SendWr, imm_data) == 36
+            && offset_of!(SendWr, remote_addr) == 40
+    );
     assert!(size_of::<RecvWr>() == 32 && size_of::<Wc>() == 48 && offset_of!(Wc, wc_flags) == 36);
-    assert!(size_of::<QpAttr>() == 144 && offset_of!(QpAttr, ah_attr) == 56 && offset_of!(QpAttr, rnr_retry) == 132);
+    assert!(
+        size_of::<QpAttr>() == 144
+            && offset_of!(QpAttr, ah_attr) == 56
+            && offset_of!(QpAttr, rnr_retry) == 132
+    );
     assert!(offset_of!(QpAttr, pkey_index) == 120 && offset_of!(QpAttr, timeout) == 130);
     assert!(size_of::<QpInitAttr>() == 64 && size_of::<AhAttr>() == 32 && offset_of!(AhAttr, port_num) == 30);
     assert!(size_of::<PortAttr>() == 52 && offset_of!(PortAttr, link_layer) == 46);
@@ -386,7 +394,8 @@ pub struct Library {
     pub close_device: unsafe extern "C" fn(context: *mut Context) -> c_int,
     pub query_device: unsafe extern "C" fn(context: *mut Context, attr: *mut DeviceAttr) -> c_int,
     pub query_port: unsafe extern "C" fn(context: *mut Context, port: u8, attr: *mut PortAttr) -> c_int,
-    pub query_gid: unsafe extern "C" fn(context: *mut Context, port: u8, index: c_int, gid: *mut Gid) -> c_int,
+    pub query_gid:
+        unsafe extern "C" fn(context: *mut Context, port: u8, index: c_int, gid: *mut Gid) -> c_int,
     pub get_async_event: unsafe extern "C" fn(context: *mut Context, event: *mut AsyncEvent) -> c_int,
     pub ack_async_event: unsafe extern "C" fn(event: *mut AsyncEvent),
     pub alloc_pd: unsafe extern "C" fn(context: *mut Context) -> *mut Pd,
@@ -403,8 +412,11 @@ pub struct Library {
         comp_vector: c_int,
     ) -> *mut Cq,
     pub destroy_cq: unsafe extern "C" fn(cq: *mut Cq) -> c_int,
-    pub get_cq_event:
-        unsafe extern "C" fn(channel: *mut CompChannel, cq: *mut *mut Cq, cq_context: *mut *mut c_void) -> c_int,
+    pub get_cq_event: unsafe extern "C" fn(
+        channel: *mut CompChannel,
+        cq: *mut *mut Cq,
+        cq_context: *mut *mut c_void,
+    ) -> c_int,
     pub ack_cq_events: unsafe extern "C" fn(cq: *mut Cq, count: c_uint),
     pub create_qp: unsafe extern "C" fn(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp,
     pub modify_qp: unsafe extern "C" fn(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int,
@@ -412,7 +424,14 @@ pub struct Library {
     pub wc_status_str: unsafe extern "C" fn(status: c_uint) -> *const c_char,
     /// Since rdma-core 34; without it there is no DMA-buf.
     pub reg_dmabuf_mr: Option<
-        unsafe extern "C" fn(pd: *mut Pd, offset: u64, length: usize, iova: u64, fd: c_int, access: c_int) -> *mut Mr,
+        unsafe extern "C" fn(
+            pd: *mut Pd,
+            offset: u64,
+            length: usize,
+            iova: u64,
+            fd: c_int,
+            access: c_int,
+        ) -> *mut Mr,
     >,
 }
 
@@ -428,7 +447,9 @@ impl Library {
             Err(VerbsError::Library { name, reason }) => Err((name, reason)),
             Err(other) => Err((NAME.to_string_lossy().into_owned(), other.to_string())),
         });
-        library.as_ref().map_err(|(name, reason)| VerbsError::Library { name: name.clone(), reason: reason.clone() })
+        library
+            .as_ref()
+            .map_err(|(name, reason)| VerbsError::Library { name: name.clone(), reason: reason.clone() })
     }
 
     fn open(name: &CStr) -> Result<Library, VerbsError> {
@@ -436,7 +457,11 @@ impl Library {
             // SAFETY: dlerror gives null or a text that is valid until this thread's next call of the family.
             let text = unsafe {
                 let text = libc::dlerror();
-                if text.is_null() { "no reason given".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+                if text.is_null() {
+                    "no reason given".into()
+                } else {
+                    CStr::from_ptr(text).to_string_lossy().into_owned()
+                }
             };
             VerbsError::Library { name: name.to_string_lossy().into_owned(), reason: text }
         };
@@ -452,8 +477,8 @@ impl Library {
                 if found.is_null() {
                     return Err(failed());
                 }
-                // SAFETY: `verbs.h` declares the function of this name with the type of the field that takes it.
-                unsafe { std::mem::transmute::<*mut c_void, _>(found) }
+                // SAFETY: `verbs.h` declares the function of this name with the type of the field that takes it, a pointer like the one found.
+                unsafe { std::mem::transmute_copy(&found) }
             }};
         }
         // SAFETY: as above.
@@ -484,7 +509,7 @@ impl Library {
             destroy_qp: symbol!(c"ibv_destroy_qp"),
             wc_status_str: symbol!(c"ibv_wc_status_str"),
             // SAFETY: null is `None`; otherwise as above.
-            reg_dmabuf_mr: unsafe { std::mem::transmute::<*mut c_void, Option<_>>(dmabuf) },
+            reg_dmabuf_mr: unsafe { std::mem::transmute_copy(&dmabuf) },
         })
     }
 
@@ -493,7 +518,11 @@ impl Library {
         // SAFETY: takes any number, and gives a static text or null.
         unsafe {
             let text = (self.wc_status_str)(status);
-            if text.is_null() { format!("status {status}") } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+            if text.is_null() {
+                format!("status {status}")
+            } else {
+                CStr::from_ptr(text).to_string_lossy().into_owned()
+            }
         }
     }
 }

@@ -30,6 +30,7 @@ pub mod event;
 pub mod launch;
 pub mod memory;
 pub mod module;
+pub mod nvml;
 pub mod stream;
 
 /// Whether the caller waits.
@@ -307,6 +308,7 @@ chapters! {
     0x06 launch LaunchOps;
     0x07 stream StreamOps;
     0x08 event EventOps;
+    0x09 nvml NvmlOps;
 }
 
 #[cfg(test)]
@@ -334,6 +336,7 @@ mod tests {
         impl launch::LaunchOps<()> for Nothing {}
         impl stream::StreamOps<()> for Nothing {}
         impl event::EventOps<()> for Nothing {}
+        impl nvml::NvmlOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

@@ -21,7 +21,8 @@ crate::wire_struct! {
         name: String,
         /// Parameters in order: `cuFuncGetParamInfo`.
         params: Vec<Param>,
-        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows.
+        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows. Empty where they are to be
+        /// asked for by [`FunctionAttributes`].
         attributes: Vec<i32>,
     }
 }
@@ -109,15 +110,14 @@ ops! {
         value: i32,
     } -> FunctionSetAttributeReply {}
 
-    /// `cuFuncGetAttribute` when a value may have changed since the module was loaded.
-    sync 0x0506 function_get_attribute: FunctionGetAttribute {
+    /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. It loads the function, where the server's driver loads
+    /// them when they are used.
+    sync 0x0506 function_attributes: FunctionAttributes {
         /// The function.
         function: FunctionId,
-        /// `CUfunction_attribute`.
-        attribute: u32,
-    } -> FunctionGetAttributeReply {
-        /// Value.
-        value: i32,
+    } -> FunctionAttributesReply {
+        /// As [`FunctionInfo`] has them.
+        attributes: Vec<i32>,
     }
 
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.

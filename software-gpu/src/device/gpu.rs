@@ -1,6 +1,6 @@
 //! The GPU: its configuration, its properties, its workers and its sticky error.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -91,6 +91,8 @@ pub(crate) struct Inner {
     pub memory: Memory,
     pub pool: Arc<Pool>,
     pub cancelled: AtomicBool,
+    /// Warp instructions of finished blocks.
+    pub executed: AtomicU64,
     failed: AtomicBool,
     sticky: Mutex<Option<Error>>,
     epoch: Instant,
@@ -144,6 +146,7 @@ impl Gpu {
                 memory: Memory::new(config.memory_bytes),
                 pool: Pool::start(workers)?,
                 cancelled: AtomicBool::new(false),
+                executed: AtomicU64::new(0),
                 failed: AtomicBool::new(false),
                 sticky: Mutex::new(None),
                 epoch: Instant::now(),
@@ -163,6 +166,11 @@ impl Gpu {
     /// Nanoseconds since the GPU was made: the clock of events.
     pub fn now_ns(&self) -> u64 {
         self.inner.epoch.elapsed().as_nanos() as u64
+    }
+
+    /// Warp instructions executed by all blocks that have finished: each is one instruction for up to 32 threads.
+    pub fn warp_instructions(&self) -> u64 {
+        self.inner.executed.load(Ordering::Relaxed)
     }
 
     /// Bytes of memory free, and in all.

@@ -263,6 +263,7 @@ impl Pool {
                     Outcome::Finished => budget = budget.saturating_sub(block.executed()).max(1 << 12),
                     Outcome::Failed(error) => kernel.fail(error),
                 }
+                kernel.gpu.executed.fetch_add(block.executed(), Ordering::Relaxed);
                 scratch.recycle(block);
                 if kernel.finish_block() {
                     self.lock().kernels.retain(|k| !Arc::ptr_eq(k, &kernel));

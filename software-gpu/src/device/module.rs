@@ -85,8 +85,8 @@ pub struct Module {
 impl Module {
     pub(crate) fn load(gpu: &Gpu, image: &[u8]) -> Result<Module> {
         let (major, minor) = gpu.properties().compute_capability;
-        let text = fatbin::select_ptx(image, major * 10 + minor)?;
-        let parsed = crate::ptx::parse(&text)?;
+        let texts = fatbin::select_ptx(image, major * 10 + minor)?;
+        let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
         let mut memory = Vec::new();
         let loaded = crate::lower::load(&parsed, &mut |size| {
             let address = gpu.memory().allocate_module(size)?;

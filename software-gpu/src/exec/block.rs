@@ -199,14 +199,7 @@ impl Block {
             }
             let now: u64 = self.context.barriers.iter().map(|b| b.phase).sum();
             if !progress && now == phases {
-                // Warps that wait for lanes that wait at a barrier may go on without them.
-                let mut released = false;
-                for warp in &mut self.warps {
-                    released |= warp.release_converging();
-                }
-                if !released {
-                    return Outcome::Failed(self.context.report(&self.warps[0], Fault::Deadlock, 0));
-                }
+                return Outcome::Failed(self.context.report(&self.warps[0], Fault::Deadlock, 0));
             }
             if self.executed >= end {
                 return Outcome::Yielded;

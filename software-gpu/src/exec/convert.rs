@@ -2,7 +2,8 @@
 
 use crate::exec::float::{flag, flush, narrow};
 use crate::exec::half::{from_bf16, from_f16, to_bf16, to_f16};
-use crate::exec::rows::map1;
+use crate::exec::half::f8;
+use crate::exec::rows::{map1, map2, map3};
 use crate::lower::program::Handler;
 
 /// Further flags in `imm`: rounding to an integer.
@@ -193,4 +194,76 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
         "bf16" => float_to_any!(u16, dst, |a, _flags| from_bf16(a)),
         _ => None,
     }
+}
+
+/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away") and RELU.
+pub(crate) const TF32: Handler = handler!(|w, i, m| map1(w, i, m, |a: f32| {
+    let bits = a.to_bits();
+    if a.is_nan() {
+        return 0x7fff_ffff;
+    }
+    if i.imm & integer::RELU != 0 && bits >> 31 != 0 {
+        return 0;
+    }
+    let lost = match i.imm & flag::ROUND {
+        flag::RZ => 0,
+        flag::RP => 0x1000,
+        _ => 0xfff + (bits >> 13 & 1),
+    };
+    if a.is_infinite() { bits } else { (bits + lost) & 0xffff_e000 }
+}));
+
+/// `cvt.pack.sat`: two whole numbers, and with `three` what is below them before, shifted up.
+pub(crate) fn pack(ty: &str, three: bool) -> Option<Handler> {
+    Some(match (ty, three) {
+        ("u8", true) => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: u32| {
+            c << 16 | (a.clamp(0, 255) as u32) << 8 | b.clamp(0, 255) as u32
+        })),
+        ("s8", true) => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: u32| {
+            c << 16 | u32::from(a.clamp(-128, 127) as u8) << 8 | u32::from(b.clamp(-128, 127) as u8)
+        })),
+        ("u16", false) => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| {
+            (a.clamp(0, 0xffff) as u32) << 16 | b.clamp(0, 0xffff) as u32
+        })),
+        ("s16", false) => handler!(|w, i, m| map2(w, i, m, |a: i32, b: i32| {
+            u32::from(a.clamp(-0x8000, 0x7fff) as u16) << 16 | u32::from(b.clamp(-0x8000, 0x7fff) as u16)
+        })),
+        _ => return None,
+    })
+}
+
+/// Conversions to and from pairs of 8-bit floats; of two sources the first goes to the upper half.
+pub(crate) fn eights(dst: &str, src: &str) -> Option<Handler> {
+    macro_rules! to {
+        ($encode:path) => {
+            match src {
+                "f32" => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| {
+                    u16::from($encode(f64::from(a), i.imm)) << 8 | u16::from($encode(f64::from(b), i.imm))
+                })),
+                "f16x2" => handler!(|w, i, m| map1(w, i, m, |a: u32| {
+                    u16::from($encode(from_f16((a >> 16) as u16), i.imm)) << 8
+                        | u16::from($encode(from_f16(a as u16), i.imm))
+                })),
+                _ => return None,
+            }
+        };
+    }
+    macro_rules! from {
+        ($decode:path) => {
+            handler!(|w, i, m| map1(w, i, m, |a: u16| {
+                let part = |b: u16| {
+                    let h = $decode(b as u8);
+                    if i.imm & integer::RELU != 0 && h >> 15 != 0 { 0 } else { u32::from(h) }
+                };
+                part(a >> 8) << 16 | part(a & 0xff)
+            }))
+        };
+    }
+    Some(match (dst, src) {
+        ("e4m3x2", _) => to!(f8::encode_e4m3),
+        ("e5m2x2", _) => to!(f8::encode_e5m2),
+        ("f16x2", "e4m3x2") => from!(f8::decode_e4m3),
+        ("f16x2", "e5m2x2") => from!(f8::decode_e5m2),
+        _ => return None,
+    })
 }

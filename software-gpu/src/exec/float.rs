@@ -3,6 +3,7 @@
 //! Rounding to nearest is the host's. The other roundings of f32 go through f64, rounded to odd, which keeps
 //! what is lost visible; those of f64 through exact error terms.
 
+use crate::exec::exact;
 use crate::exec::int::finish_setp;
 use crate::exec::rows::{compare, map1, map2, map3};
 use crate::lower::program::Handler;
@@ -297,92 +298,7 @@ fn approx(a: f32, flags: i64, f: impl Fn(f64) -> f64) -> f32 {
     finish(f(f64::from(start(a, flags))) as f32, flags)
 }
 
-fn directed(nearest: f64, error: f64, flags: i64) -> f64 {
-    if error == 0.0 || error.is_nan() || nearest.is_nan() {
-        return nearest;
-    }
-    let down = match flags & flag::ROUND {
-        flag::RM => true,
-        flag::RP => false,
-        flag::RZ => nearest > 0.0 || (nearest == 0.0 && error > 0.0),
-        _ => return nearest,
-    };
-    if down && error < 0.0 {
-        nearest.next_down()
-    } else if !down && error > 0.0 {
-        nearest.next_up()
-    } else {
-        nearest
-    }
-}
-
-fn add64(a: f64, b: f64, flags: i64) -> f64 {
-    let s = a + b;
-    if s.is_infinite() && a.is_finite() && b.is_finite() {
-        return canon64(directed(s, if s > 0.0 { -1.0 } else { 1.0 }, flags));
-    }
-    let t = s - a;
-    let error = (a - (s - t)) + (b - t);
-    let s = if s == 0.0
-        && flags & flag::ROUND == flag::RM
-        && (a != 0.0 || b != 0.0 || a.is_sign_negative() || b.is_sign_negative())
-    {
-        -0.0
-    } else {
-        s
-    };
-    canon64(directed(s, error, flags))
-}
-
-fn sign_of_difference(exact: impl Fn(u32) -> f64, scales: &[u32]) -> f64 {
-    scales.iter().map(|&s| exact(s)).find(|e| *e != 0.0).unwrap_or(0.0)
-}
-
-fn mul64(a: f64, b: f64, flags: i64) -> f64 {
-    let p = a * b;
-    if p.is_infinite() && a.is_finite() && b.is_finite() {
-        return canon64(directed(p, if p > 0.0 { -1.0 } else { 1.0 }, flags));
-    }
-    // The error is exact unless it falls below the subnormals: then the factors are scaled up first.
-    let error = if p.abs() < 1e-250 && a != 0.0 && b != 0.0 {
-        let up = 2f64.powi(300);
-        let (x, y) = (a * up, b * up);
-        sign_of_difference(|_| x.mul_add(y, -(p * up) * up), &[0])
-    } else {
-        a.mul_add(b, -p)
-    };
-    canon64(directed(p, error, flags))
-}
-
-fn div64(a: f64, b: f64, flags: i64) -> f64 {
-    let q = a / b;
-    if q.is_infinite() && a.is_finite() && b != 0.0 {
-        return canon64(directed(q, if q > 0.0 { -1.0 } else { 1.0 }, flags));
-    }
-    // Scaled so that neither the product nor the rest falls out of range.
-    let (down, up) = (2f64.powi(-200), 2f64.powi(200));
-    let rest = if a.abs() > 1e200 {
-        (-q).mul_add(b * down, a * down)
-    } else if a.abs() < 1e-200 {
-        (-q * up).mul_add(b * up, a * up * up)
-    } else {
-        (-q).mul_add(b, a)
-    };
-    canon64(directed(q, if b < 0.0 { -rest } else { rest }, flags))
-}
-
-fn sqrt64(a: f64, flags: i64) -> f64 {
-    let s = a.sqrt();
-    let error = if a < 1e-200 {
-        let up = 2f64.powi(200);
-        (-s * up).mul_add(s * up, a * up * up)
-    } else {
-        (-s).mul_add(s, a)
-    };
-    canon64(directed(s, error, flags))
-}
-
-/// f64 operations. Directed `fma` is left to the lowering, which refuses it.
+/// f64 operations; `imm` holds the rounding.
 pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
     Some(match (name, flags) {
         ("add", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a + b))),
@@ -392,12 +308,15 @@ pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
         ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a / b))),
         ("sqrt", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(a.sqrt()))),
         ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(1.0 / a))),
-        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| add64(a, b, i.imm))),
-        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f64| add64(a, -b, i.imm))),
-        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| mul64(a, b, i.imm))),
-        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div64(a, b, i.imm))),
-        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt64(a, i.imm))),
-        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| div64(1.0, a, i.imm))),
+        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::add(a, b, i.imm)))),
+        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f64| canon64(exact::add(a, -b, i.imm)))),
+        ("fma", _) => {
+            handler!(|w, i, m| map3(w, i, m, |a, b, c: f64| canon64(exact::fma(a, b, c, i.imm))))
+        }
+        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::mul(a, b, i.imm)))),
+        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::div(a, b, i.imm)))),
+        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| canon64(exact::sqrt(a, i.imm)))),
+        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| canon64(exact::div(1.0, a, i.imm)))),
         ("min", _) => handler!(|w, i, m| map2(w, i, m, min64)),
         ("max", _) => handler!(|w, i, m| map2(w, i, m, max64)),
         ("abs", _) => handler!(|w, i, m| map1(w, i, m, f64::abs)),

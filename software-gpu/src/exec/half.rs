@@ -142,6 +142,74 @@ fn fma<H: Half>(a: u16, b: u16, c: u16, flags: i64) -> u16 {
     H::encode(add_odd(input::<H>(a, flags) * input::<H>(b, flags), input::<H>(c, flags)), flags)
 }
 
+fn unary<H: Half>(a: u16, flags: i64, f: impl Fn(f64) -> f64) -> u16 {
+    H::encode(f(input::<H>(a, flags)), flags)
+}
+
+/// `r[0]` (f32) = the half `r[1]`, or the lower or higher half of the pair `r[1]`.
+pub(crate) fn widen(bf16: bool, pair: bool, high: bool) -> Handler {
+    match (bf16, pair, high) {
+        (false, false, _) => handler!(|w, i, m| map1(w, i, m, |a: u16| input::<F16>(a, i.imm) as f32)),
+        (true, false, _) => handler!(|w, i, m| map1(w, i, m, |a: u16| from_bf16(a) as f32)),
+        (false, true, false) => {
+            handler!(|w, i, m| map1(w, i, m, |a: u32| input::<F16>(a as u16, i.imm) as f32))
+        }
+        (true, true, false) => handler!(|w, i, m| map1(w, i, m, |a: u32| from_bf16(a as u16) as f32)),
+        (false, true, true) => {
+            handler!(|w, i, m| map1(w, i, m, |a: u32| input::<F16>((a >> 16) as u16, i.imm) as f32))
+        }
+        (true, true, true) => {
+            handler!(|w, i, m| map1(w, i, m, |a: u32| from_bf16((a >> 16) as u16) as f32))
+        }
+    }
+}
+
+/// The 8-bit formats, which travel in pairs.
+pub(crate) mod f8 {
+    use super::{clamp, round, to_f16};
+
+    /// As f16, exactly.
+    pub fn decode_e4m3(b: u8) -> u16 {
+        let (exponent, fraction) = (b >> 3 & 15, b & 7);
+        let x = match (exponent, fraction) {
+            (15, 7) => f64::NAN,
+            (0, f) => f64::from(f) * 2f64.powi(-9),
+            (e, f) => (1.0 + f64::from(f) / 8.0) * 2f64.powi(i32::from(e) - 7),
+        };
+        if x.is_nan() { 0x7fff } else { to_f16(if b & 0x80 != 0 { -x } else { x }, 0) }
+    }
+
+    /// As f16, exactly: its upper half.
+    pub fn decode_e5m2(b: u8) -> u16 {
+        if b & 0x7f > 0x7c { 0x7fff } else { u16::from(b) << 8 }
+    }
+
+    /// Rounded to nearest; beyond the largest value it is the largest.
+    pub fn encode_e4m3(x: f64, flags: i64) -> u8 {
+        encode(clamp(x, flags), 4, -6, 448.0, 3)
+    }
+
+    /// As [`encode_e4m3`].
+    pub fn encode_e5m2(x: f64, flags: i64) -> u8 {
+        encode(clamp(x, flags), 3, -14, 57344.0, 2)
+    }
+
+    fn encode(x: f64, digits: i32, low: i32, max: f64, fraction: u32) -> u8 {
+        if x.is_nan() {
+            return 0x7f;
+        }
+        let r = round(x, digits, low, max, 0);
+        let sign = if r.is_sign_negative() { 0x80 } else { 0 };
+        let a = r.abs().min(max);
+        if a < 2f64.powi(low) {
+            return sign | (a * 2f64.powi(digits - 1 - low)) as u8;
+        }
+        let bits = a.to_bits();
+        let exponent = (bits >> 52) as i32 - 1023 - low + 1;
+        sign | (exponent as u8) << fraction | (bits >> (52 - fraction)) as u8 & ((1 << fraction) - 1)
+    }
+}
+
 fn extreme<H: Half>(a: u16, b: u16, flags: i64, max: bool) -> u16 {
     let (mut x, mut y) = (input::<H>(a, flags), input::<H>(b, flags));
     let sign = if flags & flag::XORSIGN != 0 { (a ^ b) & 0x8000 } else { 0 };
@@ -172,6 +240,18 @@ macro_rules! ops {
             ("fma", false) => handler!(|w, i, m| map3(w, i, m, |a, b, c| fma::<$h>(a, b, c, i.imm))),
             ("min", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, false))),
             ("max", false) => handler!(|w, i, m| map2(w, i, m, |a, b| extreme::<$h>(a, b, i.imm, true))),
+            ("tanh.approx", false) => {
+                handler!(|w, i, m| map1(w, i, m, |a| unary::<$h>(a, i.imm, f64::tanh)))
+            }
+            ("ex2.approx", false) => {
+                handler!(|w, i, m| map1(w, i, m, |a| unary::<$h>(a, i.imm, f64::exp2)))
+            }
+            ("tanh.approx", true) => handler!(|w, i, m| map1(w, i, m, |a| {
+                both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::tanh))
+            })),
+            ("ex2.approx", true) => handler!(|w, i, m| map1(w, i, m, |a| {
+                both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::exp2))
+            })),
             ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a & 0x7fff)),
             ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a ^ 0x8000)),
             ("add", true) => {

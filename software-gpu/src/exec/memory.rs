@@ -68,8 +68,15 @@ impl Element for u128 {
 /// Where an address of a state space is on the host.
 pub(crate) trait Place {
     const SPACE: Space;
+    /// Whether other workers touch the same memory.
+    const COMMON: bool;
     /// The host address of `size` bytes, or `None` if they are not all there. Alignment is not looked at.
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>;
+    /// As `find`, for an address that means the same to all lanes; `None` if it does not.
+    #[inline(always)]
+    fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
+        Self::find(w, 0, address, size)
+    }
 }
 
 pub(crate) struct Global;
@@ -80,6 +87,7 @@ pub(crate) struct Generic;
 
 impl Place for Global {
     const SPACE: Space = Space::Global;
+    const COMMON: bool = true;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let block = w.block();
@@ -117,6 +125,7 @@ pub(crate) fn refresh(w: &mut Warp) {
 
 impl Place for Shared {
     const SPACE: Space = Space::Shared;
+    const COMMON: bool = false;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let block = w.block();
@@ -133,6 +142,11 @@ impl Place for Shared {
 
 impl Place for Local {
     const SPACE: Space = Space::Local;
+    const COMMON: bool = false;
+    #[inline(always)]
+    fn find_for_all(_w: &mut Warp, _address: u64, _size: u32) -> Option<*mut u8> {
+        None
+    }
     #[inline(always)]
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         w.local.at(lane, address, size)
@@ -141,6 +155,7 @@ impl Place for Local {
 
 impl Place for Param {
     const SPACE: Space = Space::Param;
+    const COMMON: bool = false;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let params = &w.block().run().params;
@@ -155,6 +170,15 @@ impl Place for Param {
 
 impl Place for Generic {
     const SPACE: Space = Space::Generic;
+    const COMMON: bool = true;
+    #[inline(always)]
+    fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
+        if address >= MODULE_BASE {
+            return Global::find(w, 0, address, size);
+        }
+        let offset = address.wrapping_sub(SHARED_WINDOW);
+        if offset < WINDOW_SIZE { Shared::find(w, 0, offset, size) } else { None }
+    }
     #[inline(always)]
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         if address >= MODULE_BASE {
@@ -241,6 +265,9 @@ pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i:
         let size = (size_of::<T>() * N) as u32;
         refresh(w);
         w.spinning |= i.flags & SPIN != 0;
+        if mask == u32::MAX && load_together::<P, T, N>(w, i, &addresses) {
+            return Flow::Next;
+        }
         let mut values = [[T::default(); LANES]; N];
         for l in 0..LANES {
             if mask >> l & 1 == 0 {
@@ -262,6 +289,67 @@ pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i:
     }
 }
 
+/// Whether the lanes' addresses are `step` bytes apart.
+#[inline(always)]
+fn apart(addresses: &[u64; LANES], step: u64) -> bool {
+    let mut differs = 0;
+    for l in 0..LANES {
+        differs |= addresses[l] ^ addresses[0].wrapping_add(l as u64 * step);
+    }
+    differs == 0
+}
+
+/// The frequent cases of a load by a whole warp: all lanes at one address, or next to each other. False if it is another, or
+/// anything is wrong.
+///
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+unsafe fn load_together<P: Place, T: Element, const N: usize>(
+    w: &mut Warp,
+    i: &Inst,
+    addresses: &[u64; LANES],
+) -> bool {
+    let size = size_of::<T>() * N;
+    if addresses[0] & (size as u64 - 1) != 0 {
+        return false;
+    }
+    // SAFETY: `find_for_all` answers for the bytes that are read; the rows are as the caller says. Memory that other workers
+    // may write is read by atomic loads only.
+    unsafe {
+        if addresses[1] == addresses[0] {
+            if !apart(addresses, 0) {
+                return false;
+            }
+            let Some(p) = P::find_for_all(w, addresses[0], size as u32) else { return false };
+            for n in 0..N {
+                if i.r[n] != crate::lower::program::NONE {
+                    *rows::row::<T>(w, i.r[n]) = [T::load(p.add(n * size_of::<T>())); LANES];
+                }
+            }
+            return true;
+        }
+        if !apart(addresses, size as u64) {
+            return false;
+        }
+        let Some(p) = P::find_for_all(w, addresses[0], (size * LANES) as u32) else { return false };
+        for n in 0..N {
+            if i.r[n] == crate::lower::program::NONE {
+                continue;
+            }
+            let row = &mut *rows::row::<T>(w, i.r[n]);
+            if N == 1 && !P::COMMON {
+                *row = p.cast::<[T; LANES]>().read_unaligned();
+                continue;
+            }
+            for l in 0..LANES {
+                row[l] = T::load(p.add(l * size + n * size_of::<T>()));
+            }
+        }
+    }
+    true
+}
+
 /// Stores `N` elements for each lane.
 ///
 /// # Safety
@@ -273,6 +361,23 @@ pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i
         let addresses = addresses(w, i);
         let size = (size_of::<T>() * N) as u32;
         refresh(w);
+        if mask == u32::MAX
+            && apart(&addresses, u64::from(size))
+            && addresses[0] & u64::from(size - 1) == 0
+            && let Some(p) = P::find_for_all(w, addresses[0], size * LANES as u32)
+        {
+            for n in 0..N {
+                let row = &*rows::row::<T>(w, i.r[n]);
+                if N == 1 && !P::COMMON {
+                    p.cast::<[T; LANES]>().write_unaligned(*row);
+                    continue;
+                }
+                for l in 0..LANES {
+                    T::store(p.add(l * size as usize + n * size_of::<T>()), row[l]);
+                }
+            }
+            return Flow::Next;
+        }
         let mut values = [[T::default(); LANES]; N];
         for (n, row) in values.iter_mut().enumerate() {
             *row = rows::get(w, i.r[n]);

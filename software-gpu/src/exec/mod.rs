@@ -29,13 +29,16 @@ macro_rules! handler {
     }};
 }
 
+pub(crate) mod asynchronous;
 pub(crate) mod atomic;
 pub(crate) mod block;
 pub(crate) mod builtin;
 pub(crate) mod convert;
+pub(crate) mod exact;
 pub(crate) mod float;
 pub(crate) mod half;
 pub(crate) mod int;
+pub(crate) mod matrix;
 pub(crate) mod memory;
 pub(crate) mod moves;
 pub(crate) mod rows;

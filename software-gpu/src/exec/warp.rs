@@ -9,7 +9,7 @@
 use crate::error::Fault;
 use crate::exec::block::BlockContext;
 use crate::exec::rows::{self, LANES};
-use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE, barrier};
+use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE, barrier, joint};
 
 /// Turns (see [`Group`]) after which a group lets the warp's others run.
 const PATIENCE: u32 = 4096;
@@ -22,10 +22,8 @@ const MAX_DEPTH: u32 = 20_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Ready,
-    /// At an instruction that needs the lanes of this mask.
+    /// At a warp-wide instruction whose members are the lanes of this mask: it waits for all of them.
     Converge(u32),
-    /// At such an instruction, to be executed with the lanes that are there.
-    Forced,
     /// At a barrier, until its phase passes this one.
     Barrier {
         id: u32,
@@ -54,6 +52,8 @@ struct Frame {
     depth: u32,
     /// Where this call's local memory begins, in each thread's.
     local_base: u32,
+    /// Local memory that `alloca` took beyond the function's own.
+    extra: u32,
     /// Lanes that are in this call or in one that it made.
     lanes: u32,
 }
@@ -179,6 +179,7 @@ impl Warp {
             call_ext: 0,
             depth: 0,
             local_base: 0,
+            extra: 0,
             lanes: live,
         });
         warp
@@ -226,14 +227,10 @@ impl Warp {
             let mut j = i + 1;
             while j < self.groups.len() {
                 let (a, b) = (self.groups[i], self.groups[j]);
-                let apart =
-                    matches!(a.state, State::Barrier { .. }) || matches!(b.state, State::Barrier { .. });
-                if a.pc == b.pc && a.frame == b.frame && !apart {
+                let stuck = matches!(a.state, State::Barrier { .. });
+                if a.pc == b.pc && a.frame == b.frame && a.state == b.state && !stuck {
                     self.groups[i].mask |= b.mask;
                     self.groups[i].turns = a.turns.max(b.turns);
-                    if a.state != b.state {
-                        self.groups[i].state = State::Ready;
-                    }
                     self.groups.swap_remove(j);
                 } else {
                     j += 1;
@@ -242,12 +239,12 @@ impl Warp {
             i += 1;
         }
         for i in 0..self.groups.len() {
-            let group = self.groups[i];
-            match group.state {
-                State::Ready | State::Forced => {}
-                State::Converge(need) => {
-                    if need & self.live & !group.mask == 0 {
-                        self.groups[i].state = State::Ready;
+            match self.groups[i].state {
+                State::Ready => {}
+                State::Converge(members) => {
+                    self.finish_converging(i, members);
+                    if self.fault.is_some() {
+                        return Some(Turn::Fault);
                     }
                 }
                 State::Barrier { id, phase } => {
@@ -258,36 +255,126 @@ impl Warp {
             }
         }
         if !self.pick() {
-            // Threads at a barrier of the block may be those that the others wait for.
-            if self.groups.iter().any(|g| matches!(g.state, State::Barrier { .. }))
-                || !self.release_converging()
-            {
-                return Some(Turn::Blocked);
-            }
-            self.pick();
+            return Some(Turn::Blocked);
         }
         self.enter();
         None
     }
 
-    /// Lets go on what waits for lanes that are at other instructions (the same warp operation reached at several
-    /// places of the program): each with the lanes it has.
-    pub fn release_converging(&mut self) -> bool {
-        let mut released = false;
-        for group in &mut self.groups {
-            if matches!(group.state, State::Converge(_)) {
-                group.state = State::Forced;
-                released = true;
+    /// Executes the warp-wide instruction at which group `first` waits, if all its members wait at such an instruction,
+    /// be it at several places of the program.
+    fn finish_converging(&mut self, first: usize, members: u32) {
+        let there = self.groups[first];
+        let inst = self.instruction_of(&there).clone();
+        let joined: Vec<usize> = (0..self.groups.len())
+            .filter(|&i| {
+                let group = self.groups[i];
+                let other = self.instruction_of(&group);
+                let same = i == first
+                    || (inst.flags >> 4 != joint::ALIGNED
+                        && other.kind == inst.kind
+                        && other.flags == inst.flags
+                        && std::ptr::fn_addr_eq(other.exec, inst.exec));
+                group.state == State::Converge(members) && same
+            })
+            .collect();
+        let lanes = joined.iter().fold(0, |m, &i| m | self.groups[i].mask);
+        if members & self.live & !lanes != 0 {
+            return;
+        }
+        if inst.kind == Kind::Converge {
+            let saved = self.current;
+            if joined.len() == 1 {
+                self.current = first;
+                self.enter();
+                // SAFETY: the lowering made the instruction's operands for its handler.
+                unsafe { (inst.exec)(self, &inst, lanes) };
+            } else {
+                self.execute_jointly(&inst, &joined, lanes);
+            }
+            self.current = saved;
+        }
+        for i in joined {
+            self.groups[i].pc += 1;
+            self.groups[i].state = State::Ready;
+        }
+    }
+
+    /// The instruction at which a group stands.
+    fn instruction_of(&self, group: &Group) -> &Inst {
+        // SAFETY: the launch holds the program; a group that waits stands at an instruction.
+        unsafe { &(&(*self.frames[group.frame as usize].code).insts)[group.pc as usize] }
+    }
+
+    /// Executes a warp-wide instruction for groups at different places: their operands are gathered in rows of its own,
+    /// and the results given back.
+    fn execute_jointly(&mut self, inst: &Inst, joined: &[usize], lanes: u32) {
+        const ROW: usize = 256;
+        let roles = joint::roles(inst.flags);
+        let mut scratch = vec![Line([0; 64]); roles.len() * ROW / 64];
+        let base: *mut u8 = scratch.as_mut_ptr().cast();
+        let groups: Vec<(Group, Inst)> =
+            joined.iter().map(|&i| (self.groups[i], self.instruction_of(&self.groups[i]).clone())).collect();
+        // SAFETY: each role names the width of the rows that the lowering gave for it; a row of the scratch memory has room for
+        // the widest, and is aligned for it.
+        unsafe {
+            for (&index, (group, own)) in joined.iter().zip(&groups) {
+                self.current = index;
+                self.enter();
+                for (n, role) in roles.iter().enumerate() {
+                    let to = base.add(n * ROW);
+                    match role {
+                        joint::Role::In32 => {
+                            let row: [u32; LANES] = rows::get(self, own.r[n]);
+                            for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
+                                to.cast::<u32>().add(l).write(row[l]);
+                            }
+                        }
+                        joint::Role::In64 => {
+                            let row: [u64; LANES] = rows::get(self, own.r[n]);
+                            for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
+                                to.cast::<u64>().add(l).write(row[l]);
+                            }
+                        }
+                        joint::Role::InPred => {
+                            // The one immediate of such an instruction negates its predicate.
+                            let bits = rows::pred(self, own.r[n]);
+                            let bits = if own.imm == 1 { !bits } else { bits };
+                            *to.cast::<u32>() |= bits & group.mask;
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            let mut all = inst.clone();
+            all.imm = 0;
+            for n in 0..roles.len() {
+                all.r[n] = (n * ROW) as u32;
+            }
+            self.bases[0] = base;
+            (inst.exec)(self, &all, lanes);
+            for (&index, (group, own)) in joined.iter().zip(&groups) {
+                self.current = index;
+                self.enter();
+                for (n, role) in roles.iter().enumerate().filter(|(n, _)| own.r[*n] != NONE) {
+                    let from = base.add(n * ROW).cast::<u32>();
+                    match role {
+                        joint::Role::Out32 => {
+                            rows::put(self, own.r[n], group.mask, &from.cast::<[u32; LANES]>().read());
+                        }
+                        joint::Role::OutPred => rows::put_pred(self, own.r[n], group.mask, from.read()),
+                        _ => {}
+                    }
+                }
             }
         }
-        released
     }
 
     fn pick(&mut self) -> bool {
         for attempt in 0..2 {
             let mut best: Option<(usize, (u32, u32))> = None;
             for (i, group) in self.groups.iter().enumerate() {
-                let ready = matches!(group.state, State::Ready | State::Forced);
+                let ready = group.state == State::Ready;
                 if !ready || (attempt == 0 && group.turns >= PATIENCE) {
                     continue;
                 }
@@ -461,11 +548,13 @@ impl Warp {
                 // SAFETY: the lowering gives a row of u32.
                 let index: [u32; LANES] = unsafe { rows::get(self, inst.r[1]) };
                 let at = inst.r[0] as usize;
-                let targets = self.code().ext[at + 1..][..self.code().ext[at] as usize].to_vec();
+                // SAFETY: the launch holds the program.
+                let ext = unsafe { &(*self.code).ext };
+                let targets = &ext[at + 1..][..ext[at] as usize];
                 let mut rest = mask;
                 while rest != 0 {
                     let lane = rest.trailing_zeros() as usize;
-                    let same = (0..LANES).fold(0, |m, l| m | u32::from(index[l] == index[lane]) << l) & rest;
+                    let same = lanes_equal(&index, index[lane], rest);
                     let Some(&target) = targets.get(index[lane] as usize) else {
                         self.set_fault(Fault::InvalidPc(format!("brx.idx to entry {}", index[lane])), lane);
                         return Step::Fault;
@@ -506,8 +595,7 @@ impl Warp {
                 let mut rest = mask;
                 while rest != 0 {
                     let lane = rest.trailing_zeros() as usize;
-                    let same =
-                        (0..LANES).fold(0, |m, l| m | u32::from(address[l] == address[lane]) << l) & rest;
+                    let same = lanes_equal(&address, address[lane], rest);
                     let count = self.block().program().functions.len() as u64;
                     let index = address[lane].wrapping_sub(crate::lower::program::FUNCTION_WINDOW) / 16;
                     if index >= count || !address[lane].is_multiple_of(16) {
@@ -527,26 +615,99 @@ impl Warp {
             Kind::Converge | Kind::WarpSync => {
                 // SAFETY: the lowering gives a row of u32.
                 let members: [u32; LANES] = unsafe { rows::get(self, inst.r[5]) };
-                let need = members[mask.trailing_zeros() as usize] & self.live;
-                let forced = self.groups[self.current].state == State::Forced;
-                self.groups[self.current].state = State::Ready;
-                if need & !mask != 0 && !forced {
-                    if mask != active {
-                        // The lanes that the guard left out go on by themselves.
-                        self.split(active & !mask, pc + 1);
+                let first = members[mask.trailing_zeros() as usize];
+                let same = lanes_equal(&members, first, mask);
+                if same == mask && first & self.live & !mask == 0 {
+                    // SAFETY: the lowering made the instruction's operands for its handler.
+                    if inst.kind == Kind::Converge
+                        && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault
+                    {
+                        return Step::Fault;
                     }
-                    self.groups[self.current].mask = mask;
-                    self.groups[self.current].state = State::Converge(need);
-                    return Step::Schedule;
+                    return Step::Continue;
                 }
-                // SAFETY: the lowering made the instruction's operands for its handler.
-                if inst.kind == Kind::Converge && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault {
-                    return Step::Fault;
+                if mask != active {
+                    // The lanes that the guard left out go on by themselves.
+                    self.split(active & !mask, pc + 1);
+                }
+                self.groups[self.current].mask = same;
+                self.groups[self.current].state = State::Converge(first);
+                let mut rest = mask & !same;
+                while rest != 0 {
+                    let own = members[rest.trailing_zeros() as usize];
+                    let same = lanes_equal(&members, own, rest);
+                    self.groups.push(Group {
+                        mask: same,
+                        state: State::Converge(own),
+                        ..self.groups[self.current]
+                    });
+                    rest &= !same;
+                }
+                Step::Schedule
+            }
+            Kind::Barrier => self.barrier(inst, mask, active),
+            Kind::Alloca => self.alloca(inst, mask),
+            Kind::StackSave | Kind::StackRestore => {
+                let frame = self.groups[self.current].frame as usize;
+                let all = self.frames[frame].lanes == mask;
+                // SAFETY: the lowering gives a row of the width that `r[2]` says.
+                unsafe {
+                    if inst.kind == Kind::StackSave {
+                        let extra = self.frames[frame].extra;
+                        if inst.r[2] == 1 {
+                            rows::put(self, inst.r[0], mask, &[extra; LANES]);
+                        } else {
+                            rows::put(self, inst.r[0], mask, &[u64::from(extra); LANES]);
+                        }
+                    } else if all {
+                        // The lanes' stacks go together: it shrinks when all of them say so.
+                        let lane = mask.trailing_zeros() as usize;
+                        let saved = if inst.r[2] == 1 {
+                            (*rows::row::<u32>(self, inst.r[0]))[lane]
+                        } else {
+                            (*rows::row::<u64>(self, inst.r[0]))[lane] as u32
+                        };
+                        self.frames[frame].extra = saved.min(self.frames[frame].extra);
+                    }
                 }
                 Step::Continue
             }
-            Kind::Barrier => self.barrier(inst, mask, active),
         }
+    }
+
+    /// Takes local memory for the rest of a call: the same places for all lanes, as much as the greediest wants.
+    fn alloca(&mut self, inst: &Inst, mask: u32) -> Step {
+        let frame = self.groups[self.current].frame as usize;
+        // SAFETY: the lowering gives rows of 64 bits, or of 32 if `r[2]` is 1.
+        let sizes: [u64; LANES] = unsafe {
+            if inst.r[2] == 1 {
+                let row: [u32; LANES] = rows::get(self, inst.r[1]);
+                row.map(u64::from)
+            } else {
+                rows::get(self, inst.r[1])
+            }
+        };
+        let largest = (0..LANES).filter(|l| mask >> l & 1 != 0).map(|l| sizes[l]).max().unwrap_or(0);
+        let base = u64::from(self.local_base + self.code().local_bytes + self.frames[frame].extra);
+        let at = base.next_multiple_of(inst.imm as u64);
+        let end = at.saturating_add(largest).saturating_add(15) & !15;
+        let limit = u64::from(self.block().local_limit);
+        if end > limit {
+            let lane = mask.trailing_zeros() as usize;
+            self.set_fault(Fault::StackOverflow { bytes: end, limit }, lane);
+            return Step::Fault;
+        }
+        self.local.reserve(end as u32);
+        self.frames[frame].extra = end as u32 - self.local_base - self.code().local_bytes;
+        // SAFETY: as above.
+        unsafe {
+            if inst.r[2] == 1 {
+                rows::put(self, inst.r[0], mask, &[at as u32; LANES]);
+            } else {
+                rows::put(self, inst.r[0], mask, &[at; LANES]);
+            }
+        }
+        Step::Continue
     }
 
     fn barrier(&mut self, inst: &Inst, mask: u32, active: u32) -> Step {
@@ -561,6 +722,22 @@ impl Warp {
         };
         let lane = mask.trailing_zeros() as usize;
         let (id, count) = (ids[lane], counts[lane]);
+        let same = lanes_equal(&ids, id, mask) & lanes_equal(&counts, count, mask);
+        if same != mask {
+            // Lanes that name different barriers come to them one after the other.
+            self.split(mask & !same, pc);
+            if active != mask {
+                self.split(active & !mask, pc + 1);
+            }
+            self.groups[self.current].mask = same;
+            return match self.barrier(inst, same, same) {
+                Step::Continue => {
+                    self.groups[self.current].pc = pc + 1;
+                    Step::Schedule
+                }
+                other => other,
+            };
+        }
         if id >= 16 {
             self.set_fault(Fault::IllegalInstruction(format!("barrier {id}")), lane);
             return Step::Fault;
@@ -609,7 +786,8 @@ impl Warp {
         let (callee, code) = unsafe { (&*callee, &*self.frames[caller.frame as usize].code) };
         let lane = mask.trailing_zeros() as usize;
         let depth = self.frames[caller.frame as usize].depth + 1;
-        let local_base = self.frames[caller.frame as usize].local_base + code.local_bytes;
+        let parent = &self.frames[caller.frame as usize];
+        let local_base = parent.local_base + code.local_bytes + parent.extra;
         let needed = u64::from(local_base) + u64::from(callee.local_bytes);
         let limit = u64::from(self.block().local_limit);
         if needed > limit || depth > MAX_DEPTH {
@@ -646,6 +824,7 @@ impl Warp {
             call_ext: ext,
             depth,
             local_base,
+            extra: 0,
             lanes: mask,
         };
         let id = match self.free_frames.pop() {
@@ -699,6 +878,12 @@ impl Warp {
             }
         }
     }
+}
+
+/// The lanes of `mask` whose value is `value`.
+#[inline(always)]
+fn lanes_equal<T: Copy + PartialEq>(values: &[T; LANES], value: T, mask: u32) -> u32 {
+    (0..LANES).fold(0, |m, l| m | u32::from(values[l] == value) << l) & mask
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -58,7 +58,18 @@ impl<'a> Lowering<'a, '_> {
                 self.emit(IS_SPACE, [p, a, 0, 0, 0, 0], window as i64);
                 Ok(())
             }
-            "prefetch" | "prefetchu" | "applypriority" => {
+            "alloca" | "stacksave" | "stackrestore" => self.lower_stack(inst),
+            "prefetch" | "prefetchu" | "applypriority" | "discard" => {
+                let mut mods = Modifiers::new(inst);
+                mods.one_of(&["global", "local", "const", "param"]);
+                mods.one_of(&["L1", "L2", "L2::evict_last", "L2::evict_normal", "tensormap"]);
+                if inst.name == "discard" {
+                    mods.has("L2");
+                }
+                mods.one_of(&["L2::evict_last", "L2::evict_normal"]);
+                if !mods.done() || inst.operands.is_empty() {
+                    return self.unknown(inst);
+                }
                 self.emit(special::NOTHING, [0; 6], 0);
                 Ok(())
             }
@@ -66,8 +77,36 @@ impl<'a> Lowering<'a, '_> {
         }
     }
 
+    fn lower_stack(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        let Some(bits @ (32 | 64)) = type_bits(ty).filter(|_| mods.done()) else { return self.unknown(inst) };
+        let narrow = u32::from(bits == 32);
+        match inst.name {
+            "alloca" => {
+                let align = match inst.operands.get(2) {
+                    None => 16,
+                    Some(Operand::Int(n)) if n.is_power_of_two() && *n <= 128 => (*n).max(16) as i64,
+                    Some(_) => return self.unknown(inst),
+                };
+                let size = self.source(self.operand(inst, 1)?, ty)?;
+                let to = self.destination(self.operand(inst, 0)?, bits)?;
+                self.emit_kind(Kind::Alloca, special::NOTHING, [to, size, narrow, 0, 0, 0], align);
+            }
+            "stacksave" => {
+                let to = self.destination(self.operand(inst, 0)?, bits)?;
+                self.control(Kind::StackSave, [to, 0, narrow, 0, 0, 0]);
+            }
+            _ => {
+                let from = self.source(self.operand(inst, 0)?, ty)?;
+                self.control(Kind::StackRestore, [from, 0, narrow, 0, 0, 0]);
+            }
+        }
+        Ok(())
+    }
+
     /// Takes cache hints, which change nothing here; the operand that some of them add is left alone.
-    fn take_hints(mods: &mut Modifiers<'a>) {
+    pub fn take_hints(mods: &mut Modifiers<'a>) {
         while mods
             .one_of(&[
                 "ca",

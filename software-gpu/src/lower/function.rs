@@ -349,6 +349,22 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.push(exec::select(handler), Kind::Plain, r, imm, flags);
     }
 
+    /// Emits a warp-wide operation; `shape` is one of [`super::program::joint`].
+    pub fn converge(&mut self, shape: u8, handler: Handler, r: [u32; 6], imm: i64) {
+        self.push(exec::select(handler), Kind::Converge, r, imm, shape << 4);
+    }
+
+    /// Emits a warp-wide operation that is executed at one place only, with the flags of a memory access.
+    pub fn converge_aligned(&mut self, handler: Handler, r: [u32; 6], imm: i64, flags: u8) {
+        let flags = super::program::joint::ALIGNED << 4 | flags;
+        self.push(exec::select(handler), Kind::Converge, r, imm, flags);
+    }
+
+    /// Whether an operand is a predicate.
+    pub fn is_predicate(&mut self, op: &Operand<'a>) -> bool {
+        matches!(op, Operand::Not(_)) || self.register_bits(op) == Some(1)
+    }
+
     /// Emits an operation of another kind.
     pub fn emit_kind(&mut self, kind: Kind, handler: Handler, r: [u32; 6], imm: i64) {
         self.push(exec::select(handler), kind, r, imm, 0);

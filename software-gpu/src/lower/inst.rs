@@ -1,7 +1,7 @@
 //! Instructions that compute: arithmetic, logic, comparisons, conversions, warp operations, control flow.
 
 use super::function::{Lowering, Symbol, unsigned};
-use super::program::{Handler, Kind, NONE, barrier};
+use super::program::{Handler, Kind, NONE, barrier, joint};
 use super::type_bits;
 use crate::error::Result;
 use crate::exec::float::flag;
@@ -39,6 +39,11 @@ impl<'a> Modifiers<'a> {
     /// Takes the last modifier: the type.
     pub fn last(&mut self) -> &'a str {
         self.left.pop().unwrap_or("")
+    }
+
+    /// Takes the first modifier.
+    pub fn take_first(&mut self) -> &'a str {
+        self.left.remove(0)
     }
 
     pub fn done(&self) -> bool {
@@ -128,6 +133,12 @@ impl<'a> Lowering<'a, '_> {
             "cvt" => self.lower_cvt(inst),
             "bra" | "brx" | "call" | "ret" | "exit" | "trap" | "brkpt" | "bar" | "barrier" | "membar"
             | "fence" | "nanosleep" | "pmevent" | "griddepcontrol" => self.lower_control(inst),
+ "mma" => self.lower_mma(inst, false),
+            "wmma" => self.lower_wmma(inst),
+            "ldmatrix" | "stmatrix" => self.lower_eights(inst),
+            "movmatrix" => self.lower_movmatrix(inst),
+            "cp" => self.lower_copy_async(inst),
+            "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),
             _ => self.unknown(inst),
         }
@@ -263,7 +274,6 @@ impl<'a> Lowering<'a, '_> {
     }
 
     fn lower_float(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, ty: &'a str) -> Result<()> {
-        let rounds = mods.left.iter().any(|m| matches!(*m, "rn" | "rz" | "rm" | "rp"));
         let mut flags = mods.float_flags();
         let mut name = inst.name.to_string();
         if mods.has("approx") || (mods.has("full") && name == "div") {
@@ -291,9 +301,6 @@ impl<'a> Lowering<'a, '_> {
         };
         if count == 3 && matches!(inst.name, "min" | "max") {
             name.push('3');
-        }
-        if rounds && flags & flag::ROUND != 0 && ty == "f64" && name == "fma" {
-            return self.unknown(inst);
         }
         let handler = match ty {
             "f32" => float::f32_op(&name, flags),
@@ -502,25 +509,31 @@ impl<'a> Lowering<'a, '_> {
         let ftz = mods.has("ftz");
         let join = mods.one_of(&["and", "or", "xor"]);
         let cmp = if mods.left.is_empty() { "" } else { mods.left.remove(0) };
-        let (mut a, mut b) = (self.operand(inst, 1)?.clone(), self.operand(inst, 2)?.clone());
-        let mut ty = ty;
+        let (a, b) = (self.operand(inst, 1)?, self.operand(inst, 2)?);
         let handler = match ty {
             "f32" | "f64" => float::setp(cmp, ty, ftz),
-            "f16" | "bf16" => {
-                // Exact as f32; subnormals of f16 are normal there, so flushing is done here if asked for.
-                if ftz {
-                    return self.unknown(inst);
-                }
-                a = self.widen_half(&a, ty)?;
-                b = self.widen_half(&b, ty)?;
-                ty = "f32";
-                float::setp(cmp, "f32", false)
-            }
+            // Exact as f32, where the subnormals of f16 are normal: so they are flushed before, if they are to be.
+            "f16" | "bf16" | "f16x2" | "bf16x2" => float::setp(cmp, "f32", false),
             _ => int::setp(cmp, ty),
         };
         let handler = self.found(inst, handler, &mods)?;
-        let ra = self.value(&a, ty)?;
-        let rb = self.value(&b, ty)?;
+        let (mut ra, mut rb) = (self.source(a, ty)?, self.source(b, ty)?);
+        let mut upper = None;
+        if ty.contains("16") && ty.contains('f') {
+            let pair = ty.ends_with("x2");
+            let bf16 = ty.starts_with('b');
+            let flags = if ftz { flag::FTZ } else { 0 };
+            let widen = |s: &mut Self, from: u32, high: bool| {
+                let to = s.allocate_row(32);
+                s.emit(half::widen(bf16, pair, high), [to, from, 0, 0, 0, 0], flags);
+                to
+            };
+            let rows = (widen(self, ra, false), widen(self, rb, false));
+            if pair {
+                upper = Some((widen(self, ra, true), widen(self, rb, true)));
+            }
+            (ra, rb) = rows;
+        }
         let (mut imm, mut other) = (combine::NONE, 0);
         if let Some(join) = join {
             let (row, negated) = self.predicate(self.operand(inst, 3)?)?;
@@ -531,29 +544,15 @@ impl<'a> Lowering<'a, '_> {
                 _ => combine::XOR,
             } | if negated { combine::NOT } else { 0 };
         }
-        self.emit(handler, [p, q, ra, rb, other, 0], imm);
+        match upper {
+            // The two halves of a pair have a predicate each.
+            Some((ha, hb)) => {
+                self.emit(handler, [p, NONE, ra, rb, other, 0], imm);
+                self.emit(handler, [q, NONE, ha, hb, other, 0], imm);
+            }
+            None => self.emit(handler, [p, q, ra, rb, other, 0], imm),
+        }
         Ok(())
-    }
-
-    /// A half as f32, in a row of its own; the row travels as a number operand that [`Lowering::value`] knows.
-    fn widen_half(&mut self, op: &Operand<'a>, ty: &str) -> Result<Operand<'a>> {
-        let from = self.source(op, ty)?;
-        let to = self.allocate_row(32);
-        match convert::cvt("f32", ty, false) {
-            Some(handler) => self.emit(handler, [to, from, 0, 0, 0, 0], 0),
-            None => return self.unsupported(format!("comparison of {ty}")),
-        }
-        Ok(Operand::List(vec![Operand::Int(u64::from(to))]))
-    }
-
-    fn value(&mut self, op: &Operand<'a>, ty: &str) -> Result<u32> {
-        match op {
-            Operand::List(row) => match row.first() {
-                Some(Operand::Int(row)) => Ok(*row as u32),
-                _ => self.error("a list is no value"),
-            },
-            op => self.source(op, ty),
-        }
     }
 
     fn lower_cvt(&mut self, inst: &Inst<'a>) -> Result<()> {
@@ -576,6 +575,9 @@ impl<'a> Lowering<'a, '_> {
             let handler = moves::pack_halves(dst == "bf16x2");
             return self.simple(inst, handler, 32, &["f32", "f32"], flags);
         }
+        if let Some(result) = self.lower_special_cvt(inst, dst, src, flags, &mut mods) {
+            return result;
+        }
         let handler = self.found(inst, convert::cvt(dst, src, flags != 0), &mods)?;
         let (Some(dst_bits), Some(src_bits)) = (type_bits(dst), type_bits(src)) else {
             return self.unknown(inst);
@@ -589,6 +591,52 @@ impl<'a> Lowering<'a, '_> {
         self.write_wider(inst, dst_bits, dst.starts_with('s'), |s, to| {
             s.emit(handler, [to, from, 0, 0, 0, 0], flags);
         })
+    }
+
+    /// Conversions with formats that have no registers of their own: tf32, pairs of 8-bit floats, `cvt.pack`.
+    fn lower_special_cvt(
+        &mut self,
+        inst: &Inst<'a>,
+        dst: &str,
+        src: &'a str,
+        flags: i64,
+        mods: &mut Modifiers<'a>,
+    ) -> Option<Result<()>> {
+        let relu = flags & convert::integer::RELU;
+        if mods.has("pack") {
+            // With a third source the two values are bytes, and the last type is that source's.
+            let packed = inst.operands.len() == 4;
+            let name = if packed { mods.last() } else { dst };
+            if flags != flag::SAT || !mods.done() || (packed && (src != "b32" || dst != "s32")) {
+                return Some(self.unknown(inst));
+            }
+            let Some(handler) = convert::pack(name, packed) else { return Some(self.unknown(inst)) };
+            let sources = ["s32", "s32", "b32"];
+            return Some(self.simple(inst, handler, 32, &sources[..if packed { 3 } else { 2 }], 0));
+        }
+        if dst == "tf32" && src == "f32" {
+            let mode = if mods.has("rna") { flag::RP } else { flags & flag::ROUND };
+            mods.has("satfinite");
+            if !mods.done() {
+                return Some(self.unknown(inst));
+            }
+            return Some(self.simple(inst, convert::TF32, 32, &["f32"], mode | relu));
+        }
+        let eight = |name: &str| matches!(name, "e4m3x2" | "e5m2x2");
+        if eight(dst) || eight(src) {
+            let saturates = mods.has("satfinite");
+            if flags & !convert::integer::RELU != 0 || !mods.done() || saturates != eight(dst) {
+                return Some(self.unknown(inst));
+            }
+            let Some(handler) = convert::eights(dst, src) else { return Some(self.unknown(inst)) };
+            let (bits, sources): (u32, &[&str]) = match src {
+                "f32" => (16, &["f32", "f32"]),
+                "f16x2" => (16, &["b32"]),
+                _ => (32, &["b16"]),
+            };
+            return Some(self.simple(inst, handler, bits, sources, relu));
+        }
+        None
     }
 
     /// Emits something that writes `bits` bits to the first operand, which may be a wider register: then the value
@@ -655,7 +703,7 @@ impl<'a> Lowering<'a, '_> {
                     Operand::Pair(d, p) => (self.destination(d, 32)?, self.destination(p, 1)?),
                     d => (self.destination(d, 32)?, NONE),
                 };
-                self.emit_kind(Kind::Converge, handler, [to, a, b, c, p, members], 0);
+                self.converge(joint::SHUFFLE, handler, [to, a, b, c, p, members], 0);
             }
             "vote" => {
                 mods.one_of(&["pred", "b32"]);
@@ -664,7 +712,8 @@ impl<'a> Lowering<'a, '_> {
                 let members = self.source(self.operand(inst, 2)?, "b32")?;
                 let (p, negated) = self.predicate(self.operand(inst, 1)?)?;
                 let to = self.destination(self.operand(inst, 0)?, if mode == "ballot" { 32 } else { 1 })?;
-                self.emit_kind(Kind::Converge, handler, [to, p, 0, 0, 0, members], i64::from(negated));
+                let shape = if mode == "ballot" { joint::BALLOT } else { joint::VOTE };
+                self.converge(shape, handler, [to, p, 0, 0, 0, members], i64::from(negated));
             }
             "match" => {
                 let ty = mods.last();
@@ -676,7 +725,8 @@ impl<'a> Lowering<'a, '_> {
                     Operand::Pair(d, p) => (self.destination(d, 32)?, self.destination(p, 1)?),
                     d => (self.destination(d, 32)?, NONE),
                 };
-                self.emit_kind(Kind::Converge, handler, [to, a, p, 0, 0, members], 0);
+                let shape = if ty == "b64" { joint::MATCH_64 } else { joint::MATCH_32 };
+                self.converge(shape, handler, [to, a, p, 0, 0, members], 0);
             }
             "redux" => {
                 let ty = mods.last();
@@ -685,13 +735,13 @@ impl<'a> Lowering<'a, '_> {
                 let members = self.source(self.operand(inst, 2)?, "b32")?;
                 let a = self.source(self.operand(inst, 1)?, ty)?;
                 let to = self.destination(self.operand(inst, 0)?, 32)?;
-                self.emit_kind(Kind::Converge, handler, [to, a, 0, 0, 0, members], 0);
+                self.converge(joint::REDUX, handler, [to, a, 0, 0, 0, members], 0);
             }
             _ => {
                 let members = self.source(self.operand(inst, 1)?, "b32")?;
                 let Operand::Pair(d, p) = self.operand(inst, 0)? else { return self.unknown(inst) };
                 let (to, p) = (self.destination(d, 32)?, self.destination(p, 1)?);
-                self.emit_kind(Kind::Converge, warp_ops::ELECT, [to, p, 0, 0, 0, members], 0);
+                self.converge(joint::ELECT, warp_ops::ELECT, [to, p, 0, 0, 0, members], 0);
             }
         }
         Ok(())
@@ -727,9 +777,15 @@ impl<'a> Lowering<'a, '_> {
                 mods.one_of(&["wait", "launch_dependents", "mask"]);
                 self.emit(special::NOTHING, [0; 6], 0);
             }
-            "membar" | "fence" => {
+            "membar" => {
+                if mods.one_of(&["cta", "gl", "sys"]).is_none() {
+                    return self.unknown(inst);
+                }
                 self.emit(crate::exec::memory::FENCE, [0; 6], 0);
-                return Ok(());
+            }
+            "fence" => {
+                self.take_fence(&mut mods);
+                self.emit(crate::exec::memory::FENCE, [0; 6], 0);
             }
             "nanosleep" => {
                 mods.has("u32");
@@ -739,6 +795,29 @@ impl<'a> Lowering<'a, '_> {
             _ => return self.lower_barrier(inst, mods),
         }
         if mods.done() { Ok(()) } else { self.unknown(inst) }
+    }
+
+    /// Takes what a fence may say; all fences are the strongest here. Operations that other proxies name (asynchronous
+    /// copies, constants, textures) are seen in program order anyway.
+    fn take_fence(&self, mods: &mut Modifiers<'a>) {
+        if mods.has("proxy") {
+            if mods.one_of(&["alias", "async", "async::generic", "tensormap::generic"]).is_some() {
+                mods.one_of(&["acquire", "release"]);
+                mods.has("sync_restrict::shared::cta");
+                mods.has("sync_restrict::shared::cluster");
+                mods.one_of(&["global", "shared::cta", "shared::cluster"]);
+            } else {
+                // Nothing was named: what is left is the error.
+                mods.left.push("proxy");
+                return;
+            }
+        } else if mods.has("mbarrier_init") {
+            mods.has("release");
+        } else {
+            mods.one_of(&["sc", "acq_rel", "acquire", "release"]);
+            mods.one_of(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster"]);
+        }
+        mods.one_of(&["cta", "cluster", "gpu", "sys"]);
     }
 
     fn lower_barrier(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>) -> Result<()> {

@@ -4,8 +4,10 @@
 //! registers and symbols; `inst` and `access` lower instructions, by family.
 
 mod access;
+mod asynchronous;
 mod function;
 mod inst;
+mod matrix;
 pub(crate) mod program;
 
 use std::collections::{HashMap, HashSet};
@@ -13,7 +15,7 @@ use std::sync::Arc;
 
 use crate::device::module::{FunctionInfo, GlobalInfo, ParamInfo};
 use crate::error::{Error, Result};
-use crate::ptx::ast::{File, Function, Init, Operand, Space, Stmt, Var};
+use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
 use function::{Lowering, Symbol};
 use program::{Builtin, Code, FUNCTION_WINDOW, Program};
 
@@ -60,14 +62,10 @@ pub(crate) fn layout(var: &Var<'_>) -> Result<(u64, u32)> {
     Ok((size, align))
 }
 
-/// What all functions of a module see.
+/// What all functions of a file see.
+#[derive(Default)]
 pub(crate) struct Context<'a> {
     pub symbols: HashMap<&'a str, Symbol<'a>>,
-}
-
-struct Names<'a, 'b> {
-    shared: HashSet<&'a str>,
-    bodies: HashMap<&'a str, &'b Function<'a>>,
 }
 
 fn mentioned<'a>(stmts: &[Stmt<'a>], out: &mut HashSet<&'a str>, indirect: &mut bool) {
@@ -103,25 +101,64 @@ fn mentioned<'a>(stmts: &[Stmt<'a>], out: &mut HashSet<&'a str>, indirect: &mut 
     }
 }
 
-/// Names that a function and what it calls mention.
-fn reachable<'a>(root: &'a str, names: &Names<'a, '_>) -> HashSet<&'a str> {
-    let mut seen = HashSet::new();
+/// A function of one of the files that are linked.
+struct Linked<'a, 'b> {
+    function: &'b Function<'a>,
+    /// Its file.
+    file: usize,
+}
+
+/// Ends of the shared memory that a function and what it calls mention: `ends` knows those of module variables by their
+/// beginning, `own` those of functions' own variables.
+fn reached_end(
+    root: usize,
+    functions: &[Linked<'_, '_>],
+    contexts: &[Context<'_>],
+    ends: &HashMap<u32, u64>,
+    own: &HashMap<usize, u64>,
+) -> u64 {
+    let mut seen = HashSet::from([root]);
     let mut work = vec![root];
-    while let Some(name) = work.pop() {
-        let Some(body) = names.bodies.get(name).and_then(|f| f.body.as_ref()) else { continue };
-        let mut found = HashSet::new();
-        let mut indirect = false;
-        mentioned(body, &mut found, &mut indirect);
-        if indirect {
-            found.extend(names.bodies.keys());
+    let mut end = 0;
+    while let Some(index) = work.pop() {
+        let linked = &functions[index];
+        let Some(body) = &linked.function.body else { continue };
+        if index != root {
+            end = end.max(own.get(&index).copied().unwrap_or(0));
         }
-        for name in found {
-            if (names.shared.contains(name) || names.bodies.contains_key(name)) && seen.insert(name) {
-                work.push(name);
+        let mut names = HashSet::new();
+        let mut indirect = false;
+        mentioned(body, &mut names, &mut indirect);
+        let mut called: Vec<usize> = if indirect { (0..functions.len()).collect() } else { Vec::new() };
+        for name in names {
+            match contexts[linked.file].symbols.get(name) {
+                Some(Symbol::Function(i)) => called.push(*i),
+                Some(Symbol::Shared(at)) => end = end.max(ends.get(at).copied().unwrap_or(0)),
+                _ => {}
             }
         }
+        work.extend(called.into_iter().filter(|&i| !functions[i].function.kernel && seen.insert(i)));
     }
-    seen
+    end
+}
+
+/// The definitions that names with linkage stand for, in all files together: the place of each in its file.
+fn resolve<'a, T>(
+    items: impl Iterator<Item = (usize, &'a str, Linkage, u32, T)>,
+) -> Result<HashMap<&'a str, (usize, Linkage, T)>> {
+    let mut out: HashMap<&str, (usize, Linkage, T)> = HashMap::new();
+    for (file, name, linkage, line, item) in items {
+        match (out.get(name).map(|d| d.1), linkage) {
+            (Some(Linkage::Visible), Linkage::Visible) => {
+                return Err(Error::InvalidPtx { line, message: format!("{name} is defined twice") });
+            }
+            (None, _) | (Some(Linkage::Weak), Linkage::Visible) => {
+                out.insert(name, (file, linkage, item));
+            }
+            _ => {}
+        }
+    }
+    Ok(out)
 }
 
 fn shared_vars<'a, 'b>(stmts: &'b [Stmt<'a>], out: &mut Vec<&'b Var<'a>>) {
@@ -134,49 +171,49 @@ fn shared_vars<'a, 'b>(stmts: &'b [Stmt<'a>], out: &mut Vec<&'b Var<'a>>) {
     }
 }
 
-/// Lowers a module. `allocate` gives zeroed global memory.
-pub(crate) fn load(file: &File<'_>, allocate: &mut dyn FnMut(u64) -> Result<u64>) -> Result<Loaded> {
-    let mut context = Context { symbols: HashMap::new() };
+/// Lowers a module that is linked of one or more files. `allocate` gives zeroed global memory.
+pub(crate) fn load(files: &[File<'_>], allocate: &mut dyn FnMut(u64) -> Result<u64>) -> Result<Loaded> {
+    let mut contexts: Vec<Context<'_>> = files.iter().map(|_| Context::default()).collect();
+    let shared_linkage = |linkage| matches!(linkage, Linkage::Visible | Linkage::Weak);
+    // Variables.
     let mut globals = Vec::new();
     let mut placed = Vec::new();
     let mut shared_end = 0u64;
-    let mut shared_ends: HashMap<&str, u64> = HashMap::new();
+    let mut shared_ends: HashMap<u32, u64> = HashMap::new();
     let mut constant_bytes = 0u64;
-    for var in &file.globals {
+    let all = files.iter().enumerate().flat_map(|(i, f)| f.globals.iter().map(move |v| (i, v)));
+    let dynamic = |v: &Var<'_>| v.space == Space::Shared && v.elements == Some(0);
+    let chosen = resolve(
+        all.clone()
+            .filter(|(_, v)| shared_linkage(v.linkage) && !dynamic(v))
+            .map(|(i, v)| (i, v.name, v.linkage, v.line, v)),
+    )?;
+    let mut linked: HashMap<&str, Symbol<'_>> = HashMap::new();
+    for (file, var) in all.clone() {
         let (size, align) = layout(var)?;
-        match var.space {
-            Space::Shared if var.elements == Some(0) => {
-                context.symbols.insert(var.name, Symbol::DynamicShared);
-            }
+        if dynamic(var) {
+            contexts[file].symbols.insert(var.name, Symbol::DynamicShared);
+            continue;
+        }
+        let local = var.linkage == Linkage::Local;
+        let mine = chosen.get(var.name).is_some_and(|c| std::ptr::eq(c.2, var));
+        if !local && !mine {
+            continue;
+        }
+        let symbol = match var.space {
             Space::Shared => {
                 let at = shared_end.next_multiple_of(u64::from(align));
                 shared_end = at + size;
-                shared_ends.insert(var.name, shared_end);
-                context.symbols.insert(var.name, Symbol::Shared(at as u32));
+                shared_ends.insert(at as u32, shared_end);
+                Symbol::Shared(at as u32)
             }
             Space::Global | Space::Const => {
-                if context.symbols.contains_key(var.name) {
-                    continue;
-                }
-                if var.external && !file.globals.iter().any(|v| v.name == var.name && !v.external) {
-                    return Err(Error::InvalidPtx {
-                        line: var.line,
-                        message: format!(
-                            "{} is external and defined nowhere; link the modules first",
-                            var.name
-                        ),
-                    });
-                }
-                if var.external {
-                    continue;
-                }
                 if align > 512 {
                     return Err(Error::UnsupportedPtx { line: var.line, what: format!("alignment {align}") });
                 }
                 let address = allocate(size)?;
                 let constant = var.space == Space::Const;
                 constant_bytes += if constant { size } else { 0 };
-                context.symbols.insert(var.name, Symbol::Global(address, constant));
                 globals.push(GlobalInfo {
                     name: var.name.into(),
                     address,
@@ -184,7 +221,8 @@ pub(crate) fn load(file: &File<'_>, allocate: &mut dyn FnMut(u64) -> Result<u64>
                     constant,
                     managed: var.managed,
                 });
-                placed.push((var, address, size));
+                placed.push((file, var, address, size));
+                Symbol::Global(address, constant)
             }
             _ => {
                 return Err(Error::InvalidPtx {
@@ -192,52 +230,93 @@ pub(crate) fn load(file: &File<'_>, allocate: &mut dyn FnMut(u64) -> Result<u64>
                     message: format!("{} in .{} at module level", var.name, var.space.name()),
                 });
             }
+        };
+        if local {
+            contexts[file].symbols.insert(var.name, symbol);
+        } else {
+            linked.insert(var.name, symbol);
         }
     }
-    // A function may be declared before it is defined.
-    let mut functions: Vec<&Function<'_>> = Vec::new();
-    let mut index: HashMap<&str, usize> = HashMap::new();
-    for f in &file.functions {
-        match index.get(f.name) {
-            Some(&i) if f.body.is_some() => functions[i] = f,
-            Some(_) => {}
+    for (file, var) in all {
+        if contexts[file].symbols.contains_key(var.name) {
+            continue;
+        }
+        match linked.get(var.name) {
+            Some(symbol) => {
+                contexts[file].symbols.insert(var.name, symbol.clone());
+            }
             None => {
-                index.insert(f.name, functions.len());
-                functions.push(f);
+                return Err(Error::InvalidPtx {
+                    line: var.line,
+                    message: format!("{} is external and defined nowhere", var.name),
+                });
             }
         }
     }
-    for (i, f) in functions.iter().enumerate() {
-        context.symbols.insert(f.name, Symbol::Function(i));
+    // Functions. One may be declared before it is defined, or in another file than it is.
+    let all = files.iter().enumerate().flat_map(|(i, f)| f.functions.iter().map(move |v| (i, v)));
+    let chosen = resolve(
+        all.clone()
+            .filter(|(_, f)| f.body.is_some() && shared_linkage(f.linkage))
+            .map(|(i, f)| (i, f.name, f.linkage, f.line, f)),
+    )?;
+    let mut functions: Vec<Linked<'_, '_>> = Vec::new();
+    let mut linked: HashMap<&str, usize> = HashMap::new();
+    for (file, function) in all.clone().filter(|(_, f)| f.body.is_some()) {
+        let local = !shared_linkage(function.linkage);
+        if !local && !chosen.get(function.name).is_some_and(|c| std::ptr::eq(c.2, function)) {
+            continue;
+        }
+        if local {
+            contexts[file].symbols.insert(function.name, Symbol::Function(functions.len()));
+        } else {
+            linked.insert(function.name, functions.len());
+        }
+        functions.push(Linked { function, file });
     }
-    for &(alias, target) in &file.aliases {
-        if let Some(&i) = index.get(target) {
-            context.symbols.insert(alias, Symbol::Function(i));
+    for (file, function) in all {
+        if contexts[file].symbols.contains_key(function.name) {
+            continue;
+        }
+        let index = match linked.get(function.name) {
+            Some(&index) => index,
+            None if builtin(function.name).is_some() => {
+                linked.insert(function.name, functions.len());
+                functions.push(Linked { function, file });
+                functions.len() - 1
+            }
+            // A mistake only if something mentions it.
+            None => continue,
+        };
+        contexts[file].symbols.insert(function.name, Symbol::Function(index));
+    }
+    for (context, file) in contexts.iter_mut().zip(files) {
+        for &(alias, target) in &file.aliases {
+            if let Some(Symbol::Function(i)) = context.symbols.get(target) {
+                let symbol = Symbol::Function(*i);
+                context.symbols.insert(alias, symbol);
+            }
         }
     }
-    let mut names = Names { shared: shared_ends.keys().copied().collect(), bodies: HashMap::new() };
-    names.bodies = functions.iter().map(|f| (f.name, *f)).collect();
     // Functions' own shared variables follow the module's; a kernel's follow what it reaches of those.
     let mut own: HashMap<(usize, &str), u32> = HashMap::new();
-    let mut function_ends: HashMap<&str, u64> = HashMap::new();
-    for (i, f) in functions.iter().enumerate().filter(|(_, f)| !f.kernel) {
+    let mut function_ends: HashMap<usize, u64> = HashMap::new();
+    for (i, f) in functions.iter().enumerate().filter(|(_, f)| !f.function.kernel) {
         let mut vars = Vec::new();
-        shared_vars(f.body.as_deref().unwrap_or(&[]), &mut vars);
+        shared_vars(f.function.body.as_deref().unwrap_or(&[]), &mut vars);
         for var in vars {
             let (size, align) = layout(var)?;
             let at = shared_end.next_multiple_of(u64::from(align));
             shared_end = at + size;
             own.insert((i, var.name), at as u32);
-            function_ends.insert(f.name, shared_end);
+            function_ends.insert(i, shared_end);
         }
     }
     let mut kernel_shared = HashMap::new();
-    for (i, f) in functions.iter().enumerate().filter(|(_, f)| f.kernel) {
-        let reached = reachable(f.name, &names);
-        let ends = reached.iter().filter_map(|n| shared_ends.get(n).or_else(|| function_ends.get(n)));
-        let mut end = ends.copied().max().unwrap_or(0);
+    for (i, f) in functions.iter().enumerate().filter(|(_, f)| f.function.kernel) {
+        let mut end = reached_end(i, &functions, &contexts, &shared_ends, &function_ends);
         let mut vars = Vec::new();
-        shared_vars(f.body.as_deref().unwrap_or(&[]), &mut vars);
+        shared_vars(f.function.body.as_deref().unwrap_or(&[]), &mut vars);
         for var in vars {
             let (size, align) = layout(var)?;
             let at = end.next_multiple_of(u64::from(align));
@@ -248,9 +327,10 @@ pub(crate) fn load(file: &File<'_>, allocate: &mut dyn FnMut(u64) -> Result<u64>
     }
     let mut codes = Vec::new();
     let mut kernels = Vec::new();
-    for (i, f) in functions.iter().enumerate() {
+    for (i, linked) in functions.iter().enumerate() {
+        let (f, file) = (linked.function, &files[linked.file]);
         let (code, params) = match &f.body {
-            Some(body) => Lowering::new(&context, f, i, &own).run(f, body)?,
+            Some(body) => Lowering::new(&contexts[linked.file], f, i, &own).run(f, body)?,
             None => (declared(f)?, Vec::new()),
         };
         if f.kernel && f.body.is_some() {
@@ -280,23 +360,27 @@ pub(crate) fn load(file: &File<'_>, allocate: &mut dyn FnMut(u64) -> Result<u64>
         codes.push(Arc::new(code));
     }
     let mut images = Vec::new();
-    for (var, address, size) in placed {
+    for (file, var, address, size) in placed {
         if !var.init.is_empty() {
-            images.push((address, image(var, size, &context)?));
+            images.push((address, image(var, size, &contexts[file])?));
         }
     }
     Ok(Loaded { program: Program { functions: codes }, kernels, globals, images })
 }
 
+/// A function of the device runtime.
+fn builtin(name: &str) -> Option<Builtin> {
+    Some(match name {
+        "vprintf" => Builtin::Vprintf,
+        "__assertfail" => Builtin::AssertFail,
+        "malloc" => Builtin::Malloc,
+        "free" => Builtin::Free,
+        _ => return None,
+    })
+}
+
 /// A function without a body: one of the device runtime's.
 fn declared(f: &Function<'_>) -> Result<Code> {
-    let builtin = match f.name {
-        "vprintf" => Some(Builtin::Vprintf),
-        "__assertfail" => Some(Builtin::AssertFail),
-        "malloc" => Some(Builtin::Malloc),
-        "free" => Some(Builtin::Free),
-        _ => None,
-    };
     let mut at = 0u32;
     let mut place = |vars: &[Var<'_>]| -> Result<Vec<(u32, u32)>> {
         vars.iter()
@@ -320,7 +404,7 @@ fn declared(f: &Function<'_>) -> Result<Code> {
         local_bytes: at.next_multiple_of(16),
         params,
         returns,
-        builtin,
+        builtin: builtin(f.name),
     })
 }
 

@@ -68,6 +68,12 @@ pub(crate) enum Kind {
     Return,
     /// Ends the thread.
     Exit,
+    /// `alloca`: address row `r[0]` (64 bits, or 32 if `r[2]` is 1), bytes in row `r[1]`, alignment `imm`.
+    Alloca,
+    /// `stacksave`: row `r[0]` (64 bits, or 32 if `r[2]` is 1).
+    StackSave,
+    /// `stackrestore`: row `r[0]`, as above.
+    StackRestore,
     /// A block barrier: number in row `r[0]`, thread count in row `r[1]` or [`NONE`]; `r[2]` says which kind;
     /// reductions take the predicate row `r[3]` (negated if `imm` is 1) and write row `r[4]`.
     Barrier,
@@ -84,6 +90,49 @@ pub(crate) mod barrier {
     pub const RED_OR: u32 = 4;
 }
 
+/// What the rows of a [`Kind::Converge`] are, for executing it for lanes at several places together. The upper half of
+/// [`Inst::flags`] is the argument of [`joint::roles`]'s table.
+pub(crate) mod joint {
+    /// What a row is.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Role {
+        No,
+        In32,
+        In64,
+        /// A predicate, negated if the instruction's `imm` is 1.
+        InPred,
+        Out32,
+        OutPred,
+    }
+    use Role::{In32, In64, InPred, No, Out32, OutPred};
+
+    pub const SHUFFLE: u8 = 0;
+    pub const VOTE: u8 = 1;
+    pub const BALLOT: u8 = 2;
+    pub const MATCH_32: u8 = 3;
+    pub const MATCH_64: u8 = 4;
+    pub const REDUX: u8 = 5;
+    pub const ELECT: u8 = 6;
+    /// Only for lanes at the same instruction.
+    pub const ALIGNED: u8 = 7;
+
+    /// What the rows of an instruction with these flags are.
+    pub fn roles(flags: u8) -> [Role; 5] {
+        ROLES[(flags >> 4) as usize % ROLES.len()]
+    }
+
+    const ROLES: [[Role; 5]; 8] = [
+        [Out32, In32, In32, In32, OutPred],
+        [OutPred, InPred, No, No, No],
+        [Out32, InPred, No, No, No],
+        [Out32, In32, OutPred, No, No],
+        [Out32, In64, OutPred, No, No],
+        [Out32, In32, No, No, No],
+        [Out32, OutPred, No, No, No],
+        [No; 5],
+    ];
+}
+
 /// One instruction.
 #[derive(Clone)]
 pub(crate) struct Inst {
@@ -95,7 +144,7 @@ pub(crate) struct Inst {
     /// Predicate row that guards it, or [`NONE`].
     pub guard: u32,
     pub guard_negated: bool,
-    /// Bit 0: addresses in `r[4]` are 32-bit rows.
+    /// Of a memory access: bit 0, addresses in `r[4]` are 32-bit rows. Of a [`Kind::Converge`]: see [`joint`].
     pub flags: u8,
     pub kind: Kind,
     /// PTX line.

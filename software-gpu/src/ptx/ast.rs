@@ -26,6 +26,17 @@ impl Space {
     }
 }
 
+/// Who may use a name beyond its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Linkage {
+    #[default]
+    Local,
+    Visible,
+    /// Gives way to a visible definition, and to an earlier one of its kind: `.weak` and `.common`.
+    Weak,
+    Extern,
+}
+
 /// A variable, a register (or a numbered family of them) or a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct Var<'a> {
@@ -42,7 +53,7 @@ pub(crate) struct Var<'a> {
     /// Product of the array dimensions; `None` for a scalar, `Some(0)` for an open array.
     pub elements: Option<u64>,
     pub init: Vec<Init<'a>>,
-    pub external: bool,
+    pub linkage: Linkage,
     pub managed: bool,
     pub line: u32,
 }
@@ -65,6 +76,7 @@ pub(crate) enum Init<'a> {
 #[derive(Debug)]
 pub(crate) struct Function<'a> {
     pub name: &'a str,
+    pub linkage: Linkage,
     pub kernel: bool,
     pub returns: Vec<Var<'a>>,
     pub params: Vec<Var<'a>>,

@@ -1,6 +1,6 @@
 //! The grammar of PTX.
 
-use super::ast::{File, Function, Init, Inst, Operand, Space, Stmt, Var};
+use super::ast::{File, Function, Init, Inst, Linkage, Operand, Space, Stmt, Var};
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
 
@@ -22,11 +22,6 @@ pub(crate) fn parse(text: &str) -> Result<File<'_>> {
         p.top_level(&mut file)?;
     }
     Ok(file)
-}
-
-#[derive(Default)]
-struct Linkage {
-    external: bool,
 }
 
 impl<'a> Parser<'a> {
@@ -144,25 +139,30 @@ impl<'a> Parser<'a> {
                     return Ok(());
                 }
                 Token::Dot("extern") => {
-                    linkage.external = true;
+                    linkage = Linkage::Extern;
                     self.next();
                 }
-                Token::Dot("visible" | "weak" | "common") => {
+                Token::Dot("visible") => {
+                    linkage = Linkage::Visible;
+                    self.next();
+                }
+                Token::Dot("weak" | "common") => {
+                    linkage = Linkage::Weak;
                     self.next();
                 }
                 Token::Dot("entry") => {
-                    let f = self.function(true)?;
+                    let f = self.function(true, linkage)?;
                     file.functions.push(f);
                     return Ok(());
                 }
                 Token::Dot("func") => {
-                    let f = self.function(false)?;
+                    let f = self.function(false, linkage)?;
                     file.functions.push(f);
                     return Ok(());
                 }
                 Token::Dot("pragma") => return self.skip_to_semicolon(),
                 Token::Dot("global" | "const" | "shared" | "local" | "tex") => {
-                    return self.variables(&linkage, &mut |var| file.globals.push(var));
+                    return self.variables(linkage, &mut |var| file.globals.push(var));
                 }
                 Token::Punct(b';') => {
                     self.next();
@@ -204,7 +204,7 @@ impl<'a> Parser<'a> {
     }
 
     /// `.space .align N .v4 .type name[..] = .., name2 ..;`
-    fn variables(&mut self, linkage: &Linkage, sink: &mut dyn FnMut(Var<'a>)) -> Result<()> {
+    fn variables(&mut self, linkage: Linkage, sink: &mut dyn FnMut(Var<'a>)) -> Result<()> {
         let var = self.variable(linkage)?;
         let (space, align, ty, vector) = (var.space, var.align, var.ty, var.vector);
         sink(var);
@@ -216,7 +216,7 @@ impl<'a> Parser<'a> {
         self.expect(b';')
     }
 
-    fn blank(linkage: &Linkage, line: u32) -> Var<'a> {
+    fn blank(linkage: Linkage, line: u32) -> Var<'a> {
         Var {
             space: Space::Reg,
             align: 0,
@@ -226,13 +226,13 @@ impl<'a> Parser<'a> {
             family: None,
             elements: None,
             init: Vec::new(),
-            external: linkage.external,
+            linkage,
             managed: false,
             line,
         }
     }
 
-    fn variable(&mut self, linkage: &Linkage) -> Result<Var<'a>> {
+    fn variable(&mut self, linkage: Linkage) -> Result<Var<'a>> {
         let mut var = Self::blank(linkage, self.line());
         match self.next() {
             Token::Dot(name) => match Self::space(name) {
@@ -383,7 +383,7 @@ impl<'a> Parser<'a> {
             if self.peek() == Token::Ident("_") {
                 self.next();
             } else {
-                out.push(self.variable(&Linkage::default())?);
+                out.push(self.variable(Linkage::Local)?);
             }
             if !self.eat(b',') && self.peek() != Token::Punct(b')') {
                 return self.unexpected("',' or ')'");
@@ -403,7 +403,7 @@ impl<'a> Parser<'a> {
         Ok(out)
     }
 
-    fn function(&mut self, kernel: bool) -> Result<Function<'a>> {
+    fn function(&mut self, kernel: bool, linkage: Linkage) -> Result<Function<'a>> {
         let line = self.line();
         self.next();
         // `.func .attribute(...)`.
@@ -421,7 +421,7 @@ impl<'a> Parser<'a> {
         let name = self.ident()?;
         let params = if self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
         let mut f =
-            Function { name, kernel, returns, params, body: None, max_ntid: None, req_ntid: None, line };
+            Function { name, linkage, kernel, returns, params, body: None, max_ntid: None, req_ntid: None, line };
         loop {
             match self.peek() {
                 Token::Dot("maxntid") => {
@@ -507,7 +507,7 @@ impl<'a> Parser<'a> {
             Token::Dot("pragma") => self.skip_to_semicolon()?,
             Token::Dot("section") => self.skip_section()?,
             Token::Dot("reg" | "local" | "shared" | "param" | "global" | "const") => {
-                self.variables(&Linkage::default(), &mut |var| out.push(Stmt::Var(var)))?;
+                self.variables(Linkage::Local, &mut |var| out.push(Stmt::Var(var)))?;
             }
             Token::Ident(name) if self.peek2() == Token::Punct(b':') => {
                 self.next();

@@ -35,7 +35,6 @@ pub struct Builder {
     modules: Vec<String>,
     rgpu_sockets: Vec<PathBuf>,
     hardware: Hardware,
-    reconnect: bool,
     qemu_args: Vec<String>,
     kernel_args: Vec<String>,
     boot_timeout: Duration,
@@ -53,7 +52,6 @@ impl Builder {
             modules: vec!["virtio_pci".into(), "virtio_console".into()],
             rgpu_sockets: Vec::new(),
             hardware: Hardware::Own,
-            reconnect: false,
             qemu_args: Vec::new(),
             kernel_args: Vec::new(),
             boot_timeout: Duration::from_secs(120),
@@ -119,12 +117,6 @@ impl Builder {
     ) -> Self {
         let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         self.hardware = Hardware::Script(script.into(), environment);
-        self
-    }
-
-    /// Whether QEMU connects again, every second, to a back end that went away (no).
-    pub fn reconnect(mut self, reconnect: bool) -> Self {
-        self.reconnect = reconnect;
         self
     }
 
@@ -248,8 +240,7 @@ impl Builder {
         command.arg("-chardev").arg(format!("socket,id=agent,path={}", port.display()));
         command.args(["-device", "virtserialport,chardev=agent,name=rgpu.agent"]);
         for (i, socket) in self.rgpu_sockets.iter().enumerate() {
-            let reconnect = if self.reconnect { ",reconnect-ms=1000" } else { "" };
-            command.arg("-chardev").arg(format!("socket,id=rgpu{i},path={}{reconnect}", socket.display()));
+            command.arg("-chardev").arg(format!("socket,id=rgpu{i},path={}", socket.display()));
             command.arg("-device").arg(format!(
                 "vhost-user-test-device-pci,chardev=rgpu{i},virtio-id=38,num_vqs=3,vq_size=256,config_size=64"
             ));

@@ -1,12 +1,12 @@
 //! A machine with RDMA and no card: Debian's full kernel, RoCE in software (`rdma_rxe`) on both ends of a link, and the tools to look at it.
 //!
 //! ```text
-//!   server's side: 10.0.1.1 on v0, RDMA device rxe0  ═══ veth, MTU 4200 ═══  10.0.1.2 on v1, RDMA device rxe1: clients' side
+//!   server's side: 10.0.1.1 on v0, RDMA device rxe0 ══ w0 ── bridge ── w1 ══ 10.0.1.2 on v1, RDMA device rxe1: clients' side
 //! ```
 //!
 //! Both ends are in one network namespace, because `rdma_rxe` of Linux 6.1 only receives in the first one. What goes from rxe1 to rxe0 crosses the link all the same: rxe
-//! routes by its own interface, and that both addresses are local is allowed by `accept_local`. So `ip link set v0 down` cuts RDMA, and `tc` on v0 or v1 disturbs it; TCP between
-//! the two addresses goes past the link, through `lo`.
+//! routes by its own interface, and that both addresses are local is allowed by `accept_local`. So [`CUT`] takes the carrier from both ports as a pulled cable does, and `tc` on v0 or v1
+//! disturbs RDMA; TCP between the two addresses goes past the link, through `lo`.
 
 use super::{Builder, Kernel, Machine, setup};
 use anyhow::{Context, Result, ensure};
@@ -19,6 +19,11 @@ pub const SERVER: (&str, &str) = ("10.0.1.1", "rxe0");
 pub const CLIENT: (&str, &str) = ("10.0.1.2", "rxe1");
 /// The RDMA device on the virtual function of [`virtual_function`].
 pub const FUNCTION: &str = "rxevf";
+
+/// Command that cuts the link.
+pub const CUT: &str = "/bin/ip link set w0 down; /bin/ip link set w1 down";
+/// Command that mends it.
+pub const MEND: &str = "/bin/ip link set w0 up; /bin/ip link set w1 up";
 
 const PACKAGES: [&str; 20] = [
     "libibverbs1",
@@ -47,7 +52,14 @@ const PACKAGES: [&str; 20] = [
 const NETWORK: &str = "
 set -e
 /bin/ip link set lo up
-/bin/ip link add v0 mtu 4200 type veth peer name v1 mtu 4200
+/bin/ip link add br0 mtu 4200 type bridge
+/bin/ip link add v0 mtu 4200 type veth peer name w0 mtu 4200
+/bin/ip link add v1 mtu 4200 type veth peer name w1 mtu 4200
+/bin/ip link set w0 master br0
+/bin/ip link set w1 master br0
+/bin/ip link set br0 up
+/bin/ip link set w0 up
+/bin/ip link set w1 up
 echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter
 for v in v0 v1; do
     cd /proc/sys/net/ipv4/conf/$v
@@ -85,7 +97,7 @@ pub fn userland() -> Result<PathBuf> {
 pub fn builder() -> Result<Builder> {
     let mut builder = Machine::builder().kernel(Kernel::V6_1Full).memory_mib(2048).cpus(2).host_libraries();
     // rxe computes its checksums by a name that it does not ask the kernel to load.
-    for module in ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "sch_netem"] {
+    for module in ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "bridge", "sch_netem"] {
         builder = builder.module(module);
     }
     let root = userland()?;
@@ -115,9 +127,9 @@ pub fn with_virtual_functions(builder: Builder) -> Builder {
         .qemu_arg("-netdev")
         .qemu_arg("hubport,hubid=0,id=pf")
         .qemu_arg("-device")
-        .qemu_arg("pcie-root-port,id=port,chassis=1")
+        .qemu_arg("pcie-root-port,id=slot1,chassis=1")
         .qemu_arg("-device")
-        .qemu_arg("igb,bus=port,netdev=pf,mac=52:54:00:00:00:01")
+        .qemu_arg("igb,bus=slot1,netdev=pf,mac=52:54:00:00:00:01")
         .qemu_arg("-netdev")
         .qemu_arg("hubport,hubid=0,id=peer")
         .qemu_arg("-device")

@@ -144,7 +144,7 @@ impl From<RegionError> for Refusal {
             RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => {
                 Refusal(Answer::Invalid, e.to_string())
             }
-            RegionError::Limit { .. } => Refusal(Answer::NoResources, e.to_string()),
+            RegionError::Limit { .. } | RegionError::Verbs(_) => Refusal(Answer::NoResources, e.to_string()),
             RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
         }
     }

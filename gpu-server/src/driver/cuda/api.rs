@@ -6,7 +6,9 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
-pub use sys::{CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUlaunchConfig, CUmodule, CUstream};
+pub use sys::{
+    CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUlaunchConfig, CUmodule, CUstream,
+};
 
 use protocol::Status;
 
@@ -132,6 +134,7 @@ api! {
     module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
     function_name = "cuFuncGetName" (*mut *const c_char, CUfunction);
     function_param_raw = "cuFuncGetParamInfo" (CUfunction, usize, *mut usize, *mut usize);
+    function_load = "cuFuncLoad" (CUfunction);
     function_attribute = "cuFuncGetAttribute" (*mut c_int, u32, CUfunction);
     function_set_attribute = "cuFuncSetAttribute" (CUfunction, u32, c_int);
     function_cache_config = "cuFuncSetCacheConfig" (CUfunction, u32);
@@ -160,7 +163,13 @@ pub struct AllocationProp {
 impl AllocationProp {
     /// Pinned memory of a device.
     pub fn device(device: CUdevice) -> AllocationProp {
-        AllocationProp { kind: 1, handle_types: 0, location: Location { kind: 1, id: device }, win32: std::ptr::null_mut(), flags: [0; 8] }
+        AllocationProp {
+            kind: 1,
+            handle_types: 0,
+            location: Location { kind: 1, id: device },
+            win32: std::ptr::null_mut(),
+            flags: [0; 8],
+        }
     }
 }
 
@@ -228,7 +237,7 @@ impl Api {
 
     fn complain(&self, function: &str, status: Status) {
         match function {
-            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" => {}
+            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventElapsedTime" => {}
             // Asked of every attribute number there may be.
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);

@@ -62,12 +62,16 @@ unsafe fn copy_rows(
         let mut copy = blank();
         match direction {
             Direction::ToDevice => {
-                (copy.srcMemoryType, copy.srcHost, copy.srcPitch) = (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
-                (copy.dstMemoryType, copy.dstDevice, copy.dstPitch) = (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+                (copy.srcMemoryType, copy.srcHost, copy.srcPitch) =
+                    (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
+                (copy.dstMemoryType, copy.dstDevice, copy.dstPitch) =
+                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
             }
             Direction::FromDevice => {
-                (copy.dstMemoryType, copy.dstHost, copy.dstPitch) = (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
-                (copy.srcMemoryType, copy.srcDevice, copy.srcPitch) = (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
+                (copy.dstMemoryType, copy.dstHost, copy.dstPitch) =
+                    (CUmemorytype::CU_MEMORYTYPE_HOST, host, width as usize);
+                (copy.srcMemoryType, copy.srcDevice, copy.srcPitch) =
+                    (CUmemorytype::CU_MEMORYTYPE_DEVICE, at, rows.pitch as usize);
             }
         }
         (copy.srcHeight, copy.dstHeight) = (count as usize, count as usize);
@@ -137,7 +141,9 @@ impl Cuda {
                     let mut offset = 0;
                     for (at, len) in mapped.runs() {
                         // SAFETY: the rows were checked; the run is registered and held until the fence below.
-                        let copied = unsafe { copy_rows(self.api, place.stream, Direction::ToDevice, &to, offset, *at, *len) };
+                        let copied = unsafe {
+                            copy_rows(self.api, place.stream, Direction::ToDevice, &to, offset, *at, *len)
+                        };
                         self.note(place.context, copied)?;
                         offset += *len as u64;
                     }
@@ -168,7 +174,9 @@ impl Cuda {
         for piece in bytes.chunks(TAKEN_AT_ONCE) {
             let host = NonNull::from(piece).cast::<u8>();
             // SAFETY: the rows were checked; pageable memory of this size is taken over before the call returns.
-            let copied = unsafe { copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, host, piece.len()) };
+            let copied = unsafe {
+                copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, host, piece.len())
+            };
             self.note(place.context, copied)?;
             offset += piece.len() as u64;
         }
@@ -190,7 +198,17 @@ impl Cuda {
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
-                    .and_then(|()| copy_rows(self.api, place.stream, Direction::ToDevice, to, chunk.offset, chunk.at, chunk.len))
+                    .and_then(|()| {
+                        copy_rows(
+                            self.api,
+                            place.stream,
+                            Direction::ToDevice,
+                            to,
+                            chunk.offset,
+                            chunk.at,
+                            chunk.len,
+                        )
+                    })
                     .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
             };
             self.note(place.context, enqueued)?;
@@ -219,7 +237,9 @@ impl Cuda {
                 let mut offset = 0;
                 for (at, len) in mapped.runs() {
                     // SAFETY: the rows were checked; the run is registered and held until the fence below.
-                    let copied = unsafe { copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len) };
+                    let copied = unsafe {
+                        copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len)
+                    };
                     self.note(place.context, copied)?;
                     offset += *len as u64;
                 }
@@ -237,7 +257,17 @@ impl Cuda {
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
-                    .and_then(|()| copy_rows(self.api, place.stream, Direction::FromDevice, &from, chunk.offset, chunk.at, chunk.len))
+                    .and_then(|()| {
+                        copy_rows(
+                            self.api,
+                            place.stream,
+                            Direction::FromDevice,
+                            &from,
+                            chunk.offset,
+                            chunk.at,
+                            chunk.len,
+                        )
+                    })
                     .and_then(|()| self.api.stream_write(place.stream, chunk.gpu.0, chunk.gpu.1, 0))
             };
             self.note(place.context, enqueued)?;
@@ -267,7 +297,11 @@ impl CopyOps<Call> for Cuda {
         self.download(cx, op.stream, from, op.dst)
     }
 
-    fn memcpy_dtoh_inline(&mut self, cx: &mut Call, op: MemcpyDtoHInline) -> Result<Answer<MemcpyDtoHInlineReply>, Status> {
+    fn memcpy_dtoh_inline(
+        &mut self,
+        cx: &mut Call,
+        op: MemcpyDtoHInline,
+    ) -> Result<Answer<MemcpyDtoHInlineReply>, Status> {
         let place = self.enter(cx, op.stream)?;
         let len = op.len as usize;
         if len > protocol::channel::MAX_PAYLOAD - 4 {
@@ -287,8 +321,11 @@ impl CopyOps<Call> for Cuda {
             progress.complain(status);
             pending.answer(status.ok().map(|()| {
                 let slot = transfer.outbound().next().map(|chunk| chunk.at);
-                // SAFETY: the stream has written the slot's first `len` bytes, and the transfer still holds it.
-                let bytes = slot.map_or_else(Vec::new, |at| unsafe { std::slice::from_raw_parts(at.as_ptr(), len) }.to_vec());
+                let mut bytes = vec![0; slot.map_or(0, |_| len)];
+                if let Some(at) = slot {
+                    // SAFETY: the stream has written the slot's first `len` bytes, and the transfer still holds it.
+                    unsafe { std::ptr::copy_nonoverlapping(at.as_ptr(), bytes.as_mut_ptr(), len) };
+                }
                 MemcpyDtoHInlineReply { bytes: Bytes(bytes) }
             }));
         })?;
@@ -325,10 +362,16 @@ impl CopyOps<Call> for Cuda {
         // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
         for z in 0..source.depth {
             let mut copy = blank();
-            (copy.srcDevice, copy.srcPitch, copy.srcHeight) =
-                (source.at + z * source.slice, source.pitch.max(source.width) as usize, source.height as usize);
-            (copy.dstDevice, copy.dstPitch, copy.dstHeight) =
-                (target.at + z * target.slice, target.pitch.max(target.width) as usize, target.height as usize);
+            (copy.srcDevice, copy.srcPitch, copy.srcHeight) = (
+                source.at + z * source.slice,
+                source.pitch.max(source.width) as usize,
+                source.height as usize,
+            );
+            (copy.dstDevice, copy.dstPitch, copy.dstHeight) = (
+                target.at + z * target.slice,
+                target.pitch.max(target.width) as usize,
+                target.height as usize,
+            );
             (copy.WidthInBytes, copy.Height, copy.Depth) = (source.width as usize, source.height as usize, 1);
             // SAFETY: ranges of this session.
             let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
@@ -339,7 +382,7 @@ impl CopyOps<Call> for Cuda {
 
     fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        if !matches!(op.element, 1 | 2 | 4) || op.dst % u64::from(op.element) != 0 {
+        if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }
         let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;

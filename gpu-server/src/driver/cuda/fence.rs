@@ -22,10 +22,15 @@ use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 const WORDS: usize = 16 << 10;
 /// Polls at full speed for this long after something happened.
 const BUSY: Duration = Duration::from_micros(300);
-/// Then naps this long between polls.
+/// Then naps this long between polls, and after [`LONG`] this much longer.
 const NAP: Duration = Duration::from_micros(20);
+const LONG_NAP: Duration = Duration::from_micros(100);
+const LONG: Duration = Duration::from_millis(10);
 /// Asks contexts for errors this often while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
+
+/// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
+const ALREADY_REGISTERED: Status = Status(712);
 
 /// Page-locked memory of this process: registered with CUDA, so that every context's streams read and write it.
 pub struct Pinned {
@@ -63,7 +68,10 @@ impl Pinned {
     pub fn register(&mut self, api: &Api) -> Result<(), Status> {
         // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable, device-mapped.
         unsafe {
-            api.host_register(self.at.as_ptr().cast(), self.len, 3)?;
+            match api.host_register(self.at.as_ptr().cast(), self.len, 3) {
+                Ok(()) | Err(ALREADY_REGISTERED) => {}
+                Err(status) => return Err(status),
+            }
             api.host_device_pointer(&mut self.device, self.at.as_ptr().cast(), 0)
         }
     }
@@ -98,7 +106,11 @@ impl Words {
     pub fn new(api: &Api) -> Result<Arc<Words>, Status> {
         let memory = Pinned::new(api, WORDS * 8)?;
         let host = memory.host(0).cast();
-        Ok(Arc::new(Words { memory: Mutex::new(memory), host, free: Mutex::new((0..WORDS as u32).rev().collect()) }))
+        Ok(Arc::new(Words {
+            memory: Mutex::new(memory),
+            host,
+            free: Mutex::new((0..WORDS as u32).rev().collect()),
+        }))
     }
 
     /// See [`Pinned::register`].
@@ -152,14 +164,13 @@ impl Drop for Word {
 
 /// Whether a context can still be used; shared with everybody who waits for its streams.
 pub struct Health {
-    /// The context.
-    pub context: Mutex<CUcontextSend>,
+    context: Mutex<CUcontextSend>,
     failed: AtomicU32,
 }
 
 /// A context's handle, which any thread may use.
 #[derive(Clone, Copy)]
-pub struct CUcontextSend(pub CUcontext, pub CUstream);
+struct CUcontextSend(CUcontext, CUstream);
 
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CUcontextSend {}
@@ -184,11 +195,13 @@ impl Health {
 
     /// Asks the driver.
     fn ask(&self, api: &Api) {
+        // Held to the end: who takes the context away first makes it failed, then waits here.
+        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         if self.check().is_err() {
             return;
         }
-        let CUcontextSend(context, probe) = *self.context.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: a live context and a stream of it: both go only after everything awaited there has ended.
+        let CUcontextSend(context, probe) = *held;
+        // SAFETY: a live context and a stream of it.
         let result = unsafe { api.context_set(context).and_then(|()| api.stream_query_raw(probe)) };
         match result {
             Err(status) if status != Status::NOT_READY => {
@@ -196,6 +209,21 @@ impl Health {
                 self.fail(status);
             }
             _ => {}
+        }
+    }
+
+    /// The context is about to go: from now on nobody uses it, and who waits for it is let go.
+    pub fn retire(&self) {
+        self.fail(Status::CONTEXT_IS_DESTROYED);
+        drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
+    }
+
+    /// Calls `work` with the context current in this thread, unless it has failed or goes.
+    pub fn with(&self, api: &Api, work: impl FnOnce()) {
+        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: a live context: `retire` waits for the lock.
+        if self.check().is_ok() && unsafe { api.context_set(held.0) }.is_ok() {
+            work();
         }
     }
 }
@@ -223,8 +251,12 @@ pub struct Completer {
 impl Completer {
     /// Starts the thread.
     pub fn start(api: &'static Api) -> std::io::Result<Arc<Completer>> {
-        let completer =
-            Arc::new(Completer { new: Mutex::default(), wake: Condvar::new(), count: AtomicU32::new(0), over: AtomicBool::new(false) });
+        let completer = Arc::new(Completer {
+            new: Mutex::default(),
+            wake: Condvar::new(),
+            count: AtomicU32::new(0),
+            over: AtomicBool::new(false),
+        });
         let run = Arc::clone(&completer);
         std::thread::Builder::new().name("rgpu-completer".into()).spawn(move || run.run(api))?;
         Ok(completer)
@@ -279,7 +311,7 @@ impl Completer {
                         ask_all(&awaited, api);
                         asked = Instant::now();
                     }
-                    std::thread::sleep(NAP);
+                    std::thread::sleep(if quiet > LONG { LONG_NAP } else { NAP });
                 } else {
                     std::hint::spin_loop();
                 }
@@ -289,7 +321,11 @@ impl Completer {
             // Stable: ends of one word keep their order, and so do ends that were asked for one after the other.
             for done in ready.drain(..) {
                 let reached = done.word.get() >= done.value;
-                let status = if reached { Status::SUCCESS } else { done.health.check().err().unwrap_or(Status::UNKNOWN) };
+                let status = if reached {
+                    Status::SUCCESS
+                } else {
+                    done.health.check().err().unwrap_or(Status::UNKNOWN)
+                };
                 (done.end)(status);
             }
         }

@@ -20,8 +20,8 @@ use crate::driver::call::Call;
 
 /// Bytes of an image at most.
 const MAX_IMAGE: u64 = 4 << 30;
-/// Function attributes are told for modules of up to this many functions: asking for them makes the driver load each.
-const TELL_ATTRIBUTES: usize = 64;
+/// Function attributes are told for modules of up to this many functions, since a function must be loaded before its attributes can be asked for.
+const TELL_ATTRIBUTES: usize = 16;
 /// Number of function attributes.
 const ATTRIBUTES: u32 = 16;
 /// In place of an attribute: `cuFuncSetCacheConfig`.
@@ -73,13 +73,22 @@ fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionI
             Err(status) => return Err(status),
         }
     }
+    let attributes = if attributes { function_attributes(api, handle)? } else { Vec::new() };
+    Ok(FunctionInfo { name: text(name), params, attributes })
+}
+
+/// Loads the function, which the driver otherwise does at its first launch, and asks for its attributes.
+fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>, Status> {
+    // SAFETY: a function of a loaded module.
+    unsafe { api.function_load(handle) }?;
     let read = |number| {
         let mut value = 0;
         // SAFETY: writes one integer.
-        unsafe { api.function_attribute(&mut value, number, handle) }.ok().map(|()| value)
+        unsafe { api.function_attribute(&mut value, number, handle) }.map(|()| value)
     };
-    let attributes = if attributes { (0..ATTRIBUTES).map_while(read).collect() } else { Vec::new() };
-    Ok(FunctionInfo { name: text(name), params, attributes })
+    // The first is there with every driver; the others end where this driver's knowledge does.
+    let first = read(0)?;
+    Ok(std::iter::once(first).chain((1..ATTRIBUTES).map_while(|number| read(number).ok())).collect())
 }
 
 fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), Status> {
@@ -118,15 +127,18 @@ fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) 
 
 /// Where an image stops; the driver reads to an end that it finds in the image itself, so one that says that it is longer than what came is refused.
 fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
-    let word = |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
-    let half = |at: usize| image.get(at..at + 2).and_then(|b| b.first_chunk::<2>()).map(|b| u16::from_le_bytes(*b));
+    let word =
+        |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
+    let half =
+        |at: usize| image.get(at..at + 2).and_then(|b| b.first_chunk::<2>()).map(|b| u16::from_le_bytes(*b));
     let end = match image.first_chunk::<4>() {
         // A fat binary: header of 16 bytes, size of the rest at 8.
         Some([0x50, 0xed, 0x55, 0xba]) => word(8).and_then(|size| size.checked_add(16)),
         // ELF: the section headers come last, or at least must lie inside.
-        Some([0x7f, b'E', b'L', b'F']) => word(0x28).zip(half(0x3a)).zip(half(0x3c)).and_then(|((at, each), n)| {
-            at.checked_add(u64::from(each) * u64::from(n))
-        }),
+        Some([0x7f, b'E', b'L', b'F']) => word(0x28)
+            .zip(half(0x3a))
+            .zip(half(0x3c))
+            .and_then(|((at, each), n)| at.checked_add(u64::from(each) * u64::from(n))),
         // PTX: text, to a NUL.
         _ => {
             image.push(0);
@@ -146,12 +158,18 @@ impl Cuda {
         module.functions.get(id.index() as usize).ok_or(Status::INVALID_HANDLE)
     }
 
-    fn load(&mut self, context: ContextId, options: &[JitOption], image: &[u8]) -> Result<(CUmodule, String), Status> {
+    fn load(
+        &mut self,
+        context: ContextId,
+        options: &[JitOption],
+        image: &[u8],
+    ) -> Result<(CUmodule, String), Status> {
         let mut logs = [vec![0u8; LOG], vec![0u8; LOG]];
         let (mut numbers, mut values) = (Vec::new(), Vec::<*mut c_void>::new());
         for option in options {
             // Integers only; what names memory of the client's means nothing here: wall time, logs, symbols.
-            if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33) {
+            if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33)
+            {
                 numbers.push(option.option);
                 values.push(option.value as *mut c_void);
             } else if !matches!(option.option, 2..=6) {
@@ -161,12 +179,23 @@ impl Cuda {
         }
         let [info, error] = &mut logs;
         numbers.extend([INFO_LOG, INFO_LOG_SIZE, ERROR_LOG, ERROR_LOG_SIZE]);
-        values.extend([info.as_mut_ptr().cast(), LOG as *mut c_void, error.as_mut_ptr().cast(), LOG as *mut c_void]);
+        values.extend([
+            info.as_mut_ptr().cast(),
+            LOG as *mut c_void,
+            error.as_mut_ptr().cast(),
+            LOG as *mut c_void,
+        ]);
         let mut module: CUmodule = std::ptr::null_mut();
         let count = numbers.len() as u32;
         // SAFETY: the image is whole (see `whole`) and NUL-terminated where it is text; the logs have the room that the options say.
         let loaded = unsafe {
-            self.api.module_load(&mut module, image.as_ptr().cast(), count, numbers.as_mut_ptr(), values.as_mut_ptr())
+            self.api.module_load(
+                &mut module,
+                image.as_ptr().cast(),
+                count,
+                numbers.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
         };
         let [info, error] = logs.map(|log| {
             let end = log.iter().position(|b| *b == 0).unwrap_or(LOG);
@@ -181,7 +210,11 @@ impl Cuda {
 }
 
 impl ModuleOps<Call> for Cuda {
-    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Result<Answer<ModuleLoadReply>, Status> {
+    fn module_load<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: ModuleLoad<'a>,
+    ) -> Result<Answer<ModuleLoadReply>, Status> {
         cx.context = op.context;
         if self.modules.contains_key(&op.module.0) {
             return Err(Status::INVALID_HANDLE);
@@ -200,7 +233,8 @@ impl ModuleOps<Call> for Cuda {
         };
         let info_size = table.len() as u64;
         let written = write_if_it_fits(cx, op.info, &table);
-        let loaded = LoadedModule { context: op.context.0, handle, functions, table, globals: Ranges::default() };
+        let loaded =
+            LoadedModule { context: op.context.0, handle, functions, table, globals: Ranges::default() };
         self.modules.insert(op.module.0, loaded);
         written?;
         Ok(Answer::Now(ModuleLoadReply { info_size, info_log }))
@@ -223,15 +257,20 @@ impl ModuleOps<Call> for Cuda {
         let device = self.context(cx.context)?.device;
         self.after_device(device, cx.seq, move |status| {
             if status.is_success() {
-                let context = health.context.lock().unwrap_or_else(|e| e.into_inner()).0;
-                // SAFETY: a live context, and its module, which is out of the table.
-                let _ = unsafe { api.context_set(context).and_then(|()| api.module_unload(handle as CUmodule)) };
+                health.with(api, || {
+                    // SAFETY: a module of that context, out of the table. A failure is logged, and nobody's to act on.
+                    let _ = unsafe { api.module_unload(handle as CUmodule) };
+                });
             }
         });
         Ok(())
     }
 
-    fn module_get_global<'a>(&mut self, cx: &mut Call, op: ModuleGetGlobal<'a>) -> Result<Answer<ModuleGetGlobalReply>, Status> {
+    fn module_get_global<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: ModuleGetGlobal<'a>,
+    ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
         let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(module.context);
         let handle = module.handle;
@@ -248,7 +287,11 @@ impl ModuleOps<Call> for Cuda {
         Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64 }))
     }
 
-    fn function_set_attribute(&mut self, cx: &mut Call, op: FunctionSetAttribute) -> Result<Answer<FunctionSetAttributeReply>, Status> {
+    fn function_set_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: FunctionSetAttribute,
+    ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
         let handle = self.function(cx, op.function)?.handle;
         self.enter_context(cx.context)?;
         // SAFETY: a live function.
@@ -262,14 +305,16 @@ impl ModuleOps<Call> for Cuda {
         Ok(Answer::Now(FunctionSetAttributeReply {}))
     }
 
-    fn function_get_attribute(&mut self, cx: &mut Call, op: FunctionGetAttribute) -> Result<Answer<FunctionGetAttributeReply>, Status> {
+    fn function_attributes(
+        &mut self,
+        cx: &mut Call,
+        op: FunctionAttributes,
+    ) -> Result<Answer<FunctionAttributesReply>, Status> {
         let handle = self.function(cx, op.function)?.handle;
         self.enter_context(cx.context)?;
-        let mut value = 0;
-        // SAFETY: a live function; writes one integer.
-        let read = unsafe { self.api.function_attribute(&mut value, op.attribute, handle) };
-        self.note(cx.context, read)?;
-        Ok(Answer::Now(FunctionGetAttributeReply { value }))
+        let read = function_attributes(self.api, handle);
+        let attributes = self.note(cx.context, read)?;
+        Ok(Answer::Now(FunctionAttributesReply { attributes }))
     }
 
     fn occupancy_max_active_blocks(
@@ -282,7 +327,8 @@ impl ModuleOps<Call> for Cuda {
         let size = i32::try_from(op.block_size).map_err(|_| Status::INVALID_VALUE)?;
         let mut blocks = 0;
         // SAFETY: a live function; writes one integer.
-        let read = unsafe { self.api.occupancy(&mut blocks, handle, size, op.dynamic_shared as usize, op.flags) };
+        let read =
+            unsafe { self.api.occupancy(&mut blocks, handle, size, op.dynamic_shared as usize, op.flags) };
         self.note(cx.context, read)?;
         Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks }))
     }
@@ -313,7 +359,10 @@ impl LaunchOps<Call> for Cuda {
         let mut attributes = Vec::with_capacity(op.attributes.len());
         for attribute in &op.attributes {
             let id = known(attribute.id).ok_or_else(|| {
-                tracing::warn!(attribute = attribute.id, "launch attribute refused: it names an object, or is not known");
+                tracing::warn!(
+                    attribute = attribute.id,
+                    "launch attribute refused: it names an object, or is not known"
+                );
                 Status::NOT_SUPPORTED
             })?;
             let value = CUlaunchAttributeValue { pad: attribute.value.map(|b| b as c_char) };
@@ -326,7 +375,10 @@ impl LaunchOps<Call> for Cuda {
         let mut pointers: Vec<*mut c_void> = Vec::with_capacity(function.params.len());
         for param in &function.params {
             let (offset, size) = (param.offset as usize, param.size as usize);
-            let bytes = offset.checked_add(size).and_then(|end| op.params.get(offset..end)).ok_or(Status::INVALID_VALUE)?;
+            let bytes = offset
+                .checked_add(size)
+                .and_then(|end| op.params.get(offset..end))
+                .ok_or(Status::INVALID_VALUE)?;
             pointers.push(bytes.as_ptr().cast_mut().cast());
         }
         let config = CUlaunchConfig {
@@ -343,7 +395,8 @@ impl LaunchOps<Call> for Cuda {
         };
         // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
         // which the driver copies before it returns.
-        let launched = unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
+        let launched =
+            unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
         self.note(place.context, launched)
     }
 }

@@ -70,7 +70,7 @@ impl Cuda {
         device.allocations = Default::default();
         device.peers.clear();
         for (address, size) in backed.iter() {
-            // SAFETY: mapped by `back`, in one piece. A context that has failed may refuse; its reset follows.
+            // SAFETY: mapped by `back`, in one piece; nothing of the device runs any more. A refusal is logged.
             let _ = unsafe { self.api.memory_unmap(address, size as usize) };
         }
     }
@@ -83,12 +83,23 @@ impl MemoryOps<Call> for Cuda {
         let device = self.device(op.device)?;
         let first = window(op.device);
         let end = op.address.checked_add(op.size).ok_or(Status::INVALID_VALUE)?;
-        let aligned = op.size > 0 && op.size % device.granule == 0 && op.address % device.granule == 0;
-        if op.address < first || end > first + WINDOW_SIZE || !aligned || device.backed.touches(op.address, op.size) {
+        let aligned = op.size > 0
+            && op.size.is_multiple_of(device.granule)
+            && op.address.is_multiple_of(device.granule);
+        if op.address < first
+            || end > first + WINDOW_SIZE
+            || !aligned
+            || device.backed.touches(op.address, op.size)
+        {
             return Err(Status::INVALID_VALUE);
         }
         if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(bytes = op.size, held, limit = self.memory_limit, "refused: beyond the session's memory limit");
+            tracing::info!(
+                bytes = op.size,
+                held,
+                limit = self.memory_limit,
+                "refused: beyond the session's memory limit"
+            );
             return Err(Status::OUT_OF_MEMORY);
         }
         self.enter_context(ContextId(op.device))?;

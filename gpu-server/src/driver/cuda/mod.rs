@@ -12,6 +12,7 @@ mod copies;
 mod fence;
 mod kernels;
 mod memory;
+mod nvml;
 mod ranges;
 mod registration;
 mod staging;
@@ -31,7 +32,7 @@ use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
-use self::fence::{CUcontextSend, Completer, Health, Words};
+use self::fence::{Completer, Health, Words};
 use self::kernels::LoadedModule;
 use self::ranges::Ranges;
 use self::staging::Staging;
@@ -91,7 +92,8 @@ pub fn probe() -> Result<u32, String> {
     let api = api::load()?;
     let mut count = 0;
     // SAFETY: writes one integer.
-    unsafe { api.device_count(&mut count) }.map_err(|status| format!("cuDeviceGetCount: {}", api.name(status)))?;
+    unsafe { api.device_count(&mut count) }
+        .map_err(|status| format!("cuDeviceGetCount: {}", api.name(status)))?;
     Ok(count.max(0) as u32)
 }
 
@@ -100,7 +102,8 @@ pub fn report() -> Result<Vec<String>, String> {
     let api = api::load()?;
     let version = version(api).map_err(|status| format!("cuDriverGetVersion: {}", api.name(status)))?;
     let count = probe()?;
-    let mut lines = vec![format!("CUDA driver {}.{}, {count} device(s)", version / 1000, version % 1000 / 10)];
+    let mut lines =
+        vec![format!("CUDA driver {}.{}, {count} device(s)", version / 1000, version % 1000 / 10)];
     for ordinal in 0..count {
         let mut handle = 0;
         // SAFETY: writes a device handle.
@@ -142,7 +145,8 @@ impl Cuda {
     pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
-        let all: Vec<u32> = if chosen.is_empty() { (0..count.min(MAX_DEVICES)).collect() } else { chosen.to_vec() };
+        let all: Vec<u32> =
+            if chosen.is_empty() { (0..count.min(MAX_DEVICES)).collect() } else { chosen.to_vec() };
         if all.is_empty() {
             return Err("CUDA sees no device on this machine".into());
         }
@@ -153,11 +157,16 @@ impl Cuda {
                 return Err(format!("device {number} does not exist: CUDA sees {count}"));
             }
             let what = |step: &str, status: Status| format!("device {number}: {step}: {}", api.name(status));
-            let (device, context) = open(api, ordinal as u32, *number).map_err(|(step, status)| what(step, status))?;
+            let (device, context) =
+                open(api, ordinal as u32, *number).map_err(|(step, status)| what(step, status))?;
             devices.push(device);
             contexts.insert(ordinal as u32, context);
         }
         let failed = |status: Status| format!("page-locked memory: {}", api.name(status));
+        // Page-locked memory is registered in the first device's context.
+        let first = contexts.get(&0).map_or(std::ptr::null_mut(), |c: &Context| c.handle);
+        // SAFETY: a live context.
+        unsafe { api.context_set(first) }.map_err(failed)?;
         let words = Words::new(api).map_err(failed)?;
         let staging = Staging::new(api, &words).map_err(failed)?;
         let completer = Completer::start(api).map_err(|e| format!("a thread: {e}"))?;
@@ -239,12 +248,16 @@ fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'st
     unsafe { api.device_get(&mut handle, number as i32) }.map_err(|s| ("cuDeviceGet", s))?;
     let name = device_name(api, handle).map_err(|s| ("cuDeviceGetName", s))?;
     if attribute(api, handle, CAN_USE_STREAM_WORDS) != Some(1) {
-        return Err(("64-bit stream memory operations are not available (driver too old)", Status::NOT_SUPPORTED));
+        return Err((
+            "64-bit stream memory operations are not available (driver too old)",
+            Status::NOT_SUPPORTED,
+        ));
     }
     let context = primary(api, ordinal, handle).map_err(|s| ("making its context", s))?;
     let mut at: CUdeviceptr = 0;
     // SAFETY: reserves addresses; nothing is backed yet.
-    unsafe { api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, window(ordinal), 0) }.map_err(|s| ("cuMemAddressReserve", s))?;
+    unsafe { api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, window(ordinal), 0) }
+        .map_err(|s| ("cuMemAddressReserve", s))?;
     if at != window(ordinal) {
         tracing::error!("window {ordinal} was reserved at {at:#x} instead of {:#x}", window(ordinal));
         return Err(("its window of addresses is taken", Status::OUT_OF_MEMORY));
@@ -252,7 +265,8 @@ fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'st
     let mut granule = 0;
     let prop = api::AllocationProp::device(handle);
     // SAFETY: a valid description; writes one integer. 0: the minimum.
-    unsafe { api.memory_granularity(&mut granule, &prop, 0) }.map_err(|s| ("cuMemGetAllocationGranularity", s))?;
+    unsafe { api.memory_granularity(&mut granule, &prop, 0) }
+        .map_err(|s| ("cuMemGetAllocationGranularity", s))?;
     let device = Device {
         handle,
         name,
@@ -337,8 +351,9 @@ impl DeviceOps<Call> for Cuda {
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
-        let attributes =
-            ATTRIBUTES.filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value })).collect();
+        let attributes = ATTRIBUTES
+            .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
+            .collect();
         Ok(Answer::Now(DeviceInfoReply {
             name,
             uuid,
@@ -360,17 +375,25 @@ impl DeviceOps<Call> for Cuda {
         for number in 1..=4 {
             let mut value = 0;
             // SAFETY: writes one integer.
-            attributes.push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
+            attributes
+                .push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
         }
         Ok(Answer::Now(PeerInfoReply { can_access: can != 0, attributes }))
     }
 }
 
 impl ContextOps<Call> for Cuda {
-    fn context_create(&mut self, cx: &mut Call, op: ContextCreate) -> Result<Answer<ContextCreateReply>, Status> {
+    fn context_create(
+        &mut self,
+        cx: &mut Call,
+        op: ContextCreate,
+    ) -> Result<Answer<ContextCreateReply>, Status> {
         cx.context = op.context;
         let device = self.device(op.device)?.handle;
-        if op.context.0 < MAX_DEVICES || op.context.0 >= MAX_CONTEXTS || self.contexts.contains_key(&op.context.0) {
+        if op.context.0 < MAX_DEVICES
+            || op.context.0 >= MAX_CONTEXTS
+            || self.contexts.contains_key(&op.context.0)
+        {
             return Err(Status::INVALID_CONTEXT);
         }
         let mut handle: CUcontext = std::ptr::null_mut();
@@ -381,7 +404,11 @@ impl ContextOps<Call> for Cuda {
         Ok(Answer::Now(ContextCreateReply {}))
     }
 
-    fn context_destroy(&mut self, cx: &mut Call, op: ContextDestroy) -> Result<Answer<ContextDestroyReply>, Status> {
+    fn context_destroy(
+        &mut self,
+        cx: &mut Call,
+        op: ContextDestroy,
+    ) -> Result<Answer<ContextDestroyReply>, Status> {
         cx.context = op.context;
         if op.context.0 < MAX_DEVICES {
             return Err(Status::INVALID_CONTEXT);
@@ -393,10 +420,15 @@ impl ContextOps<Call> for Cuda {
         Ok(Answer::Now(ContextDestroyReply {}))
     }
 
-    fn primary_reset(&mut self, cx: &mut Call, op: PrimaryReset) -> Result<Answer<PrimaryResetReply>, Status> {
+    fn primary_reset(
+        &mut self,
+        cx: &mut Call,
+        op: PrimaryReset,
+    ) -> Result<Answer<PrimaryResetReply>, Status> {
         cx.context = ContextId(op.device);
         let handle = self.device(op.device)?.handle;
-        let of_device: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
+        let of_device: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         for id in of_device {
             if let Some(context) = self.contexts.remove(&id) {
                 self.retire(&context, id);
@@ -406,9 +438,10 @@ impl ContextOps<Call> for Cuda {
                 }
             }
         }
-        self.unback_all(op.device);
         // SAFETY: everything of the device is forgotten.
         unsafe { self.api.primary_reset(handle) }?;
+        // After the reset: a kernel that still ran would have found its memory gone.
+        self.unback_all(op.device);
         let context = primary(self.api, op.device, handle)?;
         self.contexts.insert(op.device, context);
         if op.device == 0 {
@@ -420,7 +453,11 @@ impl ContextOps<Call> for Cuda {
         Ok(Answer::Now(PrimaryResetReply {}))
     }
 
-    fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+    fn primary_set_flags(
+        &mut self,
+        cx: &mut Call,
+        op: PrimarySetFlags,
+    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
         cx.context = ContextId(op.device);
         let handle = self.device(op.device)?.handle;
         // Scheduling flags say how the calling thread waits, which is the client's affair; the others are the driver's.
@@ -429,13 +466,21 @@ impl ContextOps<Call> for Cuda {
         Ok(Answer::Now(PrimarySetFlagsReply {}))
     }
 
-    fn context_synchronize(&mut self, cx: &mut Call, op: ContextSynchronize) -> Result<Answer<ContextSynchronizeReply>, Status> {
+    fn context_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSynchronize,
+    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
         cx.context = op.context;
         self.synchronize_context(cx, op.context)?;
         Ok(Answer::Later)
     }
 
-    fn context_get_limit(&mut self, cx: &mut Call, op: ContextGetLimit) -> Result<Answer<ContextGetLimitReply>, Status> {
+    fn context_get_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextGetLimit,
+    ) -> Result<Answer<ContextGetLimitReply>, Status> {
         cx.context = op.context;
         self.enter_context(op.context)?;
         let mut value = 0;
@@ -444,7 +489,11 @@ impl ContextOps<Call> for Cuda {
         Ok(Answer::Now(ContextGetLimitReply { value: value as u64 }))
     }
 
-    fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Result<Answer<ContextSetLimitReply>, Status> {
+    fn context_set_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSetLimit,
+    ) -> Result<Answer<ContextSetLimitReply>, Status> {
         cx.context = op.context;
         self.enter_context(op.context)?;
         // SAFETY: no requirement.
@@ -474,7 +523,10 @@ impl ContextOps<Call> for Cuda {
         if let Some(context) = self.contexts.get_mut(&op.context.0) {
             context.peers.retain(|p| *p != op.peer.0);
         }
-        let still = |c: &Context| c.device == device && c.peers.iter().any(|p| self.contexts.get(p).is_some_and(|p| p.device == peer_device));
+        let still = |c: &Context| {
+            c.device == device
+                && c.peers.iter().any(|p| self.contexts.get(p).is_some_and(|p| p.device == peer_device))
+        };
         if !self.contexts.values().any(still) {
             self.grant(peer_device, device, false)?;
         }
@@ -485,8 +537,7 @@ impl ContextOps<Call> for Cuda {
 impl Cuda {
     /// Before a context goes: whoever waits for its streams is answered, and what is in it is forgotten.
     fn retire(&mut self, context: &Context, id: u32) {
-        context.health.fail(Status::CONTEXT_IS_DESTROYED);
-        let CUcontextSend(..) = *context.health.context.lock().unwrap_or_else(|e| e.into_inner());
+        context.health.retire();
         self.forget_context(id);
         self.current = None;
     }

@@ -79,7 +79,9 @@ mod tests {
         for (address, size) in [(100, 1), (99, 2), (199, 5), (0, 1000), (120, 0), (u64::MAX, 2)] {
             assert!(!ranges.insert(address, size), "{address} {size}");
         }
-        assert!(ranges.holds(100, 50) && ranges.holds(149, 1) && !ranges.holds(149, 2) && !ranges.holds(200, 0));
+        assert!(
+            ranges.holds(100, 50) && ranges.holds(149, 1) && !ranges.holds(149, 2) && !ranges.holds(200, 0)
+        );
         assert!(ranges.cover(100, 100) && !ranges.cover(100, 101) && !ranges.cover(u64::MAX, 2));
         assert!(ranges.touches(199, 10) && !ranges.touches(200, 10));
         assert_eq!((ranges.remove(100), ranges.remove(100), ranges.total()), (Some(50), None, 50));

@@ -30,7 +30,11 @@ impl Registration {
         let mut registration = Registration { api, context, runs: Vec::new(), whole: false };
         let Some(runs) = region.runs(0, region.size() as u64) else { return registration };
         if runs.is_empty() || runs.len() > MOST_RUNS {
-            tracing::debug!("a region of {} bytes in {} runs goes through staging", region.size(), runs.len());
+            tracing::debug!(
+                "a region of {} bytes in {} runs goes through staging",
+                region.size(),
+                runs.len()
+            );
             return registration;
         }
         for (at, len) in runs {

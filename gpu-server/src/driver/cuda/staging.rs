@@ -61,7 +61,9 @@ impl Staging {
     pub(super) fn new(api: &Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
         let memory = Pinned::new(api, SLOT * SLOTS)?;
         let base = memory.host(0);
-        let slots = (0..SLOTS).map(|_| Ok(Slot { host: words.take()?, gpu: words.take()? })).collect::<Result<_, Status>>()?;
+        let slots = (0..SLOTS)
+            .map(|_| Ok(Slot { host: words.take()?, gpu: words.take()? }))
+            .collect::<Result<_, Status>>()?;
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..LANES).map(|_| channel()).unzip();
         let staging = Arc::new(Staging {
             memory: Mutex::new(memory),
@@ -93,7 +95,12 @@ impl Staging {
 
     /// Slots for a transfer of `len` bytes in chunks of `chunk`. Waits for at least one: those that are taken are given back by transfers that wait only
     /// for their own data.
-    pub(super) fn begin(self: &Arc<Staging>, len: u64, chunk: usize, health: &Arc<Health>) -> Result<Arc<Transfer>, Status> {
+    pub(super) fn begin(
+        self: &Arc<Staging>,
+        len: u64,
+        chunk: usize,
+        health: &Arc<Health>,
+    ) -> Result<Arc<Transfer>, Status> {
         let chunks = len.div_ceil(chunk as u64);
         let wanted = chunks.min(MOST as u64).max(1) as usize;
         let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
@@ -106,13 +113,25 @@ impl Staging {
         let keep = free.len().saturating_sub(wanted);
         let slots = free.split_off(keep);
         let filled = (0..slots.len()).map(|_| Mutex::new(0)).collect();
-        Ok(Arc::new(Transfer { staging: Arc::clone(self), slots, filled, chunk, chunks, len, health: Arc::clone(health) }))
+        Ok(Arc::new(Transfer {
+            staging: Arc::clone(self),
+            slots,
+            filled,
+            chunk,
+            chunks,
+            len,
+            health: Arc::clone(health),
+        }))
     }
 
     /// Sends what the transfer's stream puts into its slots to `sink`.
     pub(super) fn send(&self, transfer: Arc<Transfer>, sink: Sink) {
         let left = transfer.chunks as usize;
-        let job = Arc::new(Departure { transfer, sink: Mutex::new(Some(Arc::new(sink))), left: AtomicUsize::new(left) });
+        let job = Arc::new(Departure {
+            transfer,
+            sink: Mutex::new(Some(Arc::new(sink))),
+            left: AtomicUsize::new(left),
+        });
         for lane in &self.lanes {
             // A lane ends only with the process.
             let _ = lane.lock().unwrap_or_else(|e| e.into_inner()).send(Arc::clone(&job));
@@ -124,7 +143,11 @@ impl Staging {
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         loop {
-            let new = if active.is_empty() { jobs.recv().map_err(|_| TryRecvError::Disconnected) } else { jobs.try_recv() };
+            let new = if active.is_empty() {
+                jobs.recv().map_err(|_| TryRecvError::Disconnected)
+            } else {
+                jobs.try_recv()
+            };
             match new {
                 Ok(job) => {
                     active.push((job, lane as u64));
@@ -286,9 +309,9 @@ impl Landing for Transfer {
     }
 
     fn lost(&self) {
-        // The session is over. Streams that wait for the rest go on, with whatever is in the slots.
+        // The session is over. Streams that wait for the rest go on, with whatever is in the slots. (They compare differences, as signed numbers.)
         for (slot, _) in &self.slots {
-            self.slot(*slot).host.set(u64::MAX);
+            self.slot(*slot).host.set(i64::MAX as u64);
         }
     }
 }
@@ -329,7 +352,8 @@ impl Departure {
         if !failed {
             let sink = self.sink.lock().unwrap_or_else(|e| e.into_inner()).clone();
             // SAFETY: the stream has filled the slot and fills it again only after its host word has risen.
-            let bytes = unsafe { std::slice::from_raw_parts(transfer.at(slot).as_ptr(), transfer.bytes_of(chunk)) };
+            let bytes =
+                unsafe { std::slice::from_raw_parts(transfer.at(slot).as_ptr(), transfer.bytes_of(chunk)) };
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
                 // A client that is gone takes nothing; the stream goes on all the same.

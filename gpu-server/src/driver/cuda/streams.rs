@@ -12,7 +12,7 @@ use protocol::ops::stream::*;
 
 use super::Cuda;
 use super::api::{CUevent, CUstream, WAIT_AT_LEAST};
-use super::fence::{Health, Word};
+use super::fence::{End, Health, Word};
 use crate::driver::call::{Call, Errors};
 
 const EVENT_DISABLE_TIMING: u32 = 2;
@@ -85,7 +85,7 @@ impl Tickets {
 
 /// Calls its end with the worst status that it was told, when its last holder is gone.
 pub(super) struct Gather {
-    end: Mutex<Option<Box<dyn FnOnce(Status) + Send>>>,
+    end: Mutex<Option<End>>,
     worst: Mutex<Status>,
 }
 
@@ -125,8 +125,20 @@ impl Cuda {
     }
 
     fn make_lane(&self, id: u32, context: u32, handle: CUstream) -> Result<Lane, Status> {
-        let progress = Publisher { stream: id, context: ContextId(context), last: Mutex::new(0), errors: self.errors()?.clone() };
-        Ok(Lane { handle, context, word: self.words.take().map(Arc::new)?, progress: Arc::new(progress), dirty: false, last: 0 })
+        let progress = Publisher {
+            stream: id,
+            context: ContextId(context),
+            last: Mutex::new(0),
+            errors: self.errors()?.clone(),
+        };
+        Ok(Lane {
+            handle,
+            context,
+            word: self.words.take().map(Arc::new)?,
+            progress: Arc::new(progress),
+            dirty: false,
+            last: 0,
+        })
     }
 
     /// The place in a stream where the next operation goes. A context that has failed refuses with its error.
@@ -140,7 +152,12 @@ impl Cuda {
     }
 
     /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
-    pub(super) fn fence(&mut self, place: &Place, seq: u64, end: impl FnOnce(Status) + Send + 'static) -> Result<(), Status> {
+    pub(super) fn fence(
+        &mut self,
+        place: &Place,
+        seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    ) -> Result<(), Status> {
         let completer = Arc::clone(&self.completer);
         let api = self.api;
         let lane = self.lane(place.id)?;
@@ -169,7 +186,8 @@ impl Cuda {
         let ids: Vec<u32> = self.lanes.iter().filter(|(_, lane)| of(lane)).map(|(id, _)| *id).collect();
         for id in ids {
             let Some(lane) = self.lanes.get(&id) else { continue };
-            let (context, stream, progress) = (ContextId(lane.context), lane.handle, Arc::clone(&lane.progress));
+            let (context, stream, progress) =
+                (ContextId(lane.context), lane.handle, Arc::clone(&lane.progress));
             let health = match self.enter_context(context) {
                 Ok(context) => Arc::clone(&context.health),
                 Err(status) => {
@@ -192,7 +210,8 @@ impl Cuda {
 
     /// Calls `end` when everything enqueued so far on a device is done.
     pub(super) fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static) {
-        let contexts: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
+        let contexts: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
         self.after(seq, |lane| contexts.contains(&lane.context), end);
     }
 
@@ -200,9 +219,13 @@ impl Cuda {
     pub(super) fn synchronize_context(&mut self, cx: &mut Call, id: ContextId) -> Result<(), Status> {
         self.enter_context(id)?;
         let pending = cx.later();
-        self.after(cx.seq, |lane| lane.context == id.0, move |status| {
-            pending.answer(status.ok().map(|()| protocol::ops::context::ContextSynchronizeReply {}));
-        });
+        self.after(
+            cx.seq,
+            |lane| lane.context == id.0,
+            move |status| {
+                pending.answer(status.ok().map(|()| protocol::ops::context::ContextSynchronizeReply {}));
+            },
+        );
         Ok(())
     }
 }
@@ -239,7 +262,11 @@ impl StreamOps<Call> for Cuda {
         self.note(place.context, destroyed)
     }
 
-    fn stream_synchronize(&mut self, cx: &mut Call, op: StreamSynchronize) -> Result<Answer<StreamSynchronizeReply>, Status> {
+    fn stream_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: StreamSynchronize,
+    ) -> Result<Answer<StreamSynchronizeReply>, Status> {
         // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
         let dirty = self.lane(op.stream)?.dirty || op.stream.0 < MAX_CONTEXTS;
         let place = self.enter(cx, op.stream)?;
@@ -319,12 +346,15 @@ impl EventOps<Call> for Cuda {
         if moment.context != place.context.0 {
             return Err(Status::INVALID_HANDLE);
         }
-        // SAFETY: live handles of one context.
-        let recorded = unsafe { self.api.event_record(moment.handle, place.stream, op.flags) };
-        self.note(place.context, recorded)?;
+        let event = moment.handle;
+        // First the word, then the event: whoever learns that the event is reached, on whatever way, must find the word there.
         let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
         self.fence(&place, seq, move |status| progress.publish(seq, status))?;
+        // SAFETY: live handles of one context.
+        let recorded = unsafe { self.api.event_record(event, place.stream, op.flags) };
+        self.note(place.context, recorded)?;
         let lane = self.lane(op.stream)?;
+        lane.dirty = true;
         let at = (Arc::clone(&lane.word), lane.last, Arc::clone(&place.health));
         if let Some(moment) = self.events.get_mut(&op.event.0) {
             moment.recorded = Some(at);
@@ -332,14 +362,18 @@ impl EventOps<Call> for Cuda {
         Ok(())
     }
 
-    fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Result<Answer<EventSynchronizeReply>, Status> {
+    fn event_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: EventSynchronize,
+    ) -> Result<Answer<EventSynchronizeReply>, Status> {
         let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(moment.context);
         self.context(cx.context)?.health.check()?;
-        let Some((word, value, health)) = &moment.recorded else { return Ok(Answer::Now(EventSynchronizeReply {})) };
-        if word.get() >= *value {
+        let Some((word, value, health)) = &moment.recorded else {
             return Ok(Answer::Now(EventSynchronizeReply {}));
-        }
+        };
+        // By the completer even when it is done already: behind the publication of the event's own word.
         let (pending, errors, context) = (cx.later(), self.errors()?.clone(), cx.context);
         let end = move |status: Status| {
             if !status.is_success() {
@@ -351,19 +385,34 @@ impl EventOps<Call> for Cuda {
         Ok(Answer::Later)
     }
 
-    fn event_elapsed(&mut self, cx: &mut Call, op: EventElapsed) -> Result<Answer<EventElapsedReply>, Status> {
+    fn event_elapsed(
+        &mut self,
+        cx: &mut Call,
+        op: EventElapsed,
+    ) -> Result<Answer<EventElapsedReply>, Status> {
         let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
         let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(end.context);
         if !start.timing || !end.timing || start.recorded.is_none() || end.recorded.is_none() {
             return Err(Status::INVALID_HANDLE);
         }
+        let reached = [start, end]
+            .iter()
+            .all(|m| m.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value));
         let (first, second) = (start.handle, end.handle);
         self.enter_context(cx.context)?;
         let mut milliseconds = 0.0;
-        // SAFETY: live events; writes one number.
-        let elapsed = unsafe { self.api.event_elapsed(&mut milliseconds, first, second) };
-        self.note(cx.context, elapsed)?;
+        // The events come right behind their words, which the client may have seen already: then they are a moment away.
+        let deadline = std::time::Instant::now() + std::time::Duration::from_millis(10);
+        loop {
+            // SAFETY: live events; writes one number.
+            match unsafe { self.api.event_elapsed(&mut milliseconds, first, second) } {
+                Err(Status::NOT_READY) if reached && std::time::Instant::now() < deadline => {
+                    std::hint::spin_loop()
+                }
+                elapsed => break self.note(cx.context, elapsed)?,
+            }
+        }
         Ok(Answer::Now(EventElapsedReply { milliseconds }))
     }
 }

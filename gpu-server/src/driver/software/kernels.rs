@@ -69,7 +69,8 @@ impl LoadedFunction {
 impl LoadedModule {
     fn table(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let table = FunctionTable { functions: self.functions.iter().map(LoadedFunction::describe).collect() };
+        let table =
+            FunctionTable { functions: self.functions.iter().map(LoadedFunction::describe).collect() };
         table.put(&mut Writer(&mut bytes));
         bytes
     }
@@ -96,7 +97,11 @@ impl Software {
 }
 
 impl ModuleOps<Call> for Software {
-    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Result<Answer<ModuleLoadReply>, Status> {
+    fn module_load<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: ModuleLoad<'a>,
+    ) -> Result<Answer<ModuleLoadReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
         if self.modules.contains_key(&op.module.0) {
@@ -140,14 +145,22 @@ impl ModuleOps<Call> for Software {
         Ok(())
     }
 
-    fn module_get_global<'a>(&mut self, cx: &mut Call, op: ModuleGetGlobal<'a>) -> Result<Answer<ModuleGetGlobalReply>, Status> {
+    fn module_get_global<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: ModuleGetGlobal<'a>,
+    ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
         let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = protocol::handle::ContextId(module.context);
         let global = module.module.global(op.name).map_err(|e| code(&e))?;
         Ok(Answer::Now(ModuleGetGlobalReply { address: global.address, size: global.size }))
     }
 
-    fn function_set_attribute(&mut self, cx: &mut Call, op: FunctionSetAttribute) -> Result<Answer<FunctionSetAttributeReply>, Status> {
+    fn function_set_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: FunctionSetAttribute,
+    ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
         let most = self.devices.first().map_or(0, |d| d.gpu.properties().shared_per_block_optin);
         let function = self.function(cx, op.function)?;
         match op.attribute {
@@ -166,9 +179,14 @@ impl ModuleOps<Call> for Software {
         Ok(Answer::Now(FunctionSetAttributeReply {}))
     }
 
-    fn function_get_attribute(&mut self, cx: &mut Call, op: FunctionGetAttribute) -> Result<Answer<FunctionGetAttributeReply>, Status> {
-        let value = self.function(cx, op.function)?.attribute(op.attribute).ok_or(Status::INVALID_VALUE)?;
-        Ok(Answer::Now(FunctionGetAttributeReply { value }))
+    fn function_attributes(
+        &mut self,
+        cx: &mut Call,
+        op: FunctionAttributes,
+    ) -> Result<Answer<FunctionAttributesReply>, Status> {
+        let function = self.function(cx, op.function)?;
+        let attributes = (0..).map_while(|number| function.attribute(number)).collect();
+        Ok(Answer::Now(FunctionAttributesReply { attributes }))
     }
 
     fn occupancy_max_active_blocks(
@@ -191,7 +209,8 @@ impl ModuleOps<Call> for Software {
 fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
     let mut cooperative = false;
     for attribute in attributes {
-        let word = |i: usize| attribute.value[i * 4..].first_chunk::<4>().map_or(0, |b| u32::from_le_bytes(*b));
+        let word =
+            |i: usize| attribute.value[i * 4..].first_chunk::<4>().map_or(0, |b| u32::from_le_bytes(*b));
         match attribute.id {
             // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             2 => cooperative = word(0) != 0,
@@ -217,7 +236,8 @@ impl LaunchOps<Call> for Software {
         if op.dynamic_shared > function.dynamic_limit {
             return Err(Status::INVALID_VALUE);
         }
-        let config = LaunchConfig { grid: op.grid, block: op.block, dynamic_shared: op.dynamic_shared, cooperative };
+        let config =
+            LaunchConfig { grid: op.grid, block: op.block, dynamic_shared: op.dynamic_shared, cooperative };
         let function = function.function.clone();
         place.stream.launch(&function, config, op.params).map_err(|e| {
             tracing::debug!("launch of {} refused: {e}", function.info().name);

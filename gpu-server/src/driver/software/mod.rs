@@ -8,6 +8,7 @@
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod kernels;
+mod nvml;
 mod properties;
 mod streams;
 mod transfer;
@@ -79,13 +80,18 @@ impl Software {
         };
         for number in &numbers {
             if *number >= backing.software_devices {
-                return Err(format!("software device {number} does not exist: there are {}", backing.software_devices));
+                return Err(format!(
+                    "software device {number} does not exist: there are {}",
+                    backing.software_devices
+                ));
             }
             let config = GpuConfig {
                 name: "rgpu software GPU".into(),
                 memory_bytes: backing.software_memory,
                 workers: 0,
-                printf: Arc::new(|text| tracing::info!("device printf: {}", String::from_utf8_lossy(text).trim_end())),
+                printf: Arc::new(|text| {
+                    tracing::info!("device printf: {}", String::from_utf8_lossy(text).trim_end())
+                }),
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
             devices.push(Device { gpu, config, used: 0 });
@@ -192,17 +198,28 @@ impl DeviceOps<Call> for Software {
 }
 
 impl ContextOps<Call> for Software {
-    fn context_create(&mut self, cx: &mut Call, op: ContextCreate) -> Result<Answer<ContextCreateReply>, Status> {
+    fn context_create(
+        &mut self,
+        cx: &mut Call,
+        op: ContextCreate,
+    ) -> Result<Answer<ContextCreateReply>, Status> {
         cx.context = op.context;
         self.device(op.device)?;
-        if op.context.0 < MAX_DEVICES || op.context.0 >= MAX_CONTEXTS || self.contexts.contains_key(&op.context.0) {
+        if op.context.0 < MAX_DEVICES
+            || op.context.0 >= MAX_CONTEXTS
+            || self.contexts.contains_key(&op.context.0)
+        {
             return Err(Status::INVALID_CONTEXT);
         }
         self.contexts.insert(op.context.0, Context::new(op.device));
         Ok(Answer::Now(ContextCreateReply {}))
     }
 
-    fn context_destroy(&mut self, cx: &mut Call, op: ContextDestroy) -> Result<Answer<ContextDestroyReply>, Status> {
+    fn context_destroy(
+        &mut self,
+        cx: &mut Call,
+        op: ContextDestroy,
+    ) -> Result<Answer<ContextDestroyReply>, Status> {
         cx.context = op.context;
         if op.context.0 < MAX_DEVICES || self.contexts.remove(&op.context.0).is_none() {
             return Err(Status::INVALID_CONTEXT);
@@ -211,7 +228,11 @@ impl ContextOps<Call> for Software {
         Ok(Answer::Now(ContextDestroyReply {}))
     }
 
-    fn primary_reset(&mut self, cx: &mut Call, op: PrimaryReset) -> Result<Answer<PrimaryResetReply>, Status> {
+    fn primary_reset(
+        &mut self,
+        cx: &mut Call,
+        op: PrimaryReset,
+    ) -> Result<Answer<PrimaryResetReply>, Status> {
         cx.context = ContextId(op.device);
         let config = self.device(op.device)?.config.clone();
         let fresh = Gpu::new(config).map_err(|e| code(&e))?;
@@ -219,7 +240,8 @@ impl ContextOps<Call> for Software {
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.used = 0;
-        let of_device: Vec<u32> = self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
+        let of_device: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         for context in of_device {
             self.clear_context(context);
             self.errors()?.clear(ContextId(context));
@@ -229,27 +251,45 @@ impl ContextOps<Call> for Software {
         Ok(Answer::Now(PrimaryResetReply {}))
     }
 
-    fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+    fn primary_set_flags(
+        &mut self,
+        cx: &mut Call,
+        op: PrimarySetFlags,
+    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
         cx.context = ContextId(op.device);
         self.device(op.device)?;
         // Scheduling flags say how the calling thread waits, which is the client's affair.
         Ok(Answer::Now(PrimarySetFlagsReply {}))
     }
 
-    fn context_synchronize(&mut self, cx: &mut Call, op: ContextSynchronize) -> Result<Answer<ContextSynchronizeReply>, Status> {
+    fn context_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSynchronize,
+    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
         cx.context = op.context;
         self.synchronize_context(cx, op.context)?;
         Ok(Answer::Later)
     }
 
-    fn context_get_limit(&mut self, cx: &mut Call, op: ContextGetLimit) -> Result<Answer<ContextGetLimitReply>, Status> {
+    fn context_get_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextGetLimit,
+    ) -> Result<Answer<ContextGetLimitReply>, Status> {
         cx.context = op.context;
         let context = self.context(op.context)?;
         let usual = properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
-        Ok(Answer::Now(ContextGetLimitReply { value: context.limits.get(&op.limit).copied().unwrap_or(usual) }))
+        Ok(Answer::Now(ContextGetLimitReply {
+            value: context.limits.get(&op.limit).copied().unwrap_or(usual),
+        }))
     }
 
-    fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Result<Answer<ContextSetLimitReply>, Status> {
+    fn context_set_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSetLimit,
+    ) -> Result<Answer<ContextSetLimitReply>, Status> {
         cx.context = op.context;
         properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
         let context = self.contexts.get_mut(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
@@ -266,11 +306,17 @@ impl MemoryOps<Call> for Software {
         let first = window(op.device);
         let end = op.address.checked_add(op.size);
         let inside = op.address >= first && end.is_some_and(|end| end <= first + WINDOW_SIZE);
-        if !inside || op.size == 0 || op.size % GRANULE != 0 || op.address % GRANULE != 0 {
+        if !inside || op.size == 0 || !op.size.is_multiple_of(GRANULE) || !op.address.is_multiple_of(GRANULE)
+        {
             return Err(Status::INVALID_VALUE);
         }
         if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(bytes = op.size, held, limit = self.memory_limit, "refused: beyond the session's memory limit");
+            tracing::info!(
+                bytes = op.size,
+                held,
+                limit = self.memory_limit,
+                "refused: beyond the session's memory limit"
+            );
             return Err(Status::OUT_OF_MEMORY);
         }
         device.gpu.map(op.address, op.size).map_err(|e| code(&e))?;
@@ -309,12 +355,7 @@ impl MemoryOps<Call> for Software {
 
     fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
         cx.context = ContextId(op.device);
-        let (free, total) = self.device(op.device)?.gpu.memory_info();
-        let held = super::Backend::device_memory(self);
-        let (free, total) = match self.memory_limit {
-            0 => (free, total),
-            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
-        };
+        let (free, total) = self.memory_of(&self.device(op.device)?.gpu);
         Ok(Answer::Now(MemGetInfoReply { free, total }))
     }
 }
@@ -324,9 +365,22 @@ fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Statu
 }
 
 impl Software {
+    /// Free and total memory of a device in bytes, as far as this session may have it.
+    fn memory_of(&self, gpu: &Gpu) -> (u64, u64) {
+        let (free, total) = gpu.memory_info();
+        let held = super::Backend::device_memory(self);
+        match self.memory_limit {
+            0 => (free, total),
+            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
+        }
+    }
+
     /// The device whose window holds an allocation's address.
     fn window_gpu(&self, cx: &mut Call, address: u64) -> Result<&Gpu, Status> {
-        let ordinal = address.checked_sub(window(0)).map(|o| o / WINDOW_SIZE).filter(|n| *n < self.devices.len() as u64);
+        let ordinal = address
+            .checked_sub(window(0))
+            .map(|o| o / WINDOW_SIZE)
+            .filter(|n| *n < self.devices.len() as u64);
         let ordinal = ordinal.ok_or(Status::INVALID_VALUE)? as u32;
         cx.context = ContextId(ordinal);
         self.device(ordinal).map(|d| &d.gpu)

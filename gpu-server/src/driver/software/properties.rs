@@ -81,7 +81,10 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         total_memory: p.total_memory,
         granule: GRANULE,
         stream_priorities: [0, 0],
-        attributes: known.iter().map(|(attribute, value)| Attribute { attribute: *attribute, value: *value as i32 }).collect(),
+        attributes: known
+            .iter()
+            .map(|(attribute, value)| Attribute { attribute: *attribute, value: *value as i32 })
+            .collect(),
     }
 }
 

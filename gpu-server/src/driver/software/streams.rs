@@ -155,7 +155,12 @@ impl Software {
     }
 
     fn make_lane(&self, id: u32, context: u32, device: u32, blocking: bool) -> Result<Lane, Status> {
-        let word = Word { stream: id, context: ContextId(context), last: Mutex::new(0), errors: self.errors()?.clone() };
+        let word = Word {
+            stream: id,
+            context: ContextId(context),
+            last: Mutex::new(0),
+            errors: self.errors()?.clone(),
+        };
         Ok(Lane {
             stream: self.device(device)?.gpu.stream(),
             context,
@@ -229,8 +234,12 @@ impl Software {
         let device = self.context(id)?.device;
         let gpu = self.device(device)?.gpu.clone();
         let pending = cx.later();
-        let lanes: Vec<(Stream, Arc<Word>)> =
-            self.lanes.values().filter(|l| l.context == id.0).map(|l| (l.stream.clone(), Arc::clone(&l.word))).collect();
+        let lanes: Vec<(Stream, Arc<Word>)> = self
+            .lanes
+            .values()
+            .filter(|l| l.context == id.0)
+            .map(|l| (l.stream.clone(), Arc::clone(&l.word)))
+            .collect();
         // The last of the steps to go answers; each says what it has seen.
         pending.settle(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
         let pending = Arc::new(pending);
@@ -254,7 +263,8 @@ impl StreamOps<Call> for Software {
         if op.stream.0 < MAX_CONTEXTS || op.stream.0 >= MAX_STREAMS || self.lanes.contains_key(&op.stream.0) {
             return Err(Status::INVALID_HANDLE);
         }
-        let mut lane = self.make_lane(op.stream.0, op.context.0, device, op.flags & STREAM_NON_BLOCKING == 0)?;
+        let mut lane =
+            self.make_lane(op.stream.0, op.context.0, device, op.flags & STREAM_NON_BLOCKING == 0)?;
         lane.joined = 0;
         self.lanes.insert(op.stream.0, lane);
         Ok(())
@@ -268,7 +278,8 @@ impl StreamOps<Call> for Software {
         cx.context = ContextId(lane.context);
         // Its work still completes; nothing more may be written to its word, which may soon be another stream's.
         *lane.word.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
-        let (blocking, dirty, context, stream) = (lane.blocking, lane.dirty, lane.context, lane.stream.clone());
+        let (blocking, dirty, context, stream) =
+            (lane.blocking, lane.dirty, lane.context, lane.stream.clone());
         if blocking && dirty {
             let event = Event::new();
             stream.record(&event).map_err(|e| code(&e))?;
@@ -278,7 +289,11 @@ impl StreamOps<Call> for Software {
         Ok(())
     }
 
-    fn stream_synchronize(&mut self, cx: &mut Call, op: StreamSynchronize) -> Result<Answer<StreamSynchronizeReply>, Status> {
+    fn stream_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: StreamSynchronize,
+    ) -> Result<Answer<StreamSynchronizeReply>, Status> {
         let place = self.enter_to_look(cx, op.stream)?;
         let (pending, word) = (cx.later(), place.word);
         step(&place.stream, &place.gpu, move |status| {
@@ -368,7 +383,11 @@ impl EventOps<Call> for Software {
         place.stream.record(&moment.event).map_err(|e| code(&e))
     }
 
-    fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Result<Answer<EventSynchronizeReply>, Status> {
+    fn event_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: EventSynchronize,
+    ) -> Result<Answer<EventSynchronizeReply>, Status> {
         let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(moment.context);
         let gpu = self.device(moment.device)?.gpu.clone();
@@ -383,7 +402,11 @@ impl EventOps<Call> for Software {
         Ok(Answer::Later)
     }
 
-    fn event_elapsed(&mut self, cx: &mut Call, op: EventElapsed) -> Result<Answer<EventElapsedReply>, Status> {
+    fn event_elapsed(
+        &mut self,
+        cx: &mut Call,
+        op: EventElapsed,
+    ) -> Result<Answer<EventElapsedReply>, Status> {
         let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
         let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(end.context);

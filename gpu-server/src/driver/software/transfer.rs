@@ -22,19 +22,37 @@ const QUEUED: usize = 8 << 20;
 fn write(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &[u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
         let from = &bytes[part.offset as usize..];
-        gpu.write_2d(Plane { addr: part.at, pitch: rows.pitch.max(part.width) }, from, part.width, part.width, part.rows)
+        gpu.write_2d(
+            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
+            from,
+            part.width,
+            part.width,
+            part.rows,
+        )
     })
 }
 
 fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     rows.parts(offset, bytes.len() as u64, |part| {
         let to = &mut bytes[part.offset as usize..];
-        gpu.read_2d(Plane { addr: part.at, pitch: rows.pitch.max(part.width) }, to, part.width, part.width, part.rows)
+        gpu.read_2d(
+            Plane { addr: part.at, pitch: rows.pitch.max(part.width) },
+            to,
+            part.width,
+            part.width,
+            part.rows,
+        )
     })
 }
 
 impl Software {
-    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> std::result::Result<(), Status> {
+    fn upload(
+        &mut self,
+        cx: &mut Call,
+        stream: StreamId,
+        to: Rows,
+        src: HostIn<'_>,
+    ) -> std::result::Result<(), Status> {
         let place = self.enter(cx, stream)?;
         let (packed, span) = to.sizes()?;
         if src.len() != packed {
@@ -49,7 +67,13 @@ impl Software {
         enqueue_checked(&place, cx.seq, move |_| owned.run(&gpu, &to))
     }
 
-    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> std::result::Result<(), Status> {
+    fn download(
+        &mut self,
+        cx: &mut Call,
+        stream: StreamId,
+        from: Rows,
+        dst: HostOut,
+    ) -> std::result::Result<(), Status> {
         let place = self.enter(cx, stream)?;
         let (packed, span) = from.sizes()?;
         if dst.0.len != packed {
@@ -142,7 +166,11 @@ impl CopyOps<Call> for Software {
         self.download(cx, op.stream, from, op.dst)
     }
 
-    fn memcpy_dtoh_inline(&mut self, cx: &mut Call, op: MemcpyDtoHInline) -> std::result::Result<Answer<MemcpyDtoHInlineReply>, Status> {
+    fn memcpy_dtoh_inline(
+        &mut self,
+        cx: &mut Call,
+        op: MemcpyDtoHInline,
+    ) -> std::result::Result<Answer<MemcpyDtoHInlineReply>, Status> {
         let place = self.enter(cx, op.stream)?;
         if op.len as usize > protocol::channel::MAX_PAYLOAD - 4 {
             return Err(Status::INVALID_VALUE);
@@ -185,7 +213,10 @@ impl CopyOps<Call> for Software {
             while at < packed {
                 let (row, y, z) = (at / width, at / width % source.height, at / width / source.height);
                 debug_assert!(row < source.height * source.depth);
-                let (a, b) = (source.at + z * source.slice + y * source.pitch, target.at + z * target.slice + y * target.pitch);
+                let (a, b) = (
+                    source.at + z * source.slice + y * source.pitch,
+                    target.at + z * target.slice + y * target.pitch,
+                );
                 from.copy_to(a, &to, b, width)?;
                 at += width;
             }
@@ -195,7 +226,7 @@ impl CopyOps<Call> for Software {
 
     fn memset(&mut self, cx: &mut Call, op: Memset) -> std::result::Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        if !matches!(op.element, 1 | 2 | 4) || op.dst % u64::from(op.element) != 0 {
+        if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }
         let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;

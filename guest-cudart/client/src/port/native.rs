@@ -72,7 +72,11 @@ impl Native {
         };
         let _turn = lock(&self.turn);
         let error = |what| move |source| PortError::io(&self.path, what, source);
-        send(&self.socket, request.as_bytes(), fd).map_err(error("sending a request to vhost-rgpu"))?;
+        match send(&self.socket, request.as_bytes(), fd) {
+            // A daemon that takes no more clients has said so already, and closed the connection.
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
+            sent => sent.map_err(error("sending a request to vhost-rgpu"))?,
+        }
         let mut response = Response::new_zeroed();
         let (n, fd) = receive(&self.socket, response.as_mut_bytes()).map_err(error("vhost-rgpu's answer"))?;
         if n == 0 {
@@ -279,14 +283,18 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<Owne
         message.msg_iovlen = 1;
         message.msg_control = (&raw mut control).cast();
         message.msg_controllen = size_of::<Control>() as _;
+        let mut reset = false;
         let n = loop {
             let n = libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
             if n >= 0 {
                 break n as usize;
             }
             let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
+            match error.kind() {
+                io::ErrorKind::Interrupted => {}
+                // Said once, by a daemon that closed the connection with our request unread; what it sent before is still there.
+                io::ErrorKind::ConnectionReset if !reset => reset = true,
+                _ => return Err(error),
             }
         };
         let header = libc::CMSG_FIRSTHDR(&raw const message);

@@ -185,7 +185,7 @@ impl Daemon {
         answer: Response,
         mut each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
     ) -> Daemon {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir().expect("a temporary folder");
         let socket = folder.path().join("native.sock");
         let listener = listen(&socket);
         let thread = std::thread::spawn(move || {
@@ -198,7 +198,7 @@ impl Daemon {
                     libc::SOCK_CLOEXEC,
                 )))
             };
-            let (request, memory) = receive(&connection).unwrap();
+            let (request, memory) = receive(&connection).expect("a request");
             assert_eq!(
                 (request.magic, request.version, request.kind),
                 (protocol::native::MAGIC, protocol::VERSION, request::CREATE_CHANNEL)
@@ -270,7 +270,8 @@ impl Daemon {
     /// A session with this host, with an arena of `arena` bytes.
     pub fn session(&self, arena: usize) -> &'static Session {
         let geometry = Geometry::with_arena(arena);
-        Session::over(port::at_socket(&self.socket, geometry.size).unwrap(), geometry).unwrap()
+        let port = port::at_socket(&self.socket, geometry.size).expect("a connection");
+        Session::over(port, geometry).expect("a session")
     }
 }
 
@@ -289,7 +290,7 @@ impl Drop for Daemon {
 
 /// The bytes of an integer at a place in a body.
 pub fn word(body: &[u8], at: usize) -> u64 {
-    u64::read_from_bytes(&body[at..at + 8]).unwrap()
+    u64::read_from_bytes(&body[at..at + 8]).expect("eight bytes")
 }
 
 /// Counts what a host has seen.

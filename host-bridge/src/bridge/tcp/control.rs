@@ -191,7 +191,12 @@ impl Control {
     }
 }
 
-pub(in crate::bridge) fn reply(core: &Core, waiting: &mut [u64], body: &[u8], waker: &mut Waker<'_>) -> Result<(), EndReason> {
+pub(in crate::bridge) fn reply(
+    core: &Core,
+    waiting: &mut [u64],
+    body: &[u8],
+    waker: &mut Waker<'_>,
+) -> Result<(), EndReason> {
     let (header, payload) =
         split_struct::<ReplyHeader>(body).map_err(|e| EndReason::Server(e.to_string()))?;
     let ReplyHeader { seq, slot, status } = header;

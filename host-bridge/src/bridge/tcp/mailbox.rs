@@ -7,21 +7,20 @@ use std::sync::{Mutex, PoisonError};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::transfer::Region;
 use crate::bridge::RegionError;
 use crate::bridge::core::Raised;
 
 /// Takes the outcome of a wish.
 pub(in crate::bridge) type Done = Sender<Result<(), RegionError>>;
 
-pub(in crate::bridge) enum Message<R = Region> {
+pub(in crate::bridge) enum Message<R> {
     Register { id: u32, region: R, done: Done },
     Unregister { id: u32, done: Done },
     Close(String),
 }
 
 /// Messages in order, with a doorbell of its own: the channel's is in the client's hands.
-pub(in crate::bridge) struct Mailbox<R = Region> {
+pub(in crate::bridge) struct Mailbox<R> {
     /// `None`: the relay has ended and takes no more.
     messages: Mutex<Option<VecDeque<Message<R>>>>,
     raised: Raised,

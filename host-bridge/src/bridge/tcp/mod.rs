@@ -129,7 +129,7 @@ struct Ended {
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
 pub(super) struct Tcp {
     core: Arc<Core>,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<Mailbox<Region>>,
     ended: Arc<Ended>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }

@@ -29,6 +29,8 @@ use crate::bridge::{RegionError, SessionConfig};
 const MAX_UNDER_WAY: usize = 1 << 16;
 /// Silence after which a side says that it is there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
+/// How long a lost connection's reason is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Looks at the ring between two looks at the connections, while polling.
 const RING_LOOKS: u32 = 64;
 
@@ -47,7 +49,7 @@ struct Leaving {
 
 pub(super) struct Relay<'c> {
     core: &'c Core,
-    mailbox: &'c Mailbox,
+    mailbox: &'c Mailbox<Region>,
     consumer: Consumer<'c>,
     control: Control,
     lanes: Vec<Lane>,
@@ -77,7 +79,7 @@ fn broken(e: nix::Error) -> EndReason {
 impl<'c> Relay<'c> {
     pub(super) fn new(
         core: &'c Core,
-        mailbox: &'c Mailbox,
+        mailbox: &'c Mailbox<Region>,
         links: Links,
         config: &SessionConfig,
     ) -> Result<Relay<'c>, EndReason> {
@@ -125,6 +127,7 @@ impl<'c> Relay<'c> {
     pub(super) fn run(mut self) -> EndReason {
         let end = match self.work() {
             Ok(never) => match never {},
+            Err(EndReason::Gone(what)) => self.last_words(what),
             Err(end) => end,
         };
         let farewell = match &end {
@@ -142,6 +145,23 @@ impl<'c> Relay<'c> {
         self.control.socket().shut_down();
         self.lanes.iter().for_each(|lane| lane.socket().shut_down());
         end
+    }
+
+    /// A connection is gone. If the server has said why, that is on the control connection, perhaps still on its way.
+    fn last_words(&mut self, what: String) -> EndReason {
+        let deadline = Instant::now() + LAST_WORDS;
+        loop {
+            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs) {
+                Err(EndReason::Bye(reason)) => return EndReason::Bye(reason),
+                Err(_) => return EndReason::Gone(what),
+                Ok(_) => {}
+            }
+            match self.control.read(self.core) {
+                Ok(true) => {}
+                Ok(false) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+                Ok(false) | Err(_) => return EndReason::Gone(what),
+            }
+        }
     }
 
     fn work(&mut self) -> Result<Infallible, EndReason> {

@@ -36,6 +36,7 @@ use crate::framing::{recv_frame, send_frame, send_message, split_struct};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 
 /// The connections of a session after the handshake.
+#[derive(Debug)]
 pub(super) struct Links {
     control: OwnedFd,
     link: Link,
@@ -43,7 +44,10 @@ pub(super) struct Links {
 }
 
 /// Connects to the server, shakes hands and connects the queue pairs.
-pub(super) fn connect(config: &SessionConfig, channel: &ChannelMemory) -> Result<(Links, Handshake), ConnectError> {
+pub(super) fn connect(
+    config: &SessionConfig,
+    channel: &ChannelMemory,
+) -> Result<(Links, Handshake), ConnectError> {
     let server = || config.server.to_string();
     let failed = |source| ConnectError::NoServer { server: server(), source };
     let here = |source| ConnectError::Verbs { source };
@@ -66,7 +70,9 @@ pub(super) fn connect(config: &SessionConfig, channel: &ChannelMemory) -> Result
         }
         kind => return Err(protocol(format!("frame {kind:?} where QUEUES was due"))),
     };
-    let end = u64::from(queues.slots).checked_mul(queues.slot_size.into()).and_then(|all| queues.slots_address.checked_add(all));
+    let end = u64::from(queues.slots)
+        .checked_mul(queues.slot_size.into())
+        .and_then(|all| queues.slots_address.checked_add(all));
     if queues.slots == 0 || queues.slots > 1 << 16 || queues.slot_size < SLOT_DATA + 4096 || end.is_none() {
         return Err(protocol(format!("it has {} slots of {} bytes", queues.slots, queues.slot_size)));
     }
@@ -101,24 +107,34 @@ impl std::fmt::Debug for Verbs {
 
 impl Verbs {
     /// Starts the relay. The channel is ready when this returns.
-    pub(super) fn start(config: &SessionConfig, core: Arc<Core>, links: Links) -> Result<Verbs, ConnectError> {
+    pub(super) fn start(
+        config: &SessionConfig,
+        core: Arc<Core>,
+        links: Links,
+    ) -> Result<Verbs, ConnectError> {
         let here = |source| ConnectError::Here { source };
         let domain = Arc::clone(links.link.domain());
         // SAFETY: the relay drops the registration before it ends, and `core`, which owns the view, outlives the relay.
-        let arena = unsafe { RegisteredRegion::arena(&domain, &core.channel.view) }.map_err(|source| ConnectError::Verbs { source })?;
+        let arena = unsafe { RegisteredRegion::arena(&domain, &core.channel.view) }
+            .map_err(|source| ConnectError::Verbs { source })?;
         let mailbox = Arc::new(Mailbox::new().map_err(here)?);
         let ended = Arc::new(Ended::default());
         core.header().set_ready();
-        let (for_relay, for_mailbox, for_ended, config) = (core.clone(), mailbox.clone(), ended.clone(), config.clone());
+        let (for_relay, for_mailbox, for_ended, config) =
+            (core.clone(), mailbox.clone(), ended.clone(), config.clone());
         let thread = std::thread::Builder::new()
             .name(thread_name("relay"))
             .spawn(move || {
                 // A defect here must end this session with a reason, and not leave its client waiting.
-                let end = catch_unwind(AssertUnwindSafe(|| match Relay::new(&for_relay, &for_mailbox, links, arena, &config) {
-                    Ok(relay) => relay.run(),
-                    Err(end) => end,
+                let end = catch_unwind(AssertUnwindSafe(|| {
+                    match Relay::new(&for_relay, &for_mailbox, links, arena, &config) {
+                        Ok(relay) => relay.run(),
+                        Err(end) => end,
+                    }
                 }))
-                .unwrap_or_else(|_| EndReason::Here("the relay failed; its message stands on standard error".into()));
+                .unwrap_or_else(|_| {
+                    EndReason::Here("the relay failed; its message stands on standard error".into())
+                });
                 let reason = end.text(&for_relay.server);
                 for_mailbox.close();
                 match end {
@@ -138,7 +154,11 @@ impl Verbs {
 
     fn wait_for_end(&self, patience: Duration) -> bool {
         let over = self.ended.over.lock().unwrap_or_else(PoisonError::into_inner);
-        let (over, _) = self.ended.changed.wait_timeout_while(over, patience, |over| !*over).unwrap_or_else(PoisonError::into_inner);
+        let (over, _) = self
+            .ended
+            .changed
+            .wait_timeout_while(over, patience, |over| !*over)
+            .unwrap_or_else(PoisonError::into_inner);
         *over
     }
 }
@@ -149,7 +169,13 @@ impl Transport for Verbs {
     }
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
-        let registered = RegisteredRegion::new(&self.domain, &region.memories, &region.extents, region.size, region.read_only)?;
+        let registered = RegisteredRegion::new(
+            &self.domain,
+            &region.memories,
+            &region.extents,
+            region.size,
+            region.read_only,
+        )?;
         let region = Region::new(registered, region.read_only);
         let (done, answer) = channel();
         self.mailbox.post(Message::Register { id, region, done }).map_err(|_| self.over())?;

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use protocol::channel::{Consumer, Header, NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
-use protocol::link::{ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame};
+use protocol::link::{
+    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame,
+};
 use protocol::ops::{self, Class};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -35,8 +37,8 @@ const ALIVE_EVERY: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// How long a farewell may take to arrive after the queue pairs broke.
 const FAREWELL: Duration = Duration::from_millis(300);
-/// Frames of the server that may wait for data that it has announced.
-const MAX_HELD: usize = 16 << 20;
+/// Bytes of the server's frames that wait for data before it is held off.
+const MAX_HELD: usize = 256 << 10;
 
 const DOORBELL: u64 = 0;
 const MAILBOX: u64 = 1;
@@ -121,7 +123,9 @@ impl<'c> Relay<'c> {
         epoll.add(mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
         epoll.add(&control, EpollEvent::new(EpollFlags::EPOLLIN, CONTROL)).map_err(broken)?;
         epoll.add(link.fd(), EpollEvent::new(EpollFlags::EPOLLIN, COMPLETIONS)).map_err(broken)?;
-        epoll.add(link.domain().device().event_fd(), EpollEvent::new(EpollFlags::EPOLLIN, DEVICE)).map_err(broken)?;
+        epoll
+            .add(link.domain().device().event_fd(), EpollEvent::new(EpollFlags::EPOLLIN, DEVICE))
+            .map_err(broken)?;
         let now = Instant::now();
         let most = u64::from(queues.slot_size - SLOT_DATA);
         let under_way = link.data_queues() * config.verbs.queue_depth as usize;
@@ -180,7 +184,9 @@ impl<'c> Relay<'c> {
         }
         let farewell = match &end {
             EndReason::Asked(reason) => Some(reason.clone()),
-            EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) | EndReason::Gone(_) => Some(end.text(&self.core.server)),
+            EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) | EndReason::Gone(_) => {
+                Some(end.text(&self.core.server))
+            }
             EndReason::Bye(_) => None,
         };
         if let Some(text) = farewell {
@@ -244,7 +250,8 @@ impl<'c> Relay<'c> {
             sleep.announce();
         }
         self.link.arm()?;
-        let late = (listen && self.consumer.has_work()) || self.mailbox.has_messages() || self.poll_link(now)?;
+        let late =
+            (listen && self.consumer.has_work()) || self.mailbox.has_messages() || self.poll_link(now)?;
         if !late {
             core.counters.sleeps.add(1);
             match self.epoll.wait(events, EpollTimeout::from(millis)) {
@@ -301,20 +308,24 @@ impl<'c> Relay<'c> {
         loop {
             if let Some(held) = self.held {
                 if !self.outputs.settle(held.seq, held.bytes)? {
-                    if self.reader.buffered() > MAX_HELD {
-                        return Err(EndReason::Server(format!("it goes on while data of command {} is missing", held.seq)));
-                    }
+                    self.link.hold(self.reader.buffered() > MAX_HELD);
                     break;
                 }
                 self.held = None;
+                self.link.hold(false);
             }
-            let Some((kind, body)) = self.reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))? else { break };
+            let Some((kind, body)) =
+                self.reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))?
+            else {
+                break;
+            };
             core.counters.frames_received.add(1);
             match kind {
                 frame::REPLY => reply(core, &mut self.waiting, body, &mut waker)?,
                 frame::PROGRESS => {
                     for update in body.chunks(size_of::<ProgressUpdate>()) {
-                        let wrong = |_| EndReason::Server(format!("a progress frame of {} bytes", body.len()));
+                        let wrong =
+                            |_| EndReason::Server(format!("a progress frame of {} bytes", body.len()));
                         publish(core, &ProgressUpdate::read_from_bytes(update).map_err(wrong)?)?;
                     }
                     published = true;
@@ -331,7 +342,11 @@ impl<'c> Relay<'c> {
                                 *free = true;
                                 self.free.push(slot);
                             }
-                            _ => return Err(EndReason::Server(format!("it frees slot {slot:?}, which is not in use"))),
+                            _ => {
+                                return Err(EndReason::Server(format!(
+                                    "it frees slot {slot:?}, which is not in use"
+                                )));
+                            }
                         }
                     }
                 }
@@ -401,15 +416,22 @@ impl<'c> Relay<'c> {
         let Some(info) = ops::info(opcode) else {
             return Err(EndReason::Client(format!("command {seq} has unknown opcode {opcode:#06x}")));
         };
-        let wrong = |what: &dyn std::fmt::Display| EndReason::Client(format!("command {seq} ({}) {what}", info.name));
+        let wrong =
+            |what: &dyn std::fmt::Display| EndReason::Client(format!("command {seq} ({}) {what}", info.name));
         match info.class {
             Class::Async if reply_slot == NO_SLOT => {}
-            Class::Async => return Err(wrong(&format_args!("names reply slot {reply_slot} though it is never answered"))),
+            Class::Async => {
+                return Err(wrong(&format_args!("names reply slot {reply_slot} though it is never answered")));
+            }
             Class::Sync => match self.waiting.get_mut(usize::from(reply_slot)) {
-                None => return Err(wrong(&format_args!("names reply slot {reply_slot}, which does not exist"))),
+                None => {
+                    return Err(wrong(&format_args!("names reply slot {reply_slot}, which does not exist")));
+                }
                 Some(awaited @ 0) => *awaited = seq,
                 Some(other) => {
-                    return Err(wrong(&format_args!("names reply slot {reply_slot}, where command {other} awaits its answer")));
+                    return Err(wrong(&format_args!(
+                        "names reply slot {reply_slot}, where command {other} awaits its answer"
+                    )));
                 }
             },
         }
@@ -418,14 +440,18 @@ impl<'c> Relay<'c> {
         }
         self.uses.clear();
         let uses = &mut self.uses;
-        (info.visit_data)(&self.body, &mut |data| uses.push(data)).map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
+        (info.visit_data)(&self.body, &mut |data| uses.push(data))
+            .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
         for piece in 0..self.uses.len() {
             let (range, write) = match self.uses[piece] {
                 DataUse::In(range) => (range, false),
                 DataUse::Out(range) => (range, true),
             };
             let span = Span::new(self.arena.as_ref(), &self.regions, range, write).map_err(|what| {
-                wrong(&format_args!("names data at offset {:#x} of {:?}, {} bytes, which {what}", range.offset, range.place, range.len))
+                wrong(&format_args!(
+                    "names data at offset {:#x} of {:?}, {} bytes, which {what}",
+                    range.offset, range.place, range.len
+                ))
             })?;
             if !write {
                 self.inputs.push(seq, piece as u32, span);
@@ -440,7 +466,8 @@ impl<'c> Relay<'c> {
                     Place::Arena => ARENA_KEY,
                     Place::Region(id) => id,
                 };
-                let (address, size, key) = (registration.address(), registration.len() as u64, registration.remote_key());
+                let (address, size, key) =
+                    (registration.address(), registration.len() as u64, registration.remote_key());
                 let grant = self.begin(frame::REGION_KEY);
                 self.link.out().extend_from_slice(RegionKey { address, size, region, key }.as_bytes());
                 self.finish(grant);
@@ -458,8 +485,10 @@ impl<'c> Relay<'c> {
             let (Some(chunk), Some(slot)) = (self.inputs.next_chunk(), self.free.pop()) else { break };
             let Some(token) = self.inputs.token(&chunk) else { break };
             self.is_free[slot as usize] = false;
-            let header = DataHeader { seq: chunk.seq, offset: chunk.offset, piece: chunk.piece, len: chunk.len };
-            let begin = u64::from(slot) * u64::from(self.queues.slot_size) + u64::from(SLOT_DATA) - size_of::<DataHeader>() as u64;
+            let header =
+                DataHeader { seq: chunk.seq, offset: chunk.offset, piece: chunk.piece, len: chunk.len };
+            let begin = u64::from(slot) * u64::from(self.queues.slot_size) + u64::from(SLOT_DATA)
+                - size_of::<DataHeader>() as u64;
             self.link.put(&Put {
                 queue,
                 source: chunk.source,
@@ -493,14 +522,24 @@ impl<'c> Relay<'c> {
         match self.control_reader.fill(&mut self.control) {
             Ok(0) => return Err(EndReason::Gone("the server closed the connection".into())),
             Ok(_) => self.heard = Instant::now(),
-            Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) => return Ok(false),
+            Err(e)
+                if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) =>
+            {
+                return Ok(false);
+            }
             Err(e) => return Err(EndReason::Gone(e.to_string())),
         }
-        while let Some((kind, body)) = self.control_reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))? {
+        while let Some((kind, body)) =
+            self.control_reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))?
+        {
             match kind {
                 frame::ALIVE => {}
                 frame::BYE => return Err(EndReason::Bye(String::from_utf8_lossy(body).into_owned())),
-                other => return Err(EndReason::Server(format!("it sent a frame of kind {other} on the control connection"))),
+                other => {
+                    return Err(EndReason::Server(format!(
+                        "it sent a frame of kind {other} on the control connection"
+                    )));
+                }
             }
         }
         Ok(true)
@@ -510,8 +549,12 @@ impl<'c> Relay<'c> {
         let device = self.link.domain().device();
         while let Some(event) = device.next_event() {
             match event {
-                DeviceEvent::PortDown(port) => tracing::warn!(device = device.name(), port, "RDMA port went down"),
-                DeviceEvent::PortUp(port) => tracing::info!(device = device.name(), port, "RDMA port came up"),
+                DeviceEvent::PortDown(port) => {
+                    tracing::warn!(device = device.name(), port, "RDMA port went down")
+                }
+                DeviceEvent::PortUp(port) => {
+                    tracing::info!(device = device.name(), port, "RDMA port came up")
+                }
                 DeviceEvent::Fatal(what) => return Err(EndReason::Gone(what)),
                 DeviceEvent::Other => {}
             }
@@ -547,7 +590,9 @@ impl<'c> Relay<'c> {
                     self.regions.insert(id, Arc::new(region));
                     let _ = done.send(Ok(()));
                 }
-                Message::Unregister { id, done } => self.leaving.push_back(Leaving { id, at: self.taken_bytes, done }),
+                Message::Unregister { id, done } => {
+                    self.leaving.push_back(Leaving { id, at: self.taken_bytes, done })
+                }
                 Message::Close(reason) => return Err(EndReason::Asked(reason)),
             }
         }

@@ -146,7 +146,8 @@ impl Inputs {
         }
         let ticket = self.first + self.tickets.len() as u64 - 1;
         // Enough writes for each queue to have two under way, so that the pipeline fills early; whole slots when it is long.
-        let chunk = (span.len / (2 * self.queues)).next_multiple_of(4096).clamp(MIN_CHUNK.min(self.most), self.most);
+        let chunk =
+            (span.len / (2 * self.queues)).next_multiple_of(4096).clamp(MIN_CHUNK.min(self.most), self.most);
         self.jobs.push_back(Job { seq, piece, ticket, span, at: 0, chunk });
     }
 
@@ -219,15 +220,23 @@ impl Outputs {
     /// Expects a piece of command `seq`'s data.
     pub(super) fn expect(&mut self, seq: u64, span: Span) {
         let total = span.len;
-        let expected = self.commands.entry(seq).or_insert_with(|| Expected { _spans: Vec::with_capacity(1), received: 0, total: 0 });
+        let expected = self.commands.entry(seq).or_insert_with(|| Expected {
+            _spans: Vec::with_capacity(1),
+            received: 0,
+            total: 0,
+        });
         expected.total += total;
         expected._spans.push(span);
     }
 
     /// The server has written `len` bytes for the command whose seq has these lower bits; `last` is the last command taken.
     pub(super) fn placed(&mut self, low: u32, len: u32, last: u64) -> Result<(), EndReason> {
-        let wrong = |what: &str| Err(EndReason::Server(format!("it wrote {len} bytes for command …{low:#x}, {what}")));
-        let Some(seq) = last.checked_sub(u64::from((last as u32).wrapping_sub(low))) else { return wrong("which was not sent") };
+        let wrong = |what: &str| {
+            Err(EndReason::Server(format!("it wrote {len} bytes for command …{low:#x}, {what}")))
+        };
+        let Some(seq) = last.checked_sub(u64::from((last as u32).wrapping_sub(low))) else {
+            return wrong("which was not sent");
+        };
         let Some(expected) = self.commands.get_mut(&seq) else { return wrong("which expects none") };
         expected.received += u64::from(len);
         if expected.received > expected.total { wrong("more than it expects") } else { Ok(()) }
@@ -235,8 +244,14 @@ impl Outputs {
 
     /// The server says that it has written `bytes` bytes for `seq` in all. True: they are all here, and the command is forgotten.
     pub(super) fn settle(&mut self, seq: u64, bytes: u64) -> Result<bool, EndReason> {
-        let wrong = |what: String| Err(EndReason::Server(format!("it says that {bytes} bytes were written for command {seq}, {what}")));
-        let Some(Expected { received, total, .. }) = self.commands.get(&seq) else { return wrong("which expects none".into()) };
+        let wrong = |what: String| {
+            Err(EndReason::Server(format!(
+                "it says that {bytes} bytes were written for command {seq}, {what}"
+            )))
+        };
+        let Some(Expected { received, total, .. }) = self.commands.get(&seq) else {
+            return wrong("which expects none".into());
+        };
         if bytes > *total || *received > bytes {
             return wrong(format!("which expects {total} and has got {received}"));
         }
@@ -253,7 +268,9 @@ mod tests {
     use super::*;
 
     fn expecting(seqs: &[(u64, u64)]) -> Outputs {
-        let commands = seqs.iter().map(|(seq, total)| (*seq, Expected { _spans: Vec::new(), received: 0, total: *total }));
+        let commands = seqs
+            .iter()
+            .map(|(seq, total)| (*seq, Expected { _spans: Vec::new(), received: 0, total: *total }));
         Outputs { commands: commands.collect() }
     }
 

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Links libnvidia-ml.so.1 from the static library that cargo makes of rgpu-nvml.
+#
+#   link.sh STATICLIB OUTDIR
+#
+# What is exported is exports/libnvidia-ml.txt, unversioned, as NVIDIA's library has it, and nothing of Rust's own.
+set -eu
+static=$1
+out=$2
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$out"
+script=$(mktemp)
+trap 'rm -f "$script"' EXIT
+{
+    echo '{ global:'
+    sed 's/$/;/' "$here/exports/libnvidia-ml.txt"
+    echo 'local: *; };'
+} >"$script"
+${CC:-cc} -shared -o "$out/libnvidia-ml.so.1" -Wl,-soname,libnvidia-ml.so.1 -Wl,--version-script="$script" \
+    -Wl,--whole-archive "$static" -Wl,--no-whole-archive \
+    -Wl,--gc-sections -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,-Bsymbolic -Wl,--strip-all \
+    -lpthread -ldl -lm -lgcc_s -lc
+ln -sf libnvidia-ml.so.1 "$out/libnvidia-ml.so"

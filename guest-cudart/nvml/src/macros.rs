@@ -1,0 +1,80 @@
+//! `nvml!`: how an exported function is written down; `ask!`: one that is a question to the server; `unsupported!`: one
+//! that is refused.
+//!
+//! ```text
+//! nvml! { fn nvmlName(arguments) { body } }     the body is a `Result`
+//! ask! {
+//!     block nvmlName(argument) = QUESTION;      (device, unsigned int argument, void *out)
+//!     words nvmlName() [first, second] = …;     (device, unsigned int *first, unsigned int *second)
+//!     text nvmlName() = …;                      (device, char *text, unsigned int length)
+//!     list nvmlName() = …;                      (device, unsigned int *count, void *list)
+//!     versioned nvmlName = [QUESTION, …];       (device, void *structure), a question for each version
+//! }
+//! ```
+//!
+//! A panic cannot leave these functions: Rust aborts at the edge of an `extern "C"` function.
+
+macro_rules! nvml {
+    ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block)*) => {$(
+        $(#[$meta])*
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
+            #[allow(unused_unsafe, reason = "not every function reads or writes through its arguments")]
+            #[inline(always)]
+            unsafe fn body($($arg: $ty),*) -> $crate::error::Result {
+                // SAFETY: the caller keeps what NVML's manual asks of the arguments: a pointer is NULL, which is checked
+                // here, or valid for the type and length described there.
+                unsafe { $body }
+            }
+            // SAFETY: as in the body.
+            let result = unsafe { body($($arg),*) };
+            $crate::error::finish(stringify!($name), result)
+        }
+    )*};
+}
+
+macro_rules! ask {
+    () => {};
+    (block $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
+        nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, out: *mut u8) {
+            $crate::shape::block(device, ::client::ops::nvml::$query, &[$($arg),*], out)
+        } }
+        ask! { $($rest)* }
+    };
+    (words $name:ident() [$($out:ident),*] = $query:ident; $($rest:tt)*) => {
+        nvml! { fn $name(device: $crate::state::Handle $(, $out: *mut u32)*) {
+            $crate::shape::words(device, ::client::ops::nvml::$query, [$($out),*])
+        } }
+        ask! { $($rest)* }
+    };
+    (text $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
+        nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, text: *mut ::std::ffi::c_char, length: u32) {
+            $crate::shape::text(device, ::client::ops::nvml::$query, &[$($arg),*], text, length)
+        } }
+        ask! { $($rest)* }
+    };
+    (list $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
+        nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, count: *mut u32, list: *mut u8) {
+            $crate::shape::list(device, ::client::ops::nvml::$query, &[$($arg),*], count, list)
+        } }
+        ask! { $($rest)* }
+    };
+    (versioned $name:ident = [$($query:ident),*]; $($rest:tt)*) => {
+        nvml! { fn $name(device: $crate::state::Handle, structure: *mut u8) {
+            $crate::shape::versioned(device, &[$(::client::ops::nvml::$query),*], structure)
+        } }
+        ask! { $($rest)* }
+    };
+}
+
+/// Exports names that cannot be served: they answer `NVML_ERROR_NOT_SUPPORTED` and log one line each. Their arguments are
+/// not looked at, which the C calling conventions of x86-64 and AArch64 Linux allow a callee.
+macro_rules! unsupported {
+    ($($name:ident),* $(,)?) => {$(
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name() -> u32 {
+            static SAID: ::std::sync::atomic::AtomicBool = ::std::sync::atomic::AtomicBool::new(false);
+            $crate::error::refuse(stringify!($name), &SAID)
+        }
+    )*};
+}

@@ -1,0 +1,249 @@
+//! Beginning and end, what belongs to no device, finding devices, and what is asked about two of them.
+
+use std::ffi::{CStr, c_char};
+
+use client::ops::nvml::{self, NvmlPair, NvmlText, status};
+
+use crate::error::{Result, of_session};
+use crate::shape::{ask, non_null, put_text};
+use crate::state::{self, Connected, Handle};
+
+/// Room for a text in `nvmlUUID_v1_t`, in bytes.
+const UUID_TEXT: usize = 41;
+
+/// # Safety
+/// `text` is NULL or has room for `length` bytes.
+unsafe fn system_text(answer: &NvmlText, text: *mut c_char, length: u32) -> Result {
+    non_null(text)?;
+    match answer.status {
+        // SAFETY: the caller's.
+        status::SUCCESS => unsafe { put_text(answer.text.as_bytes(), text, length) },
+        failure => Err(failure),
+    }
+}
+
+/// # Safety
+/// `to` is NULL or may be written.
+unsafe fn put<T>(to: *mut T, value: T) -> Result {
+    non_null(to)?;
+    // SAFETY: not NULL, and the caller's.
+    unsafe { to.write(value) };
+    Ok(())
+}
+
+/// The first device for which `is` holds.
+fn find(connected: &Connected, is: impl Fn(Handle) -> bool) -> Result<Handle> {
+    (0..connected.system.device_count)
+        .filter_map(|ordinal| state::handle(connected, ordinal).ok())
+        .find(|device| is(*device))
+        .ok_or(status::NOT_FOUND)
+}
+
+/// The device whose text for a question is `wanted`.
+fn find_by_text(query: &nvml::Query, wanted: &[u8]) -> Result<Handle> {
+    let connected = state::connected()?;
+    find(connected, |device| ask(device, query, &[], &[]).is_ok_and(|text| text.eq_ignore_ascii_case(wanted)))
+}
+
+/// Domain, bus and device of `domain:bus:device.function` or `bus:device.function`, all hexadecimal.
+fn parse_pci(text: &str) -> Option<[u32; 3]> {
+    let address = text.split_once('.').map_or(text, |(address, _function)| address);
+    let parts: Vec<u32> = address
+        .split(':')
+        .map(|part| u32::from_str_radix(part, 16))
+        .collect::<std::result::Result<_, _>>()
+        .ok()?;
+    match parts[..] {
+        [domain, bus, device] => Some([domain, bus, device]),
+        [bus, device] => Some([0, bus, device]),
+        _ => None,
+    }
+}
+
+/// Whether an `nvmlPciInfo_t` is of this place: the numbers stand after 16 bytes of text.
+fn is_at(info: &[u8], place: [u32; 3]) -> bool {
+    let words = info.get(16..28).map(|bytes| bytes.chunks_exact(4));
+    words.is_some_and(|words| words.zip(place).all(|(bytes, number)| bytes == number.to_le_bytes()))
+}
+
+/// # Safety
+/// `text` is a C string or NULL; `device` is NULL or may be written.
+unsafe fn by_pci(text: *const c_char, device: *mut Handle) -> Result {
+    non_null(text)?;
+    non_null(device)?;
+    // SAFETY: the caller's.
+    let place =
+        unsafe { CStr::from_ptr(text) }.to_str().ok().and_then(parse_pci).ok_or(status::INVALID_ARGUMENT)?;
+    let at = |device| ask(device, nvml::PCI_INFO, &[], &[]).is_ok_and(|info| is_at(&info, place));
+    // SAFETY: the caller's.
+    unsafe { put(device, find(state::connected()?, at)?) }
+}
+
+/// # Safety
+/// `device` is NULL or may be written.
+unsafe fn by_index(index: u32, device: *mut Handle) -> Result {
+    // SAFETY: the caller's.
+    unsafe { put(device, state::handle(state::connected()?, index)?) }
+}
+
+/// # Safety
+/// `count` is NULL or may be written.
+unsafe fn device_count(count: *mut u32) -> Result {
+    // SAFETY: the caller's.
+    unsafe { put(count, state::connected()?.system.device_count) }
+}
+
+fn pair(device: Handle, peer: Handle, question: u32, argument: u32) -> Result<u32> {
+    let connected = state::connected()?;
+    let (device, peer) = (state::ordinal(connected, device)?, state::ordinal(connected, peer)?);
+    let reply = connected.session.call(&NvmlPair { device, peer, question, argument }).map_err(of_session)?;
+    if reply.status == status::SUCCESS { Ok(reply.value) } else { Err(reply.status) }
+}
+
+nvml! {
+    fn nvmlInit() {
+        state::init()
+    }
+
+    fn nvmlInit_v2() {
+        state::init()
+    }
+
+    // The flags ask for leniency (no GPU, none attached), which never applies here.
+    fn nvmlInitWithFlags(_flags: u32) {
+        state::init()
+    }
+
+    fn nvmlShutdown() {
+        state::shutdown()
+    }
+
+    fn nvmlSystemGetDriverVersion(version: *mut c_char, length: u32) {
+        system_text(&state::connected()?.system.driver_version, version, length)
+    }
+
+    fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: u32) {
+        system_text(&state::connected()?.system.nvml_version, version, length)
+    }
+
+    fn nvmlSystemGetCudaDriverVersion(version: *mut i32) {
+        put(version, state::connected()?.system.cuda_version as i32)
+    }
+
+    fn nvmlSystemGetCudaDriverVersion_v2(version: *mut i32) {
+        put(version, state::connected()?.system.cuda_version as i32)
+    }
+
+    fn nvmlDeviceGetCount(count: *mut u32) {
+        device_count(count)
+    }
+
+    fn nvmlDeviceGetCount_v2(count: *mut u32) {
+        device_count(count)
+    }
+
+    fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Handle) {
+        by_index(index, device)
+    }
+
+    fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Handle) {
+        by_index(index, device)
+    }
+
+    fn nvmlDeviceGetHandleByPciBusId(text: *const c_char, device: *mut Handle) {
+        by_pci(text, device)
+    }
+
+    fn nvmlDeviceGetHandleByPciBusId_v2(text: *const c_char, device: *mut Handle) {
+        by_pci(text, device)
+    }
+
+    fn nvmlDeviceGetHandleBySerial(serial: *const c_char, device: *mut Handle) {
+        non_null(serial)?;
+        non_null(device)?;
+        put(device, find_by_text(nvml::SERIAL, CStr::from_ptr(serial).to_bytes())?)
+    }
+
+    fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut Handle) {
+        non_null(uuid)?;
+        non_null(device)?;
+        put(device, find_by_text(nvml::UUID, CStr::from_ptr(uuid).to_bytes())?)
+    }
+
+    // `nvmlUUID_v1_t`: version, kind (1: text, 2: 16 bytes), value.
+    fn nvmlDeviceGetHandleByUUIDV(uuid: *const [u8; 52], device: *mut Handle) {
+        non_null(uuid)?;
+        non_null(device)?;
+        let uuid = uuid.read();
+        let (words, value) = uuid.split_at(8);
+        let text: Vec<u8> = match words {
+            [52, 0, 0, 1, 1, 0, 0, 0] => {
+                value.iter().take(UUID_TEXT).copied().take_while(|byte| *byte != 0).collect()
+            }
+            [52, 0, 0, 1, 2, 0, 0, 0] => {
+                let bytes = value.first_chunk().ok_or(status::UNKNOWN)?;
+                format!("GPU-{}", nvml::uuid_text(bytes)).into_bytes()
+            }
+            [52, 0, 0, 1, ..] => return Err(status::INVALID_ARGUMENT),
+            _ => return Err(status::ARGUMENT_VERSION_MISMATCH),
+        };
+        put(device, find_by_text(nvml::UUID, &text)?)
+    }
+
+    fn nvmlDeviceGetIndex(device: Handle, index: *mut u32) {
+        put(index, state::ordinal(state::connected()?, device)?)
+    }
+
+    // Devices are whole ones, or what the server's driver shows as one.
+    fn nvmlDeviceIsMigDeviceHandle(device: Handle, is: *mut u32) {
+        state::ordinal(state::connected()?, device)?;
+        put(is, 0)
+    }
+
+    fn nvmlGetExcludedDeviceCount(count: *mut u32) {
+        put(count, 0)
+    }
+
+    fn nvmlDeviceGetTopologyCommonAncestor(device: Handle, peer: Handle, level: *mut u32) {
+        non_null(level)?;
+        put(level, pair(device, peer, 0, 0)?)
+    }
+
+    fn nvmlDeviceOnSameBoard(device: Handle, peer: Handle, same: *mut i32) {
+        non_null(same)?;
+        put(same, pair(device, peer, 1, 0)? as i32)
+    }
+
+    fn nvmlDeviceGetP2PStatus(device: Handle, peer: Handle, kind: u32, answer: *mut u32) {
+        non_null(answer)?;
+        put(answer, pair(device, peer, 2, kind)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pci_addresses_are_read_in_both_forms() {
+        assert_eq!(parse_pci("00000000:1B:00.0"), Some([0, 0x1b, 0]));
+        assert_eq!(parse_pci("ffff:00:03.0"), Some([0xffff, 0, 3]));
+        assert_eq!(parse_pci("1b:02.0"), Some([0, 0x1b, 2]));
+        assert_eq!(parse_pci("nonsense"), None);
+    }
+
+    #[test]
+    fn a_device_s_place_is_read_behind_its_short_name() {
+        let mut info = [0; 68];
+        info[16..28].copy_from_slice(&[1, 0, 0, 0, 0x1b, 0, 0, 0, 2, 0, 0, 0]);
+        assert!(is_at(&info, [1, 0x1b, 2]));
+        assert!(!is_at(&info, [0, 0x1b, 2]));
+        assert!(!is_at(&info[..20], [1, 0x1b, 2]));
+    }
+
+    #[test]
+    fn shutting_down_what_was_not_begun_is_an_error() {
+        // SAFETY: the function takes nothing.
+        assert_eq!(unsafe { nvmlShutdown() }, status::UNINITIALIZED);
+    }
+}

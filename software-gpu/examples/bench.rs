@@ -1,0 +1,159 @@
+//! Measures the software GPU against the same work in plain C on one core, and writes `docs/benchmarks/software-gpu.md`:
+//! `cargo run --release -p software-gpu --example bench`. With `--quick` it only prints.
+
+use std::process::Command;
+use std::time::Instant;
+
+use software_gpu::{Error, GRANULE, Gpu, GpuConfig, LaunchConfig};
+
+const BASE: u64 = 0x2000_0000_0000;
+
+struct Program {
+    name: &'static str,
+    what: &'static str,
+    kernel: &'static str,
+    launch: LaunchConfig,
+    /// Floats of each array parameter.
+    arrays: &'static [u64],
+    n: u32,
+}
+
+fn programs() -> [Program; 4] {
+    const MATRIX: u64 = 1024 * 1024;
+    const REDUCED: u64 = 64 << 20;
+    const BODIES: u64 = 16384;
+    const OPTIONS: u64 = 4 << 20;
+    let square = LaunchConfig { grid: [32, 32, 1], block: [32, 32, 1], dynamic_shared: 0, cooperative: false };
+    [
+        Program {
+            name: "matrixMul",
+            what: "1024 × 1024 × 1024 floats, tiles of 32",
+            kernel: "matrix_mul",
+            launch: square,
+            arrays: &[MATRIX; 3],
+            n: 1024,
+        },
+        Program {
+            name: "reduction",
+            what: "64 Mi floats",
+            kernel: "reduce",
+            launch: LaunchConfig::linear(256, 256),
+            arrays: &[REDUCED, 1],
+            n: REDUCED as u32,
+        },
+        Program {
+            name: "nbody",
+            what: "one step of 16 Ki bodies",
+            kernel: "nbody",
+            launch: LaunchConfig::linear(64, 256),
+            arrays: &[BODIES * 4; 2],
+            n: BODIES as u32,
+        },
+        Program {
+            name: "Black–Scholes",
+            what: "4 Mi options",
+            kernel: "black_scholes",
+            launch: LaunchConfig::linear((OPTIONS / 256) as u32, 256),
+            arrays: &[OPTIONS; 5],
+            n: OPTIONS as u32,
+        },
+    ]
+}
+
+/// Seconds and warp instructions of a program on one worker: the best of `repeats`.
+fn measure(program: &Program, workers: usize, repeats: u32) -> Result<(f64, u64), Error> {
+    let gpu = Gpu::new(GpuConfig { memory_bytes: 1 << 30, workers, ..GpuConfig::default() })?;
+    let module = gpu.load_module(include_bytes!("bench/kernels.ptx"))?;
+    let kernel = module.function(program.kernel)?;
+    let mut params = Vec::new();
+    let mut at = BASE;
+    for &floats in program.arrays {
+        let bytes = (floats * 4).next_multiple_of(GRANULE);
+        gpu.map(at, bytes)?;
+        gpu.place(at, floats * 4)?;
+        let data: Vec<u8> =
+            (0..floats).flat_map(|i| ((i % 1000) as f32 * 0.001 + 0.5).to_le_bytes()).collect();
+        gpu.write(at, &data)?;
+        params.extend(at.to_le_bytes());
+        at += bytes;
+    }
+    params.extend(program.n.to_le_bytes());
+    let stream = gpu.stream();
+    let mut best = f64::INFINITY;
+    let mut instructions = 0;
+    for _ in 0..repeats {
+        let before = gpu.warp_instructions();
+        let start = Instant::now();
+        stream.launch(&kernel, program.launch, &params)?;
+        stream.synchronize()?;
+        best = best.min(start.elapsed().as_secs_f64());
+        instructions = gpu.warp_instructions() - before;
+    }
+    Ok((best, instructions))
+}
+
+fn reference(folder: &std::path::Path) -> std::io::Result<Vec<f64>> {
+    let binary = std::env::temp_dir().join(format!("software-gpu-reference-{}", std::process::id()));
+    let built = Command::new("cc")
+        .args(["-O2", "-o"])
+        .arg(&binary)
+        .arg(folder.join("examples/bench/reference.c"))
+        .arg("-lm")
+        .status()?;
+    if !built.success() {
+        return Err(std::io::Error::other("cc failed"));
+    }
+    let mut best = vec![f64::INFINITY; 4];
+    for _ in 0..3 {
+        let output = Command::new(&binary).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        for (slot, line) in best.iter_mut().zip(text.lines()) {
+            *slot = slot.min(line.parse().unwrap_or(f64::INFINITY));
+        }
+    }
+    std::fs::remove_file(binary)?;
+    Ok(best)
+}
+
+fn cpu() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':'));
+    model.map_or("an unknown CPU".into(), |(_, name)| name.trim().to_string())
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let quick = std::env::args().any(|a| a == "--quick");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let c = reference(folder)?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut table = String::from(
+        "| program | | warp instructions | one core, s | lane-instructions/s/core | C -O2, s | ratio | all cores, s |\n\
+         |---|---|---|---|---|---|---|---|\n",
+    );
+    for (program, c) in programs().iter().zip(c) {
+        let (seconds, instructions) = measure(program, 1, if quick { 1 } else { 3 })?;
+        let (all, _) = measure(program, cores, if quick { 1 } else { 3 })?;
+        let row = format!(
+            "| {} | {} | {instructions} | {seconds:.3} | {:.0} M | {c:.3} | {:.1} | {all:.3} |\n",
+            program.name,
+            program.what,
+            instructions as f64 * 32.0 / seconds / 1e6,
+            seconds / c
+        );
+        print!("{row}");
+        table.push_str(&row);
+    }
+    if quick {
+        return Ok(());
+    }
+    let text = format!(
+        "# The software GPU's speed\n\n\
+         Written by `cargo run --release -p software-gpu --example bench`. Each program runs on one worker and is compared with the same\n\
+         work in C (`software-gpu/examples/bench/reference.c`, `cc -O2`, one core). The best of three; a warp instruction works on 32 lanes.\n\n\
+         {}, {cores} cores.\n\n{table}\n\
+         `ratio` is the time on one core over that of the C. The aim is 500 M lane-instructions a second a core, and a ratio of 10 at most.\n",
+        cpu()
+    );
+    std::fs::write(folder.join("../docs/benchmarks/software-gpu.md"), text)?;
+    Ok(())
+}

@@ -1,0 +1,212 @@
+//! Asynchronous copies and the barriers that wait for them.
+
+use super::function::Lowering;
+use super::inst::Modifiers;
+use super::program::NONE;
+use crate::error::Result;
+use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
+use crate::exec::memory::ADDRESS_32;
+use crate::exec::{moves, special};
+use crate::ptx::ast::{Inst, Operand, Space};
+
+impl<'a> Lowering<'a, '_> {
+    /// The row of an address with its offset added, as 64 bits.
+    fn wide_address(&mut self, op: &Operand<'a>) -> Result<u32> {
+        let (mut row, narrow, offset, _) = self.address_row(op)?;
+        if narrow {
+            let wide = self.allocate_row(64);
+            let Some(extend) = crate::exec::convert::cvt("u64", "u32", false) else {
+                return self.unsupported("a 32-bit address");
+            };
+            self.emit(extend, [wide, row, 0, 0, 0, 0], 0);
+            row = wide;
+        }
+        if offset != 0 {
+            let sum = self.allocate_row(64);
+            self.emit(moves::OFFSET, [sum, row, 0, 0, 0, 0], offset);
+            row = sum;
+        }
+        Ok(row)
+    }
+
+    pub fn lower_copy_async(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let bulk_copy = mods.has("bulk");
+        let known = if mods.has("async") {
+            mods.one_of(&["commit_group", "wait_group", "wait_all", "mbarrier"])
+        } else {
+            return self.unknown(inst);
+        };
+        match known {
+            // Whatever was begun is done.
+            Some("commit_group" | "wait_group" | "wait_all") => {
+                mods.has("read");
+                if !mods.done() {
+                    return self.unknown(inst);
+                }
+                self.emit(special::NOTHING, [0; 6], 0);
+                return Ok(());
+            }
+            Some(_) => {
+                // Without `.noinc` the arrival is one that was added for it: nothing changes.
+                let counted = mods.has("noinc");
+                mods.has("arrive");
+                mods.one_of(&["shared", "shared::cta"]);
+                if !mods.has("b64") || !mods.done() {
+                    return self.unknown(inst);
+                }
+                if counted {
+                    self.act(Action::Arrive, self.operand(inst, 0)?, None, None, NONE)?;
+                }
+                return Ok(());
+            }
+            None => {}
+        }
+        if bulk_copy {
+            return self.lower_bulk(inst, mods);
+        }
+        mods.one_of(&["ca", "cg"]);
+        Self::take_hints(&mut mods);
+        let spaces = mods.one_of(&["shared", "shared::cta"]).is_some() && mods.has("global");
+        let Operand::Int(size @ (4 | 8 | 16)) = self.operand(inst, 2)? else { return self.unknown(inst) };
+        let hinted = inst.modifiers.contains(&"L2::cache_hint");
+        let there = inst.operands.len() - usize::from(hinted) > 3;
+        if !spaces || !mods.done() {
+            return self.unknown(inst);
+        }
+        let size = *size as i64;
+        let to = self.wide_address(self.operand(inst, 0)?)?;
+        let from = self.wide_address(self.operand(inst, 1)?)?;
+        let count = if there {
+            if self.is_predicate(self.operand(inst, 3)?) {
+                return self.unsupported("cp.async with ignore-src");
+            }
+            self.source(self.operand(inst, 3)?, "u32")?
+        } else {
+            NONE
+        };
+        self.emit(COPY, [0, from, count, 0, to, 0], size);
+        Ok(())
+    }
+
+    fn lower_bulk(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>) -> Result<()> {
+        let hinted = mods.has("L2::cache_hint");
+        let barrier = mods.has("mbarrier::complete_tx::bytes");
+        let group = mods.has("bulk_group");
+        let to = mods.one_of(&["shared::cluster", "shared::cta", "global"]);
+        let from = mods.one_of(&["shared::cta", "global"]);
+        let (Some(to), Some(_)) = (to, from) else { return self.unknown(inst) };
+        let to_space = if to == "global" { Space::Global } else { Space::Shared };
+        let expected = 3 + usize::from(barrier) + usize::from(hinted);
+        let Some(handler) = bulk(to_space).filter(|_| mods.done() && barrier != group) else {
+            return self.unknown(inst);
+        };
+        if inst.operands.len() != expected {
+            return self.unknown(inst);
+        }
+        let dst = self.wide_address(self.operand(inst, 0)?)?;
+        // Shared memory as a source is named by its generic address, which any of its addresses may be.
+        let src = self.wide_address(self.operand(inst, 1)?)?;
+        let src = if from == Some("shared::cta") && to_space == Space::Shared {
+            let sum = self.allocate_row(64);
+            let window = super::program::SHARED_WINDOW as i64;
+            self.emit(moves::OFFSET, [sum, src, 0, 0, 0, 0], window);
+            sum
+        } else {
+            src
+        };
+        let size = self.source(self.operand(inst, 2)?, "u32")?;
+        let waits = if barrier { self.wide_address(self.operand(inst, 3)?)? } else { NONE };
+        self.emit(handler, [0, src, size, waits, dst, 0], 0);
+        Ok(())
+    }
+
+    /// Emits something that a barrier undergoes.
+    fn act(
+        &mut self,
+        action: Action,
+        address: &Operand<'a>,
+        count: Option<&Operand<'a>>,
+        bytes: Option<&Operand<'a>>,
+        state: u32,
+    ) -> Result<()> {
+        let count = match count {
+            Some(op) => self.source(op, "u32")?,
+            None => self.constant(32, 1),
+        };
+        let bytes = match bytes {
+            Some(op) => self.source(op, "u32")?,
+            None => self.constant(32, 0),
+        };
+        let (row, narrow, offset, _) = self.address_row(address)?;
+        let flags = if narrow { ADDRESS_32 } else { 0 };
+        self.emit_flags(ACT, [state, count, bytes, action as u32, row, 0], offset, flags);
+        Ok(())
+    }
+
+    pub fn lower_mbarrier(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let what = if mods.done() { "" } else { mods.take_first() };
+        let noted = mods.has("noComplete");
+        let expect = mods.has("expect_tx");
+        let parity = mods.has("parity");
+        let b64 = mods.has("b64");
+        mods.one_of(&["release", "acquire", "relaxed"]);
+        mods.one_of(&["cta", "cluster"]);
+        let remote = mods.one_of(&["shared", "shared::cta", "shared::cluster"]) == Some("shared::cluster");
+        if !mods.done() || !b64 && !matches!(what, "complete_tx" | "expect_tx") {
+            return self.unknown(inst);
+        }
+        let ops = &inst.operands;
+        match what {
+            "init" => self.act(Action::Init, self.operand(inst, 0)?, Some(self.operand(inst, 1)?), None, NONE),
+            "inval" => self.act(Action::Invalidate, self.operand(inst, 0)?, None, None, NONE),
+            "expect_tx" | "complete_tx" => {
+                let action = if what == "expect_tx" { Action::Expect } else { Action::Complete };
+                self.act(action, self.operand(inst, 0)?, None, Some(self.operand(inst, 1)?), NONE)
+            }
+            "arrive" | "arrive_drop" => {
+                // A state is given unless the barrier is another block's; there is no other in a cluster of one.
+                let has_state = !remote && matches!(ops.first(), Some(Operand::Name(..) | Operand::Sink));
+                let at = usize::from(!matches!(ops.first(), Some(Operand::Address(..))));
+                let state = if has_state && ops[0] != Operand::Sink {
+                    self.destination(&ops[0], 64)?
+                } else {
+                    NONE
+                };
+                let last = ops.get(at + 1);
+                let drop = what == "arrive_drop";
+                let action = match (drop, expect) {
+                    (false, false) => Action::Arrive,
+                    (true, false) => Action::ArriveDrop,
+                    (false, true) => Action::ArriveExpect,
+                    (true, true) => Action::ArriveDropExpect,
+                };
+                let (count, bytes) = if expect { (None, last) } else { (last, None) };
+                if noted && count.is_none() {
+                    return self.unknown(inst);
+                }
+                self.act(action, self.operand(inst, at)?, count, bytes, state)
+            }
+            "test_wait" | "try_wait" => {
+                let (row, narrow, offset, _) = self.address_row(self.operand(inst, 1)?)?;
+                let (state, parity) = if parity {
+                    (NONE, self.source(self.operand(inst, 2)?, "u32")?)
+                } else {
+                    (self.source(self.operand(inst, 2)?, "u64")?, NONE)
+                };
+                let p = self.destination(self.operand(inst, 0)?, 1)?;
+                let flags = if narrow { ADDRESS_32 } else { 0 };
+                self.emit_flags(TEST, [p, state, parity, 0, row, 0], offset, flags);
+                Ok(())
+            }
+            "pending_count" => {
+                let state = self.source(self.operand(inst, 1)?, "u64")?;
+                let to = self.destination(self.operand(inst, 0)?, 32)?;
+                self.emit(PENDING, [to, state, 0, 0, 0, 0], 0);
+                Ok(())
+            }
+            _ => self.unknown(inst),
+        }
+    }
+}

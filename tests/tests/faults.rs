@@ -1,0 +1,299 @@
+//! What dies, and what must live on: programs, workers, servers and bridges killed in the middle of their work, servers
+//! that are not there or not what they should be, and limits that are met.
+
+mod support;
+
+use std::io::Write;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::VERSION;
+use protocol::link::{MAGIC, Welcome};
+use rgpu_tests::daemons::Daemon;
+use rgpu_tests::programs::{self, Outcome};
+use rgpu_tests::tree;
+use support::{PATIENCE, Rig, Running, TRANSPORTS, Transport, eventually, program};
+use zerocopy::{FromZeros, IntoBytes};
+
+/// Programs killed, half of them over each transport, half of them in each state.
+const KILLS: usize = 100;
+
+#[test]
+fn a_hundred_programs_killed_in_copies_and_kernels_leave_nothing_behind() -> Result<()> {
+    let mut rig = Rig::start("faults-kill")?;
+    let kill_one = |rig: &Rig, index: usize| -> Result<()> {
+        let transport = TRANSPORTS[index % 2];
+        let state = ["copy", "kernel"][index / 2 % 2];
+        let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
+        // Not always at the same place in the copy.
+        std::thread::sleep(Duration::from_millis(index as u64 % 7));
+        running.kill()
+    };
+    // The first ones fill what is made once.
+    for index in 0..8 {
+        kill_one(&rig, index)?;
+    }
+    let before = rig.idle_holdings()?;
+    for index in 0..KILLS {
+        kill_one(&rig, index).with_context(|| format!("program {index}"))?;
+    }
+    rig.check_left_nothing(&before)?;
+    for transport in TRANSPORTS {
+        rig.passes(transport, "copies", &[])?;
+    }
+    rig.check_left_nothing(&before)?;
+    rig.check_healthy()
+}
+
+#[test]
+fn programs_killed_all_at_once_leave_nothing_behind() -> Result<()> {
+    let mut rig = Rig::start("faults-kill-many")?;
+    let crowd = |rig: &Rig, count: usize| -> Result<()> {
+        let mut running = Vec::new();
+        for index in 0..count {
+            let mut command = rig.program(TRANSPORTS[index % 2], "kill_me")?;
+            running.push(Running::start(command.arg("copy"), "RUNNING")?);
+        }
+        running.into_iter().try_for_each(Running::kill)
+    };
+    crowd(&rig, 4)?;
+    let before = rig.idle_holdings()?;
+    crowd(&rig, 10)?;
+    rig.check_left_nothing(&before)?;
+    rig.check_healthy()
+}
+
+/// Requires that a program whose server has gone ended by itself, told in one line that names `why`.
+fn told(ended: (Option<i32>, String), why: &str) -> Result<()> {
+    let (status, errors) = ended;
+    ensure!(status == Some(1), "exit status {status:?}: {errors}");
+    let lines: Vec<&str> = errors.lines().collect();
+    ensure!(
+        lines.len() == 1 && lines[0].starts_with("rgpu: ") && lines[0].contains(why),
+        "{why:?} is not in {errors:?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_worker_that_is_killed_costs_one_session() -> Result<()> {
+    let mut rig = Rig::start("faults-worker")?;
+    for transport in TRANSPORTS {
+        rig.passes(transport, "vectorAdd", &[])?;
+    }
+    let before = rig.idle_holdings()?;
+    for transport in TRANSPORTS {
+        for state in ["copy", "kernel"] {
+            let running = Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
+            let status = rig.server.status()?;
+            let worker = status["sessions"][0]["worker"].as_i64().context("no worker")?;
+            kill(Pid::from_raw(i32::try_from(worker)?), Signal::SIGKILL)?;
+            told(running.ended()?, "is lost")?;
+            let log = rig.server.log_text();
+            ensure!(log.contains("session lost: its worker was killed by signal 9"), "{log}");
+            rig.passes(transport, "vectorAdd", &[])?;
+        }
+    }
+    rig.check_left_nothing(&before)?;
+    rig.check_healthy()
+}
+
+#[test]
+fn a_server_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
+    let mut rig = Rig::start("faults-server")?;
+    for round in 0..3 {
+        let running = TRANSPORTS
+            .map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
+        rig.server.signal(Signal::SIGKILL)?;
+        rig.server.wait(PATIENCE)?;
+        for running in running {
+            told(running?.ended()?, "is lost").with_context(|| format!("round {round}"))?;
+        }
+        // Without a server, and then with one again, through the same bridges.
+        for transport in TRANSPORTS {
+            let outcome = programs::run(&mut rig.program(transport, "vectorAdd")?, programs::LIMIT)?;
+            refused(&outcome, "cannot be reached", "cudaErrorDevicesUnavailable (46)")?;
+        }
+        rig.restart_server()?;
+        for transport in TRANSPORTS {
+            rig.passes(transport, "vectorAdd", &[])?;
+        }
+    }
+    rig.check_healthy()
+}
+
+#[test]
+fn a_bridge_that_is_killed_and_comes_back_serves_the_next_program() -> Result<()> {
+    let mut rig = Rig::start("faults-bridge")?;
+    for transport in TRANSPORTS {
+        rig.passes(transport, "vectorAdd", &[])?;
+        let running = Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING")?;
+        rig.restart_bridge(transport)?;
+        told(running.ended()?, "vhost-rgpu")?;
+        rig.passes(transport, "copies", &[])?;
+    }
+    rig.idle_holdings()?;
+    rig.check_healthy()
+}
+
+/// Requires that a program ended with CUDA's `code` and was told why in exactly one line, which holds `why`.
+fn refused(outcome: &Outcome, why: &str, code: &str) -> Result<()> {
+    let lines: Vec<&str> = outcome.stderr.lines().collect();
+    ensure!(
+        lines.len() == 1 && lines[0].starts_with("rgpu: ") && lines[0].contains(why),
+        "the one line with {why:?} was due: {outcome:?}"
+    );
+    ensure!(outcome.status == Some(1) && outcome.stdout.contains(code), "{code} was due: {outcome:?}");
+    Ok(())
+}
+
+/// Runs `vectorAdd` against a socket and judges how it was refused.
+fn refusal_at(socket: &Path, why: &str, code: &str) -> Result<()> {
+    refused(&programs::run(&mut program(socket, "vectorAdd")?, programs::LIMIT)?, why, code)
+}
+
+#[test]
+fn without_a_bridge_the_program_is_told_what_to_start() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let nowhere = folder.path().join("native.sock");
+    refusal_at(&nowhere, "start vhost-rgpu", "cudaErrorNoDevice (100)")?;
+    let file = folder.path().join("file");
+    std::fs::write(&file, "not a socket")?;
+    refusal_at(&file, "nobody listens: start vhost-rgpu", "cudaErrorDevicesUnavailable (46)")?;
+    // A socket of another kind: the server's own, where a bridge's is meant.
+    let mut rig = Rig::start("faults-wrong-socket")?;
+    refusal_at(&rig.server_socket(), "", "(46)")?;
+    rig.check_healthy()
+}
+
+/// A bridge whose server is at `address`.
+fn bridge_to(folder: &Path, name: &str, address: &str) -> Result<(Daemon, std::path::PathBuf)> {
+    let socket = folder.join("native.sock");
+    let arguments =
+        ["--server", address, "--native-socket", &socket.display().to_string()].map(str::to_owned);
+    let log = tree::logs().join(name).join("vhost-rgpu.log");
+    Ok((Daemon::start("vhost-rgpu", arguments, &log, &folder.join("status"))?, socket))
+}
+
+/// What answers every connection with some bytes.
+fn answering(bytes: Vec<u8>) -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let port = listener.local_addr()?.port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            // The bridge may close as soon as it has seen enough.
+            let _ = stream.and_then(|mut stream| {
+                std::io::Read::read_exact(&mut stream, &mut [0; 144])?;
+                stream.write_all(&bytes)
+            });
+        }
+    });
+    Ok(port)
+}
+
+#[test]
+fn a_server_that_is_not_there_or_is_another_is_named_in_one_line() -> Result<()> {
+    let unavailable = "cudaErrorDevicesUnavailable (46)";
+    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+    let other = Welcome { magic: MAGIC, version: VERSION + 1, ..Welcome::new_zeroed() };
+    let version = format!("version {} of rgpu", VERSION + 1);
+    let missing = "/nonexistent/server.sock";
+    let cases = [
+        (format!("tcp:127.0.0.1:{free}"), format!("127.0.0.1:{free}"), unavailable),
+        (format!("unix:{missing}"), missing.to_owned(), unavailable),
+        (format!("tcp:127.0.0.1:{}", answering(other.as_bytes().to_vec())?), version, ""),
+        (
+            format!("tcp:127.0.0.1:{}", answering(b"HTTP/1.1 400 Bad Request\r\n".repeat(20))?),
+            "no rgpu-server".to_owned(),
+            unavailable,
+        ),
+    ];
+    for (number, (address, why, code)) in cases.into_iter().enumerate() {
+        let folder = tempfile::tempdir()?;
+        let (bridge, socket) = bridge_to(folder.path(), &format!("faults-no-server-{number}"), &address)?;
+        refusal_at(&socket, &why, code).with_context(|| address.clone())?;
+        eventually(|| {
+            let log = bridge.log_text();
+            ensure!(log.contains(&why), "{why:?} is not in the bridge's log:\n{log}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn sigterm_ends_both_daemons_with_their_sockets() -> Result<()> {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let mut rig = Rig::start("faults-sigterm")?;
+        let running = TRANSPORTS
+            .map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
+        let sockets = [rig.server_socket(), rig.socket(Transport::Local), rig.socket(Transport::Tcp)];
+        ensure!(sockets.iter().all(|socket| socket.exists()), "not all sockets are there: {sockets:?}");
+        for daemon in [&mut rig.local, &mut rig.tcp, &mut rig.server] {
+            daemon.signal(signal)?;
+            let status = daemon.wait(PATIENCE)?;
+            ensure!(status.success(), "{signal}: {status}\n{}", daemon.log_text());
+        }
+        ensure!(!sockets.iter().any(|socket| socket.exists()), "sockets are left: {sockets:?}");
+        for running in running {
+            told(running?.ended()?, "is lost")?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_server_told_to_end_lets_programs_finish() -> Result<()> {
+    let mut rig = Rig::with("faults-drain", &["--drain-seconds", "60"], &[])?;
+    let results = std::thread::scope(|scope| -> Result<()> {
+        let rig_now = &rig;
+        let programs = TRANSPORTS.map(|t| scope.spawn(move || rig_now.passes(t, "launch_storm", &["50000"])));
+        eventually(|| {
+            let sessions = rig_now.server.status()?["sessions"].as_array().map_or(0, Vec::len);
+            ensure!(sessions == 2, "{sessions} sessions");
+            Ok(())
+        })?;
+        rig_now.server.signal(Signal::SIGTERM)?;
+        for program in programs {
+            program.join().map_err(|_| anyhow::anyhow!("a program's thread panicked"))??;
+        }
+        Ok(())
+    });
+    results?;
+    ensure!(rig.server.wait(PATIENCE)?.success(), "{}", rig.server.log_text());
+    Ok(())
+}
+
+#[test]
+fn limits_that_are_met_are_said_and_end_with_what_met_them() -> Result<()> {
+    let mut rig = Rig::with(
+        "faults-limits",
+        &["--max-sessions", "2", "--memory-limit", "64M"],
+        &["--max-channels", "3"],
+    )?;
+    let first = [Transport::Local, Transport::Tcp]
+        .map(|transport| Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING"));
+    let first: Vec<Running> = first.into_iter().collect::<Result<_>>()?;
+    for transport in TRANSPORTS {
+        let outcome = programs::run(&mut rig.program(transport, "vectorAdd")?, programs::LIMIT)?;
+        refused(&outcome, "--max-sessions", "")?;
+    }
+    first.into_iter().try_for_each(Running::kill)?;
+    rig.idle_holdings()?;
+    for transport in TRANSPORTS {
+        rig.passes(transport, "vectorAdd", &[])?;
+        // More device memory than a session may have: CUDA's own error for it, and the program goes on.
+        let outcome =
+            programs::run(rig.program(transport, "kill_me")?.args(["copy", "--full"]), programs::LIMIT)?;
+        ensure!(
+            outcome.status == Some(1) && outcome.stdout.contains("cudaErrorMemoryAllocation (2)"),
+            "{outcome:?}"
+        );
+        rig.passes(transport, "vectorAdd", &[])?;
+    }
+    rig.check_healthy()
+}
