@@ -124,6 +124,7 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = nix::cmsg_space!([RawFd; 4]);
+    let mut reset = false;
     let (count, fds) = loop {
         let mut slices = [IoSliceMut::new(&mut bytes)];
         match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
@@ -138,6 +139,8 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
                 break (message.bytes, fds);
             }
             Err(nix::Error::EINTR) => {}
+            // The peer left something unread. The kernel says so once, before it gives out what the peer had sent.
+            Err(nix::Error::ECONNRESET) if !reset => reset = true,
             Err(nix::Error::ECONNRESET) => return Ok(None),
             Err(e) => return Err(e.into()),
         }
@@ -170,5 +173,17 @@ mod tests {
         assert!(matches!(second, FromWorker::Failed { reason } if reason.chars().count() == 1000));
         drop((a, fds));
         assert!(receive::<ToWorker>(b.as_fd()).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_was_said_before_leaving_something_unread_arrives() {
+        let (a, b) = pair().unwrap();
+        send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
+        send(b.as_fd(), &FromWorker::Failed { reason: "last words".into() }, &[]).unwrap();
+        // Its end is closed with the first message still in it.
+        drop(b);
+        let (message, _) = receive::<FromWorker>(a.as_fd()).unwrap().unwrap();
+        assert!(matches!(message, FromWorker::Failed { reason } if reason == "last words"));
+        assert!(receive::<FromWorker>(a.as_fd()).unwrap().is_none());
     }
 }

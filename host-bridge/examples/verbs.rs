@@ -97,11 +97,20 @@ struct Talk {
     written: u64,
     sleep: bool,
     control: TcpStream,
+    heard: Instant,
 }
 
 impl Talk {
     fn new(link: Link, control: TcpStream, sleep: bool) -> Talk {
-        Talk { control, link, reader: FrameReader::new(), placed: VecDeque::new(), written: 0, sleep }
+        Talk {
+            control,
+            heard: Instant::now(),
+            link,
+            reader: FrameReader::new(),
+            placed: VecDeque::new(),
+            written: 0,
+            sleep,
+        }
     }
 
     fn frame(&mut self, kind: u32, body: &[u8]) {
@@ -120,6 +129,9 @@ impl Talk {
             }
             Ok(())
         })?;
+        if worked {
+            self.heard = Instant::now();
+        }
         worked |= self.link.flush()?;
         Ok(worked)
     }
@@ -141,6 +153,9 @@ impl Talk {
             ];
             poll(&mut fds, PollTimeout::from(1000u16))?;
             self.link.disarm();
+            if self.heard.elapsed() > Duration::from_secs(10) {
+                return Err("the peer does not answer any more: nothing came for 10 s".into());
+            }
             let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
             if recv(self.control.as_raw_fd(), &mut [0], peek) == Ok(0) {
                 // Once more: what it sent before it closed counts.
@@ -313,6 +328,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     send_frame(control.as_fd(), frame::QUEUES, &[link.offer(None).as_bytes(), text.as_bytes()], &[])?;
     let (peer, _) = exchange(&control)?;
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, job.sleep);
+    println!("begun");
     let begin = Instant::now();
     match job.what.as_str() {
         "ping" => {

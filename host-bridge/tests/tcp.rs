@@ -55,8 +55,19 @@ fn a_reply_carries_its_payload_to_its_own_slot() {
 
 #[test]
 fn data_survives_scattered_extents_and_odd_sizes_both_ways() {
+    data_survives(true);
+}
+
+#[test]
+fn data_survives_where_the_relay_moves_it_all_by_itself() {
+    data_survives(false);
+}
+
+fn data_survives(hands: bool) {
     let server = FakeServer::good();
-    let mut client = Client::connect(&server.config());
+    let mut config = server.config();
+    config.hands = hands;
+    let mut client = Client::connect(&config);
     for (id, size) in [1u64, 4095, 4097, 262_144, 262_145, 1_000_003, 9_876_543].into_iter().enumerate() {
         let extents = scattered(size, size);
         let bytes = pattern(size as usize, size);

@@ -72,7 +72,9 @@ pub enum Fault {
     #[error("invalid program counter: {0}")]
     InvalidPc(String),
     /// The threads of a block wait for each other and none can go on.
-    #[error("deadlock: every thread of the block waits at a barrier or a warp-wide instruction that cannot complete")]
+    #[error(
+        "deadlock: every thread of the block waits at a barrier or a warp-wide instruction that cannot complete"
+    )]
     Deadlock,
     /// Call depth or local memory beyond the limit.
     #[error("stack overflow: {bytes} bytes of local memory are needed, {limit} are allowed per thread")]

@@ -3,82 +3,10 @@
 // Helpers of tests count as tests.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::{Arc, Mutex};
+mod common;
 
-use software_gpu::{Error, Event, Fault, GRANULE, Gpu, GpuConfig, LaunchConfig, Module};
-
-const BASE: u64 = 0x2000_0000_0000;
-
-struct Bench {
-    gpu: Gpu,
-    next: Mutex<u64>,
-    printed: Arc<Mutex<Vec<u8>>>,
-}
-
-impl Bench {
-    fn new() -> Bench {
-        let printed = Arc::new(Mutex::new(Vec::new()));
-        let sink = Arc::clone(&printed);
-        let gpu = Gpu::new(GpuConfig {
-            memory_bytes: 1 << 30,
-            workers: 4,
-            printf: Arc::new(move |text| sink.lock().unwrap().extend_from_slice(text)),
-            ..GpuConfig::default()
-        })
-        .unwrap();
-        gpu.map(BASE, 32 * GRANULE).unwrap();
-        Bench { gpu, next: Mutex::new(BASE), printed }
-    }
-
-    fn alloc(&self, bytes: usize) -> u64 {
-        let mut next = self.next.lock().unwrap();
-        let at = *next;
-        self.gpu.place(at, bytes as u64).unwrap();
-        *next += (bytes as u64).next_multiple_of(512);
-        at
-    }
-
-    fn upload<T: Copy>(&self, data: &[T]) -> u64 {
-        // SAFETY: plain numbers have no padding.
-        let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
-        let at = self.alloc(bytes.len());
-        self.gpu.write(at, bytes).unwrap();
-        at
-    }
-
-    fn download<T: Copy + Default>(&self, at: u64, n: usize) -> Vec<T> {
-        let mut out = vec![T::default(); n];
-        // SAFETY: as in `upload`; any bits are a number.
-        let bytes =
-            unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u8>(), n * size_of::<T>()) };
-        self.gpu.read(at, bytes).unwrap();
-        out
-    }
-
-    fn run(&self, module: &Module, name: &str, config: LaunchConfig, params: &[u8]) -> Result<(), Error> {
-        let stream = self.gpu.stream();
-        stream.launch(&module.function(name)?, config, params)?;
-        stream.synchronize()
-    }
-}
-
-#[derive(Default)]
-struct Params(Vec<u8>);
-impl Params {
-    fn u64(mut self, v: u64) -> Self {
-        self.0.resize(self.0.len().next_multiple_of(8), 0);
-        self.0.extend(v.to_le_bytes());
-        self
-    }
-    fn i32(mut self, v: i32) -> Self {
-        self.0.extend(v.to_le_bytes());
-        self
-    }
-}
-
-fn shape(grid: [u32; 3], block: [u32; 3]) -> LaunchConfig {
-    LaunchConfig { grid, block, dynamic_shared: 0, cooperative: false }
-}
+use common::{BASE, Bench, Params, shape};
+use software_gpu::{Error, Event, Fault, LaunchConfig, Module};
 
 /// Runs a test with the optimised and the unoptimised PTX.
 fn both(test: impl Fn(&Bench, &Module)) {

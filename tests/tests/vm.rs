@@ -170,13 +170,12 @@ fn interrupts(machine: &Machine) -> Result<u64> {
     Ok(numbers.sum())
 }
 
-fn launches_need_no_exit(transport: &'static str) -> Result<()> {
+/// Launches in a busy loop, with both sides looking for work for `poll_us` before they sleep. Of a hundred commands fewer than `percent` may ring a
+/// doorbell or raise an interrupt.
+fn launches_need_no_exit(transport: &'static str, poll_us: Option<u32>, percent: u64) -> Result<()> {
     const LAUNCHES: u64 = 100_000;
-    // The guest may be translated and this machine busy: a launch then takes longer than the usual time of polling, which suits real ones.
-    let bed = Bed::with(Host::start(
-        &format!("vm/launches-{transport}"),
-        Options { poll_us: Some(1000), ..Options::software(transport) },
-    )?)?;
+    let options = Options { poll_us, ..Options::software(transport) };
+    let bed = Bed::with(Host::start(&format!("vm/launches-{transport}"), options)?)?;
     bed.base_line()?;
     let before =
         (interrupts(&bed.machine)?, bed.host.bridge_total("doorbells")?, bed.host.bridge_total("wakes")?);
@@ -186,7 +185,9 @@ fn launches_need_no_exit(transport: &'static str) -> Result<()> {
     let interrupts = interrupts(&bed.machine)? - before.0;
     let (commands, kicks) = (counted(&output, "commands")?, counted(&output, "doorbells")?);
     println!(
-        "{transport}: {commands} commands: {kicks} doorbells, {interrupts} interrupts (daemon: {} doorbells, {} wakes), {} sleeps, ring full {} times; {}",
+        "{transport}, polling {}: {commands} commands, {kicks} doorbells, {interrupts} interrupts (vhost-rgpu: {} doorbells, {} wakes; \
+         guest: {} sleeps, ring full {} times); {}",
+        poll_us.map_or_else(|| "as usual".to_owned(), |poll| format!("{poll} µs")),
         bed.host.bridge_total("doorbells")? - before.1,
         bed.host.bridge_total("wakes")? - before.2,
         counted(&output, "sleeps")?,
@@ -195,19 +196,25 @@ fn launches_need_no_exit(transport: &'static str) -> Result<()> {
     );
     // Twice as many launches as asked for: those that count, and empty ones.
     ensure!(commands > 2 * LAUNCHES, "only {commands} commands for {LAUNCHES} launches of each kind");
-    ensure!(kicks < commands / 50, "{kicks} doorbells for {commands} commands");
-    ensure!(interrupts < commands / 50, "{interrupts} interrupts for {commands} commands");
+    ensure!(kicks * 100 < commands * percent, "{kicks} doorbells for {commands} commands");
+    ensure!(interrupts * 100 < commands * percent, "{interrupts} interrupts for {commands} commands");
     Ok(())
+}
+
+/// A launch in a translated guest on a busy machine may take longer than both sides usually poll, so the bound for that is wide.
+fn launches_need_no_exit_over(transport: &'static str) -> Result<()> {
+    launches_need_no_exit(transport, Some(1000), 2)?;
+    launches_need_no_exit(transport, None, 25)
 }
 
 #[test]
 fn a_launch_loop_rings_no_doorbell_for_each_launch_over_local() -> Result<()> {
-    launches_need_no_exit("local")
+    launches_need_no_exit_over("local")
 }
 
 #[test]
 fn a_launch_loop_rings_no_doorbell_for_each_launch_over_tcp() -> Result<()> {
-    launches_need_no_exit("tcp")
+    launches_need_no_exit_over("tcp")
 }
 
 /// Starts `kill_me` and waits until it is in the middle of what `part` names.

@@ -322,8 +322,14 @@ impl Checker<'_> {
             rdma_gid_index: keys.gid_index.map(Spanned::into_inner),
             rdma_mtu: keys.mtu.map(|v| self.within(v, &key("mtu"), 256, 4096)).transpose()?,
             rdma_traffic_class: keys.traffic_class.map(Spanned::into_inner),
-            rdma_queue_pairs: keys.queue_pairs.map(|v| self.within(v, &key("queue_pairs"), 1, 7)).transpose()?,
-            rdma_queue_depth: keys.queue_depth.map(|v| self.within(v, &key("queue_depth"), 1, 16384)).transpose()?,
+            rdma_queue_pairs: keys
+                .queue_pairs
+                .map(|v| self.within(v, &key("queue_pairs"), 1, 7))
+                .transpose()?,
+            rdma_queue_depth: keys
+                .queue_depth
+                .map(|v| self.within(v, &key("queue_depth"), 1, 16384))
+                .transpose()?,
         };
         Ok(flags.settings())
     }

@@ -18,7 +18,7 @@ pub const EXECUTABLES: &[&str] = &["vhost-rgpu", "rgpu-server", "rgpuctl"];
 /// A library that programs load.
 pub struct Library {
     /// Its package.
-    package: &'static str,
+    pub package: &'static str,
     /// Features of the package.
     features: &'static [&'static str],
     /// The static library that the package gives.

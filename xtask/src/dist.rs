@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::{artifacts, process};
+use crate::{artifacts, licences, process};
 
 /// The newest glibc that an executable or library may ask for.
 const GLIBC: (u32, u32) = (2, 36);
@@ -59,6 +59,13 @@ pub fn dist() -> Result<()> {
     for (from, to) in SHARED {
         copy(&tree::root().join(from), &share.join(to))?;
     }
+
+    let packages: Vec<&str> = artifacts::EXECUTABLES
+        .iter()
+        .copied()
+        .chain(artifacts::LIBRARIES.iter().map(|l| l.package))
+        .collect();
+    licences::collect(&packages, &share.join("licences"))?;
 
     let size = size(&dist)?;
     ensure!(size < LARGEST, "{} takes {} MiB, more than {}", dist.display(), size >> 20, LARGEST >> 20);

@@ -5,14 +5,17 @@
 //! - [`process`]: running a command as part of a step, its output in a log that is named when it fails;
 //! - [`debian`], [`toolchain`]: what a step needs from outside, installed when it is missing;
 //! - [`artifacts`], [`programs`]: the daemons, the guest libraries, and the CUDA test programs;
-//! - [`test`], [`checks`], [`demo`] (and its [`demo_shell`]), [`dist`], [`stage`]: the commands made of these.
+//! - [`test`], [`checks`], [`demo`] (and its [`demo_shell`]), [`dist`], [`stage`], [`bench`]: the commands made of these.
 
 mod artifacts;
+mod bench;
 mod checks;
 mod debian;
 mod demo;
 mod demo_shell;
 mod dist;
+mod licences;
+mod nightly;
 mod process;
 mod programs;
 mod progress;
@@ -47,6 +50,8 @@ enum Command {
     Toolchain,
     /// Make the relocatable tree that is installed elsewhere (target/dist)
     Dist,
+    /// Measure native and remote calls and copies, and write table and plots into docs/benchmarks
+    Bench(bench::Arguments),
     /// Put all that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
     /// Check the format, the lints and the dependencies' licences
@@ -71,6 +76,7 @@ fn run(command: Command) -> Result<()> {
         Command::Programs => programs::build().map(drop),
         Command::Toolchain => toolchain::cuda().map(drop),
         Command::Dist => dist::dist(),
+        Command::Bench(arguments) => bench::bench(&arguments),
         Command::StageGpu(arguments) => stage::stage(&arguments),
         Command::CiChecks => checks::checks(),
     }

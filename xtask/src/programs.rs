@@ -20,7 +20,7 @@ use crate::{process, toolchain};
 
 /// PTX for any GPU that CUDA 13 supports (and for the software GPU, which reads nothing else), and machine code for
 /// the one that the project is measured on. C++'s own library is inside, so that a small guest needs only libc.
-const FLAGS: &[&str] = &[
+pub const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
     "-gencode",

@@ -1,21 +1,23 @@
 //! `cargo xtask test`: the tests, in parts that can be named.
 //!
-//! The part `unit` is every package's own tests, `loom` the exhaustive check of the channel's atomics. Each file of `tests/tests/` is a part of its own, named like it;
-//! what it needs beyond itself is prepared here first. The part `gpu` needs a GPU, and runs only when it is named.
+//! The part `unit` is every package's own tests, `loom` the exhaustive check of the channel's atomics. Each file of
+//! `tests/tests/` is a part of its own, named like it; what it needs beyond itself is prepared here first. Some parts run
+//! only when they are named: `gpu` needs a GPU, `fuzz` and `miri` a nightly compiler.
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree;
 
-use crate::{artifacts, process, programs};
+use crate::{artifacts, dist, nightly, process, programs};
 
 /// Parts that run only when they are named.
-const ON_REQUEST: &[&str] = &["gpu"];
+const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
 
 /// Run the tests: all that need no GPU, or the named parts.
 #[derive(Args)]
 pub struct Arguments {
-    /// `unit`, `loom`, or a file of tests/tests without its ending; all but `gpu` when none is named
+    /// `unit`, `loom`, `fuzz`, `miri`, or a file of tests/tests without its ending; all but `gpu`, `fuzz` and `miri` when
+    /// none is named
     parts: Vec<String>,
 }
 
@@ -44,7 +46,10 @@ pub fn test(arguments: &Arguments) -> Result<()> {
     for part in parts {
         eprintln!("== {part}");
         let before = tally.failed;
-        let succeeded = run_part(part, &mut tally)?;
+        let succeeded = run_part(part, &mut tally).unwrap_or_else(|error| {
+            eprintln!("error: {error:#}");
+            false
+        });
         // A runner that did not even start its tests counts as one failed test.
         if !succeeded && tally.failed == before {
             tally.failed += 1;
@@ -60,7 +65,7 @@ pub fn test(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// `unit`, `loom`, and the names of the files of `tests/tests/`.
+/// The parts that are no files, and the names of the files of `tests/tests/`.
 fn known_parts() -> Result<Vec<String>> {
     let folder = tree::root().join("tests/tests");
     let mut parts = Vec::new();
@@ -71,7 +76,7 @@ fn known_parts() -> Result<Vec<String>> {
         }
     }
     parts.sort();
-    parts.splice(0..0, ["unit".to_owned(), "loom".to_owned()]);
+    parts.splice(0..0, ["unit", "loom", "fuzz", "miri"].map(str::to_owned));
     Ok(parts)
 }
 
@@ -94,6 +99,13 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             command.args(["--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
         }
+        "fuzz" => {
+            let (passed, failed) = nightly::fuzz(&log)?;
+            tally.passed += passed;
+            tally.failed += failed;
+            return Ok(failed == 0);
+        }
+        "miri" => command = nightly::miri()?,
         "programs" => {
             artifacts::build()?;
             programs::build()?;
@@ -102,6 +114,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         }
         "driver" => {
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
+        }
+        "dist" => {
+            dist::dist()?;
+            programs::build()?;
+            command.args(["-p", "rgpu-tests", "--test", part]);
         }
         _ => {
             artifacts::build()?;

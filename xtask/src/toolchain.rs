@@ -1,4 +1,4 @@
-//! Tools that come from package registries: NVIDIA's CUDA compiler from PyPI, and cargo-deny from crates.io.
+//! Tools that come from package registries: NVIDIA's CUDA compiler from PyPI, cargo-deny and cargo-fuzz from crates.io.
 //!
 //! Each lives in a folder of its own under `build/`, with a file that says which versions it holds: a change of the
 //! versions below makes a new one, and nothing else does.
@@ -23,6 +23,7 @@ pub const CUDA: &[&str] = &[
 
 /// PyPI has only older ones, which cannot read what today's cargo says of a workspace.
 const CARGO_DENY: &str = "0.20.2";
+const CARGO_FUZZ: &str = "0.13.2";
 
 /// The CUDA toolkit's folder, with `bin/nvcc`, `include` and `lib`; installed when it is missing.
 pub fn cuda() -> Result<PathBuf> {
@@ -38,20 +39,31 @@ pub fn cuda() -> Result<PathBuf> {
     Ok(toolkit)
 }
 
-/// The cargo-deny executable; built when it is missing, which takes a few minutes.
+/// The cargo-deny executable; built when it is missing.
 pub fn cargo_deny() -> Result<PathBuf> {
-    let folder = tree::root().join("build/cargo-deny");
-    let binary = folder.join("bin/cargo-deny");
-    let version = process::output(Command::new(&binary).arg("--version"));
-    if version.is_ok_and(|text| text.trim() == format!("cargo-deny {CARGO_DENY}")) {
+    cargo_tool("cargo-deny", CARGO_DENY)
+}
+
+/// The cargo-fuzz executable; built when it is missing.
+pub fn cargo_fuzz() -> Result<PathBuf> {
+    cargo_tool("cargo-fuzz", CARGO_FUZZ)
+}
+
+/// A subcommand of cargo's, in exactly this version.
+fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
+    let folder = tree::root().join("build").join(name);
+    let binary = folder.join("bin").join(name);
+    let found = process::output(Command::new(&binary).arg("--version"));
+    if found.is_ok_and(|text| text.trim() == format!("{name} {version}")) {
         return Ok(binary);
     }
-    let step = Step::spinner("building cargo-deny");
+    let step = Step::spinner(format!("building {name}"));
     let objects = tempfile::tempdir().context("cannot create a folder")?;
     let mut install = process::cargo();
-    install.args(["install", "cargo-deny", "--locked", "--force", "--version", CARGO_DENY, "--root"]);
+    // Without optimization: it takes half the time to build, and has little to do.
+    install.args(["install", name, "--locked", "--force", "--debug", "--version", version, "--root"]);
     install.arg(&folder).arg("--target-dir").arg(objects.path());
-    process::run(&mut install, &process::log("cargo-deny")?)?;
+    process::run(&mut install, &process::log(name)?)?;
     step.done("");
     Ok(binary)
 }

@@ -145,7 +145,8 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
         return Err(Refused(Answer::Version, reason));
     }
     match (connection, hello.purpose) {
-        (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS) | (Control::Local(_), purpose::LOCAL) => Ok(()),
+        (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS)
+        | (Control::Local(_), purpose::LOCAL) => Ok(()),
         (_, other) => Err(Refused(
             Answer::Invalid,
             format!("purpose {other} is not served over {}", connection.transport()),
@@ -206,7 +207,11 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
             client: client.clone(),
             program: program.clone(),
             pid: hello.pid,
-            transport: if matches!(transport, Transport::Verbs { .. }) { "verbs" } else { connection.transport() },
+            transport: if matches!(transport, Transport::Verbs { .. }) {
+                "verbs"
+            } else {
+                connection.transport()
+            },
             peer: peer.to_owned(),
             since: Instant::now(),
             counters: Counters::default(),

@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use host_bridge::endpoint::{Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands};
+use host_bridge::endpoint::{
+    Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
+};
 
 use crate::cli;
 use crate::driver;

@@ -5,6 +5,7 @@
 //! - [`port`]: the way to the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`;
 //! - [`session`]: the channel: appending operations, waiting for replies and for progress, loss of the session;
 //! - [`arena`]: room in the channel's staging memory;
+//! - [`staging`]: copying much between program memory and the arena;
 //! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
 //! - [`regions`]: pinned program memory;
 //! - [`handles`]: the names that a C program holds for objects.
@@ -24,6 +25,7 @@ pub mod port;
 pub mod ranges;
 pub mod regions;
 pub mod session;
+pub mod staging;
 
 pub use protocol::{Status, VERSION, channel, data, handle, ops};
 

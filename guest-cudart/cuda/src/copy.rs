@@ -59,7 +59,7 @@ pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
 pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
     counters::add(&COUNTERS.copied_bytes, len as u64);
     // SAFETY: as the caller says.
-    unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+    unsafe { client::staging::copy(from, to, len) };
 }
 
 /// A chunk on its way to the host. The answer is waited for before the block goes, whatever happens in between.

@@ -38,10 +38,9 @@ pub(crate) mod attr {
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
 }
 
-/// The device may have these and a program behind rgpu has not: the GPU shares no memory with the program's machine, and chapters of the API that are refused are not to be
+/// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
 /// announced. A program that asks before it uses them is told so.
 const NOT_HERE: &[usize] = &[
-    19,  // CAN_MAP_HOST_MEMORY
     83,  // MANAGED_MEMORY
     86,  // HOST_NATIVE_ATOMIC_SUPPORTED
     88,  // PAGEABLE_MEMORY_ACCESS
@@ -69,7 +68,6 @@ const NOT_HERE: &[usize] = &[
     123, // CAN_USE_STREAM_WAIT_VALUE_NOR
     124, // DMA_BUF_SUPPORTED
     125, // IPC_EVENT_SUPPORTED
-    127, // TENSOR_MAP_ACCESS_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
     129, // UNIFIED_FUNCTION_POINTERS
     132, // MULTICAST_SUPPORTED

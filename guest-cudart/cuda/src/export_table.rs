@@ -177,6 +177,27 @@ unsafe extern "C" fn stream_through(_ctx: usize, stream: usize, out: *mut usize,
     finish("stream", unsafe { put(out, stream) })
 }
 
+/// Calls back for each function of a module, with the caller's own word, the function, and the module.
+unsafe extern "C" fn each_function(
+    _ctx: usize,
+    module: usize,
+    callback: Option<unsafe extern "C" fn(usize, usize, usize)>,
+    user: usize,
+) -> u32 {
+    let result: Result = (|| {
+        let callback = callback.ok_or(Status::INVALID_VALUE)?;
+        let found = crate::module::MODULES.get(module).ok_or(Status::INVALID_HANDLE)?;
+        for function in &found.functions {
+            let handle = function.handle(&found)?;
+            // SAFETY: the caller's function, with the caller's own word.
+            unsafe { callback(user, handle, module) };
+        }
+        Ok(())
+    })();
+    // What NVIDIA's driver answers here is no status: 1 says that there was something.
+    u32::from(finish("functions of a module", result) == 0)
+}
+
 static RUNTIME: Table<13> = table(&[(2, primary as Slot), (7, nothing as Slot), (12, nothing as Slot)]);
 static HOOKS: Table<7> = table(&[(2, buffer_2 as Slot), (6, buffer_6 as Slot)]);
 static CURRENT: Table<4> = table(&[(2, current as Slot)]);
@@ -186,6 +207,7 @@ static CHECKS: Table<4> = table(&[(2, context_check as Slot), (3, nothing as Slo
 static INTEGRITY: Table<3> = table(&[(1, integrity_check as Slot)]);
 static STREAMS: Table<93> =
     table(&[(4, context_id as Slot), (39, stream_id as Slot), (51, stream_through as Slot)]);
+static FUNCTIONS: Table<99> = table(&[(7, each_function as Slot)]);
 static REFUSING: Table<17> = table(&[]);
 
 /// The tables by GUID, as the 16 bytes stand in memory.
@@ -198,6 +220,7 @@ fn find(guid: &[u8; 16]) -> Option<*const c_void> {
         0x263E8860_7CD2_6143_92F6_BBD5006DFA7E => CHECKS.0.as_ptr(),
         0xD4082055_BDE6_704B_8D34_BA123C66E1F2 => INTEGRITY.0.as_ptr(),
         0x21318C60_9714_3248_8CA6_41FF7324C8F2 => STREAMS.0.as_ptr(),
+        0x6E163FBE_B958_444D_835C_E182AFF1991E => FUNCTIONS.0.as_ptr(),
         0x1734DC26_800D_4745_8726_C0F1E7DD8BCA => REFUSING.0.as_ptr(),
         _ => return None,
     };

@@ -1,13 +1,20 @@
 //! Pinned host memory.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 
 use crate::context::{self, Context};
-use crate::state::{driver, unique_id};
-use crate::{Result, code, non_null, put};
+use crate::state::{Driver, driver, unique_id};
+use crate::{Result, code, non_null, put, refuse_form};
+use client::data::HostOut;
+use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
-use client::{Status, log};
+use client::{Status, lock, log};
+
+/// `CU_MEMHOSTALLOC_DEVICEMAP`, `CU_MEMHOSTREGISTER_DEVICEMAP`.
+const DEVICEMAP: u32 = 2;
 
 /// What is known of a piece of pinned memory.
 #[derive(Debug, Clone, Copy)]
@@ -19,6 +26,40 @@ pub(crate) struct HostTag {
 
 /// The process's pinned memory.
 pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
+
+/// The pieces that kernels can reach, by address, each with the context that it was mapped in.
+static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::new());
+
+/// Whether kernels can reach what is at an address of pinned memory.
+pub(crate) fn is_mapped(pointer: u64) -> bool {
+    REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
+}
+
+/// Lets kernels reach the piece that begins at `base`.
+fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> Result {
+    let mut mapped = lock(&MAPPED);
+    if mapped.contains_key(&base) {
+        return Ok(());
+    }
+    // Without a region the host does not know the memory at all.
+    let range = REGIONS.range(base, size).ok_or(Status::NOT_SUPPORTED)?;
+    driver.session.call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
+    mapped.insert(base, context);
+    Ok(())
+}
+
+/// The piece that begins at `base` is about to go.
+fn unmap(driver: &Driver, base: usize) {
+    if let Some(context) = lock(&MAPPED).remove(&base) {
+        // A lost session has nothing mapped.
+        let _ = driver.session.append(&HostUnmap { context: context.id, address: base as u64 });
+    }
+}
+
+/// What was mapped in a context is so no more: it is gone on the server.
+pub(crate) fn forget(context: &'static Context) {
+    lock(&MAPPED).retain(|_, other| !std::ptr::eq(*other, context));
+}
 
 /// Frees and registrations wait for all work that may use the memory, whichever device does it.
 fn settle_all() -> Result {
@@ -44,6 +85,10 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
+    if flags & DEVICEMAP != 0 {
+        // A kernel may be given the address as it is. Where no memory is shared, cuMemHostGetDevicePointer says so.
+        let _ = map(driver, context, address, size);
+    }
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(pp, address as *mut c_void) }
 }
@@ -66,6 +111,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         settle_all()?;
+        unmap(driver, p as usize);
         REGIONS.remove(driver.session.port(), p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
@@ -98,6 +144,7 @@ api! {
             return Err(code::HOST_MEMORY_NOT_REGISTERED);
         }
         settle_all()?;
+        unmap(driver, p as usize);
         REGIONS.remove(driver.session.port(), p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
     }
 
@@ -108,18 +155,17 @@ api! {
     }
 
     fn cuMemHostGetDevicePointer_v2(dptr: *mut u64, p: *mut c_void, flags: u32) {
-        non_null(dptr)?;
-        driver()?;
-        if flags != 0 || REGIONS.find(p as usize).is_none() {
-            return Err(Status::INVALID_VALUE);
-        }
-        // The device cannot reach memory of this machine: CAN_MAP_HOST_MEMORY says so as well.
         static SAID: AtomicBool = AtomicBool::new(false);
-        if !SAID.swap(true, Ordering::Relaxed) {
-            log::warn(format_args!(
-                "cuMemHostGetDevicePointer: kernels on a remote GPU cannot read this machine's memory; it answers CUDA_ERROR_NOT_SUPPORTED"
-            ));
+        non_null(dptr)?;
+        let (driver, context) = context::ready()?;
+        let found = REGIONS.find(p as usize).filter(|_| flags == 0);
+        let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
+        match map(driver, context, base, size) {
+            Ok(()) => put(dptr, p as u64),
+            Err(Status::NOT_SUPPORTED) => {
+                refuse_form("cuMemHostGetDevicePointer of memory that the GPU's machine does not share", &SAID)
+            }
+            Err(status) => Err(status),
         }
-        Err(Status::NOT_SUPPORTED)
     }
 }

@@ -59,8 +59,8 @@ mod array {
 mod texture {
     unsupported! {
         cuDeviceGetTexture1DLinearMaxWidth, cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef, cuSurfObjectCreate,
-        cuSurfObjectDestroy, cuSurfObjectGetResourceDesc, cuTensorMapEncodeIm2col, cuTensorMapEncodeIm2colWide,
-        cuTensorMapEncodeTiled, cuTensorMapReplaceAddress, cuTexObjectCreate, cuTexObjectDestroy,
+        cuSurfObjectDestroy, cuSurfObjectGetResourceDesc, cuTensorMapEncodeIm2colWide,
+         cuTexObjectCreate, cuTexObjectDestroy,
         cuTexObjectGetResourceDesc, cuTexObjectGetResourceViewDesc, cuTexObjectGetTextureDesc, cuTexRefCreate,
         cuTexRefDestroy, cuTexRefGetAddress, cuTexRefGetAddressMode, cuTexRefGetAddress_v2, cuTexRefGetBorderColor,
         cuTexRefGetFilterMode, cuTexRefGetFlags, cuTexRefGetFormat, cuTexRefGetMaxAnisotropy,
@@ -167,7 +167,7 @@ mod legacy {
         cuMemAllocHost, cuMemAllocPitch, cuMemFree, cuMemGetAddressRange, cuMemGetInfo, cuMemHostGetDevicePointer,
         cuMemcpy2D, cuMemcpy2DAsync, cuMemcpy2DUnaligned, cuMemcpy3D, cuMemcpy3DAsync, cuMemcpyDtoD, cuMemcpyDtoDAsync,
         cuMemcpyDtoH, cuMemcpyDtoHAsync, cuMemcpyHtoD, cuMemcpyHtoDAsync, cuMemsetD16, cuMemsetD2D16, cuMemsetD2D32,
-        cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal, cuOccupancyMaxActiveClusters,
-        cuOccupancyMaxPotentialClusterSize, cuParamSetSize, cuParamSetf, cuParamSeti, cuParamSetv,
+        cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal, 
+         cuParamSetSize, cuParamSetf, cuParamSeti, cuParamSetv,
     }
 }

@@ -15,7 +15,6 @@ use client::ops::launch::{Launch, LaunchAttribute};
 /// `CUlaunchAttributeID` numbers.
 mod launch_attr {
     pub const IGNORE: u32 = 0;
-    pub const ACCESS_POLICY_WINDOW: u32 = 1;
     pub const COOPERATIVE: u32 = 2;
     pub const CLUSTER_DIMENSION: u32 = 4;
     pub const PROGRAMMATIC_EVENT: u32 = 7;
@@ -127,7 +126,11 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
     Ok(())
 }
 
-unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
+/// The attributes of a launch, or of a question about one.
+///
+/// # Safety
+/// The array has as many entries as it says.
+pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut out = Vec::new();
     if config.numAttrs == 0 {
@@ -135,7 +138,7 @@ unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
     }
     non_null(config.attrs)?;
     for i in 0..config.numAttrs as usize {
-        // SAFETY: the program gives as many attributes as it says.
+        // SAFETY: as the caller says.
         let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
         match id {
             launch_attr::IGNORE => {}
@@ -144,21 +147,21 @@ unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
             | launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
                 return refuse_form("a launch attribute that names an event or a graph node", &SAID);
             }
-            // A preference for what stays in the cache; its window is an address of the device.
-            launch_attr::ACCESS_POLICY_WINDOW => out.push(LaunchAttribute { id, value: value.0 }),
-            launch_attr::CLUSTER_DIMENSION => {
-                let dim = |at: usize| u32::from_le_bytes(value.0[at..at + 4].try_into().unwrap_or([0; 4]));
-                let cluster = [dim(0), dim(4), dim(8)];
-                let fits = cluster.iter().zip(config.grid).all(|(c, g)| *c != 0 && g % c == 0);
-                if !fits {
-                    return Err(code::INVALID_CLUSTER_SIZE);
-                }
-                out.push(LaunchAttribute { id, value: value.0 });
-            }
             _ => out.push(LaunchAttribute { id, value: value.0 }),
         }
     }
     Ok(out)
+}
+
+/// A grid is made of whole clusters.
+fn check_clusters(attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
+    for attribute in attributes.iter().filter(|attribute| attribute.id == launch_attr::CLUSTER_DIMENSION) {
+        let dim = |i: usize| attribute.value[4 * i..].first_chunk().map_or(0, |b| u32::from_le_bytes(*b));
+        if (0..3).any(|i| dim(i) == 0 || grid[i] % dim(i) != 0) {
+            return Err(code::INVALID_CLUSTER_SIZE);
+        }
+    }
+    Ok(())
 }
 
 unsafe fn launch(
@@ -181,6 +184,7 @@ unsafe fn launch(
     }
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     check(device, &function, &shape)?;
+    check_clusters(&attributes, &shape.grid)?;
     if !params.is_null() && !extra.is_null() {
         return Err(Status::INVALID_VALUE);
     }

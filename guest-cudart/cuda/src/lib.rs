@@ -25,6 +25,7 @@
 #[macro_use]
 mod macros;
 
+pub mod tensor_map;
 pub mod types;
 
 mod callback;

@@ -3,10 +3,12 @@
 use crate::device::attr;
 use crate::function::{self, Function, func};
 use crate::state::{self, Device, driver};
-use crate::types::BlockToShared;
-use crate::{Result, non_null, put};
+use crate::types::{BlockToShared, LaunchConfig};
+use crate::{Result, launch, non_null, put};
 use client::Status;
-use client::ops::module::OccupancyMaxActiveBlocks;
+use client::ops::module::{
+    OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+};
 
 /// Blocks of a function that fit on one multiprocessor.
 fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Result<i32> {
@@ -86,6 +88,34 @@ fn potential(
 }
 
 api! {
+    fn cuOccupancyMaxActiveClusters(count: *mut i32, function: usize, config: *const LaunchConfig) {
+        non_null(count)?;
+        non_null(config)?;
+        let c = *config;
+        let request = OccupancyMaxActiveClusters {
+            function: function::of(function)?.id,
+            grid: c.grid,
+            block: c.block,
+            dynamic_shared: c.sharedMemBytes,
+            attributes: launch::attributes(&c)?,
+        };
+        put(count, driver()?.session.call(&request)?.clusters)
+    }
+
+    fn cuOccupancyMaxPotentialClusterSize(size: *mut i32, function: usize, config: *const LaunchConfig) {
+        non_null(size)?;
+        non_null(config)?;
+        let c = *config;
+        let request = OccupancyMaxPotentialClusterSize {
+            function: function::of(function)?.id,
+            grid: c.grid,
+            block: c.block,
+            dynamic_shared: c.sharedMemBytes,
+            attributes: launch::attributes(&c)?,
+        };
+        put(size, driver()?.session.call(&request)?.size)
+    }
+
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(count: *mut i32, function: usize, block_size: i32, shared: usize) {
         non_null(count)?;
         put(count, blocks(&*function::of(function)?, block_size, shared, 0)?)

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::state::{Driver, driver};
-use crate::{Result, context, host, memory, non_null, put};
+use crate::{Result, host, memory, non_null, put};
 use client::{Status, lock};
 
 /// What lies behind a pointer.
@@ -58,7 +58,9 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             2 => number32(if device { 2 } else { 1 })?,
             3 if device => word(pointer)?,
             4 if !device => word(pointer)?,
-            // No device can reach pinned memory, and the host cannot reach a device's.
+            // Pinned memory that the device reaches it reaches at the same address.
+            3 if host::is_mapped(pointer) => word(pointer)?,
+            // The host cannot reach a device's memory.
             3 | 4 => {
                 word(0)?;
                 return Ok(false);
@@ -96,14 +98,12 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
 api! {
     fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
         let driver = driver()?;
-        context::current()?;
         // CUDA answers "invalid value" for a pointer that it knows nothing of.
         if attribute(driver, data, number, pointer)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
     fn cuPointerGetAttributes(count: u32, numbers: *const u32, data: *const *mut c_void, pointer: u64) {
         let driver = driver()?;
-        context::current()?;
         if count == 0 {
             return Err(Status::INVALID_VALUE);
         }

@@ -68,7 +68,10 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Ok(driver);
     }
     let session = session::open()?;
-    let info = session.call(&SessionInfo {})?;
+    // Asked for together, and answered in one exchange: nearly every server has a first device.
+    let asked = session.submit(&SessionInfo {})?;
+    let first = session.submit(&DeviceInfo { device: 0 })?;
+    let info = asked.wait()?;
     session.set_server(&info.server);
     log::info(format_args!(
         "{} device(s) of {} ({}), CUDA {}.{}",
@@ -82,15 +85,17 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Err(Status::NO_DEVICE);
     }
     let count = info.device_count.min(client::channel::MAX_DEVICES);
-    let devices = (0..count).map(|ordinal| Device::ask(session, ordinal)).collect::<Result<_>>()?;
+    let others: Vec<_> =
+        (1..count).map(|device| session.submit(&DeviceInfo { device })).collect::<Result<_>>()?;
+    let devices = std::iter::once(first).chain(others).zip(0..);
+    let devices = devices.map(|(asked, ordinal)| Ok(Device::new(ordinal, asked.wait()?))).collect::<Result<_>>()?;
     // What is implemented here is the API of this version; a newer server does not make it more.
     let version = (info.driver_version as i32).min(crate::entry::API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver { session, version, devices, globals: RwLock::default() }))
 }
 
 impl Device {
-    fn ask(session: &'static Session, ordinal: u32) -> Result<Device> {
-        let info = session.call(&DeviceInfo { device: ordinal })?;
+    fn new(ordinal: u32, info: DeviceInfoReply) -> Device {
         let most = info
             .attributes
             .iter()
@@ -107,7 +112,7 @@ impl Device {
         crate::device::complete_attributes(&mut attributes);
         let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
         let primary = Context::new(ContextId(ordinal), ordinal, 0, true);
-        Ok(Device { ordinal, info, attributes, memory, primary })
+        Device { ordinal, info, attributes, memory, primary }
     }
 
     /// An attribute's value; 0 if the device does not know it.

@@ -84,8 +84,8 @@ fn end(array: CUarray, pointer: PitchedPtr) -> Result<End> {
     }
 }
 
-/// The driver's form of a 3D copy. Extents count elements of the arrays that take part, else bytes; so do positions
-/// in an array, while those in a pointer count bytes.
+/// The driver's form of a 3D copy. Extents count elements of the arrays that take part, else bytes. So do positions, also those in a pointer, though
+/// the manual says that these count bytes: NVIDIA's library was seen to count elements.
 pub(crate) fn of_parms(d: &Driver, p: &Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
     let (source, target) = (end(p.src_array, p.src_ptr)?, end(p.dst_array, p.dst_ptr)?);
     let element = |end| match end {
@@ -93,15 +93,16 @@ pub(crate) fn of_parms(d: &Driver, p: &Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
         End::Rows { .. } => Ok(1),
     };
     let (source_element, target_element) = (element(source)?, element(target)?);
+    let element = source_element.max(target_element);
     if let (End::Array(_), End::Array(_)) = (source, target)
         && source_element != target_element
     {
         return Err(Error::INVALID_VALUE);
     }
-    let scale = |x: usize, element: usize| x.checked_mul(element).ok_or(Error::INVALID_VALUE);
-    let from = Pos { x: scale(p.src_pos.x, source_element)?, ..p.src_pos };
-    let to = Pos { x: scale(p.dst_pos.x, target_element)?, ..p.dst_pos };
-    let width = scale(p.extent.width, source_element.max(target_element))?;
+    let scale = |x: usize| x.checked_mul(element).ok_or(Error::INVALID_VALUE);
+    let from = Pos { x: scale(p.src_pos.x)?, ..p.src_pos };
+    let to = Pos { x: scale(p.dst_pos.x)?, ..p.dst_pos };
+    let width = scale(p.extent.width)?;
     for end in [source, target] {
         if let End::Rows { pitch, .. } = end
             && pitch < width
@@ -133,9 +134,9 @@ pub(crate) fn to_parms(d: &Driver, c: &CUDA_MEMCPY3D) -> Result<Memcpy3DParms> {
         p.dst_ptr =
             PitchedPtr { ptr: address, pitch: c.dst_pitch, xsize: c.width_in_bytes, ysize: c.dst_height };
     }
-    p.src_pos = Pos { x: c.src_x_in_bytes / source_element, y: c.src_y, z: c.src_z };
-    p.dst_pos = Pos { x: c.dst_x_in_bytes / target_element, y: c.dst_y, z: c.dst_z };
     let element = source_element.max(target_element);
+    p.src_pos = Pos { x: c.src_x_in_bytes / element, y: c.src_y, z: c.src_z };
+    p.dst_pos = Pos { x: c.dst_x_in_bytes / element, y: c.dst_y, z: c.dst_z };
     p.extent = Extent { width: c.width_in_bytes / element, height: c.height, depth: c.depth };
     let on_host = |kind| kind == memory::HOST;
     p.kind = match (c.src_memory_type, c.dst_memory_type) {

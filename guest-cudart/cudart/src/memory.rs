@@ -18,7 +18,11 @@ api! {
         if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
         d.cuMemAlloc_v2(address, size)
     };
-    ctx cudaMallocManaged => cuMemAllocManaged(address: *mut CUdeviceptr, size: usize, flags: c_uint);
+    ctx fn cudaMallocManaged(address: *mut CUdeviceptr, size: usize, flags: c_uint) |d| {
+        if address.is_null() { return Err(Error::INVALID_VALUE) }
+        if size == 0 { address.write(ptr::null_mut()); return Ok(()) }
+        d.cuMemAllocManaged(address, size, flags)
+    };
     ctx fn cudaMallocHost(address: *mut *mut c_void, size: usize) |d| host_alloc(d, address, size, 0);
     ctx fn cudaHostAlloc(address: *mut *mut c_void, size: usize, flags: c_uint) |d| host_alloc(d, address, size,
         flags);

@@ -4,7 +4,7 @@
 use client::ops::nvml;
 
 use crate::shape::{fields, front};
-use crate::state::Handle;
+use crate::state::{Handle, connected, ordinal};
 
 // What a device is.
 ask! {
@@ -109,6 +109,7 @@ ask! {
 
 // Its errors.
 ask! {
+    words nvmlDeviceValidateInforom() [] = VALIDATE_INFOROM;
     block nvmlDeviceGetTotalEccErrors(error_type, counter_type) = TOTAL_ECC_ERRORS;
     block nvmlDeviceGetDetailedEccErrors(error_type, counter_type) = DETAILED_ECC_ERRORS;
     block nvmlDeviceGetMemoryErrorCounter(error_type, counter_type, location_type) = MEMORY_ERROR_COUNTER;
@@ -144,6 +145,17 @@ const PCI_INFO_V1: usize = 32;
 const PCI_INFO_V2: usize = 36;
 
 nvml! {
+    // The fabric joins the server's GPUs; no memory can be shared over it from here.
+    fn nvmlDeviceGetGpuFabricInfo(device: Handle, _info: *mut u8) {
+        ordinal(connected()?, device)?;
+        Err(nvml::status::NOT_SUPPORTED)
+    }
+
+    fn nvmlDeviceGetGpuFabricInfoV(device: Handle, _info: *mut u8) {
+        ordinal(connected()?, device)?;
+        Err(nvml::status::NOT_SUPPORTED)
+    }
+
     fn nvmlDeviceGetPciInfo(device: Handle, pci: *mut u8) {
         front(device, nvml::PCI_INFO, &[], PCI_INFO_V1, pci)
     }

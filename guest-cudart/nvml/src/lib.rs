@@ -10,6 +10,8 @@
 //! - `state`: the session, from `nvmlInit` on; `error`: statuses and their texts;
 //! - `shape`: how a question of each shape is asked, and `macros`, the form in which every function is written;
 //! - `system`: what belongs to no device, and finding devices; `device`: the questions; `process`: processes;
+//! - `event`: events;
+//! - `export_table`: what nvidia-smi asks for besides;
 //! - `refused`: the rest of `nvml.h`, exported and refused.
 //!
 //! **A session of its own.** A program that uses CUDA as well has two sessions, each with its worker on the server: the
@@ -31,6 +33,8 @@ mod macros;
 
 mod device;
 mod error;
+mod event;
+mod export_table;
 mod process;
 mod refused;
 mod shape;

@@ -111,7 +111,7 @@ fn every_question_has_the_shape_of_its_function() {
             }
             // The type is that of the newest version, so that only one of several can be compared.
             (Output::Struct(version), [to]) => {
-                let newest = QUERIES.iter().filter(|other| other.function == query.function).next_back();
+                let newest = QUERIES.iter().rfind(|other| other.function == query.function);
                 if newest == Some(query) {
                     size(to, struct_size(version));
                 }

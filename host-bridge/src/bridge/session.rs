@@ -83,6 +83,8 @@ pub struct SessionConfig {
     pub poll: Duration,
     /// Data connections to ask for.
     pub data_connections: u32,
+    /// Whether each data connection gets threads of its own for long pieces of data (transport `tcp`).
+    pub hands: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
     /// Longest time, after that, to wait for the server's welcome: it may have to start a worker.
@@ -107,6 +109,7 @@ impl SessionConfig {
             client: client.to_owned(),
             poll: polling::default_bound(cores),
             data_connections: 4,
+            hands: cores >= 4,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),

@@ -104,6 +104,9 @@ struct Engine {
     told: u64,
     said: Instant,
     heard: Instant,
+    /// When something last came over the queue pairs, and how long ago that may be.
+    link_heard: Instant,
+    loss: Duration,
 }
 
 /// The upper bits of a write's token say which buffer it frees.
@@ -153,6 +156,8 @@ impl VerbsCommands {
             told: 0,
             said: now,
             heard: now,
+            link_heard: now,
+            loss: settings.loss,
         };
         let client = Arc::new_cyclic(|this| VerbsClient {
             this: this.clone(),
@@ -385,6 +390,7 @@ impl VerbsClient {
         })?;
         if worked {
             engine.heard = Instant::now();
+            engine.link_heard = engine.heard;
             self.frames(engine)?;
         }
         engine.link.flush()?;
@@ -428,6 +434,7 @@ impl VerbsClient {
                     }
                     engine.keys.insert(key.region, key);
                 }
+                frame::ALIVE => {}
                 _ => return Err(End::Lost(format!("the bridge sent a frame of kind {kind}"))),
             }
         }
@@ -472,8 +479,21 @@ impl VerbsClient {
         if engine.heard.elapsed() > SILENCE {
             return Err(End::Lost(format!("the bridge said nothing for {} s", SILENCE.as_secs())));
         }
+        let silent = engine.link_heard.elapsed();
+        if silent > engine.loss {
+            let (name, port) = (device.name(), device.port().number);
+            let what = format!(
+                "nothing came over RDMA device {name} port {port} for {} s: is the link down?",
+                silent.as_secs()
+            );
+            return Err(End::Lost(what));
+        }
         if engine.said.elapsed() >= Duration::from_secs(1) {
             engine.said = Instant::now();
+            if engine.link.has_room() {
+                put(engine.link.out(), frame::ALIVE, &[]);
+                engine.link.flush()?;
+            }
             let alive = FrameHeader { kind: frame::ALIVE, len: 0 };
             (&self.control)
                 .write_all(alive.as_bytes())

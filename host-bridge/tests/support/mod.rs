@@ -374,6 +374,8 @@ impl FakeServer {
     pub fn config(&self) -> SessionConfig {
         let mut config = SessionConfig::new(self.address.clone(), "test-host");
         config.data_connections = 3;
+        // Also on a machine that is too small for them to pay.
+        config.hands = true;
         config
     }
 

@@ -3,6 +3,8 @@
 //! The session has one window of addresses for each device: [`window`]. The client asks the server to back a piece of it with memory
 //! ([`MemGrow`]) and then places allocations inside what is backed by itself ([`MemAlloc`], no answer).
 
+use crate::data::HostOut;
+use crate::handle::ContextId;
 use crate::ops::ops;
 
 /// Bytes of one device's window.
@@ -61,5 +63,24 @@ ops! {
         free: u64,
         /// Bytes in all.
         total: u64,
+    }
+
+    /// Lets kernels read and write a piece of pinned program memory at the address that it has in the program: `cuMemHostGetDevicePointer`. A server that
+    /// shares no memory with the client answers `CUDA_ERROR_NOT_SUPPORTED`, as does one whose process has something else at the address.
+    sync 0x0306 host_map: HostMap {
+        /// A context of the device; every device of the session reaches the memory afterwards.
+        context: ContextId,
+        /// Its address in the program.
+        address: u64,
+        /// The memory: a region, from its start.
+        memory: HostOut,
+    } -> HostMapReply {}
+
+    /// What [`HostMap`] made is gone. The client has already waited for the work that may use it.
+    async 0x0307 host_unmap: HostUnmap {
+        /// Context that it was mapped in.
+        context: ContextId,
+        /// The memory's address in the program.
+        address: u64,
     }
 }

@@ -32,6 +32,7 @@ pub mod memory;
 pub mod module;
 pub mod nvml;
 pub mod stream;
+pub mod texture;
 
 /// Whether the caller waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -309,6 +310,7 @@ chapters! {
     0x07 stream StreamOps;
     0x08 event EventOps;
     0x09 nvml NvmlOps;
+    0x0b texture TextureOps;
 }
 
 #[cfg(test)]
@@ -337,6 +339,7 @@ mod tests {
         impl stream::StreamOps<()> for Nothing {}
         impl event::EventOps<()> for Nothing {}
         impl nvml::NvmlOps<()> for Nothing {}
+        impl texture::TextureOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

@@ -2,6 +2,7 @@
 
 use crate::data::{HostIn, HostOut};
 use crate::handle::{ContextId, FunctionId, ModuleId};
+use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
 
 crate::wire_struct! {
@@ -133,5 +134,39 @@ ops! {
     } -> OccupancyMaxActiveBlocksReply {
         /// Blocks on a multiprocessor.
         blocks: i32,
+    }
+
+    /// `cuOccupancyMaxActiveClusters`: the launch is described and not made.
+    sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters {
+        /// The function.
+        function: FunctionId,
+        /// Blocks in x, y, z.
+        grid: [u32; 3],
+        /// Threads of a block in x, y, z.
+        block: [u32; 3],
+        /// Dynamic shared memory of a block, in bytes.
+        dynamic_shared: u32,
+        /// Attributes.
+        attributes: Vec<LaunchAttribute>,
+    } -> OccupancyMaxActiveClustersReply {
+        /// Clusters on the device.
+        clusters: i32,
+    }
+
+    /// `cuOccupancyMaxPotentialClusterSize`: the launch is described and not made.
+    sync 0x0509 occupancy_max_potential_cluster_size: OccupancyMaxPotentialClusterSize {
+        /// The function.
+        function: FunctionId,
+        /// Blocks in x, y, z.
+        grid: [u32; 3],
+        /// Threads of a block in x, y, z.
+        block: [u32; 3],
+        /// Dynamic shared memory of a block, in bytes.
+        dynamic_shared: u32,
+        /// Attributes.
+        attributes: Vec<LaunchAttribute>,
+    } -> OccupancyMaxPotentialClusterSizeReply {
+        /// Blocks of a cluster.
+        size: i32,
     }
 }

@@ -221,6 +221,7 @@ queries! {
     111 PERFORMANCE_MODES = "nvmlDeviceGetPerformanceModes" 0 version(2052, 1);
     112 CURRENT_CLOCK_FREQS = "nvmlDeviceGetCurrentClockFreqs" 0 version(2052, 1);
     113 FIELD_VALUES = "nvmlDeviceGetFieldValues" 0 Fields;
+    114 VALIDATE_INFOROM = "nvmlDeviceValidateInforom" 0 Words(0);
 }
 
 /// A UUID as NVML writes it behind `GPU-` or `MIG-`.

@@ -8,6 +8,7 @@ use crate::device::launch::{KernelRun, Pool};
 use crate::device::memory::Memory;
 use crate::device::module::Module;
 use crate::device::stream::Stream;
+use crate::device::texture::Textures;
 use crate::error::{Error, Result};
 
 /// Receives what kernels print, in whole `printf` calls.
@@ -90,6 +91,7 @@ pub(crate) struct Inner {
     pub printf: PrintfSink,
     pub memory: Memory,
     pub pool: Arc<Pool>,
+    pub textures: Textures,
     pub cancelled: AtomicBool,
     /// Warp instructions of finished blocks.
     pub executed: AtomicU64,
@@ -145,6 +147,7 @@ impl Gpu {
                 printf: config.printf,
                 memory: Memory::new(config.memory_bytes),
                 pool: Pool::start(workers)?,
+                textures: Textures::default(),
                 cancelled: AtomicBool::new(false),
                 executed: AtomicU64::new(0),
                 failed: AtomicBool::new(false),

@@ -46,6 +46,8 @@ pub(crate) struct KernelRun {
     pub params: Vec<u8>,
     pub shared_bytes: u32,
     pub grid_id: u64,
+    /// Device memory in which a cooperative grid's blocks meet; 0 for other launches.
+    pub workspace: u64,
     blocks: u64,
     resident_limit: u64,
     next: AtomicU64,
@@ -81,6 +83,12 @@ impl KernelRun {
                 info.name, info.max_threads
             )));
         }
+        if info.required_block != [0; 3] && config.block != info.required_block {
+            return Err(Error::InvalidArgument(format!(
+                "blocks of {:?} threads; {} requires {:?}",
+                config.block, info.name, info.required_block
+            )));
+        }
         let shared_bytes = u64::from(info.shared_bytes) + u64::from(config.dynamic_shared);
         if shared_bytes > u64::from(p.shared_per_block_optin) {
             return Err(Error::InvalidArgument(format!(
@@ -102,7 +110,9 @@ impl KernelRun {
         if config.cooperative && blocks > resident_limit {
             return Err(Error::CooperativeLaunchTooLarge { blocks, limit: resident_limit });
         }
+        let workspace = if config.cooperative { gpu.memory().allocate_module(512)? } else { 0 };
         Ok(KernelRun {
+            workspace,
             gpu: Arc::clone(&gpu.inner),
             program: Arc::clone(function.program()),
             code: Arc::clone(function.code()),
@@ -179,6 +189,15 @@ impl KernelRun {
         match result.1.take() {
             Some(error) => Err(error),
             None => Ok(()),
+        }
+    }
+}
+
+impl Drop for KernelRun {
+    fn drop(&mut self) {
+        if self.workspace != 0 {
+            // It came from the allocator and is given back once.
+            let _ = self.gpu.memory.free_module(self.workspace);
         }
     }
 }

@@ -6,4 +6,5 @@ pub(crate) mod launch;
 pub(crate) mod memory;
 pub(crate) mod module;
 pub(crate) mod stream;
+pub(crate) mod texture;
 pub(crate) mod transfer;

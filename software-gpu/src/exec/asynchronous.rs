@@ -120,7 +120,8 @@ unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
             }
             match action {
                 Action::Init if count == 0 || count > COUNT => {
-                    return w.set_fault(Fault::IllegalInstruction(format!("mbarrier of {count} arrivals")), lane);
+                    return w
+                        .set_fault(Fault::IllegalInstruction(format!("mbarrier of {count} arrivals")), lane);
                 }
                 Action::Init => b = Barrier { pending: count, expected: count, bytes: 0, phase: 0 },
                 Action::Invalidate => b = Barrier { pending: 0, expected: 0, bytes: 0, phase: 0 },
@@ -233,7 +234,7 @@ unsafe fn copy_bulk<D: Place, S: Place>(w: &mut Warp, i: &Inst, mask: u32) -> Fl
         for lane in (0..LANES).filter(|l| mask >> l & 1 != 0) {
             let size = sizes[lane];
             for (address, space) in [(to[lane], D::SPACE), (from[lane], S::SPACE)] {
-                if address % 16 != 0 || size % 16 != 0 {
+                if !address.is_multiple_of(16) || !size.is_multiple_of(16) {
                     let fault = Fault::MisalignedAddress { space: space.name(), address, size };
                     return w.set_fault(fault, lane);
                 }

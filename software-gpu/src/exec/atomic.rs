@@ -2,8 +2,10 @@
 //!
 //! Every one is at least as strong as PTX asks: a host atomic with acquire and release.
 
+use std::sync::Mutex;
 use std::sync::atomic::{
     AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 
 use crate::exec::half::{Bf16, F16, Half};
@@ -41,6 +43,24 @@ macro_rules! cell {
 cell!(u16, AtomicU16);
 cell!(u32, AtomicU32);
 cell!(u64, AtomicU64);
+
+/// Those of 128 bits are atomic among each other: one at a time, in the whole process.
+static WIDE: Mutex<()> = Mutex::new(());
+
+impl Cell for u128 {
+    unsafe fn update(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
+        let _turn = WIDE.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: as the trait's contract says; halves are read and written as others read them.
+        unsafe {
+            let cell = [AtomicU64::from_ptr(p.cast()), AtomicU64::from_ptr(p.add(8).cast())];
+            let old = u128::from(cell[0].load(Acquire)) | u128::from(cell[1].load(Acquire)) << 64;
+            let new = f(old);
+            cell[0].store(new as u64, Release);
+            cell[1].store((new >> 64) as u64, Release);
+            old
+        }
+    }
+}
 
 /// `r[0]` = old value; address `r[4]`; operands `r[1]` and `r[2]`.
 ///
@@ -122,6 +142,10 @@ macro_rules! place {
                     ("cas", "b16") => {
                         handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, c| if x == b { c } else { x }))
                     }
+                    ("cas", "b128") => {
+                        handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |x, b, c| if x == b { c } else { x }))
+                    }
+                    ("exch", "b128") => handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |_, b, _| b)),
                     ("add", "f32") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| add_f32(x, b))),
                     ("add", "f64") => handler!(|w, i, m| atomic::<$p, u64>(w, i, m, |x, b, _| {
                         (f64::from_bits(x) + f64::from_bits(b)).to_bits()

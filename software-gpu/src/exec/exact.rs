@@ -71,7 +71,7 @@ fn round(n: Number, flags: i64) -> f64 {
             flag::RP => n.negative,
             _ => false,
         };
-        return f64::from_bits(sign | 0x7ff0_0000_0000_0000 - u64::from(finite));
+        return f64::from_bits(sign | (0x7ff0_0000_0000_0000 - u64::from(finite)));
     }
     f64::from_bits(sign | bits)
 }
@@ -149,7 +149,8 @@ pub(crate) fn sqrt(a: f64, flags: i64) -> f64 {
         return a.sqrt();
     }
     let n = normal(number(a));
-    let n = if n.exponent & 1 != 0 { Number { digits: n.digits << 1, exponent: n.exponent - 1, ..n } } else { n };
+    let n =
+        if n.exponent & 1 != 0 { Number { digits: n.digits << 1, exponent: n.exponent - 1, ..n } } else { n };
     let root = n.digits.isqrt();
     let digits = root << 1 | u128::from(root * root != n.digits);
     round(Number { negative: false, digits, exponent: n.exponent / 2 - 1 }, flags)
@@ -161,7 +162,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn same(ours: f64, host: f64) {
-        assert!(ours.to_bits() == host.to_bits() || (ours.is_nan() && host.is_nan()), "{ours:e} and {host:e}");
+        assert!(
+            ours.to_bits() == host.to_bits() || (ours.is_nan() && host.is_nan()),
+            "{ours:e} and {host:e}"
+        );
     }
 
     proptest! {

@@ -246,12 +246,12 @@ macro_rules! ops {
             ("ex2.approx", false) => {
                 handler!(|w, i, m| map1(w, i, m, |a| unary::<$h>(a, i.imm, f64::exp2)))
             }
-            ("tanh.approx", true) => handler!(|w, i, m| map1(w, i, m, |a| {
-                both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::tanh))
-            })),
-            ("ex2.approx", true) => handler!(|w, i, m| map1(w, i, m, |a| {
-                both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::exp2))
-            })),
+            ("tanh.approx", true) => {
+                handler!(|w, i, m| map1(w, i, m, |a| { both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::tanh)) }))
+            }
+            ("ex2.approx", true) => {
+                handler!(|w, i, m| map1(w, i, m, |a| { both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::exp2)) }))
+            }
             ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a & 0x7fff)),
             ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a ^ 0x8000)),
             ("add", true) => {

@@ -110,7 +110,13 @@ impl Element {
     fn encode(self, value: f64) -> u64 {
         match self {
             Element::F16 => u64::from(to_f16(value, 0)),
-            Element::F64 => if value.is_nan() { 0xfff8_0000_0000_0000 } else { value.to_bits() },
+            Element::F64 => {
+                if value.is_nan() {
+                    0xfff8_0000_0000_0000
+                } else {
+                    value.to_bits()
+                }
+            }
             _ => {
                 let value = value as f32;
                 u64::from(if value.is_nan() { 0x7fff_ffff } else { value.to_bits() })
@@ -222,7 +228,14 @@ pub(crate) enum Part {
 }
 
 /// Row and column of an element of a fragment.
-fn place(shape: Shape, part: Part, op: Operand, lane: usize, register: usize, piece: usize) -> (usize, usize) {
+fn place(
+    shape: Shape,
+    part: Part,
+    op: Operand,
+    lane: usize,
+    register: usize,
+    piece: usize,
+) -> (usize, usize) {
     let per = op.per();
     if shape.wmma {
         let (height, width) = match part {
@@ -232,7 +245,11 @@ fn place(shape: Shape, part: Part, op: Operand, lane: usize, register: usize, pi
         };
         let each = (height * width / LANES).max(1);
         let index = lane * each + (register * per + piece) % each;
-        return if part == Part::B { (index % height, index / height) } else { (index / width, index % width) };
+        return if part == Part::B {
+            (index % height, index / height)
+        } else {
+            (index / width, index % width)
+        };
     }
     let (group, tid) = (lane / 4, lane % 4);
     match part {
@@ -280,8 +297,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
             }
             out
         };
-        let (ma, mb, mc) =
-            (collect(Part::A, a, m, k), collect(Part::B, b, k, n), collect(Part::C, c, m, n));
+        let (ma, mb, mc) = (collect(Part::A, a, m, k), collect(Part::B, b, k, n), collect(Part::C, c, m, n));
         let mut out = vec![0u64; m * n];
         for row in 0..m {
             for col in 0..n {
@@ -294,8 +310,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                             _ => a.element.integer(x) * b.element.integer(y),
                         }
                     });
-                    let sum =
-                        if shape.saturate { sum.clamp(i32::MIN.into(), i32::MAX.into()) } else { sum };
+                    let sum = if shape.saturate { sum.clamp(i32::MIN.into(), i32::MAX.into()) } else { sum };
                     u64::from(sum as u32)
                 } else if a.element == Element::F64 {
                     let sum = pairs.fold(f64::from_bits(start), |sum, (x, y)| {
@@ -359,7 +374,8 @@ unsafe fn move_fragment<P: Place, const STORE: bool>(w: &mut Warp, i: &Inst, mas
                     let (row, col) = place(shape, part, op, lane, register, piece);
                     let (outer, inner) = if columns { (col, row) } else { (row, col) };
                     let index = outer * strides[lane] as usize + inner;
-                    let (offset, size) = if bits < 8 { (index * bits / 8, 1) } else { (index * bits / 8, bits / 8) };
+                    let (offset, size) =
+                        if bits < 8 { (index * bits / 8, 1) } else { (index * bits / 8, bits / 8) };
                     let address = addresses[lane].wrapping_add(offset as u64);
                     let access = if STORE { "write" } else { "read" };
                     let Some(p) = locate::<P>(w, lane, address, size as u32, access) else {

@@ -43,6 +43,7 @@ pub(crate) mod memory;
 pub(crate) mod moves;
 pub(crate) mod rows;
 pub(crate) mod special;
+pub(crate) mod texture;
 pub(crate) mod warp;
 pub(crate) mod warp_ops;
 

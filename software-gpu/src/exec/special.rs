@@ -87,6 +87,9 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             }),
             "%warpid" => same!(u32, |w| w.index),
             "%nwarpid" => same!(u32, |w| 64),
+            // Where a cooperative grid's blocks meet, as the CUDA headers look for it; zero for other launches.
+            "%envreg1" => same!(u32, |w| (w.block().run().workspace >> 32) as u32),
+            "%envreg2" => same!(u32, |w| w.block().run().workspace as u32),
             "%smid" => same!(u32, |w| worker()),
             "%nsmid" => same!(u32, |w| w.block().run().gpu.properties.multiprocessors),
             "%lanemask_eq" => lanes32!(|w, l| {

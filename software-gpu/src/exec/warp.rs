@@ -619,8 +619,7 @@ impl Warp {
                 let same = lanes_equal(&members, first, mask);
                 if same == mask && first & self.live & !mask == 0 {
                     // SAFETY: the lowering made the instruction's operands for its handler.
-                    if inst.kind == Kind::Converge
-                        && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault
+                    if inst.kind == Kind::Converge && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault
                     {
                         return Step::Fault;
                     }

@@ -280,12 +280,34 @@ impl<'a> Lowering<'a, '_> {
             .one_of(&["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"])
             .unwrap_or("");
         let name = if mods.has("noftz") { format!("{op}.noftz") } else { op.to_string() };
+        let vector = mods.one_of(&["v2", "v4", "v8"]);
         let has_result = inst.name == "atom";
         let at = usize::from(has_result);
         let (row, narrow, offset, implied) = self.address_row(self.operand(inst, at)?)?;
         let space = named.or(implied).unwrap_or(Space::Generic);
         let handler = self.found(inst, atomic::handler(&name, ty, space), &mods)?;
         let Some(bits) = type_bits(ty) else { return self.unknown(inst) };
+        let flags = if narrow { ADDRESS_32 } else { 0 };
+        if let Some(vector) = vector {
+            // Each element is an atomic operation of its own.
+            let Operand::Vector(sources) = self.operand(inst, at + 1)? else { return self.unknown(inst) };
+            let count: usize = vector[1..].parse().unwrap_or(0);
+            if sources.len() != count || op == "cas" {
+                return self.unknown(inst);
+            }
+            let rows = sources.iter().map(|s| self.source(s, ty)).collect::<Result<Vec<_>>>()?;
+            let mut to = vec![NONE; count];
+            if let (true, Operand::Vector(list)) = (has_result, self.operand(inst, 0)?) {
+                for (slot, dst) in to.iter_mut().zip(list) {
+                    *slot = if *dst == Operand::Sink { NONE } else { self.destination(dst, bits)? };
+                }
+            }
+            for n in 0..count {
+                let offset = offset + (n as u32 * bits / 8) as i64;
+                self.emit_flags(handler, [to[n], rows[n], rows[n], 0, row, 0], offset, flags);
+            }
+            return Ok(());
+        }
         let b = self.source(self.operand(inst, at + 1)?, ty)?;
         let c = if op == "cas" { self.source(self.operand(inst, at + 2)?, ty)? } else { b };
         let to = match self.operand(inst, 0)? {
@@ -293,7 +315,7 @@ impl<'a> Lowering<'a, '_> {
             dst if has_result => self.destination(dst, bits)?,
             _ => NONE,
         };
-        self.emit_flags(handler, [to, b, c, 0, row, 0], offset, if narrow { ADDRESS_32 } else { 0 });
+        self.emit_flags(handler, [to, b, c, 0, row, 0], offset, flags);
         Ok(())
     }
 

@@ -159,7 +159,9 @@ impl<'a> Lowering<'a, '_> {
         }
         let ops = &inst.operands;
         match what {
-            "init" => self.act(Action::Init, self.operand(inst, 0)?, Some(self.operand(inst, 1)?), None, NONE),
+            "init" => {
+                self.act(Action::Init, self.operand(inst, 0)?, Some(self.operand(inst, 1)?), None, NONE)
+            }
             "inval" => self.act(Action::Invalidate, self.operand(inst, 0)?, None, None, NONE),
             "expect_tx" | "complete_tx" => {
                 let action = if what == "expect_tx" { Action::Expect } else { Action::Complete };
@@ -169,11 +171,8 @@ impl<'a> Lowering<'a, '_> {
                 // A state is given unless the barrier is another block's; there is no other in a cluster of one.
                 let has_state = !remote && matches!(ops.first(), Some(Operand::Name(..) | Operand::Sink));
                 let at = usize::from(!matches!(ops.first(), Some(Operand::Address(..))));
-                let state = if has_state && ops[0] != Operand::Sink {
-                    self.destination(&ops[0], 64)?
-                } else {
-                    NONE
-                };
+                let state =
+                    if has_state && ops[0] != Operand::Sink { self.destination(&ops[0], 64)? } else { NONE };
                 let last = ops.get(at + 1);
                 let drop = what == "arrive_drop";
                 let action = match (drop, expect) {

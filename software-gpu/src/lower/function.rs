@@ -455,7 +455,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
     }
 
     fn special_register(&mut self, name: &'a str, bits: u32) -> Result<u32> {
-        if name.starts_with("%envreg") || name.starts_with("%pm") || name.starts_with("%reserved_smem") {
+        let meeting = matches!(name, "%envreg1" | "%envreg2");
+        if !meeting && name.starts_with("%envreg")
+            || name.starts_with("%pm")
+            || name.starts_with("%reserved_smem")
+        {
             return Ok(self.constant(bits, 0));
         }
         if name == "%is_explicit_cluster" {

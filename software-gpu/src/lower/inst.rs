@@ -133,10 +133,12 @@ impl<'a> Lowering<'a, '_> {
             "cvt" => self.lower_cvt(inst),
             "bra" | "brx" | "call" | "ret" | "exit" | "trap" | "brkpt" | "bar" | "barrier" | "membar"
             | "fence" | "nanosleep" | "pmevent" | "griddepcontrol" => self.lower_control(inst),
- "mma" => self.lower_mma(inst, false),
+            "mma" => self.lower_mma(inst, false),
             "wmma" => self.lower_wmma(inst),
             "ldmatrix" | "stmatrix" => self.lower_eights(inst),
             "movmatrix" => self.lower_movmatrix(inst),
+            "tex" | "tld4" | "txq" | "suq" => self.lower_texture(inst),
+            "suld" | "sust" => self.lower_surface(inst),
             "cp" => self.lower_copy_async(inst),
             "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),

@@ -28,9 +28,7 @@ impl<'a> Lowering<'a, '_> {
             }
         };
         let ty = super::function::unsigned(bits);
-        list.iter()
-            .map(|op| if output { self.destination(op, bits) } else { self.source(op, ty) })
-            .collect()
+        list.iter().map(|op| if output { self.destination(op, bits) } else { self.source(op, ty) }).collect()
     }
 
     fn aligned(&mut self, handler: Handler, mut r: [u32; 6], imm: i64, flags: u8) {

@@ -9,6 +9,7 @@ mod function;
 mod inst;
 mod matrix;
 pub(crate) mod program;
+mod texture;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

@@ -420,8 +420,17 @@ impl<'a> Parser<'a> {
             if !kernel && self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
         let name = self.ident()?;
         let params = if self.peek() == Token::Punct(b'(') { self.parameters()? } else { Vec::new() };
-        let mut f =
-            Function { name, linkage, kernel, returns, params, body: None, max_ntid: None, req_ntid: None, line };
+        let mut f = Function {
+            name,
+            linkage,
+            kernel,
+            returns,
+            params,
+            body: None,
+            max_ntid: None,
+            req_ntid: None,
+            line,
+        };
         loop {
             match self.peek() {
                 Token::Dot("maxntid") => {

@@ -89,33 +89,130 @@ fn register(ty: &str) -> u32 {
 }
 
 const F32: [u32; 44] = [
-    0, 0x8000_0000, 1, 0x8000_0001, 0x007f_ffff, 0x807f_ffff, 0x0080_0000, 0x8080_0000, 0x0080_0001, 0x3f80_0000,
-    0xbf80_0000, 0x3f80_0001, 0x3f7f_ffff, 0x3fc0_0000, 0xbfc0_0000, 0x4000_0000, 0x4020_0000, 0x4060_0000, 0x3f00_0000,
-    0xbf00_0000, 0x3dcc_cccd, 0x4049_0fdb, 0xc049_0fdb, 0x7f7f_ffff, 0xff7f_ffff, 0x7f80_0000, 0xff80_0000, 0x7fc0_0000,
-    0x7f80_0001, 0xffc1_2345, 0x1e3c_e508, 0x60ad_78ec, 0x4f00_0000, 0xcf00_0000, 0x4f80_0000, 0x5f00_0000, 0xdf00_0000,
-    0x4b80_0000, 0x4b7f_ffff, 0x437f_0000, 0xc300_0000, 0x477f_e000, 0x0000_0003, 0x7effffff,
+    0,
+    0x8000_0000,
+    1,
+    0x8000_0001,
+    0x007f_ffff,
+    0x807f_ffff,
+    0x0080_0000,
+    0x8080_0000,
+    0x0080_0001,
+    0x3f80_0000,
+    0xbf80_0000,
+    0x3f80_0001,
+    0x3f7f_ffff,
+    0x3fc0_0000,
+    0xbfc0_0000,
+    0x4000_0000,
+    0x4020_0000,
+    0x4060_0000,
+    0x3f00_0000,
+    0xbf00_0000,
+    0x3dcc_cccd,
+    0x4049_0fdb,
+    0xc049_0fdb,
+    0x7f7f_ffff,
+    0xff7f_ffff,
+    0x7f80_0000,
+    0xff80_0000,
+    0x7fc0_0000,
+    0x7f80_0001,
+    0xffc1_2345,
+    0x1e3c_e508,
+    0x60ad_78ec,
+    0x4f00_0000,
+    0xcf00_0000,
+    0x4f80_0000,
+    0x5f00_0000,
+    0xdf00_0000,
+    0x4b80_0000,
+    0x4b7f_ffff,
+    0x437f_0000,
+    0xc300_0000,
+    0x477f_e000,
+    0x0000_0003,
+    0x7effffff,
 ];
 const F64: [u64; 34] = [
-    0, 1 << 63, 1, 0x8000_0000_0000_0001, 0x000f_ffff_ffff_ffff, 0x0010_0000_0000_0000, 0x8010_0000_0000_0000,
-    0x3ff0_0000_0000_0000, 0xbff0_0000_0000_0000, 0x3ff0_0000_0000_0001, 0x3fef_ffff_ffff_ffff, 0x3ff8_0000_0000_0000,
-    0x4000_0000_0000_0000, 0x4004_0000_0000_0000, 0x3fe0_0000_0000_0000, 0xbfe0_0000_0000_0000, 0x3fb9_9999_9999_999a,
-    0x7fef_ffff_ffff_ffff, 0xffef_ffff_ffff_ffff, 0x7ff0_0000_0000_0000, 0xfff0_0000_0000_0000, 0x7ff8_0000_0000_0000,
-    0x7ff0_0000_0000_0001, 0xfff8_1234_5678_9abc, 0x41e0_0000_0000_0000, 0x43e0_0000_0000_0000, 0xc3e0_0000_0000_0000,
-    0x43f0_0000_0000_0000, 0x4340_0000_0000_0000, 0x47ef_ffff_f000_0000, 0x3690_0000_0000_0000, 0x36a0_0000_0000_0000,
-    0x380f_ffff_ffff_ffff, 0x7fe0_0000_0000_0000,
+    0,
+    1 << 63,
+    1,
+    0x8000_0000_0000_0001,
+    0x000f_ffff_ffff_ffff,
+    0x0010_0000_0000_0000,
+    0x8010_0000_0000_0000,
+    0x3ff0_0000_0000_0000,
+    0xbff0_0000_0000_0000,
+    0x3ff0_0000_0000_0001,
+    0x3fef_ffff_ffff_ffff,
+    0x3ff8_0000_0000_0000,
+    0x4000_0000_0000_0000,
+    0x4004_0000_0000_0000,
+    0x3fe0_0000_0000_0000,
+    0xbfe0_0000_0000_0000,
+    0x3fb9_9999_9999_999a,
+    0x7fef_ffff_ffff_ffff,
+    0xffef_ffff_ffff_ffff,
+    0x7ff0_0000_0000_0000,
+    0xfff0_0000_0000_0000,
+    0x7ff8_0000_0000_0000,
+    0x7ff0_0000_0000_0001,
+    0xfff8_1234_5678_9abc,
+    0x41e0_0000_0000_0000,
+    0x43e0_0000_0000_0000,
+    0xc3e0_0000_0000_0000,
+    0x43f0_0000_0000_0000,
+    0x4340_0000_0000_0000,
+    0x47ef_ffff_f000_0000,
+    0x3690_0000_0000_0000,
+    0x36a0_0000_0000_0000,
+    0x380f_ffff_ffff_ffff,
+    0x7fe0_0000_0000_0000,
 ];
 const F16: [u16; 30] = [
-    0, 0x8000, 1, 0x8001, 0x3ff, 0x83ff, 0x400, 0x8400, 0x401, 0x3c00, 0xbc00, 0x3c01, 0x3bff, 0x3e00, 0x4000, 0x4100,
-    0x3800, 0xb800, 0x2e66, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e00, 0x7c01, 0xfe12, 0x6400, 0x6401, 0x57f8, 0xd800,
+    0, 0x8000, 1, 0x8001, 0x3ff, 0x83ff, 0x400, 0x8400, 0x401, 0x3c00, 0xbc00, 0x3c01, 0x3bff, 0x3e00,
+    0x4000, 0x4100, 0x3800, 0xb800, 0x2e66, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e00, 0x7c01, 0xfe12, 0x6400,
+    0x6401, 0x57f8, 0xd800,
 ];
 const BF16: [u16; 30] = [
-    0, 0x8000, 1, 0x8001, 0x7f, 0x807f, 0x80, 0x8080, 0x81, 0x3f80, 0xbf80, 0x3f81, 0x3f7f, 0x3fc0, 0x4000, 0x4020, 0x3f00,
-    0xbf00, 0x3dcc, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0x7f81, 0xffc1, 0x4f00, 0x4b80, 0x437f, 0xc300,
+    0, 0x8000, 1, 0x8001, 0x7f, 0x807f, 0x80, 0x8080, 0x81, 0x3f80, 0xbf80, 0x3f81, 0x3f7f, 0x3fc0, 0x4000,
+    0x4020, 0x3f00, 0xbf00, 0x3dcc, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0x7f81, 0xffc1, 0x4f00, 0x4b80,
+    0x437f, 0xc300,
 ];
 const INT: [u64; 32] = [
-    0, 1, 2, 3, u64::MAX, u64::MAX - 1, 1 << 63, i64::MAX as u64, i64::MAX as u64 - 1, 0x5555_5555_5555_5555,
-    0xaaaa_aaaa_aaaa_aaaa, (1 << 63) | 1, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 0x7fff, 0x8000, 0xffff,
-    0x1_0000, 0x7fff_ffff, 0x8000_0000,
+    0,
+    1,
+    2,
+    3,
+    u64::MAX,
+    u64::MAX - 1,
+    1 << 63,
+    i64::MAX as u64,
+    i64::MAX as u64 - 1,
+    0x5555_5555_5555_5555,
+    0xaaaa_aaaa_aaaa_aaaa,
+    (1 << 63) | 1,
+    7,
+    8,
+    15,
+    16,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    0x7fff,
+    0x8000,
+    0xffff,
+    0x1_0000,
+    0x7fff_ffff,
+    0x8000_0000,
 ];
 
 fn value(ty: &str, r: &mut Random) -> u64 {
@@ -124,7 +221,9 @@ fn value(ty: &str, r: &mut Random) -> u64 {
     match ty {
         "f32" if edge => u64::from(F32[r.below(F32.len())]),
         // Numbers of like size make sums and quotients interesting.
-        "f32" if r.below(3) > 0 => random & 0x807f_ffff | (0x3f80_0000 - ((random >> 40) % 24 << 23)) + (12 << 23),
+        "f32" if r.below(3) > 0 => {
+            random & 0x807f_ffff | (0x3f80_0000 - (((random >> 40) % 24) << 23) + (12 << 23))
+        }
         "f64" if edge => F64[r.below(F64.len())],
         "f64" if r.below(3) > 0 => random & 0x800f_ffff_ffff_ffff | (1023 - 26 + r.below(52) as u64) << 52,
         "f16" if edge => u64::from(F16[r.below(F16.len())]),
@@ -134,7 +233,9 @@ fn value(ty: &str, r: &mut Random) -> u64 {
         "bf16x2" => value("bf16", r) | value("bf16", r) << 16,
         "u16x2" | "s16x2" => value("u16", r) | value("u16", r) << 16,
         // A shift's amount.
-        "amount" => [0, 1, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 255, 256, 0xffff_ffff, random & 63][r.below(16)],
+        "amount" => {
+            [0, 1, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 255, 256, 0xffff_ffff, random & 63][r.below(16)]
+        }
         "small" => random & 255,
         "lanes" => random & 31,
         "nonzero" => value("u64", r).max(1) & 0xffff | 1,
@@ -193,7 +294,9 @@ impl Corpus {
                 t => t,
             })
             .collect();
-        let seed = name.bytes().fold(88_172_645_463_325_252, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+        let seed = name
+            .bytes()
+            .fold(88_172_645_463_325_252, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
         let mut r = Random(seed | 1);
         let inputs = (0..self.threads)
             .map(|_| {
@@ -221,10 +324,26 @@ impl Corpus {
 
     fn compare(&mut self, name: &str, ty: &str) {
         if ty == "f16" || ty == "bf16" {
-            self.work(name, &format!("{name} %p, %a, %b; selp.u32 %d, 1, 0, %p;"), &[ty, ty], "u32", false, Check::Exact);
+            self.work(
+                name,
+                &format!("{name} %p, %a, %b; selp.u32 %d, 1, 0, %p;"),
+                &[ty, ty],
+                "u32",
+                false,
+                Check::Exact,
+            );
             return;
         }
-        self.work(name, &format!("{name} %p|%q, %a, %b; selp.u32 %d, 1, 0, %p; selp.u32 %x1, 2, 0, %q; or.b32 %d, %d, %x1;"), &[ty, ty], "u32", false, Check::Exact);
+        self.work(
+            name,
+            &format!(
+                "{name} %p|%q, %a, %b; selp.u32 %d, 1, 0, %p; selp.u32 %x1, 2, 0, %q; or.b32 %d, %d, %x1;"
+            ),
+            &[ty, ty],
+            "u32",
+            false,
+            Check::Exact,
+        );
     }
 }
 
@@ -234,8 +353,8 @@ const ROUND: [&str; 4] = ["rn", "rz", "rm", "rp"];
 /// The type with a lifetime that a case may keep.
 fn keep(ty: &str) -> &'static str {
     const ALL: [&str; 24] = [
-        "u8", "s8", "u16", "s16", "b16", "u32", "s32", "b32", "u64", "s64", "b64", "f16", "bf16", "f16x2", "bf16x2", "f32",
-        "f64", "u16x2", "s16x2", "amount", "small", "lanes", "nonzero", "pred",
+        "u8", "s8", "u16", "s16", "b16", "u32", "s32", "b32", "u64", "s64", "b64", "f16", "bf16", "f16x2",
+        "bf16x2", "f32", "f64", "u16x2", "s16x2", "amount", "small", "lanes", "nonzero", "pred",
     ];
     ALL.iter().find(|t| **t == ty).copied().unwrap_or("u32")
 }
@@ -256,9 +375,26 @@ fn integers(c: &mut Corpus) {
             let ins = if op == "div" || op == "rem" { [ty, "nonzero"] } else { [ty, ty] };
             if ins[1] == "nonzero" {
                 let w = bits(ty);
-                let narrow = if w == 32 { "mov.b32 %x0, %b".to_string() } else { format!("cvt.u{w}.u32 %{}0, %b", if w == 16 { "h" } else { "y" }) };
-                let b = if w == 16 { "%h0" } else if w == 32 { "%x0" } else { "%y0" };
-                c.work(&format!("{op}.{ty}"), &format!("{narrow}; {op}.{ty} %d, %a, {b};"), &ins, t, false, Check::Exact);
+                let narrow = if w == 32 {
+                    "mov.b32 %x0, %b".to_string()
+                } else {
+                    format!("cvt.u{w}.u32 %{}0, %b", if w == 16 { "h" } else { "y" })
+                };
+                let b = if w == 16 {
+                    "%h0"
+                } else if w == 32 {
+                    "%x0"
+                } else {
+                    "%y0"
+                };
+                c.work(
+                    &format!("{op}.{ty}"),
+                    &format!("{narrow}; {op}.{ty} %d, %a, {b};"),
+                    &ins,
+                    t,
+                    false,
+                    Check::Exact,
+                );
             } else {
                 c.op(&format!("{op}.{ty}"), t, &ins);
             }
@@ -285,7 +421,10 @@ fn integers(c: &mut Corpus) {
         c.op(&format!("shr.{ty}"), t, &[ty, "amount"]);
         c.op(&format!("selp.{ty}"), t, &[ty, ty]);
         if let Some(case) = c.cases.last_mut() {
-            case.body = case.body.replace(&format!("selp.{ty} %d, %a, %b"), &format!("setp.lt.u32 %p, %lane, 13;\n  selp.{ty} %d, %a, %b, %p"));
+            case.body = case.body.replace(
+                &format!("selp.{ty} %d, %a, %b"),
+                &format!("setp.lt.u32 %p, %lane, 13;\n  selp.{ty} %d, %a, %b, %p"),
+            );
         }
     }
     for op in ["mul24.lo", "mul24.hi", "mad24.lo", "mad24.hi"] {
@@ -297,7 +436,9 @@ fn integers(c: &mut Corpus) {
     c.op("add.sat.s32", "s32", &["s32", "s32"]);
     c.op("sub.sat.s32", "s32", &["s32", "s32"]);
     c.op("mad.hi.sat.s32", "s32", &["s32", "s32", "s32"]);
-    for (op, types) in [("add", &["u16x2", "s16x2"][..]), ("min", &["u16x2", "s16x2"]), ("max", &["u16x2", "s16x2"])] {
+    for (op, types) in
+        [("add", &["u16x2", "s16x2"][..]), ("min", &["u16x2", "s16x2"]), ("max", &["u16x2", "s16x2"])]
+    {
         for ty in types {
             c.op(&format!("{op}.{ty}"), keep(ty), &[ty, ty]);
         }
@@ -309,11 +450,32 @@ fn integers(c: &mut Corpus) {
     for ty in ["u32", "s32", "u64", "s64"] {
         let t = keep(ty);
         for op in ["add", "sub"] {
-            c.work(&format!("{op}.cc+{op}c.{ty}"), &format!("{op}.cc.{ty} %d, %a, %b; {op}c.{ty} %e, %b, %c;"), &[ty, ty, ty], t, true, Check::Exact);
-            c.work(&format!("{op}c.cc.{ty}"), &format!("{op}.cc.{ty} %d, %a, %b; {op}c.cc.{ty} %d, %c, %a; {op}c.{ty} %e, %b, %c;"), &[ty, ty, ty], t, true, Check::Exact);
+            c.work(
+                &format!("{op}.cc+{op}c.{ty}"),
+                &format!("{op}.cc.{ty} %d, %a, %b; {op}c.{ty} %e, %b, %c;"),
+                &[ty, ty, ty],
+                t,
+                true,
+                Check::Exact,
+            );
+            c.work(
+                &format!("{op}c.cc.{ty}"),
+                &format!("{op}.cc.{ty} %d, %a, %b; {op}c.cc.{ty} %d, %c, %a; {op}c.{ty} %e, %b, %c;"),
+                &[ty, ty, ty],
+                t,
+                true,
+                Check::Exact,
+            );
         }
         for half in ["lo", "hi"] {
-            c.work(&format!("mad.{half}.cc+madc.{ty}"), &format!("mad.{half}.cc.{ty} %d, %a, %b, %c; madc.hi.{ty} %e, %b, %c, %a;"), &[ty, ty, ty], t, true, Check::Exact);
+            c.work(
+                &format!("mad.{half}.cc+madc.{ty}"),
+                &format!("mad.{half}.cc.{ty} %d, %a, %b, %c; madc.hi.{ty} %e, %b, %c, %a;"),
+                &[ty, ty, ty],
+                t,
+                true,
+                Check::Exact,
+            );
         }
     }
     for w in ["b16", "b32", "b64"] {
@@ -344,7 +506,14 @@ fn integers(c: &mut Corpus) {
         }
     }
     for lut in [0x00, 0x01, 0x80, 0x96, 0xe8, 0xca, 0x3c, 0xff, 0x6a] {
-        c.work(&format!("lop3.b32 {lut:#x}"), &format!("lop3.b32 %d, %a, %b, %c, {lut};"), &["b32", "b32", "b32"], "b32", false, Check::Exact);
+        c.work(
+            &format!("lop3.b32 {lut:#x}"),
+            &format!("lop3.b32 %d, %a, %b, %c, {lut};"),
+            &["b32", "b32", "b32"],
+            "b32",
+            false,
+            Check::Exact,
+        );
     }
     c.op("prmt.b32", "b32", &["b32", "b32", "b32"]);
     for m in ["f4e", "b4e", "rc8", "ecl", "ecr", "rc16"] {
@@ -410,7 +579,9 @@ fn floats(c: &mut Corpus) {
         c.near(&format!("cos.approx{ftz}.f32"), "f32", &["f32"], Check::Wave(-60.0, -20.5, 6.2831855));
         c.near(&format!("lg2.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-22.0, -22.0));
         c.near(&format!("ex2.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-21.9, -150.0));
-        for cmp in ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"] {
+        for cmp in
+            ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
+        {
             c.compare(&format!("setp.{cmp}{ftz}.f32"), "f32");
         }
     }
@@ -444,7 +615,14 @@ fn floats(c: &mut Corpus) {
     }
     for ty in ["f32", "f64"] {
         for test in ["finite", "infinite", "number", "notanumber", "normal", "subnormal"] {
-            c.work(&format!("testp.{test}.{ty}"), &format!("testp.{test}.{ty} %p, %a; selp.u32 %d, 1, 0, %p;"), &[ty], "u32", false, Check::Exact);
+            c.work(
+                &format!("testp.{test}.{ty}"),
+                &format!("testp.{test}.{ty} %p, %a; selp.u32 %d, 1, 0, %p;"),
+                &[ty],
+                "u32",
+                false,
+                Check::Exact,
+            );
         }
     }
     for ty in ["f16", "f16x2", "bf16", "bf16x2"] {
@@ -468,9 +646,20 @@ fn floats(c: &mut Corpus) {
                 c.op(&format!("{op}{ftz}.{ty}"), t, &[ty]);
             }
         }
-        c.near(&format!("tanh.approx.{ty}"), t, &[ty], if ty.starts_with('b') { Check::Near(-7.9, -8.0) } else { Check::Near(-10.0, -10.9) });
-        let ex2 = if ty.starts_with('b') { format!("ex2.approx.ftz.{ty}") } else { format!("ex2.approx.{ty}") };
-        c.near(&ex2, t, &[ty], if ty.starts_with('b') { Check::Near(-7.0, -134.0) } else { Check::Near(-9.9, -24.0) });
+        c.near(
+            &format!("tanh.approx.{ty}"),
+            t,
+            &[ty],
+            if ty.starts_with('b') { Check::Near(-7.9, -8.0) } else { Check::Near(-10.0, -10.9) },
+        );
+        let ex2 =
+            if ty.starts_with('b') { format!("ex2.approx.ftz.{ty}") } else { format!("ex2.approx.{ty}") };
+        c.near(
+            &ex2,
+            t,
+            &[ty],
+            if ty.starts_with('b') { Check::Near(-7.0, -134.0) } else { Check::Near(-9.9, -24.0) },
+        );
     }
 }
 
@@ -568,41 +757,127 @@ fn conversions(c: &mut Corpus) {
 fn warps(c: &mut Corpus) {
     for mode in ["up", "down", "bfly", "idx"] {
         for clamp in [0x00, 0x1f, 0x181f, 0x1807, 0x1c03, 0x0f1f] {
-            c.work(&format!("shfl.sync.{mode}.b32 {clamp:#x}"), &format!("shfl.sync.{mode}.b32 %d|%p, %a, %b, {clamp}, -1; selp.b32 %e, 1, 0, %p;"), &["b32", "lanes"], "b32", true, Check::Exact);
+            c.work(
+                &format!("shfl.sync.{mode}.b32 {clamp:#x}"),
+                &format!("shfl.sync.{mode}.b32 %d|%p, %a, %b, {clamp}, -1; selp.b32 %e, 1, 0, %p;"),
+                &["b32", "lanes"],
+                "b32",
+                true,
+                Check::Exact,
+            );
         }
     }
     // A source lane that differs by lane, with lanes missing: the members are those of the branch.
     c.work("shfl.sync.idx.b32 in a branch", "setp.lt.u32 %p, %lane, 11; mov.b32 %d, %a; @%p shfl.sync.bfly.b32 %d, %a, 1, 0x1f, 0x7ff; mov.b32 %d, %d;", &["b32"], "b32", false, Check::Exact);
     for op in ["add", "min", "max"] {
         for ty in ["u32", "s32"] {
-            c.work(&format!("redux.sync.{op}.{ty}"), &format!("redux.sync.{op}.{ty} %d, %a, -1;"), &[ty], keep(ty), false, Check::Exact);
+            c.work(
+                &format!("redux.sync.{op}.{ty}"),
+                &format!("redux.sync.{op}.{ty} %d, %a, -1;"),
+                &[ty],
+                keep(ty),
+                false,
+                Check::Exact,
+            );
         }
     }
     for op in ["and", "or", "xor"] {
-        c.work(&format!("redux.sync.{op}.b32"), &format!("redux.sync.{op}.b32 %d, %a, -1;"), &["b32"], "b32", false, Check::Exact);
+        c.work(
+            &format!("redux.sync.{op}.b32"),
+            &format!("redux.sync.{op}.b32 %d, %a, -1;"),
+            &["b32"],
+            "b32",
+            false,
+            Check::Exact,
+        );
     }
     for mode in ["all", "any", "uni"] {
         c.work(&format!("vote.sync.{mode}.pred"), &format!("and.b32 %x0, %a, %t; setp.ne.u32 %p, %x0, 0; vote.sync.{mode}.pred %q, !%p, -1; selp.u32 %d, 1, 0, %q;"), &["u32"], "u32", false, Check::Exact);
     }
-    c.work("vote.sync.ballot.b32", "and.b32 %x0, %a, 1; setp.ne.u32 %p, %x0, 0; vote.sync.ballot.b32 %d, %p, -1;", &["u32"], "u32", false, Check::Exact);
-    c.work("match.any.sync.b32", "and.b32 %x0, %a, 3; match.any.sync.b32 %d, %x0, -1;", &["u32"], "u32", false, Check::Exact);
-    c.work("match.any.sync.b64", "and.b64 %y0, %a, 3; match.any.sync.b64 %d, %y0, -1;", &["u64"], "u32", false, Check::Exact);
-    c.work("match.all.sync.b32", "and.b32 %x0, %t, 0x20; match.all.sync.b32 %d|%p, %x0, -1; selp.b32 %e, 1, 0, %p;", &["u32"], "u32", true, Check::Exact);
-    c.work("match.all.sync.b32 differing", "match.all.sync.b32 %d|%p, %lane, -1; selp.b32 %e, 1, 0, %p;", &["u32"], "u32", true, Check::Exact);
-    c.work("redux.sync by match.any", "and.b32 %x0, %a, 3; match.any.sync.b32 %x1, %x0, -1; redux.sync.add.u32 %d, %b, %x1;", &["u32", "u32"], "u32", false, Check::Exact);
+    c.work(
+        "vote.sync.ballot.b32",
+        "and.b32 %x0, %a, 1; setp.ne.u32 %p, %x0, 0; vote.sync.ballot.b32 %d, %p, -1;",
+        &["u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
+    c.work(
+        "match.any.sync.b32",
+        "and.b32 %x0, %a, 3; match.any.sync.b32 %d, %x0, -1;",
+        &["u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
+    c.work(
+        "match.any.sync.b64",
+        "and.b64 %y0, %a, 3; match.any.sync.b64 %d, %y0, -1;",
+        &["u64"],
+        "u32",
+        false,
+        Check::Exact,
+    );
+    c.work(
+        "match.all.sync.b32",
+        "and.b32 %x0, %t, 0x20; match.all.sync.b32 %d|%p, %x0, -1; selp.b32 %e, 1, 0, %p;",
+        &["u32"],
+        "u32",
+        true,
+        Check::Exact,
+    );
+    c.work(
+        "match.all.sync.b32 differing",
+        "match.all.sync.b32 %d|%p, %lane, -1; selp.b32 %e, 1, 0, %p;",
+        &["u32"],
+        "u32",
+        true,
+        Check::Exact,
+    );
+    c.work(
+        "redux.sync by match.any",
+        "and.b32 %x0, %a, 3; match.any.sync.b32 %x1, %x0, -1; redux.sync.add.u32 %d, %b, %x1;",
+        &["u32", "u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
     c.work("vote.sync.ballot by match.any", "and.b32 %x0, %a, 3; match.any.sync.b32 %x1, %x0, -1; and.b32 %x2, %b, 1; setp.ne.u32 %p, %x2, 0; vote.sync.ballot.b32 %d, %p, %x1;", &["u32", "u32"], "u32", false, Check::Exact);
-    c.work("activemask", "mov.b32 %d, 0; setp.gt.u32 %p, %lane, 20; @%p activemask.b32 %d;", &["u32"], "u32", false, Check::Exact);
+    c.work(
+        "activemask",
+        "mov.b32 %d, 0; setp.gt.u32 %p, %lane, 20; @%p activemask.b32 %d;",
+        &["u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
     c.work("elect.sync", "elect.sync %d|%p, -1; selp.b32 %e, 1, 0, %p;", &["u32"], "u32", true, Check::Exact);
     c.work("elect.sync some", "setp.gt.u32 %q, %lane, 6; mov.b32 %d, 77; setp.eq.u32 %p, 1, 2; @%q elect.sync %d|%p, 0xffffff80; selp.b32 %e, 1, 0, %p;", &["u32"], "u32", true, Check::Exact);
     c.work("shfl.sync at two places", "setp.lt.u32 %p, %lane, 16; @%p bra L1; shfl.sync.bfly.b32 %d, %a, 16, 0x1f, -1; add.u32 %d, %d, 1; bra L2; L1:; shfl.sync.bfly.b32 %d, %a, 16, 0x1f, -1; L2:; ", &["u32"], "u32", false, Check::Exact);
-    for r in ["laneid", "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt", "tid.x", "ntid.x", "ctaid.x", "nctaid.x"] {
+    for r in [
+        "laneid",
+        "lanemask_eq",
+        "lanemask_le",
+        "lanemask_lt",
+        "lanemask_ge",
+        "lanemask_gt",
+        "tid.x",
+        "ntid.x",
+        "ctaid.x",
+        "nctaid.x",
+    ] {
         c.work(&format!("%{r}"), &format!("mov.u32 %d, %{r};"), &["u32"], "u32", false, Check::Exact);
     }
 }
 
 fn memory(c: &mut Corpus) {
     // Each thread has a word of its own; the result is what was there and what is there now.
-    let shared = |w: u32| format!(".shared .align 8 .b{w} mem[512]; mov.u32 %x7, mem; mad.lo.u32 %x7, %t, {}, %x7; st.shared.b{w} [%x7], %a; ", w / 8);
+    let shared = |w: u32| {
+        format!(
+            ".shared .align 8 .b{w} mem[512]; mov.u32 %x7, mem; mad.lo.u32 %x7, %t, {}, %x7; st.shared.b{w} [%x7], %a; ",
+            w / 8
+        )
+    };
     for (op, types) in [
         ("add", &["u32", "s32", "u64", "f32", "f64"][..]),
         ("min", &["u32", "s32", "u64", "s64"]),
@@ -617,8 +892,22 @@ fn memory(c: &mut Corpus) {
     ] {
         for ty in types {
             let w = bits(ty);
-            c.work(&format!("atom.shared.{op}.{ty}"), &format!("{}atom.shared.{op}.{ty} %d, [%x7], %b; ld.shared.b{w} %e, [%x7];", shared(w)), &[ty, ty], keep(ty), true, Check::Exact);
-            c.work(&format!("atom.global.{op}.{ty}"), &format!("atom.global.{op}.{ty} %d, [%pi], %b; ld.global.b{w} %e, [%pi];"), &[ty, ty], keep(ty), true, Check::Exact);
+            c.work(
+                &format!("atom.shared.{op}.{ty}"),
+                &format!("{}atom.shared.{op}.{ty} %d, [%x7], %b; ld.shared.b{w} %e, [%x7];", shared(w)),
+                &[ty, ty],
+                keep(ty),
+                true,
+                Check::Exact,
+            );
+            c.work(
+                &format!("atom.global.{op}.{ty}"),
+                &format!("atom.global.{op}.{ty} %d, [%pi], %b; ld.global.b{w} %e, [%pi];"),
+                &[ty, ty],
+                keep(ty),
+                true,
+                Check::Exact,
+            );
         }
     }
     for ty in ["b16", "b32", "b64"] {
@@ -627,12 +916,40 @@ fn memory(c: &mut Corpus) {
     }
     for w in [8u32, 16, 32] {
         for s in ["u", "s"] {
-            c.work(&format!("ld.global.{s}{w} into 32 bits"), &format!("ld.global.{s}{w} %d, [%pi];"), &["u32"], "u32", false, Check::Exact);
-            c.work(&format!("ld.global.{s}{w} into 64 bits"), &format!("ld.global.{s}{w} %d, [%pi];"), &["u32"], "u64", false, Check::Exact);
+            c.work(
+                &format!("ld.global.{s}{w} into 32 bits"),
+                &format!("ld.global.{s}{w} %d, [%pi];"),
+                &["u32"],
+                "u32",
+                false,
+                Check::Exact,
+            );
+            c.work(
+                &format!("ld.global.{s}{w} into 64 bits"),
+                &format!("ld.global.{s}{w} %d, [%pi];"),
+                &["u32"],
+                "u64",
+                false,
+                Check::Exact,
+            );
         }
     }
-    c.work("mov.b64 apart and together", "mov.b64 {%x0, %x1}, %a; mov.b64 %d, {%x1, %x0};", &["u64"], "u64", false, Check::Exact);
-    c.work("mov.b32 apart and together", "mov.b32 {%h0, %h1}, %a; mov.b32 %d, {%h1, %h0};", &["u32"], "u32", false, Check::Exact);
+    c.work(
+        "mov.b64 apart and together",
+        "mov.b64 {%x0, %x1}, %a; mov.b64 %d, {%x1, %x0};",
+        &["u64"],
+        "u64",
+        false,
+        Check::Exact,
+    );
+    c.work(
+        "mov.b32 apart and together",
+        "mov.b32 {%h0, %h1}, %a; mov.b32 %d, {%h1, %h0};",
+        &["u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
     c.work("st.v4.u8", ".shared .align 4 .b8 bytes[4096]; mov.u32 %x7, bytes; mad.lo.u32 %x7, %t, 4, %x7; st.shared.v4.u8 [%x7], {%a, %b, %c, %a}; ld.shared.u32 %d, [%x7];", &["u8", "u8", "u8"], "u32", false, Check::Exact);
 }
 
@@ -642,8 +959,21 @@ fn moves(c: &mut Corpus) {
     let ins = ["u32", "u32", "u32", "u32"];
     for trans in ["", ".trans"] {
         for (n, list) in [("x1", "{%d}"), ("x2", "{%d, %e}"), ("x4", "{%d, %x2, %x3, %e}")] {
-            let more = if n == "x1" { "mov.b32 %e, 0;" } else if n == "x4" { "mad.lo.u32 %d, %d, 3, %x2; mad.lo.u32 %e, %e, 5, %x3;" } else { "" };
-            c.work(&format!("ldmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16"), &format!("{fill}ldmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16 {list}, [%x5];{more}"), &ins, "u32", true, Check::Exact);
+            let more = if n == "x1" {
+                "mov.b32 %e, 0;"
+            } else if n == "x4" {
+                "mad.lo.u32 %d, %d, 3, %x2; mad.lo.u32 %e, %e, 5, %x3;"
+            } else {
+                ""
+            };
+            c.work(
+                &format!("ldmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16"),
+                &format!("{fill}ldmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16 {list}, [%x5];{more}"),
+                &ins,
+                "u32",
+                true,
+                Check::Exact,
+            );
             let list = match n {
                 "x1" => "{%a}",
                 "x2" => "{%a, %b}",
@@ -652,7 +982,14 @@ fn moves(c: &mut Corpus) {
             c.work(&format!("stmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16"), &format!("{fill}stmatrix.sync.aligned.m8n8.{n}{trans}.shared.b16 [%x5], {list}; bar.warp.sync -1; ld.shared.u32 %x2, [%x6]; ld.shared.u32 %x3, [%x6+4]; ld.shared.u32 %x4, [%x6+8]; ld.shared.u32 %x0, [%x6+20]; mad.lo.u32 %d, %x2, 3, %x3; mad.lo.u32 %e, %x4, 5, %x0;"), &ins, "u32", true, Check::Exact);
         }
     }
-    c.work("movmatrix.sync.aligned.m8n8.trans.b16", "movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;", &["u32"], "u32", false, Check::Exact);
+    c.work(
+        "movmatrix.sync.aligned.m8n8.trans.b16",
+        "movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;",
+        &["u32"],
+        "u32",
+        false,
+        Check::Exact,
+    );
 }
 
 /// Products of small matrices: the inputs are small whole numbers, so that every sum is exact whatever its order.
@@ -719,16 +1056,30 @@ fn matrices(c: &mut Corpus) {
                 at += 1;
             }
         }
-        let list = |name: &str, n: usize| (0..per(n)).map(|k| format!("%{name}{k}")).collect::<Vec<_>>().join(", ");
+        let list =
+            |name: &str, n: usize| (0..per(n)).map(|k| format!("%{name}{k}")).collect::<Vec<_>>().join(", ");
         let kind = if a == "b1" { ".and.popc" } else { "" };
         let layout = format!("mma.sync.aligned.{shape}.row.col.{d}.{a}.{b}.{acc}{kind}");
-        text.push_str(&format!("  {layout} {{{}}}, {{{}}}, {{{}}}, {{{}}};\n", list("d", counts[0]), list("a", counts[1]), list("b", counts[2]), list("c", counts[3])));
+        text.push_str(&format!(
+            "  {layout} {{{}}}, {{{}}}, {{{}}}, {{{}}};\n",
+            list("d", counts[0]),
+            list("a", counts[1]),
+            list("b", counts[2]),
+            list("c", counts[3])
+        ));
         for k in 0..per(counts[0]) {
             text.push_str(&format!("  st.global.b{w} [%po+{}], %d{k};\n", k * w / 8));
         }
         text.push_str("  ret;\n");
         // Threads read `rows` inputs each: the first 32 of them run.
-        c.cases.push(Case { name: layout, ty: "b32", out_bytes: counts[0] * 4, check: Check::Exact, body: text, inputs });
+        c.cases.push(Case {
+            name: layout,
+            ty: "b32",
+            out_bytes: counts[0] * 4,
+            check: Check::Exact,
+            body: text,
+            inputs,
+        });
     }
 }
 

@@ -4,8 +4,10 @@ set -eu
 cd "$(dirname "$0")"
 for source in *.cu; do
     name=${source%.cu}
-    nvcc -ptx -arch=compute_75 -O3 "$source" -o "$name.ptx"
-    nvcc -ptx -arch=compute_90 -Xcicc -O0 "$source" -o "$name.O0.ptx"
+    arch=compute_75
+    [ "$name" = features ] && arch=compute_90
+    nvcc -std=c++17 -ptx -arch=$arch -O3 "$source" -o "$name.ptx"
+    nvcc -std=c++17 -ptx -arch=compute_90 -Xcicc -O0 "$source" -o "$name.O0.ptx"
 done
 nvcc -fatbin -gencode arch=compute_75,code=compute_75 -gencode arch=compute_90,code=compute_90 programs.cu -o programs.zstd.fatbin
 nvcc -fatbin --compress-mode=none -arch=compute_80 programs.cu -o programs.plain.fatbin || true

@@ -74,7 +74,7 @@ rdma link add rxe0 type rxe netdev v0
 rdma link add rxe1 type rxe netdev v1
 ";
 
-const UP: &str = "for i in $(seq 100); do rdma link | grep -c 'state ACTIVE' | grep -qx 2 && exit 0; sleep 0.1; done; rdma link; exit 1";
+const UP: &str = "for i in $(seq 600); do rdma link | grep -c 'state ACTIVE' | grep -qx 2 && exit 0; sleep 0.1; done; rdma link; exit 1";
 
 /// RDMA's user space, unpacked; fetched if it is not there.
 pub fn userland() -> Result<PathBuf> {
@@ -113,9 +113,15 @@ pub fn builder() -> Result<Builder> {
 /// Boots a machine and brings its link up.
 pub fn boot(builder: Builder) -> Result<Machine> {
     let machine = builder.boot()?;
-    machine.check(NETWORK, Duration::from_secs(60)).context("setting up the machine's network")?;
-    machine.check(UP, Duration::from_secs(30)).context("waiting for the RDMA devices")?;
+    machine.check(NETWORK, Duration::from_secs(180)).context("setting up the machine's network")?;
+    wait_up(&machine)?;
     Ok(machine)
+}
+
+/// Waits until both RDMA devices have an active port.
+pub fn wait_up(machine: &Machine) -> Result<()> {
+    machine.check(UP, Duration::from_secs(120)).context("waiting for the RDMA devices")?;
+    Ok(())
 }
 
 /// QEMU's arguments for a network card with virtual functions, for [`virtual_function`]. Its port leads to a second card, which the other end's RDMA device is put on.
@@ -158,17 +164,17 @@ cd /
 /bin/ip link set peer0 up
 rdma link add rxevf type rxe netdev vf0
 rdma link add rxepeer type rxe netdev peer0
-for i in $(seq 100); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done
+for i in $(seq 600); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done
 rdma link; /bin/ip link; exit 1
 ";
 
 /// Makes a virtual function and puts an RDMA device on it: [`FUNCTION`], 10.0.2.2. The other end is `rxepeer`, 10.0.2.1.
 pub fn virtual_function(machine: &Machine) -> Result<()> {
-    machine.check(FUNCTIONS, Duration::from_secs(60)).context("making a virtual function")?;
+    machine.check(FUNCTIONS, Duration::from_secs(180)).context("making a virtual function")?;
     let driver =
-        machine.check("basename $(readlink /sys/class/net/vf0/device/driver)", Duration::from_secs(10))?;
+        machine.check("basename $(readlink /sys/class/net/vf0/device/driver)", Duration::from_secs(60))?;
     ensure!(driver == "igbvf", "the interface is driven by {driver}, so it is no virtual function");
-    let physical = machine.check("ls -d /sys/class/net/vf0/device/physfn", Duration::from_secs(10))?;
+    let physical = machine.check("ls -d /sys/class/net/vf0/device/physfn", Duration::from_secs(60))?;
     ensure!(!physical.is_empty(), "the interface has no physical function behind it");
     Ok(())
 }

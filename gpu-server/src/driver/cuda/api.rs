@@ -16,7 +16,7 @@ use protocol::Status;
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
 
 macro_rules! api {
-    ($($name:ident = $symbol:literal ($($arg:ty),*);)*) => {
+    ($($name:ident = $symbol:literal ($($arg:ty),* $(,)?);)*) => {
         /// Loaded functions, called through [`Api`]'s methods of the same names.
         pub struct Api {
             $($name: unsafe extern "C" fn($($arg),*) -> u32,)*
@@ -54,12 +54,18 @@ macro_rules! api {
     (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty)) => {
         api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f);
     };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty, $g:ty, $h:ty, $i:ty, $j:ty, $k:ty, $l:ty)) => {
+        api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f, g: $g, h: $h, i: $i, j: $j, k: $k, l: $l);
+    };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty, $g:ty, $h:ty, $i:ty, $j:ty, $k:ty, $l:ty, $m:ty, $n:ty, $o:ty)) => {
+        api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f, g: $g, h: $h, i: $i, j: $j, k: $k, l: $l, m: $m, n: $n, o: $o);
+    };
     (@write $name:ident $symbol:literal $($arg:ident: $ty:ty),*) => {
         #[doc = concat!("`", $symbol, "`. A failure is logged.")]
         ///
         /// # Safety
         /// As the driver API says of its arguments.
-        #[allow(dead_code)]
+        #[allow(dead_code, clippy::too_many_arguments)]
         pub unsafe fn $name(&self, $($arg: $ty),*) -> Result<(), Status> {
             // SAFETY: the caller's.
             let status = Status(unsafe { (self.$name)($($arg),*) });
@@ -139,6 +145,15 @@ api! {
     function_set_attribute = "cuFuncSetAttribute" (CUfunction, u32, c_int);
     function_cache_config = "cuFuncSetCacheConfig" (CUfunction, u32);
     occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags" (*mut c_int, CUfunction, c_int, usize, c_uint);
+    occupancy_clusters = "cuOccupancyMaxActiveClusters" (*mut c_int, CUfunction, *const CUlaunchConfig);
+    occupancy_cluster_size = "cuOccupancyMaxPotentialClusterSize" (*mut c_int, CUfunction, *const CUlaunchConfig);
+    tensor_map_tiled = "cuTensorMapEncodeTiled" (
+        *mut TensorMap, u32, u32, u64, *const u64, *const u64, *const u32, *const u32, u32, u32, u32, u32
+    );
+    tensor_map_im2col = "cuTensorMapEncodeIm2col" (
+        *mut TensorMap, u32, u32, u64, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, u32, u32, u32, u32
+    );
+    tensor_map_replace = "cuTensorMapReplaceAddress" (*mut TensorMap, u64);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
 }
 
@@ -173,6 +188,10 @@ impl AllocationProp {
     }
 }
 
+/// `CUtensorMap`.
+#[repr(C, align(64))]
+pub struct TensorMap(pub [u8; 128]);
+
 /// `CUmemAccessDesc`.
 #[repr(C)]
 pub struct AccessDesc {
@@ -189,6 +208,7 @@ impl AccessDesc {
 
 const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
+    assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
 };
 

@@ -5,8 +5,9 @@
 //!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
 //! ```
 //!
-//! The completer sleeps while nothing is awaited. While something is, it polls; when nothing comes for a while it naps between polls, and asks each context
-//! concerned whether it has failed: then everything awaited there ends with the context's error.
+//! The completer sleeps while nothing is awaited, after a look around of [`idle_poll`]: a program that synchronizes again and again does not pay for waking it. While
+//! something is awaited, it polls; when nothing comes for a while it naps between polls, and asks each context concerned whether it has failed: then everything
+//! awaited there ends with the context's error.
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -20,6 +21,15 @@ use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 
 /// Words in all: streams, staging slots and tickets.
 const WORDS: usize = 16 << 10;
+/// How long the completer looks for something new to wait for before it sleeps: not at all where there are too few processors.
+fn idle_poll() -> Duration {
+    match std::thread::available_parallelism().map_or(1, usize::from) {
+        1 | 2 => Duration::ZERO,
+        3..8 => Duration::from_micros(20),
+        _ => Duration::from_micros(100),
+    }
+}
+
 /// Polls at full speed for this long after something happened.
 const BUSY: Duration = Duration::from_micros(300);
 /// Then naps this long between polls, and after [`LONG`] this much longer.
@@ -243,6 +253,8 @@ struct Awaited {
 pub struct Completer {
     new: Mutex<Vec<Awaited>>,
     wake: Condvar,
+    /// Set, under the lock of `new`, while the thread waits for `wake`.
+    sleeps: AtomicBool,
     /// How many there are in `new`, for a look without the lock.
     count: AtomicU32,
     over: AtomicBool,
@@ -254,6 +266,7 @@ impl Completer {
         let completer = Arc::new(Completer {
             new: Mutex::default(),
             wake: Condvar::new(),
+            sleeps: AtomicBool::new(false),
             count: AtomicU32::new(0),
             over: AtomicBool::new(false),
         });
@@ -271,13 +284,18 @@ impl Completer {
         let mut new = self.lock();
         new.push(Awaited { word: Arc::clone(word), value, health: Arc::clone(health), end, ready: false });
         self.count.store(new.len() as u32, Ordering::Release);
+        let sleeps = self.sleeps.load(Ordering::Relaxed);
         drop(new);
-        self.wake.notify_one();
+        if sleeps {
+            self.wake.notify_one();
+        }
     }
 
     /// Calls no more ends; those awaited are dropped.
     pub fn stop(&self) {
         self.over.store(true, Ordering::Release);
+        // Under the lock, so that the thread is not between its look and its sleep.
+        drop(self.lock());
         self.wake.notify_one();
     }
 
@@ -289,12 +307,24 @@ impl Completer {
         let mut ready: Vec<Awaited> = Vec::new();
         let mut moved = Instant::now();
         let mut asked = moved;
+        let idle = idle_poll();
         while !self.over.load(Ordering::Acquire) {
+            if awaited.is_empty() {
+                let since = Instant::now();
+                while self.count.load(Ordering::Acquire) == 0
+                    && !self.over.load(Ordering::Acquire)
+                    && since.elapsed() < idle
+                {
+                    std::hint::spin_loop();
+                }
+            }
             if self.count.load(Ordering::Acquire) > 0 || awaited.is_empty() {
                 let mut new = self.lock();
                 while new.is_empty() && awaited.is_empty() && !self.over.load(Ordering::Acquire) {
+                    self.sleeps.store(true, Ordering::Relaxed);
                     new = self.wake.wait(new).unwrap_or_else(|e| e.into_inner());
                 }
+                self.sleeps.store(false, Ordering::Relaxed);
                 awaited.append(&mut new);
                 self.count.store(0, Ordering::Release);
                 moved = Instant::now();

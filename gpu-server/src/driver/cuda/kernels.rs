@@ -14,7 +14,7 @@ use protocol::wire::{Wire, Writer};
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue};
 
 use super::Cuda;
-use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule};
+use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
 use super::ranges::Ranges;
 use crate::driver::call::Call;
 
@@ -332,6 +332,38 @@ impl ModuleOps<Call> for Cuda {
         self.note(cx.context, read)?;
         Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks }))
     }
+
+    fn occupancy_max_active_clusters(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyMaxActiveClusters,
+    ) -> Result<Answer<OccupancyMaxActiveClustersReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        let mut attributes = launch_attributes(&op.attributes)?;
+        let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
+        let mut clusters = 0;
+        // SAFETY: a live function, a description whose attributes outlive the call; writes one integer.
+        let read = unsafe { self.api.occupancy_clusters(&mut clusters, handle, &config) };
+        self.note(cx.context, read)?;
+        Ok(Answer::Now(OccupancyMaxActiveClustersReply { clusters }))
+    }
+
+    fn occupancy_max_potential_cluster_size(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyMaxPotentialClusterSize,
+    ) -> Result<Answer<OccupancyMaxPotentialClusterSizeReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        let mut attributes = launch_attributes(&op.attributes)?;
+        let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
+        let mut size = 0;
+        // SAFETY: as above.
+        let read = unsafe { self.api.occupancy_cluster_size(&mut size, handle, &config) };
+        self.note(cx.context, read)?;
+        Ok(Answer::Now(OccupancyMaxPotentialClusterSizeReply { size }))
+    }
 }
 
 /// The attributes that pass as they are: their values hold no handle. (An access policy's window is an address of this session's device, a hint.)
@@ -353,21 +385,48 @@ fn known(id: u32) -> Option<CUlaunchAttributeID> {
     })
 }
 
+/// A launch's attributes as the driver takes them.
+fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttribute>, Status> {
+    let translate = |attribute: &LaunchAttribute| {
+        let id = known(attribute.id).ok_or_else(|| {
+            tracing::warn!(
+                attribute = attribute.id,
+                "launch attribute refused: it names an object, or is not known"
+            );
+            Status::NOT_SUPPORTED
+        })?;
+        let value = CUlaunchAttributeValue { pad: attribute.value.map(|b| b as c_char) };
+        Ok(CUlaunchAttribute { id, pad: [0; 4], value })
+    };
+    attributes.iter().map(translate).collect()
+}
+
+/// A launch's description. It points into `attributes`.
+fn config(
+    grid: [u32; 3],
+    block: [u32; 3],
+    dynamic_shared: u32,
+    stream: CUstream,
+    attributes: &mut [CUlaunchAttribute],
+) -> CUlaunchConfig {
+    CUlaunchConfig {
+        gridDimX: grid[0],
+        gridDimY: grid[1],
+        gridDimZ: grid[2],
+        blockDimX: block[0],
+        blockDimY: block[1],
+        blockDimZ: block[2],
+        sharedMemBytes: dynamic_shared,
+        hStream: stream,
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: attributes.len() as u32,
+    }
+}
+
 impl LaunchOps<Call> for Cuda {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        let mut attributes = Vec::with_capacity(op.attributes.len());
-        for attribute in &op.attributes {
-            let id = known(attribute.id).ok_or_else(|| {
-                tracing::warn!(
-                    attribute = attribute.id,
-                    "launch attribute refused: it names an object, or is not known"
-                );
-                Status::NOT_SUPPORTED
-            })?;
-            let value = CUlaunchAttributeValue { pad: attribute.value.map(|b| b as c_char) };
-            attributes.push(CUlaunchAttribute { id, pad: [0; 4], value });
-        }
+        let mut attributes = launch_attributes(&op.attributes)?;
         let function = self.function(cx, op.function)?;
         if cx.context != place.context {
             return Err(Status::INVALID_HANDLE);
@@ -381,18 +440,7 @@ impl LaunchOps<Call> for Cuda {
                 .ok_or(Status::INVALID_VALUE)?;
             pointers.push(bytes.as_ptr().cast_mut().cast());
         }
-        let config = CUlaunchConfig {
-            gridDimX: op.grid[0],
-            gridDimY: op.grid[1],
-            gridDimZ: op.grid[2],
-            blockDimX: op.block[0],
-            blockDimY: op.block[1],
-            blockDimZ: op.block[2],
-            sharedMemBytes: op.dynamic_shared,
-            hStream: place.stream,
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: attributes.len() as u32,
-        };
+        let config = config(op.grid, op.block, op.dynamic_shared, place.stream, &mut attributes);
         // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
         // which the driver copies before it returns.
         let launched =

@@ -158,4 +158,12 @@ impl MemoryOps<Call> for Cuda {
         };
         Ok(Answer::Now(MemGetInfoReply { free, total }))
     }
+
+    fn host_map(&mut self, cx: &mut Call, op: HostMap) -> Result<Answer<HostMapReply>, Status> {
+        self.map_host(cx, op)
+    }
+
+    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
+        self.unmap_host(cx, op)
+    }
 }

@@ -1,8 +1,8 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`]: the chapters of operations;
-//! - [`registration`]: client memory that CUDA reads and writes in place.
+//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`], [`texture`]: the chapters of operations;
+//! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
@@ -10,6 +10,7 @@
 pub mod api;
 mod copies;
 mod fence;
+mod host_map;
 mod kernels;
 mod memory;
 mod nvml;
@@ -17,6 +18,7 @@ mod ranges;
 mod registration;
 mod staging;
 mod streams;
+mod texture;
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -33,6 +35,7 @@ use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::fence::{Completer, Health, Words};
+use self::host_map::HostView;
 use self::kernels::LoadedModule;
 use self::ranges::Ranges;
 use self::staging::Staging;
@@ -41,6 +44,8 @@ use super::call::{Call, Errors};
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
+/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only where memory is shared with the client.
+const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CUdevice_attribute` numbers that are asked for.
 const ATTRIBUTES: std::ops::Range<u32> = 1..160;
 /// `CU_STREAM_NON_BLOCKING`.
@@ -56,6 +61,8 @@ pub struct Cuda {
     lanes: HashMap<u32, Lane>,
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
+    /// Client memory mapped for kernels, by its address in the client.
+    host_views: HashMap<u64, HostView>,
     tickets: Tickets,
     words: Arc<Words>,
     completer: Arc<Completer>,
@@ -178,6 +185,7 @@ impl Cuda {
             lanes: HashMap::new(),
             events: HashMap::new(),
             modules: HashMap::new(),
+            host_views: HashMap::new(),
             tickets: Tickets::default(),
             words,
             completer,
@@ -229,6 +237,7 @@ impl Cuda {
         self.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
+        self.host_views.retain(|_, view| view.context != context);
     }
 
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
@@ -351,8 +360,10 @@ impl DeviceOps<Call> for Cuda {
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
+        let remote = cx.client.streams_data();
         let attributes = ATTRIBUTES
             .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
+            .map(|a| if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a })
             .collect();
         Ok(Answer::Now(DeviceInfoReply {
             name,
@@ -427,6 +438,8 @@ impl ContextOps<Call> for Cuda {
     ) -> Result<Answer<PrimaryResetReply>, Status> {
         cx.context = ContextId(op.device);
         let handle = self.device(op.device)?.handle;
+        // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
+        self.context(ContextId(op.device))?.health.check()?;
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         for id in of_device {

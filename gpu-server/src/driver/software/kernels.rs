@@ -225,6 +225,9 @@ fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
     Ok(cooperative)
 }
 
+/// There are none: every operation answers "not supported".
+impl protocol::ops::texture::TextureOps<Call> for Software {}
+
 impl LaunchOps<Call> for Software {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;

@@ -268,7 +268,7 @@ impl Port for Guest {
     }
 
     fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
-        let mapping = Mapping::private(size)
+        let mapping = Mapping::pinned(None, size)
             .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
         let region = self.register(mapping.base() as usize, size)?;
         Ok(Pinned { mapping, region })

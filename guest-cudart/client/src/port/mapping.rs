@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A mapping of `len` bytes, readable and writable.
 #[derive(Debug)]
@@ -27,10 +28,26 @@ impl Mapping {
         Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
     }
 
+    /// Pinned memory of a program: of `fd`, shared, or else fresh. It is placed where other processes are unlikely to have anything, since a server
+    /// that shares it maps it at the same address.
+    pub fn pinned(fd: Option<BorrowedFd<'_>>, len: usize) -> io::Result<Mapping> {
+        /// Above the devices' windows, below where the kernel places what may be anywhere.
+        static NEXT: AtomicUsize = AtomicUsize::new(0x3000_0000_0000);
+        let hint = NEXT.fetch_add(len.next_multiple_of(2 << 20), Ordering::Relaxed);
+        match fd {
+            Some(fd) => Self::map_near(hint, len, libc::MAP_SHARED, fd.as_raw_fd()),
+            None => Self::map_near(hint, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+        }
+    }
+
     fn map(len: usize, flags: i32, fd: i32) -> io::Result<Mapping> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of anyone.
+        Self::map_near(0, len, flags, fd)
+    }
+
+    fn map_near(hint: usize, len: usize, flags: i32, fd: i32) -> io::Result<Mapping> {
+        // SAFETY: a new mapping at an address of the kernel's choice, a hint taken or not, touches no memory of anyone.
         let base = unsafe {
-            libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0)
+            libc::mmap(hint as *mut libc::c_void, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0)
         };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());

@@ -302,7 +302,6 @@ static void symbols()
     R(cudaMemcpy(v, p, 4, cudaMemcpyDeviceToHost));
     printf("%d\n", v[0]);
     R(cudaGetSymbolAddress(&p, other));
-    R(cudaGetSymbolAddress(nullptr, variable));
     R(cudaGetSymbolAddress(&p, managed));
     printf("%d\n", p == (void *)&managed);
     R(cudaGetSymbolSize(&n, managed));

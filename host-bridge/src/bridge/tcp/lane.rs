@@ -1,18 +1,24 @@
 //! One data connection: pieces of bulk data out of the client's pages and into them.
 
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use protocol::link::{DataHeader, MAX_DATA};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::EndReason;
+use super::hand::Hand;
 use super::socket::{Gather, Socket, not_now};
 use super::transfer::{Chunk, Inputs, Outputs, Span};
-use crate::bridge::core::Core;
+use crate::bridge::core::{Core, thread_name};
 
 const HEADER: usize = size_of::<DataHeader>();
 /// Bytes moved in one turn, each way: then the relay looks after the others.
 const TURN: usize = 4 << 20;
+/// Pieces of at least so many bytes are left to a hand, where there is one.
+const LONG: u64 = 128 << 10;
 
 #[derive(Debug)]
 struct Sending {
@@ -28,17 +34,97 @@ struct Receiving {
     at: u64,
 }
 
+/// A long piece that a hand receives, and what came of the header behind it.
+#[derive(Debug)]
+struct Arriving {
+    receiving: Receiving,
+    header: [u8; HEADER],
+    header_got: usize,
+}
+
+/// The hands of a lane.
+#[derive(Debug)]
+struct Hands {
+    sends: Hand<Sending>,
+    receives: Hand<Arriving>,
+}
+
+/// Sends a piece to its end.
+fn send_whole(socket: &Socket, core: &Core, sending: &mut Sending) -> io::Result<()> {
+    let mut gather = Gather::new();
+    while sending.sent < HEADER + sending.chunk.len as usize {
+        sending.gather(core, &mut gather);
+        // SAFETY: the header lives in `sending`; the span's memory is mapped as long as the region and the channel are, and `sending` and `core` hold them.
+        match not_now(unsafe { socket.send(&mut gather) })? {
+            Some(n) => {
+                let before = sending.sent.saturating_sub(HEADER);
+                sending.sent += n;
+                core.counters.data_bytes_sent.add((sending.sent.saturating_sub(HEADER) - before) as u64);
+            }
+            None => socket.wait(false)?,
+        }
+    }
+    Ok(())
+}
+
+/// Receives a piece to its end, and of the next header what is there already.
+fn receive_whole(socket: &Socket, core: &Core, arriving: &mut Arriving) -> io::Result<()> {
+    let mut gather = Gather::new();
+    let Arriving { receiving, header, header_got } = arriving;
+    while receiving.at < receiving.span.len() {
+        let left = receiving.span.len() - receiving.at;
+        gather.clear();
+        receiving.span.gather(core, receiving.at, left, &mut gather);
+        if gather.bytes() as u64 == left {
+            gather.push(NonNull::from(&mut *header).cast(), HEADER);
+        }
+        // SAFETY: the header lives in `arriving` and is not borrowed; client memory is mapped as long as `receiving` and `core` live, and no reference covers it.
+        match not_now(unsafe { socket.receive(&mut gather) })? {
+            Some(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed by the server")),
+            Some(n) => {
+                let data = (n as u64).min(left);
+                receiving.at += data;
+                *header_got = n - data as usize;
+                core.counters.data_bytes_received.add(data);
+            }
+            None => socket.wait(true)?,
+        }
+    }
+    Ok(())
+}
+
+impl Sending {
+    /// What is left to send.
+    fn gather(&mut self, core: &Core, gather: &mut Gather) {
+        gather.clear();
+        if self.sent < HEADER {
+            let rest = &mut self.header[self.sent..];
+            gather.push(NonNull::from(&mut *rest).cast(), rest.len());
+        }
+        let at = self.sent.saturating_sub(HEADER) as u64;
+        self.chunk.span.gather(core, self.chunk.at + at, u64::from(self.chunk.len) - at, gather);
+    }
+}
+
 /// See the module's text.
 #[derive(Debug)]
 pub(super) struct Lane {
-    socket: Socket,
+    /// Its threads end before the rest goes; [`Drop`] has closed the connection by then.
+    hands: Option<Hands>,
+    socket: Arc<Socket>,
     index: usize,
     sending: Option<Sending>,
     header: [u8; HEADER],
     header_got: usize,
     receiving: Option<Receiving>,
-    /// Whether the relay's epoll watches for room to send.
-    pub(super) watches_out: bool,
+    /// What the relay's epoll watches: input, room to send.
+    pub(super) watches: (bool, bool),
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.socket.shut_down();
+    }
 }
 
 /// What a turn at sending came to.
@@ -52,7 +138,51 @@ pub(super) struct Sent {
 impl Lane {
     pub(super) fn new(socket: Socket, index: usize) -> Lane {
         let (header, header_got) = ([0; HEADER], 0);
-        Lane { socket, index, sending: None, header, header_got, receiving: None, watches_out: false }
+        let socket = Arc::new(socket);
+        let watches = (true, false);
+        Lane { hands: None, socket, index, sending: None, header, header_got, receiving: None, watches }
+    }
+
+    /// Gives the lane threads of its own for long pieces. They write to `wake` when they are done with one.
+    pub(super) fn take_hands(&mut self, core: &Arc<Core>, wake: &OwnedFd) -> io::Result<()> {
+        let tell = |wake: OwnedFd| {
+            move || {
+                // A full counter means that it is raised already.
+                let _ = nix::unistd::write(&wake, &1u64.to_ne_bytes());
+            }
+        };
+        let (socket, held) = (self.socket.clone(), core.clone());
+        let work = move |sending: &mut Sending| send_whole(&socket, &held, sending);
+        let sends = Hand::start(thread_name("send"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
+        let (socket, held) = (self.socket.clone(), core.clone());
+        let work = move |arriving: &mut Arriving| receive_whole(&socket, &held, arriving);
+        let receives = Hand::start(thread_name("receive"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
+        self.hands = Some(Hands { sends, receives });
+        Ok(())
+    }
+
+    /// Whether the relay is to receive here: not while a hand does.
+    pub(super) fn wants_in(&self) -> bool {
+        self.hands.as_ref().is_none_or(|hands| !hands.receives.is_busy())
+    }
+
+    /// Whether a hand is sending, or has sent and was not asked yet.
+    pub(super) fn is_sending(&self) -> bool {
+        self.hands.as_ref().is_some_and(|hands| hands.sends.is_busy())
+    }
+
+    /// Takes over what a hand has received. True: there was something.
+    pub(super) fn collect(&mut self, outputs: &mut Outputs) -> Result<bool, EndReason> {
+        let Some((arrived, result)) = self.hands.as_ref().and_then(|hands| hands.receives.take()) else {
+            return Ok(false);
+        };
+        result.map_err(|e| self.gone(e))?;
+        outputs.received(arrived.receiving.seq, arrived.receiving.span.len());
+        (self.header, self.header_got) = (arrived.header, arrived.header_got);
+        if self.header_got == HEADER {
+            self.begin(outputs)?;
+        }
+        Ok(true)
     }
 
     pub(super) fn socket(&self) -> &Socket {
@@ -76,25 +206,31 @@ impl Lane {
         gather: &mut Gather,
     ) -> Result<Sent, EndReason> {
         let mut done = Sent::default();
+        if let Some((sending, result)) = self.hands.as_ref().and_then(|hands| hands.sends.take()) {
+            result.map_err(|e| self.gone(e))?;
+            done.worked = true;
+            done.completed |= inputs.sent(&sending.chunk);
+        }
         let mut budget = TURN;
-        while budget > 0 {
+        while budget > 0 && !self.is_sending() {
             if self.sending.is_none() {
                 let Some(chunk) = inputs.next_chunk() else { break };
                 let header =
                     DataHeader { seq: chunk.seq, offset: chunk.at, piece: chunk.piece, len: chunk.len };
                 let mut bytes = [0; HEADER];
                 bytes.copy_from_slice(header.as_bytes());
-                self.sending = Some(Sending { chunk, header: bytes, sent: 0 });
+                let sending = Sending { chunk, header: bytes, sent: 0 };
+                if let Some(hands) = self.hands.as_ref().filter(|_| u64::from(sending.chunk.len) >= LONG) {
+                    hands.sends.give(sending);
+                    done.worked = true;
+                    break;
+                }
+                self.sending = Some(sending);
             }
             let Some(sending) = &mut self.sending else { break };
-            let (len, whole) = (u64::from(sending.chunk.len), HEADER + sending.chunk.len as usize);
-            gather.clear();
-            if sending.sent < HEADER {
-                let rest = &mut sending.header[sending.sent..];
-                gather.push(NonNull::from(&mut *rest).cast(), rest.len());
-            }
+            let whole = HEADER + sending.chunk.len as usize;
             let at = sending.sent.saturating_sub(HEADER) as u64;
-            sending.chunk.span.gather(core, sending.chunk.at + at, len - at, gather);
+            sending.gather(core, gather);
             // SAFETY: the header lives in `self`; the span's memory is mapped as long as the region and the channel are, and `sending` and `core` hold them.
             let result = unsafe { self.socket.send(gather) };
             match not_now(result) {
@@ -124,7 +260,7 @@ impl Lane {
         gather: &mut Gather,
     ) -> Result<bool, EndReason> {
         let mut taken = 0;
-        while taken < TURN {
+        while taken < TURN && self.wants_in() {
             // One call takes the rest of the piece and, if all of that piece's memory fits the call, the next header.
             gather.clear();
             let body = self.receiving.as_ref().map_or(0, |r| r.span.len() - r.at);
@@ -174,8 +310,13 @@ impl Lane {
             )));
         }
         let span = outputs.target(header.seq, header.piece, header.offset, header.len.into())?;
-        if span.len() > 0 {
-            self.receiving = Some(Receiving { seq: header.seq, span, at: 0 });
+        let receiving = Receiving { seq: header.seq, span, at: 0 };
+        match &self.hands {
+            Some(hands) if receiving.span.len() >= LONG => {
+                hands.receives.give(Arriving { receiving, header: [0; HEADER], header_got: 0 });
+            }
+            _ if receiving.span.len() > 0 => self.receiving = Some(receiving),
+            _ => {}
         }
         Ok(())
     }

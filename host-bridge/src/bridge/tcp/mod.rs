@@ -6,10 +6,11 @@
 //!   client's pages ═══ lane 0 … lane n ══        pieces, sent and received in place by vectored calls
 //! ```
 //!
-//! In reading order: the handshake here, then `relay` (the loop), `control` and `lane` (the two kinds of connection), `transfer` (data under way), `mailbox` (what
+//! In reading order: the handshake here, then `relay` (the loop), `control` and `lane` (the two kinds of connection), `hand` (threads for long pieces), `transfer` (data under way), `mailbox` (what
 //! other threads ask of the relay), `socket` (system calls).
 
 pub(super) mod control;
+mod hand;
 mod lane;
 pub(super) mod mailbox;
 mod relay;

@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,8 @@ pub(super) struct Relay<'c> {
     epoll: Epoll,
     poll: PollTime,
     silence: Duration,
+    /// Bytes of data received when that was last looked at: hands receive unseen.
+    received: u64,
     last_seq: u64,
     released: u64,
     taken_bytes: u64,
@@ -78,7 +81,7 @@ fn broken(e: nix::Error) -> EndReason {
 
 impl<'c> Relay<'c> {
     pub(super) fn new(
-        core: &'c Core,
+        core: &'c Arc<Core>,
         mailbox: &'c Mailbox<Region>,
         links: Links,
         config: &SessionConfig,
@@ -87,7 +90,12 @@ impl<'c> Relay<'c> {
         let control = Control::new(Socket::new(links.control).map_err(here)?);
         let mut lanes = Vec::with_capacity(links.data.len());
         for (index, fd) in links.data.into_iter().enumerate() {
-            lanes.push(Lane::new(Socket::new(fd).map_err(here)?, index));
+            let mut lane = Lane::new(Socket::new(fd).map_err(here)?, index);
+            if config.hands {
+                let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
+                lane.take_hands(core, &wake).map_err(here)?;
+            }
+            lanes.push(lane);
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(broken)?;
         let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
@@ -114,6 +122,7 @@ impl<'c> Relay<'c> {
             epoll,
             poll: PollTime::new(config.poll),
             silence: config.silence,
+            received: 0,
             last_seq: 0,
             released: 0,
             taken_bytes: 0,
@@ -170,6 +179,7 @@ impl<'c> Relay<'c> {
         loop {
             let now = Instant::now();
             let mut worked = self.take_messages()?;
+            worked |= self.collect()?;
             worked |= self.take_records()?;
             worked |= self.send(now)?;
             self.let_regions_go();
@@ -281,6 +291,19 @@ impl<'c> Relay<'c> {
         Ok(worked || heard)
     }
 
+    /// Takes over what the lanes' hands have received. True: there was something.
+    fn collect(&mut self) -> Result<bool, EndReason> {
+        let mut heard = false;
+        for lane in &mut self.lanes {
+            heard |= lane.collect(&mut self.outputs)?;
+        }
+        if heard {
+            self.control.heard = Instant::now();
+            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs)?;
+        }
+        Ok(heard)
+    }
+
     fn take_records(&mut self) -> Result<bool, EndReason> {
         let mut begun = None;
         while self.can_take() {
@@ -367,7 +390,7 @@ impl<'c> Relay<'c> {
         let mut worked = self.control.send(self.core, now)?;
         let mut completed = false;
         for lane in &mut self.lanes {
-            if !lane.wants_out() && !self.inputs.has_jobs() {
+            if !lane.wants_out() && !lane.is_sending() && !self.inputs.has_jobs() {
                 continue;
             }
             let sent = lane.send(self.core, &mut self.inputs, &mut self.gather)?;
@@ -393,6 +416,10 @@ impl<'c> Relay<'c> {
     }
 
     fn keep_alive(&mut self, now: Instant) -> Result<(), EndReason> {
+        let received = self.core.counters.data_bytes_received.get();
+        if received != self.received {
+            (self.received, self.control.heard) = (received, now);
+        }
         let silent = now.saturating_duration_since(self.control.heard);
         if silent > self.silence {
             return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
@@ -413,10 +440,11 @@ impl<'c> Relay<'c> {
             self.control.watches = wants;
         }
         for (i, lane) in self.lanes.iter_mut().enumerate() {
-            if lane.wants_out() != lane.watches_out {
-                let mut event = EpollEvent::new(flags(true, lane.wants_out()), FIRST_LANE + i as u64);
+            let wants = (lane.wants_in(), lane.wants_out());
+            if wants != lane.watches {
+                let mut event = EpollEvent::new(flags(wants.0, wants.1), FIRST_LANE + i as u64);
                 self.epoll.modify(lane.socket(), &mut event).map_err(broken)?;
-                lane.watches_out = lane.wants_out();
+                lane.watches = wants;
             }
         }
         Ok(())
@@ -453,7 +481,7 @@ impl<'c> Relay<'c> {
                 None => drop(done.send(Err(RegionError::Unknown(id)))),
             }
         }
-        // The count is exact: only this thread clones these.
+        // The count is exact: only this thread clones these, and what a hand holds was moved to it.
         self.draining.retain(|(region, done)| {
             let busy = Arc::strong_count(region) > 1;
             if !busy {

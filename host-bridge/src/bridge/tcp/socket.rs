@@ -4,6 +4,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 
 /// Runs in one system call at most.
@@ -95,6 +96,15 @@ impl Socket {
     /// Sends bytes of our own.
     pub(super) fn send_bytes(&self, bytes: &[u8]) -> io::Result<usize> {
         Ok(nix::sys::socket::send(self.0.as_raw_fd(), bytes, nix::sys::socket::MsgFlags::MSG_NOSIGNAL)?)
+    }
+
+    /// Waits until something can be received (`input`) or sent, or the connection is broken; a second at most.
+    pub(super) fn wait(&self, input: bool) -> io::Result<()> {
+        let what = if input { PollFlags::POLLIN } else { PollFlags::POLLOUT };
+        match poll(&mut [PollFd::new(self.0.as_fd(), what)], 1000u16) {
+            Ok(_) | Err(nix::Error::EINTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Ends both directions at once, whoever else holds the descriptor.

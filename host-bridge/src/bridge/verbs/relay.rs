@@ -84,6 +84,8 @@ pub(super) struct Relay<'c> {
     poll: PollTime,
     silence: Duration,
     heard: Instant,
+    /// When something last came over the queue pairs.
+    link_heard: Instant,
     said: Instant,
     looked: Instant,
     last_seq: u64,
@@ -150,6 +152,7 @@ impl<'c> Relay<'c> {
             poll: PollTime::new(config.poll),
             silence: config.silence,
             heard: now,
+            link_heard: now,
             said: now,
             looked: now,
             last_seq: 0,
@@ -293,6 +296,7 @@ impl<'c> Relay<'c> {
         })?;
         if heard {
             self.heard = now;
+            self.link_heard = now;
             self.take_frames()?;
         }
         if completed {
@@ -350,6 +354,7 @@ impl<'c> Relay<'c> {
                         }
                     }
                 }
+                frame::ALIVE => {}
                 other => return Err(EndReason::Server(format!("it sent a frame of unknown kind {other}"))),
             }
         }
@@ -421,7 +426,9 @@ impl<'c> Relay<'c> {
         match info.class {
             Class::Async if reply_slot == NO_SLOT => {}
             Class::Async => {
-                return Err(wrong(&format_args!("names reply slot {reply_slot} though it is never answered")));
+                return Err(wrong(&format_args!(
+                    "names reply slot {reply_slot} though it is never answered"
+                )));
             }
             Class::Sync => match self.waiting.get_mut(usize::from(reply_slot)) {
                 None => {
@@ -575,7 +582,22 @@ impl<'c> Relay<'c> {
         if silent > self.silence {
             return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
         }
+        // The control connection may go another way, and a device may wait for ever for what it has lost: so the queue pairs have a sign of life of their own.
+        let silent = now.saturating_duration_since(self.link_heard);
+        if silent > self.silence {
+            let device = self.link.domain().device();
+            let (name, port) = (device.name(), device.port().number);
+            return Err(EndReason::Gone(format!(
+                "nothing came over RDMA device {name} port {port} for {} s: is the link down?",
+                silent.as_secs()
+            )));
+        }
         if now.saturating_duration_since(self.said) >= ALIVE_EVERY {
+            if self.link.has_room() {
+                let alive = self.begin(frame::ALIVE);
+                self.finish(alive);
+                self.link.flush()?;
+            }
             self.say(frame::ALIVE, &[])?;
         }
         Ok(())

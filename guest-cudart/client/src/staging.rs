@@ -1,0 +1,247 @@
+//! Copying between program memory and the arena: by several threads, and past the caches, where much is copied.
+//!
+//! One thread copies about 9 GB/s on a server of today, which is a fraction of what the memory and the link behind it take. So a long copy is cut into
+//! parts that helper threads take, the calling thread among them. The helpers are started at the first such copy, as many as the machine has processors to spare, and
+//! sleep while there is nothing to do.
+//!
+//! What is staged is read next by a device, or by a network card, and not by this processor; so it is stored past the caches (streaming stores), which
+//! also saves reading each line before it is overwritten.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::lock;
+
+/// Copies of fewer bytes are left to one thread: waking another costs more than it saves.
+const LONG: usize = 1 << 20;
+/// Copies of fewer bytes stay in the caches, from where whoever reads them next is served sooner.
+const STREAMED: usize = 256 << 10;
+/// Bytes of a part, the unit that threads take.
+const PART: usize = 256 << 10;
+/// How long a helper looks for the next job before it sleeps.
+const LINGER: Duration = Duration::from_micros(100);
+/// Helper threads at most: memory takes no more from additional ones.
+const MOST_HELPERS: usize = 7;
+
+/// A copy that several threads are at.
+struct Job {
+    from: usize,
+    to: usize,
+    len: usize,
+    /// The next part that nobody has taken.
+    next: AtomicUsize,
+    /// Parts not yet copied.
+    left: AtomicUsize,
+}
+
+impl Job {
+    fn parts(&self) -> usize {
+        self.len.div_ceil(PART)
+    }
+
+    /// Copies parts until none is left to be taken.
+    fn work(&self) {
+        loop {
+            let part = self.next.fetch_add(1, Ordering::Relaxed);
+            if part >= self.parts() {
+                return;
+            }
+            let at = part * PART;
+            let len = PART.min(self.len - at);
+            // SAFETY: part of a copy whose caller answers for its memory and waits until `left` is 0.
+            unsafe { stream((self.from + at) as *const u8, (self.to + at) as *mut u8, len) };
+            self.left.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+/// The helpers and what they are given to do.
+struct Helpers {
+    state: Mutex<State>,
+    came: Condvar,
+    /// Jobs given so far, so that a helper that looks away misses none.
+    given: AtomicU64,
+    count: usize,
+}
+
+#[derive(Default)]
+struct State {
+    job: Option<Arc<Job>>,
+    /// Helpers that wait for `came`.
+    asleep: usize,
+}
+
+static HELPERS: OnceLock<Helpers> = OnceLock::new();
+
+/// How many helpers a machine with `cores` processors has to spare: the program, and on the same machine the worker, want some too.
+fn helpers_for(cores: usize) -> usize {
+    (cores / 2).saturating_sub(1).min(MOST_HELPERS)
+}
+
+fn helpers() -> &'static Helpers {
+    static START: std::sync::Once = std::sync::Once::new();
+    let helpers = HELPERS.get_or_init(|| {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let asked =
+            std::env::var("RGPU_COPY_THREADS").ok().and_then(|value| value.trim().parse::<usize>().ok());
+        let count = asked.map_or_else(|| helpers_for(cores), |threads| threads.saturating_sub(1).min(63));
+        Helpers { state: Mutex::default(), came: Condvar::new(), given: AtomicU64::new(0), count }
+    });
+    START.call_once(|| {
+        for _ in 0..helpers.count {
+            // Without a helper the others, and at last the caller, do its work.
+            let _ = std::thread::Builder::new().name("rgpu-copy".into()).spawn(help);
+        }
+    });
+    helpers
+}
+
+fn help() {
+    let Some(helpers) = HELPERS.get() else { return };
+    let mut seen = 0;
+    loop {
+        // The chunks of one transfer come one soon after the other.
+        let begin = Instant::now();
+        while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < LINGER {
+            std::hint::spin_loop();
+        }
+        let job = {
+            let mut state = lock(&helpers.state);
+            while helpers.given.load(Ordering::Acquire) == seen {
+                state.asleep += 1;
+                state = helpers.came.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.asleep -= 1;
+            }
+            seen = helpers.given.load(Ordering::Acquire);
+            state.job.clone()
+        };
+        if let Some(job) = job {
+            job.work();
+        }
+    }
+}
+
+/// Copies `len` bytes, which the next reader is not this processor.
+///
+/// # Safety
+/// `from` may be read and `to` written for `len` bytes; they do not overlap. Other processes may write the one or read the other meanwhile.
+pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    if len < LONG || crate::session::forked() {
+        // SAFETY: as the caller says.
+        return unsafe { stream(from, to, len) };
+    }
+    let helpers = helpers();
+    let job = Arc::new(Job {
+        from: from as usize,
+        to: to as usize,
+        len,
+        next: AtomicUsize::new(0),
+        left: AtomicUsize::new(len.div_ceil(PART)),
+    });
+    if helpers.count > 0 {
+        let mut state = lock(&helpers.state);
+        // Of two threads that copy at once, the helpers take the later one's job; each is done by its own thread in any case.
+        state.job = Some(job.clone());
+        helpers.given.fetch_add(1, Ordering::Release);
+        let asleep = state.asleep > 0;
+        drop(state);
+        if asleep {
+            helpers.came.notify_all();
+        }
+    }
+    job.work();
+    while job.left.load(Ordering::Acquire) > 0 {
+        // The last parts are being copied by helpers: some ten microseconds, unless one has lost its processor.
+        std::thread::yield_now();
+    }
+    if helpers.count > 0 {
+        let mut state = lock(&helpers.state);
+        if state.job.as_ref().is_some_and(|current| Arc::ptr_eq(current, &job)) {
+            state.job = None;
+        }
+    }
+}
+
+/// As [`copy`], by this thread alone.
+unsafe fn stream(from: *const u8, to: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len >= STREAMED && std::arch::is_x86_feature_detected!("avx") {
+        // SAFETY: the processor has the instructions; the rest is the caller's.
+        return unsafe { stream_avx(from, to, len) };
+    }
+    // SAFETY: as the caller says.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx")]
+unsafe fn stream_avx(from: *const u8, to: *mut u8, len: usize) {
+    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    const LINE: usize = 128;
+    let head = to.align_offset(32).min(len);
+    // SAFETY: inside the `len` bytes of both; the streaming stores are aligned by `head`, and fenced before anybody hears of the copy.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, head);
+        let lines = (len - head) / LINE;
+        for line in 0..lines {
+            let (f, t) = (
+                from.add(head + line * LINE).cast::<__m256i>(),
+                to.add(head + line * LINE).cast::<__m256i>(),
+            );
+            let a = _mm256_loadu_si256(f);
+            let b = _mm256_loadu_si256(f.add(1));
+            let c = _mm256_loadu_si256(f.add(2));
+            let d = _mm256_loadu_si256(f.add(3));
+            _mm256_stream_si256(t, a);
+            _mm256_stream_si256(t.add(1), b);
+            _mm256_stream_si256(t.add(2), c);
+            _mm256_stream_si256(t.add(3), d);
+        }
+        _mm_sfence();
+        let done = head + lines * LINE;
+        std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn small_machines_have_no_helpers_and_large_ones_not_too_many() {
+        assert_eq!([1, 2, 4, 8, 16, 128].map(helpers_for), [0, 0, 1, 3, 7, MOST_HELPERS]);
+    }
+
+    #[test]
+    fn threads_that_copy_at_once_each_get_their_own_bytes() {
+        std::thread::scope(|scope| {
+            for n in 0..4u8 {
+                scope.spawn(move || {
+                    for round in 0..8u8 {
+                        let from: Vec<u8> =
+                            (0..LONG * 3 + 77).map(|i| (i as u8).wrapping_mul(n + 3) ^ round).collect();
+                        let mut to = vec![0; from.len()];
+                        // SAFETY: two buffers of this length.
+                        unsafe { copy(from.as_ptr(), to.as_mut_ptr(), from.len()) };
+                        assert!(from == to);
+                    }
+                });
+            }
+        });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn every_byte_arrives_and_no_other_changes(len in prop_oneof![0usize..400, STREAMED - 200..STREAMED + 200, LONG - 100..LONG * 2], skew in 0usize..70, source in 0usize..70) {
+            let from: Vec<u8> = (0..len + source).map(|i| (i * 7 + i / 251) as u8).collect();
+            let mut to = vec![0xee; len + skew + 64];
+            // SAFETY: both have room for `len` bytes behind their skews.
+            unsafe { copy(from.as_ptr().add(source), to.as_mut_ptr().add(skew), len) };
+            prop_assert!(to[..skew].iter().chain(&to[skew + len..]).all(|b| *b == 0xee));
+            prop_assert!(to[skew..skew + len] == from[source..]);
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! A peer over verbs that does not keep to the protocol: what the tests set on a running `rgpu-server` and a running `vhost-rgpu`.
+//!
+//! ```text
+//! hostile bridge 10.0.1.1:9700 --device rxe1 --do outside       as a bridge, against rgpu-server
+//! hostile server 10.0.1.1:9701 --device rxe0 --do immediate     as a server, against vhost-rgpu
+//! ```
+//!
+//! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON` when the other side ended the session and said why,
+//! `refused: REASON` when the device refused the request. It fails when nothing of that happened.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use protocol::VERSION;
+use protocol::device::{Answer, text};
+use protocol::link::{
+    DataHeader, DataSent, FrameHeader, Hello, MAGIC, ProgressUpdate, Queues, RegionKey, ReplyHeader,
+    SLOT_DATA, Welcome, frame, purpose,
+};
+use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use rgpu_host_bridge::verbs::{
+    Access, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError,
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// How long the other side may take to end the session.
+const PATIENCE: Duration = Duration::from_secs(40);
+const SOURCE: usize = 1 << 20;
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let (role, address) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
+    let (mut settings, mut what) = (Settings::default(), String::new());
+    while let Some(option) = args.next() {
+        let value = args.next().ok_or(format!("{option} wants a value"))?;
+        match option.as_str() {
+            "--device" => settings.device = Some(value),
+            "--do" => what = value,
+            _ => return Err(format!("unknown option {option}").into()),
+        }
+    }
+    match role.as_str() {
+        "bridge" => bridge(&address, &settings, &what),
+        "server" => server(&address, &settings, &what),
+        _ => Err("hostile bridge|server ADDRESS --device NAME --do WHAT".into()),
+    }
+}
+
+/// A session after a proper handshake.
+struct Session {
+    link: Link,
+    source: Slab,
+    peer: Queues,
+    control: TcpStream,
+}
+
+/// Changes what this side believes, or tells the peer, of the queue pairs.
+#[derive(Clone, Copy, PartialEq)]
+enum Twist {
+    None,
+    /// Messages go where writes belong, and the other way round.
+    Swapped,
+    /// The peer is believed to have posted far more receives than it has.
+    Greedy,
+}
+
+impl Session {
+    fn connect(address: &str, settings: &Settings, twist: Twist) -> Result<Session> {
+        let mut control = TcpStream::connect(address)?;
+        let hello = Hello {
+            magic: MAGIC,
+            version: VERSION,
+            purpose: purpose::VERBS,
+            token: [0; 16],
+            index: settings.queue_pairs,
+            pid: std::process::id(),
+            slot_count: 64,
+            reserved: 0,
+            client: text("hostile"),
+            program: text("hostile"),
+        };
+        control.write_all(hello.as_bytes())?;
+        let mut welcome = Welcome::new_zeroed();
+        control.read_exact(welcome.as_mut_bytes())?;
+        if welcome.status != Answer::Ok as u32 {
+            return Err(format!("not welcome: {}", protocol::device::untext(&welcome.reason)).into());
+        }
+        Session::queues(control, settings, twist, true)
+    }
+
+    fn accept(mut control: TcpStream, settings: &Settings) -> Result<Session> {
+        let mut hello = Hello::new_zeroed();
+        control.read_exact(hello.as_mut_bytes())?;
+        let welcome = Welcome {
+            magic: MAGIC,
+            version: VERSION,
+            status: Answer::Ok as u32,
+            token: [1; 16],
+            data_connections: 0,
+            reserved: 0,
+            server: text("hostile"),
+            reason: [0; 256],
+        };
+        control.write_all(welcome.as_bytes())?;
+        Session::queues(control, settings, Twist::None, false)
+    }
+
+    fn queues(control: TcpStream, settings: &Settings, twist: Twist, first: bool) -> Result<Session> {
+        let domain: Arc<Domain> = Domain::new(Device::open(settings)?)?;
+        let source = Slab::new(&domain, SOURCE, Access::RemoteWrite)?;
+        let unconnected = Unconnected::new(&domain, settings)?;
+        let slot = (SOURCE / 4) as u32;
+        let mut offer = unconnected.offer(if first { None } else { Some((&source, slot)) });
+        if twist == Twist::Swapped {
+            offer.queue_pairs.swap(0, 1);
+        }
+        let say = || send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[]);
+        if first {
+            say()?;
+        }
+        let mut body = Vec::new();
+        let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new())?;
+        if kind != Some(frame::QUEUES) {
+            return Err(format!("frame {kind:?} where QUEUES was due").into());
+        }
+        let mut peer = split_struct::<Queues>(&body)?.0;
+        match twist {
+            Twist::None => {}
+            Twist::Swapped => peer.queue_pairs.swap(0, 1),
+            Twist::Greedy => peer.receives = 1 << 15,
+        }
+        let link = unconnected.connect(&peer)?;
+        if !first {
+            say()?;
+        }
+        control.set_nonblocking(true)?;
+        Ok(Session { link, source, peer, control })
+    }
+
+    fn frame(&mut self, kind: u32, body: &[u8]) {
+        self.frame_of(kind, body.len() as u32, body);
+    }
+
+    fn frame_of(&mut self, kind: u32, len: u32, body: &[u8]) {
+        self.link.out().extend_from_slice(FrameHeader { kind, len }.as_bytes());
+        self.link.out().extend_from_slice(body);
+    }
+
+    /// A write like a piece of data: a header and `len` bytes behind it, all at `address`.
+    fn write(&mut self, header: Option<DataHeader>, len: u32, address: u64, key: u32, immediate: u32) -> Result<()> {
+        let source = self.source.registration().slice(0, len).ok_or("source")?;
+        let queue = self.link.next_queue().ok_or("no queue")?;
+        let put = Put { queue, source, header, address, key, immediate, token: 0, signal: true };
+        Ok(self.link.put(&put)?)
+    }
+
+    /// Where a piece in this slot of the server's begins.
+    fn slot(&self, slot: u32) -> u64 {
+        let begin = u64::from(slot) * u64::from(self.peer.slot_size) + u64::from(SLOT_DATA);
+        self.peer.slots_address + begin - size_of::<DataHeader>() as u64
+    }
+
+    /// One turn. Some: how the session ended.
+    fn turn(&mut self, reader: &mut FrameReader, came: &mut usize) -> Option<String> {
+        let turned = self.link.poll::<VerbsError>(&mut |event| {
+            if let Event::Bytes(bytes) = event {
+                *came += bytes.len();
+            }
+            Ok(())
+        });
+        let broken = turned.err().or_else(|| self.link.flush().err());
+        // A farewell says more than queue pairs that broke.
+        let until = Instant::now() + Duration::from_secs(if broken.is_some() { 3 } else { 0 });
+        loop {
+            match reader.fill(&mut self.control) {
+                Ok(0) if broken.is_none() => return Some("ended: (without a word)".into()),
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(_) if Instant::now() >= until => break,
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+            while let Ok(Some((kind, body))) = reader.next_frame() {
+                if kind == frame::BYE {
+                    return Some(format!("ended: {}", String::from_utf8_lossy(body)));
+                }
+            }
+        }
+        broken.map(|e| format!("refused: {e}"))
+    }
+
+    /// Goes on until the session has ended, and says how.
+    fn ending(&mut self) -> Result<String> {
+        let (mut reader, mut came, begin) = (FrameReader::new(), 0, Instant::now());
+        let mut said = begin;
+        while begin.elapsed() < PATIENCE {
+            if let Some(how) = self.turn(&mut reader, &mut came) {
+                return Ok(how);
+            }
+            // That it falls silent shall not be what ends it.
+            if said.elapsed() > Duration::from_secs(1) {
+                said = Instant::now();
+                self.frame(frame::ALIVE, &[]);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err("nobody minded".into())
+    }
+
+    /// Whether it still stands, for as long as `time`.
+    fn stands(&mut self, time: Duration) -> Result<()> {
+        let (mut reader, mut came, begin) = (FrameReader::new(), 0, Instant::now());
+        while begin.elapsed() < time {
+            if let Some(how) = self.turn(&mut reader, &mut came) {
+                return Err(format!("a session that did nothing wrong {how}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+fn header(len: u32) -> Option<DataHeader> {
+    Some(DataHeader { seq: 1, offset: 0, piece: 0, len })
+}
+
+fn bridge(address: &str, settings: &Settings, what: &str) -> Result<()> {
+    let twist = match what {
+        "swapped-queues" => Twist::Swapped,
+        "beyond-credit" => Twist::Greedy,
+        _ => Twist::None,
+    };
+    let mut other = None;
+    if matches!(what, "foreign-key" | "replayed-key") {
+        other = Some(Session::connect(address, settings, Twist::None)?);
+    }
+    let mut session = Session::connect(address, settings, twist)?;
+    let key = session.peer.slots_key;
+    let all = u64::from(session.peer.slots) * u64::from(session.peer.slot_size);
+    match what {
+        "longer-header" => session.write(header(4000), 100, session.slot(0), key, 0)?,
+        "no-header" => session.write(None, 8, session.slot(0), key, 0)?,
+        "across-slots" => {
+            let len = session.peer.slot_size;
+            session.write(header(len), len, session.slot(0), key, 0)?;
+        }
+        "immediate" => session.write(header(100), 100, session.slot(0), key, 60_000)?,
+        "slot-in-use" => {
+            session.write(header(100), 100, session.slot(0), key, 0)?;
+            session.write(header(100), 100, session.slot(0), key, 0)?;
+        }
+        "outside" => session.write(header(100), 100, session.peer.slots_address + all - 64, key, 0)?,
+        "before" => session.write(header(100), 100, session.peer.slots_address - 4096, key, 0)?,
+        "wild-key" => session.write(header(100), 100, session.slot(0), key ^ 0x00ff_ff00, 0)?,
+        "foreign-key" | "replayed-key" => {
+            let victim = other.as_ref().ok_or("no other session")?;
+            let (address, key) = (victim.slot(0), victim.peer.slots_key);
+            if what == "replayed-key" {
+                other = None;
+                std::thread::sleep(Duration::from_secs(3));
+            }
+            session.write(header(100), 100, address, key, 0)?;
+        }
+        "swapped-queues" => session.write(header(100), 100, session.slot(0), key, 0)?,
+        "beyond-credit" => {
+            // Each flush is one message. The peer answers some; nothing of what it grants is needed.
+            for _ in 0..20_000 {
+                session.frame(frame::ALIVE, &[]);
+                if let Err(e) = session.link.flush() {
+                    println!("refused: {e}");
+                    return Ok(());
+                }
+                let polled = session.link.poll::<VerbsError>(&mut |_| Ok(()));
+                if let Err(e) = polled {
+                    println!("refused: {e}");
+                    return Ok(());
+                }
+            }
+            // The worker kept up with it all: nothing was lost, and the session stands.
+            session.stands(Duration::from_secs(1))?;
+            println!("refused: nothing, it kept up");
+            return Ok(());
+        }
+        "unknown-frame" => session.frame(99, b"?"),
+        "huge-frame" => session.frame_of(frame::COMMANDS, u32::MAX, b"?"),
+        "wild-record" => session.frame(frame::COMMANDS, &[0xff; 64]),
+        "impossible-key" => {
+            let key = RegionKey { address: u64::MAX - 5, size: 4096, region: 1, key: 1 };
+            session.frame(frame::REGION_KEY, key.as_bytes());
+        }
+        other => return Err(format!("no way to be hostile is called {other}").into()),
+    }
+    let how = session.ending()?;
+    if let Some(mut victim) = other {
+        victim.stands(Duration::from_secs(3))?;
+    }
+    println!("{how}");
+    Ok(())
+}
+
+fn server(address: &str, settings: &Settings, what: &str) -> Result<()> {
+    let listener = TcpListener::bind(address)?;
+    println!("listening");
+    let (control, _) = listener.accept()?;
+    let mut session = Session::accept(control, settings)?;
+    // Not before the program has begun to wait for an answer.
+    let (mut reader, mut came, begin) = (FrameReader::new(), 0, Instant::now());
+    while came == 0 {
+        if let Some(how) = session.turn(&mut reader, &mut came) {
+            return Err(format!("too early {how}").into());
+        }
+        if begin.elapsed() > PATIENCE {
+            return Err("the program asks nothing".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    match what {
+        // Nothing is written, so no key is looked at: it is the immediate data alone that comes.
+        "immediate" => session.write(None, 0, 0, 0, 77)?,
+        "wild-write" => session.write(None, 4096, 0x10_0000, 0x1234, 1)?,
+        "free-slot" => session.frame(frame::SLOTS_FREE, 0u32.as_bytes()),
+        "free-wild-slot" => session.frame(frame::SLOTS_FREE, 70_000u32.as_bytes()),
+        "unasked-data" => session.frame(frame::DATA_SENT, DataSent { seq: 900, bytes: 5 }.as_bytes()),
+        "unasked-reply" => {
+            session.frame(frame::REPLY, ReplyHeader { seq: 900, slot: 60_000, status: 0 }.as_bytes());
+        }
+        "unknown-progress" => {
+            let update = ProgressUpdate { kind: 99, index: u32::MAX, seq: 1, value: 0 };
+            session.frame(frame::PROGRESS, update.as_bytes());
+        }
+        "unknown-frame" => session.frame(99, b"?"),
+        "huge-frame" => session.frame_of(frame::REPLY, u32::MAX, b"?"),
+        other => return Err(format!("no way to be hostile is called {other}").into()),
+    }
+    println!("{}", session.ending()?);
+    Ok(())
+}

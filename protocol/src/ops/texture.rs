@@ -1,0 +1,81 @@
+//! Tensor maps: descriptors of tensors in device memory that kernels are given by value.
+//!
+//! Encoding one is arithmetic in the driver, and its result differs by device: so it is the server's driver that does it. The addresses are this
+//! session's device addresses. Numbers of `cuda.h`'s enumerations travel as they are; a server refuses those that its driver does not know.
+
+use crate::handle::ContextId;
+use crate::ops::ops;
+
+crate::wire_struct! {
+    /// What all tensor maps say.
+    pub struct Tensor {
+        /// `CUtensorMapDataType`.
+        data_type: u32,
+        /// First element's address.
+        address: u64,
+        /// Elements in each dimension, as many as the tensor has dimensions.
+        sizes: Vec<u64>,
+        /// Bytes from one element to the next in each dimension but the first.
+        strides: Vec<u64>,
+        /// Step in each dimension, in elements.
+        steps: Vec<u32>,
+        /// `CUtensorMapInterleave`.
+        interleave: u32,
+        /// `CUtensorMapSwizzle`.
+        swizzle: u32,
+        /// `CUtensorMapL2promotion`.
+        l2_promotion: u32,
+        /// `CUtensorMapFloatOOBfill`.
+        fill: u32,
+    }
+}
+
+ops! {
+    /// Tensor maps.
+    trait TextureOps;
+
+    /// `cuTensorMapEncodeTiled`.
+    sync 0x0b01 tensor_map_tiled: TensorMapTiled {
+        /// Context of the device that will use it.
+        context: ContextId,
+        /// The tensor.
+        tensor: Tensor,
+        /// Elements of a box in each dimension.
+        box_sizes: Vec<u32>,
+    } -> TensorMapTiledReply {
+        /// `CUtensorMap`.
+        map: [u8; 128],
+    }
+
+    /// `cuTensorMapEncodeIm2col`.
+    sync 0x0b02 tensor_map_im2col: TensorMapIm2col {
+        /// Context of the device that will use it.
+        context: ContextId,
+        /// The tensor.
+        tensor: Tensor,
+        /// Lower corner of the box of pixels, two dimensions fewer than the tensor has.
+        lower: Vec<i32>,
+        /// Upper corner.
+        upper: Vec<i32>,
+        /// Channels for each pixel.
+        channels: u32,
+        /// Pixels for each column.
+        pixels: u32,
+    } -> TensorMapIm2colReply {
+        /// `CUtensorMap`.
+        map: [u8; 128],
+    }
+
+    /// `cuTensorMapReplaceAddress`.
+    sync 0x0b03 tensor_map_replace_address: TensorMapReplaceAddress {
+        /// Context of the device that will use it.
+        context: ContextId,
+        /// `CUtensorMap`.
+        map: [u8; 128],
+        /// First element's new address.
+        address: u64,
+    } -> TensorMapReplaceAddressReply {
+        /// `CUtensorMap`.
+        map: [u8; 128],
+    }
+}

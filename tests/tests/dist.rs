@@ -1,0 +1,83 @@
+//! The relocatable tree that `cargo xtask dist` makes, taken to another place.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use rgpu_tests::{programs, tree};
+
+/// A copy of the tree in a fresh folder.
+fn elsewhere() -> Result<(tempfile::TempDir, PathBuf)> {
+    let folder = tempfile::tempdir()?;
+    let place = folder.path().join("some where").join("rgpu");
+    std::fs::create_dir(folder.path().join("some where"))?;
+    let copied = Command::new("cp").arg("-a").arg(tree::target().join("dist")).arg(&place).status()?;
+    ensure!(
+        copied.success(),
+        "there is no copy of {}: run `cargo xtask dist`",
+        tree::target().join("dist").display()
+    );
+    Ok((folder, place))
+}
+
+#[test]
+fn programs_run_from_a_copy_with_a_clean_environment() -> Result<()> {
+    let (_folder, place) = elsewhere()?;
+    for transport in ["local", "tcp"] {
+        for name in ["vectorAdd", "copies", "driver_ptx"] {
+            let mut command = Command::new(place.join("bin/rgpuctl"));
+            command.args(["run", "--backend", "software", "--transport", transport, "--"]);
+            command.arg(programs::built(name)?).env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
+            let outcome = programs::run(&mut command, programs::LIMIT)?;
+            outcome.verdict(name)?;
+        }
+    }
+    Ok(())
+}
+
+/// Every file below a folder, by its path in it.
+fn files(folder: &Path, within: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            files(&path, within, found)?;
+        } else {
+            found.push(path.strip_prefix(within)?.to_owned());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn all_that_an_installation_needs_is_there() -> Result<()> {
+    let dist = tree::target().join("dist");
+    let mut found = Vec::new();
+    files(&dist, &dist, &mut found)?;
+    for file in [
+        "bin/rgpuctl",
+        "bin/rgpu-server",
+        "bin/vhost-rgpu",
+        "lib/rgpu/libcuda.so.1",
+        "lib/rgpu/libcudart.so.12",
+        "lib/rgpu/libcudart.so.13",
+        "lib/rgpu/libnvidia-ml.so.1",
+        "share/rgpu/LICENSE",
+        "share/rgpu/README.md",
+        "share/rgpu/docs/wire.md",
+        "share/rgpu/guest-driver/dkms.conf",
+        "share/rgpu/guest-driver/src/main.c",
+        "share/rgpu/qemu-configs/README.md",
+        "share/rgpu/systemd/rgpu-server.service",
+        "share/rgpu/systemd/vhost-rgpu.service",
+        "share/rgpu/systemd/vhost-rgpu.socket",
+        "share/rgpu/vhost-rgpu.toml",
+    ] {
+        ensure!(found.iter().any(|path| path == Path::new(file)), "{file} is missing");
+    }
+    let licences = found.iter().filter(|path| path.starts_with("share/rgpu/licences")).count();
+    ensure!(licences > 50, "{licences} files of licences");
+    let built = ["ko", "o", "cmd", "mod", "symvers"];
+    let left = found.iter().find(|path| path.extension().is_some_and(|e| built.iter().any(|b| e == *b)));
+    ensure!(left.is_none(), "{left:?} is left of a build");
+    Ok(())
+}

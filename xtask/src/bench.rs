@@ -1,0 +1,123 @@
+//! `cargo xtask bench`: what calls cost and what copies carry, natively and through rgpu, into `docs/benchmarks/`.
+//!
+//! The work is done by `rgpu-bench` (`tests/src/bin/rgpu-bench.rs`) and by the CUDA program `tests/bench/bench.cu`; this builds both, and runs them or stages
+//! them for a machine with a GPU but no compiler.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use rgpu_tests::tree;
+
+use crate::progress::Step;
+use crate::{artifacts, process, programs, toolchain};
+
+const SCRIPT: &str = r#"#!/bin/sh
+# Measures on this machine; arguments go to rgpu-bench. What it writes lies in ./results unless --out names another folder.
+cd "$(dirname "$0")" || exit 1
+RGPU_ROOT=$PWD
+CARGO_TARGET_DIR=$PWD/target
+export RGPU_ROOT CARGO_TARGET_DIR
+exec ./rgpu-bench --out results "$@"
+"#;
+
+/// Measure native and remote calls and copies, and write table and plots into docs/benchmarks
+#[derive(Args)]
+pub struct Arguments {
+    /// What executes: a GPU of this machine, or the GPU in software, for the shape of the curves
+    #[arg(long, default_value = "cuda", value_parser = ["cuda", "software"])]
+    device: String,
+    /// Times that everything is measured
+    #[arg(long, default_value_t = 5)]
+    repetitions: usize,
+    /// Show what moved against the figures of an earlier run
+    #[arg(long, value_name = "OLD.json")]
+    compare: Option<PathBuf>,
+    /// Measure nothing: put all that is needed into this folder, for a machine without a compiler
+    #[arg(long, value_name = "FOLDER")]
+    stage: Option<PathBuf>,
+}
+
+/// Builds, and measures or stages.
+pub fn bench(arguments: &Arguments) -> Result<()> {
+    artifacts::build()?;
+    compile()?;
+    let step = Step::spinner("building rgpu-bench");
+    let mut build = process::cargo();
+    build.args(["build", "--release", "-p", "rgpu-tests", "--bin", "rgpu-bench"]);
+    process::run(build.current_dir(tree::root()), &process::log("bench")?)?;
+    step.done("");
+    if let Some(folder) = &arguments.stage {
+        return stage(&tree::root().join(folder));
+    }
+    let mut command = Command::new(tree::binaries().join("rgpu-bench"));
+    command.args(["--device", &arguments.device, "--repetitions", &arguments.repetitions.to_string()]);
+    if let Some(old) = &arguments.compare {
+        command.arg("--compare").arg(old);
+    }
+    let status = command.status().context("cannot run rgpu-bench")?;
+    ensure!(status.success(), "rgpu-bench: {status}");
+    Ok(())
+}
+
+/// Compiles the program, if its source is newer than it.
+fn compile() -> Result<()> {
+    let source = tree::root().join("tests/bench/bench.cu");
+    let program = tree::programs().join("bench");
+    let modified = |path: &Path| std::fs::metadata(path).and_then(|data| data.modified());
+    if modified(&program).is_ok_and(|built| modified(&source).is_ok_and(|written| written < built)) {
+        return Ok(());
+    }
+    let toolkit = toolchain::cuda()?;
+    let step = Step::spinner("compiling tests/bench/bench.cu");
+    std::fs::create_dir_all(tree::programs())
+        .with_context(|| format!("cannot create {}", tree::programs().display()))?;
+    let mut nvcc = Command::new(toolkit.join("bin/nvcc"));
+    nvcc.args(programs::FLAGS).args(["-cudart", "shared", "-L"]).arg(toolkit.join("lib"));
+    process::run(nvcc.arg("-o").arg(&program).arg(&source), &process::log("nvcc-bench")?)?;
+    step.done("");
+    Ok(())
+}
+
+fn stage(folder: &Path) -> Result<()> {
+    if folder.exists() {
+        std::fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    let log = process::log("stage-bench")?;
+    let put = |from: &Path, to: &str, strip: bool| -> Result<()> {
+        let to = folder.join(to);
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+        }
+        std::fs::copy(from, &to)
+            .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+        if strip {
+            process::run(Command::new("strip").arg("--strip-unneeded").arg(&to), &log)?;
+        }
+        Ok(())
+    };
+    put(&tree::binaries().join("rgpu-bench"), "rgpu-bench", true)?;
+    for name in artifacts::EXECUTABLES {
+        put(&tree::binaries().join(name), &format!("target/release/{name}"), true)?;
+    }
+    for library in artifacts::LIBRARIES {
+        let file = tree::guest_libraries().join(library.name);
+        if file.is_file() {
+            put(&file, &format!("target/guest/lib/{}", library.name), true)?;
+        }
+    }
+    put(&tree::programs().join("bench"), "target/programs/bench", false)?;
+    put(
+        &tree::cuda_runtime().join("libcudart.so.13"),
+        "build/cuda13/nvidia/cu13/lib/libcudart.so.13",
+        false,
+    )?;
+    let script = folder.join("run.sh");
+    std::fs::write(&script, SCRIPT)
+        .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))
+        .with_context(|| format!("cannot write {}", script.display()))?;
+    println!("{}: run.sh there", folder.display());
+    Ok(())
+}

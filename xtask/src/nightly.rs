@@ -1,0 +1,80 @@
+//! The parts of the tests that need a nightly compiler: fuzzing, and Miri.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use rgpu_tests::tree;
+
+use crate::{process, toolchain};
+
+/// Seconds that each fuzz target runs. Long runs are for a machine of their own: `cargo fuzz run TARGET`.
+const FUZZ_SECONDS: u32 = 30;
+
+/// Runs every fuzz target for a while, over its corpus; gives how many found nothing, and how many something.
+pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
+    ensure!(
+        process::output(&mut nightly(&["rustc", "--version"])).is_ok(),
+        "fuzzing needs a nightly compiler: rustup toolchain install nightly --profile minimal"
+    );
+    let binary = toolchain::cargo_fuzz()?;
+    let mut found = (0, 0);
+    for target in targets()? {
+        let mut command = Command::new(&binary);
+        command.args(["run", "--fuzz-dir"]).arg(tree::root().join("fuzz")).arg(&target).arg("--");
+        command
+            .arg(format!("-max_total_time={FUZZ_SECONDS}"))
+            .args(["-rss_limit_mb=2048", "-print_final_stats=1"]);
+        on_nightly(&mut command);
+        match process::run(&mut command, log) {
+            Ok(()) => {
+                println!("fuzz {target} ... ok");
+                found.0 += 1;
+            }
+            Err(error) => {
+                println!("fuzz {target} ... FAILED: {error:#}");
+                found.1 += 1;
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The names of the files of `fuzz/fuzz_targets/`.
+fn targets() -> Result<Vec<String>> {
+    let folder = tree::root().join("fuzz/fuzz_targets");
+    let context = || format!("cannot list {}", folder.display());
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&folder).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+    }
+    names.sort();
+    ensure!(!names.is_empty(), "there are no fuzz targets in {}", folder.display());
+    Ok(names)
+}
+
+/// The command that runs the protocol's tests under Miri.
+pub fn miri() -> Result<Command> {
+    ensure!(
+        process::output(&mut nightly(&["cargo", "miri", "--version"])).is_ok(),
+        "this part needs Miri: rustup toolchain install nightly --profile minimal --component miri,rust-src"
+    );
+    let mut command = nightly(&["cargo", "miri", "test", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
+    command.arg(tree::target().join("miri"));
+    // Property tests are slow there, and may not write files.
+    command.env("PROPTEST_CASES", "4").env("MIRIFLAGS", "-Zmiri-disable-isolation");
+    Ok(command)
+}
+
+fn nightly(words: &[&str]) -> Command {
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly"]).args(words);
+    on_nightly(&mut command);
+    command
+}
+
+/// What `cargo xtask` was started with is another toolchain's.
+fn on_nightly(command: &mut Command) {
+    command.env("RUSTUP_TOOLCHAIN", "nightly").env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTDOC");
+}
