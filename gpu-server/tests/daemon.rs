@@ -201,6 +201,31 @@ fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
 }
 
 #[test]
+fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
+    let server = Server::start(&[]);
+    for says_goodbye in [false, true] {
+        let mut s = Local::connect(&server.socket());
+        s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
+        s.push(&MemAlloc { address: window(0), size: 4096 });
+        assert_eq!(s.add_region(7, &memfd(4096), 4096), (0, String::new()));
+        // Only the client could let this stream go on, and the copy behind it holds the region.
+        s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
+        let range = HostRange { place: Place::Region(7), offset: 0, len: 4096 };
+        let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
+        until("the copy is enqueued", || s.view.progress().executed() == copy);
+        s.ask_to_remove_region(7);
+        if says_goodbye {
+            host_bridge::framing::send_frame(s.socket.as_fd(), frame::BYE, &[b"enough"], &[]).unwrap();
+            s.socket.shutdown(std::net::Shutdown::Write).unwrap();
+            until("the worker is gone", || server.sessions() == 0);
+        }
+        drop(s);
+        until("the worker is gone", || server.sessions() == 0);
+    }
+    assert_eq!(server.number("sessions_lost"), 0);
+}
+
+#[test]
 fn a_bad_attachment_is_refused_in_words() {
     let server = Server::start(&[]);
     let socket = UnixStream::connect(server.socket()).unwrap();

@@ -432,3 +432,25 @@ fn hostile_values_in_well_formed_commands_are_errors() {
     }
     on_each_transport!(Server::start(&[]), body);
 }
+
+#[test]
+fn no_answer_overtakes_the_progress_that_it_implies() {
+    fn body<S: Session>(s: &mut S) {
+        s.push(&StreamCreate { context: ContextId(0), stream: StreamId(MADE), flags: 1, priority: 0 });
+        s.push(&EventCreate { context: ContextId(0), event: EventId(1), flags: 2 });
+        for round in 0..300 {
+            let record = s.push(&EventRecord { event: EventId(1), stream: StreamId(MADE), flags: 0 });
+            s.push(&StreamWaitEvent { stream: StreamId(0), event: EventId(1), flags: 0 });
+            let mark = s.push(&StreamMark { stream: StreamId(0) });
+            // Each of these implies the event's record; the second and the third the mark behind it too.
+            match round % 3 {
+                0 => drop(s.call(&EventSynchronize { event: EventId(1) }).unwrap()),
+                1 => drop(s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap()),
+                _ => drop(s.call(&ContextSynchronize { context: ContextId(0) }).unwrap()),
+            }
+            assert!(s.word(MADE) >= record, "round {round}: the event's stream is behind");
+            assert!(round % 3 == 0 || s.word(0) >= mark, "round {round}: the other stream is behind");
+        }
+    }
+    on_each_transport!(Server::start(&[]), body);
+}

@@ -152,7 +152,14 @@ impl Session {
     }
 
     /// A write like a piece of data: a header and `len` bytes behind it, all at `address`.
-    fn write(&mut self, header: Option<DataHeader>, len: u32, address: u64, key: u32, immediate: u32) -> Result<()> {
+    fn write(
+        &mut self,
+        header: Option<DataHeader>,
+        len: u32,
+        address: u64,
+        key: u32,
+        immediate: u32,
+    ) -> Result<()> {
         let source = self.source.registration().slice(0, len).ok_or("source")?;
         let queue = self.link.next_queue().ok_or("no queue")?;
         let put = Put { queue, source, header, address, key, immediate, token: 0, signal: true };

@@ -3,6 +3,8 @@
 //! Each check looks at one thing and answers with a [`Finding`]. Which checks run depends on where this is: in a
 //! guest that has an rgpu device, or on a host.
 
+mod rdma;
+
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -25,6 +27,8 @@ pub struct Arguments {
     /// Also try to reach this GPU server: HOST:PORT
     #[arg(long, value_name = "HOST:PORT")]
     server: Option<String>,
+    #[command(flatten)]
+    rdma: rdma::Choice,
 }
 
 /// What a check found.
@@ -54,6 +58,8 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
         findings.push(native_socket());
     }
     findings.push(memory_lock());
+    let verbs = which_library("libibverbs.so.1");
+    findings.extend(rdma::check(Path::new("/"), &arguments.rdma, verbs));
     findings
         .extend(["libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"].map(|name| library(name, in_guest)));
     findings.extend(arguments.server.as_deref().map(server));

@@ -120,7 +120,8 @@ impl Bed {
 
     /// Starts a transfer that does not end by itself, and waits until it is under way.
     fn endless(&self, what: &str) -> Result<Process> {
-        let job = self.machine.spawn(&self.command(&format!("--do {what} --size 1000000 --count 1000000")))?;
+        let job =
+            self.machine.spawn(&self.command(&format!("--do {what} --size 1000000 --count 1000000")))?;
         job.wait_for("begun", SHORT)?;
         std::thread::sleep(Duration::from_secs(1));
         Ok(job)
@@ -418,15 +419,15 @@ const HOSTILE_BRIDGES: [(&str, &str); 16] = [
     ("across-slots", "no piece of data"),
     ("immediate", "no piece of data"),
     ("slot-in-use", "which is in use"),
-    ("outside", ""),
-    ("before", ""),
-    ("wild-key", ""),
-    ("foreign-key", ""),
-    ("replayed-key", ""),
-    ("swapped-queues", ""),
-    ("beyond-credit", ""),
+    ("outside", "access error"),
+    ("before", "access error"),
+    ("wild-key", "access error"),
+    ("foreign-key", "access error"),
+    ("replayed-key", "access error"),
+    ("swapped-queues", "ended"),
+    ("beyond-credit", "refused"),
     ("unknown-frame", "frame of kind 99"),
-    ("huge-frame", ""),
+    ("huge-frame", "more than 33554432"),
     ("wild-record", "record"),
     ("impossible-key", "key that cannot be"),
 ];
@@ -452,14 +453,14 @@ fn a_hostile_bridge_is_shown_out(rgpu: &Rgpu) -> Result<()> {
 /// What a hostile server does, and a word of what its peer says to it.
 const HOSTILE_SERVERS: [(&str, &str); 9] = [
     ("immediate", "for command"),
-    ("wild-write", ""),
+    ("wild-write", "access error"),
     ("free-slot", "which is not in use"),
     ("free-wild-slot", "which is not in use"),
     ("unasked-data", "which expects none"),
     ("unasked-reply", "60000"),
-    ("unknown-progress", ""),
+    ("unknown-progress", "kind 99"),
     ("unknown-frame", "unknown kind 99"),
-    ("huge-frame", ""),
+    ("huge-frame", "more than 33554432"),
 ];
 
 fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {

@@ -60,15 +60,16 @@ impl Arena {
         let len = (len.max(1) as u64).next_multiple_of(ALIGN);
         let mut state = lock(&self.state);
         let State { free, pending } = &mut *state;
-        let offset = free.take_best(len).or_else(|| {
+        // Before fresh room is looked for: memory that was used a moment ago is mapped, and may still be in a cache.
+        if pending.iter().any(|&(seq, ..)| seq <= released) {
             pending.retain(|&(seq, offset, len)| {
                 if seq <= released {
                     free.insert(offset, len);
                 }
                 seq > released
             });
-            free.take_best(len)
-        })?;
+        }
+        let offset = free.take_best(len)?;
         Some(Block { arena: self, offset, len })
     }
 
@@ -127,6 +128,16 @@ mod tests {
         assert!(arena.try_alloc(1, 6).is_none());
         assert!(arena.try_alloc(4096, 7).is_some());
         assert!(arena.try_alloc(4096, 0).is_some(), "a dropped block is free at once");
+    }
+
+    #[test]
+    fn memory_that_was_released_is_used_again_before_fresh_memory() {
+        let arena = Arena::new(std::ptr::null_mut(), 1 << 20);
+        for seq in 1..1000 {
+            let block = arena.try_alloc(4096, seq - 1).unwrap();
+            assert_eq!(block.offset, 0);
+            block.release_after(seq);
+        }
     }
 
     proptest! {

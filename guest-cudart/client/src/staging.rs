@@ -14,11 +14,9 @@ use std::time::{Duration, Instant};
 use crate::lock;
 
 /// Copies of fewer bytes are left to one thread: waking another costs more than it saves.
-const LONG: usize = 1 << 20;
-/// Copies of fewer bytes stay in the caches, from where whoever reads them next is served sooner.
-const STREAMED: usize = 256 << 10;
+const LONG: usize = 256 << 10;
 /// Bytes of a part, the unit that threads take.
-const PART: usize = 256 << 10;
+const PART: usize = 64 << 10;
 /// How long a helper looks for the next job before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 /// Helper threads at most: memory takes no more from additional ones.
@@ -129,7 +127,7 @@ fn help() {
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     if len < LONG || crate::session::forked() {
         // SAFETY: as the caller says.
-        return unsafe { stream(from, to, len) };
+        return unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
     }
     let helpers = helpers();
     let job = Arc::new(Job {
@@ -163,10 +161,10 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// As [`copy`], by this thread alone.
+/// Copies past the caches, by this thread alone.
 unsafe fn stream(from: *const u8, to: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= STREAMED && std::arch::is_x86_feature_detected!("avx") {
+    if std::arch::is_x86_feature_detected!("avx") {
         // SAFETY: the processor has the instructions; the rest is the caller's.
         return unsafe { stream_avx(from, to, len) };
     }
@@ -235,7 +233,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
-        fn every_byte_arrives_and_no_other_changes(len in prop_oneof![0usize..400, STREAMED - 200..STREAMED + 200, LONG - 100..LONG * 2], skew in 0usize..70, source in 0usize..70) {
+        fn every_byte_arrives_and_no_other_changes(len in prop_oneof![0usize..400, PART - 200..PART + 200, LONG - 100..LONG * 4], skew in 0usize..70, source in 0usize..70) {
             let from: Vec<u8> = (0..len + source).map(|i| (i * 7 + i / 251) as u8).collect();
             let mut to = vec![0xee; len + skew + 64];
             // SAFETY: both have room for `len` bytes behind their skews.

@@ -30,8 +30,10 @@ use client::session::Pending;
 const INLINE: usize = 8 << 10;
 /// Chunks under way at once when much is copied to pageable memory.
 const DEPTH: usize = 4;
+/// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
+const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
-const MOST_CHUNK: usize = 4 << 20;
+const MOST_CHUNK: usize = 8 << 20;
 
 /// Whether the call returns before the copy is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,9 +49,9 @@ pub(crate) struct Copier {
     pub mode: Mode,
 }
 
-/// Bytes of one chunk of a transfer: a quarter of it, so that the pipeline fills, within bounds.
+/// Bytes of one chunk of a transfer.
 pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
-    (len / DEPTH).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
+    (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
 }
 
 /// Copies bytes that another process may be writing, or that it will read: between program memory and the arena.

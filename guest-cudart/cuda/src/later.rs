@@ -167,7 +167,7 @@ mod legacy {
         cuMemAllocHost, cuMemAllocPitch, cuMemFree, cuMemGetAddressRange, cuMemGetInfo, cuMemHostGetDevicePointer,
         cuMemcpy2D, cuMemcpy2DAsync, cuMemcpy2DUnaligned, cuMemcpy3D, cuMemcpy3DAsync, cuMemcpyDtoD, cuMemcpyDtoDAsync,
         cuMemcpyDtoH, cuMemcpyDtoHAsync, cuMemcpyHtoD, cuMemcpyHtoDAsync, cuMemsetD16, cuMemsetD2D16, cuMemsetD2D32,
-        cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal, 
+        cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal,
          cuParamSetSize, cuParamSetf, cuParamSeti, cuParamSetv,
     }
 }

@@ -88,7 +88,8 @@ pub(crate) fn init() -> Result<&'static Driver> {
     let others: Vec<_> =
         (1..count).map(|device| session.submit(&DeviceInfo { device })).collect::<Result<_>>()?;
     let devices = std::iter::once(first).chain(others).zip(0..);
-    let devices = devices.map(|(asked, ordinal)| Ok(Device::new(ordinal, asked.wait()?))).collect::<Result<_>>()?;
+    let devices =
+        devices.map(|(asked, ordinal)| Ok(Device::new(ordinal, asked.wait()?))).collect::<Result<_>>()?;
     // What is implemented here is the API of this version; a newer server does not make it more.
     let version = (info.driver_version as i32).min(crate::entry::API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver { session, version, devices, globals: RwLock::default() }))

@@ -12,7 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use protocol::link::{DataHeader, MAX_DATA};
@@ -249,14 +249,16 @@ impl Landing for Queue {
 pub(super) struct Inbox {
     state: Mutex<InboxState>,
     changed: Condvar,
+    /// Commands up to this have been executed: what they did not ask for, nobody will.
+    executed: AtomicU64,
+    /// Threads that wait for a command to be executed. Each raises it before it looks, and the dispatcher looks after it has executed, so one sees the other.
+    waiting: AtomicUsize,
     pub(super) bytes: AtomicU64,
 }
 
 #[derive(Default)]
 struct InboxState {
     expected: HashMap<(u64, u32), Expected>,
-    /// Commands up to this have been executed: what they did not ask for, nobody will.
-    executed: u64,
     over: bool,
 }
 
@@ -271,7 +273,13 @@ struct Expected {
 
 impl Inbox {
     pub(super) fn new() -> Arc<Inbox> {
-        Arc::new(Inbox { state: Mutex::default(), changed: Condvar::new(), bytes: AtomicU64::new(0) })
+        Arc::new(Inbox {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            executed: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            bytes: AtomicU64::new(0),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, InboxState> {
@@ -295,8 +303,12 @@ impl Inbox {
     }
 
     pub(super) fn executed(&self, seq: u64) {
-        self.lock().executed = seq;
-        self.changed.notify_all();
+        self.executed.store(seq, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            // Under the lock, so that nobody is between a look and a wait.
+            drop(self.lock());
+            self.changed.notify_all();
+        }
     }
 
     /// The session is over: everybody who waits for data, or with data, goes.
@@ -329,10 +341,13 @@ impl Inbox {
                 }
                 return Ok(Some(Arc::clone(&expected.landing)));
             }
-            if header.seq <= state.executed {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            if header.seq <= self.executed.load(Ordering::SeqCst) {
+                self.waiting.fetch_sub(1, Ordering::SeqCst);
                 return Ok(None);
             }
             state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
         }
     }
 

@@ -14,7 +14,7 @@ use std::io::{self, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -83,6 +83,8 @@ pub struct VerbsClient {
     came: Condvar,
     executed: AtomicU64,
     sent: AtomicU64,
+    /// Somebody is ending the session.
+    ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
     stop: Bell,
 }
@@ -174,6 +176,7 @@ impl VerbsCommands {
             came: Condvar::new(),
             executed: AtomicU64::new(0),
             sent: AtomicU64::new(0),
+            ending: AtomicBool::new(false),
             end: OnceLock::new(),
             stop,
         });
@@ -685,17 +688,26 @@ impl VerbsClient {
         lock(&self.adopted).iter().find_map(|r| r.slice(address.checked_sub(r.address())?, len))
     }
 
-    fn finish(&self, end: Option<Lost>) -> bool {
-        if self.end.set(end).is_err() {
-            return false;
+    /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.
+    fn finish(&self, end: Option<Lost>) {
+        if self.ending.swap(true, Ordering::AcqRel) {
+            // Another thread is at it, and waits for nothing before it is done.
+            self.end.wait();
+            return;
         }
+        if let Some(Lost { reason }) = &end {
+            let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
+            // The peer may be the one that is gone.
+            let _ = (&self.control).write_all(&[header.as_bytes(), reason.as_bytes()].concat());
+        }
+        let _ = self.control.shutdown(Shutdown::Both);
+        let _ = self.end.set(end);
         self.stop.ring();
         self.inbox.close();
         // Under the locks, so that nobody misses it between a look and a wait.
         drop(lock(&self.arrived));
         self.came.notify_all();
         self.room.notify_all();
-        true
     }
 }
 
@@ -759,18 +771,11 @@ impl Client for VerbsClient {
     }
 
     fn lose(&self, reason: &str) {
-        if self.finish(Some(Lost::new(reason))) {
-            let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
-            // The peer may be the one that is gone.
-            let _ = (&self.control).write_all(&[header.as_bytes(), reason.as_bytes()].concat());
-            let _ = self.control.shutdown(Shutdown::Both);
-        }
+        self.finish(Some(Lost::new(reason)));
     }
 
     fn close(&self) {
-        if self.finish(None) {
-            let _ = self.control.shutdown(Shutdown::Both);
-        }
+        self.finish(None);
     }
 
     fn streams_data(&self) -> bool {

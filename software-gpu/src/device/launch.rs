@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::device::gpu::{Gpu, Inner};
 use crate::device::module::Function;
-use crate::error::{Error, Result};
+use crate::error::{Error, Fault, Location, Result};
 use crate::exec::block::{Block, Outcome, Scratch};
 use crate::lower::program::{Code, Program};
 
@@ -143,6 +143,19 @@ impl KernelRun {
         self.failed.store(true, Ordering::Release);
     }
 
+    fn broken(&self) -> Error {
+        let name = &self.code.name;
+        let location = Location {
+            kernel: name.clone(),
+            function: name.clone(),
+            ptx_line: 0,
+            block: [0; 3],
+            thread: [0; 3],
+        };
+        let fault = Fault::IllegalInstruction("the software GPU failed at it; its worker panicked".into());
+        Error::Kernel { fault, location: Arc::new(location) }
+    }
+
     fn block_index(&self, linear: u64) -> [u32; 3] {
         let (x, y) = (u64::from(self.config.grid[0]), u64::from(self.config.grid[1]));
         [(linear % x) as u32, (linear / x % y) as u32, (linear / x / y) as u32]
@@ -271,7 +284,9 @@ impl Pool {
                 let outcome = if kernel.failed.load(Ordering::Acquire) {
                     Outcome::Finished
                 } else {
-                    block.run(&kernel, budget)
+                    // A mistake of this crate's own ends the kernel, not whoever waits for it.
+                    let turn = std::panic::AssertUnwindSafe(|| block.run(&kernel, budget));
+                    std::panic::catch_unwind(turn).unwrap_or_else(|_| Outcome::Failed(kernel.broken()))
                 };
                 match outcome {
                     Outcome::Yielded => {

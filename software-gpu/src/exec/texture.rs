@@ -46,10 +46,12 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn place(&self, w: &mut Warp, at: [u32; 3]) -> Result<*mut u8, Fault> {
         let image = &self.texture.image;
-        let address = image.address
-            + u64::from(at[0]) * image.texel_bytes()
-            + u64::from(at[1]) * image.row_pitch
-            + (u64::from(at[2]) + u64::from(self.layer) * u64::from(image.size[2])) * image.slice_pitch;
+        let plane = u64::from(at[2]) + u64::from(self.layer) * u64::from(image.size[2]);
+        let address = image
+            .address
+            .wrapping_add(u64::from(at[0]) * image.texel_bytes())
+            .wrapping_add(u64::from(at[1]).wrapping_mul(image.row_pitch))
+            .wrapping_add(plane.wrapping_mul(image.slice_pitch));
         let size = image.texel_bytes() as u32;
         let outside = Fault::IllegalAddress { access: "read", space: "texture", address, size };
         Global::find(w, self.lane, address, size).ok_or(outside)
@@ -307,12 +309,12 @@ unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow 
                 x[0] -= x[0] % size;
                 outside = layer >= image.layers;
             }
-            let address = image.address
-                + x[0] as u64
-                + (x[1] as u64).wrapping_mul(image.row_pitch)
-                + (x[2] as u64)
-                    .wrapping_add(u64::from(layer) * u64::from(image.size[2]))
-                    .wrapping_mul(image.slice_pitch);
+            let plane = (x[2] as u64).wrapping_add(u64::from(layer) * u64::from(image.size[2]));
+            let address = image
+                .address
+                .wrapping_add(x[0] as u64)
+                .wrapping_add((x[1] as u64).wrapping_mul(image.row_pitch))
+                .wrapping_add(plane.wrapping_mul(image.slice_pitch));
             let fault = Fault::IllegalAddress {
                 access: if STORE { "write" } else { "read" },
                 space: "surface",

@@ -30,8 +30,15 @@ fn idle_poll() -> Duration {
     }
 }
 
-/// Polls at full speed for this long after something happened.
-const BUSY: Duration = Duration::from_micros(300);
+/// How long the completer polls at full speed after something happened, while a stream is awaited.
+fn busy_poll() -> Duration {
+    match std::thread::available_parallelism().map_or(1, usize::from) {
+        1 | 2 => Duration::from_micros(50),
+        3..8 => Duration::from_micros(300),
+        _ => Duration::from_millis(2),
+    }
+}
+
 /// Then naps this long between polls, and after [`LONG`] this much longer.
 const NAP: Duration = Duration::from_micros(20);
 const LONG_NAP: Duration = Duration::from_micros(100);
@@ -307,7 +314,7 @@ impl Completer {
         let mut ready: Vec<Awaited> = Vec::new();
         let mut moved = Instant::now();
         let mut asked = moved;
-        let idle = idle_poll();
+        let (idle, busy) = (idle_poll(), busy_poll());
         while !self.over.load(Ordering::Acquire) {
             if awaited.is_empty() {
                 let since = Instant::now();
@@ -336,7 +343,7 @@ impl Completer {
             ready.extend(awaited.extract_if(.., |a| a.ready));
             if ready.is_empty() {
                 let quiet = moved.elapsed();
-                if quiet > BUSY {
+                if quiet > busy {
                     if asked.elapsed() > HEALTH {
                         ask_all(&awaited, api);
                         asked = Instant::now();

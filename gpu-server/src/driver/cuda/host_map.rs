@@ -48,7 +48,8 @@ impl HostView {
             .ok_or(Status::INVALID_VALUE)?;
         let first = address & !(PAGE - 1);
         let wanted = first as *mut c_void;
-        let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+        let reserve =
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: a new mapping, where nothing is mapped.
         let got = unsafe { libc::mmap(wanted, end - first, libc::PROT_NONE, reserve, -1, 0) };
         if got == libc::MAP_FAILED {

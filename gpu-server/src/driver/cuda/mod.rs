@@ -361,10 +361,13 @@ impl DeviceOps<Call> for Cuda {
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
         let remote = cx.client.streams_data();
-        let attributes = ATTRIBUTES
-            .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
-            .map(|a| if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a })
-            .collect();
+        let attributes =
+            ATTRIBUTES
+                .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
+                .map(|a| {
+                    if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a }
+                })
+                .collect();
         Ok(Answer::Now(DeviceInfoReply {
             name,
             uuid,

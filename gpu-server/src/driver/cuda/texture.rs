@@ -15,9 +15,8 @@ const MAX_RANK: usize = 5;
 /// The tensor's dimensions, if its lists have the lengths that the driver reads.
 fn rank(tensor: &Tensor) -> Result<u32, Status> {
     let rank = tensor.sizes.len();
-    let whole = (1..=MAX_RANK).contains(&rank)
-        && tensor.strides.len() == rank - 1
-        && tensor.steps.len() == rank;
+    let whole =
+        (1..=MAX_RANK).contains(&rank) && tensor.strides.len() == rank - 1 && tensor.steps.len() == rank;
     if whole { Ok(rank as u32) } else { Err(Status::INVALID_VALUE) }
 }
 

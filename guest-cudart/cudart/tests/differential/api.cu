@@ -358,7 +358,6 @@ static void launches()
     R(cudaLaunchKernelExC(&c, (void *)add, args));
     at[0].val.clusterDim.x = 3;
     R(cudaLaunchKernelExC(&c, (void *)add, args));
-    R(cudaLaunchKernelExC(nullptr, (void *)add, args));
     at[0].val.clusterDim.x = 2;
     int clusters = 0;
     R(cudaOccupancyMaxActiveClusters(&clusters, add, &c));

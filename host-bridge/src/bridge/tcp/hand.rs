@@ -135,7 +135,10 @@ mod tests {
             *n += 1;
             if *n == 3 { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
         };
-        let hand = Hand::start("hand".into(), work, move || { let _ = tell.send(()); }).unwrap();
+        let hand = Hand::start("hand".into(), work, move || {
+            let _ = tell.send(());
+        })
+        .unwrap();
         for n in 0..100u32 {
             assert!(!hand.is_busy() && hand.take().is_none());
             hand.give(n);

@@ -1,0 +1,427 @@
+//! What transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
+//!
+//! Everything is read from sysfs and proc, so that it can be asked without RDMA's own tools, and tested on made-up trees.
+
+use std::fs;
+use std::net::Ipv6Addr;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::Finding::{self, Good, Note, Wrong};
+
+/// The MTUs of InfiniBand, in bytes.
+const MTUS: [u32; 5] = [256, 512, 1024, 2048, 4096];
+/// What RoCE's headers take of an interface's MTU, in bytes, as the kernel reckons it.
+const HEADERS: u32 = 96;
+/// Below this a daemon cannot even register the memory of one session.
+const LOCKED: u64 = 1 << 30;
+
+/// The daemons' settings of the same names.
+#[derive(Args, Clone, Debug)]
+pub struct Choice {
+    /// Check this RDMA device for transport `verbs`
+    #[arg(long, value_name = "NAME")]
+    rdma_device: Option<String>,
+    /// Its port
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    rdma_port: u8,
+    /// Entry of the port's GID table
+    #[arg(long, value_name = "N")]
+    rdma_gid_index: Option<u8>,
+    /// MTU in bytes
+    #[arg(long, value_name = "BYTES")]
+    rdma_mtu: Option<u32>,
+}
+
+/// The checks. `root` is `/`, `library` where the loader finds libibverbs. None: there is no RDMA here and nobody asked for it.
+pub fn check(root: &Path, choice: &Choice, library: Option<PathBuf>) -> Vec<Finding> {
+    let mut devices = names(&root.join("sys/class/infiniband"));
+    devices.sort();
+    if devices.is_empty() {
+        return match &choice.rdma_device {
+            None => Vec::new(),
+            Some(name) => vec![Wrong(
+                format!("there is no RDMA device {name}, nor any other: /sys/class/infiniband is empty"),
+                "load the card's driver (mlx5_ib, irdma, bnxt_re …), or for RoCE in software: rdma link add rxe0 type rxe netdev INTERFACE; a virtual function that is bound to vfio-pci is a guest's"
+                    .into(),
+            )],
+        };
+    }
+    let mut findings = vec![match library {
+        Some(path) => Good(format!("libibverbs is {}", path.display())),
+        None => Wrong(
+            "libibverbs.so.1 is not installed; transport verbs needs it".into(),
+            "apt install libibverbs1 ibverbs-providers".into(),
+        ),
+    }];
+    let chosen = match &choice.rdma_device {
+        Some(name) if devices.contains(name) => vec![name.clone()],
+        Some(name) => {
+            findings.push(Wrong(
+                format!("there is no RDMA device {name}; this host has {}", devices.join(", ")),
+                format!("name one that is there: --rdma-device {}", devices[0]),
+            ));
+            Vec::new()
+        }
+        None => devices.clone(),
+    };
+    // Of several, which one is meant is not known: a port that is down is then worth a note only.
+    let certain = chosen.len() == 1;
+    for name in &chosen {
+        let port = Port { root, device: name, number: choice.rdma_port };
+        match port.check(choice) {
+            Wrong(text, step) if !certain => findings.push(Note(text, Some(step))),
+            finding => findings.push(finding),
+        }
+    }
+    findings.extend(device_files(root));
+    findings.extend(["rgpu-server", "vhost-rgpu"].iter().flat_map(|name| locked_memory(root, name)));
+    findings
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries =
+        fs::read_dir(folder).map(|entries| entries.flatten().collect()).unwrap_or_else(|_| Vec::new());
+    entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+fn read(path: PathBuf) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+struct Port<'a> {
+    root: &'a Path,
+    device: &'a str,
+    number: u8,
+}
+
+impl Port<'_> {
+    fn file(&self, name: &str) -> Option<String> {
+        let device = self.root.join("sys/class/infiniband").join(self.device);
+        read(device.join("ports").join(self.number.to_string()).join(name))
+    }
+
+    /// Where packets go from here, in words, or what is in the way.
+    fn check(&self, choice: &Choice) -> Finding {
+        let Port { root, device, number } = *self;
+        let mut ports = names(&root.join("sys/class/infiniband").join(device).join("ports"));
+        ports.sort();
+        if !ports.contains(&number.to_string()) {
+            return Wrong(
+                format!("RDMA device {device} has no port {number}, but {}", ports.join(", ")),
+                "set rdma_port to one that is there".into(),
+            );
+        }
+        let ethernet = self.file("link_layer").as_deref() == Some("Ethernet");
+        let state = self.file("state").unwrap_or_default();
+        // As in `4: ACTIVE`; `ACTIVE_DEFER` passes packets, too.
+        let (_, word) = state.split_once(": ").unwrap_or(("", "unknown"));
+        if !word.starts_with("ACTIVE") {
+            let step = if ethernet {
+                "check the cable, and `ip link set INTERFACE up`"
+            } else {
+                "check the cable; INIT or ARMED means that no subnet manager runs (opensm, or the switch's)"
+            };
+            return Wrong(format!("port {number} of RDMA device {device} is {word}"), step.into());
+        }
+        let path = if ethernet || choice.rdma_gid_index.is_some() {
+            match self.gid(choice.rdma_gid_index) {
+                Ok(found) => found,
+                Err(wrong) => return wrong,
+            }
+        } else {
+            format!("LID {}", self.file("lid").unwrap_or_default())
+        };
+        let mtu = match self.mtu(ethernet, choice.rdma_mtu) {
+            Ok(mtu) => mtu,
+            Err(wrong) => return wrong,
+        };
+        let folder = root.join("sys/class/infiniband").join(device).join("device/physfn");
+        let function = if folder.exists() { ", a virtual function" } else { "" };
+        let firewall = if ethernet { "; a firewall must pass UDP port 4791" } else { "" };
+        Good(format!("RDMA device {device} port {number}{function}: active, {path}{mtu}{firewall}"))
+    }
+
+    fn gid(&self, index: Option<u8>) -> Result<String, Finding> {
+        let (device, number) = (self.device, self.number);
+        let entry = |index: u8| {
+            let gid: Ipv6Addr = self.file(&format!("gids/{index}"))?.parse().ok()?;
+            let kind = self.file(&format!("gid_attrs/types/{index}"))?;
+            (!gid.is_unspecified()).then_some((index, gid, kind))
+        };
+        let table: Vec<_> = (0..=u8::MAX).filter_map(entry).collect();
+        let step = || {
+            "give the port's network interface an IP address (ip addr add …); `rdma_gid_index` names an entry of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
+        };
+        if let Some(index) = index {
+            let Some((_, gid, kind)) = table.iter().find(|entry| entry.0 == index) else {
+                let have: Vec<_> = table.iter().map(|entry| entry.0.to_string()).collect();
+                return Err(Wrong(
+                    format!(
+                        "entry {index} of the GID table of {device} port {number} is empty; entries in use: {}",
+                        have.join(", ")
+                    ),
+                    step(),
+                ));
+            };
+            if kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
+                return Err(Wrong(
+                    format!(
+                        "GID {index} of {device} port {number} is RoCE v1, which no router passes and many cards no longer speak"
+                    ),
+                    "leave rdma_gid_index out: a RoCE v2 entry is then chosen".into(),
+                ));
+            }
+            return Ok(format!("GID {index} ({gid})"));
+        }
+        let rank = |gid: &Ipv6Addr| match gid {
+            gid if gid.to_ipv4_mapped().is_some() => 0,
+            gid if gid.segments()[0] != 0xfe80 => 1,
+            _ => 2,
+        };
+        let best = table.iter().filter(|entry| entry.2 == "RoCE v2").min_by_key(|entry| rank(&entry.1));
+        match best {
+            Some((index, gid, _)) => Ok(format!("GID {index} ({gid}), RoCE v2")),
+            None => Err(Wrong(
+                format!(
+                    "port {number} of RDMA device {device} has no RoCE v2 GID among its {} entries",
+                    table.len()
+                ),
+                step(),
+            )),
+        }
+    }
+
+    /// The MTU in words. Only RoCE's can be seen in sysfs: it follows the interface's.
+    fn mtu(&self, ethernet: bool, wanted: Option<u32>) -> Result<String, Finding> {
+        let (device, number) = (self.device, self.number);
+        if let Some(wanted) = wanted.filter(|wanted| !MTUS.contains(wanted)) {
+            return Err(Wrong(
+                format!("rdma_mtu {wanted} is no MTU of InfiniBand or RoCE"),
+                "it is 256, 512, 1024, 2048 or 4096".into(),
+            ));
+        }
+        let interface = self.file("gid_attrs/ndevs/0").filter(|_| ethernet);
+        let bytes = interface.as_ref().and_then(|name| {
+            read(self.root.join("sys/class/net").join(name).join("mtu"))?.parse::<u32>().ok()
+        });
+        let (Some(interface), Some(bytes)) = (interface, bytes) else { return Ok(String::new()) };
+        let most = MTUS.into_iter().rev().find(|mtu| mtu + HEADERS <= bytes).unwrap_or(0);
+        match wanted {
+            Some(wanted) if wanted > most => Err(Wrong(
+                format!(
+                    "rdma_mtu {wanted}: port {number} of {device} can do {most}, since its interface {interface} has MTU {bytes}"
+                ),
+                format!("ip link set {interface} mtu {}, here and on everything between", wanted + 104),
+            )),
+            _ => Ok(format!(", MTU {} of {most} (interface {interface}: {bytes})", wanted.unwrap_or(most))),
+        }
+    }
+}
+
+/// The files through which a process reaches the devices.
+fn device_files(root: &Path) -> Option<Finding> {
+    let there = names(&root.join("dev/infiniband")).iter().any(|name| name.starts_with("uverbs"));
+    (!there).then(|| {
+        Wrong(
+            "/dev/infiniband has no uverbs file, so no process reaches the RDMA devices".into(),
+            "modprobe ib_uverbs; in a container: pass /dev/infiniband through".into(),
+        )
+    })
+}
+
+/// Whether the running daemons of this name may register memory.
+fn locked_memory(root: &Path, daemon: &str) -> Option<Finding> {
+    const IPC_LOCK: u64 = 1 << 14;
+    let proc = root.join("proc");
+    let process =
+        names(&proc).into_iter().find(|pid| read(proc.join(pid).join("comm")).as_deref() == Some(daemon))?;
+    let status = read(proc.join(&process).join("status"))?;
+    let capable = status
+        .lines()
+        .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok())
+        .is_some_and(|capabilities| capabilities & IPC_LOCK != 0);
+    let limits = read(proc.join(&process).join("limits"))?;
+    let soft =
+        limits.lines().find_map(|line| line.strip_prefix("Max locked memory")?.split_whitespace().next())?;
+    let bytes = soft.parse::<u64>().unwrap_or(u64::MAX);
+    if capable || bytes >= LOCKED {
+        return Some(Good(format!("{daemon} may register memory with RDMA devices")));
+    }
+    Some(Wrong(
+        format!(
+            "{daemon} (process {process}) may lock only {} KiB of memory, and RDMA locks all that it uses",
+            bytes >> 10
+        ),
+        format!(
+            "LimitMEMLOCK=infinity in the unit of {daemon} (systemctl edit {daemon}), or `ulimit -l unlimited` before starting it"
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up host.
+    struct Tree(PathBuf);
+
+    impl Tree {
+        /// One with an active RoCE device.
+        fn new(name: &str) -> Tree {
+            let root = std::env::temp_dir().join(format!("rgpuctl-rdma-{name}-{}", std::process::id()));
+            let _ = fs::remove_dir_all(&root);
+            let tree = Tree(root);
+            tree.device("mlx5_0", "4: ACTIVE");
+            tree.put("sys/class/net/eth0/mtu", "4200");
+            tree.put("dev/infiniband/uverbs0", "");
+            tree
+        }
+
+        fn device(&self, name: &str, state: &str) {
+            let port = format!("sys/class/infiniband/{name}/ports/1");
+            for (file, text) in [
+                ("state", state),
+                ("link_layer", "Ethernet"),
+                ("lid", "0x0"),
+                ("gids/0", "fe80:0000:0000:0000:0000:0000:0000:0001"),
+                ("gid_attrs/types/0", "IB/RoCE v1"),
+                ("gid_attrs/ndevs/0", "eth0"),
+                ("gids/1", "0000:0000:0000:0000:0000:ffff:0a00:0101"),
+                ("gid_attrs/types/1", "RoCE v2"),
+                ("gids/2", "0000:0000:0000:0000:0000:0000:0000:0000"),
+                ("gid_attrs/types/2", "RoCE v2"),
+            ] {
+                self.put(&format!("{port}/{file}"), text);
+            }
+        }
+
+        fn put(&self, path: &str, text: &str) {
+            let path = self.0.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, format!("{text}\n")).unwrap();
+        }
+
+        fn check(&self, change: impl FnOnce(&mut Choice)) -> Vec<Finding> {
+            let mut choice = Choice { rdma_device: None, rdma_port: 1, rdma_gid_index: None, rdma_mtu: None };
+            change(&mut choice);
+            check(&self.0, &choice, Some("/lib/libibverbs.so.1".into()))
+        }
+
+        /// The one thing that is wrong.
+        fn wrong(&self, change: impl FnOnce(&mut Choice)) -> (String, String) {
+            let findings = self.check(change);
+            let wrong: Vec<_> = findings
+                .iter()
+                .filter_map(|finding| match finding {
+                    Wrong(text, step) => Some((text.clone(), step.clone())),
+                    _ => None,
+                })
+                .collect();
+            assert_eq!(wrong.len(), 1, "{findings:?}");
+            wrong[0].clone()
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_good_device_is_described() {
+        let findings = Tree::new("good").check(|_| {});
+        assert!(findings.iter().all(|finding| matches!(finding, Good(_))), "{findings:?}");
+        let Some(Good(text)) = findings.get(1) else { panic!("{findings:?}") };
+        assert!(text.contains("GID 1 (::ffff:10.0.1.1)") && text.contains("MTU 4096 of 4096"), "{text}");
+    }
+
+    #[test]
+    fn a_host_without_rdma_is_no_matter_unless_asked() {
+        let tree = Tree(std::env::temp_dir().join("rgpuctl-rdma-none"));
+        assert!(tree.check(|_| {}).is_empty());
+        assert!(tree.wrong(|c| c.rdma_device = Some("mlx5_0".into())).0.contains("mlx5_0"));
+    }
+
+    #[test]
+    fn a_wrong_name_is_answered_with_the_right_ones() {
+        let (text, _) = Tree::new("name").wrong(|c| c.rdma_device = Some("mlx4_0".into()));
+        assert!(text.contains("mlx4_0") && text.contains("has mlx5_0"), "{text}");
+    }
+
+    #[test]
+    fn a_wrong_port_is_named() {
+        let (text, _) = Tree::new("port").wrong(|c| c.rdma_port = 2);
+        assert!(text.contains("no port 2, but 1"), "{text}");
+    }
+
+    #[test]
+    fn a_port_that_is_down_is_wrong_when_it_is_the_one() {
+        let tree = Tree::new("down");
+        tree.device("mlx5_0", "1: DOWN");
+        assert!(tree.wrong(|_| {}).0.contains("is DOWN"));
+        tree.put("sys/class/infiniband/mlx5_0/ports/1/link_layer", "InfiniBand");
+        tree.put("sys/class/infiniband/mlx5_0/ports/1/state", "2: INIT");
+        assert!(tree.wrong(|_| {}).1.contains("subnet manager"));
+        // With another that is up it may be meant to be down.
+        tree.device("mlx5_1", "4: ACTIVE");
+        let findings = tree.check(|_| {});
+        assert!(
+            findings.iter().any(|f| matches!(f, Note(text, _) if text.contains("is INIT"))),
+            "{findings:?}"
+        );
+    }
+
+    #[test]
+    fn gids_that_cannot_be_used_are_told_apart() {
+        let tree = Tree::new("gid");
+        assert!(tree.wrong(|c| c.rdma_gid_index = Some(7)).0.contains("in use: 0, 1"));
+        assert!(tree.wrong(|c| c.rdma_gid_index = Some(2)).0.contains("is empty"));
+        assert!(tree.wrong(|c| c.rdma_gid_index = Some(0)).0.contains("RoCE v1"));
+        tree.put("sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/1", "IB/RoCE v1");
+        assert!(tree.wrong(|_| {}).1.contains("IP address"));
+    }
+
+    #[test]
+    fn an_mtu_that_the_interface_cannot_carry_is_wrong() {
+        let tree = Tree::new("mtu");
+        assert!(tree.wrong(|c| c.rdma_mtu = Some(1500)).0.contains("no MTU"));
+        tree.put("sys/class/net/eth0/mtu", "1500");
+        let (text, step) = tree.wrong(|c| c.rdma_mtu = Some(4096));
+        assert!(text.contains("can do 1024") && step.contains("eth0 mtu 4200"), "{text} {step}");
+        assert!(tree.check(|c| c.rdma_mtu = Some(1024)).iter().all(|f| matches!(f, Good(_))));
+    }
+
+    #[test]
+    fn a_daemon_that_may_not_lock_memory_is_named() {
+        let tree = Tree::new("memlock");
+        tree.put("proc/77/comm", "vhost-rgpu");
+        tree.put("proc/77/status", "Name:\tvhost-rgpu\nCapEff:\t0000000000000000");
+        tree.put(
+            "proc/77/limits",
+            "Max locked memory         8388608              8388608              bytes",
+        );
+        let (text, step) = tree.wrong(|_| {});
+        assert!(
+            text.contains("process 77") && text.contains("8192 KiB") && step.contains("LimitMEMLOCK"),
+            "{text}"
+        );
+        tree.put(
+            "proc/77/limits",
+            "Max locked memory         unlimited            unlimited            bytes",
+        );
+        assert!(tree.check(|_| {}).iter().all(|f| matches!(f, Good(_))));
+        tree.put("proc/77/limits", "Max locked memory         65536            65536            bytes");
+        tree.put("proc/77/status", "Name:\tvhost-rgpu\nCapEff:\t000001ffffffffff");
+        assert!(tree.check(|_| {}).iter().all(|f| matches!(f, Good(_))));
+    }
+
+    #[test]
+    fn missing_device_files_are_named() {
+        let tree = Tree::new("uverbs");
+        fs::remove_dir_all(tree.0.join("dev")).unwrap();
+        assert!(tree.wrong(|_| {}).1.contains("ib_uverbs"));
+    }
+}

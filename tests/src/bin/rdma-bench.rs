@@ -1,0 +1,320 @@
+//! The papers' two studies of RDMA, made again: bandwidth against size for 1 to 4 queue pairs, and against the queues' depth, beside perftest's own curves.
+//!
+//! ```text
+//!  one machine, booted here ─┬─ ib_write_bw, ib_write_lat                        ─┐ by turns, point by point
+//!                            └─ the layer's `verbs` example: h2d, d2h, ping      ─┴─▶ medians ─▶ verbs.md, verbs-*.svg
+//! ```
+//!
+//! Without a card RoCE is in software, so speeds are the processor's. What counts is the ratio between two lines that were measured one after the other.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::machine::{Machine, rdma};
+use rgpu_tests::tree;
+
+const USAGE: &str = "rdma-bench [--repetitions N] [--out FOLDER]";
+const LIMIT: Duration = Duration::from_secs(300);
+const SIZES: [u64; 6] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
+const PAIRS: [u32; 4] = [1, 2, 3, 4];
+const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
+/// What depths are compared at: as much as one request of the study carries.
+const DEPTH_SIZE: u64 = 64 << 10;
+/// Bytes of one measurement.
+const VOLUME: u64 = 48 << 20;
+
+/// A point: who, size, queue pairs, depth. Megabytes (10⁶) a second, one for each repetition.
+type Key = (&'static str, u64, u32, u32);
+type Points = BTreeMap<Key, Vec<f64>>;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let (mut repetitions, mut out) = (3, tree::root().join("docs/benchmarks"));
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        let value = arguments.next().context(USAGE)?;
+        match name.as_str() {
+            "--repetitions" => repetitions = value.parse().context(USAGE)?,
+            "--out" => out = PathBuf::from(value),
+            _ => bail!(USAGE),
+        }
+    }
+    ensure!(repetitions > 0, "at least one repetition");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let built = Command::new(cargo)
+        .args(["build", "--release", "-p", "rgpu-host-bridge", "--example", "verbs"])
+        .current_dir(tree::root())
+        .status()
+        .context("cannot start cargo")?;
+    ensure!(built.success(), "the example `verbs` does not build");
+    let bed = Bed::new()?;
+    let mut points = Points::new();
+    let mut latencies: [Vec<f64>; 2] = Default::default();
+    for repetition in 1..=repetitions {
+        eprintln!("repetition {repetition} of {repetitions}");
+        for pairs in PAIRS {
+            for size in SIZES {
+                bed.all(&mut points, size, pairs, 128)?;
+            }
+        }
+        for depth in DEPTHS {
+            bed.all(&mut points, DEPTH_SIZE, 2, depth)?;
+        }
+        latencies[0].push(bed.perftest_latency()?);
+        latencies[1].push(bed.round_trip()? / 2.0);
+    }
+    let latencies = latencies.map(|mut all| median(&mut all));
+    let points: BTreeMap<Key, f64> =
+        points.into_iter().map(|(key, mut all)| (key, median(&mut all))).collect();
+    std::fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
+    let put = |name: &str, text: String| {
+        std::fs::write(out.join(name), text).with_context(|| format!("cannot write {name}"))
+    };
+    for (who, file, title) in
+        [("h2d", "verbs-h2d.svg", "to the server"), ("d2h", "verbs-d2h.svg", "from the server")]
+    {
+        let x: Vec<f64> = SIZES.iter().map(|size| *size as f64).collect();
+        let curves = PAIRS.iter().flat_map(|pairs| {
+            let (points, pairs) = (&points, *pairs);
+            ["ib_write_bw", who].map(|who| {
+                let y =
+                    SIZES.iter().filter_map(|size| points.get(&(who, *size, pairs, 128)).copied()).collect();
+                (format!("{who}, {pairs} queue pairs"), pairs as usize, who == "ib_write_bw", y)
+            })
+        });
+        put(file, plot(&format!("Bandwidth {title}, depth 128"), "bytes", &x, &curves.collect::<Vec<_>>()))?;
+    }
+    let x: Vec<f64> = DEPTHS.iter().map(|depth| f64::from(*depth)).collect();
+    let curves: Vec<Curve> = ["ib_write_bw", "h2d", "d2h"]
+        .iter()
+        .enumerate()
+        .map(|(i, who)| {
+            let y = DEPTHS
+                .iter()
+                .filter_map(|depth| points.get(&(*who, DEPTH_SIZE, 2, *depth)).copied())
+                .collect();
+            ((*who).to_owned(), i + 1, i == 0, y)
+        })
+        .collect();
+    put(
+        "verbs-depth.svg",
+        plot(
+            "Bandwidth against depth, 64 KiB, 2 queue pairs",
+            "requests under way on a queue pair",
+            &x,
+            &curves,
+        ),
+    )?;
+    put(
+        "verbs.md",
+        report(
+            &points,
+            latencies,
+            repetitions,
+            bed.machine.accelerator() == rgpu_tests::machine::Accelerator::Kvm,
+        ),
+    )?;
+    println!("{}", out.join("verbs.md").display());
+    Ok(())
+}
+
+/// A machine with a listener of each kind.
+struct Bed {
+    machine: Machine,
+    /// GID index of both ends for perftest, which does not find it by itself.
+    gid: [String; 2],
+}
+
+impl Bed {
+    fn new() -> Result<Bed> {
+        let example = tree::binaries().join("examples/verbs");
+        let machine = rdma::boot(rdma::builder()?.program(example, "/bin/verbs"))?;
+        let gid = |device: &str| {
+            machine.check(
+                &format!("cd /sys/class/infiniband/{device}/ports/1; for i in 0 1 2 3 4 5; do grep -q ffff:0a00 gids/$i && grep -q v2 gid_attrs/types/$i && echo $i && exit 0; done; exit 1"),
+                LIMIT,
+            )
+        };
+        let gid = [gid(rdma::SERVER.1)?, gid(rdma::CLIENT.1)?];
+        machine
+            .spawn(&format!("exec verbs listen 127.0.0.1:9800 --device {}", rdma::SERVER.1))?
+            .wait_for("listening", LIMIT)?;
+        Ok(Bed { machine, gid })
+    }
+
+    fn all(&self, points: &mut Points, size: u64, pairs: u32, depth: u32) -> Result<()> {
+        let mut take = |who, value| points.entry((who, size, pairs, depth)).or_default().push(value);
+        take("ib_write_bw", self.perftest(size, pairs, depth)?);
+        for who in ["h2d", "d2h"] {
+            let count = (VOLUME / size).min(4000);
+            let said = self.verbs(&format!("--do {who} --size {size} --count {count} --queue-pairs {pairs} --queue-depth {depth} --fast --sleep"))?;
+            take(who, field(&said, "mb_per_s")?);
+        }
+        Ok(())
+    }
+
+    fn verbs(&self, what: &str) -> Result<String> {
+        self.machine.check(&format!("verbs connect 127.0.0.1:9800 --device {} {what}", rdma::CLIENT.1), LIMIT)
+    }
+
+    /// A round trip of 64 bytes and its answer, in microseconds; polled, as perftest does it.
+    fn round_trip(&self) -> Result<f64> {
+        field(&self.verbs("--do ping --size 64 --count 2000")?, "us_each")
+    }
+
+    /// Runs one of perftest's programs on both ends. Gives the columns of its last row.
+    fn pair(&self, program: &str, options: &str) -> Result<Vec<f64>> {
+        let ends = [rdma::SERVER.1, rdma::CLIENT.1];
+        let side =
+            |end: usize| format!("{program} -d {} -x {} -m 4096 -F {options}", ends[end], self.gid[end]);
+        let server = self.machine.spawn(&format!("exec {} 2>&1", side(0)))?;
+        server.wait_for("Waiting for client", LIMIT)?;
+        let said = self.machine.check(&format!("{} 127.0.0.1 2>&1", side(1)), LIMIT)?;
+        server.wait(LIMIT)?;
+        let numbers = |line: &str| {
+            line.split_whitespace().map(str::parse).collect::<std::result::Result<Vec<f64>, _>>()
+        };
+        let row = said.lines().rev().find_map(|line| numbers(line).ok().filter(|row| row.len() > 3));
+        row.with_context(|| format!("{program} gives no figures: {said}"))
+    }
+
+    fn perftest(&self, size: u64, pairs: u32, depth: u32) -> Result<f64> {
+        let count = (VOLUME / size).min(4000).max(16);
+        let row = self.pair("ib_write_bw", &format!("-s {size} -q {pairs} -t {depth} -n {count}"))?;
+        // Bytes, iterations, peak, average in MiB a second, messages.
+        row.get(3).map(|mib| mib * 1.048_576).context("a row of ib_write_bw is cut off")
+    }
+
+    /// One way, in microseconds.
+    fn perftest_latency(&self) -> Result<f64> {
+        let row = self.pair("ib_write_lat", "-s 64 -n 2000")?;
+        // Bytes, iterations, least, most, typical.
+        row.get(4).copied().context("a row of ib_write_lat is cut off")
+    }
+}
+
+fn field(text: &str, name: &str) -> Result<f64> {
+    let word = text.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    Ok(word.with_context(|| format!("no {name} in {text:?}"))?.parse()?)
+}
+
+fn median(all: &mut [f64]) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+fn bytes(size: u64) -> String {
+    if size < 1 << 20 { format!("{} KiB", size >> 10) } else { format!("{} MiB", size >> 20) }
+}
+
+fn report(points: &BTreeMap<Key, f64>, latencies: [f64; 2], repetitions: usize, kvm: bool) -> String {
+    let get = |who, size, pairs, depth| points.get(&(who, size, pairs, depth)).copied().unwrap_or(f64::NAN);
+    let mut text = format!(
+        "# Verbs beside perftest\n\n\
+         Made by `cargo run --release -p rgpu-tests --bin rdma-bench`: medians of {repetitions} measurement(s) of {} MB each, perftest's and rgpu's taken by turns in one\n\
+         machine with RoCE in software (`rdma_rxe`), {}. There is no card: speeds are those of processors that copy and\n\
+         checksum each packet for both ends, and only ratios say something. `h2d` is from a client's scattered pages into the server's slots, `d2h` from the server's\n\
+         registered memory into such pages, both by `host-bridge/examples/verbs.rs`, which drives the layer that both daemons use, without what the daemons do beside it.\n\n\
+         ## Bandwidth against size\n\n![to the server](verbs-h2d.svg)\n![from the server](verbs-d2h.svg)\n\nMB/s of `ib_write_bw`, and what the layer reaches of it, depth 128:\n\n",
+        VOLUME / 1_000_000,
+        if kvm { "virtualised by KVM" } else { "emulated, on a host that may do other work" },
+    );
+    let _ =
+        writeln!(text, "| size |{}", PAIRS.map(|p| format!(" {p} queue pairs: MB/s | h2d | d2h |")).concat());
+    let _ = writeln!(text, "|---|{}", "---|".repeat(3 * PAIRS.len()));
+    for size in SIZES {
+        let cells = PAIRS.map(|pairs| {
+            let base = get("ib_write_bw", size, pairs, 128);
+            let share = |who| 100.0 * get(who, size, pairs, 128) / base;
+            format!(" {base:.0} | {:.0} % | {:.0} % |", share("h2d"), share("d2h"))
+        });
+        let _ = writeln!(text, "| {} |{}", bytes(size), cells.concat());
+    }
+    let _ = writeln!(
+        text,
+        "\n## Bandwidth against depth\n\n![depth](verbs-depth.svg)\n\n{}, 2 queue pairs:\n\n| depth | ib_write_bw, MB/s | h2d | d2h |\n|---|---|---|---|",
+        bytes(DEPTH_SIZE)
+    );
+    for depth in DEPTHS {
+        let base = get("ib_write_bw", DEPTH_SIZE, 2, depth);
+        let share = |who| 100.0 * get(who, DEPTH_SIZE, 2, depth) / base;
+        let _ = writeln!(text, "| {depth} | {base:.0} | {:.0} % | {:.0} % |", share("h2d"), share("d2h"));
+    }
+    let [theirs, ours] = latencies;
+    let _ = writeln!(
+        text,
+        "\n## Latency\n\n64 bytes one way: `ib_write_lat` {theirs:.1} µs, half a question and answer by messages {ours:.1} µs: {:.1} times as much. (A message takes a receive and its completion,\nwhere perftest's receiver looks at the memory.)",
+        ours / theirs
+    );
+    text
+}
+
+/// Name, colour, dashed, values.
+type Curve = (String, usize, bool, Vec<f64>);
+
+/// A plot with a logarithmic x axis.
+fn plot(title: &str, unit: &str, x: &[f64], curves: &[Curve]) -> String {
+    const COLOURS: [&str; 5] = ["#000", "#1b6ca8", "#d1495b", "#3a7d44", "#8a5a00"];
+    let (left, right, top, bottom) = (70.0, 560.0, 40.0, 380.0);
+    let most = curves.iter().flat_map(|curve| &curve.3).copied().fold(1.0, f64::max) * 1.05;
+    let span = (x[x.len() - 1] / x[0]).ln();
+    let at = |x0: f64, y: f64| {
+        (left + (x0 / x[0]).ln() / span * (right - left), bottom - y / most * (bottom - top))
+    };
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 820 440\" font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"820\" height=\"440\" fill=\"#fff\"/>\n<text x=\"{left}\" y=\"22\" font-size=\"15\">{title}</text>\n<text x=\"{left}\" y=\"425\">{unit}</text>\n"
+    );
+    for step in 0..=4 {
+        let value = most * f64::from(step) / 4.0;
+        let y = at(x[0], value).1;
+        let _ = writeln!(
+            svg,
+            "<line x1=\"{left}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{value:.0} MB/s</text>",
+            left - 4.0,
+            y + 4.0
+        );
+    }
+    for value in x {
+        let label = if *value >= 1024.0 { bytes(*value as u64) } else { format!("{value}") };
+        let _ = writeln!(
+            svg,
+            "<text x=\"{:.1}\" y=\"400\" text-anchor=\"middle\">{label}</text>",
+            at(*value, 0.0).0
+        );
+    }
+    for (i, (name, colour, dashed, values)) in curves.iter().enumerate() {
+        let points: String = x
+            .iter()
+            .zip(values)
+            .map(|(x, y)| {
+                let (px, py) = at(*x, *y);
+                format!("{px:.1},{py:.1} ")
+            })
+            .collect();
+        let stroke = format!(
+            "stroke=\"{}\"{}",
+            COLOURS[colour % COLOURS.len()],
+            if *dashed { " stroke-dasharray=\"5 4\"" } else { "" }
+        );
+        let y = top + 18.0 * i as f64;
+        let _ = writeln!(
+            svg,
+            "<polyline points=\"{points}\" fill=\"none\" stroke-width=\"2\" {stroke}/>\n<line x1=\"580\" y1=\"{y}\" x2=\"610\" y2=\"{y}\" stroke-width=\"2\" {stroke}/><text x=\"616\" y=\"{}\">{name}</text>",
+            y + 4.0
+        );
+    }
+    svg + "</svg>\n"
+}
