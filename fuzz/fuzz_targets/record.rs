@@ -14,6 +14,7 @@ impl ops::launch::LaunchOps<()> for Nothing {}
 impl ops::stream::StreamOps<()> for Nothing {}
 impl ops::event::EventOps<()> for Nothing {}
 impl ops::nvml::NvmlOps<()> for Nothing {}
+impl ops::graph::GraphOps<()> for Nothing {}
 impl ops::texture::TextureOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {

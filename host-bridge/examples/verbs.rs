@@ -27,8 +27,11 @@ use zerocopy::{FromBytes, IntoBytes};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-const SLOT_SIZE: u32 = (1 << 20) + 4096;
-const SLOTS: u32 = 24;
+/// As the server has them.
+const SLOT_SIZE: u32 = (512 << 10) + 4096;
+const SLOTS: u32 = 48;
+/// How long `--sleep` polls before it sleeps.
+const POLL: Duration = Duration::from_micros(50);
 /// Frames of this program's own.
 const PING: u32 = 100;
 const SUM: u32 = 101;
@@ -142,6 +145,12 @@ impl Talk {
             return Ok(());
         }
         if self.sleep {
+            let until = Instant::now() + POLL;
+            while Instant::now() < until {
+                if self.turn()? {
+                    return Ok(());
+                }
+            }
             self.link.arm()?;
             if self.turn()? {
                 return Ok(());
@@ -445,7 +454,8 @@ fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job)
                 peer.slots_address + u64::from(slot) * u64::from(peer.slot_size) + u64::from(SLOT_DATA)
                     - header_len;
             let header = DataHeader { seq, offset: at, piece: 0, len: len as u32 };
-            let signal = len > 65536 || (seq == job.count && at + len == job.size);
+            // As the bridge does it.
+            let signal = len > 32 << 10 || (seq == job.count && at + len == job.size);
             talk.link.put(&Put {
                 queue,
                 source,

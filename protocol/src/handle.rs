@@ -36,6 +36,8 @@ handles! {
     ModuleId(u32);
     /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
     FunctionId(u64);
+    /// An instantiated graph.
+    GraphId(u32);
     /// A point in a stream that waits for the client's word ([`crate::ops::stream::StreamHostWait`]).
     TicketId(u64);
 }

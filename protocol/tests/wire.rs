@@ -73,7 +73,16 @@ fn only_operations_with_data_are_marked_so() {
     let marked: Vec<_> = ops::all().filter(|row| row.carries_data).map(|row| row.name).collect();
     assert_eq!(
         marked,
-        ["memcpy_htod", "memcpy_dtoh", "memcpy_htod_3d", "memcpy_dtoh_3d", "module_load", "module_info"],
+        [
+            "host_map",
+            "memcpy_htod",
+            "memcpy_dtoh",
+            "memcpy_htod_3d",
+            "memcpy_dtoh_3d",
+            "module_load",
+            "module_info",
+            "graph_instantiate"
+        ],
         "the relay looks into these only"
     );
 }

@@ -16,6 +16,52 @@ struct Program {
     /// Floats of each array parameter.
     arrays: &'static [u64],
     n: u32,
+    /// The array that is looked at afterwards, and what belongs there after so many launches, at an index.
+    result: usize,
+    expected: fn(u64, u32) -> f64,
+}
+
+/// What every array starts with.
+fn start(i: u64) -> f32 {
+    (i % 1000) as f32 * 0.001 + 0.5
+}
+
+fn product(i: u64, _launches: u32) -> f64 {
+    let (row, column) = (i / 1024, i % 1024);
+    (0..1024).map(|k| f64::from(start(row * 1024 + k)) * f64::from(start(k * 1024 + column))).sum()
+}
+
+fn sum(_i: u64, launches: u32) -> f64 {
+    f64::from(start(0)) + f64::from(launches) * (0..64 << 20).map(|i| f64::from(start(i))).sum::<f64>()
+}
+
+fn acceleration(i: u64, _launches: u32) -> f64 {
+    let part = |body: u64, k: u64| f64::from(start(body * 4 + k));
+    let (me, axis) = (i / 4, i % 4);
+    if axis == 3 {
+        return 0.0;
+    }
+    let pull = |j: u64| {
+        let d = [0, 1, 2].map(|k| part(j, k) - part(me, k));
+        let square = d.iter().map(|x| x * x).sum::<f64>() + 0.01;
+        part(j, 3) * d[axis as usize] / (square * square.sqrt())
+    };
+    (0..16384).map(pull).sum()
+}
+
+fn call(i: u64, _launches: u32) -> f64 {
+    let normal = |d: f64| {
+        let k = 1.0 / (1.0 + 0.2316419 * d.abs());
+        let p = k * (-1.821255978 + k * 1.330274429);
+        let p = k * (0.31938153 + k * (-0.356563782 + k * (1.781477937 + p)));
+        let c = 0.398_942_280_401_432_7 * (-0.5 * d * d).exp() * p;
+        if d > 0.0 { 1.0 - c } else { c }
+    };
+    let x = f64::from(start(i));
+    let (s, t, r, v) = (x, x, 0.02, 0.30);
+    let root = t.sqrt();
+    let d1 = ((s / x).ln() + (r + 0.5 * v * v) * t) / (v * root);
+    s * normal(d1) - x * (-r * t).exp() * normal(d1 - v * root)
 }
 
 fn programs() -> [Program; 4] {
@@ -33,6 +79,8 @@ fn programs() -> [Program; 4] {
             launch: square,
             arrays: &[MATRIX; 3],
             n: 1024,
+            result: 0,
+            expected: product,
         },
         Program {
             name: "reduction",
@@ -41,6 +89,8 @@ fn programs() -> [Program; 4] {
             launch: LaunchConfig::linear(256, 256),
             arrays: &[REDUCED, 1],
             n: REDUCED as u32,
+            result: 1,
+            expected: sum,
         },
         Program {
             name: "nbody",
@@ -49,6 +99,8 @@ fn programs() -> [Program; 4] {
             launch: LaunchConfig::linear(64, 256),
             arrays: &[BODIES * 4; 2],
             n: BODIES as u32,
+            result: 0,
+            expected: acceleration,
         },
         Program {
             name: "Black–Scholes",
@@ -57,6 +109,8 @@ fn programs() -> [Program; 4] {
             launch: LaunchConfig::linear((OPTIONS / 256) as u32, 256),
             arrays: &[OPTIONS; 5],
             n: OPTIONS as u32,
+            result: 0,
+            expected: call,
         },
     ]
 }
@@ -68,12 +122,15 @@ fn measure(program: &Program, workers: usize, repeats: u32) -> Result<(f64, u64)
     let kernel = module.function(program.kernel)?;
     let mut params = Vec::new();
     let mut at = BASE;
-    for &floats in program.arrays {
+    let mut result = 0;
+    for (n, &floats) in program.arrays.iter().enumerate() {
+        if n == program.result {
+            result = at;
+        }
         let bytes = (floats * 4).next_multiple_of(GRANULE);
         gpu.map(at, bytes)?;
         gpu.place(at, floats * 4)?;
-        let data: Vec<u8> =
-            (0..floats).flat_map(|i| ((i % 1000) as f32 * 0.001 + 0.5).to_le_bytes()).collect();
+        let data: Vec<u8> = (0..floats).flat_map(|i| start(i).to_le_bytes()).collect();
         gpu.write(at, &data)?;
         params.extend(at.to_le_bytes());
         at += bytes;
@@ -90,7 +147,23 @@ fn measure(program: &Program, workers: usize, repeats: u32) -> Result<(f64, u64)
         best = best.min(start.elapsed().as_secs_f64());
         instructions = gpu.warp_instructions() - before;
     }
+    verify(program, &gpu, result, repeats)?;
     Ok((best, instructions))
+}
+
+/// Compares some of a program's results with the same in f64.
+fn verify(program: &Program, gpu: &Gpu, result: u64, launches: u32) -> Result<(), Error> {
+    let floats = program.arrays[program.result];
+    for i in (0..floats).step_by((floats / 61) as usize | 1) {
+        let mut bytes = [0; 4];
+        gpu.read(result + i * 4, &mut bytes)?;
+        let (is, should) =
+            (f64::from(f32::from_bits(u32::from_le_bytes(bytes))), (program.expected)(i, launches));
+        // NaNs are to fail, too.
+        let near = (is - should).abs() <= should.abs() * 1e-3 + 1e-3;
+        assert!(near, "{}: result {i} is {is} and should be {should}", program.name);
+    }
+    Ok(())
 }
 
 fn reference(folder: &std::path::Path) -> std::io::Result<Vec<f64>> {

@@ -8,9 +8,9 @@
 
 #define CHECK(call)                                                                                        \
     do {                                                                                                   \
-        cudaError_t error = (call);                                                                        \
-        if (error != cudaSuccess) {                                                                        \
-            printf("FAIL %s: %s\n", #call, cudaGetErrorName(error));                                       \
+        cudaError_t answer = (call);                                                                       \
+        if (answer != cudaSuccess) {                                                                       \
+            printf("FAIL %s: %s\n", #call, cudaGetErrorName(answer));                                      \
             return 1;                                                                                      \
         }                                                                                                  \
     } while (0)

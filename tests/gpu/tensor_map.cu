@@ -45,7 +45,7 @@ int main()
     std::vector<float> got(grid.x * grid.y * TILE_X * TILE_Y);
     if (cudaMalloc(&matrix, in.size() * 4) || cudaMalloc(&out, got.size() * 4) || cudaMemcpy(matrix, in.data(), in.size() * 4, cudaMemcpyDefault))
         return printf("FAIL allocation\n"), 1;
-    alignas(64) CUtensorMap map;
+    alignas(64) CUtensorMap map, other;
     cuuint64_t sizes[] = {WIDTH, HEIGHT}, strides[] = {WIDTH * 4};
     cuuint32_t box[] = {TILE_X, TILE_Y}, steps[] = {1, 1};
     CUresult result = cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps,
@@ -54,7 +54,7 @@ int main()
     if (result)
         return printf("FAIL cuTensorMapEncodeTiled: %d\n", result), 1;
     box[0] = 1000;
-    CUresult refused = cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps,
+    CUresult refused = cuTensorMapEncodeTiled(&other, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps,
                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (refused != CUDA_ERROR_INVALID_VALUE)

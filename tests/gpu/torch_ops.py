@@ -265,15 +265,6 @@ def streams():
 
 
 @section
-def errors():
-    try:
-        torch.ones(4, device="cuda")[torch.tensor([9], device="cpu")]
-        raise AssertionError("an index out of bounds was taken")
-    except IndexError:
-        say("index", "refused")
-
-
-@section
 def graphs():
     x = rand(512, 512).cuda()
     w = rand(512, 512, seed=2).cuda()

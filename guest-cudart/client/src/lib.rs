@@ -27,7 +27,7 @@ pub mod regions;
 pub mod session;
 pub mod staging;
 
-pub use protocol::{Status, VERSION, channel, data, handle, ops};
+pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
 
 /// Locks a mutex whether or not another thread has panicked with it held: nothing here leaves shared state half-changed.
 pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -286,7 +286,7 @@ impl Session {
         add(&COUNTERS.ring_full, 1);
         loop {
             let begin = Instant::now();
-            while begin.elapsed() < self.poll.most {
+            while begin.elapsed() < self.poll.brief {
                 if let Ok(seq) = producer.push(opcode, slot, body) {
                     return Ok(seq);
                 }
@@ -342,7 +342,7 @@ impl Session {
                 return Ok(());
             }
             self.check()?;
-            if begin.elapsed() < self.poll.most {
+            if begin.elapsed() < self.poll.brief {
                 std::hint::spin_loop();
                 continue;
             }
@@ -359,7 +359,7 @@ impl Session {
     fn await_slot(&self, index: usize, payload: &mut Vec<u8>) -> Result<Status, Status> {
         let slot = &self.slots.all[index];
         let begin = Instant::now();
-        let limit = self.poll.now();
+        let (limit, place) = self.poll.begin();
         loop {
             for _ in 0..16 {
                 if let Some(completion) = slot.poll(payload) {
@@ -372,6 +372,7 @@ impl Session {
                 break;
             }
         }
+        drop(place);
         loop {
             if let Some(completion) = slot.poll(payload) {
                 self.poll.answered(false);
@@ -516,28 +517,63 @@ impl Slots {
     }
 }
 
-/// How long a thread polls before it sleeps: as long as polling has paid off lately, at most `RGPU_POLL_US`.
+/// How long a thread polls before it sleeps.
+///
+/// For room and for progress: a short time. For an answer: as long as polling has paid off lately, at most `RGPU_POLL_US`. On a large machine that is as
+/// long as a large copy takes, because waking a thread costs as much as copying some megabytes, and a local GPU's driver spins all the while too; but only for a few
+/// threads at a time, so that a program with many threads that wait leaves the processors to those that work.
 struct Poll {
     most: Duration,
+    /// The same for a thread that is one of too many, and for what is not an answer.
+    brief: Duration,
     now_ns: AtomicU32,
+    polling: AtomicUsize,
+    /// Threads that may poll for long at a time.
+    places: usize,
+}
+
+/// The longest poll that threads beyond [`Poll::places`] are allowed.
+const BRIEF: Duration = Duration::from_micros(50);
+
+/// A thread's place among those that poll.
+struct Place<'p>(&'p AtomicUsize);
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Poll {
     fn from_environment() -> Poll {
-        let usual = match std::thread::available_parallelism().map_or(1, usize::from) {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
+        Poll::new(cores, asked)
+    }
+
+    fn new(cores: usize, asked_us: Option<u64>) -> Poll {
+        let usual = match cores {
             1 => 0,
             2 | 3 => 20,
             4..8 => 50,
-            // As a local GPU's driver does, which spins while it waits: waking a thread costs as much as copying two megabytes.
-            _ => 1000,
+            _ => 10_000,
         };
-        let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
-        let most = Duration::from_micros(asked.unwrap_or(usual).min(1_000_000));
-        Poll { most, now_ns: AtomicU32::new(most.as_nanos() as u32) }
+        let most = Duration::from_micros(asked_us.unwrap_or(usual).min(1_000_000));
+        Poll {
+            most,
+            brief: most.min(BRIEF),
+            now_ns: AtomicU32::new(most.as_nanos() as u32),
+            polling: AtomicUsize::new(0),
+            places: (cores / 4).max(1),
+        }
     }
 
-    fn now(&self) -> Duration {
-        Duration::from_nanos(self.now_ns.load(Ordering::Relaxed).into())
+    /// How long to poll for an answer now, and the place that is held meanwhile.
+    fn begin(&self) -> (Duration, Place<'_>) {
+        let others = self.polling.fetch_add(1, Ordering::Relaxed);
+        let now = Duration::from_nanos(self.now_ns.load(Ordering::Relaxed).into());
+        let limit = if others < self.places { now } else { now.min(self.brief) };
+        (limit, Place(&self.polling))
     }
 
     fn answered(&self, while_polling: bool) {
@@ -547,5 +583,31 @@ impl Poll {
         if next != now {
             self.now_ns.store(next, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_few_threads_poll_for_long() {
+        let poll = Poll::new(16, None);
+        let held: Vec<_> = (0..4).map(|_| poll.begin()).collect();
+        assert!(held.iter().all(|(limit, _)| *limit == Duration::from_millis(10)));
+        assert_eq!(poll.begin().0, BRIEF);
+        drop(held);
+        assert_eq!(poll.begin().0, Duration::from_millis(10));
+    }
+
+    #[test]
+    fn polling_that_does_not_pay_gets_shorter_and_what_is_asked_for_counts() {
+        let poll = Poll::new(16, Some(80));
+        (0..10).for_each(|_| poll.answered(false));
+        assert_eq!(poll.begin().0, Duration::from_micros(10));
+        (0..10).for_each(|_| poll.answered(true));
+        assert_eq!(poll.begin().0, Duration::from_micros(80));
+        assert_eq!(Poll::new(64, Some(0)).begin().0, Duration::ZERO);
+        assert_eq!(Poll::new(1, None).begin().0, Duration::ZERO);
     }
 }

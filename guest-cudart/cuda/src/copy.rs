@@ -16,7 +16,7 @@ use crate::context::{self, Context};
 use crate::host::REGIONS;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, memory};
+use crate::{Result, capture, memory};
 use client::Status;
 use client::arena::Block;
 use client::channel::MAX_PAYLOAD;
@@ -34,6 +34,8 @@ const DEPTH: usize = 4;
 const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
 const MOST_CHUNK: usize = 8 << 20;
+/// The same towards the device, where nothing is waited for but room: smaller chunks are free again sooner.
+const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
 
 /// Whether the call returns before the copy is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +78,7 @@ impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context) = context::ready()?;
-        Ok(Copier { driver, stream: stream::of(driver, context, handle, per_thread)?, mode })
+        Ok(Copier { driver, stream: stream::any(driver, context, handle, per_thread)?, mode })
     }
 
     /// A synchronous copy is done when this returns.
@@ -92,6 +94,7 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
+        capture::refuse(&self.stream)?;
         if dst == 0 || src.is_null() || memory::device_of(self.driver, src as u64).is_some() {
             return Err(Status::INVALID_VALUE);
         }
@@ -117,7 +120,7 @@ impl Copier {
             self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) })?);
             return Ok(());
         }
-        let chunk = chunk(self.driver, len);
+        let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
         let mut at = 0;
         while at < len {
             let n = chunk.min(len - at);
@@ -144,6 +147,7 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
+        capture::refuse(&self.stream)?;
         if src == 0 || dst.is_null() || memory::device_of(self.driver, dst as u64).is_some() {
             return Err(Status::INVALID_VALUE);
         }
@@ -229,10 +233,7 @@ impl Copier {
         }
         memory::check(self.driver, dst, len as u64)?;
         memory::check(self.driver, src, len as u64)?;
-        let seq =
-            self.driver.session.append(&MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })?;
-        self.stream.worked(seq);
-        Ok(())
+        self.stream.work(self.driver, &MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })
     }
 
     /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory.
@@ -243,6 +244,7 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
+        capture::refuse(&self.stream)?;
         if dst.is_null() || src.is_null() {
             return Err(Status::INVALID_VALUE);
         }

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use crate::copy::{self, Copier, Mode, is_device, move_bytes};
 use crate::host::REGIONS;
 use crate::types::{Memcpy2D, Memcpy3D, memory_type};
-use crate::{Result, context, memory, non_null, refuse_form};
+use crate::{Result, capture, context, memory, non_null, refuse_form};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
@@ -76,6 +76,9 @@ impl Copier {
                 return Err(Status::INVALID_VALUE);
             }
         }
+        if !(dst.device && src.device) {
+            capture::refuse(&self.stream)?;
+        }
         let packed = dst.is_packed(&e) && src.is_packed(&e);
         let bytes = (e.width * e.height * e.depth) as usize;
         // SAFETY: as the caller says.
@@ -89,8 +92,7 @@ impl Copier {
                         src: src.pitched(),
                         extent: [e.width, e.height, e.depth],
                     };
-                    self.stream.worked(self.driver.session.append(&op)?);
-                    Ok(())
+                    self.stream.work(self.driver, &op)
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
                 (true, false) => self.rows_to_device(dst, src, e),

@@ -5,10 +5,11 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, non_null, put};
+use crate::{Result, code, non_null, put};
 use client::handle::EventId;
 use client::handles::Slab;
 use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
@@ -23,6 +24,8 @@ pub(crate) struct Event {
     context: &'static Context,
     flags: u32,
     last: Mutex<Option<(Arc<Stream>, u64)>>,
+    /// What it stands for, if it was last recorded on a stream that was being captured.
+    captured: Mutex<Option<(Arc<Capture>, Vec<u32>)>>,
 }
 
 static EVENTS: Slab<Event> = Slab::new(3);
@@ -33,6 +36,16 @@ impl Event {
     /// Whether it was ever recorded: if not, there is nothing to wait for.
     fn is_recorded(&self) -> bool {
         lock(&self.last).is_some()
+    }
+
+    /// The capture that it was last recorded in, and the nodes that it stands for.
+    pub fn captured(&self) -> Option<(Arc<Capture>, Vec<u32>)> {
+        lock(&self.captured).clone()
+    }
+
+    /// `Err` for an event that was recorded in a capture: nothing ever comes to it.
+    fn check(&self) -> Result {
+        if lock(&self.captured).is_some() { Err(code::CAPTURED_EVENT) } else { Ok(()) }
     }
 
     /// Its last record: the stream, and the record's `seq`.
@@ -72,15 +85,24 @@ fn record(event: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
     let stream = match stream {
         // A NULL stream is the event's context's.
         0 | stream::LEGACY | stream::PER_THREAD => {
-            stream::of(driver, context::current()?, stream, per_thread)?
+            stream::any(driver, context::current()?, stream, per_thread)?
         }
-        handle => stream::of(driver, event.context, handle, per_thread)?,
+        handle => stream::any(driver, event.context, handle, per_thread)?,
     };
     driver.session.check()?;
     stream.context.deferred(driver)?;
     if stream.context.device != event.context.device {
         return Err(Status::INVALID_HANDLE);
     }
+    if let Some(capture) = stream.capture() {
+        if flags != 0 {
+            return capture::refuse(&stream);
+        }
+        let point = capture.point(&stream);
+        *lock(&event.captured) = Some((capture, point));
+        return Ok(());
+    }
+    *lock(&event.captured) = None;
     // The lock is kept meanwhile: what the event says last is what was recorded last.
     let mut last = lock(&event.last);
     let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
@@ -94,6 +116,8 @@ fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
     let (start, end) = (of(start)?, of(end)?);
     let driver = driver()?;
     driver.session.check()?;
+    start.check()?;
+    end.check()?;
     start.context.deferred(driver)?;
     if (start.flags | end.flags) & DISABLE_TIMING != 0 || !start.is_recorded() || !end.is_recorded() {
         return Err(Status::INVALID_HANDLE);
@@ -121,7 +145,7 @@ api! {
         let (driver, context) = context::ready()?;
         let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
         driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
-        let new = Arc::new(Event { id, context, flags, last: Mutex::new(None) });
+        let new = Arc::new(Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) });
         put(event, EVENTS.insert(new).ok_or(Status::OUT_OF_MEMORY)?)
     }
 
@@ -146,6 +170,7 @@ api! {
         let event = of(event)?;
         let driver = driver()?;
         driver.session.check()?;
+        event.check()?;
         event.context.deferred(driver)?;
         if !event.is_done(driver) {
             return Err(Status::NOT_READY);
@@ -157,6 +182,7 @@ api! {
         let event = of(event)?;
         let driver = driver()?;
         driver.session.check()?;
+        event.check()?;
         event.context.deferred(driver)?;
         if event.is_done(driver) {
             return event.context.deferred(driver);

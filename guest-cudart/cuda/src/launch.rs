@@ -157,7 +157,7 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
 fn check_clusters(attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
     for attribute in attributes.iter().filter(|attribute| attribute.id == launch_attr::CLUSTER_DIMENSION) {
         let dim = |i: usize| attribute.value[4 * i..].first_chunk().map_or(0, |b| u32::from_le_bytes(*b));
-        if (0..3).any(|i| dim(i) == 0 || grid[i] % dim(i) != 0) {
+        if (0..3).any(|i| dim(i) == 0 || !grid[i].is_multiple_of(dim(i))) {
             return Err(code::INVALID_CLUSTER_SIZE);
         }
     }
@@ -178,7 +178,7 @@ unsafe fn launch(
         return Err(Status::INVALID_HANDLE);
     }
     let function = function::of(handle)?;
-    let stream = stream::of(driver, context, stream, per_thread)?;
+    let stream = stream::any(driver, context, stream, per_thread)?;
     if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
         return Err(Status::INVALID_HANDLE);
     }
@@ -193,7 +193,7 @@ unsafe fn launch(
         unsafe {
             if extra.is_null() { gather(&function, params, block)? } else { unpack(&function, extra, block)? }
         }
-        driver.session.append(&Launch {
+        let op = Launch {
             function: function.id,
             stream: stream.id,
             grid: shape.grid,
@@ -201,15 +201,14 @@ unsafe fn launch(
             dynamic_shared: shape.shared,
             attributes: attributes.clone(),
             params: block,
-        })
+        };
+        stream.work(driver, &op)
     };
-    let seq = BLOCK.try_with(|block| match block.try_borrow_mut() {
+    let appended = BLOCK.try_with(|block| match block.try_borrow_mut() {
         Ok(mut block) => append(&mut block),
         Err(_) => append(&mut Vec::new()),
     });
-    let seq = seq.unwrap_or_else(|_| append(&mut Vec::new()))?;
-    stream.worked(seq);
-    Ok(())
+    appended.unwrap_or_else(|_| append(&mut Vec::new()))
 }
 
 fn cooperative() -> Vec<LaunchAttribute> {

@@ -29,6 +29,7 @@ pub mod tensor_map;
 pub mod types;
 
 mod callback;
+mod capture;
 mod context;
 mod copy;
 mod copy3d;
@@ -38,6 +39,7 @@ mod error;
 mod event;
 mod export_table;
 mod function;
+mod graph;
 mod host;
 mod image;
 mod integrity;
@@ -69,6 +71,16 @@ pub(crate) mod code {
     pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
     pub const HOST_MEMORY_ALREADY_REGISTERED: Status = Status(712);
     pub const HOST_MEMORY_NOT_REGISTERED: Status = Status(713);
+    pub const ILLEGAL_STATE: Status = Status(401);
+    pub const STREAM_CAPTURE_UNSUPPORTED: Status = Status(900);
+    pub const STREAM_CAPTURE_INVALIDATED: Status = Status(901);
+    pub const STREAM_CAPTURE_MERGE: Status = Status(902);
+    pub const STREAM_CAPTURE_UNMATCHED: Status = Status(903);
+    pub const STREAM_CAPTURE_UNJOINED: Status = Status(904);
+    pub const STREAM_CAPTURE_ISOLATION: Status = Status(905);
+    pub const STREAM_CAPTURE_IMPLICIT: Status = Status(906);
+    pub const CAPTURED_EVENT: Status = Status(907);
+    pub const STREAM_CAPTURE_WRONG_THREAD: Status = Status(908);
     pub const INVALID_CLUSTER_SIZE: Status = Status(912);
 }
 

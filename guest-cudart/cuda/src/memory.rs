@@ -269,11 +269,10 @@ api! {
     }
 
     fn cuMemFree_v2(dptr: u64) {
+        let (driver, _) = context::ready()?;
         if dptr == 0 {
-            driver()?;
             return Ok(());
         }
-        let (driver, _) = context::ready()?;
         let device = device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         let found = find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
         // The one place where two threads that free the same address are told apart is the removal itself.

@@ -16,7 +16,7 @@ fn fill(
     per_thread: bool,
 ) -> Result {
     let (driver, context) = context::ready()?;
-    let stream = stream::of(driver, context, handle, per_thread)?;
+    let stream = stream::any(driver, context, handle, per_thread)?;
     if width == 0 || height == 0 {
         return Ok(());
     }
@@ -35,7 +35,7 @@ fn fill(
         .and_then(|rows| rows.checked_add(row))
         .ok_or(Status::INVALID_VALUE)?;
     memory::check(driver, dst, if height > 1 { span } else { row })?;
-    let seq = driver.session.append(&Memset {
+    let op = Memset {
         stream: stream.id,
         dst,
         pitch: pitch as u64,
@@ -43,9 +43,8 @@ fn fill(
         element,
         width: width as u64,
         height: height as u64,
-    })?;
-    stream.worked(seq);
-    Ok(())
+    };
+    stream.work(driver, &op)
 }
 
 api! {

@@ -133,13 +133,13 @@ impl Jit {
 }
 
 /// Bytes somewhere that the host can read or write: the arena, or pinned memory where they are too many.
-enum Staging<'s> {
+pub(crate) enum Staging<'s> {
     Arena(client::arena::Block<'s>),
     Pinned { region: u32, mapping: client::port::mapping::Mapping },
 }
 
 impl Staging<'_> {
-    fn new(driver: &'static Driver, len: usize) -> Result<Staging<'static>> {
+    pub fn new(driver: &'static Driver, len: usize) -> Result<Staging<'static>> {
         let session = driver.session;
         if len <= session.arena().largest() {
             return session.arena().alloc(session, len).map(Staging::Arena);
@@ -151,14 +151,14 @@ impl Staging<'_> {
         Ok(Staging::Pinned { region: pinned.region, mapping: pinned.mapping })
     }
 
-    fn ptr(&self) -> *mut u8 {
+    pub fn ptr(&self) -> *mut u8 {
         match self {
             Staging::Arena(block) => block.ptr(),
             Staging::Pinned { mapping, .. } => mapping.base(),
         }
     }
 
-    fn range(&self, len: usize) -> HostRange {
+    pub fn range(&self, len: usize) -> HostRange {
         match self {
             Staging::Arena(block) => block.range(len),
             Staging::Pinned { region, .. } => {
@@ -168,7 +168,7 @@ impl Staging<'_> {
     }
 
     /// The host has answered, and touches the bytes no more.
-    fn done(self, driver: &Driver) {
+    pub fn done(self, driver: &Driver) {
         if let Staging::Pinned { region, mapping } = self {
             driver.session.port().unpin(region);
             drop(mapping);

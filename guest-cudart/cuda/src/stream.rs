@@ -10,13 +10,15 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::event;
 use crate::state::{self, Driver, driver, unique_id};
-use crate::{Result, non_null, put};
+use crate::{Result, code, non_null, put};
 use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use client::handle::StreamId;
 use client::handles::Slab;
+use client::ops::Op;
 use client::ops::stream::{StreamCreate, StreamDestroy, StreamMark, StreamSynchronize, StreamWaitEvent};
 use client::{Status, lock};
 
@@ -43,6 +45,8 @@ pub(crate) struct Stream {
     waited_for: Mutex<Vec<(u64, Arc<Stream>, u64)>>,
     /// Everything that was ever on it is done, and its progress word may be another's.
     finished: AtomicBool,
+    /// The capture that it is in, or was in last.
+    capturing: Mutex<Option<Arc<Capture>>>,
 }
 
 static STREAMS: Slab<Stream> = Slab::new(2);
@@ -86,12 +90,46 @@ impl Stream {
             synced: AtomicU64::new(0),
             waited_for: Mutex::default(),
             finished: AtomicBool::new(false),
+            capturing: Mutex::default(),
         }
     }
 
     /// Whether it runs beside the legacy default stream without either waiting for the other.
     pub fn is_free(&self) -> bool {
         self.flags & NON_BLOCKING != 0
+    }
+
+    /// Whether it is a legacy default stream.
+    pub fn is_legacy(&self) -> bool {
+        self.legacy
+    }
+
+    /// A number that no other stream of the process has or had.
+    pub fn unique(&self) -> u64 {
+        self.unique
+    }
+
+    /// The capture that it is in.
+    #[inline]
+    pub fn capture(&self) -> Option<Arc<Capture>> {
+        if !capture::any() {
+            return None;
+        }
+        lock(&self.capturing).clone().filter(|capture| !capture.is_ended())
+    }
+
+    pub fn set_capture(&self, capture: Arc<Capture>) {
+        *lock(&self.capturing) = Some(capture);
+    }
+
+    /// Puts an operation on the stream that may be a graph's node as well: it becomes one if the stream is being captured.
+    #[inline]
+    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result {
+        if let Some(capture) = self.capture() {
+            return capture.add(self, op);
+        }
+        self.worked(driver.session.append(op)?);
+        Ok(())
     }
 
     /// Notes that record `seq` is work on this stream.
@@ -196,12 +234,25 @@ impl Stream {
     }
 }
 
+/// As [`any`], for work that cannot be captured: refused on a stream that is being captured.
+#[inline]
+pub(crate) fn of(
+    driver: &Driver,
+    context: &'static Context,
+    handle: usize,
+    per_thread: bool,
+) -> Result<Arc<Stream>> {
+    let stream = any(driver, context, handle, per_thread)?;
+    capture::refuse(&stream)?;
+    Ok(stream)
+}
+
 /// The stream that a handle means in the current context.
 ///
 /// # Errors
 /// `INVALID_HANDLE` for what is no stream, `CONTEXT_IS_DESTROYED` when its context is.
 #[inline]
-pub(crate) fn of(
+pub(crate) fn any(
     driver: &Driver,
     context: &'static Context,
     handle: usize,
@@ -333,7 +384,7 @@ fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)
         return Ok((driver, stream));
     }
     let context = context::current()?;
-    Ok((driver, of(driver, context, handle, per_thread)?))
+    Ok((driver, any(driver, context, handle, per_thread)?))
 }
 
 api! {
@@ -389,6 +440,18 @@ api! {
         if flags & !1 != 0 {
             return Err(Status::INVALID_VALUE);
         }
+        if let Some((capture, point)) = event.captured() {
+            return if capture.is_ended() { Err(code::CAPTURED_EVENT) } else { capture.join(&stream, &point) };
+        }
+        if let Some(capture) = stream.capture() {
+            // Work from outside has no place in a graph; an event that was never recorded stands for none.
+            return if event.last().is_none() {
+                Ok(())
+            } else {
+                capture.spoil();
+                Err(code::STREAM_CAPTURE_ISOLATION)
+            };
+        }
         if let Some((other, record)) = event.last() {
             let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
             stream.worked(seq);
@@ -400,6 +463,7 @@ api! {
     fn cuStreamQuery / cuStreamQuery_ptsz(stream: usize) |pt| {
         let (driver, stream) = ask(stream, pt)?;
         driver.session.check()?;
+        capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
         if !stream.is_done(driver)? {
             return Err(Status::NOT_READY);
@@ -410,38 +474,8 @@ api! {
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz(stream: usize) |pt| {
         let (driver, stream) = ask(stream, pt)?;
         driver.session.check()?;
+        capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
         stream.synchronize(driver)
-    }
-
-    fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz(stream: usize, status: *mut u32) |pt| {
-        non_null(status)?;
-        ask(stream, pt)?;
-        put(status, 0)
-    }
-
-    fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz(stream: usize, status: *mut u32, id: *mut u64) |pt| {
-        non_null(status)?;
-        ask(stream, pt)?;
-        let _ = id;
-        put(status, 0)
-    }
-
-    fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz(
-        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, deps: *mut usize, count: *mut usize
-    ) |pt| {
-        non_null(status)?;
-        ask(stream, pt)?;
-        let _ = (id, graph, deps, count);
-        put(status, 0)
-    }
-
-    fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz(
-        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, deps: *mut usize, edges: *mut usize, count: *mut usize
-    ) |pt| {
-        non_null(status)?;
-        ask(stream, pt)?;
-        let _ = (id, graph, deps, edges, count);
-        put(status, 0)
     }
 }

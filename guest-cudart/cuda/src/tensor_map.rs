@@ -60,7 +60,7 @@ impl Said {
 /// Tensor maps are aligned to 64 bytes.
 fn place(map: *mut [u8; SIZE]) -> Result {
     non_null(map)?;
-    if map as usize % 64 == 0 { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    if (map as usize).is_multiple_of(64) { Ok(()) } else { Err(Status::INVALID_VALUE) }
 }
 
 api! {

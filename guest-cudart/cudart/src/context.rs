@@ -141,7 +141,12 @@ pub(crate) fn primary(driver: &'static Driver, device: c_int) -> Result<CUcontex
         if !slot.retained.load(Ordering::Acquire) {
             let mut context = ptr::null_mut();
             // SAFETY: the context is written to a live local variable; the driver checks the device.
-            unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, handle(driver, device)?)? };
+            unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, handle(driver, device)?) }.map_err(
+                |error| {
+                    // After a fault the driver makes no new context in this process, and says so with the fault's own error.
+                    if error.is_fault() { Error::DEVICES_UNAVAILABLE } else { error }
+                },
+            )?;
             slot.context.store(context, Ordering::Release);
             slot.retained.store(true, Ordering::Release);
         }

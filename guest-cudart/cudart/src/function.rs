@@ -52,8 +52,11 @@ fn attributes(d: &Driver, kernel: CUkernel) -> Result<FuncAttributes> {
 
 api! {
     ctx fn cudaFuncGetAttributes(out: *mut FuncAttributes, function: *const c_void) |d| {
-        let out = out.as_mut().ok_or(Error::INVALID_VALUE)?;
-        *out = attributes(d, kernel(function)?)?;
+        if out.is_null() { return Err(Error::INVALID_VALUE) }
+        let found = attributes(d, kernel(function)?)?;
+        // The reserved words at the end are the program's own: NVIDIA's library leaves them as they are.
+        let known = core::mem::offset_of!(FuncAttributes, reserved);
+        core::ptr::copy_nonoverlapping((&raw const found).cast::<u8>(), out.cast::<u8>(), known);
         Ok(())
     };
     ctx fn cudaFuncSetAttribute(function: *const c_void, attribute: c_uint, value: c_int) |d| {

@@ -38,10 +38,7 @@ api! {
         *out = PitchedPtr { ptr: address, pitch, xsize: extent.width, ysize: extent.height };
         Ok(())
     };
-    ctx fn cudaFree(address: CUdeviceptr) |d| {
-        if address.is_null() { return Ok(()) }
-        d.cuMemFree_v2(address)
-    };
+    ctx cudaFree => cuMemFree_v2(address: CUdeviceptr);
     ctx fn cudaFreeHost(address: *mut c_void) |d| {
         if address.is_null() { return Ok(()) }
         d.cuMemFreeHost(address)

@@ -39,7 +39,8 @@ pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind}
 pub struct Capabilities {
     /// The server reads the ring and writes replies and progress by itself: nothing in this process touches the channel while the session stands.
     pub server_reads_ring: bool,
-    /// No CPU of either host copies bulk data on its way between the client's pages and the server's process.
+    /// No CPU of either host copies bulk data on its way between the client's pages and memory of the server's process. What happens inside that process is its driver's matter: over
+    /// `verbs` both drivers copy once more there, between that memory and their own staging.
     pub zero_copy: bool,
     /// The server can write the client's memory without the help of this process.
     pub remote_write: bool,

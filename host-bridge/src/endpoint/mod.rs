@@ -27,6 +27,7 @@ pub mod incoming;
 pub mod local;
 pub mod outgoing;
 pub mod region;
+mod slots;
 pub mod tcp;
 pub mod verbs;
 mod wake;

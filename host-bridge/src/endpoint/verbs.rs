@@ -5,6 +5,9 @@
 //!   writes ───▶ pump ─▶ lane 1…n ─▶ Landing              Outgoing::send ─▶ writes into the client's pages
 //! ```
 //!
+//! The CPU copies bulk data once on this side: from a slot into the driver's own staging or device memory, and from there into a registered buffer. What would save that is here, and no
+//! driver uses it yet: [`Staged`] bytes may be kept where they are, and memory that was adopted ([`Client::adopt`]) goes out as it is.
+//!
 //! One thread, the pump, takes completions: it polls for a while, then sleeps on the completion channel. The bridge writes a command's `In` data into slots of this process's memory, which lie there
 //! before the command is executed; a thread for each queue hands them on, in the queue's order, and frees them. As with `tcp` that cannot deadlock: a queue carries pieces in the commands'
 //! order, and the data of a command never waits for that of a later one.
@@ -30,6 +33,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::incoming::{Inbox, Staged};
 use super::outgoing::Outgoing;
+use super::slots::Slots;
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
@@ -95,8 +99,7 @@ struct Engine {
     control_reader: FrameReader,
     /// The client's memories that may be written.
     keys: HashMap<u32, RegionKey>,
-    /// For each slot whether it is in use here.
-    in_use: Vec<bool>,
+    free: Slots,
     lanes: Vec<Sender<(DataHeader, u32)>>,
     /// Writes under way for each call of [`VerbsClient::send`].
     sends: HashMap<u64, usize>,
@@ -150,7 +153,7 @@ impl VerbsCommands {
             reader: FrameReader::new(),
             control_reader: FrameReader::new(),
             keys: HashMap::new(),
-            in_use: vec![false; SLOTS as usize],
+            free: Slots::new(SLOTS),
             lanes: senders,
             sends: HashMap::new(),
             next_send: 0,
@@ -358,7 +361,7 @@ impl VerbsClient {
 
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
-        let Engine { link, reader, sends, free_bounces, in_use, lanes, .. } = engine;
+        let Engine { link, reader, sends, free_bounces, free, lanes, .. } = engine;
         let mut freed = false;
         let worked = link.poll::<End>(&mut |event| {
             match event {
@@ -369,12 +372,9 @@ impl VerbsClient {
                 }
                 Event::Placed { queue, immediate: slot, len } => {
                     let header = self.header(slot, len)?;
-                    match (in_use.get_mut(slot as usize), lanes.get(queue - 1)) {
-                        (Some(used), Some(lane)) if !*used => {
-                            *used = true;
-                            // The lane is there as long as the session is.
-                            let _ = lane.send((header, slot));
-                        }
+                    match lanes.get(queue - 1) {
+                        // The lane is there as long as the session is.
+                        Some(lane) if free.take(slot) => drop(lane.send((header, slot))),
                         _ => return Err(End::Lost(format!("the bridge wrote slot {slot}, which is in use"))),
                     }
                 }
@@ -555,8 +555,8 @@ impl VerbsClient {
 
     fn free_slot(&self, slot: u32) {
         self.say(|engine| {
-            engine.in_use[slot as usize] = false;
-            put(engine.link.out(), frame::SLOTS_FREE, &[slot.as_bytes()]);
+            let Engine { link, free, .. } = engine;
+            free.free(slot, |freed| put(link.out(), frame::SLOTS_FREE, &[freed.as_bytes()]));
         });
     }
 
@@ -613,54 +613,44 @@ impl VerbsClient {
         let mut at = 0;
         while at < bytes.len() {
             let chunk = &bytes[at..bytes.len().min(at + CHUNK)];
-            let mut engine = self.lock();
-            let (queue, bounce) = loop {
-                if self.end.get().is_some() {
-                    engine.sends.remove(&id);
+            // Copied outside the lock: completions and the other threads go on meanwhile.
+            let (bounce, source) = if direct {
+                (None, self.adopted_segment(chunk))
+            } else {
+                let Some(bounce) = self.wait_for(|engine| engine.free_bounces.pop()) else {
+                    self.lock().sends.remove(&id);
                     return Err(over());
-                }
-                match (engine.link.next_queue(), direct, engine.free_bounces.last()) {
-                    (Some(queue), true, _) => break (queue, None),
-                    (Some(queue), false, Some(bounce)) => break (queue, Some(*bounce)),
-                    _ => {
-                        engine = self
-                            .room
-                            .wait_timeout(engine, Duration::from_millis(100))
-                            .unwrap_or_else(|e| e.into_inner())
-                            .0
-                    }
-                }
-            };
-            let source = match bounce {
-                None => self.adopted_segment(chunk),
-                Some(bounce) => {
-                    engine.free_bounces.pop();
-                    self.bounces.pointer(bounce * CHUNK, chunk.len()).and_then(|to| {
-                        // SAFETY: inside the slab; the buffer is free, so nobody else uses it.
-                        unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), to.as_ptr(), chunk.len()) };
-                        self.bounces.registration().slice((bounce * CHUNK) as u64, chunk.len() as u32)
-                    })
-                }
+                };
+                let source = self.bounces.pointer(bounce * CHUNK, chunk.len()).and_then(|to| {
+                    // SAFETY: inside the slab; the buffer was taken off the list of the free ones, so nobody else uses it.
+                    unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), to.as_ptr(), chunk.len()) };
+                    self.bounces.registration().slice((bounce * CHUNK) as u64, chunk.len() as u32)
+                });
+                (Some(bounce), source)
             };
             let Some(source) = source else { return Err(Lost::new("data outside registered memory")) };
             let token = id << 16 | bounce.map_or(NO_BOUNCE, |b| b as u64);
-            if let Some(left) = engine.sends.get_mut(&id) {
-                *left += 1;
-            }
-            let put = Put {
-                queue,
-                source,
-                header: None,
-                address: address + at as u64,
-                key,
-                immediate: seq as u32,
-                token,
-                signal: true,
-            };
-            if let Err(e) = engine.link.put(&put) {
-                engine.sends.remove(&id);
-                drop(engine);
-                self.lose(&e.to_string());
+            let posted = self.wait_for(|engine| {
+                let put = Put {
+                    queue: engine.link.next_queue()?,
+                    source,
+                    header: None,
+                    address: address + at as u64,
+                    key,
+                    immediate: seq as u32,
+                    token,
+                    signal: true,
+                };
+                if let Some(left) = engine.sends.get_mut(&id) {
+                    *left += 1;
+                }
+                Some(engine.link.put(&put))
+            });
+            if !matches!(posted, Some(Ok(()))) {
+                self.lock().sends.remove(&id);
+                if let Some(Err(e)) = posted {
+                    self.lose(&e.to_string());
+                }
                 return Err(over());
             }
             at += chunk.len();
@@ -676,6 +666,19 @@ impl VerbsClient {
         }
         engine.sends.remove(&id);
         if self.end.get().is_some() { Err(over()) } else { Ok(()) }
+    }
+
+    /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has ended.
+    fn wait_for<T>(&self, mut take: impl FnMut(&mut Engine) -> Option<T>) -> Option<T> {
+        let mut engine = self.lock();
+        while self.end.get().is_none() {
+            if let Some(taken) = take(&mut engine) {
+                return Some(taken);
+            }
+            let waited = self.room.wait_timeout(engine, Duration::from_millis(100));
+            engine = waited.unwrap_or_else(|e| e.into_inner()).0;
+        }
+        None
     }
 
     fn is_adopted(&self, bytes: &[u8]) -> bool {

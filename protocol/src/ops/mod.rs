@@ -27,6 +27,7 @@ pub mod context;
 pub mod copy;
 pub mod device;
 pub mod event;
+pub mod graph;
 pub mod launch;
 pub mod memory;
 pub mod module;
@@ -310,6 +311,7 @@ chapters! {
     0x07 stream StreamOps;
     0x08 event EventOps;
     0x09 nvml NvmlOps;
+    0x0a graph GraphOps;
     0x0b texture TextureOps;
 }
 
@@ -339,6 +341,7 @@ mod tests {
         impl stream::StreamOps<()> for Nothing {}
         impl event::EventOps<()> for Nothing {}
         impl nvml::NvmlOps<()> for Nothing {}
+        impl graph::GraphOps<()> for Nothing {}
         impl texture::TextureOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {

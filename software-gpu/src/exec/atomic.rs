@@ -8,6 +8,7 @@ use std::sync::atomic::{
     Ordering::Release,
 };
 
+use crate::exec::float::{flush, pass_nan};
 use crate::exec::half::{Bf16, F16, Half};
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate, refresh};
 use crate::exec::rows::{self, LANES};
@@ -68,6 +69,21 @@ impl Cell for u128 {
 /// The rows are of `T`.
 #[inline(always)]
 unsafe fn atomic<P: Place, T: Cell>(w: &mut Warp, i: &Inst, mask: u32, f: impl Fn(T, T, T) -> T) -> Flow {
+    // SAFETY: as above.
+    unsafe { atomic_at::<P, T>(w, i, mask, |x, b, c, _| f(x, b, c)) }
+}
+
+/// As [`atomic`]; `f` is told whether the memory is shared: the units that do it are not the same there.
+///
+/// # Safety
+/// As [`atomic`].
+#[inline(always)]
+unsafe fn atomic_at<P: Place, T: Cell>(
+    w: &mut Warp,
+    i: &Inst,
+    mask: u32,
+    f: impl Fn(T, T, T, bool) -> T,
+) -> Flow {
     // SAFETY: as above; `locate` answers for an aligned `T`.
     unsafe {
         let addresses = addresses(w, i);
@@ -83,7 +99,8 @@ unsafe fn atomic<P: Place, T: Cell>(w: &mut Warp, i: &Inst, mask: u32, f: impl F
             let Some(p) = locate::<P>(w, l, addresses[l], size_of::<T>() as u32, "atomic operation") else {
                 return Flow::Fault;
             };
-            old[l] = T::update(p, |x| f(x, b[l], c[l]));
+            let shared = P::is_shared(addresses[l]);
+            old[l] = T::update(p, |x| f(x, b[l], c[l], shared));
         }
         if i.r[0] != NONE {
             rows::put(w, i.r[0], mask, &old);
@@ -96,9 +113,26 @@ fn half_add<H: Half>(x: u16, b: u16) -> u16 {
     H::encode(crate::exec::float::add_odd(H::decode(x), H::decode(b)), 0)
 }
 
-fn add_f32(x: u32, b: u32) -> u32 {
-    let sum = f32::from_bits(x) + f32::from_bits(b);
+/// Sums outside of shared memory flush subnormals.
+fn add_f32(x: u32, b: u32, shared: bool) -> u32 {
+    let (x, b) = (f32::from_bits(x), f32::from_bits(b));
+    let sum = if shared { x + b } else { flush(flush(x) + flush(b)) };
     if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() }
+}
+
+/// Of two NaNs that in memory stays if it is shared memory; elsewhere the operand does, and neither is made quiet.
+fn add_f64(x: u64, b: u64, shared: bool) -> u64 {
+    let (old, operand) = (f64::from_bits(x), f64::from_bits(b));
+    if shared {
+        return pass_nan(old + operand, &[old, operand]).to_bits();
+    }
+    if operand.is_nan() {
+        b
+    } else if old.is_nan() {
+        x
+    } else {
+        pass_nan(old + operand, &[]).to_bits()
+    }
 }
 
 macro_rules! integer {
@@ -146,10 +180,12 @@ macro_rules! place {
                         handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |x, b, c| if x == b { c } else { x }))
                     }
                     ("exch", "b128") => handler!(|w, i, m| atomic::<$p, u128>(w, i, m, |_, b, _| b)),
-                    ("add", "f32") => handler!(|w, i, m| atomic::<$p, u32>(w, i, m, |x, b, _| add_f32(x, b))),
-                    ("add", "f64") => handler!(|w, i, m| atomic::<$p, u64>(w, i, m, |x, b, _| {
-                        (f64::from_bits(x) + f64::from_bits(b)).to_bits()
-                    })),
+                    ("add", "f32") => {
+                        handler!(|w, i, m| atomic_at::<$p, u32>(w, i, m, |x, b, _, s| add_f32(x, b, s)))
+                    }
+                    ("add", "f64") => {
+                        handler!(|w, i, m| atomic_at::<$p, u64>(w, i, m, |x, b, _, s| add_f64(x, b, s)))
+                    }
                     ("add.noftz", "f16") => {
                         handler!(|w, i, m| atomic::<$p, u16>(w, i, m, |x, b, _| half_add::<F16>(x, b)))
                     }

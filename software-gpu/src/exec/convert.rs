@@ -1,6 +1,6 @@
 //! Conversions between types (`cvt`).
 
-use crate::exec::float::{flag, flush, narrow};
+use crate::exec::float::{flag, flush, flush_tiny, narrow};
 use crate::exec::half::f8;
 use crate::exec::half::{from_bf16, from_f16, to_bf16, to_f16};
 use crate::exec::rows::{map1, map2, map3};
@@ -135,42 +135,165 @@ fn exact_to_odd(v: i128) -> f64 {
     if down as i128 == v || down.to_bits() & 1 != 0 { down } else { f64::from_bits(down.to_bits() + 1) }
 }
 
+/// A float that `cvt` reads: its value, and what becomes of a NaN.
+trait Source: Copy {
+    fn value(self, flags: i64) -> f64;
+    /// A NaN as f64, with its digits.
+    fn nan64(self, flags: i64) -> u64;
+    /// A NaN as f32.
+    fn nan32(self) -> u32 {
+        NAN32
+    }
+    /// A NaN as f16, then as bf16.
+    fn nan16(self) -> [u16; 2] {
+        [0x7fff; 2]
+    }
+    /// Whether conversions to integers of `bits` make the highest bit of a NaN; the others make zero.
+    fn nan_is_lowest(bits: u32) -> bool {
+        bits == 64
+    }
+}
+
+const NAN32: u32 = 0x7fff_ffff;
+const QUIET: u64 = 1 << 51;
+
+/// A NaN with these digits, a sign above them, moved up by `shift`.
+#[inline(always)]
+fn widened_nan(digits: u64, negative: bool, shift: u32) -> u64 {
+    u64::from(negative) << 63 | 0x7ff << 52 | digits << shift | QUIET
+}
+
+impl Source for f32 {
+    #[inline(always)]
+    fn value(self, flags: i64) -> f64 {
+        f64::from(input32(self, flags))
+    }
+    fn nan64(self, flags: i64) -> u64 {
+        // With `.ftz` it goes through an operation on f32, which has one NaN.
+        let bits = if flags & flag::FTZ != 0 { NAN32 } else { self.to_bits() };
+        widened_nan(u64::from(bits & 0x7f_ffff), bits >> 31 != 0, 29)
+    }
+}
+
+impl Source for f64 {
+    #[inline(always)]
+    fn value(self, _flags: i64) -> f64 {
+        self
+    }
+    fn nan64(self, _flags: i64) -> u64 {
+        self.to_bits() | QUIET
+    }
+    fn nan32(self) -> u32 {
+        let bits = self.nan64(0);
+        (bits >> 32) as u32 & 0x8000_0000 | 0x7f80_0000 | (bits >> 29) as u32 & 0x7f_ffff
+    }
+    fn nan16(self) -> [u16; 2] {
+        let bits = self.nan64(0);
+        let sign = (bits >> 48) as u16 & 0x8000;
+        [sign | 0x7c00 | (bits >> 42) as u16 & 0x3ff, sign | 0x7f80 | (bits >> 45) as u16 & 0x7f]
+    }
+    fn nan_is_lowest(_bits: u32) -> bool {
+        true
+    }
+}
+
+/// A register with an f16.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct F16Bits(u16);
+
+impl Source for F16Bits {
+    #[inline(always)]
+    fn value(self, _flags: i64) -> f64 {
+        from_f16(self.0)
+    }
+    fn nan64(self, _flags: i64) -> u64 {
+        widened_nan(u64::from(self.0 & 0x3ff), self.0 >> 15 != 0, 42)
+    }
+}
+
+/// A register with a bf16.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Bf16Bits(u16);
+
+impl Source for Bf16Bits {
+    #[inline(always)]
+    fn value(self, _flags: i64) -> f64 {
+        from_bf16(self.0)
+    }
+    fn nan64(self, _flags: i64) -> u64 {
+        widened_nan(u64::from(self.0 & 0x7f), self.0 >> 15 != 0, 45)
+    }
+    fn nan32(self) -> u32 {
+        u32::from(self.0) << 16
+    }
+}
+
+#[inline(always)]
+fn rounded<S: Source>(a: S, flags: i64) -> f64 {
+    round_integer(a.value(flags), flags)
+}
+
+/// A conversion to f64.
+#[inline(always)]
+fn to_f64<S: Source>(a: S, flags: i64) -> f64 {
+    let x = rounded(a, flags);
+    if flags & SAT != 0 {
+        return if x > 0.0 { x.min(1.0) } else { 0.0 };
+    }
+    if x.is_nan() { f64::from_bits(a.nan64(flags)) } else { x }
+}
+
+/// A conversion to f32.
+#[inline(always)]
+fn to_f32<S: Source>(a: S, flags: i64) -> f32 {
+    let x = rounded(a, flags);
+    if x.is_nan() && flags & SAT == 0 {
+        return f32::from_bits(a.nan32());
+    }
+    output32(flush_tiny(narrow(x, flags), x, flags), flags)
+}
+
+/// Whether the conversion's result is the source's NaN.
+#[inline(always)]
+fn keeps_nan(x: f64, flags: i64) -> bool {
+    x.is_nan() && flags & (SAT | integer::RELU) == 0
+}
+
 macro_rules! float_to_any {
-    ($s:ty, $dst:expr, |$a:ident, $flags:ident| $widen:expr) => {{
-        #[inline(always)]
-        fn widen($a: $s, $flags: i64) -> f64 {
-            $widen
+    ($s:ty, $dst:expr) => {{
+        macro_rules! integer {
+            ($d:ty) => {
+                handler!(|w, i, m| map1(w, i, m, |a: $s| {
+                    let x = rounded(a, i.imm);
+                    if <$s as Source>::nan_is_lowest(<$d>::BITS) && x.is_nan() {
+                        (1u64 << (<$d>::BITS - 1)) as $d
+                    } else {
+                        x as $d
+                    }
+                }))
+            };
         }
         Some(match $dst {
-            "u8" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as u8)),
-            "s8" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as i8)),
-            "u16" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as u16)),
-            "s16" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as i16)),
-            "u32" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as u32)),
-            "s32" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as i32)),
-            "u64" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as u64)),
-            "s64" => handler!(|w, i, m| map1(w, i, m, |a: $s| round_integer(widen(a, i.imm), i.imm) as i64)),
-            "f32" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                output32(narrow(round_integer(widen(a, i.imm), i.imm), i.imm), i.imm)
+            "u8" => integer!(u8),
+            "s8" => integer!(i8),
+            "u16" => integer!(u16),
+            "s16" => integer!(i16),
+            "u32" => integer!(u32),
+            "s32" => integer!(i32),
+            "u64" => integer!(u64),
+            "s64" => integer!(i64),
+            "f32" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_f32(a, i.imm))),
+            "f64" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_f64(a, i.imm))),
+            "f16" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
+                let x = rounded(a, i.imm);
+                if keeps_nan(x, i.imm) { a.nan16()[0] } else { to_f16(x, i.imm) }
             })),
-            "f64" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
-                let x = round_integer(widen(a, i.imm), i.imm);
-                if i.imm & SAT != 0 {
-                    if x > 0.0 { x.min(1.0) } else { 0.0 }
-                } else if x.is_nan() {
-                    f64::from_bits(0x7fff_ffff_ffff_ffff)
-                } else {
-                    x
-                }
+            "bf16" => handler!(|w, i, m| map1(w, i, m, |a: $s| {
+                let x = rounded(a, i.imm);
+                if keeps_nan(x, i.imm) { a.nan16()[1] } else { to_bf16(x, i.imm) }
             })),
-            "f16" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_f16(
-                round_integer(widen(a, i.imm), i.imm),
-                i.imm
-            ))),
-            "bf16" => handler!(|w, i, m| map1(w, i, m, |a: $s| to_bf16(
-                round_integer(widen(a, i.imm), i.imm),
-                i.imm
-            ))),
             _ => return None,
         })
     }};
@@ -188,19 +311,19 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
         "u64" if dst != "s64" || !special => int_to_int!(u64, (dst, special)),
         "u64" => Some(handler!(|w, i, m| map1(w, i, m, |a: u64| a.min(i64::MAX as u64)))),
         "s64" => int_to_int!(i64, (dst, special)),
-        "f32" => float_to_any!(f32, dst, |a, flags| f64::from(input32(a, flags))),
-        "f64" => float_to_any!(f64, dst, |a, _flags| a),
-        "f16" => float_to_any!(u16, dst, |a, _flags| from_f16(a)),
-        "bf16" => float_to_any!(u16, dst, |a, _flags| from_bf16(a)),
+        "f32" => float_to_any!(f32, dst),
+        "f64" => float_to_any!(f64, dst),
+        "f16" => float_to_any!(F16Bits, dst),
+        "bf16" => float_to_any!(Bf16Bits, dst),
         _ => None,
     }
 }
 
-/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away") and RELU.
+/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which leaves a NaN's digits) and RELU.
 pub(crate) const TF32: Handler = handler!(|w, i, m| map1(w, i, m, |a: f32| {
     let bits = a.to_bits();
     if a.is_nan() {
-        return 0x7fff_ffff;
+        return if i.imm & flag::ROUND == flag::RP { bits & 0xffff_e000 } else { 0x7fff_e000 };
     }
     if i.imm & integer::RELU != 0 && bits >> 31 != 0 {
         return 0;

@@ -1,11 +1,14 @@
 //! Arithmetic in f32 and f64.
 //!
+//! A NaN that f32 arithmetic makes is always the same one; f64 arithmetic passes one of its inputs on, made quiet: which one
+//! is what an H200 does. `.ftz` flushes a result that, rounded as if there were no lowest exponent, is tiny.
+//!
 //! Rounding to nearest is the host's. The other roundings of f32 go through f64, rounded to odd, which keeps
 //! what is lost visible; those of f64 through exact error terms.
 
 use crate::exec::exact;
 use crate::exec::int::finish_setp;
-use crate::exec::rows::{compare, map1, map2, map3};
+use crate::exec::rows::{compare, map1, map1_checked, map2, map2_checked, map3, map3_checked};
 use crate::lower::program::Handler;
 
 /// Flags in `imm` of a float instruction.
@@ -24,8 +27,9 @@ pub(crate) mod flag {
 
 /// The one NaN of f32 arithmetic.
 const NAN32: u32 = 0x7fff_ffff;
-/// The one NaN of f64 arithmetic.
+/// The NaN of f64 arithmetic without one among its inputs.
 const NAN64: u64 = 0xfff8_0000_0000_0000;
+const QUIET64: u64 = 1 << 51;
 
 /// Subnormals to zero, keeping the sign.
 #[inline(always)]
@@ -38,9 +42,17 @@ fn canon(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(NAN32) } else { x }
 }
 
+/// The first NaN among the inputs, made quiet; without one, that of invalid operations.
+#[cold]
+fn nan64(inputs: &[f64]) -> f64 {
+    let nan = inputs.iter().find(|x| x.is_nan()).map_or(NAN64, |x| x.to_bits() | QUIET64);
+    f64::from_bits(nan)
+}
+
+/// `x`, unless it is a NaN: then that of the inputs.
 #[inline(always)]
-fn canon64(x: f64) -> f64 {
-    if x.is_nan() { f64::from_bits(NAN64) } else { x }
+pub(crate) fn pass_nan(x: f64, inputs: &[f64]) -> f64 {
+    if x.is_nan() { nan64(inputs) } else { x }
 }
 
 /// To [0, 1], NaN to 0.
@@ -49,10 +61,23 @@ fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
+/// `x`, which is `exact` rounded, or zero if the flags ask to flush it.
 #[inline(always)]
-fn finish(x: f32, flags: i64) -> f32 {
-    let x = if flags & flag::FTZ != 0 { flush(x) } else { x };
-    let x = canon(x);
+pub(crate) fn flush_tiny(x: f32, exact: f64, flags: i64) -> f32 {
+    const SCALE: f64 = (1u64 << 63) as f64;
+    const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+    if flags & flag::FTZ == 0 || exact.is_nan() || exact.abs() >= SMALLEST {
+        return x;
+    }
+    // With more room below, the same digits are kept as there are above the smallest normal number.
+    let tiny = f64::from(narrow(exact * SCALE, flags).abs()) < SMALLEST * SCALE;
+    if tiny { 0f32.copysign(x) } else { x }
+}
+
+/// The result `x`, which is `exact` (or that rounded to odd) rounded.
+#[inline(always)]
+fn finish(x: f32, exact: f64, flags: i64) -> f32 {
+    let x = canon(flush_tiny(x, exact, flags));
     if flags & flag::SAT != 0 { saturate(x) } else { x }
 }
 
@@ -122,7 +147,8 @@ fn zero_sign(x: f32, a: f64, b: f64, flags: i64) -> f32 {
 fn add_slow(a: f32, b: f32, flags: i64) -> f32 {
     let (a, b) = (start(a, flags), start(b, flags));
     let (wa, wb) = (f64::from(a), f64::from(b));
-    let r = zero_sign(narrow(add_odd(wa, wb), flags), wa, wb, flags);
+    let exact = add_odd(wa, wb);
+    let r = zero_sign(narrow(exact, flags), wa, wb, flags);
     let r = if wa == 0.0
         && wb == 0.0
         && flags & flag::ROUND == flag::RM
@@ -132,17 +158,19 @@ fn add_slow(a: f32, b: f32, flags: i64) -> f32 {
     } else {
         r
     };
-    finish(r, flags)
+    finish(r, exact, flags)
 }
 
 fn mul_slow(a: f32, b: f32, flags: i64) -> f32 {
-    finish(narrow(f64::from(start(a, flags)) * f64::from(start(b, flags)), flags), flags)
+    let exact = f64::from(start(a, flags)) * f64::from(start(b, flags));
+    finish(narrow(exact, flags), exact, flags)
 }
 
 fn fma_slow(a: f32, b: f32, c: f32, flags: i64) -> f32 {
     let (a, b, c) = (start(a, flags), start(b, flags), start(c, flags));
     let p = f64::from(a) * f64::from(b);
-    let r = zero_sign(narrow(fma_odd(a, b, c), flags), p, f64::from(c), flags);
+    let exact = fma_odd(a, b, c);
+    let r = zero_sign(narrow(exact, flags), p, f64::from(c), flags);
     let r = if p == 0.0
         && c == 0.0
         && flags & flag::ROUND == flag::RM
@@ -152,7 +180,7 @@ fn fma_slow(a: f32, b: f32, c: f32, flags: i64) -> f32 {
     } else {
         r
     };
-    finish(r, flags)
+    finish(r, exact, flags)
 }
 
 fn div_slow(a: f32, b: f32, flags: i64) -> f32 {
@@ -160,13 +188,24 @@ fn div_slow(a: f32, b: f32, flags: i64) -> f32 {
     let q = f64::from(a) / f64::from(b);
     let rest = (-q).mul_add(f64::from(b), f64::from(a));
     let error = if b < 0.0 { -rest } else { rest };
-    finish(narrow(to_odd(q, error), flags), flags)
+    let exact = to_odd(q, error);
+    finish(narrow(exact, flags), exact, flags)
+}
+
+/// `div.approx` multiplies by the reciprocal, which is flushed: that of a divisor beyond 2^126 is zero.
+fn div_approx(a: f32, b: f32, flags: i64) -> f32 {
+    const LARGEST: f32 = f32::from_bits(0x7e80_0000);
+    if b.is_finite() && b.abs() > LARGEST {
+        return mul_slow(a, 0f32.copysign(b), flags);
+    }
+    div_slow(a, b, flags)
 }
 
 fn sqrt_slow(a: f32, flags: i64) -> f32 {
     let a = start(a, flags);
     let s = f64::from(a).sqrt();
-    finish(narrow(to_odd(s, (-s).mul_add(s, f64::from(a))), flags), flags)
+    let exact = to_odd(s, (-s).mul_add(s, f64::from(a)));
+    finish(narrow(exact, flags), exact, flags)
 }
 
 #[inline(always)]
@@ -225,7 +264,7 @@ fn xorsign(r: f32, a: f32, b: f32, flags: i64) -> f32 {
 #[inline(always)]
 fn min64(a: f64, b: f64) -> f64 {
     if a.is_nan() {
-        canon64(b)
+        pass_nan(b, &[b])
     } else if b.is_nan() || a < b {
         a
     } else if a == b {
@@ -238,7 +277,7 @@ fn min64(a: f64, b: f64) -> f64 {
 #[inline(always)]
 fn max64(a: f64, b: f64) -> f64 {
     if a.is_nan() {
-        canon64(b)
+        pass_nan(b, &[b])
     } else if b.is_nan() || a > b {
         a
     } else if a == b {
@@ -246,6 +285,12 @@ fn max64(a: f64, b: f64) -> f64 {
     } else {
         b
     }
+}
+
+/// Whether a result may have been rounded up from a tiny value.
+#[inline(always)]
+fn smallest(x: f32) -> bool {
+    x.abs() == f32::MIN_POSITIVE
 }
 
 /// f32 operations with their flags known to be none, or FTZ, have handlers of their own; others look at `imm`.
@@ -257,14 +302,34 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
         ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a * b))),
         ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| canon(a.mul_add(b, c)))),
         ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a / b))),
-        ("sqrt", 0) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(a.sqrt()))),
+        // The compiler takes any NaN for the root of a negative number; so that one is chosen among whole numbers.
+        ("sqrt", 0) => handler!(|w, i, m| map1_checked(
+            w,
+            i,
+            m,
+            |a: f32| a.sqrt().to_bits(),
+            |bits: u32| bits & 0x7fff_ffff > 0x7f80_0000,
+            |_| NAN32
+        )),
         ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(1.0 / a))),
         ("add", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) + flush(b))))),
         ("sub", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) - flush(b))))),
-        ("mul", FTZ) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(flush(flush(a) * flush(b))))),
-        ("fma", FTZ) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| {
-            canon(flush(flush(a).mul_add(flush(b), flush(c))))
-        })),
+        ("mul", FTZ) => handler!(|w, i, m| map2_checked(
+            w,
+            i,
+            m,
+            |a: f32, b: f32| canon(flush(flush(a) * flush(b))),
+            smallest,
+            |a, b| mul_slow(a, b, FTZ)
+        )),
+        ("fma", FTZ) => handler!(|w, i, m| map3_checked(
+            w,
+            i,
+            m,
+            |a: f32, b: f32, c: f32| canon(flush(flush(a).mul_add(flush(b), flush(c)))),
+            smallest,
+            |a, b, c| fma_slow(a, b, c, FTZ)
+        )),
         ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| add_slow(a, b, i.imm))),
         ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f32| add_slow(a, -b, i.imm))),
         ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| mul_slow(a, b, i.imm))),
@@ -276,11 +341,12 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
         ("max", _) => handler!(|w, i, m| map2(w, i, m, |a, b| max32(a, b, i.imm))),
         ("min3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| min32(min32(a, b, i.imm), c, i.imm))),
         ("max3", _) => handler!(|w, i, m| map3(w, i, m, |a, b, c| max32(max32(a, b, i.imm), c, i.imm))),
-        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a| start(f32::abs(a), i.imm))),
-        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f32| start(-a, i.imm))),
+        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a| canon(start(f32::abs(a), i.imm)))),
+        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f32| canon(start(-a, i.imm)))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| b.copysign(a))),
         ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| div_slow(1.0, a, i.imm))),
-        ("div.approx", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
+        ("div.full", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_slow(a, b, i.imm))),
+        ("div.approx", _) => handler!(|w, i, m| map2(w, i, m, |a, b| div_approx(a, b, i.imm))),
         ("sqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| sqrt_slow(a, i.imm))),
         ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, |x| 1.0 / x.sqrt()))),
         ("sin.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::sin))),
@@ -288,39 +354,53 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
         ("lg2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::log2))),
         ("ex2.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::exp2))),
         ("tanh.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx(a, i.imm, f64::tanh))),
-        ("testp.finite", _) => return None,
         _ => return None,
     })
 }
 
 #[inline(always)]
 fn approx(a: f32, flags: i64, f: impl Fn(f64) -> f64) -> f32 {
-    finish(f(f64::from(start(a, flags))) as f32, flags)
+    let exact = f(f64::from(start(a, flags)));
+    finish(exact as f32, exact, flags)
 }
 
 /// f64 operations; `imm` holds the rounding.
 pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
     Some(match (name, flags) {
-        ("add", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a + b))),
-        ("sub", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a - b))),
-        ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a * b))),
-        ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f64, b: f64, c: f64| canon64(a.mul_add(b, c)))),
-        ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| canon64(a / b))),
-        ("sqrt", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(a.sqrt()))),
-        ("rcp", 0) => handler!(|w, i, m| map1(w, i, m, |a: f64| canon64(1.0 / a))),
-        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::add(a, b, i.imm)))),
-        ("sub", _) => handler!(|w, i, m| map2(w, i, m, |a, b: f64| canon64(exact::add(a, -b, i.imm)))),
-        ("fma", _) => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c: f64| canon64(exact::fma(a, b, c, i.imm))))
+        ("add", 0) => {
+            handler!(|w, i, m| map2_checked(w, i, m, |a: f64, b| a + b, f64::is_nan, |a, b| nan64(&[b, a])))
         }
-        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::mul(a, b, i.imm)))),
-        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| canon64(exact::div(a, b, i.imm)))),
-        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| canon64(exact::sqrt(a, i.imm)))),
-        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| canon64(exact::div(1.0, a, i.imm)))),
+        ("sub", 0) => {
+            handler!(|w, i, m| map2_checked(w, i, m, |a: f64, b| a - b, f64::is_nan, |a, b| nan64(&[b, a])))
+        }
+        ("mul", 0) => {
+            handler!(|w, i, m| map2_checked(w, i, m, |a: f64, b| a * b, f64::is_nan, |a, b| nan64(&[b, a])))
+        }
+        ("fma", 0) => {
+            handler!(|w, i, m| map3_checked(w, i, m, f64::mul_add, f64::is_nan, |a, b, c| nan64(&[b, c, a])))
+        }
+        ("div", 0) => {
+            handler!(|w, i, m| map2_checked(w, i, m, |a: f64, b| a / b, f64::is_nan, |a, b| nan64(&[a, b])))
+        }
+        ("sqrt", 0) => handler!(|w, i, m| map1_checked(w, i, m, f64::sqrt, f64::is_nan, |a| nan64(&[a]))),
+        ("rcp", 0) => {
+            handler!(|w, i, m| map1_checked(w, i, m, |a: f64| 1.0 / a, f64::is_nan, |a| nan64(&[a])))
+        }
+        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::add(a, b, i.imm), &[b, a]))),
+        ("sub", _) => {
+            handler!(|w, i, m| map2(w, i, m, |a, b: f64| pass_nan(exact::add(a, -b, i.imm), &[b, a])))
+        }
+        ("fma", _) => {
+            handler!(|w, i, m| map3(w, i, m, |a, b, c| pass_nan(exact::fma(a, b, c, i.imm), &[b, c, a])))
+        }
+        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::mul(a, b, i.imm), &[b, a]))),
+        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::div(a, b, i.imm), &[a, b]))),
+        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact::sqrt(a, i.imm), &[a]))),
+        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact::div(1.0, a, i.imm), &[a]))),
         ("min", _) => handler!(|w, i, m| map2(w, i, m, min64)),
         ("max", _) => handler!(|w, i, m| map2(w, i, m, max64)),
-        ("abs", _) => handler!(|w, i, m| map1(w, i, m, f64::abs)),
-        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| -a)),
+        ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(a.abs(), &[a]))),
+        ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(-a, &[a]))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),
         // Only the upper 32 bits of source and result count.
         ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x))),
@@ -401,7 +481,8 @@ pub(crate) fn testp(test: &str, ty: &str) -> Option<Handler> {
                 "infinite" => test!(<$t>::is_infinite),
                 "number" => test!(|a: $t| !a.is_nan()),
                 "notanumber" => test!(<$t>::is_nan),
-                "normal" => test!(<$t>::is_normal),
+                // To the hardware a zero is normal, too.
+                "normal" => test!(|a: $t| a.is_normal() || a == 0.0),
                 "subnormal" => test!(<$t>::is_subnormal),
                 _ => return None,
             })

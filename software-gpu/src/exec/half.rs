@@ -64,9 +64,19 @@ fn clamp(x: f64, flags: i64) -> f64 {
     if flags & integer::RELU != 0 && x <= 0.0 { 0.0 } else { x }
 }
 
+/// Zero in place of what, rounded to `digits` as if there were no lowest exponent, is tiny; if the flags say so.
+#[inline(always)]
+fn flush_tiny(x: f64, digits: i32, smallest: i32, flags: i64) -> f64 {
+    let limit = 2f64.powi(smallest);
+    if flags & flag::FTZ == 0 || x.is_nan() || x.abs() >= limit {
+        return x;
+    }
+    if round(x, digits, -1000, 1.0, flags).abs() < limit { 0f64.copysign(x) } else { x }
+}
+
 /// Encodes as f16; the value may have been rounded to odd before, but no otherwise.
 pub(crate) fn to_f16(x: f64, flags: i64) -> u16 {
-    let x = clamp(x, flags);
+    let x = flush_tiny(clamp(x, flags), 11, -14, flags);
     if x.is_nan() {
         return 0x7fff;
     }
@@ -80,13 +90,12 @@ pub(crate) fn to_f16(x: f64, flags: i64) -> u16 {
     } else {
         ((a.to_bits() >> 42) - (1008 << 10)) as u16
     };
-    let bits = if flags & flag::FTZ != 0 && bits < 0x400 { 0 } else { bits };
     sign | bits
 }
 
 /// Encodes as bf16.
 pub(crate) fn to_bf16(x: f64, flags: i64) -> u16 {
-    let x = clamp(x, flags);
+    let x = flush_tiny(clamp(x, flags), 8, -126, flags);
     if x.is_nan() {
         return 0x7fff;
     }
@@ -97,12 +106,15 @@ pub(crate) fn to_bf16(x: f64, flags: i64) -> u16 {
 
 /// The two formats behind one face.
 pub(crate) trait Half {
+    /// The bits of the exponent, which are an infinity, too.
+    const INFINITY: u16;
     fn decode(h: u16) -> f64;
     fn encode(x: f64, flags: i64) -> u16;
 }
 pub(crate) struct F16;
 pub(crate) struct Bf16;
 impl Half for F16 {
+    const INFINITY: u16 = 0x7c00;
     #[inline(always)]
     fn decode(h: u16) -> f64 {
         from_f16(h)
@@ -113,6 +125,7 @@ impl Half for F16 {
     }
 }
 impl Half for Bf16 {
+    const INFINITY: u16 = 0x7f80;
     #[inline(always)]
     fn decode(h: u16) -> f64 {
         from_bf16(h)
@@ -125,7 +138,7 @@ impl Half for Bf16 {
 
 #[inline(always)]
 fn input<H: Half>(h: u16, flags: i64) -> f64 {
-    let subnormal = flags & flag::FTZ != 0 && h & 0x7c00 == 0;
+    let subnormal = flags & flag::FTZ != 0 && h & H::INFINITY == 0;
     H::decode(if subnormal { h & 0x8000 } else { h })
 }
 
@@ -144,6 +157,17 @@ fn fma<H: Half>(a: u16, b: u16, c: u16, flags: i64) -> u16 {
 
 fn unary<H: Half>(a: u16, flags: i64, f: impl Fn(f64) -> f64) -> u16 {
     H::encode(f(input::<H>(a, flags)), flags)
+}
+
+/// `h` with the sign that `sign` makes of it; NaNs become one, and subnormals zero if the flags say so.
+#[inline(always)]
+fn with_sign<H: Half>(h: u16, flags: i64, sign: impl Fn(u16) -> u16) -> u16 {
+    let size = h & 0x7fff;
+    if size > H::INFINITY {
+        return 0x7fff;
+    }
+    let flushed = flags & flag::FTZ != 0 && size & H::INFINITY == 0;
+    sign(h) & 0x8000 | if flushed { 0 } else { size }
 }
 
 /// `r[0]` (f32) = the half `r[1]`, or the lower or higher half of the pair `r[1]`.
@@ -252,8 +276,8 @@ macro_rules! ops {
             ("ex2.approx", true) => {
                 handler!(|w, i, m| map1(w, i, m, |a| { both(a, 0, |a, _| unary::<$h>(a, i.imm, f64::exp2)) }))
             }
-            ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a & 0x7fff)),
-            ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a: u16| a ^ 0x8000)),
+            ("abs", false) => handler!(|w, i, m| map1(w, i, m, |a| with_sign::<$h>(a, i.imm, |_| 0))),
+            ("neg", false) => handler!(|w, i, m| map1(w, i, m, |a| with_sign::<$h>(a, i.imm, |h| !h))),
             ("add", true) => {
                 handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| add::<$h>(a, b, i.imm))))
             }
@@ -274,8 +298,12 @@ macro_rules! ops {
             ("max", true) => {
                 handler!(|w, i, m| map2(w, i, m, |a, b| both(a, b, |a, b| extreme::<$h>(a, b, i.imm, true))))
             }
-            ("abs", true) => handler!(|w, i, m| map1(w, i, m, |a: u32| a & 0x7fff_7fff)),
-            ("neg", true) => handler!(|w, i, m| map1(w, i, m, |a: u32| a ^ 0x8000_8000)),
+            ("abs", true) => {
+                handler!(|w, i, m| map1(w, i, m, |a| both(a, 0, |a, _| with_sign::<$h>(a, i.imm, |_| 0))))
+            }
+            ("neg", true) => {
+                handler!(|w, i, m| map1(w, i, m, |a| both(a, 0, |a, _| with_sign::<$h>(a, i.imm, |h| !h))))
+            }
             _ => return None,
         })
     };

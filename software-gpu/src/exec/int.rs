@@ -1,5 +1,6 @@
 //! Integer arithmetic, logic, shifts, comparisons and bit manipulation.
 
+use crate::exec::float::flush;
 use crate::exec::rows::{self, LANES, compare, get, map1, map2, map3, put_pred};
 use crate::lower::program::{Flow, Handler, Inst};
 
@@ -89,6 +90,9 @@ macro_rules! bits {
             "slct.f32" => {
                 handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: f32| if c >= 0.0 { a } else { b }))
             }
+            "slct.ftz.f32" => {
+                handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: f32| if flush(c) >= 0.0 { a } else { b }))
+            }
             "popc" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.count_ones())),
             "clz" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.leading_zeros())),
             "brev" => handler!(|w, i, m| map1(w, i, m, |a: $t| a.reverse_bits())),
@@ -107,14 +111,14 @@ macro_rules! bits {
                 if a == 0 { u32::MAX } else { a.leading_zeros() }
             })),
             "bfe.u" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: u32, c: u32| {
-                let (pos, len) = (b & 0xff, c & 0xff);
+                let (pos, len) = field::<$t>(b, c);
                 let v = if pos < <$t>::BITS { a >> pos } else { 0 };
                 if len < <$t>::BITS { v & ((1 << len) - 1) } else { v }
             })),
             "bfe.s" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: u32, c: u32| {
-                let (pos, len) = (b & 0xff, c & 0xff);
+                let (pos, len) = field::<$t>(b, c);
                 let last = <$t>::BITS - 1;
-                let sign = if len == 0 { 0 } else { a >> (pos + len - 1).min(last) & 1 };
+                let sign = if len == 0 { 0 } else { a >> (pos.saturating_add(len) - 1).min(last) & 1 };
                 let v = if pos <= last { a >> pos } else { 0 };
                 // Bits of the field that lie beyond the word are copies of the sign.
                 let there = if pos <= last { len.min(<$t>::BITS - pos) } else { 0 };
@@ -123,7 +127,7 @@ macro_rules! bits {
             })),
             "bfi" => handler!(|w, i, m| {
                 rows::map4(w, i, m, |a: $t, b: $t, c: u32, d: u32| {
-                    let (pos, len) = (c & 0xff, d & 0xff);
+                    let (pos, len) = field::<$t>(c, d);
                     if pos >= <$t>::BITS || len == 0 {
                         return b;
                     }
@@ -392,12 +396,24 @@ fn pairs(a: u32, b: u32, relu: bool, f: impl Fn(i16, i16) -> i16) -> u32 {
     half(a, b) | half(a >> 16, b >> 16) << 16
 }
 
+/// Position and length of a bit field. One instruction does it with 32 bits and looks at a byte of each; with 64 bits it
+/// is several, which look at all.
+#[inline(always)]
+fn field<T>(position: u32, length: u32) -> (u32, u32) {
+    let mask = if size_of::<T>() == 8 { u32::MAX } else { 0xff };
+    (position & mask, length & mask)
+}
+
 fn find_nth_set(mask: u32, base: u32, offset: i32) -> u32 {
     if base > 31 {
         return u32::MAX;
     }
     if offset == 0 {
         return if mask >> base & 1 != 0 { base } else { u32::MAX };
+    }
+    // Its magnitude overflows in the code that an H200 has for this instruction.
+    if offset == i32::MIN {
+        return 0;
     }
     let (mut position, step) = (base as i32, offset.signum());
     let mut left = offset.unsigned_abs();

@@ -72,6 +72,11 @@ pub(crate) trait Place {
     const COMMON: bool;
     /// The host address of `size` bytes, or `None` if they are not all there. Alignment is not looked at.
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>;
+    /// Whether an address that `find` finds is one of shared memory.
+    #[inline(always)]
+    fn is_shared(_address: u64) -> bool {
+        false
+    }
     /// As `find`, for an address that means the same to all lanes; `None` if it does not.
     #[inline(always)]
     fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
@@ -127,6 +132,10 @@ impl Place for Shared {
     const SPACE: Space = Space::Shared;
     const COMMON: bool = false;
     #[inline(always)]
+    fn is_shared(_address: u64) -> bool {
+        true
+    }
+    #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let block = w.block();
         // A generic address may be given for a shared one.
@@ -171,6 +180,10 @@ impl Place for Param {
 impl Place for Generic {
     const SPACE: Space = Space::Generic;
     const COMMON: bool = true;
+    #[inline(always)]
+    fn is_shared(address: u64) -> bool {
+        address.wrapping_sub(SHARED_WINDOW) < WINDOW_SIZE
+    }
     #[inline(always)]
     fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
         if address >= MODULE_BASE {

@@ -108,6 +108,48 @@ map!(map2, a: A = 1, b: B = 2);
 map!(map3, a: A = 1, b: B = 2, c: C = 3);
 map!(map4, a: A = 1, b: B = 2, c: C = 3, e: E = 4);
 
+macro_rules! checked {
+    ($name:ident, $($x:ident: $X:ident = $n:literal),*) => {
+        /// As the map without it, but lanes whose result is `rare` get theirs from `slow`: so the usual case stays short
+        /// and free of branches.
+        ///
+        /// # Safety
+        /// The rows are of the types of `f`.
+        #[inline(always)]
+        pub(crate) unsafe fn $name<$($X: Copy,)* D: Copy + Default>(
+            w: &Warp,
+            i: &Inst,
+            mask: u32,
+            f: impl Fn($($X),*) -> D,
+            rare: impl Fn(D) -> bool,
+            slow: impl Fn($($X),*) -> D,
+        ) -> Flow {
+            // SAFETY: as above.
+            unsafe {
+                $(let $x: [$X; LANES] = get(w, i.r[$n]);)*
+                let mut out = [D::default(); LANES];
+                let mut any = false;
+                for l in 0..LANES {
+                    out[l] = f($($x[l]),*);
+                    any |= rare(out[l]);
+                }
+                if any {
+                    for l in 0..LANES {
+                        if rare(out[l]) {
+                            out[l] = slow($($x[l]),*);
+                        }
+                    }
+                }
+                put(w, i.r[0], mask, &out);
+                Flow::Next
+            }
+        }
+    };
+}
+checked!(map1_checked, a: A = 1);
+checked!(map2_checked, a: A = 1, b: B = 2);
+checked!(map3_checked, a: A = 1, b: B = 2, c: C = 3);
+
 /// The lanes for which `f` holds, as bits.
 ///
 /// # Safety

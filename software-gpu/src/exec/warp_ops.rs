@@ -28,7 +28,8 @@ macro_rules! shuffle {
                 };
                 let j = if ok { j } else { l as i32 };
                 valid |= u32::from(ok) << l;
-                out[l] = a[(j & 31) as usize];
+                // A lane that takes no part has zero to give.
+                out[l] = if m >> (j & 31) & 1 != 0 { a[(j & 31) as usize] } else { 0 };
             }
             if i.r[0] != NONE {
                 put(w, i.r[0], m, &out);

@@ -278,8 +278,10 @@ impl<'a> Lowering<'a, '_> {
     fn lower_float(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, ty: &'a str) -> Result<()> {
         let mut flags = mods.float_flags();
         let mut name = inst.name.to_string();
-        if mods.has("approx") || (mods.has("full") && name == "div") {
+        if mods.has("approx") {
             name.push_str(".approx");
+        } else if mods.has("full") && name == "div" {
+            name.push_str(".full");
         }
         if matches!(inst.name, "sin" | "cos" | "lg2" | "ex2" | "rsqrt" | "tanh") && !name.ends_with("approx")
         {
@@ -457,9 +459,9 @@ impl<'a> Lowering<'a, '_> {
                 // The last modifier is the type of the selector, the one before that of the values.
                 let selector = ty;
                 let value = mods.last();
-                mods.has("ftz");
+                let ftz = if mods.has("ftz") { "ftz." } else { "" };
                 let Some(bits) = type_bits(value) else { return self.unknown(inst) };
-                let handler = self.found(inst, int::bits(&format!("slct.{selector}"), bits), &mods)?;
+                let handler = self.found(inst, int::bits(&format!("slct.{ftz}{selector}"), bits), &mods)?;
                 self.simple(inst, handler, bits, &[value, value, selector], 0)
             }
             "testp" => {

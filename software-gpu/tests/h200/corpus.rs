@@ -3,8 +3,10 @@
 //! `examples/h200_corpus.rs` writes it for `runner.cu`, which records what a real GPU answers; `tests/h200.rs` runs the same
 //! kernels here and compares. Everything is derived from a fixed seed, so both sides see the same.
 
+mod rare;
 mod together;
 
+use rare::rare;
 use together::{matrices, memory, moves, warps};
 
 /// How near our answer must be to the GPU's.
@@ -236,6 +238,7 @@ fn value(ty: &str, r: &mut Random) -> u64 {
         "f16x2" => value("f16", r) | value("f16", r) << 16,
         "bf16x2" => value("bf16", r) | value("bf16", r) << 16,
         "u16x2" | "s16x2" => value("u16", r) | value("u16", r) << 16,
+        kind if rare::KINDS.contains(&kind) => rare::value(kind, random, r),
         // A shift's amount.
         "amount" => {
             [0, 1, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 255, 256, 0xffff_ffff, random & 63][r.below(16)]
@@ -295,7 +298,7 @@ impl Corpus {
             .iter()
             .map(|t| match *t {
                 "amount" | "small" | "lanes" | "nonzero" => "u32",
-                t => t,
+                t => rare::carrier(t),
             })
             .collect();
         let seed = name
@@ -574,8 +577,8 @@ fn floats(c: &mut Corpus) {
         for op in ["abs", "neg"] {
             c.op(&format!("{op}{ftz}.f32"), "f32", &["f32"]);
         }
-        c.near(&format!("rcp.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-22.9, -150.0));
-        c.near(&format!("div.full{ftz}.f32"), "f32", &["f32", "f32"], Check::Near(-21.9, -150.0));
+        c.near(&format!("rcp.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-22.9, -149.0));
+        c.near(&format!("div.full{ftz}.f32"), "f32", &["f32", "f32"], Check::Near(-21.9, -148.0));
         c.near(&format!("div.approx{ftz}.f32"), "f32", &["f32", "f32"], Check::Near(-21.9, -150.0));
         c.near(&format!("sqrt.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-22.4, -150.0));
         c.near(&format!("rsqrt.approx{ftz}.f32"), "f32", &["f32"], Check::Near(-22.4, -150.0));
@@ -771,6 +774,8 @@ pub fn cases() -> Vec<Case> {
     c.threads = 32;
     moves(&mut c);
     matrices(&mut c);
+    c.threads = 512;
+    rare(&mut c);
     c.cases
 }
 

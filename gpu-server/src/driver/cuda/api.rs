@@ -7,7 +7,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
 pub use sys::{
-    CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUlaunchConfig, CUmodule, CUstream,
+    CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode,
+    CUlaunchConfig, CUmodule, CUstream,
 };
 
 use protocol::Status;
@@ -154,6 +155,17 @@ api! {
         *mut TensorMap, u32, u32, u64, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, u32, u32, u32, u32
     );
     tensor_map_replace = "cuTensorMapReplaceAddress" (*mut TensorMap, u64);
+    graph_create = "cuGraphCreate" (*mut CUgraph, c_uint);
+    graph_destroy = "cuGraphDestroy" (CUgraph);
+    graph_instantiate = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
+    graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
+    graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
+    graph_upload = "cuGraphUpload" (CUgraphExec, CUstream);
+    capture_begin = "cuStreamBeginCaptureToGraph" (CUstream, CUgraph, *const CUgraphNode, *const c_void, usize, u32);
+    capture_info = "cuStreamGetCaptureInfo_v2" (
+        CUstream, *mut u32, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize
+    );
+    capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
 }
 

@@ -11,7 +11,7 @@ use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Landing, Sink};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
-use protocol::handle::StreamId;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::copy::*;
 use protocol::wire::Bytes;
@@ -334,11 +334,7 @@ impl CopyOps<Call> for Cuda {
 
     fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        self.check_range(op.dst, op.len)?;
-        self.check_range(op.src, op.len)?;
-        // SAFETY: ranges of this session; they may lie on two devices.
-        let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, place.stream) };
-        self.note(place.context, copied)
+        self.copy_at(place.context, place.stream, &op)
     }
 
     fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> Result<(), Status> {
@@ -351,6 +347,36 @@ impl CopyOps<Call> for Cuda {
 
     fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
+        self.copy_3d_at(place.context, place.stream, &op)
+    }
+
+    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        self.memset_at(place.context, place.stream, &op)
+    }
+}
+
+/// What needs a stream of the current context and nothing else of the session: a client's stream, or one that captures.
+impl Cuda {
+    pub(super) fn copy_at(
+        &self,
+        context: ContextId,
+        stream: CUstream,
+        op: &MemcpyDtoD,
+    ) -> Result<(), Status> {
+        self.check_range(op.dst, op.len)?;
+        self.check_range(op.src, op.len)?;
+        // SAFETY: ranges of this session; they may lie on two devices.
+        let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, stream) };
+        self.note(context, copied)
+    }
+
+    pub(super) fn copy_3d_at(
+        &self,
+        context: ContextId,
+        stream: CUstream,
+        op: &MemcpyDtoD3D,
+    ) -> Result<(), Status> {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
         let (packed, from_span) = source.sizes()?;
         let (_, to_span) = target.sizes()?;
@@ -374,14 +400,13 @@ impl CopyOps<Call> for Cuda {
             );
             (copy.WidthInBytes, copy.Height, copy.Depth) = (source.width as usize, source.height as usize, 1);
             // SAFETY: ranges of this session.
-            let copied = unsafe { self.api.copy_3d(&copy, place.stream) };
-            self.note(place.context, copied)?;
+            let copied = unsafe { self.api.copy_3d(&copy, stream) };
+            self.note(context, copied)?;
         }
         Ok(())
     }
 
-    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
+    pub(super) fn memset_at(&self, context: ContextId, stream: CUstream, op: &Memset) -> Result<(), Status> {
         if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }
@@ -393,7 +418,7 @@ impl CopyOps<Call> for Cuda {
         if packed == 0 {
             return Ok(());
         }
-        let (api, stream, dst, value) = (self.api, place.stream, op.dst, op.value);
+        let (api, dst, value) = (self.api, op.dst, op.value);
         let (pitch, width, height) = (pitch as usize, op.width as usize, op.height as usize);
         // SAFETY: a range of this session, aligned to its elements.
         let set = unsafe {
@@ -406,6 +431,6 @@ impl CopyOps<Call> for Cuda {
                 _ => api.set_2d_32(dst, pitch, value, width, height, stream),
             }
         };
-        self.note(place.context, set)
+        self.note(context, set)
     }
 }

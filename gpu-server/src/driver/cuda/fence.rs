@@ -30,12 +30,13 @@ fn idle_poll() -> Duration {
     }
 }
 
-/// How long the completer polls at full speed after something happened, while a stream is awaited.
+/// How long the completer polls at full speed after something happened, while a stream is awaited: as long as a large copy takes where processors are plentiful, for
+/// each nap is a part of that copy's time.
 fn busy_poll() -> Duration {
     match std::thread::available_parallelism().map_or(1, usize::from) {
         1 | 2 => Duration::from_micros(50),
         3..8 => Duration::from_micros(300),
-        _ => Duration::from_millis(2),
+        _ => Duration::from_millis(10),
     }
 }
 
@@ -43,6 +44,8 @@ fn busy_poll() -> Duration {
 const NAP: Duration = Duration::from_micros(20);
 const LONG_NAP: Duration = Duration::from_micros(100);
 const LONG: Duration = Duration::from_millis(10);
+/// The same for a session over the network, where the processors that would poll have data to move.
+const BUSY_OVER_NETWORK: Duration = Duration::from_micros(300);
 /// Asks contexts for errors this often while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
 
@@ -264,6 +267,7 @@ pub struct Completer {
     sleeps: AtomicBool,
     /// How many there are in `new`, for a look without the lock.
     count: AtomicU32,
+    over_network: AtomicBool,
     over: AtomicBool,
 }
 
@@ -275,6 +279,7 @@ impl Completer {
             wake: Condvar::new(),
             sleeps: AtomicBool::new(false),
             count: AtomicU32::new(0),
+            over_network: AtomicBool::new(false),
             over: AtomicBool::new(false),
         });
         let run = Arc::clone(&completer);
@@ -296,6 +301,11 @@ impl Completer {
         if sleeps {
             self.wake.notify_one();
         }
+    }
+
+    /// Says whether the session's client is on the other end of a network.
+    pub fn serve_over_network(&self, so: bool) {
+        self.over_network.store(so, Ordering::Relaxed);
     }
 
     /// Calls no more ends; those awaited are dropped.
@@ -343,7 +353,8 @@ impl Completer {
             ready.extend(awaited.extract_if(.., |a| a.ready));
             if ready.is_empty() {
                 let quiet = moved.elapsed();
-                if quiet > busy {
+                let over_network = self.over_network.load(Ordering::Relaxed);
+                if quiet > if over_network { busy.min(BUSY_OVER_NETWORK) } else { busy } {
                     if asked.elapsed() > HEALTH {
                         ask_all(&awaited, api);
                         asked = Instant::now();

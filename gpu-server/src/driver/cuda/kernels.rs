@@ -152,6 +152,11 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
 }
 
 impl Cuda {
+    /// The driver's handle of a function.
+    pub(super) fn function_handle(&self, cx: &mut Call, id: FunctionId) -> Result<CUfunction, Status> {
+        self.function(cx, id).map(|function| function.handle)
+    }
+
     fn function(&self, cx: &mut Call, id: FunctionId) -> Result<&Function, Status> {
         let module = self.modules.get(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(module.context);
@@ -426,9 +431,22 @@ fn config(
 impl LaunchOps<Call> for Cuda {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
+        self.launch_at(cx, place.context, place.stream, &op)
+    }
+}
+
+impl Cuda {
+    /// Launches on a stream of the current context.
+    pub(super) fn launch_at(
+        &self,
+        cx: &mut Call,
+        context: ContextId,
+        stream: CUstream,
+        op: &Launch<'_>,
+    ) -> Result<(), Status> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let function = self.function(cx, op.function)?;
-        if cx.context != place.context {
+        if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }
         let mut pointers: Vec<*mut c_void> = Vec::with_capacity(function.params.len());
@@ -440,12 +458,12 @@ impl LaunchOps<Call> for Cuda {
                 .ok_or(Status::INVALID_VALUE)?;
             pointers.push(bytes.as_ptr().cast_mut().cast());
         }
-        let config = config(op.grid, op.block, op.dynamic_shared, place.stream, &mut attributes);
+        let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
         // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
         // which the driver copies before it returns.
         let launched =
             unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
-        self.note(place.context, launched)
+        self.note(context, launched)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`], [`texture`]: the chapters of operations;
+//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -10,6 +10,7 @@
 pub mod api;
 mod copies;
 mod fence;
+mod graph;
 mod host_map;
 mod kernels;
 mod memory;
@@ -35,6 +36,7 @@ use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::fence::{Completer, Health, Words};
+use self::graph::Graphs;
 use self::host_map::HostView;
 use self::kernels::LoadedModule;
 use self::ranges::Ranges;
@@ -61,6 +63,7 @@ pub struct Cuda {
     lanes: HashMap<u32, Lane>,
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
+    graphs: Graphs,
     /// Client memory mapped for kernels, by its address in the client.
     host_views: HashMap<u64, HostView>,
     tickets: Tickets,
@@ -185,6 +188,7 @@ impl Cuda {
             lanes: HashMap::new(),
             events: HashMap::new(),
             modules: HashMap::new(),
+            graphs: Graphs::default(),
             host_views: HashMap::new(),
             tickets: Tickets::default(),
             words,
@@ -237,6 +241,7 @@ impl Cuda {
         self.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
+        self.graphs.retain(|_, graph| graph.context != context);
         self.host_views.retain(|_, view| view.context != context);
     }
 
@@ -314,6 +319,7 @@ impl super::Backend for Cuda {
     }
 
     fn begin(&mut self, client: Arc<dyn Client>) {
+        self.completer.serve_over_network(client.streams_data());
         self.errors = Some(Errors::new(client));
         // The thread that made the contexts may have been another.
         self.current = None;

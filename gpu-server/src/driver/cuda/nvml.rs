@@ -180,7 +180,7 @@ fn ask(function: Function, device: usize, query: &Query, op: &NvmlQuery<'_>) -> 
         }
         Output::Fields => {
             let count = op.input.len() / FIELD_SIZE;
-            if op.input.len() % FIELD_SIZE != 0 || !(1..=MAX_FIELDS).contains(&count) {
+            if !op.input.len().is_multiple_of(FIELD_SIZE) || !(1..=MAX_FIELDS).contains(&count) {
                 return Err(status::INVALID_ARGUMENT);
             }
             let mut buffer = Buffer::holding(op.input);

@@ -225,6 +225,9 @@ fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
     Ok(cooperative)
 }
 
+/// There are none yet: every operation answers "not supported".
+impl protocol::ops::graph::GraphOps<Call> for Software {}
+
 /// There are none: every operation answers "not supported".
 impl protocol::ops::texture::TextureOps<Call> for Software {}
 

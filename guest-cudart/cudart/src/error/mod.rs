@@ -22,6 +22,11 @@ pub(crate) struct Error(pub(crate) c_int);
 pub(crate) type Result<T = ()> = core::result::Result<T, Error>;
 
 impl Error {
+    /// Whether a kernel's fault has left the process's contexts unusable.
+    pub(crate) fn is_fault(self) -> bool {
+        matches!(self.0, 700 | 702 | 710 | 714..=719 | 721)
+    }
+
     pub(crate) const INVALID_VALUE: Error = Error(1);
     pub(crate) const INVALID_CONFIGURATION: Error = Error(9);
     pub(crate) const INVALID_PITCH: Error = Error(12);
@@ -29,6 +34,7 @@ impl Error {
     pub(crate) const INVALID_CHANNEL_DESCRIPTOR: Error = Error(20);
     pub(crate) const INVALID_MEMCPY_DIRECTION: Error = Error(21);
     pub(crate) const INSUFFICIENT_DRIVER: Error = Error(35);
+    pub(crate) const DEVICES_UNAVAILABLE: Error = Error(46);
     pub(crate) const MISSING_CONFIGURATION: Error = Error(52);
     pub(crate) const INVALID_DEVICE_FUNCTION: Error = Error(98);
     pub(crate) const NO_DEVICE: Error = Error(100);

@@ -7,7 +7,8 @@
 //!   client's pages ◀══ queues 1 … n: writes ═══════        by the region's key
 //! ```
 //!
-//! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. No CPU of this host touches bulk data.
+//! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. No CPU of this host touches bulk data;
+//! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs.rs`).
 //! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: [`connect`], [`relay`], [`transfer`].
 
 mod relay;

@@ -1,0 +1,222 @@
+//! Graphs. Each node is made by capturing its operation on a stream that nobody else has: so it is the same call, with the same checks, as on a stream
+//! of the client's.
+
+use std::collections::HashMap;
+
+use protocol::Status;
+use protocol::handle::{ContextId, GraphId, StreamId};
+use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
+use protocol::ops::graph::*;
+use protocol::ops::launch::Launch;
+use protocol::ops::{Answer, Op, decode_reply};
+use protocol::wire::{Reader, Wire};
+
+use super::Cuda;
+use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream};
+use crate::driver::call::Call;
+
+/// Bytes of a graph's description at most.
+const MAX_GRAPH: u64 = 256 << 20;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const RELAXED: u32 = 2;
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH` and `…_USE_NODE_PRIORITY`.
+const FLAGS: u64 = 1 | 8;
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+
+/// An instantiated graph.
+pub(super) struct ServerGraph {
+    pub(super) context: u32,
+    exec: CUgraphExec,
+}
+
+/// The graphs of a session.
+pub(super) type Graphs = HashMap<u32, ServerGraph>;
+
+/// What an instantiation works with; gone afterwards.
+struct Build {
+    api: &'static Api,
+    graph: CUgraph,
+    stream: CUstream,
+}
+
+impl Drop for Build {
+    fn drop(&mut self) {
+        // SAFETY: made by `Build::new`, used by nobody else; an instantiated graph does not need the one that it was made from.
+        unsafe {
+            let _ = self.api.stream_destroy(self.stream);
+            let _ = self.api.graph_destroy(self.graph);
+        }
+    }
+}
+
+impl Build {
+    fn new(api: &'static Api) -> Result<Build, Status> {
+        let (mut graph, mut stream): (CUgraph, CUstream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: each writes a handle.
+        unsafe {
+            api.graph_create(&mut graph, 0)?;
+            if let Err(status) = api.stream_create(&mut stream, NON_BLOCKING, 0) {
+                let _ = api.graph_destroy(graph);
+                return Err(status);
+            }
+        }
+        Ok(Build { api, graph, stream })
+    }
+
+    /// Captures what `enqueue` puts on the stream, behind `before`; answers the nodes that whatever follows it must wait for.
+    fn capture(
+        &self,
+        before: &[CUgraphNode],
+        enqueue: impl FnOnce(CUstream) -> Result<(), Status>,
+    ) -> Result<Vec<CUgraphNode>, Status> {
+        let begun = before.as_ptr();
+        // SAFETY: nodes of this graph, as many as the length says, without edge data.
+        unsafe {
+            self.api.capture_begin(self.stream, self.graph, begun, std::ptr::null(), before.len(), RELAXED)
+        }?;
+        let enqueued = enqueue(self.stream);
+        let (mut capturing, mut count) = (0, 0);
+        let mut last: *const CUgraphNode = std::ptr::null();
+        let none = std::ptr::null_mut();
+        // SAFETY: writes two integers and a pointer to nodes that stay until the capture's next call.
+        let told = unsafe {
+            self.api.capture_info(self.stream, &mut capturing, none, none.cast(), &mut last, &mut count)
+        };
+        let nodes = match told {
+            Ok(()) if count > 0 && !last.is_null() => {
+                // SAFETY: as above.
+                unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
+            }
+            _ => Vec::new(),
+        };
+        let mut graph: CUgraph = std::ptr::null_mut();
+        // SAFETY: the stream is capturing; writes a handle, the graph's own.
+        let ended = unsafe { self.api.capture_end(self.stream, &mut graph) };
+        enqueued.and(told).and(ended).map(|()| nodes)
+    }
+}
+
+fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
+    let mut reader = Reader::new(body);
+    let decoded = <T as Wire<'a>>::get(&mut reader).and_then(|op| reader.finish().map(|()| op));
+    decoded.map_err(|_| Status::INVALID_VALUE)
+}
+
+impl Cuda {
+    fn node(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        stream: CUstream,
+        node: &GraphNode,
+    ) -> Result<(), Status> {
+        match node.opcode {
+            opcode if opcode == <Launch as Op>::INFO.opcode => {
+                self.launch_at(cx, context, stream, &decode(&node.body.0)?)
+            }
+            opcode if opcode == <Memset as Op>::INFO.opcode => {
+                self.memset_at(context, stream, &decode(&node.body.0)?)
+            }
+            opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => {
+                self.copy_at(context, stream, &decode(&node.body.0)?)
+            }
+            opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => {
+                self.copy_3d_at(context, stream, &decode(&node.body.0)?)
+            }
+            _ => Err(Status::NOT_SUPPORTED),
+        }
+    }
+
+    fn build(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        flags: u64,
+        nodes: &[GraphNode],
+    ) -> Result<CUgraphExec, Status> {
+        let build = Build::new(self.api)?;
+        // What stands for each node: those that it became, or, if it became none, what it waits for.
+        let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
+        for node in nodes {
+            let mut before: Vec<CUgraphNode> = Vec::new();
+            for dependency in &node.dependencies {
+                let of = made.get(*dependency as usize).ok_or(Status::INVALID_VALUE)?;
+                before.extend(of.iter().filter(|node| !before.contains(node)).copied().collect::<Vec<_>>());
+            }
+            let became = match node.opcode {
+                0 => before,
+                _ => {
+                    if node.opcode == <Launch as Op>::INFO.opcode {
+                        let function =
+                            self.function_handle(cx, decode::<Launch<'_>>(&node.body.0)?.function)?;
+                        // A capture is no time to load it.
+                        // SAFETY: a live function.
+                        unsafe { self.api.function_load(function) }?;
+                    }
+                    build.capture(&before, |stream| self.node(cx, context, stream, node))?
+                }
+            };
+            made.push(became);
+        }
+        let mut exec: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: a graph; writes a handle.
+        unsafe { self.api.graph_instantiate(&mut exec, build.graph, flags & FLAGS) }?;
+        Ok(exec)
+    }
+
+    fn graph_on(
+        &mut self,
+        cx: &mut Call,
+        graph: GraphId,
+        stream: StreamId,
+    ) -> Result<(CUgraphExec, CUstream), Status> {
+        let place = self.enter(cx, stream)?;
+        let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
+        Ok((found.ok_or(Status::INVALID_HANDLE)?.exec, place.stream))
+    }
+}
+
+impl GraphOps<Call> for Cuda {
+    fn graph_instantiate<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphInstantiate<'a>,
+    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+        cx.context = op.context;
+        if self.graphs.contains_key(&op.graph.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let bytes = cx.input(op.nodes)?.collect(MAX_GRAPH)?;
+        let list: GraphNodes = decode_reply(&bytes).map_err(|_| Status::INVALID_VALUE)?;
+        self.enter_context(op.context)?;
+        let built = self.build(cx, op.context, op.flags, &list.nodes);
+        cx.context = op.context;
+        let exec = self.note(op.context, built)?;
+        self.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, exec });
+        Ok(Answer::Now(GraphInstantiateReply {}))
+    }
+
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+        let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
+        // SAFETY: live handles of the current context.
+        let launched = unsafe { self.api.graph_launch(exec, stream) };
+        self.note(cx.context, launched)
+    }
+
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+        let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
+        // SAFETY: as above.
+        let uploaded = unsafe { self.api.graph_upload(exec, stream) };
+        self.note(cx.context, uploaded)
+    }
+
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
+        let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(graph.context);
+        self.enter_context(cx.context)?;
+        // SAFETY: out of the table; launches under way complete.
+        let destroyed = unsafe { self.api.graph_exec_destroy(graph.exec) };
+        self.note(cx.context, destroyed)
+    }
+}

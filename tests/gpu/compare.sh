@@ -1,0 +1,46 @@
+#!/bin/sh
+# Runs the programs and PyTorch scripts of this folder natively and through rgpu on this machine's GPU, and compares what they print.
+#
+#   compare.sh RGPUCTL [NAME...]
+#
+# RGPUCTL is the command of a build whose guest libraries lie beside it; NAME picks from the files here, without their ending. It needs nvcc, and a python3
+# with PyTorch. Exit status: how many comparisons failed.
+set -u
+
+[ $# -ge 1 ] || { echo "usage: compare.sh RGPUCTL [NAME...]" >&2; exit 2; }
+rgpuctl=$1
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed=0
+
+compare() { # name, then the command
+    name=$1
+    shift
+    "$@" > "$work/native" 2> "$work/native.err" || { echo "$name fails natively"; tail -3 "$work/native.err"; failed=$((failed + 1)); return; }
+    for transport in local tcp; do
+        # Memory is shared with no other machine: what maps it is refused there.
+        [ "$name $transport" = "mapped_host tcp" ] && continue
+        "$rgpuctl" run --backend cuda --transport $transport -- "$@" > "$work/remote" 2> "$work/remote.err"
+        if diff "$work/native" "$work/remote" > "$work/diff"; then
+            echo "$name, $transport: the same"
+        else
+            echo "$name, $transport: differs"
+            head -20 "$work/diff"
+            tail -5 "$work/remote.err"
+            failed=$((failed + 1))
+        fi
+    done
+}
+
+[ $# -gt 0 ] || set -- mapped_host tensor_map clusters graph_capture torch_ops
+for name in "$@"; do
+    if [ -f "$here/$name.cu" ]; then
+        nvcc -cudart shared -arch=native -o "$work/$name" "$here/$name.cu" -lcuda || { failed=$((failed + 1)); continue; }
+        compare "$name" "$work/$name"
+    else
+        compare "$name" python3 "$here/$name.py"
+    fi
+done
+exit $failed
