@@ -195,7 +195,14 @@ fn cpu() -> String {
     model.map_or("an unknown CPU".into(), |(_, name)| name.trim().to_string())
 }
 
+/// How busy the machine is with other work.
+fn load() -> String {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().unwrap_or("unknown").to_string()
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let load = load();
     let quick = std::env::args().any(|a| a == "--quick");
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let c = reference(folder)?;
@@ -225,7 +232,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
          Written by `cargo run --release -p software-gpu --example bench`. Each program runs on one worker and is compared with the same\n\
          work in C (`software-gpu/examples/bench/reference.c`, `cc -O2`, one core). The best of three; a warp instruction works on 32 lanes.\n\
          Some sixty of each program's results are compared with the same in f64: one that is wrong ends the measurement.\n\n\
-         {}, {cores} cores.\n\n{table}\n\
+         {}, {cores} cores; load average at the start {load}.\n\n{table}\n\
          `ratio` is the time on one core over that of the C. The aim is 500 M lane-instructions a second a core, and a ratio of 10 at most.\n\n\
          What the instructions compute is compared with an H200's answers by `software-gpu/tests/h200.rs`: 1439 cases, of which 1404 were the\n\
          same bits when this was written, and 35, all of them approximate instructions, within their documented error. See\n\

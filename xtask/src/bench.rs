@@ -63,7 +63,7 @@ pub fn bench(arguments: &Arguments) -> Result<()> {
 }
 
 /// Compiles the program, if its source is newer than it.
-fn compile() -> Result<()> {
+pub fn compile() -> Result<()> {
     let source = tree::root().join("tests/bench/bench.cu");
     let program = tree::programs().join("bench");
     let modified = |path: &Path| std::fs::metadata(path).and_then(|data| data.modified());

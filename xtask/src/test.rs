@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree;
 
-use crate::{artifacts, dist, nightly, process, programs};
+use crate::{artifacts, bench, dist, nightly, process, programs};
 
 /// Parts that run only when they are named.
 const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
@@ -127,6 +127,9 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         _ => {
             artifacts::build()?;
             programs::build()?;
+            if part == "round_trips" {
+                bench::compile()?;
+            }
             // Machines and whole daemons: one at a time, so that what one test counts is not another's.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
         }

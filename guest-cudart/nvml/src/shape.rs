@@ -150,7 +150,8 @@ pub(crate) unsafe fn versioned(device: Handle, queries: &[&Query], structure: *m
     // SAFETY: not NULL, and at least one word long.
     let word = unsafe { structure.cast::<u32>().read_unaligned() };
     let query = queries.iter().find(|query| query.output == Output::Struct(word));
-    let query = query.ok_or(status::ARGUMENT_VERSION_MISMATCH)?;
+    // Not ARGUMENT_VERSION_MISMATCH, as nvml.h has it: this is what NVIDIA's 580 answers for nvmlDeviceGetMemoryInfo_v2.
+    let query = query.ok_or(status::FUNCTION_NOT_FOUND)?;
     let size = struct_size(word);
     // SAFETY: the caller's: the structure is of the version that it names.
     unsafe {

@@ -353,6 +353,12 @@ impl LocalClient {
         }
     }
 
+    /// Whether the session has ended. What work still answers then comes of its being torn down, and is nothing that the program did: a client whose
+    /// bridge was killed must learn that, and not that its kernel failed.
+    fn over(&self) -> bool {
+        self.end.get().is_some()
+    }
+
     /// The channel's mapping, for a driver that registers it with its device.
     pub fn view(&self) -> &Arc<ChannelView> {
         &self.view
@@ -361,6 +367,9 @@ impl LocalClient {
 
 impl Client for LocalClient {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+        if self.over() {
+            return;
+        }
         self.wake_progress();
         let Some(place) = self.view.slot(slot) else {
             self.lose(&format!("command {seq} names reply slot {slot}, which does not exist"));
@@ -374,6 +383,9 @@ impl Client for LocalClient {
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {
+        if self.over() {
+            return;
+        }
         let area = self.view.progress();
         for update in updates {
             match update.kind {

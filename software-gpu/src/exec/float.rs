@@ -77,7 +77,12 @@ pub(crate) fn flush_tiny(x: f32, exact: f64, flags: i64) -> f32 {
 /// The result `x`, which is `exact` (or that rounded to odd) rounded.
 #[inline(always)]
 fn finish(x: f32, exact: f64, flags: i64) -> f32 {
-    let x = canon(flush_tiny(x, exact, flags));
+    clamp(flush_tiny(x, exact, flags), flags)
+}
+
+#[inline(always)]
+fn clamp(x: f32, flags: i64) -> f32 {
+    let x = canon(x);
     if flags & flag::SAT != 0 { saturate(x) } else { x }
 }
 
@@ -360,8 +365,8 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
 
 #[inline(always)]
 fn approx(a: f32, flags: i64, f: impl Fn(f64) -> f64) -> f32 {
-    let exact = f(f64::from(start(a, flags)));
-    finish(exact as f32, exact, flags)
+    // Without the question what is tiny before it is rounded, which approximations leave open, this is free of branches.
+    clamp(start(f(f64::from(start(a, flags))) as f32, flags), flags)
 }
 
 /// f64 operations; `imm` holds the rounding.
