@@ -3,7 +3,6 @@
 //! The work is done by `rgpu-bench` (`tests/src/bin/rgpu-bench.rs`) and by the CUDA program `tests/bench/bench.cu`; this builds both, and runs them or stages
 //! them for a machine with a GPU but no compiler.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -12,6 +11,7 @@ use clap::Args;
 use rgpu_tests::tree;
 
 use crate::progress::Step;
+use crate::stage::Staging;
 use crate::{artifacts, process, programs, toolchain};
 
 const SCRIPT: &str = r#"#!/bin/sh
@@ -82,42 +82,10 @@ pub fn compile() -> Result<()> {
 }
 
 fn stage(folder: &Path) -> Result<()> {
-    if folder.exists() {
-        std::fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
-    }
-    let log = process::log("stage-bench")?;
-    let put = |from: &Path, to: &str, strip: bool| -> Result<()> {
-        let to = folder.join(to);
-        if let Some(parent) = to.parent() {
-            std::fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
-        }
-        std::fs::copy(from, &to)
-            .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
-        if strip {
-            process::run(Command::new("strip").arg("--strip-unneeded").arg(&to), &log)?;
-        }
-        Ok(())
-    };
-    put(&tree::binaries().join("rgpu-bench"), "rgpu-bench", true)?;
-    for name in artifacts::EXECUTABLES {
-        put(&tree::binaries().join(name), &format!("target/release/{name}"), true)?;
-    }
-    for library in artifacts::LIBRARIES {
-        let file = tree::guest_libraries().join(library.name);
-        if file.is_file() {
-            put(&file, &format!("target/guest/lib/{}", library.name), true)?;
-        }
-    }
-    put(&tree::programs().join("bench"), "target/programs/bench", false)?;
-    put(
-        &tree::cuda_runtime().join("libcudart.so.13"),
-        "build/cuda13/nvidia/cu13/lib/libcudart.so.13",
-        false,
-    )?;
-    let script = folder.join("run.sh");
-    std::fs::write(&script, SCRIPT)
-        .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))
-        .with_context(|| format!("cannot write {}", script.display()))?;
+    let staging = Staging::begin(folder.to_owned(), process::log("stage-bench")?)?;
+    staging.put(&tree::binaries().join("rgpu-bench"), "rgpu-bench", true)?;
+    staging.put(&tree::programs().join("bench"), "target/programs/bench", false)?;
+    staging.finish(SCRIPT)?;
     println!("{}: run.sh there", folder.display());
     Ok(())
 }

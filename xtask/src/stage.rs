@@ -51,48 +51,71 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
     let messages = process::output(build.current_dir(tree::root()))?;
     let tests = executable(&messages, "gpu").context("cargo built no executable for the test gpu")?;
 
-    let folder = tree::root().join(&arguments.folder);
-    if folder.exists() {
-        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    let staging = Staging::begin(tree::root().join(&arguments.folder), log)?;
+    staging.put(&tests, "gpu-tests", true)?;
+    staging.put(&tree::binaries().join("gpu-table"), "gpu-table", true)?;
+    for program in &programs {
+        let to = format!("target/programs/{}", program.name);
+        staging.put(&tree::programs().join(&program.name), &to, false)?;
     }
-    let put = |from: &Path, to: &str, strip: bool| -> Result<()> {
-        let to = folder.join(to);
+    for file in ["tests/programs/programs.toml", "tests/gpu/nvidia-smi.sh"] {
+        staging.put(&tree::root().join(file), file, false)?;
+    }
+    staging.finish(SCRIPT)?;
+    step.done(&format!("{}: run.sh there", staging.folder.display()));
+    Ok(())
+}
+
+/// A folder for a machine with a GPU but no compiler, laid out as the source tree is.
+pub struct Staging {
+    /// The folder.
+    pub folder: PathBuf,
+    log: PathBuf,
+}
+
+impl Staging {
+    /// Empties the folder and puts in what every run needs: daemons, guest libraries, NVIDIA's runtime for the native side.
+    pub fn begin(folder: PathBuf, log: PathBuf) -> Result<Staging> {
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder)
+                .with_context(|| format!("cannot remove {}", folder.display()))?;
+        }
+        let staging = Staging { folder, log };
+        for name in artifacts::EXECUTABLES {
+            staging.put(&tree::binaries().join(name), &format!("target/release/{name}"), true)?;
+        }
+        for library in artifacts::LIBRARIES {
+            let file = tree::guest_libraries().join(library.name);
+            if file.is_file() {
+                staging.put(&file, &format!("target/guest/lib/{}", library.name), true)?;
+            }
+        }
+        let runtime = "build/cuda13/nvidia/cu13/lib/libcudart.so.13";
+        staging.put(&tree::cuda_runtime().join("libcudart.so.13"), runtime, false)?;
+        Ok(staging)
+    }
+
+    /// Copies a file in, stripped of its symbols if so wished.
+    pub fn put(&self, from: &Path, to: &str, strip: bool) -> Result<()> {
+        let to = self.folder.join(to);
         if let Some(parent) = to.parent() {
             std::fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
         }
         std::fs::copy(from, &to)
             .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
         if strip {
-            process::run(Command::new("strip").arg("--strip-unneeded").arg(&to), &log)?;
+            process::run(Command::new("strip").arg("--strip-unneeded").arg(&to), &self.log)?;
         }
         Ok(())
-    };
-    put(&tests, "gpu-tests", true)?;
-    put(&tree::binaries().join("gpu-table"), "gpu-table", true)?;
-    for name in artifacts::EXECUTABLES {
-        put(&tree::binaries().join(name), &format!("target/release/{name}"), true)?;
     }
-    for library in artifacts::LIBRARIES {
-        let file = tree::guest_libraries().join(library.name);
-        if file.is_file() {
-            put(&file, &format!("target/guest/lib/{}", library.name), true)?;
-        }
+
+    /// Writes the script that runs it all there, `run.sh`.
+    pub fn finish(&self, script: &str) -> Result<()> {
+        let path = self.folder.join("run.sh");
+        std::fs::write(&path, script)
+            .and_then(|()| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)))
+            .with_context(|| format!("cannot write {}", path.display()))
     }
-    for program in &programs {
-        put(&tree::programs().join(&program.name), &format!("target/programs/{}", program.name), false)?;
-    }
-    let runtime = "build/cuda13/nvidia/cu13/lib/libcudart.so.13";
-    put(&tree::cuda_runtime().join("libcudart.so.13"), runtime, false)?;
-    let manifest = "tests/programs/programs.toml";
-    put(&tree::root().join(manifest), manifest, false)?;
-    let smi = "tests/gpu/nvidia-smi.sh";
-    put(&tree::root().join(smi), smi, false)?;
-    let script = folder.join("run.sh");
-    std::fs::write(&script, SCRIPT)
-        .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))
-        .with_context(|| format!("cannot write {}", script.display()))?;
-    step.done(&format!("{}: run.sh there", folder.display()));
-    Ok(())
 }
 
 /// The executable of the target `name` among cargo's messages, one JSON object a line.
