@@ -1,14 +1,18 @@
 //! rgpuctl: the command of an operator, or of anyone who tries rgpu on a laptop.
 //!
 //! In reading order:
-//! - [`run`]: runs a program as a native client, with a private server and daemon when none is named;
+//! - [`run`]: runs a program as a native client;
+//! - [`bench`]: measures what calls cost and what copies carry, as such a client sees it;
+//! - [`session`]: the daemons that both start, with a private server when none is named;
 //! - [`daemon`]: starting and ending those, and what their last log lines say when that fails;
 //! - [`status`]: asks running daemons how they are;
 //! - [`doctor`]: finds what is missing on this machine, and the command that mends it.
 
+mod bench;
 mod daemon;
 mod doctor;
 mod run;
+mod session;
 mod status;
 
 use std::process::ExitCode;
@@ -26,6 +30,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::Arguments),
+    Bench(bench::Arguments),
     Status(status::Arguments),
     Doctor(doctor::Arguments),
 }
@@ -33,6 +38,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(arguments) => run::run(arguments),
+        Command::Bench(arguments) => bench::bench(&arguments),
         Command::Status(arguments) => status::status(&arguments),
         Command::Doctor(arguments) => Ok(doctor::doctor(&arguments)),
     };

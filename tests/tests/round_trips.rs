@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{LIMIT, built, run};
 use rgpu_tests::tree;
 
-/// One of the client's counters after `bench loop NAME count`, over a private server.
-fn counter(transport: &str, name: &str, count: u32, counter: &str) -> Result<u64> {
+/// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function.
+fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
     let logs = tree::logs().join("round-trips").join(format!("{name}-{transport}-{count}"));
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command
@@ -20,10 +20,19 @@ fn counter(transport: &str, name: &str, count: u32, counter: &str) -> Result<u64
         .env("RGPU_STATS", "1");
     let outcome = run(&mut command, LIMIT)?;
     ensure!(outcome.verdict("bench").is_ok(), "{name} over {transport}: {outcome:?}");
-    let stats =
-        outcome.stderr.lines().find(|line| line.starts_with("rgpu: stats:")).context("no counters")?;
-    let word = stats.split(' ').find_map(|word| word.strip_prefix(counter)?.strip_prefix('='));
-    word.with_context(|| format!("no counter {counter} in {stats:?}"))?.parse().context("a counter")
+    let lines = outcome.stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
+    Ok(lines.map(str::to_owned).collect())
+}
+
+/// A counter of a line of [`stats`].
+fn value(line: &str, counter: &str) -> Result<u64> {
+    let word = line.split(' ').find_map(|word| word.strip_prefix(counter)?.strip_prefix('='));
+    word.with_context(|| format!("no counter {counter} in {line:?}"))?.parse().context("a counter")
+}
+
+/// One of the client's counters, for the whole process.
+fn counter(transport: &str, name: &str, count: u32, counter: &str) -> Result<u64> {
+    value(stats(transport, name, count)?.first().context("no counters")?, counter)
 }
 
 fn no_round_trip(name: &str) -> Result<()> {
@@ -73,4 +82,22 @@ fn small_pageable_copies_to_the_device_need_no_round_trip() -> Result<()> {
 #[test]
 fn allocating_and_freeing_needs_no_round_trip() -> Result<()> {
     no_round_trip("alloc_free")
+}
+
+#[test]
+fn what_a_call_takes_is_put_down_to_its_function() -> Result<()> {
+    let lines = stats("local", "launches", 300)?;
+    let launches = lines
+        .iter()
+        .find(|line| line.starts_with("cuLaunchKernel "))
+        .context("no line for cuLaunchKernel")?;
+    assert_eq!(value(launches, "calls")?, 301, "{launches}");
+    assert_eq!(value(launches, "commands")?, 301, "{launches}");
+    assert_eq!(value(launches, "round_trips")?, 0, "{launches}");
+    // What the functions took is no more than what the process took.
+    for counter in ["commands", "round_trips", "doorbells", "system_calls", "copied_bytes"] {
+        let sum = lines[1..].iter().map(|line| value(line, counter)).sum::<Result<u64>>()?;
+        assert!(sum <= value(&lines[0], counter)?, "{counter}: {lines:#?}");
+    }
+    Ok(())
 }

@@ -226,7 +226,9 @@ impl Session {
     fn sleep(&self, offset: u64, expected: u32) {
         add(&COUNTERS.sleeps, 1);
         let begin = Instant::now();
-        self.port.wait(offset, expected, LOOK);
+        if self.port.wait(offset, expected, LOOK) {
+            add(&COUNTERS.interrupts, 1);
+        }
         if begin.elapsed() >= LOOK / 2 {
             self.look();
         }

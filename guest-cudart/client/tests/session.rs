@@ -224,7 +224,7 @@ fn a_long_wait_is_slept_through() {
         Next::GoOn
     });
     let session = daemon.session(1 << 20);
-    let before = COUNTERS.sleeps.load(Ordering::Relaxed);
+    let before = COUNTERS.sleeps.get();
     session.call(&MemGetInfo { device: 0 }).unwrap();
-    assert!(COUNTERS.sleeps.load(Ordering::Relaxed) > before);
+    assert!(COUNTERS.sleeps.get() > before);
 }

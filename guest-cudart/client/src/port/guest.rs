@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::mapping::Mapping;
 use super::{Pinned, Port, PortError};
+use crate::counters::{COUNTERS, add};
 use crate::{lock, log};
 use protocol::channel::Header;
 use protocol::device::{Answer, untext};
@@ -229,11 +230,13 @@ impl Port for Guest {
     }
 
     fn kick(&self) {
+        add(&COUNTERS.system_calls, 1);
         // SAFETY: the request takes no argument.
         unsafe { libc::ioctl(self.file.as_raw_fd(), KICK as _) };
     }
 
-    fn wait(&self, offset: u64, expected: u32, timeout: Duration) {
+    fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool {
+        add(&COUNTERS.system_calls, 1);
         let mut wait =
             Wait { offset, expected, flags: 0, timeout_ns: timeout.as_nanos().min(i64::MAX as u128) as i64 };
         // SAFETY: as in `call`. An interruption is returned to the caller, who looks again.
@@ -241,6 +244,7 @@ impl Port for Guest {
         if result < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV) {
             self.gone.store(true, Ordering::Relaxed);
         }
+        result == 0
     }
 
     fn alive(&self) -> bool {

@@ -97,8 +97,8 @@ pub trait Port: Send + Sync {
     fn kick(&self);
 
     /// Sleeps while the 32-bit word at `offset` of the channel equals `expected`, at most for `timeout`. May return early for any reason:
-    /// the caller looks again.
-    fn wait(&self, offset: u64, expected: u32, timeout: Duration);
+    /// the caller looks again. Returns whether the host side woke this thread, as far as the system tells.
+    fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool;
 
     /// Whether the host side may still be there. To be asked by whoever has slept for a while without being woken: that is what a port may
     /// go by.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::mapping::Mapping;
 use super::{Pinned, Port, PortError};
+use crate::counters::{COUNTERS, add};
 use crate::{lock, log};
 use protocol::device::{Answer, Response, request};
 use protocol::native::{MAGIC, Request};
@@ -128,19 +129,21 @@ impl Port for Native {
     fn kick(&self) {
         if let Some(doorbell) = self.doorbell.get() {
             let one = 1u64.to_ne_bytes();
+            add(&COUNTERS.system_calls, 1);
             // SAFETY: eight bytes of a live array. It fails only when the counter is full, which rings as well.
             unsafe { libc::write(doorbell.as_raw_fd(), one.as_ptr().cast(), one.len()) };
         }
     }
 
-    fn wait(&self, offset: u64, expected: u32, timeout: Duration) {
+    fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool {
+        add(&COUNTERS.system_calls, 1);
         let timeout =
             libc::timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
         // SAFETY: the offsets are those of words inside the channel; the mapping lives as long as `self`. Every way of returning
         // is the caller's to look at.
         unsafe {
             let word = self.channel.base().add(offset as usize).cast::<u32>();
-            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected, &raw const timeout);
+            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected, &raw const timeout) == 0
         }
     }
 

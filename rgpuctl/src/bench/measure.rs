@@ -1,0 +1,236 @@
+//! The process that measures: a program of the CUDA driver API, which does not know whose libcuda it was given.
+
+use std::ffi::{CString, c_void};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use cudarc::driver::result::{self, ctx, device, module, primary_ctx, stream};
+use cudarc::driver::sys::{self, CUdeviceptr, CUfunction, CUstream};
+
+/// Each figure is taken from as many calls as fit into this, within [`CALLS`].
+const TIME: Duration = Duration::from_millis(300);
+/// The fewest and the most calls for a figure.
+const CALLS: (usize, usize) = (5, 2000);
+/// Launches between two synchronisations: far fewer than a device queues, so that none waits for room.
+const BATCH: usize = 200;
+/// A kernel that does nothing, for every GPU that CUDA 12 and later know.
+const KERNEL: &str =
+    ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry nothing()\n{\n\tret;\n}\n";
+
+/// Measures everything, copies up to `largest` bytes, a line on stdout for each figure.
+pub fn measure(largest: u64) -> Result<()> {
+    let largest = usize::try_from(largest).context("copies of this size do not fit into memory")?;
+    // SAFETY: loading libcuda runs its initializers, which this process trusts as every CUDA program does.
+    let present = unsafe { sys::is_culib_present() };
+    ensure!(
+        present,
+        "no libcuda.so.1 can be loaded: neither rgpu's guest libraries nor a driver are installed here"
+    );
+    let begin = Instant::now();
+    result::init().context("cuInit")?;
+    let device = device::get(0).context("there is no GPU 0")?;
+    // SAFETY: the device comes from `device::get`; its primary context is kept to the end of the process.
+    let context = unsafe { primary_ctx::retain(device) }.context("cannot make a context")?;
+    // SAFETY: the context was just made.
+    unsafe { ctx::set_current(context) }.context("cannot use the context")?;
+    let gpu = Gpu::new()?;
+    gpu.launch()?;
+    gpu.synchronize()?;
+    report("start to first kernel", "ms", vec![begin.elapsed().as_secs_f64() * 1e3]);
+    gpu.calls()?;
+    for pinned in [true, false] {
+        gpu.copies(largest, pinned)?;
+    }
+    Ok(())
+}
+
+struct Gpu {
+    nothing: CUfunction,
+    stream: CUstream,
+}
+
+impl Gpu {
+    fn new() -> Result<Gpu> {
+        let image = CString::new(KERNEL).context("PTX has no zero byte")?;
+        // SAFETY: the image is PTX that ends with a zero byte.
+        let module =
+            unsafe { module::load_data(image.as_ptr().cast::<c_void>()) }.context("cannot load a kernel")?;
+        let name = CString::new("nothing").context("a name has no zero byte")?;
+        // SAFETY: the module was just loaded and is never unloaded.
+        let nothing = unsafe { module::get_function(module, name) }.context("cannot find the kernel")?;
+        Ok(Gpu {
+            nothing,
+            stream: stream::create(stream::StreamKind::NonBlocking).context("cannot make a stream")?,
+        })
+    }
+
+    fn launch(&self) -> Result<()> {
+        // SAFETY: the kernel takes no parameters and touches no memory.
+        unsafe { result::launch_kernel(self.nothing, (1, 1, 1), (1, 1, 1), 0, self.stream, &mut []) }
+            .context("cannot launch a kernel")
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream is this value's and never destroyed.
+        unsafe { stream::synchronize(self.stream) }.context("cannot synchronize")
+    }
+
+    fn calls(&self) -> Result<()> {
+        let mut each = Vec::new();
+        let begin = Instant::now();
+        while each.len() < CALLS.0 || begin.elapsed() < TIME {
+            let batch = Instant::now();
+            for _ in 0..BATCH {
+                self.launch()?;
+            }
+            each.push(batch.elapsed().as_secs_f64() * 1e6 / BATCH as f64);
+            self.synchronize()?;
+        }
+        report("launch", "µs", each);
+        let together = times(|| {
+            self.launch()?;
+            self.synchronize()
+        })?;
+        report("launch and synchronize", "µs", together);
+
+        let sent = random(64);
+        let mut received = vec![0_u8; 64];
+        let memory = Memory::new(64)?;
+        report("64 B to device", "µs", times(|| memory.write(&sent))?);
+        report("64 B to host", "µs", times(|| memory.read(&mut received))?);
+        ensure!(sent == received, "64 bytes came back changed");
+        report("allocate and free 1 MiB", "µs", times(|| Memory::new(1 << 20).map(drop))?);
+        Ok(())
+    }
+
+    fn copies(&self, largest: usize, pinned: bool) -> Result<()> {
+        let (mut up, mut down) = (Host::new(largest, pinned)?, Host::new(largest, pinned)?);
+        up.bytes().copy_from_slice(&random(largest));
+        let memory = Memory::new(largest)?;
+        let kind = if pinned { "pinned" } else { "pageable" };
+        let sizes =
+            std::iter::successors(Some(4096), |size| Some(size * 8)).take_while(|size| *size < largest);
+        for size in sizes.chain([largest]) {
+            let (up, down) = (&up.bytes()[..size], &mut down.bytes()[..size]);
+            memory.write(up)?;
+            let rate = |all: Vec<f64>| all.into_iter().map(|time| size as f64 / time / 1e3).collect();
+            let to = times(|| {
+                memory.write(up)?;
+                ctx::synchronize().context("cannot synchronize")
+            })?;
+            let from = times(|| memory.read(down))?;
+            ensure!(up == down, "{size} {kind} bytes came back changed");
+            down.fill(0);
+            report(&format!("{kind} to device, {}", bytes(size)), "GB/s", rate(to));
+            report(&format!("{kind} to host, {}", bytes(size)), "GB/s", rate(from));
+        }
+        Ok(())
+    }
+}
+
+/// Device memory, freed with this value.
+struct Memory(CUdeviceptr);
+
+impl Memory {
+    fn new(size: usize) -> Result<Memory> {
+        // SAFETY: a context is current; the pointer is used within `size` bytes and freed once.
+        let pointer = unsafe { result::malloc_sync(size) };
+        Ok(Memory(pointer.with_context(|| format!("cannot allocate {size} bytes on the GPU"))?))
+    }
+
+    /// `from` is no longer than this memory: all callers cut it to that.
+    fn write(&self, from: &[u8]) -> Result<()> {
+        // SAFETY: the device memory is as large as `from`, by the contract above.
+        unsafe { result::memcpy_htod_sync(self.0, from) }.context("cannot copy to the device")
+    }
+
+    /// `to` is no longer than this memory.
+    fn read(&self, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the device memory is as large as `to`, by the contract above.
+        unsafe { result::memcpy_dtoh_sync(to, self.0) }.context("cannot copy to the host")
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, and freed here alone.
+        let _ = unsafe { result::free_sync(self.0) };
+    }
+}
+
+/// Host memory, page-locked by CUDA or ordinary.
+enum Host {
+    Pinned(*mut u8, usize),
+    Pageable(Vec<u8>),
+}
+
+impl Host {
+    fn new(size: usize, pinned: bool) -> Result<Host> {
+        if !pinned {
+            return Ok(Host::Pageable(vec![0; size]));
+        }
+        // SAFETY: a context is current; the memory is used within `size` bytes and freed once.
+        let pointer = unsafe { result::malloc_host(size, 0) };
+        let pointer = pointer.with_context(|| format!("cannot pin {size} bytes"))?.cast::<u8>();
+        // SAFETY: the memory is this value's and `size` bytes long; written before it is read.
+        unsafe { pointer.write_bytes(0, size) };
+        Ok(Host::Pinned(pointer, size))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            // SAFETY: memory of that length, all of it written in `new`, borrowed as this value is.
+            Host::Pinned(pointer, size) => unsafe { std::slice::from_raw_parts_mut(*pointer, *size) },
+            Host::Pageable(bytes) => bytes,
+        }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Host::Pinned(pointer, _) = self {
+            // SAFETY: allocated by `new`, and freed here alone.
+            let _ = unsafe { result::free_host(pointer.cast()) };
+        }
+    }
+}
+
+/// Microseconds of each of many calls.
+fn times(mut call: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+    let begin = Instant::now();
+    let mut all = Vec::new();
+    while all.len() < CALLS.0 || (all.len() < CALLS.1 && begin.elapsed() < TIME) {
+        let one = Instant::now();
+        call()?;
+        all.push(one.elapsed().as_secs_f64() * 1e6);
+    }
+    Ok(all)
+}
+
+fn report(name: &str, unit: &str, mut values: Vec<f64>) {
+    values.sort_by(f64::total_cmp);
+    let count = values.len();
+    let (median, low, high) = (values[count / 2], values[count / 10], values[count - 1 - count / 10]);
+    println!("{name}\t{unit}\t{median:.4}\t{low:.4}\t{high:.4}");
+}
+
+/// Bytes that no earlier run had: SplitMix64, started by the clock.
+fn random(size: usize) -> Vec<u8> {
+    let seed = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |time| time.as_nanos() as u64);
+    let words = (0..size.div_ceil(8) as u64).flat_map(|index| {
+        let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)).to_ne_bytes()
+    });
+    words.take(size).collect()
+}
+
+fn bytes(size: usize) -> String {
+    match size {
+        size if size >= 1 << 20 => format!("{} MiB", size >> 20),
+        size => format!("{} KiB", size >> 10),
+    }
+}

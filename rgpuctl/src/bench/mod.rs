@@ -1,0 +1,214 @@
+//! `rgpuctl bench`: what calls cost and what copies carry on this installation, as a program sees it.
+//!
+//! ```text
+//!  rgpuctl bench ──▶ rgpuctl bench --measure   a client of rgpu: its libcuda comes first in LD_LIBRARY_PATH
+//!                └─▶ rgpuctl bench --measure   with --native: whatever libcuda this machine has
+//! ```
+//!
+//! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both.
+
+mod measure;
+
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, IsTerminal};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use nix::sys::signal::Signal;
+use serde_json::{Map, Value, json};
+
+use crate::daemon::{describe, end_with_parent};
+use crate::session::{Session, Target};
+
+/// Measure what calls cost and what copies carry on this installation.
+///
+/// Latencies in microseconds, copies in GB/s: the median, and the 10th and 90th percentile. The data of every copy is
+/// random and compared with what comes back; a difference fails the run.
+///
+/// Without --server, a private server is started, on this machine's GPU or on a GPU in software.
+#[derive(Args)]
+#[command(after_long_help = "Examples:
+  rgpuctl bench --server gpu7.example               this host against a GPU server on the network
+  rgpuctl bench --native                            beside this machine's own GPU, with the ratio to it
+  rgpuctl bench --installed                         inside a guest, or wherever programs find rgpu by themselves")]
+pub struct Arguments {
+    #[command(flatten)]
+    target: Target,
+    /// Start nothing: measure with the libcuda and the environment that programs have here, as inside a guest
+    #[arg(long, conflicts_with_all = ["server", "backend", "transport", "log_dir", "native"])]
+    installed: bool,
+    /// Measure NVIDIA's driver on this machine too, and show the ratio to it
+    #[arg(long)]
+    native: bool,
+    /// The largest copy, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=4096))]
+    largest: u64,
+    /// One JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Be the process that measures.
+    #[arg(long, hide = true)]
+    measure: bool,
+}
+
+/// Takes away the line of progress.
+const ERASE: &str = "\r\x1b[K";
+
+/// One line of the measuring process.
+#[derive(Debug, PartialEq)]
+struct Measurement {
+    name: String,
+    unit: String,
+    median: f64,
+    low: f64,
+    high: f64,
+}
+
+/// Measures and prints.
+pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
+    if arguments.measure {
+        measure::measure(arguments.largest << 20)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut ways = Vec::new();
+    if arguments.installed {
+        ways.push(("here", run(arguments.largest, "here", |_| Ok(()))?));
+    } else {
+        let mut session = Session::start(&arguments.target)?;
+        let outcome = run(arguments.largest, "rgpu", |command| session.environment(command));
+        session.report_ended();
+        ways.push(("rgpu", outcome?));
+    }
+    if arguments.native {
+        ways.push(("native", run(arguments.largest, "native", |_| Ok(()))?));
+    }
+    if arguments.json {
+        println!("{}", object(&ways));
+    } else {
+        print!("{}", table(&ways));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs the measuring process to its end; says on stderr how far it is.
+fn run(
+    largest: u64,
+    way: &str,
+    environment: impl FnOnce(&mut Command) -> Result<()>,
+) -> Result<Vec<Measurement>> {
+    let own = std::env::current_exe().context("cannot tell where rgpuctl lies")?;
+    let mut command = Command::new(own);
+    command.args(["bench", "--measure", "--largest", &largest.to_string()]).stdout(Stdio::piped());
+    environment(&mut command)?;
+    end_with_parent(&mut command, Signal::SIGKILL);
+    let mut child = command.spawn().context("cannot start the process that measures")?;
+    let terminal = std::io::stderr().is_terminal();
+    let mut measurements = Vec::new();
+    for line in BufReader::new(child.stdout.take().context("a pipe was asked for")?).lines() {
+        let measurement = parse(&line.context("cannot read the measurements")?)?;
+        if terminal {
+            eprint!("{ERASE}{way}: {}", measurement.name);
+        }
+        measurements.push(measurement);
+    }
+    if terminal {
+        eprint!("{ERASE}");
+    }
+    let status = child.wait().context("cannot wait for the process that measures")?;
+    if !status.success() {
+        bail!("{way}: measuring failed ({}); its reason is above", describe(status));
+    }
+    Ok(measurements)
+}
+
+fn parse(line: &str) -> Result<Measurement> {
+    let words: Vec<&str> = line.split('\t').collect();
+    let [name, unit, median, low, high] = words[..] else { bail!("{line:?} is no measurement") };
+    let number = |word: &str| word.parse().with_context(|| format!("{line:?} is no measurement"));
+    Ok(Measurement {
+        name: name.to_owned(),
+        unit: unit.to_owned(),
+        median: number(median)?,
+        low: number(low)?,
+        high: number(high)?,
+    })
+}
+
+fn object(ways: &[(&str, Vec<Measurement>)]) -> Value {
+    let way = |measurements: &[Measurement]| {
+        let figure =
+            |m: &Measurement| json!({ "unit": m.unit, "median": m.median, "p10": m.low, "p90": m.high });
+        Value::Object(measurements.iter().map(|m| (m.name.clone(), figure(m))).collect::<Map<_, _>>())
+    };
+    Value::Object(ways.iter().map(|(name, all)| ((*name).to_owned(), way(all))).collect())
+}
+
+/// A line for each measurement: the first way's figures, and beside them the others' with the ratio of the first to them.
+fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
+    let Some(((name, first), others)) = ways.split_first() else { return String::new() };
+    let mut text = format!("{:<28}{:>24}", "", name);
+    for (name, _) in others {
+        let _ = write!(text, "{name:>24}{:>8}", "ratio");
+    }
+    text.push('\n');
+    for measurement in first {
+        let _ = write!(text, "{:<28}{:>24}", measurement.name, cell(measurement));
+        for (_, all) in others {
+            match all.iter().find(|other| other.name == measurement.name) {
+                Some(other) => {
+                    let _ = write!(text, "{:>24}{:>8.2}", cell(other), measurement.median / other.median);
+                }
+                None => text.push_str(&" ".repeat(32)),
+            }
+        }
+        let _ = writeln!(text, "  {}", measurement.unit);
+    }
+    text
+}
+
+fn cell(measurement: &Measurement) -> String {
+    let number = |value: f64| match value {
+        v if v >= 100.0 => format!("{v:.0}"),
+        v if v >= 10.0 => format!("{v:.1}"),
+        v => format!("{v:.2}"),
+    };
+    format!("{} ({}–{})", number(measurement.median), number(measurement.low), number(measurement.high))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(median: f64) -> Vec<Measurement> {
+        vec![Measurement {
+            name: "launch".into(),
+            unit: "µs".into(),
+            median,
+            low: median / 2.0,
+            high: median * 2.0,
+        }]
+    }
+
+    #[test]
+    fn a_line_that_is_no_measurement_is_refused() {
+        assert_eq!(parse("launch\tµs\t2\t1\t4").unwrap(), one(2.0)[0]);
+        assert!(parse("launch\tµs\t2\t1").is_err());
+        assert!(parse("launch\tµs\ttwo\t1\t4").is_err());
+    }
+
+    #[test]
+    fn the_table_shows_the_ratio_to_the_other_way() {
+        let text = table(&[("rgpu", one(2.0)), ("native", one(4.0))]);
+        let line = text.lines().nth(1).unwrap();
+        let words: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(words, ["launch", "2.00", "(1.00–4.00)", "4.00", "(2.00–8.00)", "0.50", "µs"]);
+    }
+
+    #[test]
+    fn the_object_has_a_member_for_each_way() {
+        let all = object(&[("rgpu", one(2.0)), ("native", one(4.0))]);
+        assert_eq!(all["native"]["launch"]["median"], 4.0);
+        assert_eq!(all["rgpu"]["launch"]["unit"], "µs");
+    }
+}

@@ -1,0 +1,296 @@
+//! A session of this machine's own: a `vhost-rgpu` for native clients, and a private `rgpu-server` behind it when none is named.
+//!
+//! Both live in a folder that only this user can enter, and end with the [`Session`], whether that is dropped or this process is killed.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::daemon::{Daemon, find, libraries, option};
+
+/// Which server, and the way to it.
+#[derive(Args)]
+pub struct Target {
+    /// The GPU server to use: HOST, HOST:PORT or unix:PATH. Without it, a private one is started
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "backend")]
+    server: Option<String>,
+    /// What the private server computes on
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    backend: Backend,
+    /// How data travels to the server: through shared memory, which needs the server on this machine, or TCP.
+    /// By default: local for a private server or one named unix:PATH, else tcp
+    #[arg(long, value_enum)]
+    transport: Option<Transport>,
+    /// Keep the daemons' logs in this folder, which is created
+    #[arg(long, value_name = "FOLDER")]
+    log_dir: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Backend {
+    /// The GPU of this machine if there is one, else software
+    Auto,
+    /// The GPU of this machine
+    Cuda,
+    /// A GPU in software, which runs PTX on the CPU
+    Software,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Transport {
+    /// Shared memory with a server on this machine
+    Local,
+    /// TCP
+    Tcp,
+}
+
+impl Backend {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Cuda => "cuda",
+            Self::Software => "software",
+        }
+    }
+}
+
+impl Transport {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// Daemons for the clients that get [`Session::environment`].
+pub struct Session {
+    libraries: PathBuf,
+    socket: PathBuf,
+    /// The bridge goes before the server, so that it never reports a lost server that was only being put away.
+    daemons: Vec<Daemon>,
+    _folder: RuntimeFolder,
+}
+
+impl Session {
+    /// Starts what `target` needs and waits until it is ready.
+    pub fn start(target: &Target) -> Result<Self> {
+        let libraries = libraries()?;
+        let folder = RuntimeFolder::create()?;
+        let logs = match &target.log_dir {
+            Some(folder) => {
+                std::fs::create_dir_all(folder)
+                    .with_context(|| format!("cannot create {}", folder.display()))?;
+                folder.clone()
+            }
+            None => folder.path.clone(),
+        };
+        let (server, address, transport) = match &target.server {
+            Some(address) => (None, address.clone(), target.transport),
+            None => {
+                let transport = target.transport.unwrap_or(Transport::Local);
+                let (server, address) = start_server(target.backend, transport, &folder.path, &logs)?;
+                (Some(server), address, Some(transport))
+            }
+        };
+        let socket = folder.path.join("native.sock");
+        let bridge = start_bridge(&address, transport, &socket, &folder.path, &logs)?;
+        let daemons = [Some(bridge), server].into_iter().flatten().collect();
+        Ok(Self { libraries, socket, daemons, _folder: folder })
+    }
+
+    /// Makes the command's process a client of this session.
+    pub fn environment(&self, command: &mut Command) -> Result<()> {
+        command
+            .env("RGPU_SOCKET", &self.socket)
+            .env("LD_LIBRARY_PATH", with_libraries(&self.libraries, std::env::var_os("LD_LIBRARY_PATH"))?);
+        Ok(())
+    }
+
+    /// Says so, once for each, when a daemon has ended by itself.
+    pub fn report_ended(&mut self) {
+        self.daemons.retain_mut(|daemon| match daemon.ended() {
+            Some(status) => {
+                eprintln!("rgpuctl: {} while the program was still running", daemon.obituary(status));
+                false
+            }
+            None => true,
+        });
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.daemons.drain(..).for_each(drop);
+    }
+}
+
+/// Starts a private server; gives it and its address.
+fn start_server(
+    backend: Backend,
+    transport: Transport,
+    folder: &Path,
+    logs: &Path,
+) -> Result<(Daemon, String)> {
+    let binary = find("rgpu-server")?;
+    let status = folder.join("server.status");
+    let address = match transport {
+        Transport::Local => format!("unix:{}", folder.join("server.sock").display()),
+        Transport::Tcp => format!("tcp:127.0.0.1:{}", free_port()?),
+    };
+    let arguments: Vec<OsString> = [
+        option("--listen", &address),
+        option("--backend", backend.name()),
+        option("--workers", "1"),
+        option("--status-socket", &status),
+        // The program has ended when the server is told to: there is nobody to wait for.
+        option("--drain-seconds", "1"),
+    ]
+    .concat();
+    Ok((Daemon::start("rgpu-server", &binary, &arguments, &logs.join("rgpu-server.log"), &status)?, address))
+}
+
+/// Starts a private `vhost-rgpu` that serves `socket` and reaches the server at `address`.
+fn start_bridge(
+    address: &str,
+    transport: Option<Transport>,
+    socket: &Path,
+    folder: &Path,
+    logs: &Path,
+) -> Result<Daemon> {
+    let binary = find("vhost-rgpu")?;
+    let status = folder.join("vhost-rgpu.status");
+    let mut arguments: Vec<OsString> =
+        [option("--native-socket", socket), option("--server", address), option("--status-socket", &status)]
+            .concat();
+    arguments
+        .extend(transport.map(|transport| option("--transport", transport.name())).into_iter().flatten());
+    Daemon::start("vhost-rgpu", &binary, &arguments, &logs.join("vhost-rgpu.log"), &status)
+}
+
+/// A port that was free a moment ago. The server takes the port by number, so another process may take it first: then
+/// the server says so and the run fails, rather than reach a stranger.
+fn free_port() -> Result<u16> {
+    let listener =
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("found no free TCP port on 127.0.0.1")?;
+    Ok(listener.local_addr().context("cannot tell the number of a free port")?.port())
+}
+
+/// `LD_LIBRARY_PATH` with rgpu's libraries before whatever it held.
+fn with_libraries(libraries: &Path, before: Option<OsString>) -> Result<OsString> {
+    let before = before.unwrap_or_default();
+    let old = std::env::split_paths(&before).filter(|path| !path.as_os_str().is_empty());
+    std::env::join_paths(std::iter::once(libraries.to_owned()).chain(old))
+        .with_context(|| format!("{} cannot stand in LD_LIBRARY_PATH", libraries.display()))
+}
+
+/// A folder for sockets that only this user can enter; it goes with this value.
+///
+/// Its file `lock` is locked for as long as its rgpuctl lives, so that the folder of one that was killed is known for
+/// what it is, and goes when the next one makes its own.
+struct RuntimeFolder {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl RuntimeFolder {
+    const PREFIX: &str = "rgpu-run-";
+
+    fn create() -> Result<Self> {
+        let parent = std::env::var_os("XDG_RUNTIME_DIR")
+            .map(PathBuf::from)
+            .filter(|path| path.is_dir())
+            .unwrap_or_else(std::env::temp_dir);
+        Self::create_in(&parent)
+    }
+
+    fn create_in(parent: &Path) -> Result<Self> {
+        Self::remove_abandoned(parent);
+        // mkdtemp gives it mode 0700.
+        let path = nix::unistd::mkdtemp(&parent.join(format!("{}XXXXXX", Self::PREFIX)))
+            .with_context(|| format!("cannot create a folder in {}", parent.display()))?;
+        let lock = Self::lock(&path).with_context(|| format!("cannot lock {}", path.display()))?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Locked under another name first: a file called `lock` that is not locked means that its owner has gone.
+    fn lock(folder: &Path) -> std::io::Result<Flock<File>> {
+        let (fresh, place) = (folder.join("lock.new"), folder.join("lock"));
+        let lock = Flock::lock(File::create(&fresh)?, FlockArg::LockExclusiveNonblock)
+            .map_err(|(_, error)| error)?;
+        std::fs::rename(fresh, place)?;
+        Ok(lock)
+    }
+
+    /// Removes what killed rgpuctls of this user left behind. A folder that cannot be removed is passed over: it is in
+    /// nobody's way.
+    fn remove_abandoned(parent: &Path) {
+        let Ok(entries) = std::fs::read_dir(parent) else { return };
+        for entry in entries.flatten() {
+            let own = entry
+                .metadata()
+                .is_ok_and(|data| data.uid() == nix::unistd::geteuid().as_raw() && data.is_dir());
+            if !own || !entry.file_name().to_string_lossy().starts_with(Self::PREFIX) {
+                continue;
+            }
+            let Ok(file) = File::open(entry.path().join("lock")) else { continue };
+            if Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok() {
+                let _ = std::fs::remove_dir_all(entry.path());
+            }
+        }
+    }
+}
+
+impl Drop for RuntimeFolder {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.path) {
+            eprintln!("rgpuctl: cannot remove {}: {error}", self.path.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn the_libraries_come_before_the_old_path() {
+        let path = with_libraries(Path::new("/opt/rgpu"), Some("/a:/b".into())).unwrap();
+        assert_eq!(path, "/opt/rgpu:/a:/b");
+        assert_eq!(with_libraries(Path::new("/opt/rgpu"), None).unwrap(), "/opt/rgpu");
+        assert_eq!(with_libraries(Path::new("/opt/rgpu"), Some("".into())).unwrap(), "/opt/rgpu");
+    }
+
+    #[test]
+    fn a_runtime_folder_is_private_and_goes_away() {
+        let folder = RuntimeFolder::create().unwrap();
+        let path = folder.path.clone();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
+        drop(folder);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn only_abandoned_folders_are_removed() {
+        let parent = std::env::temp_dir().join(format!("rgpuctl-abandoned-{}", std::process::id()));
+        let abandoned = parent.join("rgpu-run-abandoned");
+        std::fs::create_dir_all(&abandoned).unwrap();
+        std::fs::write(abandoned.join("lock"), "").unwrap();
+        let starting = parent.join("rgpu-run-starting");
+        std::fs::create_dir_all(&starting).unwrap();
+        let first = RuntimeFolder::create_in(&parent).unwrap();
+        let second = RuntimeFolder::create_in(&parent).unwrap();
+        assert!(!abandoned.exists() && starting.exists() && first.path.exists() && second.path.exists());
+        drop((first, second));
+        std::fs::remove_dir_all(&parent).unwrap();
+    }
+}
