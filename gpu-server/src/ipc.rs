@@ -95,6 +95,9 @@ pub struct Counters {
     pub bytes_in: u64,
     /// Bytes of bulk data written to the client.
     pub bytes_out: u64,
+    /// Bytes of bulk data that the worker's CPU copied between the transport's memory and the driver's.
+    #[serde(default)]
+    pub bytes_copied: u64,
     /// Bytes of device memory held.
     pub device_memory: u64,
 }

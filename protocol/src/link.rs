@@ -24,7 +24,8 @@
 //! **verbs.** The control connection stands for the session's whole life, for `ALIVE` and `BYE`. After the welcome both sides send one [`frame::QUEUES`], the bridge first; then
 //! reliable connections stand between them: queue 0 for messages, the others for data. A message is a [`MessageHeader`] and some bytes; the bytes of all
 //! messages one way, put together, are a stream of the same frames as on a control connection. The bridge *writes* `In` data, each piece a [`DataHeader`] and its bytes,
-//! into slots of the server's memory that it knows to be free; the server *writes* `Out` data to where the command says in the client's memory, by the key that a
+//! into slots of the server's memory that it knows to be free, and takes them in turn: cut as [`chunk_len`] says, the session's n-th piece goes to slot n modulo their number, so that
+//! the server knows where data will lie before it comes. The server *writes* `Out` data to where the command says in the client's memory, by the key that a
 //! [`frame::REGION_KEY`] has given it. Immediate data says what was written.
 //! To end, the bridge sends [`frame::BYE`] and shuts its direction down; the worker lets go of all memory and then closes the socket. A worker that ends the session by itself does the
 //! same: `BYE` with the reason, memory let go, socket closed. Whoever sees the socket closed may rely on the memory being touched no more.
@@ -138,7 +139,7 @@ pub mod frame {
     pub const QUEUES: u32 = 11;
     /// Bridge → server, `verbs`: [`super::RegionKey`]. Comes before the first command that has the server write into that memory.
     pub const REGION_KEY: u32 = 12;
-    /// Server → bridge, `verbs`: one or more u32: slots that are free again.
+    /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they are to be written.
     pub const SLOTS_FREE: u32 = 13;
 }
 
@@ -164,7 +165,7 @@ pub struct ProgressUpdate {
     pub index: u32,
     /// The new `seq`.
     pub seq: u64,
-    /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. Otherwise 0.
+    /// [`progress::ERROR`]: the [`crate::Status`], by number; 0 clears. [`progress::OUTPUT`]: the bytes. Otherwise 0.
     pub value: u64,
 }
 
@@ -178,6 +179,8 @@ pub mod progress {
     pub const ERROR: u32 = 3;
     /// `released`, where the server knows better than the bridge (it does not over tcp: the bridge releases what it has sent).
     pub const RELEASED: u32 = 4;
+    /// `output`: its value.
+    pub const OUTPUT: u32 = 5;
 }
 
 /// Body of [`frame::DATA_SENT`]: all data that command `seq` puts out has been sent.
@@ -305,6 +308,14 @@ pub struct Queues {
 
 /// Where a piece's bytes begin in a slot, in bytes. The header ends there, so that one write carries both and the bytes are well aligned.
 pub const SLOT_DATA: u32 = 64;
+
+/// Bytes of the pieces into which a `verbs` bridge cuts `len` bytes of `In` data (the last is shorter): enough pieces for each of the `queues` for data to have two under way, so that
+/// the pipeline fills early, but none below 64 KiB for that; `most`, which a slot holds, when there is much.
+pub fn chunk_len(len: u64, queues: u64, most: u64) -> u64 {
+    const LEAST: u64 = 64 << 10;
+    let even = (len / (2 * queues.max(1))).checked_next_multiple_of(4096).unwrap_or(most);
+    even.clamp(LEAST.min(most), most)
+}
 
 /// Begins every message of a `verbs` session; some bytes of the stream of frames follow, or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]

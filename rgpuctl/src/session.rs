@@ -148,7 +148,8 @@ fn start_server(
     let arguments: Vec<OsString> = [
         option("--listen", &address),
         option("--backend", backend.name()),
-        option("--workers", "1"),
+        // A program that asks NVML as well, as PyTorch does, has a second session.
+        option("--workers", "2"),
         option("--status-socket", &status),
         // The program has ended when the server is told to: there is nobody to wait for.
         option("--drain-seconds", "1"),

@@ -43,6 +43,36 @@ struct Entry<'a> {
     payload: &'a [u8],
 }
 
+/// Whether the code for a GPU of architecture `arch` in `image`, which may be machine code, PTX or a fat binary of either, has `word` in it: in its strings, its symbols
+/// or its text. `None`: it is of another form, or would be longer than `most` bytes unpacked.
+pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<bool> {
+    let has = |data: &[u8]| data.windows(word.len()).any(|bytes| bytes == word);
+    if u32_at(image, 0).ok()? != CONTAINER_MAGIC {
+        return (image.len() <= most).then(|| has(image));
+    }
+    let (mut data, mut left) = (image, most as u64);
+    while data.len() >= 16 && u32_at(data, 0).ok()? == CONTAINER_MAGIC {
+        let header = usize::from(u16_at(data, 6).ok()?);
+        let end = usize::try_from(u64_at(data, 8).ok()?).ok()?.checked_add(header)?;
+        let container = data.get(..end).filter(|container| !container.is_empty())?;
+        let mut at = header;
+        while at.saturating_add(16) <= container.len() {
+            let (kind, entry, next) = entry(container, at).ok()?;
+            // Machine code runs on its own generation only; PTX on that and all later ones.
+            let runs = entry.arch <= arch && (kind != KIND_ELF || entry.arch / 10 == arch / 10);
+            if runs {
+                left = left.checked_sub(entry.size.max(entry.payload.len() as u64))?;
+                if has(&unpack(&entry).ok()?) {
+                    return Some(true);
+                }
+            }
+            at = next;
+        }
+        data = &data[end.next_multiple_of(8).min(data.len())..];
+    }
+    Some(false)
+}
+
 /// The texts of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the newest
 /// that is not newer than that.
 ///
@@ -96,7 +126,7 @@ fn from_containers(mut data: &[u8], arch: u32) -> Result<Vec<String>> {
         let end = usize::try_from(size).ok().and_then(|s| s.checked_add(header)).filter(|&e| e <= data.len());
         let end = end.filter(|&e| e > 0).ok_or_else(|| truncated(header, data.len()))?;
         if let Some(entry) = best_entry(&data[..end], header, arch, &mut seen)? {
-            out.push(unpack(&entry)?);
+            out.push(text(&unpack(&entry)?)?);
             if first {
                 break;
             }
@@ -122,40 +152,46 @@ fn best_entry<'a>(
 ) -> Result<Option<Entry<'a>>> {
     let mut best: Option<Entry<'_>> = None;
     while at.saturating_add(16) <= data.len() {
-        let kind = u16_at(data, at)?;
-        let head = u32_at(data, at + 4)? as usize;
-        let length = u64_at(data, at + 8)? as usize;
-        if head < 0x30 {
-            return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
-        }
-        let start = at.saturating_add(head);
-        let stop = start.saturating_add(length);
-        if stop > data.len() {
-            return Err(truncated(at, data.len()));
-        }
-        let entry_arch = u32_at(data, at + 0x1c)?;
+        let (kind, entry, next) = entry(data, at)?;
         let what = match kind {
             KIND_PTX => "PTX",
             KIND_ELF => "machine code",
             _ => "unknown kind",
         };
-        seen.push(format!("{what} sm_{entry_arch}"));
-        if kind == KIND_PTX && entry_arch <= arch && best.as_ref().is_none_or(|b| entry_arch > b.arch) {
-            let packed = u32_at(data, at + 0x10)? as usize;
-            let flags = u64_at(data, at + 0x28)?;
-            let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
-            let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
-            let used = if compressed && packed != 0 { packed.min(length) } else { length };
-            best = Some(Entry { arch: entry_arch, flags, size, payload: &data[start..start + used] });
+        seen.push(format!("{what} sm_{}", entry.arch));
+        if kind == KIND_PTX && entry.arch <= arch && best.as_ref().is_none_or(|b| entry.arch > b.arch) {
+            best = Some(entry);
         }
-        at = stop;
+        at = next;
     }
     Ok(best)
 }
 
-fn unpack(entry: &Entry<'_>) -> Result<String> {
+/// The kind of the entry at `at` of a container, the entry, and where the next one begins.
+fn entry(data: &[u8], at: usize) -> Result<(u16, Entry<'_>, usize)> {
+    let kind = u16_at(data, at)?;
+    let head = u32_at(data, at + 4)? as usize;
+    let length = u64_at(data, at + 8)? as usize;
+    if head < 0x30 {
+        return Err(Error::InvalidImage(format!("an entry's header of {head} bytes at {at}")));
+    }
+    let start = at.saturating_add(head);
+    let stop = start.saturating_add(length);
+    if stop > data.len() {
+        return Err(truncated(at, data.len()));
+    }
+    let packed = u32_at(data, at + 0x10)? as usize;
+    let flags = u64_at(data, at + 0x28)?;
+    let compressed = flags & (FLAG_LZ4 | FLAG_ZSTD) != 0;
+    let size = if compressed { u64_at(data, at + 0x38)? } else { 0 };
+    let used = if compressed && packed != 0 { packed.min(length) } else { length };
+    let entry = Entry { arch: u32_at(data, at + 0x1c)?, flags, size, payload: &data[start..start + used] };
+    Ok((kind, entry, stop))
+}
+
+fn unpack(entry: &Entry<'_>) -> Result<Vec<u8>> {
     if entry.size > MAX_PTX {
-        return Err(Error::InvalidImage(format!("PTX of {} bytes", entry.size)));
+        return Err(Error::InvalidImage(format!("code of {} bytes", entry.size)));
     }
     if entry.flags & FLAG_ZSTD != 0 {
         let mut out = Vec::with_capacity(entry.size as usize);
@@ -165,12 +201,12 @@ fn unpack(entry: &Entry<'_>) -> Result<String> {
             .take(entry.size.max(1))
             .read_to_end(&mut out)
             .map_err(|e| Error::InvalidImage(format!("zstd: {e}")))?;
-        return text(&out);
+        return Ok(out);
     }
     if entry.flags & FLAG_LZ4 != 0 {
         let out = lz4_flex::block::decompress(entry.payload, entry.size as usize)
             .map_err(|e| Error::InvalidImage(format!("LZ4: {e}")))?;
-        return text(&out);
+        return Ok(out);
     }
-    text(entry.payload)
+    Ok(entry.payload.to_vec())
 }

@@ -26,7 +26,7 @@ mod lower;
 mod ptx;
 
 pub use device::event::Event;
-pub use device::gpu::{Gpu, GpuConfig, PrintfSink, Properties};
+pub use device::gpu::{FaultSink, Gpu, GpuConfig, PrintfSink, Properties};
 pub use device::launch::LaunchConfig;
 pub use device::memory::{FIRST_ADDRESS, GRANULE, LAST_ADDRESS};
 pub use device::module::{Function, FunctionInfo, GlobalInfo, Module, ParamInfo};
@@ -34,3 +34,4 @@ pub use device::stream::Stream;
 pub use device::texture::{AddressMode, ChannelFormat, Image, Sampler};
 pub use device::transfer::Plane;
 pub use error::{Error, Fault, Location, Result};
+pub use fatbin::mentions;

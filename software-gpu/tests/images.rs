@@ -141,3 +141,22 @@ fn what_is_defined_nowhere_or_twice_is_named() {
     assert!(load(&[piece(&without)]).contains("no symbol twice"));
     assert!(load(&[piece(FIRST), piece(SECOND), piece(SECOND)]).contains("base is defined twice"));
 }
+
+#[test]
+fn what_the_code_of_an_image_mentions_is_found_packed_or_not() {
+    use software_gpu::mentions;
+    let ptx = b".version 8.0\n.target sm_80\n.extern .func vprintf;\n".to_vec();
+    assert_eq!(mentions(&ptx, 90, b"vprintf", 1 << 20), Some(true));
+    assert_eq!(mentions(&ptx, 90, b"__assertfail", 1 << 20), Some(false));
+    assert_eq!(mentions(&ptx, 90, b"vprintf", 10), None);
+    assert_eq!(mentions(b"", 90, b"vprintf", 10), None);
+
+    let packed = lz4_flex::block::compress(&ptx);
+    let other = entry(MACHINE_CODE, 90, 0, 0, b"nothing of it");
+    let image = container(&[other.clone(), entry(PTX, 80, LZ4, ptx.len() as u64, &packed)]);
+    assert_eq!(mentions(&image, 90, b"vprintf", 1 << 20), Some(true));
+    assert_eq!(mentions(&image, 75, b"vprintf", 1 << 20), Some(false), "newer than the GPU");
+    assert_eq!(mentions(&image, 90, b"vprintf", 20), None, "too long");
+    let older = container(&[other, entry(MACHINE_CODE, 75, 0, 0, b"vprintf")]);
+    assert_eq!(mentions(&older, 90, b"vprintf", 1 << 20), Some(false), "machine code of another generation");
+}

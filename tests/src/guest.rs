@@ -231,6 +231,23 @@ impl Host {
     }
 }
 
+/// Interrupts of the guest's rgpu device so far, as its kernel counts them.
+pub fn interrupts(machine: &Machine) -> Result<u64> {
+    let device =
+        machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", Duration::from_secs(30))?;
+    let table = machine.check("cat /proc/interrupts", Duration::from_secs(30))?;
+    // QEMU gives its generic vhost-user device a line-based interrupt, called like the device; with MSI-X each queue's would be DEVICE-QUEUE.
+    let name = |row: &&str| {
+        let last = row.split_whitespace().last().unwrap_or_default();
+        last == device || last.strip_prefix(&device).is_some_and(|rest| rest.starts_with('-'))
+    };
+    let rows: Vec<&str> = table.lines().filter(name).collect();
+    ensure!(!rows.is_empty(), "no interrupt of {device} in\n{table}");
+    let numbers =
+        rows.iter().flat_map(|row| row.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()));
+    Ok(numbers.sum())
+}
+
 fn kill(daemon: Option<Daemon>) -> Result<()> {
     let mut daemon = daemon.context("it has been killed already")?;
     daemon.signal(nix::sys::signal::Signal::SIGKILL)?;

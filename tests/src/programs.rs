@@ -213,6 +213,18 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     Ok(Outcome { status: status.code(), stdout, stderr, time, timed_out })
 }
 
+/// A counter of a whole process, out of what `RGPU_STATS=1` had the client's library print on standard error.
+pub fn counted(stderr: &str, name: &str) -> Result<u64> {
+    let line = stderr.lines().find(|line| line.starts_with("rgpu: stats: pid="));
+    counter(line.with_context(|| format!("no counters in {stderr:?}"))?, name)
+}
+
+/// A counter of one line of those: the process's, or a function's.
+pub fn counter(line: &str, name: &str) -> Result<u64> {
+    let word = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    word.with_context(|| format!("no counter {name} in {line:?}"))?.parse().context("a counter is a number")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use rgpu_tests::programs::{LIMIT, built, run};
+use rgpu_tests::programs::{LIMIT, built, counter as counter_of, run};
 use rgpu_tests::tree;
 
 /// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function.
@@ -24,15 +24,9 @@ fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
     Ok(lines.map(str::to_owned).collect())
 }
 
-/// A counter of a line of [`stats`].
-fn value(line: &str, counter: &str) -> Result<u64> {
-    let word = line.split(' ').find_map(|word| word.strip_prefix(counter)?.strip_prefix('='));
-    word.with_context(|| format!("no counter {counter} in {line:?}"))?.parse().context("a counter")
-}
-
 /// One of the client's counters, for the whole process.
 fn counter(transport: &str, name: &str, count: u32, counter: &str) -> Result<u64> {
-    value(stats(transport, name, count)?.first().context("no counters")?, counter)
+    counter_of(stats(transport, name, count)?.first().context("no counters")?, counter)
 }
 
 fn no_round_trip(name: &str) -> Result<()> {
@@ -91,13 +85,13 @@ fn what_a_call_takes_is_put_down_to_its_function() -> Result<()> {
         .iter()
         .find(|line| line.starts_with("cuLaunchKernel "))
         .context("no line for cuLaunchKernel")?;
-    assert_eq!(value(launches, "calls")?, 301, "{launches}");
-    assert_eq!(value(launches, "commands")?, 301, "{launches}");
-    assert_eq!(value(launches, "round_trips")?, 0, "{launches}");
+    assert_eq!(counter_of(launches, "calls")?, 301, "{launches}");
+    assert_eq!(counter_of(launches, "commands")?, 301, "{launches}");
+    assert_eq!(counter_of(launches, "round_trips")?, 0, "{launches}");
     // What the functions took is no more than what the process took.
     for counter in ["commands", "round_trips", "doorbells", "system_calls", "copied_bytes"] {
-        let sum = lines[1..].iter().map(|line| value(line, counter)).sum::<Result<u64>>()?;
-        assert!(sum <= value(&lines[0], counter)?, "{counter}: {lines:#?}");
+        let sum = lines[1..].iter().map(|line| counter_of(line, counter)).sum::<Result<u64>>()?;
+        assert!(sum <= counter_of(&lines[0], counter)?, "{counter}: {lines:#?}");
     }
     Ok(())
 }

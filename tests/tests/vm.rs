@@ -149,25 +149,7 @@ fn every_program_passes_in_a_guest_over_tcp() -> Result<()> {
 
 /// A number that the client's library counts, out of what `RGPU_STATS=1` has it print.
 fn counted(output: &Output, name: &str) -> Result<u64> {
-    let line = said(output)?;
-    let value = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-    value.and_then(|value| value.parse().ok()).with_context(|| format!("no {name} in: {line}"))
-}
-
-/// Interrupts of the guest's rgpu device so far.
-fn interrupts(machine: &Machine) -> Result<u64> {
-    let device = machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", SHORT)?;
-    let table = machine.check("cat /proc/interrupts", SHORT)?;
-    // QEMU gives its generic vhost-user device a line-based interrupt, called like the device; with MSI-X each queue's would be DEVICE-QUEUE.
-    let name = |row: &&str| {
-        let last = row.split_whitespace().last().unwrap_or_default();
-        last == device || last.strip_prefix(&device).is_some_and(|rest| rest.starts_with('-'))
-    };
-    let rows: Vec<&str> = table.lines().filter(name).collect();
-    ensure!(!rows.is_empty(), "no interrupt of {device} in\n{table}");
-    let numbers =
-        rows.iter().flat_map(|row| row.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()));
-    Ok(numbers.sum())
+    programs::counted(&String::from_utf8_lossy(&output.stderr), name)
 }
 
 /// Launches in a busy loop, with both sides looking for work for `poll_us` before they sleep. Of a hundred commands fewer than `percent` may ring a
@@ -177,12 +159,15 @@ fn launches_need_no_exit(transport: &'static str, poll_us: Option<u32>, percent:
     let options = Options { poll_us, ..Options::software(transport) };
     let bed = Bed::with(Host::start(&format!("vm/launches-{transport}"), options)?)?;
     bed.base_line()?;
-    let before =
-        (interrupts(&bed.machine)?, bed.host.bridge_total("doorbells")?, bed.host.bridge_total("wakes")?);
+    let before = (
+        guest::interrupts(&bed.machine)?,
+        bed.host.bridge_total("doorbells")?,
+        bed.host.bridge_total("wakes")?,
+    );
     let output = bed.machine.run(&format!("RGPU_STATS=1 launch_storm {LAUNCHES}"), LONG)?;
     passed("launch_storm", &output)?;
     bed.host.settled()?;
-    let interrupts = interrupts(&bed.machine)? - before.0;
+    let interrupts = guest::interrupts(&bed.machine)? - before.0;
     let (commands, kicks) = (counted(&output, "commands")?, counted(&output, "doorbells")?);
     println!(
         "{transport}, polling {}: {commands} commands, {kicks} doorbells, {interrupts} interrupts (vhost-rgpu: {} doorbells, {} wakes; \

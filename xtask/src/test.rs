@@ -127,7 +127,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         _ => {
             artifacts::build()?;
             programs::build()?;
-            if part == "round_trips" {
+            if matches!(part, "guest_counts" | "round_trips") {
                 bench::compile()?;
             }
             // Machines and whole daemons: one at a time, so that what one test counts is not another's.

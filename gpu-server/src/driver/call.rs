@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use host_bridge::endpoint::{Client, Incoming, Mapped, Sink, Source};
+use host_bridge::endpoint::{Client, Incoming, Lost, Mapped, Placed, Sink, Source};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::ContextId;
@@ -35,6 +35,8 @@ pub enum Input<'a> {
     Mapped(Mapped),
     /// On its way.
     Incoming(Incoming),
+    /// On its way into memory that the device can read.
+    Placed(Placed),
 }
 
 impl Input<'_> {
@@ -44,6 +46,7 @@ impl Input<'_> {
             Input::Inline(bytes) => bytes.len() as u64,
             Input::Mapped(mapped) => mapped.len() as u64,
             Input::Incoming(incoming) => incoming.len(),
+            Input::Placed(placed) => placed.len(),
         }
     }
 
@@ -60,6 +63,15 @@ impl Input<'_> {
                 Ok(bytes)
             }
             Input::Incoming(incoming) => incoming.collect().map_err(|_| Status::DEVICE_UNAVAILABLE),
+            Input::Placed(placed) => {
+                let mut bytes = Vec::with_capacity(placed.len() as usize);
+                // In their order, so each goes behind the one before.
+                let read = placed.read::<Lost>(|_, chunk| {
+                    bytes.extend_from_slice(chunk);
+                    Ok(())
+                });
+                read.map(|()| bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)
+            }
         }
     }
 }
@@ -89,6 +101,7 @@ impl Call {
                 match self.client.source(self.seq, piece, range)? {
                     Source::Mapped(mapped) => Ok(Input::Mapped(mapped)),
                     Source::Incoming(incoming) => Ok(Input::Incoming(incoming)),
+                    Source::Placed(placed) => Ok(Input::Placed(placed)),
                 }
             }
         }
@@ -192,4 +205,30 @@ impl Errors {
 /// Whether CUDA says of this error that it leaves the process in an inconsistent state, so that every later call returns it.
 pub fn is_sticky(status: Status) -> bool {
     matches!(status.0, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721)
+}
+
+/// Whether a session may take these of its `count` devices, in this order.
+///
+/// # Errors
+/// `INVALID_DEVICE` if there is none, one twice, or one that does not exist.
+pub fn check_selection(devices: &[u32], count: u32) -> Result<(), Status> {
+    let first = |(at, number): (usize, &u32)| *number < count && !devices[..at].contains(number);
+    if !devices.is_empty() && devices.iter().enumerate().all(first) {
+        Ok(())
+    } else {
+        Err(Status::INVALID_DEVICE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_selection_names_devices_that_exist_and_none_twice() {
+        assert_eq!(check_selection(&[1, 0], 2), Ok(()));
+        for wrong in [&[][..], &[2], &[0, 0], &[u32::MAX]] {
+            assert_eq!(check_selection(wrong, 2), Err(Status::INVALID_DEVICE), "{wrong:?}");
+        }
+    }
 }

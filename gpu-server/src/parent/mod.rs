@@ -13,6 +13,7 @@ mod pool;
 mod status;
 
 use std::collections::{HashMap, VecDeque};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -97,11 +98,13 @@ pub fn init_log(filter: &str) {
         eprintln!("rgpu-server: --log {filter:?}: {e}; logging at info");
         EnvFilter::new("info")
     });
-    // In tests several may come: the first stays.
     let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let log =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours);
-    let _ = log.with_target(false).try_init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_target(false);
+    // A descriptor of its own: a worker's standard error becomes its client's. In tests several logs may come: the first stays.
+    let _ = match std::io::stderr().as_fd().try_clone_to_owned() {
+        Ok(own) => log.with_writer(std::sync::Arc::new(std::fs::File::from(own))).try_init(),
+        Err(_) => log.with_writer(std::io::stderr).try_init(),
+    };
 }
 
 /// Runs the daemon until it is told to end.

@@ -67,6 +67,7 @@ fn row(worker: u32, session: &Session) -> serde_json::Value {
         "commands": session.counters.commands,
         "bytes_in": session.counters.bytes_in,
         "bytes_out": session.counters.bytes_out,
+        "bytes_copied": session.counters.bytes_copied,
         "device_memory": session.counters.device_memory,
     })
 }

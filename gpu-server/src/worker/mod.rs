@@ -36,6 +36,7 @@ impl Shared {
             commands: self.commands.load(Ordering::Relaxed),
             bytes_in,
             bytes_out,
+            bytes_copied: client.copied(),
             device_memory: self.device_memory.load(Ordering::Relaxed),
         }
     }
@@ -44,6 +45,8 @@ impl Shared {
 /// Runs the worker.
 pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     crate::parent::init_log(&arguments.log);
+    // Standard error is about to be the client's; what goes wrong here is for the log.
+    std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
     let Some((ToWorker::Prepare { backing, memory_limit, rdma, poll_us }, _)) = ipc::receive(daemon.as_fd())?
@@ -81,7 +84,13 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     };
     match &lost {
         Some(lost) => tracing::warn!(commands = counters.commands, "session lost: {lost}"),
-        None => tracing::info!(commands = counters.commands, "session ended"),
+        None => tracing::info!(
+            commands = counters.commands,
+            bytes_in = counters.bytes_in,
+            bytes_out = counters.bytes_out,
+            bytes_copied = counters.bytes_copied,
+            "session ended"
+        ),
     }
     ipc::send(daemon.as_fd(), &FromWorker::Ended { lost: lost.map(|l| l.reason), counters }, &[])?;
     // What still runs (a kernel that does not end, a thread in the driver) ends with the process; nothing is left to be saved.

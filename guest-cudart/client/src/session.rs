@@ -24,6 +24,7 @@ use protocol::channel::{
     Full, Geometry, Header, MAX_RECORD, NO_SLOT, Producer, Progress, RECORD_HEADER, ReplySlot, RingMemory,
     SleepFlag, SlotState, State,
 };
+use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 
 /// How often a sleeper looks whether the host side is still there.
@@ -43,6 +44,10 @@ pub struct Session {
     dead: AtomicBool,
     loss_said: AtomicBool,
     server: OnceLock<String>,
+    /// Bytes of kernels' output that were passed on, out of those that the progress area tells of.
+    shown: AtomicU64,
+    /// Held by who passes them on.
+    showing: Mutex<()>,
 }
 
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -158,6 +163,8 @@ impl Session {
             dead: AtomicBool::new(false),
             loss_said: AtomicBool::new(false),
             server: OnceLock::new(),
+            shown: AtomicU64::new(0),
+            showing: Mutex::new(()),
             geometry,
             port,
         })))
@@ -337,7 +344,47 @@ impl Session {
     }
 
     /// Waits until `done` says so; it is asked again whenever the progress area may have changed.
-    pub fn wait_progress(&self, mut done: impl FnMut() -> bool) -> Result<(), Status> {
+    pub fn wait_progress(&self, done: impl FnMut() -> bool) -> Result<(), Status> {
+        let result = self.await_progress(done);
+        self.show_output();
+        result
+    }
+
+    /// Passes on what kernels have printed, if there is something new. When this returns, all of it that was there at the call has been printed.
+    #[inline]
+    fn show_output(&self) {
+        if self.progress.output() != self.shown.load(Ordering::Acquire) {
+            self.fetch_output();
+        }
+    }
+
+    #[cold]
+    fn fetch_output(&self) {
+        // One at a time, so that pieces keep their order; the others wait, for they must not return before it is out.
+        let _turn = lock(&self.showing);
+        loop {
+            let (there, shown) = (self.progress.output(), self.shown.load(Ordering::Relaxed));
+            if there == shown {
+                return;
+            }
+            match self.submit(&DeviceOutput {}).and_then(Pending::wait_alone) {
+                Ok(reply) if !reply.text.0.is_empty() || reply.dropped > 0 => {
+                    if reply.dropped > 0 {
+                        log::warn(format_args!(
+                            "{} bytes that kernels printed were dropped: the program waited for its kernels too seldom",
+                            reply.dropped
+                        ));
+                    }
+                    print(reply.error, &reply.text.0);
+                    self.shown.store(shown + reply.text.0.len() as u64 + reply.dropped, Ordering::Release);
+                }
+                // Nothing more will come: the session is lost, or a server miscounts.
+                _ => self.shown.store(there, Ordering::Release),
+            }
+        }
+    }
+
+    fn await_progress(&self, mut done: impl FnMut() -> bool) -> Result<(), Status> {
         let begin = Instant::now();
         loop {
             if done() {
@@ -388,6 +435,16 @@ impl Session {
     }
 }
 
+/// Prints through the C library's own streams, as NVIDIA's driver does: so it keeps its order with what the program prints.
+fn print(error: bool, text: &[u8]) {
+    unsafe extern "C" {
+        static stdout: *mut libc::FILE;
+        static stderr: *mut libc::FILE;
+    }
+    // SAFETY: the C library's own streams, and a live buffer of that length. Nobody is left to tell when they are closed.
+    unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), if error { stderr } else { stdout }) };
+}
+
 /// The name of this program, for people.
 fn program() -> String {
     let name = std::env::current_exe()
@@ -418,7 +475,15 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
     }
 
     /// Waits for the answer.
-    pub fn wait(mut self) -> Result<R, Status> {
+    pub fn wait(self) -> Result<R, Status> {
+        let session = self.session;
+        let result = self.wait_alone();
+        session.show_output();
+        result
+    }
+
+    /// As [`Pending::wait`], for the operation that fetches what kernels have printed.
+    fn wait_alone(mut self) -> Result<R, Status> {
         let session = self.session;
         let (slot, name) = (self.slot, self.name);
         self.waited = true;

@@ -22,6 +22,7 @@ pub(crate) mod attr {
     pub const TEXTURE_ALIGNMENT: usize = 14;
     pub const MULTIPROCESSOR_COUNT: usize = 16;
     pub const INTEGRATED: usize = 18;
+    pub const CAN_MAP_HOST_MEMORY: usize = 19;
     pub const PCI_BUS_ID: usize = 33;
     pub const PCI_DEVICE_ID: usize = 34;
     pub const MAX_THREADS_PER_MULTIPROCESSOR: usize = 39;

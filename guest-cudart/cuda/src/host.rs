@@ -6,15 +6,13 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
 use crate::context::{self, Context};
+use crate::device::attr;
 use crate::state::{Driver, driver, unique_id};
 use crate::{Result, code, non_null, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
 use client::{Status, lock, log};
-
-/// `CU_MEMHOSTALLOC_DEVICEMAP`, `CU_MEMHOSTREGISTER_DEVICEMAP`.
-const DEVICEMAP: u32 = 2;
 
 /// What is known of a piece of pinned memory.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +44,16 @@ fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> 
     driver.session.call(&HostMap { context: context.id, address: base as u64, memory: HostOut(range) })?;
     mapped.insert(base, context);
     Ok(())
+}
+
+/// Lets kernels reach the piece that begins at `base` if the device can: with unified addressing a kernel may be given the address of any pinned memory as it is, whatever the flags say
+/// (PyTorch does so with small arrays of pointers). Where it cannot, such a kernel fails, and `cuMemHostGetDevicePointer` says why.
+fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize) {
+    let device = driver.devices.get(context.device as usize);
+    if device.is_some_and(|device| device.attribute(attr::CAN_MAP_HOST_MEMORY) == 1) {
+        // Pinned memory is of use without.
+        let _ = map(driver, context, base, size);
+    }
 }
 
 /// The piece that begins at `base` is about to go.
@@ -85,10 +93,7 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
-    if flags & DEVICEMAP != 0 {
-        // A kernel may be given the address as it is. Where no memory is shared, cuMemHostGetDevicePointer says so.
-        let _ = map(driver, context, address, size);
-    }
+    offer(driver, context, address, size);
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(pp, address as *mut c_void) }
 }
@@ -131,7 +136,9 @@ api! {
                 log::warn(format_args!("registering {size} bytes of host memory: {}", error.line()));
                 Status::OUT_OF_MEMORY
             }
-        })
+        })?;
+        offer(driver, context, p as usize, size);
+        Ok(())
     }
     alias cuMemHostRegister = cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32);
 

@@ -27,6 +27,7 @@ mod macros;
 
 pub mod tensor_map;
 pub mod types;
+mod visible;
 
 mod callback;
 mod capture;

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
-use crate::Result;
 use crate::context::Context;
 use crate::memory::Tag;
+use crate::{Result, visible};
 use client::handle::ContextId;
 use client::memory::{Backing, DeviceMemory};
-use client::ops::device::{DeviceInfo, DeviceInfoReply, SessionInfo};
+use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo};
 use client::ops::memory::{MemGrow, MemShrink};
 use client::session::{self, Session};
 use client::{Status, lock, log};
@@ -87,9 +87,18 @@ pub(crate) fn init() -> Result<&'static Driver> {
     let count = info.device_count.min(client::channel::MAX_DEVICES);
     let others: Vec<_> =
         (1..count).map(|device| session.submit(&DeviceInfo { device })).collect::<Result<_>>()?;
-    let devices = std::iter::once(first).chain(others).zip(0..);
-    let devices =
-        devices.map(|(asked, ordinal)| Ok(Device::new(ordinal, asked.wait()?))).collect::<Result<_>>()?;
+    let asked = std::iter::once(first).chain(others);
+    let mut infos = asked.map(|asked| asked.wait()).collect::<Result<Vec<_>>>()?;
+    if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
+        let uuids: Vec<[u8; 16]> = infos.iter().map(|info| info.uuid).collect();
+        let devices = visible::select(&list, &uuids)?;
+        if !devices.iter().copied().eq(0..count) {
+            session.call(&SelectDevices { devices: devices.clone() })?;
+            let mut all: Vec<_> = infos.into_iter().map(Some).collect();
+            infos = devices.iter().filter_map(|number| all[*number as usize].take()).collect();
+        }
+    }
+    let devices = (0..).zip(infos).map(|(ordinal, info)| Device::new(ordinal, info)).collect();
     // What is implemented here is the API of this version; a newer server does not make it more.
     let version = (info.driver_version as i32).min(crate::entry::API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver { session, version, devices, globals: RwLock::default() }))

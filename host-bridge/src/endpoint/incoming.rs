@@ -32,66 +32,6 @@ pub trait Landing: Send + Sync {
 
     /// There will be no more bytes: the session has ended.
     fn lost(&self);
-
-    /// Bytes from `offset` on, which lie in the transport's own memory already. Who takes them may read them there until it drops them; who gives them back gets them by way of
-    /// [`room`](Self::room).
-    fn staged(&self, _offset: u64, bytes: Staged) -> Result<(), Staged> {
-        Err(bytes)
-    }
-}
-
-/// Incoming bytes in a transport's memory. Dropped, they make room for others.
-pub struct Staged {
-    at: NonNull<u8>,
-    len: usize,
-    free: Option<Box<dyn FnOnce() + Send>>,
-    _memory: Arc<dyn Send + Sync>,
-}
-
-// SAFETY: the bytes lie in memory that `_memory` keeps and that only this value's owner uses.
-unsafe impl Send for Staged {}
-// SAFETY: as above; shared access only reads.
-unsafe impl Sync for Staged {}
-
-impl Staged {
-    /// `len` bytes at `at`, inside `memory`; `free` is called when they are not needed any more.
-    pub(super) fn new(
-        at: NonNull<u8>,
-        len: usize,
-        memory: Arc<dyn Send + Sync>,
-        free: Box<dyn FnOnce() + Send>,
-    ) -> Staged {
-        Staged { at, len, free: Some(free), _memory: memory }
-    }
-
-    /// The first byte.
-    pub fn at(&self) -> NonNull<u8> {
-        self.at
-    }
-
-    /// Bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        if let Some(free) = self.free.take() {
-            free();
-        }
-    }
-}
-
-impl std::fmt::Debug for Staged {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Staged({} bytes)", self.len)
-    }
 }
 
 /// Data that a command reads, on its way. Dropped unused, its bytes are thrown away as they come.
@@ -360,29 +300,6 @@ impl Inbox {
                 state.expected.remove(&key);
             }
         }
-    }
-
-    /// Hands on a piece that lies in the transport's memory. Waits until its command is executed and its landing has room.
-    pub(super) fn deliver(&self, header: &DataHeader, bytes: Staged) -> io::Result<()> {
-        self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
-        let landing = self.announce(header)?;
-        let Some(landing) = landing else { return Ok(()) };
-        if let Err(bytes) = landing.staged(header.offset, bytes) {
-            let mut at = 0;
-            while at < bytes.len() {
-                let Some((to, room)) = landing.room(header.offset + at as u64, bytes.len() - at) else {
-                    break;
-                };
-                let n = room.min(bytes.len() - at);
-                // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`; the source has `len` bytes from `at` on. A peer that writes them
-                // meanwhile spoils its own data.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.at.as_ptr().add(at), to.as_ptr(), n) };
-                landing.landed(header.offset + at as u64, n);
-                at += n;
-            }
-        }
-        self.landed(header);
-        Ok(())
     }
 
     /// Serves one data connection until it or the session ends. `Ok`: the peer closed it between two chunks.

@@ -402,6 +402,7 @@ impl Client for LocalClient {
                         }
                     }
                 }
+                progress::OUTPUT => area.set_output(update.value),
                 _ => {}
             }
         }

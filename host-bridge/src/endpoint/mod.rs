@@ -8,13 +8,14 @@
 //! ```
 //!
 //! - [`local`]: the client's memory is mapped here and the ring is read in place;
-//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE;
+//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`ring`]);
 //! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]).
 //!
-//! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is either
-//! [`Source::Mapped`] or [`Source::Incoming`], because only it knows how its device reads either.
+//! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is
+//! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only it knows how its device reads each.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
 use protocol::Status;
@@ -27,15 +28,16 @@ pub mod incoming;
 pub mod local;
 pub mod outgoing;
 pub mod region;
-mod slots;
+pub mod ring;
 pub mod tcp;
 pub mod verbs;
 mod wake;
 
-pub use incoming::{Chunk, ChunkQueue, Incoming, Landing, Staged};
+pub use incoming::{Chunk, ChunkQueue, Incoming, Landing};
 pub use local::LocalCommands;
-pub use outgoing::Outgoing;
+pub use outgoing::{Lent, Outgoing};
 pub use region::{Mapped, Region};
+pub use ring::{Arrivals, Placed, PlacedChunk};
 pub use tcp::{TcpClient, TcpCommands};
 pub use verbs::{VerbsClient, VerbsCommands};
 
@@ -101,19 +103,38 @@ pub trait Client: Send + Sync {
     /// Bytes of bulk data read from and written to the client so far.
     fn traffic(&self) -> (u64, u64);
 
-    /// The memory in which incoming data lies before it is handed on ([`Staged`]), for a driver that registers it with its device. `None`: there is no such
-    /// memory. It stays as long as the client does.
-    fn staging(&self) -> Option<(NonNull<u8>, usize)> {
+    /// Bytes of bulk data that a CPU of this side copied between the transport's memory and the driver's, either way; what a CPU itself was to read (a module, say) is not counted.
+    fn copied(&self) -> u64 {
+        0
+    }
+
+    /// The memory in which incoming data lies where the driver's device can read it ([`Source::Placed`]), for a driver that registers it with its device. `None`: there is
+    /// no such memory. It stays as long as the client does.
+    fn staging(&self) -> Option<StagingArea> {
         None
     }
 
-    /// Has the transport send straight out of the `len` bytes at `at`, when [`Outgoing::send`] is given some of them. Without this they are copied first.
+    /// Has `arrivals` be told of what comes into [`staging`](Self::staging), and asked for what of it is not needed any more. Called once, before the first command is executed.
+    fn watch(&self, _arrivals: Arc<dyn Arrivals>) {}
+
+    /// Has the transport send straight out of the `len` bytes at `at`, when [`Outgoing::send`] is given some of them. Without this they are copied first. Called once at most.
     ///
     /// # Safety
     /// The memory stays mapped as long as the client lives.
     unsafe fn adopt(&self, _at: NonNull<u8>, _len: usize) -> Result<(), Lost> {
         Ok(())
     }
+}
+
+/// Memory of the transport's in which incoming data lies. See [`ring`].
+#[derive(Debug, Clone, Copy)]
+pub struct StagingArea {
+    /// Its first byte, at the beginning of a page.
+    pub at: NonNull<u8>,
+    /// Bytes.
+    pub len: usize,
+    /// Slots that it is divided into.
+    pub slots: usize,
 }
 
 /// Bytes that a worker reads.
@@ -123,6 +144,8 @@ pub enum Source {
     Mapped(Mapped),
     /// They come over the network.
     Incoming(Incoming),
+    /// They come over the network, into memory where the device can read them.
+    Placed(Placed),
 }
 
 /// A place that a worker writes.

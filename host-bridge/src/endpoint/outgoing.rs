@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
@@ -143,6 +144,31 @@ impl Outgoing {
         self.len == 0
     }
 
+    /// A buffer of `len` bytes at most (fewer where the transport's are shorter) that goes out without being copied, for [`send_lent`](Self::send_lent). Waits until one is free. `None`:
+    /// the transport has none; bytes from anywhere are as good.
+    pub fn lend(&self, len: usize) -> Result<Option<Lent>, Lost> {
+        match &self.way {
+            Way::Tcp { .. } => Ok(None),
+            Way::Verbs { client, .. } => match client.upgrade() {
+                Some(client) => client.lend(len).map(Some),
+                None => Err(Lost::new("the session is over")),
+            },
+        }
+    }
+
+    /// Sends a buffer's bytes, which belong at `offset`. Returns at once; the buffer is lent out again when they have left. Bytes beyond the data's end are not sent.
+    pub fn send_lent(&self, offset: u64, lent: Lent) -> Result<(), Lost> {
+        let room = self.len.saturating_sub(offset).min(lent.len as u64) as usize;
+        match &self.way {
+            Way::Verbs { address, key, .. } if room > 0 => {
+                lent.send(self.seq, address + offset, *key, room)?;
+                self.sent.fetch_add(room as u64, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Sends bytes that belong at `offset`, over the data connection that `lane` picks: chunks of several lanes travel side by side. Returns when the bytes
     /// have been handed to the network. Bytes beyond the data's end are not sent.
     pub fn send(&self, lane: usize, offset: u64, bytes: &[u8]) -> Result<(), Lost> {
@@ -173,6 +199,45 @@ impl Outgoing {
             outbox.bytes.fetch_add(chunk.len() as u64, Ordering::Relaxed);
         }
         Ok(())
+    }
+}
+
+/// A buffer of the transport's, to be filled and sent. Dropped, it is free again.
+pub struct Lent {
+    client: Arc<VerbsClient>,
+    number: usize,
+    at: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the buffer is its owner's alone until it is sent or dropped.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    /// # Safety
+    /// `len` bytes at `at` are initialized, belong to buffer `number` of `client`, and are nobody else's until that buffer is given back.
+    pub(super) unsafe fn new(client: Arc<VerbsClient>, number: usize, at: NonNull<u8>, len: usize) -> Lent {
+        Lent { client, number, at, len }
+    }
+
+    /// Its bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: `new`'s promise.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
+    }
+
+    /// Writes the first `len` bytes to `address` of the client's memory.
+    pub(super) fn send(self, seq: u64, address: u64, key: u32, len: usize) -> Result<(), Lost> {
+        let lent = std::mem::ManuallyDrop::new(self);
+        // SAFETY: taken out once, of a value that is not dropped.
+        let client = unsafe { std::ptr::read(&lent.client) };
+        client.send_buffer(seq, address, key, lent.number, len)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.client.give_back(self.number);
     }
 }
 

@@ -2,15 +2,14 @@
 //!
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
-//!   writes ───▶ pump ─▶ lane 1…n ─▶ Landing              Outgoing::send ─▶ writes into the client's pages
+//!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
 //! ```
 //!
-//! The CPU copies bulk data once on this side: from a slot into the driver's own staging or device memory, and from there into a registered buffer. What would save that is here, and no
-//! driver uses it yet: [`Staged`] bytes may be kept where they are, and memory that was adopted ([`Client::adopt`]) goes out as it is.
+//! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
+//! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
+//! ([`Client::copied`]).
 //!
-//! One thread, the pump, takes completions: it polls for a while, then sleeps on the completion channel. The bridge writes a command's `In` data into slots of this process's memory, which lie there
-//! before the command is executed; a thread for each queue hands them on, in the queue's order, and frees them. As with `tcp` that cannot deadlock: a queue carries pieces in the commands'
-//! order, and the data of a command never waits for that of a later one.
+//! One thread, the pump, takes completions: it polls for a while, then sleeps on the completion channel.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -18,24 +17,23 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
-use protocol::data::{HostRange, Place};
+use protocol::data::{DataUse, HostRange, Place};
+use protocol::ops;
 use protocol::link::{
     ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, ReplyHeader, SLOT_DATA,
-    frame, progress,
+    chunk_len, frame, progress,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::incoming::{Inbox, Staged};
-use super::outgoing::Outgoing;
-use super::slots::Slots;
+use super::outgoing::{Lent, Outgoing};
+use super::ring::{Arrivals, Freed, Ring};
 use super::wake::{self, Bell};
-use super::{Client, Commands, Lost, Polling, Sink, Source};
+use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use crate::verbs::{
     Access, Device, DeviceEvent, Domain, Event, Link, Put, Registration, Settings, Slab, Unconnected,
@@ -46,16 +44,24 @@ use crate::verbs::{
 const SLOT_SIZE: u32 = (512 << 10) + 4096;
 /// Slots of a session.
 const SLOTS: u32 = 48;
-/// Bytes of one write to the client at most.
+/// Bytes of one write to the client at most, and of a buffer that is lent out.
 const CHUNK: usize = 512 << 10;
-/// Buffers of `CHUNK` bytes for data that does not lie in registered memory.
-const BOUNCES: usize = 16;
+/// Such buffers.
+const BUFFERS: usize = 16;
+/// Calls of [`VerbsClient::send`] at once that wait for adopted memory to have left.
+const SENDS: usize = 64;
+/// Writes longer than this are signalled each: their completion is nothing beside their transfer.
+const SIGNALLED: usize = 32 << 10;
 /// Records that wait for the dispatcher, in bytes, before the bridge is held off.
 const MAX_WAITING: usize = 1 << 20;
 /// A peer that says nothing for this long, not even that it is alive, is lost.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
+/// How long the pump naps between looks at slots that a device reads.
+const NAP: Duration = Duration::from_micros(20);
+/// How long it does so before it looks at everything else.
+const NAPS: Duration = Duration::from_millis(100);
 
 /// The dispatcher's side.
 pub struct VerbsCommands {
@@ -74,19 +80,20 @@ pub struct VerbsClient {
     engine: Mutex<Engine>,
     /// Room has come: queues, credits, buffers.
     room: Condvar,
-    /// Memory of the worker's that writes may go out of directly.
-    adopted: Mutex<Vec<Registration>>,
-    bounces: Slab,
-    slots: Arc<Slab>,
+    /// Memory of the driver's that writes may go out of directly.
+    adopted: OnceLock<Registration>,
+    buffers: Slab,
+    slots: Slab,
     control: TcpStream,
     slot_count: u32,
-    inbox: Arc<Inbox>,
+    ring: Arc<Ring>,
     arrived: Mutex<Vec<u8>>,
     /// Bytes in `arrived`, to be polled.
     waiting: AtomicUsize,
     came: Condvar,
     executed: AtomicU64,
     sent: AtomicU64,
+    copied: AtomicU64,
     /// Somebody is ending the session.
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
@@ -99,12 +106,10 @@ struct Engine {
     control_reader: FrameReader,
     /// The client's memories that may be written.
     keys: HashMap<u32, RegionKey>,
-    free: Slots,
-    lanes: Vec<Sender<(DataHeader, u32)>>,
-    /// Writes under way for each call of [`VerbsClient::send`].
-    sends: HashMap<u64, usize>,
-    next_send: u64,
-    free_bounces: Vec<usize>,
+    /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
+    sends: Vec<usize>,
+    free_sends: Vec<usize>,
+    free_buffers: Vec<usize>,
     /// `executed` as the client was last told.
     told: u64,
     said: Instant,
@@ -114,8 +119,8 @@ struct Engine {
     loss: Duration,
 }
 
-/// The upper bits of a write's token say which buffer it frees.
-const NO_BOUNCE: u64 = 0xffff;
+/// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
+const SEND: u64 = 1 << 32;
 
 impl VerbsCommands {
     /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
@@ -138,7 +143,7 @@ impl VerbsCommands {
         }
         let peer = split_struct::<Queues>(&body).map_err(failed)?.0;
         let made = connect(&control, settings, &peer);
-        let (link, slots, bounces) = made.map_err(|e| {
+        let (link, slots, buffers) = made.map_err(|e| {
             let lost = Lost::new(format!("verbs: {e}"));
             // The bridge may be gone already.
             let _ = send_frame(control.as_fd(), frame::BYE, &[lost.reason.as_bytes()], &[]);
@@ -146,50 +151,49 @@ impl VerbsCommands {
         })?;
         control.set_nonblocking(true).map_err(failed)?;
         let stop = Bell::new().map_err(failed)?;
-        let (slots, inbox, now) = (Arc::new(slots), Inbox::new(), Instant::now());
-        let (senders, receivers): (Vec<_>, Vec<_>) = (0..link.data_queues()).map(|_| channel()).unzip();
+        let (now, queues) = (Instant::now(), link.data_queues());
         let engine = Engine {
             link,
             reader: FrameReader::new(),
             control_reader: FrameReader::new(),
             keys: HashMap::new(),
-            free: Slots::new(SLOTS),
-            lanes: senders,
-            sends: HashMap::new(),
-            next_send: 0,
-            free_bounces: (0..BOUNCES).collect(),
+            sends: vec![0; SENDS],
+            free_sends: (0..SENDS).collect(),
+            free_buffers: (0..BUFFERS).collect(),
             told: 0,
             said: now,
             heard: now,
             link_heard: now,
             loss: settings.loss,
         };
-        let client = Arc::new_cyclic(|this| VerbsClient {
-            this: this.clone(),
-            engine: Mutex::new(engine),
-            room: Condvar::new(),
-            adopted: Mutex::default(),
-            bounces,
-            slots,
-            control,
-            slot_count,
-            inbox,
-            arrived: Mutex::default(),
-            waiting: AtomicUsize::new(0),
-            came: Condvar::new(),
-            executed: AtomicU64::new(0),
-            sent: AtomicU64::new(0),
-            ending: AtomicBool::new(false),
-            end: OnceLock::new(),
-            stop,
+        let Some(at) = slots.pointer(0, slots.registration().len()) else {
+            return Err(Lost::new("the slots have no memory"));
+        };
+        let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
+            let freed: Weak<dyn Freed> = this.clone();
+            // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
+            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
+            VerbsClient {
+                this: this.clone(),
+                engine: Mutex::new(engine),
+                room: Condvar::new(),
+                adopted: OnceLock::new(),
+                buffers,
+                slots,
+                control,
+                slot_count,
+                ring,
+                arrived: Mutex::default(),
+                waiting: AtomicUsize::new(0),
+                came: Condvar::new(),
+                executed: AtomicU64::new(0),
+                sent: AtomicU64::new(0),
+                copied: AtomicU64::new(0),
+                ending: AtomicBool::new(false),
+                end: OnceLock::new(),
+                stop,
+            }
         });
-        for lane in receivers {
-            let client = Arc::clone(&client);
-            std::thread::Builder::new()
-                .name("rgpu-lane".into())
-                .spawn(move || client.land(lane))
-                .map_err(failed)?;
-        }
         let pump = Arc::clone(&client);
         std::thread::Builder::new()
             .name("rgpu-pump".into())
@@ -246,7 +250,24 @@ impl VerbsCommands {
         body.extend_from_slice(&rest[RECORD_HEADER..size]);
         self.seq += 1;
         self.at += size;
+        self.plan(&record, body)?;
         Ok(Some(record))
+    }
+
+    /// Notes where the data that a record names will lie.
+    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), Lost> {
+        // The dispatcher judges what there is no such thing as.
+        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
+        let (mut piece, mut planned) = (0, Ok(()));
+        let mut visit = |data: DataUse| {
+            if let (DataUse::In(range), Ok(())) = (data, &planned) {
+                planned = self.client.ring.plan(record.seq, piece, range.len);
+            }
+            piece += 1;
+        };
+        (info.visit_data)(body, &mut visit)
+            .map_err(|e| Lost::new(format!("command {} ({}) does not decode: {e}", record.seq, info.name)))?;
+        planned.map_err(Lost::new)
     }
 }
 
@@ -258,13 +279,13 @@ fn connect(
 ) -> Result<(Link, Slab, Slab), VerbsError> {
     let domain = Domain::new(Device::open(settings)?)?;
     let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
-    let bounces = Slab::new(&domain, CHUNK * BOUNCES, Access::Read)?;
+    let buffers = Slab::new(&domain, CHUNK * BUFFERS, Access::Read)?;
     let unconnected = Unconnected::answering(&domain, settings, peer)?;
     let offer = unconnected.offer(Some((&slots, SLOT_SIZE)));
     let link = unconnected.connect(peer)?;
     send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[])
         .map_err(|e| VerbsError::Broken(format!("answering the bridge: {e}")))?;
-    Ok((link, slots, bounces))
+    Ok((link, slots, buffers))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -323,6 +344,7 @@ impl VerbsClient {
     /// Takes completions until the session ends.
     fn pump(&self, polling: Polling) {
         let mut idle: Option<Instant> = None;
+        let mut slept = Instant::now();
         let end = loop {
             if self.end.get().is_some() {
                 break None;
@@ -336,8 +358,10 @@ impl VerbsClient {
                         std::hint::spin_loop();
                     }
                 }
+                // Nothing but a look shows that a device has read a slot.
+                Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
                 Ok(false) => match self.sleep() {
-                    Ok(()) => idle = None,
+                    Ok(()) => (idle, slept) = (None, Instant::now()),
                     Err(end) => break Some(end),
                 },
                 Err(end) => break Some(end),
@@ -361,7 +385,7 @@ impl VerbsClient {
 
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
-        let Engine { link, reader, sends, free_bounces, free, lanes, .. } = engine;
+        let Engine { link, reader, sends, free_buffers, .. } = engine;
         let mut freed = false;
         let worked = link.poll::<End>(&mut |event| {
             match event {
@@ -370,21 +394,14 @@ impl VerbsClient {
                         reader.fill(&mut bytes).map_err(|e| End::Lost(e.to_string()))?;
                     }
                 }
-                Event::Placed { queue, immediate: slot, len } => {
+                Event::Placed { immediate: slot, len, .. } => {
                     let header = self.header(slot, len)?;
-                    match lanes.get(queue - 1) {
-                        // The lane is there as long as the session is.
-                        Some(lane) if free.take(slot) => drop(lane.send((header, slot))),
-                        _ => return Err(End::Lost(format!("the bridge wrote slot {slot}, which is in use"))),
-                    }
+                    self.ring.arrived(slot, header).map_err(End::Lost)?;
                 }
                 Event::Written { token } => {
-                    let (send, bounce) = (token >> 16, token & NO_BOUNCE);
-                    if bounce != NO_BOUNCE {
-                        free_bounces.push(bounce as usize);
-                    }
-                    if let Some(left) = sends.get_mut(&send) {
-                        *left -= 1;
+                    match token & SEND {
+                        0 => free_buffers.push(token as usize),
+                        _ => sends[(token ^ SEND) as usize] -= 1,
                     }
                     freed = true;
                 }
@@ -396,11 +413,17 @@ impl VerbsClient {
             engine.link_heard = engine.heard;
             self.frames(engine)?;
         }
+        self.announce(engine);
         engine.link.flush()?;
         if freed || worked {
             self.room.notify_all();
         }
         Ok(worked)
+    }
+
+    /// Tells the bridge of free slots, if it is time to.
+    fn announce(&self, engine: &mut Engine) {
+        self.ring.take_free(|slots| put(engine.link.out(), frame::SLOTS_FREE, &[slots.as_bytes()]));
     }
 
     /// The header of a piece in a slot, judged against the slot and the length that the device reports.
@@ -463,7 +486,8 @@ impl VerbsClient {
         };
         let completions = self.lock().link.fd().try_clone_to_owned().map_err(|e| End::Lost(e.to_string()))?;
         let fds = [completions.as_fd(), self.control.as_fd(), device.event_fd(), self.stop.as_fd()];
-        wake::readable(&fds, Some(Duration::from_secs(1))).map_err(|e| End::Lost(format!("waiting: {e}")))?;
+        let patience = Duration::from_millis(if self.ring.awaits_device() { 1 } else { 1000 });
+        wake::readable(&fds, Some(patience)).map_err(|e| End::Lost(format!("waiting: {e}")))?;
         let mut engine = self.lock();
         engine.link.disarm();
         while let Some(event) = device.next_event() {
@@ -532,34 +556,6 @@ impl VerbsClient {
         }
     }
 
-    /// Hands pieces on, in their order, until the session ends.
-    fn land(&self, lane: Receiver<(DataHeader, u32)>) {
-        for (header, slot) in lane {
-            let begin = (slot * SLOT_SIZE + SLOT_DATA) as usize;
-            let Some(at) = self.slots.pointer(begin, header.len as usize) else { continue };
-            let client = self.this.clone();
-            let free = move || {
-                if let Some(client) = client.upgrade() {
-                    client.free_slot(slot);
-                }
-            };
-            // The slot stays its user's until `free` has been called.
-            let staged = Staged::new(at, header.len as usize, self.slots.clone(), Box::new(free));
-            match self.inbox.deliver(&header, staged) {
-                Ok(()) => {}
-                Err(_) if self.end.get().is_some() => return,
-                Err(e) => return self.lose(&format!("the bridge's data: {e}")),
-            }
-        }
-    }
-
-    fn free_slot(&self, slot: u32) {
-        self.say(|engine| {
-            let Engine { link, free, .. } = engine;
-            free.free(slot, |freed| put(link.out(), frame::SLOTS_FREE, &[freed.as_bytes()]));
-        });
-    }
-
     /// Appends to the stream and sends what can go. Waits while more than enough is waiting already.
     fn say(&self, fill: impl FnOnce(&mut Engine)) {
         let mut engine = self.lock();
@@ -598,74 +594,129 @@ impl VerbsClient {
         self.say(|engine| put(engine.link.out(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]));
     }
 
+    fn over(&self) -> Lost {
+        self.end.get().cloned().flatten().unwrap_or_else(|| Lost::new("the session is over"))
+    }
+
     /// Writes `bytes` to `address` of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
     /// device is done with them.
     pub(super) fn send(&self, seq: u64, address: u64, key: u32, bytes: &[u8]) -> Result<(), Lost> {
-        let over = || self.end.get().cloned().flatten().unwrap_or_else(|| Lost::new("the session is over"));
-        let id = {
-            let mut engine = self.lock();
-            engine.next_send += 1;
-            let id = engine.next_send;
-            engine.sends.insert(id, 0);
-            id
-        };
-        let direct = self.is_adopted(bytes);
-        let mut at = 0;
-        while at < bytes.len() {
-            let chunk = &bytes[at..bytes.len().min(at + CHUNK)];
-            // Copied outside the lock: completions and the other threads go on meanwhile.
-            let (bounce, source) = if direct {
-                (None, self.adopted_segment(chunk))
-            } else {
-                let Some(bounce) = self.wait_for(|engine| engine.free_bounces.pop()) else {
-                    self.lock().sends.remove(&id);
-                    return Err(over());
-                };
-                let source = self.bounces.pointer(bounce * CHUNK, chunk.len()).and_then(|to| {
-                    // SAFETY: inside the slab; the buffer was taken off the list of the free ones, so nobody else uses it.
-                    unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), to.as_ptr(), chunk.len()) };
-                    self.bounces.registration().slice((bounce * CHUNK) as u64, chunk.len() as u32)
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let offset = self.adopted.get().and_then(|adopted| {
+            let offset = (bytes.as_ptr() as u64).checked_sub(adopted.address())?;
+            adopted.slice(offset, u32::try_from(bytes.len()).ok()?).map(|_| (adopted, offset))
+        });
+        if let Some((adopted, offset)) = offset {
+            return self.send_adopted(seq, address, key, adopted, offset, bytes.len());
+        }
+        for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
+            let mut lent = self.this.upgrade().ok_or_else(|| self.over())?.lend(chunk.len())?;
+            lent.bytes().copy_from_slice(chunk);
+            self.copied.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+            lent.send(seq, address + (number * CHUNK) as u64, key, chunk.len())?;
+        }
+        Ok(())
+    }
+
+    /// Posts writes out of adopted memory, spread over the queues, all that there is room for under one lock, and waits until they have left.
+    fn send_adopted(
+        &self,
+        seq: u64,
+        address: u64,
+        key: u32,
+        adopted: &Registration,
+        offset: u64,
+        len: usize,
+    ) -> Result<(), Lost> {
+        let place = self.wait_for(|engine| engine.free_sends.pop()).ok_or_else(|| self.over())?;
+        let (mut at, mut failed) = (0, None);
+        let done = self.wait_for(|engine| {
+            let queues = engine.link.data_queues() as u64;
+            let chunk = chunk_len(len as u64, queues, CHUNK as u64) as usize;
+            while at < len && failed.is_none() {
+                let queue = engine.link.next_queue()?;
+                let bytes = chunk.min(len - at);
+                let posted = adopted.slice(offset + at as u64, bytes as u32).map(|source| {
+                    engine.link.put(&Put {
+                        queue,
+                        source,
+                        header: None,
+                        address: address + at as u64,
+                        key,
+                        immediate: seq as u32,
+                        token: SEND | place as u64,
+                        signal: bytes > SIGNALLED || at + bytes == len,
+                    })
                 });
-                (Some(bounce), source)
-            };
-            let Some(source) = source else { return Err(Lost::new("data outside registered memory")) };
-            let token = id << 16 | bounce.map_or(NO_BOUNCE, |b| b as u64);
-            let posted = self.wait_for(|engine| {
-                let put = Put {
-                    queue: engine.link.next_queue()?,
-                    source,
-                    header: None,
-                    address: address + at as u64,
-                    key,
-                    immediate: seq as u32,
-                    token,
-                    signal: true,
-                };
-                if let Some(left) = engine.sends.get_mut(&id) {
-                    *left += 1;
+                match posted {
+                    Some(Ok(())) => engine.sends[place] += 1,
+                    Some(Err(e)) => failed = Some(e.to_string()),
+                    None => failed = Some("data outside adopted memory".into()),
                 }
-                Some(engine.link.put(&put))
-            });
-            if !matches!(posted, Some(Ok(()))) {
-                self.lock().sends.remove(&id);
-                if let Some(Err(e)) = posted {
-                    self.lose(&e.to_string());
-                }
-                return Err(over());
+                at += bytes;
             }
-            at += chunk.len();
-            self.sent.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+            (engine.sends[place] == 0 || failed.is_some()).then(|| engine.free_sends.push(place))
+        });
+        if let Some(reason) = failed {
+            // Nothing of the session is used any more, the place above included.
+            self.lose(&reason);
         }
-        let mut engine = self.lock();
-        while direct && engine.sends.get(&id).is_some_and(|left| *left > 0) && self.end.get().is_none() {
-            engine = self
-                .room
-                .wait_timeout(engine, Duration::from_millis(100))
-                .unwrap_or_else(|e| e.into_inner())
-                .0;
+        self.sent.fetch_add(len as u64, Ordering::Relaxed);
+        done.filter(|()| self.end.get().is_none()).ok_or_else(|| self.over())
+    }
+
+    /// Lends a buffer of `len` bytes, or of as many as it has. Waits for one.
+    pub(super) fn lend(self: &Arc<Self>, len: usize) -> Result<Lent, Lost> {
+        let number = self.wait_for(|engine| engine.free_buffers.pop()).ok_or_else(|| self.over())?;
+        let len = len.min(CHUNK);
+        let at = self.buffers.pointer(number * CHUNK, len).ok_or_else(|| self.over())?;
+        // SAFETY: a buffer of the slab, zeroed when it was made, taken off the list of the free ones.
+        Ok(unsafe { Lent::new(Arc::clone(self), number, at, len) })
+    }
+
+    /// A buffer that was lent is not needed.
+    pub(super) fn give_back(&self, number: usize) {
+        self.lock().free_buffers.push(number);
+        self.room.notify_all();
+    }
+
+    /// Writes a lent buffer's first `len` bytes to `address` of the client's memory. The buffer is free again when they have left.
+    pub(super) fn send_buffer(
+        &self,
+        seq: u64,
+        address: u64,
+        key: u32,
+        number: usize,
+        len: usize,
+    ) -> Result<(), Lost> {
+        let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
+        let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
+        let posted = self.wait_for(|engine| {
+            Some(engine.link.put(&Put {
+                queue: engine.link.next_queue()?,
+                source,
+                header: None,
+                address,
+                key,
+                immediate: seq as u32,
+                token: number as u64,
+                // Buffers whose writes are not signalled come back with a later one: only as long as enough are left.
+                signal: len > SIGNALLED || engine.free_buffers.len() < BUFFERS / 2,
+            }))
+        });
+        match posted {
+            Some(Ok(())) => {
+                self.sent.fetch_add(len as u64, Ordering::Relaxed);
+                Ok(())
+            }
+            Some(Err(e)) => {
+                self.lose(&e.to_string());
+                Err(self.over())
+            }
+            None => Err(self.over()),
         }
-        engine.sends.remove(&id);
-        if self.end.get().is_some() { Err(over()) } else { Ok(()) }
     }
 
     /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has ended.
@@ -679,16 +730,6 @@ impl VerbsClient {
             engine = waited.unwrap_or_else(|e| e.into_inner()).0;
         }
         None
-    }
-
-    fn is_adopted(&self, bytes: &[u8]) -> bool {
-        !bytes.is_empty() && self.adopted_segment(bytes).is_some()
-    }
-
-    fn adopted_segment(&self, bytes: &[u8]) -> Option<crate::verbs::Segment> {
-        let address = bytes.as_ptr() as u64;
-        let len = u32::try_from(bytes.len()).ok()?;
-        lock(&self.adopted).iter().find_map(|r| r.slice(address.checked_sub(r.address())?, len))
     }
 
     /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.
@@ -706,7 +747,7 @@ impl VerbsClient {
         let _ = self.control.shutdown(Shutdown::Both);
         let _ = self.end.set(end);
         self.stop.ring();
-        self.inbox.close();
+        self.ring.close();
         // Under the locks, so that nobody misses it between a look and a wait.
         drop(lock(&self.arrived));
         self.came.notify_all();
@@ -740,14 +781,17 @@ impl Client for VerbsClient {
 
     fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
-        self.inbox.executed(seq);
+        if self.ring.executed(seq) {
+            self.freed();
+        }
         if seq.is_multiple_of(BATCH) {
             self.flush_executed();
         }
     }
 
     fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status> {
-        Ok(Source::Incoming(self.inbox.incoming(seq, piece, range.len)))
+        let placed = self.ring.ask(seq, piece, range.len);
+        placed.map(Source::Placed).ok_or(Status::INVALID_VALUE)
     }
 
     fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
@@ -786,19 +830,38 @@ impl Client for VerbsClient {
     }
 
     fn traffic(&self) -> (u64, u64) {
-        (self.inbox.bytes.load(Ordering::Relaxed), self.sent.load(Ordering::Relaxed))
+        (self.ring.bytes.load(Ordering::Relaxed), self.sent.load(Ordering::Relaxed))
     }
 
-    fn staging(&self) -> Option<(NonNull<u8>, usize)> {
+    fn copied(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    fn staging(&self) -> Option<StagingArea> {
         let len = self.slots.registration().len();
-        self.slots.pointer(0, len).map(|at| (at, len))
+        let at = self.slots.pointer(0, len)?;
+        Some(StagingArea { at, len, slots: SLOTS as usize })
+    }
+
+    fn watch(&self, arrivals: Arc<dyn Arrivals>) {
+        self.ring.watch(arrivals);
     }
 
     unsafe fn adopt(&self, at: NonNull<u8>, len: usize) -> Result<(), Lost> {
         let domain = Arc::clone(self.lock().link.domain());
         // SAFETY: the caller's promise.
         let registration = unsafe { domain.register(at, len, Access::Read) };
-        lock(&self.adopted).push(registration.map_err(|e| Lost::new(e.to_string()))?);
-        Ok(())
+        let registration = registration.map_err(|e| Lost::new(e.to_string()))?;
+        self.adopted.set(registration).map_err(|_| Lost::new("memory is adopted once"))
+    }
+}
+
+impl Freed for VerbsClient {
+    fn freed(&self) {
+        if self.end.get().is_none() {
+            let mut engine = self.lock();
+            self.announce(&mut engine);
+            self.flush(engine);
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | 0x000 | `released` u64: of every command with `seq` up to this, the source data has been read (arena may be reused) |
 //! | 0x008 | `executed` u64: every command with `seq` up to this has been executed by the server |
+//! | 0x010 | `output` u64: bytes that kernels have printed so far, see `device_output` |
 //! | 0x040 | [`MAX_CONTEXTS`] error words of 16 bytes: u32 status (0: none), u32 flags (bit 0: sticky), u64 seq of the command that failed, 0 if unknown |
 //! | 0x1000 | [`MAX_STREAMS`] stream words u64: `seq` of the last publishing command that the stream has completed |
 
@@ -19,7 +20,8 @@ use crate::handle::{ContextId, StreamId};
 pub struct Progress {
     released: AtomicU64,
     executed: AtomicU64,
-    _to_errors: [AtomicU64; 6],
+    output: AtomicU64,
+    _to_errors: [AtomicU64; 5],
     errors: [ErrorWord; MAX_CONTEXTS as usize],
     _to_streams: [AtomicU64; (4096 - 64 - 16 * MAX_CONTEXTS as usize) / 8],
     streams: [AtomicU64; MAX_STREAMS as usize],
@@ -89,6 +91,17 @@ impl Progress {
     /// Host side; never goes back.
     pub fn set_executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
+    }
+
+    /// See the table above.
+    #[inline]
+    pub fn output(&self) -> u64 {
+        self.output.load(Ordering::Acquire)
+    }
+
+    /// Host side; never goes back.
+    pub fn set_output(&self, bytes: u64) {
+        self.output.store(bytes, Ordering::Release);
     }
 
     /// The error word of a context, if there can be such a context.

@@ -2,6 +2,7 @@
 
 use crate::handle::ContextId;
 use crate::ops::ops;
+use crate::wire::Bytes;
 
 ops! {
     /// Contexts. The primary context of device *n* is [`ContextId`] *n* and stands from the start of the session; the server has made it
@@ -64,6 +65,17 @@ ops! {
         /// Its value.
         value: u64,
     } -> ContextSetLimitReply {}
+
+    /// The next piece of what kernels have printed (`printf`, the text of a failed `assert`). A client asks when the progress area's `output` has moved, until it has as
+    /// many bytes as that says.
+    sync 0x0210 device_output: DeviceOutput {} -> DeviceOutputReply {
+        /// Whether it belongs to standard error.
+        error: bool,
+        /// The text; empty: there is no more.
+        text: Bytes,
+        /// Bytes that were dropped before it because they were not fetched in time.
+        dropped: u64,
+    }
 
     /// `cuCtxEnablePeerAccess`: the windows of the peer's memory become accessible to kernels of the context.
     sync 0x0208 peer_enable: PeerEnable {

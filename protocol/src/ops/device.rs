@@ -62,4 +62,11 @@ ops! {
         /// `cuDeviceGetP2PAttribute` by number, from 1 (`PERFORMANCE_RANK`).
         attributes: Vec<i32>,
     }
+
+    /// `CUDA_VISIBLE_DEVICES`: from now on the session's devices are these alone, and their ordinals are their places in this list. Only before anything was made
+    /// on a device.
+    sync 0x0104 select_devices: SelectDevices {
+        /// Ordinals, none twice.
+        devices: Vec<u32>,
+    } -> SelectDevicesReply {}
 }

@@ -14,6 +14,9 @@ use crate::error::{Error, Result};
 /// Receives what kernels print, in whole `printf` calls.
 pub type PrintfSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
 
+/// Receives the error that ends a GPU's work: see [`GpuConfig::fault`].
+pub type FaultSink = Arc<dyn Fn(&Error) + Send + Sync>;
+
 /// How to make a [`Gpu`].
 #[derive(Clone)]
 pub struct GpuConfig {
@@ -25,6 +28,8 @@ pub struct GpuConfig {
     pub workers: usize,
     /// What device `printf` writes to. The default is the process's standard output.
     pub printf: PrintfSink,
+    /// Told once, when a kernel or an enqueued closure fails, before anybody else can learn of it. The default does nothing.
+    pub fault: FaultSink,
 }
 
 impl Default for GpuConfig {
@@ -39,6 +44,7 @@ impl Default for GpuConfig {
                 // Nobody is left to tell if standard output is closed.
                 let _ = out.write_all(text).and_then(|()| out.flush());
             }),
+            fault: Arc::new(|_| {}),
         }
     }
 }
@@ -89,6 +95,7 @@ pub struct Properties {
 pub(crate) struct Inner {
     pub properties: Properties,
     pub printf: PrintfSink,
+    fault: FaultSink,
     pub memory: Memory,
     pub pool: Arc<Pool>,
     pub textures: Textures,
@@ -145,6 +152,7 @@ impl Gpu {
             inner: Arc::new(Inner {
                 properties,
                 printf: config.printf,
+                fault: config.fault,
                 memory: Memory::new(config.memory_bytes),
                 pool: Pool::start(workers)?,
                 textures: Textures::default(),
@@ -237,7 +245,10 @@ impl Gpu {
     /// Makes `error` sticky, unless there is one.
     pub(crate) fn fail(&self, error: Error) {
         let mut sticky = self.inner.sticky.lock().unwrap_or_else(|e| e.into_inner());
-        sticky.get_or_insert(error);
+        if sticky.is_none() {
+            (self.inner.fault)(&error);
+            *sticky = Some(error);
+        }
         self.inner.failed.store(true, Ordering::Release);
     }
 

@@ -127,6 +127,7 @@ api! {
     stream_create = "cuStreamCreateWithPriority" (*mut CUstream, c_uint, c_int);
     stream_destroy = "cuStreamDestroy_v2" (CUstream);
     stream_query_raw = "cuStreamQuery" (CUstream);
+    stream_synchronize = "cuStreamSynchronize" (CUstream);
     stream_wait_event = "cuStreamWaitEvent" (CUstream, CUevent, c_uint);
     stream_write = "cuStreamWriteValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
     stream_wait = "cuStreamWaitValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);

@@ -1,14 +1,14 @@
 //! Copies and fills.
 //!
-//! Client memory that a device can reach in place is copied by the device alone. Data over the network, and memory that no device can reach, goes through
-//! [`super::staging`].
+//! Client memory that a device can reach in place is copied by the device alone, and so is data that RDMA brings ([`super::arrivals`]). Other data over the network, and memory that no
+//! device can reach, goes through [`super::staging`].
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUmemorytype;
-use host_bridge::endpoint::{Landing, Sink};
+use host_bridge::endpoint::{Landing, Placed, Sink};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::{ContextId, StreamId};
@@ -166,7 +166,39 @@ impl Cuda {
                 incoming.land(landing);
                 Ok(())
             }),
+            Input::Placed(placed) => self.upload_placed(cx, &place, &to, placed),
         }
+    }
+
+    /// Enqueues copies out of the slots that the data is coming into.
+    fn upload_placed(
+        &mut self,
+        cx: &Call,
+        place: &Place,
+        to: &Rows,
+        placed: Placed,
+    ) -> Result<(), Status> {
+        let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
+        for chunk in placed.chunks() {
+            let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;
+            // SAFETY: registered words, a registered slot whose bytes stay until the stream has written its word, rows that were checked.
+            let enqueued = unsafe {
+                self.api
+                    .stream_wait(place.stream, host, chunk.round, WAIT_AT_LEAST)
+                    .and_then(|()| {
+                        let (at, len) = (chunk.at, chunk.len);
+                        copy_rows(self.api, place.stream, Direction::ToDevice, to, chunk.offset, at, len)
+                    })
+                    .and_then(|()| self.api.stream_write(place.stream, gpu, chunk.round, 0))
+            };
+            self.note(place.context, enqueued)?;
+        }
+        let progress = Arc::clone(&place.progress);
+        self.fence(place, cx.seq, move |status| {
+            progress.complain(status);
+            // What a failed context did not read makes room now.
+            drop(placed);
+        })
     }
 
     fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result<(), Status> {

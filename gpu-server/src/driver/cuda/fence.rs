@@ -12,12 +12,13 @@
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
 
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
+use crate::driver::output::Output;
 
 /// Words in all: streams, staging slots and tickets.
 const WORDS: usize = 16 << 10;
@@ -50,7 +51,7 @@ const BUSY_OVER_NETWORK: Duration = Duration::from_micros(300);
 const HEALTH: Duration = Duration::from_millis(1);
 
 /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
-const ALREADY_REGISTERED: Status = Status(712);
+pub(super) const ALREADY_REGISTERED: Status = Status(712);
 
 /// Page-locked memory of this process: registered with CUDA, so that every context's streams read and write it.
 pub struct Pinned {
@@ -213,8 +214,17 @@ impl Health {
         let _ = self.failed.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
+    /// Has the driver print what kernels of the context have printed: it does so when a stream is waited for, and the probe has nothing to wait for.
+    fn flush(&self, api: &Api) {
+        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        if self.check().is_ok() {
+            // SAFETY: a live stream: `retire` waits for the lock. A context that has failed is noticed by others.
+            let _ = unsafe { api.stream_synchronize(held.1) };
+        }
+    }
+
     /// Asks the driver.
-    fn ask(&self, api: &Api) {
+    fn ask(&self, api: &Api, output: Option<&Output>) {
         // Held to the end: who takes the context away first makes it failed, then waits here.
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         if self.check().is_err() {
@@ -226,6 +236,10 @@ impl Health {
         match result {
             Err(status) if status != Status::NOT_READY => {
                 tracing::warn!("a context has failed: {} ({})", api.name(status), status.0);
+                // What a failed assertion says must be there before the error is.
+                // SAFETY: a stream of the context, which is live, if of no more use.
+                let _ = unsafe { api.stream_synchronize(probe) };
+                output.inspect(|output| output.tell());
                 self.fail(status);
             }
             _ => {}
@@ -269,6 +283,9 @@ pub struct Completer {
     count: AtomicU32,
     over_network: AtomicBool,
     over: AtomicBool,
+    /// Set once a kernel was launched that may print: from then on there may be something to flush.
+    prints: AtomicBool,
+    output: OnceLock<Arc<Output>>,
 }
 
 impl Completer {
@@ -281,6 +298,8 @@ impl Completer {
             count: AtomicU32::new(0),
             over_network: AtomicBool::new(false),
             over: AtomicBool::new(false),
+            prints: AtomicBool::new(false),
+            output: OnceLock::new(),
         });
         let run = Arc::clone(&completer);
         std::thread::Builder::new().name("rgpu-completer".into()).spawn(move || run.run(api))?;
@@ -301,6 +320,34 @@ impl Completer {
         if sleeps {
             self.wake.notify_one();
         }
+    }
+
+    /// What the driver prints to: the client is told of it before any end is called.
+    pub fn flush_to(&self, output: &Arc<Output>) {
+        let _ = self.output.set(Arc::clone(output));
+    }
+
+    /// A kernel is launched that may print.
+    #[inline]
+    pub fn may_print(&self) {
+        if !self.prints.load(Ordering::Relaxed) {
+            self.prints.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Has the driver print what was printed by work that is done, and passes it on.
+    fn flush(&self, ready: &[Awaited], api: &Api) {
+        let Some(output) = self.output.get().filter(|_| self.prints.load(Ordering::Relaxed)) else {
+            return;
+        };
+        let mut last: Option<&Arc<Health>> = None;
+        for done in ready {
+            if last.is_none_or(|last| !Arc::ptr_eq(last, &done.health)) {
+                done.health.flush(api);
+                last = Some(&done.health);
+            }
+        }
+        output.tell();
     }
 
     /// Says whether the session's client is on the other end of a network.
@@ -356,7 +403,7 @@ impl Completer {
                 let over_network = self.over_network.load(Ordering::Relaxed);
                 if quiet > if over_network { busy.min(BUSY_OVER_NETWORK) } else { busy } {
                     if asked.elapsed() > HEALTH {
-                        ask_all(&awaited, api);
+                        ask_all(&awaited, api, self.output.get().map(|output| &**output));
                         asked = Instant::now();
                     }
                     std::thread::sleep(if quiet > LONG { LONG_NAP } else { NAP });
@@ -366,6 +413,7 @@ impl Completer {
                 continue;
             }
             moved = Instant::now();
+            self.flush(&ready, api);
             // Stable: ends of one word keep their order, and so do ends that were asked for one after the other.
             for done in ready.drain(..) {
                 let reached = done.word.get() >= done.value;
@@ -380,10 +428,10 @@ impl Completer {
     }
 }
 
-fn ask_all(awaited: &[Awaited], api: &Api) {
+fn ask_all(awaited: &[Awaited], api: &Api, output: Option<&Output>) {
     let mut seen: HashMap<*const Health, &Arc<Health>> = HashMap::new();
     for a in awaited {
         seen.entry(Arc::as_ptr(&a.health)).or_insert(&a.health);
     }
-    seen.values().for_each(|health| health.ask(api));
+    seen.values().for_each(|health| health.ask(api, output));
 }

@@ -1,7 +1,7 @@
 //! Client memory that kernels reach by its address in the client: a second mapping of the same pages, at that address, registered with CUDA.
 //!
 //! With unified addressing a program may hand a pinned pointer straight to a kernel; so the address must be the client's own, and where this process has
-//! something else there, the answer is "not supported". Clients place pinned memory where that is unlikely.
+//! something else there, the answer is `MAP_FAILED`; "not supported" is for clients that share no memory at all. Clients place pinned memory where that is unlikely.
 
 use std::ffi::c_void;
 
@@ -57,11 +57,11 @@ impl HostView {
                 "pinned memory cannot be mapped for kernels at {address:#x}: {}",
                 std::io::Error::last_os_error()
             );
-            return Err(Status::NOT_SUPPORTED);
+            return Err(Status::MAP_FAILED);
         }
         let view = HostView { context, first: got as usize, len: end - first };
         if got != wanted {
-            return Err(Status::NOT_SUPPORTED);
+            return Err(Status::MAP_FAILED);
         }
         let mut at = address;
         for (run, len) in memory.runs() {
@@ -69,7 +69,7 @@ impl HostView {
             let pages = (at + len).next_multiple_of(PAGE) - to;
             if run.as_ptr() as usize % PAGE != at % PAGE {
                 tracing::warn!("pinned memory cannot be mapped for kernels: its pieces are no whole pages");
-                return Err(Status::NOT_SUPPORTED);
+                return Err(Status::MAP_FAILED);
             }
             // SAFETY: with an old size of 0, a second mapping of the shared pages at `from`, which `memory` keeps mapped, is made over a part of the
             // reservation, which nobody else uses.

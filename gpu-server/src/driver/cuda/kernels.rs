@@ -49,7 +49,12 @@ pub(super) struct LoadedModule {
 struct Function {
     handle: CUfunction,
     params: Vec<Param>,
+    /// Whether it may call `printf`.
+    prints: bool,
 }
+
+/// Images are searched for `printf` as far as they are no longer than this unpacked; a kernel of a longer one counts as one that may print.
+const SEARCHED: usize = 4 << 20;
 
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
@@ -105,7 +110,7 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), St
     let mut table = FunctionTable { functions: Vec::with_capacity(handles.len()) };
     for handle in handles {
         let info = describe(api, handle, tell)?;
-        functions.push(Function { handle, params: info.params.clone() });
+        functions.push(Function { handle, params: info.params.clone(), prints: true });
         table.functions.push(info);
     }
     let mut bytes = Vec::new();
@@ -228,7 +233,7 @@ impl ModuleOps<Call> for Cuda {
         self.enter_context(op.context)?;
         let (handle, info_log) = self.load(op.context, &op.options, &image)?;
         let described = functions(self.api, handle);
-        let (functions, table) = match self.note(op.context, described) {
+        let (mut functions, table) = match self.note(op.context, described) {
             Ok(described) => described,
             Err(status) => {
                 // SAFETY: loaded above, known to nobody.
@@ -236,6 +241,12 @@ impl ModuleOps<Call> for Cuda {
                 return Err(status);
             }
         };
+        let device = self.device(self.context(op.context)?.device)?.handle;
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, …MINOR
+        let [major, minor] =
+            [75, 76].map(|number| super::attribute(self.api, device, number).unwrap_or(0) as u32);
+        let prints = software_gpu::mentions(&image, 10 * major + minor, b"vprintf", SEARCHED).unwrap_or(true);
+        functions.iter_mut().for_each(|function| function.prints = prints);
         let info_size = table.len() as u64;
         let written = write_if_it_fits(cx, op.info, &table);
         let loaded =
@@ -446,6 +457,9 @@ impl Cuda {
     ) -> Result<(), Status> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let function = self.function(cx, op.function)?;
+        if function.prints {
+            self.completer.may_print();
+        }
         if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }

@@ -1,13 +1,14 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`], [`memory`], [`copies`] (with [`staging`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`]: the chapters of operations;
+//! - [`streams`], [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
 
 pub mod api;
+mod arrivals;
 mod copies;
 mod fence;
 mod graph;
@@ -35,6 +36,7 @@ use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
+use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
 use self::host_map::HostView;
@@ -42,7 +44,8 @@ use self::kernels::LoadedModule;
 use self::ranges::Ranges;
 use self::staging::Staging;
 use self::streams::{Lane, Moment, Tickets};
-use super::call::{Call, Errors};
+use super::call::{Call, Errors, check_selection};
+use super::output::{self, Output};
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
@@ -70,7 +73,10 @@ pub struct Cuda {
     words: Arc<Words>,
     completer: Arc<Completer>,
     staging: Arc<Staging>,
+    /// Where data comes in by RDMA.
+    arrived: Option<Arc<Arrived>>,
     memory_limit: u64,
+    output: Arc<Output>,
     errors: Option<Errors>,
 }
 
@@ -180,6 +186,9 @@ impl Cuda {
         let words = Words::new(api).map_err(failed)?;
         let staging = Staging::new(api, &words).map_err(failed)?;
         let completer = Completer::start(api).map_err(|e| format!("a thread: {e}"))?;
+        let output = Output::new();
+        output::capture(&output).map_err(|e| format!("streams for what kernels print: {e}"))?;
+        completer.flush_to(&output);
         let mut cuda = Cuda {
             api,
             devices,
@@ -194,7 +203,9 @@ impl Cuda {
             words,
             completer,
             staging,
+            arrived: None,
             memory_limit,
+            output,
             errors: None,
         };
         cuda.enter_context(ContextId(0)).map_err(failed)?;
@@ -231,6 +242,7 @@ impl Cuda {
             && super::call::is_sticky(*status)
             && let Some(context) = self.contexts.get(&context.0)
         {
+            self.output.tell();
             context.health.fail(*status);
         }
         result
@@ -320,11 +332,29 @@ impl super::Backend for Cuda {
 
     fn begin(&mut self, client: Arc<dyn Client>) {
         self.completer.serve_over_network(client.streams_data());
-        self.errors = Some(Errors::new(client));
+        self.output.serve(Arc::clone(&client));
+        self.errors = Some(Errors::new(Arc::clone(&client)));
         // The thread that made the contexts may have been another.
         self.current = None;
         if let Err(status) = self.enter_context(ContextId(0)) {
             tracing::error!("the first device's context cannot be used: {}", self.api.name(status));
+            return;
+        }
+        // Memory that both the network's device and the GPU use, each way.
+        let shared = client.staging().map(|area| Arrived::new(self.api, &self.words, area)).transpose();
+        match shared {
+            Ok(Some(arrived)) => {
+                client.watch(Arc::<Arrived>::clone(&arrived));
+                self.arrived = Some(arrived);
+                let (at, len) = self.staging.area();
+                // SAFETY: the pool is never unmapped.
+                if let Err(lost) = unsafe { client.adopt(at, len) } {
+                    client.lose(&format!("registering the staging buffers with the RDMA device: {lost}"));
+                }
+            }
+            Ok(None) => {}
+            Err(status) => client
+                .lose(&format!("registering the RDMA device's buffers with CUDA: {}", self.api.name(status))),
         }
     }
 
@@ -400,9 +430,44 @@ impl DeviceOps<Call> for Cuda {
         }
         Ok(Answer::Now(PeerInfoReply { can_access: can != 0, attributes }))
     }
+
+    fn select_devices(
+        &mut self,
+        _cx: &mut Call,
+        op: SelectDevices,
+    ) -> Result<Answer<SelectDevicesReply>, Status> {
+        let untouched = self.lanes.is_empty()
+            && self.events.is_empty()
+            && self.modules.is_empty()
+            && self.contexts.len() == self.devices.len()
+            && self.devices.iter().all(|device| device.backed.total() == 0);
+        if !untouched {
+            return Err(Status::NOT_PERMITTED);
+        }
+        check_selection(&op.devices, self.devices.len() as u32)?;
+        // The contexts of those that are left out stay: page-locked memory may be registered in one of them.
+        let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
+        let mut contexts = std::mem::take(&mut self.contexts);
+        for (ordinal, number) in (0..).zip(&op.devices) {
+            self.devices.extend(old[*number as usize].take());
+            let context = contexts.remove(number);
+            self.contexts.extend(context.map(|context| (ordinal, Context { device: ordinal, ..context })));
+        }
+        self.current = None;
+        self.enter_context(ContextId(0))?;
+        Ok(Answer::Now(SelectDevicesReply {}))
+    }
 }
 
 impl ContextOps<Call> for Cuda {
+    fn device_output(
+        &mut self,
+        _cx: &mut Call,
+        _op: DeviceOutput,
+    ) -> Result<Answer<DeviceOutputReply>, Status> {
+        Ok(Answer::Now(self.output.fetch()))
+    }
+
     fn context_create(
         &mut self,
         cx: &mut Call,
@@ -470,6 +535,9 @@ impl ContextOps<Call> for Cuda {
             // They were registered in this device's context, and their registrations went with it.
             self.words.register(self.api)?;
             self.staging.register(self.api)?;
+            if let Some(arrived) = &self.arrived {
+                arrived.register(self.api)?;
+            }
         }
         self.errors()?.clear(ContextId(op.device));
         Ok(Answer::Now(PrimaryResetReply {}))

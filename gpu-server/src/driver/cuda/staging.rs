@@ -87,6 +87,11 @@ impl Staging {
         self.memory.lock().unwrap_or_else(|e| e.into_inner()).register(api)
     }
 
+    /// The pool's memory, which stays to the process's end.
+    pub(super) fn area(&self) -> (NonNull<u8>, usize) {
+        (self.base, SLOT * SLOTS)
+    }
+
     /// Nobody waits in here any more.
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::Release);

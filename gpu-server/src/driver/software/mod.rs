@@ -28,7 +28,8 @@ use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::kernels::LoadedModule;
 use self::streams::{Lane, Moment, Tickets};
-use super::call::{Call, Errors};
+use super::call::{Call, Errors, check_selection};
+use super::output::{self, Output};
 use crate::cli::Backing;
 
 /// What is answered to `cuDriverGetVersion`.
@@ -38,6 +39,7 @@ const DRIVER_VERSION: u32 = 13000;
 pub struct Software {
     devices: Vec<Device>,
     memory_limit: u64,
+    output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
     lanes: HashMap<u32, Lane>,
@@ -66,6 +68,23 @@ impl Context {
     }
 }
 
+/// Says in the log what ended a device's work, and to the client what CUDA says of a failed assertion.
+fn report(number: u32, error: &software_gpu::Error, output: &Output) {
+    tracing::error!("software device {number}: {error}");
+    if let software_gpu::Error::Kernel {
+        fault: software_gpu::Fault::Assert { message, file, line, function },
+        location,
+    } = error
+    {
+        let ([bx, by, bz], [tx, ty, tz]) = (location.block, location.thread);
+        let text = format!(
+            "{file}:{line}: {function}: block: [{bx},{by},{bz}], thread: [{tx},{ty},{tz}] Assertion `{message}` failed.\n"
+        );
+        output.print(output::Stream::Err, text.as_bytes());
+        output.tell();
+    }
+}
+
 fn code(error: &software_gpu::Error) -> Status {
     Status(error.cuda_code())
 }
@@ -73,13 +92,14 @@ fn code(error: &software_gpu::Error) -> Status {
 impl Software {
     /// Makes the devices.
     pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
+        let output = Output::new();
         let mut devices = Vec::new();
         let numbers: Vec<u32> = match backing.devices.as_slice() {
             [] => (0..backing.software_devices).collect(),
             some => some.to_vec(),
         };
-        for number in &numbers {
-            if *number >= backing.software_devices {
+        for number in numbers {
+            if number >= backing.software_devices {
                 return Err(format!(
                     "software device {number} does not exist: there are {}",
                     backing.software_devices
@@ -89,9 +109,17 @@ impl Software {
                 name: "rgpu software GPU".into(),
                 memory_bytes: backing.software_memory,
                 workers: 0,
-                printf: Arc::new(|text| {
-                    tracing::info!("device printf: {}", String::from_utf8_lossy(text).trim_end())
-                }),
+                printf: {
+                    let output = Arc::clone(&output);
+                    Arc::new(move |text| {
+                        output.print(output::Stream::Out, text);
+                        output.tell();
+                    })
+                },
+                fault: {
+                    let output = Arc::clone(&output);
+                    Arc::new(move |error| report(number, error, &output))
+                },
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
             devices.push(Device { gpu, config, used: 0 });
@@ -100,6 +128,7 @@ impl Software {
         Ok(Software {
             devices,
             memory_limit,
+            output,
             errors: None,
             contexts,
             lanes: HashMap::new(),
@@ -160,6 +189,7 @@ impl super::Backend for Software {
     }
 
     fn begin(&mut self, client: Arc<dyn Client>) {
+        self.output.serve(Arc::clone(&client));
         self.errors = Some(Errors::new(client));
     }
 
@@ -195,9 +225,37 @@ impl DeviceOps<Call> for Software {
         // Copies between devices work; a kernel of one cannot reach the other's memory.
         Ok(Answer::Now(PeerInfoReply { can_access: false, attributes: vec![0, 0, 0, 0] }))
     }
+
+    fn select_devices(
+        &mut self,
+        _cx: &mut Call,
+        op: SelectDevices,
+    ) -> Result<Answer<SelectDevicesReply>, Status> {
+        let untouched = self.lanes.is_empty()
+            && self.events.is_empty()
+            && self.modules.is_empty()
+            && self.contexts.len() == self.devices.len()
+            && self.devices.iter().all(|device| device.used == 0);
+        if !untouched {
+            return Err(Status::NOT_PERMITTED);
+        }
+        check_selection(&op.devices, self.devices.len() as u32)?;
+        let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
+        self.devices.extend(op.devices.iter().filter_map(|number| old[*number as usize].take()));
+        self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
+        Ok(Answer::Now(SelectDevicesReply {}))
+    }
 }
 
 impl ContextOps<Call> for Software {
+    fn device_output(
+        &mut self,
+        _cx: &mut Call,
+        _op: DeviceOutput,
+    ) -> Result<Answer<DeviceOutputReply>, Status> {
+        Ok(Answer::Now(self.output.fetch()))
+    }
+
     fn context_create(
         &mut self,
         cx: &mut Call,

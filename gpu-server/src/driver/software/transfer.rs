@@ -63,6 +63,7 @@ impl Software {
             Input::Inline(bytes) => Upload::Here(bytes.to_vec()),
             Input::Mapped(mapped) => Upload::Mapped(mapped),
             Input::Incoming(incoming) => Upload::Coming(incoming.into_queue(QUEUED)),
+            Input::Placed(placed) => Upload::Placed(placed),
         };
         enqueue_checked(&place, cx.seq, move |_| owned.run(&gpu, &to))
     }
@@ -82,8 +83,22 @@ impl Software {
         let gpu = self.checked(from.at, span, place.device)?;
         let sink = cx.output(dst)?;
         enqueue_checked(&place, cx.seq, move |_| {
-            let mut buffer = vec![0; CHUNK.min(packed as usize)];
             let mut at = 0;
+            if let Sink::Outgoing(outgoing) = &sink {
+                // Straight into buffers of the transport's, where it has some.
+                while at < packed
+                    && let Ok(Some(mut lent)) = outgoing.lend((packed - at).min(CHUNK as u64) as usize)
+                {
+                    let bytes = lent.bytes();
+                    let n = bytes.len() as u64;
+                    read(&from, &gpu, at, bytes)?;
+                    if outgoing.send_lent(at, lent).is_err() {
+                        return Ok(());
+                    }
+                    at += n;
+                }
+            }
+            let mut buffer = vec![0; CHUNK.min((packed - at) as usize)];
             while at < packed {
                 let n = buffer.len().min((packed - at) as usize);
                 read(&from, &gpu, at, &mut buffer[..n])?;
@@ -107,6 +122,7 @@ enum Upload {
     Here(Vec<u8>),
     Mapped(host_bridge::endpoint::Mapped),
     Coming(host_bridge::endpoint::ChunkQueue),
+    Placed(host_bridge::endpoint::Placed),
 }
 
 impl Upload {
@@ -124,6 +140,12 @@ impl Upload {
                 }
                 Ok(())
             }
+            // This device's copy engine is the CPU: it reads the bytes where they are.
+            Upload::Placed(placed) => match placed.read(|at, bytes| Ok(write(to, gpu, at, bytes)?)) {
+                // The session is over; nobody wants the rest.
+                Ok(()) | Err(Ended::Lost) => Ok(()),
+                Err(Ended::Failed(e)) => Err(e),
+            },
             Upload::Coming(mut queue) => {
                 while let Ok(Some(chunk)) = queue.next_chunk() {
                     write(to, gpu, chunk.offset, &chunk.bytes)?;
@@ -131,6 +153,24 @@ impl Upload {
                 Ok(())
             }
         }
+    }
+}
+
+/// Why an upload ended early.
+enum Ended {
+    Lost,
+    Failed(software_gpu::Error),
+}
+
+impl From<host_bridge::endpoint::Lost> for Ended {
+    fn from(_: host_bridge::endpoint::Lost) -> Ended {
+        Ended::Lost
+    }
+}
+
+impl From<software_gpu::Error> for Ended {
+    fn from(e: software_gpu::Error) -> Ended {
+        Ended::Failed(e)
     }
 }
 

@@ -242,6 +242,7 @@ pub(in crate::bridge) fn publish(core: &Core, update: &ProgressUpdate) -> Result
                 status => word.set(Status(status), sticky, update.seq),
             }
         }
+        progress::OUTPUT => area.set_output(update.value),
         // The bridge knows by itself what it has sent.
         progress::RELEASED => {}
         _ => return Err(wrong()),

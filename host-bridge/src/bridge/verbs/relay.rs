@@ -68,8 +68,8 @@ pub(super) struct Relay<'c> {
     /// The server has written this command's data; until it is here nothing further is taken.
     held: Option<DataSent>,
     queues: Queues,
-    /// Slots of the server that are free, and for each slot whether it is.
-    free: Vec<u32>,
+    /// Slots of the server that are free, in the order in which they are to be written, and for each slot whether it is.
+    free: VecDeque<u32>,
     is_free: Vec<bool>,
     inputs: Inputs,
     outputs: Outputs,
@@ -139,7 +139,7 @@ impl<'c> Relay<'c> {
             control_reader: FrameReader::new(),
             reader: FrameReader::new(),
             held: None,
-            free: (0..queues.slots).rev().collect(),
+            free: (0..queues.slots).collect(),
             is_free: vec![true; queues.slots as usize],
             inputs: Inputs::new(most, link.data_queues(), under_way),
             outputs: Outputs::default(),
@@ -344,7 +344,7 @@ impl<'c> Relay<'c> {
                         match slot.and_then(|slot| Some((slot, self.is_free.get_mut(slot as usize)?))) {
                             Some((slot, free)) if !*free => {
                                 *free = true;
-                                self.free.push(slot);
+                                self.free.push_back(slot);
                             }
                             _ => {
                                 return Err(EndReason::Server(format!(
@@ -489,7 +489,7 @@ impl<'c> Relay<'c> {
         let mut worked = false;
         while self.inputs.has_jobs() && self.inputs.has_tokens() && !self.free.is_empty() {
             let Some(queue) = self.link.next_queue() else { break };
-            let (Some(chunk), Some(slot)) = (self.inputs.next_chunk(), self.free.pop()) else { break };
+            let (Some(chunk), Some(slot)) = (self.inputs.next_chunk(), self.free.pop_front()) else { break };
             let Some(token) = self.inputs.token(&chunk) else { break };
             self.is_free[slot as usize] = false;
             let header =

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use protocol::data::{HostRange, Place};
+use protocol::link::chunk_len;
 
 use super::super::tcp::EndReason;
 use crate::verbs::{RegisteredRegion, Segment};
 
-/// Bytes of one write at least, where the transfer is that long.
-const MIN_CHUNK: u64 = 64 << 10;
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 const SIGNALLED: u64 = 32 << 10;
 
@@ -145,9 +144,7 @@ impl Inputs {
             _ => self.tickets.push_back((seq, span.len)),
         }
         let ticket = self.first + self.tickets.len() as u64 - 1;
-        // Enough writes for each queue to have two under way, so that the pipeline fills early; whole slots when it is long.
-        let chunk =
-            (span.len / (2 * self.queues)).next_multiple_of(4096).clamp(MIN_CHUNK.min(self.most), self.most);
+        let chunk = chunk_len(span.len, self.queues, self.most);
         self.jobs.push_back(Job { seq, piece, ticket, span, at: 0, chunk });
     }
 

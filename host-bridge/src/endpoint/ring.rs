@@ -1,0 +1,577 @@
+//! A `verbs` session's slots, used in turn.
+//!
+//! ```text
+//!   bridge: chunk n ══ RDMA write ══▶ slot n mod count ─▶ the driver's device reads it there ─▶ free, in order ─▶ SLOTS_FREE
+//! ```
+//!
+//! A command's `In` data comes in chunks of [`protocol::link::chunk_len`] bytes, and the chunks of all commands, in the commands' order, go to the slots in turn. So where data
+//! will lie is known when its command is executed, before the data is there: a driver tells its device to wait for a slot and to read it in place, and no CPU touches the bytes.
+//!
+//! A slot is counted in rounds: its first chunk is round 1, the next round 2. The bridge may write a slot's next round once it was told that the slot is free, which it is
+//! when the chunk in it has landed and was *passed*: read by whoever wanted it, or wanted by nobody. Slots become free in the chunks' order: one that a stream does not come to
+//! holds back those behind it, once the bridge has filled all the others. As with `tcp` that cannot deadlock, for a command's data never waits for that of a later one.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+
+use protocol::link::{DataHeader, SLOT_DATA, chunk_len};
+
+use super::Lost;
+
+/// Freed slots of which the bridge is told together.
+const BATCH: u64 = 8;
+/// Pieces of data at most that commands name and the bridge owes; a bridge of ours stops well before.
+const MAX_OWED: usize = 1 << 18;
+
+/// A driver whose device waits for slots and reads them by itself.
+pub trait Arrivals: Send + Sync {
+    /// A chunk has landed in this slot, its `round`-th. Called in the rounds' order, with a lock held: it must not block, nor call the client.
+    fn landed(&self, slot: usize, round: u64);
+
+    /// The last round of this slot that the device has finished with, as far as it was told of any.
+    fn passed(&self, slot: usize) -> u64;
+
+    /// The session has ended: nothing more will land.
+    fn lost(&self);
+}
+
+/// Who is to be told when slots may have become free.
+pub(super) trait Freed: Send + Sync {
+    fn freed(&self);
+}
+
+/// See the module's text.
+pub(super) struct Ring {
+    at: NonNull<u8>,
+    slot_size: usize,
+    count: u64,
+    queues: u64,
+    /// For each slot the rounds that have landed, and those that were passed by a CPU.
+    landed: Box<[AtomicU64]>,
+    passed: Box<[AtomicU64]>,
+    device: OnceLock<Arc<dyn Arrivals>>,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Pieces that no driver has asked for yet.
+    unasked: AtomicUsize,
+    over: AtomicBool,
+    /// Bytes landed.
+    pub(super) bytes: AtomicU64,
+    freed: Weak<dyn Freed>,
+}
+
+// SAFETY: `at` points to memory that its owner keeps as long as this; who uses which slot is the rounds' protocol.
+unsafe impl Send for Ring {}
+// SAFETY: as above.
+unsafe impl Sync for Ring {}
+
+struct State {
+    /// Pieces with chunks that have not landed, or that nobody has asked for, and those between them; in order.
+    plan: VecDeque<Piece>,
+    /// Number of the next piece's first chunk.
+    next: u64,
+    /// Chunks that came before the command that they belong to was known.
+    early: Box<[Option<DataHeader>]>,
+    /// Chunks that have landed.
+    arrived: u64,
+    /// Chunks before this one are free again, and before that one the bridge knows it.
+    free: u64,
+    told: u64,
+    /// Chunks that nobody reads, or nobody any more.
+    abandoned: Vec<Range<u64>>,
+    /// To name freed slots in.
+    names: Vec<u32>,
+}
+
+struct Piece {
+    seq: u64,
+    piece: u32,
+    len: u64,
+    chunk: u64,
+    first: u64,
+    count: u64,
+    landed: u64,
+    asked: bool,
+}
+
+impl Piece {
+    fn header(&self, chunk: u64) -> DataHeader {
+        let offset = (chunk - self.first) * self.chunk;
+        let len = (self.len - offset).min(self.chunk) as u32;
+        DataHeader { seq: self.seq, offset, piece: self.piece, len }
+    }
+}
+
+impl Ring {
+    /// `count` slots of `slot_size` bytes from `at` on, over `queues` queues.
+    ///
+    /// # Safety
+    /// The memory stays as long as this and everything that [`ask`](Self::ask) gives. Nobody but the peer's device writes it.
+    pub(super) unsafe fn new(
+        at: NonNull<u8>,
+        slot_size: usize,
+        count: usize,
+        queues: usize,
+        freed: Weak<dyn Freed>,
+    ) -> Arc<Ring> {
+        let zeros = || (0..count).map(|_| AtomicU64::new(0)).collect();
+        let state = State {
+            plan: VecDeque::with_capacity(256),
+            next: 0,
+            early: vec![None; count].into(),
+            arrived: 0,
+            free: 0,
+            told: 0,
+            abandoned: Vec::with_capacity(16),
+            names: Vec::with_capacity(count),
+        };
+        Arc::new(Ring {
+            at,
+            slot_size,
+            count: count as u64,
+            queues: queues as u64,
+            landed: zeros(),
+            passed: zeros(),
+            device: OnceLock::new(),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            unasked: AtomicUsize::new(0),
+            over: AtomicBool::new(false),
+            bytes: AtomicU64::new(0),
+            freed,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn place(&self, chunk: u64) -> (usize, u64) {
+        ((chunk % self.count) as usize, chunk / self.count + 1)
+    }
+
+    /// Has a driver's device wait for slots. To be called once, before the first command is executed.
+    pub(super) fn watch(&self, device: Arc<dyn Arrivals>) {
+        // A second one would find nothing of the first's state: the first stays.
+        let _ = self.device.set(device);
+    }
+
+    /// A command with `len` bytes of `In` data has come; commands come in order. The error is what the bridge has done wrong before.
+    pub(super) fn plan(&self, seq: u64, piece: u32, len: u64) -> Result<(), String> {
+        if len == 0 {
+            return Ok(());
+        }
+        let chunk = chunk_len(len, self.queues, (self.slot_size - SLOT_DATA as usize) as u64);
+        let count = len.div_ceil(chunk);
+        let state = &mut *self.lock();
+        while state.plan.front().is_some_and(|p| p.asked && p.landed == p.count) {
+            state.plan.pop_front();
+        }
+        let first = state.next;
+        let Some(next) = first.checked_add(count).filter(|_| state.plan.len() < MAX_OWED) else {
+            return Err(format!("command {seq} names {len} bytes more than the bridge can be waited for"));
+        };
+        state.plan.push_back(Piece { seq, piece, len, chunk, first, count, landed: 0, asked: false });
+        state.next = next;
+        self.unasked.fetch_add(1, Ordering::AcqRel);
+        for chunk in first..state.next.min(state.told + self.count) {
+            if let Some(header) = state.early[(chunk % self.count) as usize].take() {
+                self.land(state, chunk, &header)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bridge has written this slot. The error is what is wrong with it.
+    pub(super) fn arrived(&self, slot: u32, header: DataHeader) -> Result<(), String> {
+        let in_use = || format!("the bridge wrote slot {slot}, which is in use");
+        let landed = self.landed.get(slot as usize).ok_or_else(in_use)?;
+        let state = &mut *self.lock();
+        let chunk = landed.load(Ordering::Relaxed) * self.count + u64::from(slot);
+        let early = &mut state.early[slot as usize];
+        if chunk >= state.told + self.count || early.is_some() {
+            return Err(in_use());
+        }
+        if chunk >= state.next {
+            *early = Some(header);
+            return Ok(());
+        }
+        self.land(state, chunk, &header)
+    }
+
+    fn land(&self, state: &mut State, chunk: u64, header: &DataHeader) -> Result<(), String> {
+        let at = state.plan.partition_point(|p| p.first <= chunk);
+        let piece = at.checked_sub(1).and_then(|at| state.plan.get_mut(at));
+        let due = piece.as_ref().map(|p| p.header(chunk));
+        let (slot, round) = self.place(chunk);
+        let (Some(piece), true) = (piece, due.is_some_and(|due| due == *header)) else {
+            return Err(format!("the bridge wrote {header:?} into slot {slot}, where {due:?} was due"));
+        };
+        piece.landed += 1;
+        state.arrived += 1;
+        self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        self.landed[slot].store(round, Ordering::Release);
+        if let Some(device) = self.device.get() {
+            device.landed(slot, round);
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The data of a command that is being executed. `None`: no such data was announced.
+    pub(super) fn ask(self: &Arc<Ring>, seq: u64, piece: u32, len: u64) -> Option<Placed> {
+        if len == 0 {
+            return Some(Placed { ring: Arc::clone(self), first: 0, count: 0, chunk: 1, len: 0 });
+        }
+        let mut state = self.lock();
+        let found = state.plan.iter_mut().rev().find(|p| (p.seq, p.piece) == (seq, piece))?;
+        if found.asked || found.len != len {
+            return None;
+        }
+        found.asked = true;
+        self.unasked.fetch_sub(1, Ordering::AcqRel);
+        let Piece { first, count, chunk, .. } = *found;
+        Some(Placed { ring: Arc::clone(self), first, count, chunk, len })
+    }
+
+    /// Commands up to this have been executed: data of theirs that nobody has asked for, nobody will. True: there was some, so slots may have become free.
+    pub(super) fn executed(&self, seq: u64) -> bool {
+        if self.unasked.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let State { plan, abandoned, .. } = &mut *self.lock();
+        for piece in plan.iter_mut().filter(|p| !p.asked && p.seq <= seq) {
+            piece.asked = true;
+            self.unasked.fetch_sub(1, Ordering::AcqRel);
+            abandoned.push(piece.first..piece.first + piece.count);
+        }
+        true
+    }
+
+    fn is_passed(&self, slot: usize, round: u64) -> bool {
+        self.passed[slot].load(Ordering::Acquire) >= round
+            || self.device.get().is_some_and(|device| device.passed(slot) >= round)
+    }
+
+    /// Gives the slots of which the bridge is to be told that they are free, if it is time to tell it. It need not be told as long as it has half of the slots and others will
+    /// become free after these.
+    pub(super) fn take_free(&self, tell: impl FnOnce(&[u32])) {
+        let state = &mut *self.lock();
+        while state.free < state.next {
+            let (slot, round) = self.place(state.free);
+            let landed = self.landed[slot].load(Ordering::Acquire) >= round;
+            let abandoned = |chunk| state.abandoned.iter().any(|range| range.contains(&chunk));
+            if !landed || !(self.is_passed(slot, round) || abandoned(state.free)) {
+                break;
+            }
+            state.free += 1;
+        }
+        let free = state.free;
+        state.abandoned.retain(|range| range.end > free);
+        let (unknown, used) = (state.free - state.told, state.arrived - state.free);
+        if unknown > 0 && (used == 0 || unknown >= BATCH || used + unknown > self.count / 2) {
+            state.names.clear();
+            state.names.extend((state.told..state.free).map(|chunk| (chunk % self.count) as u32));
+            state.told = state.free;
+            tell(&state.names);
+        }
+    }
+
+    /// Whether a device may make slots free without anybody saying so.
+    pub(super) fn awaits_device(&self) -> bool {
+        self.device.get().is_some() && {
+            let state = self.lock();
+            state.arrived > state.free
+        }
+    }
+
+    /// The session is over: whoever waits for data is let go.
+    pub(super) fn close(&self) {
+        self.over.store(true, Ordering::Release);
+        // Under the lock, so that nobody is between a look and a wait.
+        drop(self.lock());
+        self.changed.notify_all();
+        if let Some(device) = self.device.get() {
+            device.lost();
+        }
+    }
+}
+
+/// Data that a command reads, in the transport's slots or on its way there. Dropped, it makes room for other data: whoever has not read it by then does not get it.
+pub struct Placed {
+    ring: Arc<Ring>,
+    first: u64,
+    count: u64,
+    chunk: u64,
+    len: u64,
+}
+
+impl std::fmt::Debug for Placed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Placed({} bytes in {} chunks)", self.len, self.count)
+    }
+}
+
+/// Where some bytes of a command's data will lie.
+#[derive(Debug, Clone, Copy)]
+pub struct PlacedChunk {
+    /// Their offset in the data.
+    pub offset: u64,
+    /// How many.
+    pub len: usize,
+    /// The first of them.
+    pub at: NonNull<u8>,
+    /// Their slot, and its round: see [`Arrivals`].
+    pub slot: usize,
+    /// As above.
+    pub round: u64,
+}
+
+impl Placed {
+    /// Bytes in all.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The chunks, in order. The bytes are there once the chunk's round has landed, and until it is passed or this is dropped.
+    pub fn chunks(&self) -> impl Iterator<Item = PlacedChunk> + '_ {
+        (0..self.count).map(|i| {
+            let (slot, round) = self.ring.place(self.first + i);
+            let offset = i * self.chunk;
+            let begin = slot * self.ring.slot_size + SLOT_DATA as usize;
+            // SAFETY: slot < count, and a chunk is never longer than a slot's room for data.
+            let at = unsafe { self.ring.at.add(begin) };
+            PlacedChunk { offset, len: (self.len - offset).min(self.chunk) as usize, at, slot, round }
+        })
+    }
+
+    /// Waits for all chunks in turn, and gives each to `read`, for a CPU that is (or stands for) the data's destination. Each makes room when `read` returns; an error ends it.
+    pub fn read<E: From<Lost>>(self, mut read: impl FnMut(u64, &[u8]) -> Result<(), E>) -> Result<(), E> {
+        for chunk in self.chunks() {
+            self.wait(&chunk)?;
+            // SAFETY: the chunk has landed, so the slot's bytes are initialized; the bridge is told that it may write the slot only after it was passed, below. A bridge that
+            // writes it all the same spoils its own session's data: the bytes are only copied.
+            let bytes = unsafe { std::slice::from_raw_parts(chunk.at.as_ptr(), chunk.len) };
+            read(chunk.offset, bytes)?;
+            self.ring.passed[chunk.slot].fetch_max(chunk.round, Ordering::AcqRel);
+            if let Some(freed) = self.ring.freed.upgrade() {
+                freed.freed();
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&self, chunk: &PlacedChunk) -> Result<(), Lost> {
+        let there = || self.ring.landed[chunk.slot].load(Ordering::Acquire) >= chunk.round;
+        if there() {
+            return Ok(());
+        }
+        let mut state = self.ring.lock();
+        while !there() {
+            if self.ring.over.load(Ordering::Acquire) {
+                return Err(Lost::new("the session ended before the data came"));
+            }
+            state = self.ring.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        if self.count == 0 {
+            return;
+        }
+        let end = self.first + self.count;
+        let mut state = self.ring.lock();
+        if end <= state.free {
+            return;
+        }
+        state.abandoned.push(self.first..end);
+        drop(state);
+        if let Some(freed) = self.ring.freed.upgrade() {
+            freed.freed();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SLOT: usize = SLOT_DATA as usize + (64 << 10);
+
+    struct Nobody;
+    impl Freed for Nobody {
+        fn freed(&self) {}
+    }
+
+    fn ring(count: usize) -> (Arc<Ring>, Vec<u8>) {
+        let mut memory = vec![0u8; count * SLOT];
+        let at = NonNull::new(memory.as_mut_ptr()).unwrap();
+        let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
+        // SAFETY: the tests keep the memory as long as the ring.
+        (unsafe { Ring::new(at, SLOT, count, 1, freed) }, memory)
+    }
+
+    fn header(seq: u64, offset: u64, len: u32) -> DataHeader {
+        DataHeader { seq, offset, piece: 0, len }
+    }
+
+    fn told(ring: &Ring) -> Vec<u32> {
+        let mut told = Vec::new();
+        ring.take_free(|slots| told.extend_from_slice(slots));
+        told
+    }
+
+    #[test]
+    fn data_that_comes_before_its_command_waits_for_it() {
+        let (ring, _memory) = ring(4);
+        ring.arrived(0, header(1, 0, 10)).unwrap();
+        ring.plan(1, 0, 10).unwrap();
+        let placed = ring.ask(1, 0, 10).unwrap();
+        assert!(told(&ring).is_empty());
+        let mut read = 0;
+        placed.read::<Lost>(|_, bytes| { read += bytes.len(); Ok(()) }).unwrap();
+        assert_eq!((read, told(&ring)), (10, vec![0]));
+    }
+
+    #[test]
+    fn a_slot_that_is_in_use_is_not_the_bridges_to_write() {
+        let (ring, _memory) = ring(2);
+        ring.arrived(0, header(1, 0, 10)).unwrap();
+        assert!(ring.arrived(0, header(1, 0, 10)).unwrap_err().contains("in use"));
+        assert!(ring.arrived(2, header(1, 0, 10)).unwrap_err().contains("in use"));
+        ring.plan(1, 0, 10).unwrap();
+        assert!(ring.arrived(0, header(2, 0, 10)).unwrap_err().contains("in use"));
+    }
+
+    #[test]
+    fn a_chunk_that_is_not_the_one_due_ends_the_session() {
+        for wrong in [header(2, 0, 10), header(1, 1, 10), header(1, 0, 9), DataHeader { piece: 1, ..header(1, 0, 10) }] {
+            let (ring, _memory) = ring(2);
+            ring.plan(1, 0, 10).unwrap();
+            assert!(ring.arrived(0, wrong).unwrap_err().contains("was due"));
+            let (early, _memory) = self::ring(2);
+            early.arrived(0, wrong).unwrap();
+            assert!(early.plan(1, 0, 10).unwrap_err().contains("was due"));
+        }
+    }
+
+    #[test]
+    fn data_that_nobody_asks_for_makes_room_when_its_command_is_executed() {
+        let (ring, _memory) = ring(2);
+        ring.plan(1, 0, 10).unwrap();
+        ring.plan(2, 0, 10).unwrap();
+        ring.arrived(1, header(2, 0, 10)).unwrap();
+        ring.executed(2);
+        assert!(told(&ring).is_empty() && ring.ask(1, 0, 10).is_none());
+        ring.arrived(0, header(1, 0, 10)).unwrap();
+        assert_eq!(told(&ring), [0, 1]);
+        // The slots' next rounds.
+        ring.plan(3, 0, 10).unwrap();
+        ring.arrived(0, header(3, 0, 10)).unwrap();
+    }
+
+    #[test]
+    fn who_waits_for_data_is_let_go_when_the_session_ends() {
+        let (ring, _memory) = ring(2);
+        ring.plan(1, 0, 10).unwrap();
+        let placed = ring.ask(1, 0, 10).unwrap();
+        let waiting = std::thread::spawn(move || placed.read::<Lost>(|_, _| Ok(())).is_err());
+        ring.close();
+        assert!(waiting.join().unwrap());
+    }
+
+    #[test]
+    fn a_device_is_told_of_rounds_and_frees_slots_by_itself() {
+        #[derive(Default)]
+        struct Device { landed: Mutex<Vec<(usize, u64)>>, passed: AtomicU64 }
+        impl Arrivals for Device {
+            fn landed(&self, slot: usize, round: u64) { self.landed.lock().unwrap().push((slot, round)); }
+            fn passed(&self, _slot: usize) -> u64 { self.passed.load(Ordering::Relaxed) }
+            fn lost(&self) {}
+        }
+        let (ring, _memory) = ring(2);
+        let device = Arc::new(Device::default());
+        ring.watch(device.clone());
+        ring.plan(1, 0, 3 * (64 << 10)).unwrap();
+        let placed = ring.ask(1, 0, 3 * (64 << 10)).unwrap();
+        let places: Vec<_> = placed.chunks().map(|c| (c.slot, c.round)).collect();
+        assert_eq!(places, [(0, 1), (1, 1), (0, 2)]);
+        ring.arrived(1, header(1, 64 << 10, 64 << 10)).unwrap();
+        ring.arrived(0, header(1, 0, 64 << 10)).unwrap();
+        assert!(ring.awaits_device() && told(&ring).is_empty());
+        device.passed.store(1, Ordering::Relaxed);
+        assert_eq!(told(&ring), [0, 1]);
+        assert!(!ring.awaits_device());
+        ring.arrived(0, header(1, 128 << 10, 64 << 10)).unwrap();
+        assert_eq!(*device.landed.lock().unwrap(), [(1, 1), (0, 1), (0, 2)]);
+        drop(placed);
+        assert_eq!(told(&ring), [0]);
+    }
+
+    proptest! {
+        /// Whatever the lengths, and in whatever order chunks land and are read: the bridge's and the server's idea of where each goes agree, nothing gets stuck, and no slot is
+        /// written before it is free.
+        #[test]
+        fn both_sides_agree_where_chunks_go(
+            count in 2usize..16,
+            lengths in prop::collection::vec(1u64..400_000, 1..40),
+            order in prop::collection::vec(any::<u8>(), 1..200),
+        ) {
+            let (ring, _memory) = ring(count);
+            let most = (SLOT - SLOT_DATA as usize) as u64;
+            let mut chunks: VecDeque<DataHeader> = VecDeque::new();
+            for (i, len) in lengths.iter().enumerate() {
+                let chunk = chunk_len(*len, 1, most);
+                let mut offset = 0;
+                while offset < *len {
+                    let now = chunk.min(len - offset);
+                    chunks.push_back(header(i as u64 + 1, offset, now as u32));
+                    offset += now;
+                }
+            }
+            let mut free: VecDeque<u32> = (0..count as u32).collect();
+            let mut flying: Vec<(u32, DataHeader)> = Vec::new();
+            let mut order = order.into_iter().cycle();
+            let mut planned = 0;
+            let mut asked: Vec<Placed> = Vec::new();
+            let mut rounds = 0;
+            while !chunks.is_empty() || !flying.is_empty() || planned < lengths.len() || !asked.is_empty() {
+                // Never the same for ever, however short the given order is.
+                let choice = order.next().unwrap().wrapping_add(rounds as u8);
+                if choice % 3 == 0 && planned < lengths.len() {
+                    let seq = planned as u64 + 1;
+                    ring.plan(seq, 0, lengths[planned]).unwrap();
+                    if choice % 2 == 0 { asked.push(ring.ask(seq, 0, lengths[planned]).unwrap()); }
+                    ring.executed(seq);
+                    planned += 1;
+                }
+                if let (Some(chunk), Some(slot)) = (chunks.front().copied(), free.front().copied()) {
+                    (chunks.pop_front(), free.pop_front());
+                    flying.push((slot, chunk));
+                }
+                if !flying.is_empty() {
+                    let (slot, chunk) = flying.swap_remove(usize::from(choice) % flying.len());
+                    prop_assert_eq!(ring.arrived(slot, chunk), Ok(()));
+                }
+                if !asked.is_empty() && choice % 5 == 0 { drop(asked.remove(0)); }
+                ring.take_free(|slots| free.extend(slots));
+                rounds += 1;
+                prop_assert!(rounds < 100_000, "stuck");
+            }
+            prop_assert_eq!(ring.lock().told, ring.lock().next);
+            prop_assert!(ring.lock().abandoned.is_empty());
+        }
+    }
+}
