@@ -16,6 +16,7 @@ impl ops::event::EventOps<()> for Nothing {}
 impl ops::nvml::NvmlOps<()> for Nothing {}
 impl ops::graph::GraphOps<()> for Nothing {}
 impl ops::texture::TextureOps<()> for Nothing {}
+impl ops::array::ArrayOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;

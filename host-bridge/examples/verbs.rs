@@ -132,7 +132,7 @@ impl Talk {
             }
             Ok(())
         })?;
-        if worked {
+        if worked && self.sleep {
             self.heard = Instant::now();
         }
         worked |= self.link.flush()?;
@@ -342,15 +342,22 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     }
     println!("begun");
     let begin = Instant::now();
+    // Of each exchange of a `ping`, in microseconds.
+    let mut each = Vec::with_capacity(job.count as usize);
     match job.what.as_str() {
         "ping" => {
             let body = vec![7u8; job.size as usize];
+            let mut last = begin;
             for _ in 0..job.count {
                 talk.frame(PING, &body);
                 talk.turn()?;
-                if talk.next()? != (PING, body.clone()) {
+                let (kind, answer) = talk.next()?;
+                if kind != PING || answer != body {
                     return Err("another answer than the question".into());
                 }
+                let now = Instant::now();
+                each.push(now.duration_since(last).as_secs_f64() * 1e6);
+                last = now;
             }
         }
         "h2d" => {
@@ -381,15 +388,21 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     }
     let time = begin.elapsed().as_secs_f64();
     println!(
-        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} messages={:?}",
+        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} messages={:?}",
         job.what,
         job.size,
         job.count,
         (job.size * job.count) as f64 / time / 1e6,
         time / job.count as f64 * 1e6,
+        median(&mut each),
         talk.link.messages,
     );
     Ok(())
+}
+
+fn median(all: &mut [f64]) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or(0.0)
 }
 
 /// Asks for one transfer after the other, and verifies each.

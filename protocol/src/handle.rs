@@ -38,6 +38,8 @@ handles! {
     FunctionId(u64);
     /// An instantiated graph.
     GraphId(u32);
+    /// An array, a mipmapped array, or a level of one.
+    ArrayId(u32);
     /// A point in a stream that waits for the client's word ([`crate::ops::stream::StreamHostWait`]).
     TicketId(u64);
 }

@@ -190,6 +190,21 @@ impl<'a> Wire<'a> for &'a str {
     }
 }
 
+/// A value that may be left out: whether it is there, then the value.
+impl<'a, T: Wire<'a>> Wire<'a> for Option<T> {
+    const CARRIES_DATA: bool = T::CARRIES_DATA;
+    fn put(&self, w: &mut Writer<'_>) {
+        self.is_some().put(w);
+        self.iter().for_each(|v| v.put(w));
+    }
+    fn get(r: &mut Reader<'a>) -> Result<Self, WireError> {
+        if bool::get(r)? { T::get(r).map(Some) } else { Ok(None) }
+    }
+    fn visit_data(&self, visit: &mut dyn FnMut(crate::data::DataUse)) {
+        self.iter().for_each(|v| v.visit_data(visit));
+    }
+}
+
 /// A list of values: `u32` count, then the values. Decoding allocates no more than the input can hold.
 impl<'a, T: Wire<'a>> Wire<'a> for Vec<T> {
     const CARRIES_DATA: bool = T::CARRIES_DATA;

@@ -11,6 +11,7 @@
 //! See `rgpu_tests::machine::rdma` for the machine.
 
 use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::machine::nested::{self, Nested};
 use rgpu_tests::machine::{Builder, Machine, Process, rdma};
 use rgpu_tests::tree;
 use std::path::PathBuf;
@@ -29,7 +30,18 @@ fn built() -> Result<PathBuf> {
     let build = || {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let status = Command::new(cargo)
-            .args(["build", "--release", "-p", "rgpu-server", "-p", "vhost-rgpu", "-p", "rgpu-host-bridge"])
+            .args([
+                "build",
+                "--release",
+                "-p",
+                "rgpu-server",
+                "-p",
+                "vhost-rgpu",
+                "-p",
+                "rgpuctl",
+                "-p",
+                "rgpu-host-bridge",
+            ])
             // An example alone would have the daemons left out.
             .args(["--bins", "--example", "verbs", "--example", "hostile"])
             .current_dir(tree::root())
@@ -287,7 +299,7 @@ impl Rgpu {
             "exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
         ))?;
         let daemon = machine.spawn(&format!(
-            "exec /opt/rgpu/vhost-rgpu --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} 2>/run/vhost.log"
+            "exec /opt/rgpu/vhost-rgpu --socket /run/vm.sock --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} --status-socket /run/vhost.status 2>/run/vhost.log"
         ))?;
         machine.check("for i in $(seq 600); do [ -S /run/server.status ] && [ -S /run/native.sock ] && exit 0; sleep 0.1; done; cat /run/*.log; exit 1", SHORT)?;
         Ok(Rgpu { machine, server, _daemon: daemon })
@@ -296,7 +308,7 @@ impl Rgpu {
     fn builder() -> Result<Builder> {
         let binaries = built()?;
         let mut builder = Bed::builder()?.memory_mib(3072);
-        for name in ["rgpu-server", "vhost-rgpu"] {
+        for name in ["rgpu-server", "vhost-rgpu", "rgpuctl"] {
             builder = builder.program(binaries.join(name), format!("/opt/rgpu/{name}"));
         }
         for needed in [tree::guest_libraries(), tree::programs()] {
@@ -333,6 +345,23 @@ impl Rgpu {
         Ok(())
     }
 
+    /// A counter of `vhost-rgpu`, over all sessions so far.
+    fn bridge_counter(&self, name: &str) -> Result<u64> {
+        let said = self.machine.check("/opt/rgpu/rgpuctl status --json --socket /run/vhost.status", SHORT)?;
+        let status: serde_json::Value = serde_json::from_str(&said).context("the daemon's status")?;
+        let value = &status["/run/vhost.status"]["totals"][name];
+        value.as_u64().with_context(|| format!("no counter {name} in {said}"))
+    }
+
+    /// A counter of the session that the server ended last, by its log.
+    fn server_counter(&self, name: &str) -> Result<u64> {
+        let line = self
+            .machine
+            .check("sed 's/\\x1b\\[[0-9;]*m//g' /run/server.log | grep 'session ended' | tail -n 1", SHORT)?;
+        let words = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        words.and_then(|v| v.parse().ok()).with_context(|| format!("no {name} in {line:?}"))
+    }
+
     fn logs(&self) -> String {
         self.machine
             .run("tail -n 20 /run/server.log /run/vhost.log", SHORT)
@@ -366,6 +395,37 @@ const PROGRAMS: [&str; 16] = [
     "device_list",
 ];
 
+/// Page-locked memory goes from the program's pages into the buffers that the device reads, and back, with no CPU in between on either host.
+fn bulk_data_is_copied_by_no_cpu(rgpu: &Rgpu, program: &str) -> Result<()> {
+    no_cpu_copies(rgpu, program, || rgpu.passes(program))
+}
+
+fn no_cpu_copies(rgpu: &Rgpu, program: &str, run: impl FnOnce() -> Result<()>) -> Result<()> {
+    let before =
+        ["copied_bytes", "data_bytes_sent", "data_bytes_received"].map(|name| rgpu.bridge_counter(name));
+    run()?;
+    rgpu.nothing_left()?;
+    let [copied, sent, received] =
+        ["copied_bytes", "data_bytes_sent", "data_bytes_received"].map(|name| rgpu.bridge_counter(name));
+    let [copied_before, sent_before, received_before] = before;
+    let (copied, sent, received) =
+        (copied? - copied_before?, sent? - sent_before?, received? - received_before?);
+    let (came, went, by_cpu) = (
+        rgpu.server_counter("bytes_in")?,
+        rgpu.server_counter("bytes_out")?,
+        rgpu.server_counter("bytes_copied")?,
+    );
+    eprintln!(
+        "      {program}: {came} bytes to the device and {went} from it; copied: {by_cpu} there, {copied} here (commands and answers)"
+    );
+    ensure!(came > 8 << 20 && went > 8 << 20, "{came} and {went} bytes are not much");
+    ensure!(sent == came && received == went, "the bridge sent {sent} and received {received}");
+    ensure!(by_cpu == 0, "the server's CPU copied {by_cpu} bytes");
+    // Commands and answers are copied, and nothing else is.
+    ensure!(copied < (came + went) / 20, "the bridge's CPU copied {copied} bytes");
+    Ok(())
+}
+
 fn eight_programs_at_once_pass(rgpu: &Rgpu) -> Result<()> {
     let running = (0..8).map(|i| rgpu.spawn(PROGRAMS[i % 4])).collect::<Result<Vec<_>>>()?;
     for program in running {
@@ -376,6 +436,7 @@ fn eight_programs_at_once_pass(rgpu: &Rgpu) -> Result<()> {
 }
 
 fn a_killed_program_takes_nobody_along(rgpu: &Rgpu) -> Result<()> {
+    // Its copies are under way then.
     let victim = rgpu.at_work("copies")?;
     let other = rgpu.spawn("streams_events")?;
     victim.kill()?;
@@ -391,20 +452,34 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     let output = program.wait(LONG)?;
     ensure!(output.success(), "after a second without a link: {output}\n{}", rgpu.logs());
     let program = rgpu.at_work("copies")?;
+    let cut = Instant::now();
     rgpu.machine.check(rdma::CUT, SHORT)?;
-    // Ten seconds are configured; the rest is for a busy host.
+    // Ten seconds are configured; the rest is for a busy host. By the end of the minute both sides have let go of everything, long before the link is back.
     let output = program.wait(SHORT);
+    let left = rgpu.nothing_left();
+    std::thread::sleep(Duration::from_secs(60).saturating_sub(cut.elapsed()));
     rgpu.machine.check(rdma::MEND, SHORT)?;
     rdma::wait_up(&rgpu.machine)?;
     let output = output?;
     ensure!(!output.success(), "the program did not mind the cut: {output}");
+    left.context("while the link was down")?;
     // The link is back, and so is service.
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
 }
 
+/// `interface` carries the clients' packets.
+fn programs_pass_over_a_bad_link(rgpu: &Rgpu, interface: &str) -> Result<()> {
+    let disturb =
+        format!("/sbin/tc qdisc add dev {interface} root netem loss 0.5% delay 1ms reorder 10% 50%");
+    rgpu.machine.check(&disturb, SHORT)?;
+    let passed = ["vectorAdd", "pinned_bulk"].iter().try_for_each(|program| rgpu.passes(program));
+    rgpu.machine.check(&format!("/sbin/tc qdisc del dev {interface} root"), SHORT)?;
+    passed
+}
+
 fn a_killed_server_ends_the_program_with_a_reason(rgpu: &Rgpu) -> Result<()> {
-    let program = rgpu.at_work("copies")?;
+    let program = rgpu.at_work("pinned_bulk")?;
     rgpu.server.kill()?;
     let output = program.wait(SHORT)?;
     let said = String::from_utf8_lossy(&output.stderr);
@@ -497,15 +572,56 @@ fn programs_run_over_verbs_and_nobody_harms_another() -> Result<()> {
     for program in PROGRAMS {
         parts.run(program, || rgpu.passes(program));
     }
+    for program in ["pinned_bulk", "copies"] {
+        parts.run(&format!("no copy of {program}"), || bulk_data_is_copied_by_no_cpu(&rgpu, program));
+    }
     parts.run("nothing is left", || rgpu.nothing_left());
     parts.run("eight programs at once", || eight_programs_at_once_pass(&rgpu));
     parts.run("a killed program", || a_killed_program_takes_nobody_along(&rgpu));
     parts.run("a hostile bridge", || a_hostile_bridge_is_shown_out(&rgpu));
     parts.run("a hostile server", || a_hostile_server_loses_its_client(&rgpu));
+    parts.run("a bad link", || programs_pass_over_a_bad_link(&rgpu, "v1"));
     parts.run("a cut link", || a_short_cut_is_outlived_and_a_long_one_ends_the_program(&rgpu));
     parts.run("a killed server", || a_killed_server_ends_the_program_with_a_reason(&rgpu));
     parts.run("the kernel's log", || rgpu.machine.check_console());
     parts.end()
+}
+
+/// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts' machine is emulated itself, so the virtual one is twice.
+#[test]
+fn a_guest_reaches_the_server_over_verbs_and_no_cpu_copies_its_data() -> Result<()> {
+    let nested = Nested::new("export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk")?
+        .dir(&tree::guest_libraries(), "/opt/rgpu/lib")?
+        .file(&tree::programs().join("pinned_bulk"), "/opt/rgpu/pinned_bulk")?;
+    let machine = rdma::boot(nested.put_into(Rgpu::builder()?)?)?;
+    let rgpu = Rgpu::new(rdma::SERVER.1, rdma::CLIENT.1, machine)?;
+    let mut guest = String::new();
+    let mut parts = Parts::default();
+    parts.run("no copy of what a guest sends", || {
+        no_cpu_copies(&rgpu, "the guest", || {
+            let output = rgpu.machine.run(&Nested::command("/run/vm.sock"), 3 * LONG)?;
+            guest = output.text();
+            ensure!(guest.contains("PASS pinned_bulk"), "{output}\n{}", rgpu.logs());
+            ensure!(guest.contains(&format!("{}0", nested::STATUS)), "{output}");
+            Ok(())
+        })
+    });
+    parts.run("the kernel's log", || rgpu.machine.check_console());
+    parts.end()
+}
+
+/// For longer than a loss is configured to be noticed after, and back up again.
+fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
+    let program = rgpu.at_work("copies")?;
+    rgpu.machine.check("/bin/ip link set vf0 down", SHORT)?;
+    let output = program.wait(SHORT);
+    rgpu.machine.check("/bin/ip link set vf0 up", SHORT)?;
+    let up = "for i in $(seq 600); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done; rdma link; exit 1";
+    rgpu.machine.check(up, LONG)?;
+    let output = output?;
+    ensure!(!output.success(), "the program did not mind: {output}");
+    rgpu.nothing_left()?;
+    rgpu.passes("vectorAdd")
 }
 
 #[test]
@@ -522,5 +638,12 @@ fn a_virtual_function_carries_it_all() -> Result<()> {
     for program in ["vectorAdd", "copies", "streams_events"] {
         parts.run(program, || rgpu.passes(program));
     }
+    parts.run("no copy", || bulk_data_is_copied_by_no_cpu(&rgpu, "pinned_bulk"));
+    parts.run("eight programs at once", || eight_programs_at_once_pass(&rgpu));
+    parts.run("a bad link", || programs_pass_over_a_bad_link(&rgpu, "vf0"));
+    parts.run("a killed program", || a_killed_program_takes_nobody_along(&rgpu));
+    parts.run("a function taken down", || a_function_taken_down_ends_the_program(&rgpu));
+    parts.run("a killed server", || a_killed_server_ends_the_program_with_a_reason(&rgpu));
+    parts.run("the kernel's log", || rgpu.machine.check_console());
     parts.end()
 }

@@ -424,7 +424,8 @@ impl Session {
         drop(place);
         loop {
             if let Some(completion) = slot.poll(payload) {
-                self.poll.answered(false);
+                // Had it polled a little longer, it would have paid: a limit that once fell must be able to rise again.
+                self.poll.answered(begin.elapsed() < self.poll.most);
                 return Ok(completion.status);
             }
             if slot.announce_sleep() {

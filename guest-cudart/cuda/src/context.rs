@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
-use crate::{Result, code, event, graph, host, library, memory, module, non_null, put};
+use crate::{Result, array, code, event, graph, host, library, memory, module, non_null, put, texture};
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
 use client::handles::Slab;
@@ -272,6 +272,8 @@ impl Context {
         module::forget(driver, self, with_server);
         library::forget(driver, self, with_server);
         graph::forget(driver, self, with_server);
+        texture::forget(driver, self, with_server);
+        array::forget(driver, self, with_server);
         host::forget(self);
         let now = self.last_work.load(Ordering::Acquire);
         self.is_synced(now);

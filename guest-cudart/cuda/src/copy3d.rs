@@ -4,12 +4,11 @@
 //! packed into the arena chunk by chunk, and the device's side of each chunk is a box. With pinned memory and a stream that goes on alone, each row is a reference of its own: the
 //! source must not be read before the stream comes to it.
 
-use std::sync::atomic::AtomicBool;
-
+use crate::array::End;
 use crate::copy::{self, Copier, Mode, is_device, move_bytes};
 use crate::host::REGIONS;
 use crate::types::{Memcpy2D, Memcpy3D, memory_type};
-use crate::{Result, capture, context, memory, non_null, refuse_form};
+use crate::{Result, array, capture, context, memory, non_null};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::ops::copy::{MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
@@ -271,6 +270,7 @@ struct Described {
     kind: u32,
     host: usize,
     device: u64,
+    array: usize,
     x: usize,
     y: usize,
     z: usize,
@@ -280,13 +280,19 @@ struct Described {
 }
 
 impl Described {
+    fn end(&self, driver: &crate::state::Driver, e: &Extent) -> Result<Linear> {
+        if self.kind == memory_type::ARRAY {
+            let at = [self.x as u64, self.y as u64, self.z as u64];
+            return Ok(Linear::Not(End::Array(array::of(self.array)?, at)));
+        }
+        self.side(driver, e).map(Linear::Side)
+    }
+
     fn side(&self, driver: &crate::state::Driver, e: &Extent) -> Result<Side> {
-        static SAID: AtomicBool = AtomicBool::new(false);
         let (device, base) = match self.kind {
             memory_type::HOST => (false, self.host as u64),
             memory_type::DEVICE => (true, self.device),
             memory_type::UNIFIED => (is_device(driver, self.device), self.device),
-            memory_type::ARRAY => return refuse_form("a copy from or to an array", &SAID),
             _ => return Err(Status::INVALID_VALUE),
         };
         // A pitch of 0 means that rows follow each other.
@@ -319,6 +325,52 @@ impl Described {
     }
 }
 
+/// One end of a copy: linear memory, or an array.
+enum Linear {
+    Side(Side),
+    Not(End),
+}
+
+impl Copier {
+    /// # Safety
+    /// As [`Copier::boxes`].
+    unsafe fn between(&self, dst: &Described, src: &Described, e: Extent) -> Result {
+        let extent = [e.width, e.height, e.depth];
+        let memory = |side: &Side| {
+            let span = side.span(&e).ok_or(Status::INVALID_VALUE)?;
+            memory::check(self.driver, side.address, span)?;
+            Ok::<_, Status>(End::Device(side.pitched()))
+        };
+        let packed = |memory: &Pitched| Side {
+            device: true,
+            address: memory.address,
+            pitch: memory.pitch,
+            slice: memory.slice,
+        };
+        // SAFETY: as the caller says.
+        unsafe {
+            match (dst.end(self.driver, &e)?, src.end(self.driver, &e)?) {
+                (Linear::Side(dst), Linear::Side(src)) => self.boxes(dst, src, e),
+                (Linear::Not(dst), Linear::Not(src)) => self.with_array(&dst, &src, extent),
+                (Linear::Not(dst), Linear::Side(src)) if src.device => {
+                    self.with_array(&dst, &memory(&src)?, extent)
+                }
+                (Linear::Side(dst), Linear::Not(src)) if dst.device => {
+                    self.with_array(&memory(&dst)?, &src, extent)
+                }
+                (Linear::Not(dst), Linear::Side(src)) => self.by_way_of(extent, |between| {
+                    self.boxes(packed(between), src, e)?;
+                    self.with_array(&dst, &End::Device(between.clone()), extent)
+                }),
+                (Linear::Side(dst), Linear::Not(src)) => self.by_way_of(extent, |between| {
+                    self.with_array(&End::Device(between.clone()), &src, extent)?;
+                    self.boxes(dst, packed(between), e)
+                }),
+            }
+        }
+    }
+}
+
 unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
     non_null(copy)?;
     // SAFETY: not NULL, and the program says that it may be read.
@@ -331,6 +383,7 @@ unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
         kind: c.srcMemoryType,
         host: c.srcHost,
         device: c.srcDevice,
+        array: c.srcArray,
         x: c.srcXInBytes,
         y: c.srcY,
         z: 0,
@@ -341,15 +394,15 @@ unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
         kind: c.dstMemoryType,
         host: c.dstHost,
         device: c.dstDevice,
+        array: c.dstArray,
         x: c.dstXInBytes,
         y: c.dstY,
         z: 0,
         pitch: c.dstPitch,
         height: 0,
     };
-    let (dst, src) = (dst.side(copier.driver, &e)?, src.side(copier.driver, &e)?);
     // SAFETY: what the structure describes is the program's to vouch for.
-    unsafe { copier.boxes(dst, src, e) }
+    unsafe { copier.between(&dst, &src, e) }
 }
 
 unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
@@ -374,6 +427,7 @@ unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
         kind: c.srcMemoryType,
         host: c.srcHost,
         device: c.srcDevice,
+        array: c.srcArray,
         x: c.srcXInBytes,
         y: c.srcY,
         z: c.srcZ,
@@ -384,15 +438,15 @@ unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
         kind: c.dstMemoryType,
         host: c.dstHost,
         device: c.dstDevice,
+        array: c.dstArray,
         x: c.dstXInBytes,
         y: c.dstY,
         z: c.dstZ,
         pitch: c.dstPitch,
         height: c.dstHeight,
     };
-    let (dst, src) = (dst.side(copier.driver, &e)?, src.side(copier.driver, &e)?);
     // SAFETY: what the structure describes is the program's to vouch for.
-    unsafe { copier.boxes(dst, src, e) }
+    unsafe { copier.between(&dst, &src, e) }
 }
 
 api! {

@@ -6,6 +6,7 @@
 use std::ffi::c_void;
 use std::sync::Mutex;
 
+use crate::compile_cache;
 use crate::context::{self, Stored};
 use crate::device::attr;
 use crate::integrity::{self, Question, Seen};
@@ -209,6 +210,13 @@ static STREAMS: Table<93> =
     table(&[(4, context_id as Slot), (39, stream_id as Slot), (51, stream_through as Slot)]);
 static FUNCTIONS: Table<99> = table(&[(7, each_function as Slot)]);
 static REFUSING: Table<17> = table(&[]);
+static COMPILE_CACHE: Table<7> = table(&[
+    (1, compile_cache::make_key as Slot),
+    (2, compile_cache::drop_key as Slot),
+    (3, compile_cache::look_up as Slot),
+    (4, compile_cache::keep as Slot),
+    (6, compile_cache::give_back as Slot),
+]);
 
 /// The tables by GUID, as the 16 bytes stand in memory.
 fn find(guid: &[u8; 16]) -> Option<*const c_void> {
@@ -222,6 +230,7 @@ fn find(guid: &[u8; 16]) -> Option<*const c_void> {
         0x21318C60_9714_3248_8CA6_41FF7324C8F2 => STREAMS.0.as_ptr(),
         0x6E163FBE_B958_444D_835C_E182AFF1991E => FUNCTIONS.0.as_ptr(),
         0x1734DC26_800D_4745_8726_C0F1E7DD8BCA => REFUSING.0.as_ptr(),
+        0xDA9151D3_3AE6_CC41_A5C0_4F26D533E328 => COMPILE_CACHE.0.as_ptr(),
         _ => return None,
     };
     Some(table.cast())

@@ -34,16 +34,11 @@ mod graph {
 /// Arrays and mipmapped arrays, and copies from and to them.
 mod array {
     unsupported! {
-        cuArray3DCreate, cuArray3DCreate_v2, cuArray3DGetDescriptor, cuArray3DGetDescriptor_v2, cuArrayCreate,
-        cuArrayCreate_v2, cuArrayDestroy, cuArrayGetDescriptor, cuArrayGetDescriptor_v2, cuArrayGetMemoryRequirements,
-        cuArrayGetPlane, cuArrayGetSparseProperties, cuExternalMemoryGetMappedMipmappedArray,
+        cuArray3DCreate, cuArray3DGetDescriptor, cuArrayCreate,
+        cuArrayGetDescriptor,         cuArrayGetPlane, cuArrayGetSparseProperties, cuExternalMemoryGetMappedMipmappedArray,
         cuGraphicsResourceGetMappedMipmappedArray, cuGraphicsSubResourceGetMappedArray, cuMemMapArrayAsync,
-        cuMemMapArrayAsync_ptsz, cuMemcpyAtoA, cuMemcpyAtoA_v2, cuMemcpyAtoA_v2_ptds, cuMemcpyAtoD, cuMemcpyAtoD_v2,
-        cuMemcpyAtoD_v2_ptds, cuMemcpyAtoH, cuMemcpyAtoHAsync, cuMemcpyAtoHAsync_v2, cuMemcpyAtoHAsync_v2_ptsz,
-        cuMemcpyAtoH_v2, cuMemcpyAtoH_v2_ptds, cuMemcpyDtoA, cuMemcpyDtoA_v2, cuMemcpyDtoA_v2_ptds, cuMemcpyHtoA,
-        cuMemcpyHtoAAsync, cuMemcpyHtoAAsync_v2, cuMemcpyHtoAAsync_v2_ptsz, cuMemcpyHtoA_v2, cuMemcpyHtoA_v2_ptds,
-        cuMipmappedArrayCreate, cuMipmappedArrayDestroy, cuMipmappedArrayGetLevel,
-        cuMipmappedArrayGetMemoryRequirements, cuMipmappedArrayGetSparseProperties, cuSurfRefGetArray,
+        cuMemMapArrayAsync_ptsz, cuMemcpyAtoA, cuMemcpyAtoD,         cuMemcpyAtoH, cuMemcpyAtoHAsync,         cuMemcpyDtoA, cuMemcpyHtoA,
+        cuMemcpyHtoAAsync,                 cuMipmappedArrayGetSparseProperties, cuSurfRefGetArray,
         cuSurfRefSetArray, cuTexRefGetArray, cuTexRefGetMipmappedArray, cuTexRefSetArray, cuTexRefSetMipmappedArray,
     }
 }
@@ -51,10 +46,8 @@ mod array {
 /// Textures, surfaces and tensor maps.
 mod texture {
     unsupported! {
-        cuDeviceGetTexture1DLinearMaxWidth, cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef, cuSurfObjectCreate,
-        cuSurfObjectDestroy, cuSurfObjectGetResourceDesc, cuTensorMapEncodeIm2colWide,
-         cuTexObjectCreate, cuTexObjectDestroy,
-        cuTexObjectGetResourceDesc, cuTexObjectGetResourceViewDesc, cuTexObjectGetTextureDesc, cuTexRefCreate,
+        cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef,         cuTensorMapEncodeIm2colWide,
+                 cuTexRefCreate,
         cuTexRefDestroy, cuTexRefGetAddress, cuTexRefGetAddressMode, cuTexRefGetAddress_v2, cuTexRefGetBorderColor,
         cuTexRefGetFilterMode, cuTexRefGetFlags, cuTexRefGetFormat, cuTexRefGetMaxAnisotropy,
         cuTexRefGetMipmapFilterMode, cuTexRefGetMipmapLevelBias, cuTexRefGetMipmapLevelClamp, cuTexRefSetAddress,

@@ -9,7 +9,7 @@
 //! - `stream`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `pointer`, `pool`: memory of either side; `copy`, `copy3d`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
-//! - `entry`, `export_table`, `integrity`: how other libraries find all this;
+//! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
 //! - `later`: chapters of the API that are exported and refused.
 //!
 //! Handles are opaque words ([`client::handles`]); enumerations are plain integers, since a program may pass any number.
@@ -25,12 +25,15 @@
 #[macro_use]
 mod macros;
 
+pub mod array;
 pub mod tensor_map;
+pub mod texture;
 pub mod types;
 mod visible;
 
 mod callback;
 mod capture;
+mod compile_cache;
 mod context;
 mod copy;
 mod copy3d;

@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -31,6 +31,8 @@ use crate::memory::{ChannelView, Memories};
 
 /// Records taken between two looks at who waits for room or for progress, while there is more to take.
 const BATCH: u32 = 32;
+/// Executed commands after which the client is told even while there is more to do; a command that has read data of the client's is told of at once.
+const TELL: u64 = 16;
 /// How often the control thread looks whether the bridge is still there while it waits for a region's last user.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -61,6 +63,9 @@ pub struct LocalClient {
     stop: Bell,
     read: AtomicU64,
     written: AtomicU64,
+    /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
+    executed: AtomicU64,
+    has_read: AtomicBool,
 }
 
 /// How the client's threads are reached.
@@ -128,6 +133,8 @@ impl LocalCommands {
             stop,
             read: AtomicU64::new(0),
             written: AtomicU64::new(0),
+            executed: AtomicU64::new(0),
+            has_read: AtomicBool::new(false),
         });
         // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
         // drops the consumer first).
@@ -254,6 +261,9 @@ impl Commands for LocalCommands {
         };
         self.since_wake += 1;
         if record.is_none() || self.since_wake >= BATCH {
+            if record.is_none() {
+                self.client.tell_executed();
+            }
             self.wake_waiters();
         }
         Ok(record)
@@ -359,6 +369,17 @@ impl LocalClient {
         self.end.get().is_some()
     }
 
+    /// Publishes what the dispatcher has executed, if the client does not know it yet.
+    fn tell_executed(&self) {
+        let seq = self.executed.load(Ordering::Relaxed);
+        let area = self.view.progress();
+        if seq > area.executed() {
+            self.has_read.store(false, Ordering::Relaxed);
+            area.set_executed(seq);
+            self.released.executed(seq);
+        }
+    }
+
     /// The channel's mapping, for a driver that registers it with its device.
     pub fn view(&self) -> &Arc<ChannelView> {
         &self.view
@@ -410,12 +431,15 @@ impl Client for LocalClient {
     }
 
     fn executed(&self, seq: u64) {
-        self.view.progress().set_executed(seq);
-        self.released.executed(seq);
+        self.executed.store(seq, Ordering::Relaxed);
+        if seq.is_multiple_of(TELL) || self.has_read.load(Ordering::Relaxed) {
+            self.tell_executed();
+        }
     }
 
     fn source(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Source, Status> {
         self.read.fetch_add(range.len, Ordering::Relaxed);
+        self.has_read.store(true, Ordering::Relaxed);
         self.regions.take(range, Some(seq)).map(Source::Mapped).ok_or_else(|| self.wild(seq, range))
     }
 

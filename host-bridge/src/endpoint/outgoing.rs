@@ -169,6 +169,22 @@ impl Outgoing {
         }
     }
 
+    /// Sends all of the data, which a CPU has made: a table, say. As [`send`](Self::send), but nothing to be counted as copied.
+    pub fn write(&self, bytes: &[u8]) -> Result<(), Lost> {
+        let mut at = 0;
+        while at < bytes.len() {
+            let Some(mut lent) = self.lend(bytes.len() - at)? else {
+                return self.send(0, at as u64, &bytes[at..]);
+            };
+            let room = lent.bytes();
+            let end = at + room.len();
+            room.copy_from_slice(&bytes[at..end]);
+            self.send_lent(at as u64, lent)?;
+            at = end;
+        }
+        Ok(())
+    }
+
     /// Sends bytes that belong at `offset`, over the data connection that `lane` picks: chunks of several lanes travel side by side. Returns when the bytes
     /// have been handed to the network. Bytes beyond the data's end are not sent.
     pub fn send(&self, lane: usize, offset: u64, bytes: &[u8]) -> Result<(), Lost> {

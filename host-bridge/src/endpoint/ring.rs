@@ -441,7 +441,12 @@ mod tests {
         let placed = ring.ask(1, 0, 10).unwrap();
         assert!(told(&ring).is_empty());
         let mut read = 0;
-        placed.read::<Lost>(|_, bytes| { read += bytes.len(); Ok(()) }).unwrap();
+        placed
+            .read::<Lost>(|_, bytes| {
+                read += bytes.len();
+                Ok(())
+            })
+            .unwrap();
         assert_eq!((read, told(&ring)), (10, vec![0]));
     }
 
@@ -457,7 +462,9 @@ mod tests {
 
     #[test]
     fn a_chunk_that_is_not_the_one_due_ends_the_session() {
-        for wrong in [header(2, 0, 10), header(1, 1, 10), header(1, 0, 9), DataHeader { piece: 1, ..header(1, 0, 10) }] {
+        for wrong in
+            [header(2, 0, 10), header(1, 1, 10), header(1, 0, 9), DataHeader { piece: 1, ..header(1, 0, 10) }]
+        {
             let (ring, _memory) = ring(2);
             ring.plan(1, 0, 10).unwrap();
             assert!(ring.arrived(0, wrong).unwrap_err().contains("was due"));
@@ -495,10 +502,17 @@ mod tests {
     #[test]
     fn a_device_is_told_of_rounds_and_frees_slots_by_itself() {
         #[derive(Default)]
-        struct Device { landed: Mutex<Vec<(usize, u64)>>, passed: AtomicU64 }
+        struct Device {
+            landed: Mutex<Vec<(usize, u64)>>,
+            passed: AtomicU64,
+        }
         impl Arrivals for Device {
-            fn landed(&self, slot: usize, round: u64) { self.landed.lock().unwrap().push((slot, round)); }
-            fn passed(&self, _slot: usize) -> u64 { self.passed.load(Ordering::Relaxed) }
+            fn landed(&self, slot: usize, round: u64) {
+                self.landed.lock().unwrap().push((slot, round));
+            }
+            fn passed(&self, _slot: usize) -> u64 {
+                self.passed.load(Ordering::Relaxed)
+            }
             fn lost(&self) {}
         }
         let (ring, _memory) = ring(2);
@@ -558,7 +572,8 @@ mod tests {
                     planned += 1;
                 }
                 if let (Some(chunk), Some(slot)) = (chunks.front().copied(), free.front().copied()) {
-                    (chunks.pop_front(), free.pop_front());
+                    chunks.pop_front();
+                    free.pop_front();
                     flying.push((slot, chunk));
                 }
                 if !flying.is_empty() {

@@ -28,7 +28,7 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
-const BATCH: u64 = 64;
+const BATCH: u64 = 512;
 
 /// The dispatcher's side.
 pub struct TcpCommands {

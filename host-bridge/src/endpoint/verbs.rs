@@ -23,11 +23,11 @@ use std::time::{Duration, Instant};
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
 use protocol::data::{DataUse, HostRange, Place};
-use protocol::ops;
 use protocol::link::{
     ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, ReplyHeader, SLOT_DATA,
     chunk_len, frame, progress,
 };
+use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::outgoing::{Lent, Outgoing};

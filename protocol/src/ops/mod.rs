@@ -23,6 +23,7 @@ use crate::data::DataUse;
 use crate::status::Status;
 use crate::wire::{Reader, Wire, WireError, Writer};
 
+pub mod array;
 pub mod context;
 pub mod copy;
 pub mod device;
@@ -313,6 +314,7 @@ chapters! {
     0x09 nvml NvmlOps;
     0x0a graph GraphOps;
     0x0b texture TextureOps;
+    0x0c array ArrayOps;
 }
 
 #[cfg(test)]
@@ -343,6 +345,7 @@ mod tests {
         impl nvml::NvmlOps<()> for Nothing {}
         impl graph::GraphOps<()> for Nothing {}
         impl texture::TextureOps<()> for Nothing {}
+        impl array::ArrayOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

@@ -215,6 +215,16 @@ impl Gpu {
         self.memory().release(addr)
     }
 
+    /// Allocates memory at an address of the GPU's own choice, apart from what [`Gpu::map`] maps: where kernels' own `malloc` allocates.
+    pub fn allocate(&self, size: u64) -> Result<u64> {
+        self.inner.memory.allocate_module(size)
+    }
+
+    /// Frees memory of [`Gpu::allocate`].
+    pub fn free(&self, addr: u64) -> Result<()> {
+        self.inner.memory.free_module(addr)
+    }
+
     /// The allocation that holds `addr`: its first address and its size.
     pub fn allocation(&self, addr: u64) -> Option<(u64, u64)> {
         self.memory().find(addr).map(|hit| (hit.start, hit.end - hit.start))

@@ -17,19 +17,24 @@ use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::machine::{Machine, rdma};
 use rgpu_tests::tree;
 
-const USAGE: &str = "rdma-bench [--repetitions N] [--out FOLDER]";
+const USAGE: &str = "rdma-bench [--repetitions N] [--rounds N] [--out FOLDER]";
 const LIMIT: Duration = Duration::from_secs(300);
 const SIZES: [u64; 6] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
 const PAIRS: [u32; 4] = [1, 2, 3, 4];
 const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
 /// What depths are compared at: as much as one request of the study carries.
 const DEPTH_SIZE: u64 = 64 << 10;
+/// What the ratios are taken at, with perftest's number of queue pairs and ours: equal ones, and either's default.
+const RATIO_SIZES: [u64; 2] = [1 << 20, 4 << 20];
+const RATIO_PAIRS: [(u32, u32); 3] = [(1, 1), (1, 2), (2, 2)];
 /// Bytes of one measurement.
 const VOLUME: u64 = 32 << 20;
 
 /// A point: who, size, queue pairs, depth. Megabytes (10⁶) a second, one for each repetition.
 type Key = (&'static str, u64, u32, u32);
 type Points = BTreeMap<Key, Vec<f64>>;
+/// Ours by perftest's, one for each round: size, perftest's queue pairs, ours, direction.
+type Ratios = BTreeMap<(u64, u32, u32, &'static str), Vec<f64>>;
 
 fn main() -> ExitCode {
     match run() {
@@ -42,17 +47,18 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    let (mut repetitions, mut out) = (3, tree::root().join("docs/benchmarks"));
+    let (mut repetitions, mut rounds, mut out) = (3, 9, tree::root().join("docs/benchmarks"));
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let value = arguments.next().context(USAGE)?;
         match name.as_str() {
             "--repetitions" => repetitions = value.parse().context(USAGE)?,
+            "--rounds" => rounds = value.parse().context(USAGE)?,
             "--out" => out = PathBuf::from(value),
             _ => bail!(USAGE),
         }
     }
-    ensure!(repetitions > 0, "at least one repetition");
+    ensure!(repetitions > 0 && rounds > 0, "at least one repetition and one round");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let built = Command::new(cargo)
         .args(["build", "--release", "-p", "rgpu-host-bridge", "--example", "verbs"])
@@ -62,7 +68,12 @@ fn run() -> Result<()> {
     ensure!(built.success(), "the example `verbs` does not build");
     let bed = Bed::new()?;
     let mut points = Points::new();
-    let mut latencies: [Vec<f64>; 2] = Default::default();
+    let mut latencies: [Vec<f64>; 3] = Default::default();
+    let mut ratios = Ratios::new();
+    for round in 1..=rounds {
+        eprintln!("round {round} of {rounds}");
+        bed.round(&mut ratios, &mut latencies)?;
+    }
     for repetition in 1..=repetitions {
         eprintln!("repetition {repetition} of {repetitions}");
         for pairs in PAIRS {
@@ -73,10 +84,7 @@ fn run() -> Result<()> {
         for depth in DEPTHS {
             bed.all(&mut points, DEPTH_SIZE, 2, depth)?;
         }
-        latencies[0].push(bed.perftest_latency()?);
-        latencies[1].push(bed.round_trip()? / 2.0);
     }
-    let latencies = latencies.map(|mut all| median(&mut all));
     let points: BTreeMap<Key, f64> =
         points.into_iter().map(|(key, mut all)| (key, median(&mut all))).collect();
     std::fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
@@ -122,7 +130,8 @@ fn run() -> Result<()> {
         "verbs.md",
         report(
             &points,
-            latencies,
+            &ratios,
+            &mut latencies,
             repetitions,
             bed.machine.accelerator() == rgpu_tests::machine::Accelerator::Kvm,
         ),
@@ -173,9 +182,40 @@ impl Bed {
         self.machine.check(&format!("verbs connect 127.0.0.1:9800 --device {} {what}", rdma::CLIENT.1), LIMIT)
     }
 
-    /// A round trip of 64 bytes and its answer, in microseconds; polled, as perftest does it.
+    /// Both sides once, as short and as close together as can be: what else the host does then hits both.
+    fn round(&self, ratios: &mut Ratios, latencies: &mut [Vec<f64>; 3]) -> Result<()> {
+        for size in RATIO_SIZES {
+            let count = (VOLUME / size).max(1);
+            let mut theirs = BTreeMap::new();
+            for (pairs, ours) in RATIO_PAIRS {
+                let base = match theirs.get(&pairs) {
+                    Some(base) => *base,
+                    None => self.perftest(size, pairs, 128)?,
+                };
+                theirs.insert(pairs, base);
+                for who in ["h2d", "d2h"] {
+                    let said = self.verbs(&format!(
+                        "--do {who} --size {size} --count {count} --queue-pairs {ours} --fast --sleep"
+                    ))?;
+                    ratios
+                        .entry((size, pairs, ours, who))
+                        .or_default()
+                        .push(field(&said, "mb_per_s")? / base);
+                }
+            }
+        }
+        let theirs = self.perftest_latency()?;
+        let ours = self.round_trip()? / 2.0;
+        eprintln!("    64 bytes one way: {theirs:.1} µs, {ours:.1} µs");
+        latencies[0].push(theirs);
+        latencies[1].push(ours);
+        latencies[2].push(ours / theirs);
+        Ok(())
+    }
+
+    /// A round trip of 64 bytes and its answer, in microseconds: the median of many, and polled, as perftest does it.
     fn round_trip(&self) -> Result<f64> {
-        field(&self.verbs("--do ping --size 64 --count 2000")?, "us_each")
+        field(&self.verbs("--do ping --size 64 --count 2000")?, "us_median")
     }
 
     /// Runs one of perftest's programs on both ends. Gives the columns of its last row.
@@ -234,11 +274,25 @@ fn median(all: &mut [f64]) -> f64 {
     (all[(all.len() - 1) / 2] + all[all.len() / 2]) / 2.0
 }
 
+/// Median, least and most.
+fn spread(all: &[f64], scale: f64, unit: &str) -> String {
+    let mut all: Vec<f64> = all.iter().map(|value| value * scale).collect();
+    let middle = median(&mut all);
+    let digits = if scale > 1.0 { 0 } else { 1 };
+    format!("{middle:.digits$}{unit} ({:.digits$} to {:.digits$})", all[0], all[all.len() - 1])
+}
+
 fn bytes(size: u64) -> String {
     if size < 1 << 20 { format!("{} KiB", size >> 10) } else { format!("{} MiB", size >> 20) }
 }
 
-fn report(points: &BTreeMap<Key, f64>, latencies: [f64; 2], repetitions: usize, kvm: bool) -> String {
+fn report(
+    points: &BTreeMap<Key, f64>,
+    ratios: &Ratios,
+    latencies: &mut [Vec<f64>; 3],
+    repetitions: usize,
+    kvm: bool,
+) -> String {
     let get = |who, size, pairs, depth| points.get(&(who, size, pairs, depth)).copied().unwrap_or(f64::NAN);
     let mut text = format!(
         "# Verbs beside perftest\n\n\
@@ -246,7 +300,6 @@ fn report(points: &BTreeMap<Key, f64>, latencies: [f64; 2], repetitions: usize, 
          machine with RoCE in software (`rdma_rxe`), {}. There is no card: speeds are those of processors that copy and\n\
          checksum each packet for both ends, and only ratios say something. `h2d` is from a client's scattered pages into the server's slots, `d2h` from the server's\n\
          registered memory into such pages, both by `host-bridge/examples/verbs.rs`, which drives the layer that both daemons use, without what the daemons do beside it.\n\
-         In the daemons the CPU of the server's side copies bulk data once more: from a slot into the driver's own memory, and from there into a registered buffer.\n\
          On a host with other work the same point moves by a factor of two from one repetition to the next, perftest's own as well: a single cell says little.\n\n\
          ## Bandwidth against size\n\n![to the server](verbs-h2d.svg)\n![from the server](verbs-d2h.svg)\n\nMB/s of `ib_write_bw`, and what the layer reaches of it, depth 128:\n\n",
         VOLUME / 1_000_000,
@@ -273,11 +326,29 @@ fn report(points: &BTreeMap<Key, f64>, latencies: [f64; 2], repetitions: usize, 
         let share = |who| 100.0 * get(who, DEPTH_SIZE, 2, depth) / base;
         let _ = writeln!(text, "| {depth} | {base:.0} | {:.0} % | {:.0} % |", share("h2d"), share("d2h"));
     }
-    let [theirs, ours] = latencies;
+    let rounds = latencies[0].len();
     let _ = writeln!(
         text,
-        "\n## Latency\n\n64 bytes one way: `ib_write_lat` {theirs:.1} µs, half a question and answer by messages {ours:.1} µs: {:.1} times as much. The aim is 3 times. Both ends poll in this measurement, on the two processors that RoCE in software needs as well.\nHow much of it that is, and how much the layer's own, is not known yet.",
-        ours / theirs
+        "\n## Against `ib_write_bw`, round by round\n\n{rounds} rounds; in each, perftest and the layer right after one another, {} MB each, depth 128, and their ratio. Median of the ratios (least to most):\n\n| size | ib_write_bw's queue pairs | ours | h2d | d2h |\n|---|---|---|---|---|",
+        VOLUME / 1_000_000
+    );
+    for size in RATIO_SIZES {
+        for (theirs, ours) in RATIO_PAIRS {
+            let cell = |who| {
+                ratios
+                    .get(&(size, theirs, ours, who))
+                    .map_or_else(String::new, |all| spread(all, 100.0, " %"))
+            };
+            let _ =
+                writeln!(text, "| {} | {theirs} | {ours} | {} | {} |", bytes(size), cell("h2d"), cell("d2h"));
+        }
+    }
+    let _ = writeln!(
+        text,
+        "\n`ib_write_bw` has one queue pair and rgpu two unless told otherwise. With two, all of perftest's requests are posted before the first is done, queue after queue; then each\nqueue pair of `rdma_rxe` (Linux 6.1) stays on the processor that posted to it, and two processors work. rgpu posts to both by turns as slots become free, so that both follow the\nposting thread from one processor to the other and mostly share one. A card has no such processors.\n\n## Latency\n\n64 bytes one way, in {rounds} rounds of 2000 exchanges each, polled on both ends by both programs: median of the rounds' medians (least to most). `ib_write_lat` {} µs; half a question and answer by messages,\nwhich is the network's part of a synchronous call, {} µs; their ratio, round by round, {}. The aim is 3.",
+        spread(&latencies[0], 1.0, ""),
+        spread(&latencies[1], 1.0, ""),
+        spread(&latencies[2], 1.0, "")
     );
     text
 }

@@ -21,6 +21,7 @@
 pub mod agent;
 pub mod image;
 pub mod kernel;
+pub mod nested;
 pub mod qemu;
 pub mod rdma;
 pub mod setup;

@@ -57,6 +57,33 @@ impl Qemu {
         command
     }
 
+    /// The files that it takes to run it elsewhere, each with its place there: the program `qemu`, its loader `ld.so`, `lib/` and the firmware in `share/`.
+    pub(super) fn parts(&self) -> Result<Vec<(PathBuf, PathBuf)>> {
+        let root = self.root.clone().unwrap_or_else(|| PathBuf::from("/"));
+        let (loader, program) =
+            (root.join("lib64/ld-linux-x86-64.so.2"), root.join("usr/bin/qemu-system-x86_64"));
+        let mut list = Command::new(&loader);
+        list.arg("--library-path").arg(root.join("usr/lib/x86_64-linux-gnu")).arg("--list").arg(&program);
+        let mut parts: Vec<(PathBuf, PathBuf)> = Vec::new();
+        for path in
+            setup::run(&mut list)?.lines().filter_map(|line| line.split_once(" => ")?.1.split(' ').next())
+        {
+            let path = PathBuf::from(path);
+            let name = path.file_name().unwrap_or_default().to_owned();
+            parts.push((path, Path::new("lib").join(name)));
+        }
+        for name in ["bios-256k.bin", "kvmvapic.bin", "linuxboot_dma.bin"] {
+            let found = ["usr/share/qemu", "usr/share/seabios"].map(|folder| root.join(folder).join(name));
+            let file = found
+                .into_iter()
+                .find(|file| file.exists())
+                .with_context(|| format!("QEMU has no {name}"))?;
+            parts.push((file, Path::new("share").join(name)));
+        }
+        parts.extend([(loader, "ld.so".into()), (program, "qemu".into())]);
+        Ok(parts)
+    }
+
     /// A folder with a `qemu-system-x86_64` that starts it, for scripts that look for one in their path. Made in `dir` if need be.
     pub(super) fn in_path(&self, dir: &Path) -> Result<PathBuf> {
         let command = self.command();

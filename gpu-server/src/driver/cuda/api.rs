@@ -7,8 +7,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys;
 pub use sys::{
-    CUDA_MEMCPY3D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode,
-    CUlaunchConfig, CUmodule, CUstream,
+    CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_MEMCPY3D, CUarray, CUcontext, CUdevice, CUdeviceptr, CUevent,
+    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUlaunchConfig, CUmipmappedArray, CUmodule, CUstream,
 };
 
 use protocol::Status;
@@ -156,6 +156,20 @@ api! {
         *mut TensorMap, u32, u32, u64, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, u32, u32, u32, u32
     );
     tensor_map_replace = "cuTensorMapReplaceAddress" (*mut TensorMap, u64);
+    array_create = "cuArray3DCreate_v2" (*mut CUarray, *const CUDA_ARRAY3D_DESCRIPTOR);
+    array_destroy = "cuArrayDestroy" (CUarray);
+    array_requirements = "cuArrayGetMemoryRequirements" (*mut CUDA_ARRAY_MEMORY_REQUIREMENTS, CUarray, CUdevice);
+    mipmapped_create = "cuMipmappedArrayCreate" (*mut CUmipmappedArray, *const CUDA_ARRAY3D_DESCRIPTOR, c_uint);
+    mipmapped_destroy = "cuMipmappedArrayDestroy" (CUmipmappedArray);
+    mipmapped_level = "cuMipmappedArrayGetLevel" (*mut CUarray, CUmipmappedArray, c_uint);
+    mipmapped_requirements = "cuMipmappedArrayGetMemoryRequirements" (
+        *mut CUDA_ARRAY_MEMORY_REQUIREMENTS, CUmipmappedArray, CUdevice
+    );
+    texture_create = "cuTexObjectCreate" (*mut u64, *const ResourceDesc, *const TextureDesc, *const ViewDesc);
+    texture_destroy = "cuTexObjectDestroy" (u64);
+    surface_create = "cuSurfObjectCreate" (*mut u64, *const ResourceDesc);
+    surface_destroy = "cuSurfObjectDestroy" (u64);
+    texture_linear_width = "cuDeviceGetTexture1DLinearMaxWidth" (*mut usize, u32, c_uint, CUdevice);
     graph_create = "cuGraphCreate" (*mut CUgraph, c_uint);
     graph_destroy = "cuGraphDestroy" (CUgraph);
     graph_instantiate = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
@@ -168,6 +182,51 @@ api! {
     );
     capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// `CUDA_ARRAY3D_DESCRIPTOR`, with the format as a number.
+#[repr(C)]
+#[allow(non_camel_case_types)]
+pub struct CUDA_ARRAY3D_DESCRIPTOR {
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+    pub format: u32,
+    pub channels: u32,
+    pub flags: u32,
+}
+
+/// `CUDA_RESOURCE_DESC`, whose union is words: an array's handle in the first; or address, format and channels, and three sizes.
+#[repr(C)]
+#[derive(Default)]
+pub struct ResourceDesc {
+    pub kind: u32,
+    pub words: [u64; 16],
+    pub flags: u32,
+}
+
+/// `CUDA_TEXTURE_DESC`.
+#[repr(C)]
+pub struct TextureDesc {
+    pub address: [u32; 3],
+    pub filter: u32,
+    pub flags: u32,
+    pub anisotropy: u32,
+    pub level_filter: u32,
+    pub level_bias: u32,
+    pub level_clamp: [u32; 2],
+    pub border: [u32; 4],
+    pub reserved: [u32; 12],
+}
+
+/// `CUDA_RESOURCE_VIEW_DESC`.
+#[repr(C)]
+pub struct ViewDesc {
+    pub format: u32,
+    pub extent: [usize; 3],
+    pub levels: [u32; 2],
+    pub layers: [u32; 2],
+    pub reserved: [u32; 16],
 }
 
 /// `CUmemLocation`: type 1 is a device.

@@ -81,7 +81,7 @@ unsafe fn copy_rows(
     })
 }
 
-fn blank() -> CUDA_MEMCPY3D {
+pub(super) fn blank() -> CUDA_MEMCPY3D {
     CUDA_MEMCPY3D {
         srcXInBytes: 0,
         srcY: 0,
@@ -171,13 +171,7 @@ impl Cuda {
     }
 
     /// Enqueues copies out of the slots that the data is coming into.
-    fn upload_placed(
-        &mut self,
-        cx: &Call,
-        place: &Place,
-        to: &Rows,
-        placed: Placed,
-    ) -> Result<(), Status> {
+    fn upload_placed(&mut self, cx: &Call, place: &Place, to: &Rows, placed: Placed) -> Result<(), Status> {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
         for chunk in placed.chunks() {
             let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;

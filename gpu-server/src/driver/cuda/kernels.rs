@@ -26,6 +26,8 @@ const TELL_ATTRIBUTES: usize = 16;
 const ATTRIBUTES: u32 = 16;
 /// In place of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
+/// Parameters of a kernel whose addresses are gathered without memory being taken for it.
+const FEW: usize = 32;
 /// Bytes of each JIT log, NUL included; together with the reply's other fields they fit a reply.
 const LOG: usize = 3072;
 
@@ -125,7 +127,7 @@ fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) 
     }
     match cx.output(room)? {
         Sink::Mapped(mapped) => mapped.write(0, bytes),
-        Sink::Outgoing(outgoing) => outgoing.send(0, 0, bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
+        Sink::Outgoing(outgoing) => outgoing.write(bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
     }
     Ok(())
 }
@@ -441,8 +443,8 @@ fn config(
 
 impl LaunchOps<Call> for Cuda {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        self.launch_at(cx, place.context, place.stream, &op)
+        let (stream, context) = self.enter_briefly(cx, op.stream)?;
+        self.launch_at(cx, context, stream, &op)
     }
 }
 
@@ -463,14 +465,21 @@ impl Cuda {
         if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }
-        let mut pointers: Vec<*mut c_void> = Vec::with_capacity(function.params.len());
-        for param in &function.params {
+        let (mut few, mut many) = ([std::ptr::null_mut::<c_void>(); FEW], Vec::new());
+        let pointers = match few.get_mut(..function.params.len()) {
+            Some(few) => few,
+            None => {
+                many.resize(function.params.len(), std::ptr::null_mut());
+                &mut many[..]
+            }
+        };
+        for (pointer, param) in pointers.iter_mut().zip(&function.params) {
             let (offset, size) = (param.offset as usize, param.size as usize);
             let bytes = offset
                 .checked_add(size)
                 .and_then(|end| op.params.get(offset..end))
                 .ok_or(Status::INVALID_VALUE)?;
-            pointers.push(bytes.as_ptr().cast_mut().cast());
+            *pointer = bytes.as_ptr().cast_mut().cast();
         }
         let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
         // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,

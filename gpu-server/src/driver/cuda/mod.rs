@@ -1,13 +1,14 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`], [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`]: the chapters of operations;
+//! - [`streams`], [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
 
 pub mod api;
+mod array;
 mod arrivals;
 mod copies;
 mod fence;
@@ -36,6 +37,7 @@ use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
+use self::array::Arrays;
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
@@ -67,6 +69,7 @@ pub struct Cuda {
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
     graphs: Graphs,
+    arrays: Arrays,
     /// Client memory mapped for kernels, by its address in the client.
     host_views: HashMap<u64, HostView>,
     tickets: Tickets,
@@ -198,6 +201,7 @@ impl Cuda {
             events: HashMap::new(),
             modules: HashMap::new(),
             graphs: Graphs::default(),
+            arrays: Arrays::default(),
             host_views: HashMap::new(),
             tickets: Tickets::default(),
             words,
@@ -254,6 +258,7 @@ impl Cuda {
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
+        self.arrays.forget(context);
         self.host_views.retain(|_, view| view.context != context);
     }
 
@@ -359,7 +364,7 @@ impl super::Backend for Cuda {
     }
 
     fn device_memory(&self) -> u64 {
-        self.devices.iter().map(|d| d.backed.total()).sum()
+        self.devices.iter().map(|d| d.backed.total()).sum::<u64>() + self.arrays.bytes()
     }
 
     fn end(&mut self) {

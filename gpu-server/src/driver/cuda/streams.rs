@@ -151,6 +151,21 @@ impl Cuda {
         Ok(Place { id, stream, context, health, progress })
     }
 
+    /// As [`enter`](Self::enter), for what goes on a stream without a fence of its own: launches, above all.
+    #[inline]
+    pub(super) fn enter_briefly(
+        &mut self,
+        cx: &mut Call,
+        id: StreamId,
+    ) -> Result<(CUstream, ContextId), Status> {
+        let lane = self.lane(id)?;
+        lane.dirty = true;
+        let (stream, context) = (lane.handle, ContextId(lane.context));
+        cx.context = context;
+        self.enter_context(context)?;
+        Ok((stream, context))
+    }
+
     /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
     pub(super) fn fence(
         &mut self,

@@ -83,7 +83,7 @@ fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) 
     }
     match cx.output(room)? {
         Sink::Mapped(mapped) => mapped.write(0, bytes),
-        Sink::Outgoing(outgoing) => outgoing.send(0, 0, bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
+        Sink::Outgoing(outgoing) => outgoing.write(bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
     }
     Ok(())
 }

@@ -2,11 +2,13 @@
 //!
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
 //! - [`transfer`]: copies and fills;
+//! - [`array`]: arrays, textures and surfaces;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
+mod array;
 mod kernels;
 mod nvml;
 mod properties;
@@ -26,6 +28,7 @@ use protocol::ops::device::*;
 use protocol::ops::memory::*;
 use software_gpu::{GRANULE, Gpu, GpuConfig};
 
+use self::array::Arrays;
 use self::kernels::LoadedModule;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
@@ -45,6 +48,7 @@ pub struct Software {
     lanes: HashMap<u32, Lane>,
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
+    arrays: Arrays,
     tickets: Arc<Tickets>,
 }
 
@@ -134,6 +138,7 @@ impl Software {
             lanes: HashMap::new(),
             events: HashMap::new(),
             modules: HashMap::new(),
+            arrays: Arrays::default(),
             tickets: Arc::default(),
         })
     }
@@ -176,6 +181,7 @@ impl Software {
         self.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
+        self.forget_arrays(context);
     }
 }
 
@@ -194,7 +200,7 @@ impl super::Backend for Software {
     }
 
     fn device_memory(&self) -> u64 {
-        self.devices.iter().map(|d| d.used).sum()
+        self.devices.iter().map(|d| d.used).sum::<u64>() + self.arrays.bytes()
     }
 
     fn end(&mut self) {

@@ -1,0 +1,251 @@
+//! Arrays, mipmapped arrays, and the textures and surfaces through which kernels read and write them.
+//!
+//! How an array's elements lie in memory is the device's affair: it is reached by copies that name positions in it. Textures and surfaces are named by the number that
+//! kernels are given (`CUtexObject`, `CUsurfObject`): the server's driver makes it. Numbers of `cuda.h`'s enumerations travel as they are.
+
+use crate::handle::{ArrayId, ContextId, StreamId};
+use crate::ops::copy::Pitched;
+use crate::ops::ops;
+
+crate::wire_struct! {
+    /// `CUDA_ARRAY3D_DESCRIPTOR`: elements in each direction, 0 where the array has no such direction.
+    pub struct ArrayShape {
+        /// Elements of a row.
+        width: u64,
+        /// Rows; 0: one-dimensional.
+        height: u64,
+        /// Slices; with the flags `LAYERED` or `CUBEMAP`, layers or faces.
+        depth: u64,
+        /// `CUarray_format`.
+        format: u32,
+        /// Channels of an element.
+        channels: u32,
+        /// `CUDA_ARRAY3D_…`.
+        flags: u32,
+    }
+}
+
+/// `CUDA_ARRAY3D_…`.
+pub mod flag {
+    /// `depth` counts layers.
+    pub const LAYERED: u32 = 0x01;
+    /// Surfaces may be made of it.
+    pub const SURFACE_LDST: u32 = 0x02;
+    /// `depth` counts faces, six to a cube.
+    pub const CUBEMAP: u32 = 0x04;
+    /// Textures of it may be gathered from.
+    pub const TEXTURE_GATHER: u32 = 0x08;
+    /// Those of which an array may have any.
+    pub const KNOWN: u32 = 0x0f;
+}
+
+impl ArrayShape {
+    /// Bytes of an element, for the formats whose elements are 1, 2 or 4 numbers.
+    pub fn element_bytes(&self) -> Option<u64> {
+        let channel = match self.format {
+            0x01 | 0x08 => 1,
+            0x02 | 0x09 | 0x10 => 2,
+            0x03 | 0x0a | 0x20 => 4,
+            _ => return None,
+        };
+        matches!(self.channels, 1 | 2 | 4).then(|| channel * u64::from(self.channels))
+    }
+
+    /// Bytes of a row, rows, and slices (or layers, or faces).
+    pub fn extent(&self) -> Option<[u64; 3]> {
+        let row = self.width.checked_mul(self.element_bytes()?)?;
+        (self.width > 0).then(|| [row, self.height.max(1), self.depth.max(1)])
+    }
+
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> Option<u64> {
+        let [row, rows, slices] = self.extent()?;
+        row.checked_mul(rows)?.checked_mul(slices)
+    }
+
+    /// The shape of a level of a mipmapped array of this shape.
+    pub fn level(&self, level: u32) -> ArrayShape {
+        let half = |size: u64| if size == 0 { 0 } else { (size.checked_shr(level).unwrap_or(0)).max(1) };
+        let layers = self.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
+        // A one-dimensional layered array has no rows to halve.
+        let depth = if layers { self.depth } else { half(self.depth) };
+        ArrayShape { width: half(self.width), height: half(self.height), depth, ..self.clone() }
+    }
+}
+
+crate::wire_struct! {
+    /// One end of a copy from, to or between arrays.
+    pub struct ArrayPlace {
+        /// The array, or `None`: then it is memory.
+        array: Option<ArrayId>,
+        /// Position in the array: bytes in a row, row, slice.
+        at: [u64; 3],
+        /// The memory; says nothing of an array.
+        memory: Pitched,
+    }
+}
+
+crate::wire_struct! {
+    /// `CUDA_RESOURCE_DESC`: what a texture is of.
+    pub struct Resource {
+        /// `CUresourcetype`: 0 array, 1 mipmapped array, 2 linear memory, 3 memory in rows.
+        kind: u32,
+        /// The array.
+        array: ArrayId,
+        /// The memory.
+        address: u64,
+        /// `CUarray_format` of the memory's elements.
+        format: u32,
+        /// Channels of an element.
+        channels: u32,
+        /// Elements of a row.
+        width: u64,
+        /// Rows; 1 for linear memory.
+        height: u64,
+        /// Bytes from one row to the next.
+        pitch: u64,
+    }
+}
+
+crate::wire_struct! {
+    /// `CUDA_TEXTURE_DESC`: how a texture is read. Floating-point numbers travel as their bits.
+    pub struct Sampling {
+        /// `CUaddress_mode` in each direction.
+        address: [u32; 3],
+        /// `CUfilter_mode`.
+        filter: u32,
+        /// `CU_TRSF_…`.
+        flags: u32,
+        /// Greatest anisotropy.
+        anisotropy: u32,
+        /// `CUfilter_mode` between levels.
+        level_filter: u32,
+        /// Added to the level.
+        level_bias: u32,
+        /// Least and greatest level.
+        level_clamp: [u32; 2],
+        /// Colour outside.
+        border: [u32; 4],
+    }
+}
+
+crate::wire_struct! {
+    /// `CUDA_RESOURCE_VIEW_DESC`.
+    pub struct View {
+        /// `CUresourceViewFormat`.
+        format: u32,
+        /// Width, height, depth.
+        extent: [u64; 3],
+        /// First and last level.
+        levels: [u32; 2],
+        /// First and last layer.
+        layers: [u32; 2],
+    }
+}
+
+ops! {
+    /// Arrays, textures and surfaces.
+    trait ArrayOps;
+
+    /// `cuArray3DCreate`, and with levels `cuMipmappedArrayCreate`.
+    sync 0x0c01 array_create: ArrayCreate {
+        /// Context of its device.
+        context: ContextId,
+        /// Its name.
+        array: ArrayId,
+        /// Its shape.
+        shape: ArrayShape,
+        /// Levels of a mipmapped array; 0: a plain array.
+        levels: u32,
+    } -> ArrayCreateReply {}
+
+    /// `cuMipmappedArrayGetLevel`. The level goes with its mipmapped array.
+    sync 0x0c02 array_level: ArrayLevel {
+        /// The mipmapped array.
+        mipmapped: ArrayId,
+        /// Which level.
+        level: u32,
+        /// The level's name.
+        array: ArrayId,
+    } -> ArrayLevelReply {}
+
+    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. No work that uses it may be under way.
+    async 0x0c03 array_destroy: ArrayDestroy {
+        /// The array.
+        array: ArrayId,
+    }
+
+    /// `cuMemcpy3DAsync` with an array at one end or both.
+    async 0x0c04 memcpy_array: MemcpyArray {
+        /// Stream.
+        stream: StreamId,
+        /// Target.
+        dst: ArrayPlace,
+        /// Source.
+        src: ArrayPlace,
+        /// Width in bytes, height in rows, depth in slices.
+        extent: [u64; 3],
+    }
+
+    /// `cuTexObjectCreate`.
+    sync 0x0c05 texture_create: TextureCreate {
+        /// Context of its device.
+        context: ContextId,
+        /// What it is of.
+        resource: Resource,
+        /// How it is read.
+        sampling: Sampling,
+        /// What of it is seen.
+        view: Option<View>,
+    } -> TextureCreateReply {
+        /// `CUtexObject`.
+        texture: u64,
+    }
+
+    /// `cuTexObjectDestroy`. No work that uses it may be under way.
+    async 0x0c06 texture_destroy: TextureDestroy {
+        /// `CUtexObject`.
+        texture: u64,
+    }
+
+    /// `cuSurfObjectCreate`.
+    sync 0x0c07 surface_create: SurfaceCreate {
+        /// Context of its device.
+        context: ContextId,
+        /// The array.
+        array: ArrayId,
+    } -> SurfaceCreateReply {
+        /// `CUsurfObject`.
+        surface: u64,
+    }
+
+    /// `cuSurfObjectDestroy`. No work that uses it may be under way.
+    async 0x0c08 surface_destroy: SurfaceDestroy {
+        /// `CUsurfObject`.
+        surface: u64,
+    }
+
+    /// `cuDeviceGetTexture1DLinearMaxWidth`.
+    sync 0x0c09 texture_linear_width: TextureLinearWidth {
+        /// Ordinal of the device.
+        device: u32,
+        /// `CUarray_format`.
+        format: u32,
+        /// Channels of an element.
+        channels: u32,
+    } -> TextureLinearWidthReply {
+        /// Elements.
+        width: u64,
+    }
+
+    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`.
+    sync 0x0c0a array_requirements: ArrayRequirements {
+        /// The array.
+        array: ArrayId,
+    } -> ArrayRequirementsReply {
+        /// Bytes.
+        size: u64,
+        /// Bytes.
+        alignment: u64,
+    }
+}
