@@ -56,7 +56,7 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpy2DFromArray(target.data(), w * 4, plane, 0, 0, w * 4, h, cudaMemcpyDeviceToHost));
     for (int y = 0; y < h; y++)
         for (int x = 0; x < w; x++) {
-            int want = x < 30 && y < 20 ? pinned[(y + 3) * w + x + 8] : pinned[y * w + x];
+            int want = x < 30 && y < 20 ? pinned[(y + 3) * w + x + 2] : pinned[y * w + x];
             REQUIRE(target[y * w + x] == want, "array to array: (%d,%d)", x, y);
         }
 
