@@ -31,17 +31,9 @@ static void verify(const Allocation &allocation) {
     }
 }
 
-int main(int argc, char **argv) {
-    Options options = parse_options(argc, argv);
-    Random random(options.seed);
-    const int rounds = options.full ? 5000 : 250;
-    const int largest_bits = options.full ? 27 : 16;
+static void churn(Random &random, int rounds, int largest_bits) {
     std::vector<Allocation> live;
     std::map<uintptr_t, size_t> ranges;
-
-    CHECK(cudaFree(nullptr));
-    size_t free_before, free_after, total;
-    CHECK(cudaMemGetInfo(&free_before, &total));
     for (int round = 0; round < rounds; round++) {
         if (live.size() < 3 || (live.size() < 60 && random.below(100) < 55)) {
             size_t size = ((size_t)1 << (2 + random.below(largest_bits - 2))) + 4 * random.below(50);
@@ -76,11 +68,27 @@ int main(int argc, char **argv) {
         verify(allocation);
         CHECK(cudaFree(allocation.address));
     }
+}
 
-    // Nothing leaks: after everything is freed, most of the device can be had in one piece again, repeatedly.
-    CHECK(cudaMemGetInfo(&free_after, &total));
+int main(int argc, char **argv) {
+    Options options = parse_options(argc, argv);
+    Random random(options.seed);
+    const int rounds = options.full ? 5000 : 250;
+    const int largest_bits = options.full ? 27 : 16;
+
+    CHECK(cudaFree(nullptr));
+    churn(random, rounds, largest_bits);
+
+    // Nothing leaks: what is freed can be had again. Others may take memory of the same device meanwhile, once; a leak takes some each time.
     const size_t slack = (size_t)64 << 20;
-    REQUIRE(free_after + slack >= free_before, "%zu bytes were free before, %zu after", free_before, free_after);
+    size_t free_before, free_after, total;
+    for (int attempt = 0;; attempt++) {
+        CHECK(cudaMemGetInfo(&free_before, &total));
+        churn(random, rounds, largest_bits);
+        CHECK(cudaMemGetInfo(&free_after, &total));
+        if (free_after + slack >= free_before) break;
+        REQUIRE(attempt < 3, "%zu bytes were free before, %zu after, each time", free_before, free_after);
+    }
     for (int i = 0; i < 3; i++) {
         void *half;
         CHECK(cudaMalloc(&half, free_after / 2));

@@ -304,7 +304,7 @@ impl ArrayOps<Call> for Cuda {
         cx.context = op.context;
         self.enter_context(op.context)?;
         let array = self.arrays.get(op.array)?;
-        if array.context != op.context.0 || array.shape.flags & flag::SURFACE_LDST == 0 {
+        if array.context != op.context.0 {
             return Err(Status::INVALID_VALUE);
         }
         let mut resource = ResourceDesc { kind: OF_ARRAY, ..ResourceDesc::default() };

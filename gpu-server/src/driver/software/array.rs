@@ -271,7 +271,7 @@ impl ArrayOps<Call> for Software {
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
         let array = self.arrays.get(op.array)?;
-        if array.context != op.context.0 || array.shape.flags & flag::SURFACE_LDST == 0 {
+        if array.context != op.context.0 {
             return Err(Status::INVALID_VALUE);
         }
         let (image, device) = (array.image()?, array.device);
