@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::Backing;
+use crate::share::{Reply, Shared, Token};
 use crate::verbs::Rdma;
 
 /// Bytes of a message at most.
@@ -38,6 +39,13 @@ pub enum ToWorker {
     },
     /// A data connection of the session.
     Data,
+    /// The answer to a request about what sessions share, perhaps with a descriptor.
+    Reply {
+        /// The request's number.
+        request: u64,
+        /// The answer.
+        reply: Reply,
+    },
 }
 
 /// A session's connection.
@@ -74,6 +82,25 @@ pub enum FromWorker {
     Failed {
         /// Why.
         reason: String,
+    },
+    /// Shares something with the client's other sessions; answered.
+    Share {
+        /// Number of the request.
+        request: u64,
+        /// What; a descriptor may come along.
+        what: Shared,
+    },
+    /// Opens what another session has shared; answered.
+    Open {
+        /// Number of the request.
+        request: u64,
+        /// Its token.
+        token: Token,
+    },
+    /// Takes a token back.
+    Unshare {
+        /// The token.
+        token: Token,
     },
     /// Of the running session.
     Counters(Counters),

@@ -6,7 +6,7 @@
 //!    └ status socket
 //! ```
 //!
-//! In reading order: [`cli`] and [`verbs`] (what can be set), [`parent`] (the daemon), [`ipc`] (between the daemon and its workers), [`worker`] (a session),
+//! In reading order: [`cli`] and [`verbs`] (what can be set), [`parent`] (the daemon), [`ipc`] (between the daemon and its workers), [`share`] (what sessions share), [`worker`] (a session),
 //! [`driver`] (what executes the commands), [`check`] (`rgpu-server check`).
 
 mod check;
@@ -14,6 +14,7 @@ mod cli;
 mod driver;
 mod ipc;
 mod parent;
+mod share;
 mod verbs;
 mod worker;
 

@@ -42,6 +42,8 @@ handles! {
     ArrayId(u32);
     /// A point in a stream that waits for the client's word ([`crate::ops::stream::StreamHostWait`]).
     TicketId(u64);
+    /// Memory of a device without an address: what `cuMemCreate` makes, or what another process has exported.
+    MemoryId(u32);
 }
 
 impl FunctionId {

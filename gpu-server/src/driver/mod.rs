@@ -9,6 +9,7 @@ pub mod cuda;
 pub mod output;
 pub mod rows;
 pub mod software;
+pub mod space;
 
 pub use call::{Call, Errors};
 
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use host_bridge::endpoint::Client;
 
 use crate::cli::{Backend as Choice, Backing};
+use crate::share::Broker;
 
 /// What a worker runs its session on.
 pub trait Backend: protocol::ops::Driver<Call> + Send {
@@ -28,6 +30,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// A client has come. Called once, before the first command.
     fn begin(&mut self, client: Arc<dyn Client>);
+
+    /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
+    fn share(&mut self, broker: Arc<Broker>);
 
     /// Bytes of device memory that the session holds.
     fn device_memory(&self) -> u64;

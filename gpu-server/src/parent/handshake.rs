@@ -16,6 +16,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::pool::Worker;
 use super::{Server, Session, Token};
 use crate::ipc::{Counters, ToWorker, Transport};
+use crate::share::random_token;
 
 /// A client has this long to say hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -280,10 +281,4 @@ fn take_worker(server: &Server) -> Result<Arc<Worker>, Refused> {
         }
         state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
     }
-}
-
-fn random_token() -> io::Result<Token> {
-    let mut token = [0; 16];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut token)?;
-    Ok(token)
 }

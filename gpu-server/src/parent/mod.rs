@@ -24,9 +24,7 @@ use self::handshake::Control;
 use self::pool::Worker;
 use crate::cli::Serve;
 use crate::ipc::Counters;
-
-/// Names a session on its data connections.
-type Token = [u8; 16];
+use crate::share::{Shares, Token};
 
 /// The daemon's state.
 struct Server {
@@ -47,6 +45,7 @@ struct State {
     /// By the worker's process id.
     sessions: HashMap<u32, Session>,
     tokens: HashMap<Token, Arc<Worker>>,
+    shares: Shares,
     /// What workers serve, once one was ready: backend, devices.
     serving: Option<(String, Vec<String>)>,
     /// Workers that failed to prepare, one after the other.
@@ -115,6 +114,14 @@ pub fn main(options: &Serve) -> anyhow::Result<()> {
     ending.add(Signal::SIGINT);
     // Before any thread is made, so that all of them leave these signals to this one.
     ending.thread_block().context("blocking signals")?;
+
+    // Shared memory of many sessions, and in the software backend every piece of memory, is a descriptor.
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| setrlimit(Resource::RLIMIT_NOFILE, soft.max(hard.min(1 << 16)), hard));
+    if let Err(e) = raised {
+        tracing::warn!("cannot raise the limit of open files: {e}");
+    }
 
     let options = Serve {
         listen: options.listen.clone(),

@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 
 use super::{Server, State};
 use crate::ipc::{self, FromWorker, ToWorker};
+use crate::share::{Refusal, Reply, Shared, Token, origin};
 
 /// After a worker failed to prepare, the next is tried after this long, doubled for each failure in a row up to [`MOST`].
 const FIRST: Duration = Duration::from_millis(250);
@@ -29,6 +30,13 @@ impl Worker {
     /// Its process id.
     pub(super) fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Answers one of its requests.
+    fn answer(&self, request: u64, reply: Reply, fd: Option<&OwnedFd>) {
+        let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
+        // A worker that is gone is seen by its watcher.
+        let _ = ipc::send(self.socket.as_fd(), &ToWorker::Reply { request, reply }, &fds);
     }
 
     /// Sends it a message with a descriptor.
@@ -163,8 +171,8 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
     let pid = worker.pid;
     let mut prepared = false;
     loop {
-        let message = match ipc::receive::<FromWorker>(worker.socket.as_fd()) {
-            Ok(Some((message, _))) => message,
+        let (message, fds) = match ipc::receive::<FromWorker>(worker.socket.as_fd()) {
+            Ok(Some((message, fds))) => (message, fds),
             Ok(None) => break,
             Err(e) => {
                 tracing::warn!(worker = pid, "bad message from a worker: {e}");
@@ -197,6 +205,19 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
                     state.fatal = Some(reason);
                 }
             }
+            FromWorker::Share { request, what } => {
+                let reply = share(&mut state, pid, what, fds.into_iter().next());
+                drop(state);
+                worker.answer(request, reply, None);
+                continue;
+            }
+            FromWorker::Open { request, token } => {
+                let (reply, fd) = open(&state, pid, &token);
+                drop(state);
+                worker.answer(request, reply, fd.as_deref());
+                continue;
+            }
+            FromWorker::Unshare { token } => state.shares.remove(&token, pid),
             FromWorker::Counters(counters) => {
                 if let Some(session) = state.sessions.get_mut(&pid) {
                     session.counters = counters;
@@ -230,9 +251,39 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
     server.changed.notify_all();
 }
 
+fn origin_of(state: &State, pid: u32) -> Option<String> {
+    state.sessions.get(&pid).map(|session| origin(&session.peer, &session.client))
+}
+
+fn share(state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Reply {
+    let Some(origin) = origin_of(state, pid) else { return Reply::Refused(Refusal::Unknown) };
+    match state.shares.add(pid, origin, what, fd) {
+        Ok(Ok(token)) => Reply::Shared(token),
+        Ok(Err(refusal)) => {
+            tracing::warn!(worker = pid, "a session shares more than can be kept");
+            Reply::Refused(refusal)
+        }
+        Err(e) => {
+            tracing::error!("no random numbers: {e}");
+            Reply::Refused(Refusal::Full)
+        }
+    }
+}
+
+fn open(state: &State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>) {
+    match origin_of(state, pid).and_then(|origin| state.shares.find(token, pid, &origin)) {
+        Some((what, fd, own)) => (Reply::Opened { what, own }, fd),
+        None => {
+            tracing::info!(worker = pid, "asked for something shared that this client has not");
+            (Reply::Refused(Refusal::Unknown), None)
+        }
+    }
+}
+
 fn bury(state: &mut State, pid: u32, prepared: bool, clean: bool, how: &str) {
     state.workers.remove(&pid);
     state.idle.retain(|w| w.pid != pid);
+    state.shares.forget(pid);
     if !prepared {
         state.starting -= 1;
         state.failures += 1;

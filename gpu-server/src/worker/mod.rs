@@ -20,6 +20,7 @@ use host_bridge::endpoint::{
 use crate::cli;
 use crate::driver;
 use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
+use crate::share::Broker;
 use crate::verbs::Rdma;
 
 /// Numbers that the dispatcher writes and the reporter reads.
@@ -76,7 +77,9 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let shared = Arc::new(Shared::default());
     let (lost, counters) = match begin(transport, connection, &rdma, polling) {
         Ok((mut commands, client, tcp)) => {
-            watch(&daemon, tcp, &client, &shared)?;
+            let broker = Broker::new(Arc::clone(&daemon));
+            watch(&daemon, tcp, &client, &shared, &broker)?;
+            backend.share(broker);
             let lost = session::run(&mut *commands, &client, &mut *backend, &shared);
             (lost, shared.counters(&*client))
         }
@@ -125,7 +128,9 @@ fn watch(
     tcp: Option<Arc<TcpClient>>,
     client: &Arc<dyn Client>,
     shared: &Arc<Shared>,
+    broker: &Arc<Broker>,
 ) -> anyhow::Result<()> {
+    let broker = Arc::clone(broker);
     let socket = Arc::clone(daemon);
     let listener = Arc::clone(client);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
@@ -142,8 +147,12 @@ fn watch(
                         listener.lose(&e);
                     }
                 }
+                Ok(Some((ToWorker::Reply { request, reply }, fds))) => {
+                    broker.deliver(request, reply, fds.into_iter().next());
+                }
                 Ok(Some(_)) => {}
                 Ok(None) | Err(_) => {
+                    broker.close();
                     listener.lose("rgpu-server is shutting down");
                     return;
                 }

@@ -95,7 +95,7 @@ impl Copier {
             return Ok(());
         }
         capture::refuse(&self.stream)?;
-        if dst == 0 || src.is_null() || memory::device_of(self.driver, src as u64).is_some() {
+        if dst == 0 || src.is_null() || memory::is_reserved(self.driver, src as u64) {
             return Err(Status::INVALID_VALUE);
         }
         memory::check(self.driver, dst, len as u64)?;
@@ -148,7 +148,7 @@ impl Copier {
             return Ok(());
         }
         capture::refuse(&self.stream)?;
-        if src == 0 || dst.is_null() || memory::device_of(self.driver, dst as u64).is_some() {
+        if src == 0 || dst.is_null() || memory::is_reserved(self.driver, dst as u64) {
             return Err(Status::INVALID_VALUE);
         }
         memory::check(self.driver, src, len as u64)?;
@@ -276,7 +276,7 @@ impl Copier {
 
 /// Whether an address is one of device memory: in a window, or a module's variable.
 pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
-    memory::device_of(driver, address).is_some() || memory::find(driver, address).is_some()
+    memory::is_reserved(driver, address) || memory::find(driver, address).is_some()
 }
 
 /// The contexts that a peer copy names must be live ones; the addresses say the rest.

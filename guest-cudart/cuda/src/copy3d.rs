@@ -71,7 +71,7 @@ impl Copier {
             }
             if side.device {
                 memory::check(self.driver, side.address, span)?;
-            } else if memory::device_of(self.driver, side.address).is_some() {
+            } else if memory::is_reserved(self.driver, side.address) {
                 return Err(Status::INVALID_VALUE);
             }
         }

@@ -60,10 +60,9 @@ mod texture {
 /// Virtual memory management and multicast.
 mod virtual_memory {
     unsupported! {
-        cuMemAddressFree, cuMemAddressReserve, cuMemCreate, cuMemExportToShareableHandle, cuMemGetAccess,
-        cuMemGetAllocationGranularity, cuMemGetAllocationPropertiesFromHandle, cuMemGetHandleForAddressRange,
-        cuMemImportFromShareableHandle, cuMemMap, cuMemPoolExportToShareableHandle, cuMemPoolImportFromShareableHandle,
-        cuMemRelease, cuMemRetainAllocationHandle, cuMemSetAccess, cuMemUnmap, cuMulticastAddDevice,
+        cuMemGetHandleForAddressRange,
+        cuMemPoolExportToShareableHandle, cuMemPoolImportFromShareableHandle,
+        cuMulticastAddDevice,
         cuMulticastBindAddr, cuMulticastBindMem, cuMulticastCreate, cuMulticastGetGranularity, cuMulticastUnbind,
     }
 }
@@ -71,8 +70,7 @@ mod virtual_memory {
 /// Memory and events shared between processes.
 mod sharing {
     unsupported! {
-        cuIpcCloseMemHandle, cuIpcGetEventHandle, cuIpcGetMemHandle, cuIpcOpenEventHandle, cuIpcOpenMemHandle,
-        cuIpcOpenMemHandle_v2, cuMemPoolExportPointer, cuMemPoolImportPointer,
+        cuIpcGetEventHandle, cuIpcOpenEventHandle, cuMemPoolExportPointer, cuMemPoolImportPointer,
     }
 }
 

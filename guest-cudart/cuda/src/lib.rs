@@ -7,7 +7,7 @@
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
 //! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
 //! - `stream`, `event`, `callback`: order; what has been done is read from the channel's progress words;
-//! - `memory`, `host`, `pointer`, `pool`: memory of either side; `copy`, `copy3d`, `memset`: moving bytes;
+//! - `memory`, `host`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
 //! - `later`: chapters of the API that are exported and refused.
@@ -26,10 +26,12 @@
 mod macros;
 
 pub mod array;
+pub mod ipc;
 pub mod tensor_map;
 pub mod texture;
 pub mod types;
 mod visible;
+pub mod vmm;
 
 mod callback;
 mod capture;

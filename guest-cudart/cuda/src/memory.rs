@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::context::{self, Context};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, non_null, pool, put};
+use crate::{Result, non_null, pool, put, vmm};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, window};
 use client::{Status, lock};
 
@@ -57,8 +57,16 @@ pub(crate) fn device_of(driver: &Driver, address: u64) -> Option<&Device> {
     driver.devices.get(usize::try_from(ordinal).ok()?)
 }
 
+/// Whether an address can be nothing but a device's.
+pub(crate) fn is_reserved(driver: &Driver, address: u64) -> bool {
+    device_of(driver, address).is_some() || vmm::is_here(address)
+}
+
 /// What lies at a device address, if it is the program's.
 pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
+    if vmm::is_here(address) {
+        return vmm::find(driver, address);
+    }
     if let Some(device) = device_of(driver, address) {
         let memory = lock(&device.memory);
         let (base, allocation) = memory.find(address)?;
@@ -84,12 +92,15 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     })
 }
 
-/// Checks that `len` bytes at a device address (not 0 bytes) lie in one allocation.
+/// Checks that `len` bytes at a device address (not 0 bytes) lie in one allocation, or are mapped.
 ///
 /// # Errors
 /// `INVALID_VALUE`, as CUDA says of an address that is none, or a range that runs past its end.
 #[inline]
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
+    if vmm::is_here(address) {
+        return vmm::check(driver, address, len);
+    }
     let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
     if end > found.base + found.size { Err(Status::INVALID_VALUE) } else { Ok(found) }

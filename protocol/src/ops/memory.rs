@@ -4,7 +4,7 @@
 //! ([`MemGrow`]) and then places allocations inside what is backed by itself ([`MemAlloc`], no answer).
 
 use crate::data::HostOut;
-use crate::handle::ContextId;
+use crate::handle::{ContextId, EventId, MemoryId};
 use crate::ops::ops;
 
 /// Bytes of one device's window.
@@ -14,6 +14,13 @@ pub const WINDOW_SIZE: u64 = 1 << 40;
 pub const fn window(ordinal: u32) -> u64 {
     0x2000_0000_0000 + ordinal as u64 * WINDOW_SIZE
 }
+
+/// First of the addresses that a client may reserve by itself ([`AddressReserve`]); they belong to no device.
+pub const SPACE: u64 = 0x4000_0000_0000;
+/// Bytes of these addresses.
+pub const SPACE_SIZE: u64 = 16 << 40;
+/// What the first address of a reservation is a multiple of: NVIDIA's driver has smaller ranges reserved already, and gives those instead of the addresses asked for.
+pub const SPACE_ALIGN: u64 = 1 << 30;
 
 ops! {
     /// Device memory.
@@ -82,5 +89,138 @@ ops! {
         context: ContextId,
         /// The memory's address in the program.
         address: u64,
+    }
+
+    /// Keeps addresses for later mappings: `cuMemAddressReserve`. The client chooses them, inside [`SPACE`]: the first a multiple of [`SPACE_ALIGN`], the
+    /// size of every device's granule. Answered
+    /// `CUDA_ERROR_OUT_OF_MEMORY` when the server's process has something else there.
+    sync 0x0340 address_reserve: AddressReserve {
+        /// First address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    } -> AddressReserveReply {}
+
+    /// Gives a reservation back, whole and with nothing mapped in it: `cuMemAddressFree`.
+    sync 0x0341 address_free: AddressFree {
+        /// First address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    } -> AddressFreeReply {}
+
+    /// Takes memory of a device, at no address: `cuMemCreate`.
+    sync 0x0342 memory_create: MemoryCreate {
+        /// Its name, not in use.
+        memory: MemoryId,
+        /// Ordinal.
+        device: u32,
+        /// Bytes, a multiple of the device's granule.
+        size: u64,
+        /// Whether [`MemoryExport`] may follow.
+        exportable: bool,
+    } -> MemoryCreateReply {}
+
+    /// Gives memory back that nothing is mapped to any more: the last `cuMemRelease` or `cuMemUnmap`. Whoever imported it keeps it.
+    sync 0x0343 memory_release: MemoryRelease {
+        /// The memory.
+        memory: MemoryId,
+    } -> MemoryReleaseReply {}
+
+    /// Puts memory, or a part of it, at reserved addresses: `cuMemMap`. Nobody may use it there before [`MemoryAccess`].
+    sync 0x0344 memory_map: MemoryMap {
+        /// The memory.
+        memory: MemoryId,
+        /// Its first byte to be mapped.
+        offset: u64,
+        /// First address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    } -> MemoryMapReply {}
+
+    /// Takes one mapping away, named as it was made: `cuMemUnmap`. No work may use it.
+    sync 0x0345 memory_unmap: MemoryUnmap {
+        /// First address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    } -> MemoryUnmapReply {}
+
+    /// What a device may do in one mapping: `cuMemSetAccess`.
+    sync 0x0346 memory_access: MemoryAccess {
+        /// First address of the mapping.
+        address: u64,
+        /// Its bytes.
+        size: u64,
+        /// Ordinal of the device that accesses.
+        device: u32,
+        /// `CUmemAccess_flags`.
+        flags: u32,
+    } -> MemoryAccessReply {}
+
+    /// Makes memory known to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends with the memory and
+    /// with the session.
+    sync 0x0347 memory_export: MemoryExport {
+        /// The memory.
+        memory: MemoryId,
+    } -> MemoryExportReply {
+        /// Names it.
+        token: [u8; 16],
+    }
+
+    /// Takes part in memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that names none, or another client's, is
+    /// `CUDA_ERROR_INVALID_VALUE`.
+    sync 0x0348 memory_import: MemoryImport {
+        /// Its name here, not in use.
+        memory: MemoryId,
+        /// As it was exported.
+        token: [u8; 16],
+    } -> MemoryImportReply {
+        /// Ordinal of its device, in this session.
+        device: u32,
+        /// Bytes.
+        size: u64,
+        /// Whether this very session has exported it.
+        own: bool,
+    }
+
+    /// As [`MemoryExport`], for what one [`MemGrow`] has backed: `cuIpcGetMemHandle`.
+    sync 0x0349 piece_export: PieceExport {
+        /// An address in it.
+        address: u64,
+    } -> PieceExportReply {
+        /// Names it.
+        token: [u8; 16],
+        /// First address of the piece.
+        base: u64,
+    }
+
+    /// Makes an interprocess event known, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
+    sync 0x034a event_export: EventExport {
+        /// Event.
+        event: EventId,
+    } -> EventExportReply {
+        /// Names it.
+        token: [u8; 16],
+    }
+
+    /// Takes part in another session's event: `cuIpcOpenEventHandle`.
+    sync 0x034b event_import: EventImport {
+        /// Context.
+        context: ContextId,
+        /// Its name here, not in use.
+        event: EventId,
+        /// As it was exported.
+        token: [u8; 16],
+    } -> EventImportReply {}
+
+    /// Whether what was last recorded in an event, by whichever process, is done: `cuEventQuery` of an interprocess event.
+    sync 0x034c event_query: EventQuery {
+        /// Event.
+        event: EventId,
+    } -> EventQueryReply {
+        /// Whether it is.
+        done: bool,
     }
 }

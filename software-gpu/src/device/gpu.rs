@@ -107,6 +107,12 @@ pub(crate) struct Inner {
     epoch: Instant,
 }
 
+impl AsRef<Memory> for Inner {
+    fn as_ref(&self) -> &Memory {
+        &self.memory
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         self.pool.shut_down();
@@ -228,6 +234,50 @@ impl Gpu {
     /// The allocation that holds `addr`: its first address and its size.
     pub fn allocation(&self, addr: u64) -> Option<(u64, u64)> {
         self.memory().find(addr).map(|hit| (hit.start, hit.end - hit.start))
+    }
+
+    /// As [`Gpu::map`], with a file's bytes from `offset` (a multiple of [`crate::GRANULE`]) as the memory: others that map the same file share
+    /// it. The file must not shrink. It does not count as this GPU's memory; [`Gpu::charge`] makes it.
+    pub fn map_file(
+        &self,
+        addr: u64,
+        size: u64,
+        file: std::os::fd::BorrowedFd<'_>,
+        offset: u64,
+    ) -> Result<()> {
+        self.status()?;
+        self.memory().map_file(addr, size, file, offset)
+    }
+
+    /// Counts `size` bytes as used without mapping any.
+    pub fn charge(&self, size: u64) -> Result<()> {
+        self.memory().charge(size)
+    }
+
+    /// Takes back what [`Gpu::charge`] counted.
+    pub fn discharge(&self, size: u64) {
+        self.memory().discharge(size);
+    }
+
+    /// As [`Gpu::place`], for ranges that grow and shrink with their mappings: one that touches another is joined with it, so that accesses may cross.
+    pub fn show(&self, addr: u64, size: u64) -> Result<()> {
+        self.status()?;
+        self.memory().show(addr, size)
+    }
+
+    /// Ends the access to a part of what [`Gpu::show`] made accessible.
+    pub fn hide(&self, addr: u64, size: u64) -> Result<()> {
+        self.memory().hide(addr, size)
+    }
+
+    /// Lets this GPU's kernels and copies into all memory of `peer`. It keeps `peer` alive until [`Gpu::disable_peer`].
+    pub fn enable_peer(&self, peer: &Gpu) {
+        self.memory().enable_peer(peer.inner.clone());
+    }
+
+    /// Takes back what [`Gpu::enable_peer`] allowed.
+    pub fn disable_peer(&self, peer: &Gpu) {
+        self.memory().disable_peer(peer.memory());
     }
 
     /// Loads PTX text or a fat binary (container, or several after each other), and places its globals.

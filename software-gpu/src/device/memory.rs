@@ -5,12 +5,15 @@
 //! memory that is next to other memory on the device is so on the host as well, and so that a kernel
 //! that still runs while its memory is unmapped touches zero pages of this process and nothing else.
 //!
-//! A *mapping* (2 MiB granules) takes physical memory; an *allocation* inside mappings is what accesses
-//! are checked against.
+//! A *mapping* (2 MiB granules) takes physical memory, or shows a file's, which several GPUs and processes may
+//! share; an *allocation* inside mappings is what accesses are checked against.
+//!
+//! A GPU may be let into the memory of *peers*: what it does not find in its own windows it looks for in theirs.
 
-use std::collections::BTreeMap;
-use std::sync::RwLock;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
 
 use crate::error::{Error, Result};
 
@@ -41,7 +44,11 @@ pub(crate) struct Hit {
 struct Maps {
     windows: BTreeMap<u64, usize>,
     mappings: BTreeMap<u64, u64>,
+    /// Those of `mappings` whose memory is a file's.
+    files: BTreeSet<u64>,
     allocations: BTreeMap<u64, u64>,
+    /// Allocations that follow their mappings ([`Memory::show`]) and are joined with such neighbours.
+    shown: BTreeSet<u64>,
     module_next: u64,
     module_free: Vec<(u64, u64)>,
     used: u64,
@@ -50,10 +57,12 @@ struct Maps {
 /// All global memory of a GPU.
 pub(crate) struct Memory {
     maps: RwLock<Maps>,
-    /// Counts releases: a cached [`Hit`] is good as long as this has not changed.
-    generation: AtomicU64,
+    peers: RwLock<Vec<Arc<dyn AsRef<Memory> + Send + Sync>>>,
     total: u64,
 }
+
+/// Counts releases: a cached [`Hit`] is good as long as this has not changed. One count for all GPUs of the process, since a hit may be a peer's.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {
     e.into_inner()
@@ -65,12 +74,14 @@ impl Memory {
             maps: RwLock::new(Maps {
                 windows: BTreeMap::new(),
                 mappings: BTreeMap::new(),
+                files: BTreeSet::new(),
                 allocations: BTreeMap::new(),
+                shown: BTreeSet::new(),
                 module_next: MODULE_BASE,
                 module_free: Vec::new(),
                 used: 0,
             }),
-            generation: AtomicU64::new(0),
+            peers: RwLock::default(),
             total,
         }
     }
@@ -95,10 +106,101 @@ impl Memory {
                  within {FIRST_ADDRESS:#x}..{LAST_ADDRESS:#x}"
             )));
         }
-        self.map_any(addr, size)
+        self.map_any(addr, size, None)
     }
 
-    fn map_any(&self, addr: u64, size: u64) -> Result<()> {
+    /// See [`crate::Gpu::map_file`].
+    pub fn map_file(&self, addr: u64, size: u64, file: BorrowedFd<'_>, offset: u64) -> Result<()> {
+        let end = addr.checked_add(size).filter(|&e| e <= LAST_ADDRESS);
+        let whole = [addr, size, offset].iter().all(|n| n.is_multiple_of(GRANULE));
+        if size == 0 || !whole || addr < FIRST_ADDRESS || end.is_none() {
+            return Err(Error::InvalidArgument(format!(
+                "mapping of {size:#x} bytes of a file from {offset:#x} at {addr:#x}"
+            )));
+        }
+        self.map_any(addr, size, Some((file, offset)))
+    }
+
+    /// See [`crate::Gpu::charge`].
+    pub fn charge(&self, size: u64) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let free = self.total - maps.used;
+        if size > free {
+            return Err(Error::OutOfMemory { requested: size, free, total: self.total });
+        }
+        maps.used += size;
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::discharge`].
+    pub fn discharge(&self, size: u64) {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        maps.used = maps.used.saturating_sub(size);
+    }
+
+    /// See [`crate::Gpu::show`].
+    pub fn show(&self, addr: u64, size: u64) -> Result<()> {
+        self.place(addr, size)?;
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let (mut start, mut end) = (addr, addr + size);
+        let before = maps.allocations.range(..addr).next_back().map(|(&a, &s)| (a, s));
+        if let Some((a, s)) = before
+            && a + s == addr
+            && maps.shown.contains(&a)
+            && a / WINDOW == (end - 1) / WINDOW
+        {
+            maps.allocations.remove(&addr);
+            start = a;
+        }
+        if !end.is_multiple_of(WINDOW)
+            && let Some(&s) = maps.allocations.get(&end)
+            && maps.shown.remove(&end)
+        {
+            maps.allocations.remove(&end);
+            end += s;
+        }
+        maps.allocations.insert(start, end - start);
+        maps.shown.insert(start);
+        drop(maps);
+        GENERATION.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::hide`].
+    pub fn hide(&self, addr: u64, size: u64) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let found = maps.allocations.range(..=addr).next_back().map(|(&a, &s)| (a, s));
+        let end = addr.saturating_add(size);
+        let Some((a, s)) = found.filter(|(a, s)| maps.shown.contains(a) && end <= a + s) else {
+            return Err(Error::NotAllocated { address: addr, size });
+        };
+        maps.allocations.remove(&a);
+        maps.shown.remove(&a);
+        for (from, to) in [(a, addr), (end, a + s)] {
+            if from < to {
+                maps.allocations.insert(from, to - from);
+                maps.shown.insert(from);
+            }
+        }
+        GENERATION.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`crate::Gpu::enable_peer`].
+    pub fn enable_peer(&self, peer: Arc<dyn AsRef<Memory> + Send + Sync>) {
+        self.peers.write().unwrap_or_else(poisoned).push(peer);
+    }
+
+    /// See [`crate::Gpu::disable_peer`].
+    pub fn disable_peer(&self, peer: &Memory) {
+        self.peers
+            .write()
+            .unwrap_or_else(poisoned)
+            .retain(|other| !std::ptr::eq(other.as_ref().as_ref(), peer));
+        GENERATION.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn map_any(&self, addr: u64, size: u64, file: Option<(BorrowedFd<'_>, u64)>) -> Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         if let Some((&a, &s)) = maps.mappings.range(..addr + size).next_back()
             && a + s > addr
@@ -107,7 +209,7 @@ impl Memory {
                 "mapping of {size:#x} bytes at {addr:#x} overlaps {s:#x} bytes mapped at {a:#x}"
             )));
         }
-        if size > self.total - maps.used {
+        if file.is_none() && size > self.total - maps.used {
             let free = self.total - maps.used;
             return Err(Error::OutOfMemory { requested: size, free, total: self.total });
         }
@@ -126,9 +228,18 @@ impl Memory {
                 base
             }
         };
-        commit(base + (addr % WINDOW) as usize, size)?;
+        let host = base + (addr % WINDOW) as usize;
+        match file {
+            Some((file, offset)) => {
+                attach(host, size, file, offset)?;
+                maps.files.insert(addr);
+            }
+            None => {
+                commit(host, size)?;
+                maps.used += size;
+            }
+        }
         maps.mappings.insert(addr, size);
-        maps.used += size;
         Ok(())
     }
 
@@ -145,11 +256,16 @@ impl Memory {
                 "mapping at {addr:#x} still holds the allocation of {s:#x} bytes at {a:#x}"
             )));
         }
+        let host = maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize;
+        if maps.files.contains(&addr) {
+            detach(host, size)?;
+            maps.files.remove(&addr);
+        } else {
+            discard(host, size);
+            maps.used -= size;
+        }
         maps.mappings.remove(&addr);
-        maps.used -= size;
-        let base = maps.windows[&(addr / WINDOW)];
-        discard(base + (addr % WINDOW) as usize, size);
-        self.generation.fetch_add(1, Ordering::AcqRel);
+        GENERATION.fetch_add(1, Ordering::AcqRel);
         Ok(())
     }
 
@@ -191,7 +307,7 @@ impl Memory {
     pub fn release(&self, addr: u64) -> Result<u64> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         let size = maps.allocations.remove(&addr).ok_or(Error::NotAllocated { address: addr, size: 0 })?;
-        self.generation.fetch_add(1, Ordering::AcqRel);
+        GENERATION.fetch_add(1, Ordering::AcqRel);
         Ok(size)
     }
 
@@ -230,7 +346,7 @@ impl Memory {
             maps.module_next += whole;
             addr
         };
-        self.map_any(addr, whole)?;
+        self.map_any(addr, whole, None)?;
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         maps.allocations.insert(addr, size);
         if whole > size {
@@ -262,12 +378,21 @@ impl Memory {
     /// The present generation; see [`Memory::find`].
     #[inline(always)]
     pub fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+        GENERATION.load(Ordering::Acquire)
     }
 
     /// The allocation that holds `addr`. The answer is good until [`Memory::generation`] changes; its host
     /// memory stays readable and writable as long as the `Memory` lives.
     pub fn find(&self, addr: u64) -> Option<Hit> {
+        self.find_own(addr).or_else(|| {
+            // Module memory is at the same addresses in every GPU: it is nobody else's to see.
+            let peers = self.peers.read().unwrap_or_else(poisoned);
+            let shared = addr >= FIRST_ADDRESS;
+            peers.iter().filter(|_| shared).find_map(|peer| peer.as_ref().as_ref().find_own(addr))
+        })
+    }
+
+    fn find_own(&self, addr: u64) -> Option<Hit> {
         let maps = self.maps.read().unwrap_or_else(poisoned);
         let (&start, &size) = maps.allocations.range(..=addr).next_back()?;
         if addr >= start + size {
@@ -323,6 +448,46 @@ fn commit(host: usize, size: u64) -> Result<()> {
     if rc != 0 {
         let error = std::io::Error::last_os_error().to_string();
         return Err(Error::Host { what: format!("{size:#x} bytes of memory"), error });
+    }
+    Ok(())
+}
+
+/// Shows a file's bytes at a place in a window.
+fn attach(host: usize, size: u64, file: BorrowedFd<'_>, offset: u64) -> Result<()> {
+    // SAFETY: the range lies inside one window's reservation, which this module owns, and holds no mapping of the GPU's.
+    let p = unsafe {
+        libc::mmap(
+            host as *mut libc::c_void,
+            size as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            file.as_raw_fd(),
+            offset as libc::off_t,
+        )
+    };
+    if p == libc::MAP_FAILED {
+        let error = std::io::Error::last_os_error().to_string();
+        return Err(Error::Host { what: format!("a mapping of {size:#x} bytes of a file"), error });
+    }
+    Ok(())
+}
+
+/// Puts zero pages of this process in the place of a file's: what still uses them stays inside the reservation.
+fn detach(host: usize, size: u64) -> Result<()> {
+    // SAFETY: as in `attach`: the range held that file's pages and is nobody else's.
+    let p = unsafe {
+        libc::mmap(
+            host as *mut libc::c_void,
+            size as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+            -1,
+            0,
+        )
+    };
+    if p == libc::MAP_FAILED {
+        let error = std::io::Error::last_os_error().to_string();
+        return Err(Error::Host { what: format!("taking {size:#x} bytes of a file away"), error });
     }
     Ok(())
 }

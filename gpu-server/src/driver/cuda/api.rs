@@ -110,6 +110,13 @@ api! {
     memory_access = "cuMemSetAccess" (CUdeviceptr, usize, *const AccessDesc, usize);
     memory_unmap = "cuMemUnmap" (CUdeviceptr, usize);
     memory_release = "cuMemRelease" (u64);
+    address_free = "cuMemAddressFree" (CUdeviceptr, usize);
+    memory_retain = "cuMemRetainAllocationHandle" (*mut u64, *mut c_void);
+    memory_export = "cuMemExportToShareableHandle" (*mut c_void, u64, u32, u64);
+    memory_import = "cuMemImportFromShareableHandle" (*mut u64, *mut c_void, u32);
+    event_export = "cuIpcGetEventHandle" (*mut IpcHandle, CUevent);
+    event_import = "cuIpcOpenEventHandle" (*mut CUevent, IpcHandle);
+    event_query_raw = "cuEventQuery" (CUevent);
     host_register = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister" (*mut c_void);
     host_device_pointer = "cuMemHostGetDevicePointer_v2" (*mut CUdeviceptr, *mut c_void, c_uint);
@@ -250,9 +257,14 @@ pub struct AllocationProp {
 impl AllocationProp {
     /// Pinned memory of a device.
     pub fn device(device: CUdevice) -> AllocationProp {
+        AllocationProp::shareable(device, 0)
+    }
+
+    /// The same, to be exported in these forms.
+    pub fn shareable(device: CUdevice, handle_types: u32) -> AllocationProp {
         AllocationProp {
             kind: 1,
-            handle_types: 0,
+            handle_types,
             location: Location { kind: 1, id: device },
             win32: std::ptr::null_mut(),
             flags: [0; 8],
@@ -264,6 +276,10 @@ impl AllocationProp {
 #[repr(C, align(64))]
 pub struct TensorMap(pub [u8; 128]);
 
+/// `CUipcEventHandle`.
+#[repr(C)]
+pub struct IpcHandle(pub [u8; 64]);
+
 /// `CUmemAccessDesc`.
 #[repr(C)]
 pub struct AccessDesc {
@@ -274,7 +290,12 @@ pub struct AccessDesc {
 impl AccessDesc {
     /// Reading and writing by a device, or none.
     pub fn device(device: CUdevice, access: bool) -> AccessDesc {
-        AccessDesc { location: Location { kind: 1, id: device }, flags: if access { 3 } else { 0 } }
+        AccessDesc::with_flags(device, if access { 3 } else { 0 })
+    }
+
+    /// `CUmemAccess_flags` for a device.
+    pub fn with_flags(device: CUdevice, flags: u32) -> AccessDesc {
+        AccessDesc { location: Location { kind: 1, id: device }, flags }
     }
 }
 
@@ -329,7 +350,8 @@ impl Api {
 
     fn complain(&self, function: &str, status: Status) {
         match function {
-            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventElapsedTime" => {}
+            "cuGetErrorName" | "cuFuncGetParamInfo" | "cuStreamQuery" | "cuEventQuery"
+            | "cuEventElapsedTime" => {}
             // Asked of every attribute number there may be.
             "cuDeviceGetAttribute" | "cuFuncGetAttribute" | "cuDeviceGetP2PAttribute" => {
                 tracing::trace!("{function}: {} ({})", self.name(status), status.0);

@@ -6,12 +6,13 @@ use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::Cuda;
-use super::api::{AccessDesc, AllocationProp};
+use super::api::AccessDesc;
 use crate::driver::call::Call;
+use crate::driver::space::Space;
 
 impl Cuda {
     /// The ordinal of the device whose window holds an address.
-    fn ordinal_of(&self, address: u64) -> Option<u32> {
+    pub(super) fn ordinal_of(&self, address: u64) -> Option<u32> {
         let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
         (ordinal < self.devices.len() as u64).then_some(ordinal as u32)
     }
@@ -20,6 +21,7 @@ impl Cuda {
     pub(super) fn check_range(&self, address: u64, len: u64) -> Result<(), Status> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => self.device(ordinal)?.allocations.holds(address, len),
+            None if Space::<u64>::is_here(address) => self.space.reached_by(address, len, 0).is_some(),
             None => self.modules.values().any(|m| m.globals.holds(address, len)),
         };
         if found || len == 0 { Ok(()) } else { Err(Status::INVALID_VALUE) }
@@ -43,9 +45,8 @@ impl Cuda {
     }
 
     fn back(&mut self, op: &MemGrow) -> Result<(), Status> {
-        let handle = self.device(op.device)?.handle;
         let size = op.size as usize;
-        let prop = AllocationProp::device(handle);
+        let prop = self.allocation(op.device)?;
         let access = self.access(op.device)?;
         let mut memory = 0;
         // SAFETY: a valid description; the range was checked to lie in the reserved window and to be free.
@@ -70,6 +71,7 @@ impl Cuda {
         device.allocations = Default::default();
         device.peers.clear();
         for (address, size) in backed.iter() {
+            self.unshare_piece(ordinal, address);
             // SAFETY: mapped by `back`, in one piece; nothing of the device runs any more. A refusal is logged.
             let _ = unsafe { self.api.memory_unmap(address, size as usize) };
         }
@@ -116,6 +118,7 @@ impl MemoryOps<Call> for Cuda {
             return Err(Status::INVALID_VALUE);
         }
         device.backed.remove(op.address);
+        self.unshare_piece(op.device, op.address);
         let api = self.api;
         let pending = cx.later();
         self.after_device(op.device, cx.seq, move |_| {
@@ -165,5 +168,81 @@ impl MemoryOps<Call> for Cuda {
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
         self.unmap_host(cx, op)
+    }
+
+    fn address_reserve(
+        &mut self,
+        _cx: &mut Call,
+        op: AddressReserve,
+    ) -> Result<Answer<AddressReserveReply>, Status> {
+        self.reserve_addresses(&op).map(|()| Answer::Now(AddressReserveReply {}))
+    }
+
+    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
+        self.free_addresses(&op).map(|()| Answer::Now(AddressFreeReply {}))
+    }
+
+    fn memory_create(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryCreate,
+    ) -> Result<Answer<MemoryCreateReply>, Status> {
+        self.create_memory(cx, &op).map(|()| Answer::Now(MemoryCreateReply {}))
+    }
+
+    fn memory_release(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryRelease,
+    ) -> Result<Answer<MemoryReleaseReply>, Status> {
+        self.release_memory(&op).map(|()| Answer::Now(MemoryReleaseReply {}))
+    }
+
+    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
+        self.map_memory(&op).map(|()| Answer::Now(MemoryMapReply {}))
+    }
+
+    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
+        self.unmap_memory(&op).map(|()| Answer::Now(MemoryUnmapReply {}))
+    }
+
+    fn memory_access(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryAccess,
+    ) -> Result<Answer<MemoryAccessReply>, Status> {
+        self.set_memory_access(cx, &op).map(|()| Answer::Now(MemoryAccessReply {}))
+    }
+
+    fn memory_export(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryExport,
+    ) -> Result<Answer<MemoryExportReply>, Status> {
+        self.export_memory(&op).map(|token| Answer::Now(MemoryExportReply { token }))
+    }
+
+    fn memory_import(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryImport,
+    ) -> Result<Answer<MemoryImportReply>, Status> {
+        self.import_memory(cx, &op).map(Answer::Now)
+    }
+
+    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
+        self.export_piece(&op).map(Answer::Now)
+    }
+
+    fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Result<Answer<EventExportReply>, Status> {
+        self.export_event(&op).map(Answer::Now)
+    }
+
+    fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Result<Answer<EventImportReply>, Status> {
+        self.import_event(cx, &op).map(|()| Answer::Now(EventImportReply {}))
+    }
+
+    fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Result<Answer<EventQueryReply>, Status> {
+        self.query_event(&op).map(|done| Answer::Now(EventQueryReply { done }))
     }
 }

@@ -14,6 +14,8 @@ mod copies;
 mod fence;
 mod graph;
 mod host_map;
+mod ids;
+mod ipc;
 mod kernels;
 mod memory;
 mod nvml;
@@ -22,6 +24,7 @@ mod registration;
 mod staging;
 mod streams;
 mod texture;
+mod vmm;
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -42,15 +45,20 @@ use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
 use self::host_map::HostView;
+use self::ids::Ids;
 use self::kernels::LoadedModule;
 use self::ranges::Ranges;
 use self::staging::Staging;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
+use super::space::Space;
+use crate::share::{Broker, Token};
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
+/// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`.
+const EXPORTS_FD: u32 = 103;
 /// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`: true only where memory is shared with the client.
 const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CUdevice_attribute` numbers that are asked for.
@@ -62,12 +70,12 @@ const STREAM_NON_BLOCKING: u32 = 1;
 pub struct Cuda {
     api: &'static Api,
     devices: Vec<Device>,
-    contexts: HashMap<u32, Context>,
+    contexts: Ids<Context>,
     /// The context that is current in the dispatcher's thread.
     current: Option<u32>,
-    lanes: HashMap<u32, Lane>,
-    events: HashMap<u32, Moment>,
-    modules: HashMap<u32, LoadedModule>,
+    lanes: Ids<Lane>,
+    events: Ids<Moment>,
+    modules: Ids<LoadedModule>,
     graphs: Graphs,
     arrays: Arrays,
     /// Client memory mapped for kernels, by its address in the client.
@@ -78,6 +86,12 @@ pub struct Cuda {
     staging: Arc<Staging>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
+    /// Memory without an address, and where it is mapped.
+    space: Space<u64>,
+    /// The way to the client's other sessions.
+    broker: Option<Arc<Broker>>,
+    /// Under which events are shared.
+    event_tokens: HashMap<u32, Vec<Token>>,
     memory_limit: u64,
     output: Arc<Output>,
     errors: Option<Errors>,
@@ -94,6 +108,10 @@ struct Device {
     backed: Ranges,
     /// The program's allocations.
     allocations: Ranges,
+    /// Whether its memory can be shared between processes.
+    exports: bool,
+    /// Under which pieces of its window are shared.
+    tokens: HashMap<u64, Token>,
     /// Devices (by ordinal) that may access its memory, besides itself.
     peers: Vec<u32>,
 }
@@ -170,7 +188,7 @@ impl Cuda {
             return Err("CUDA sees no device on this machine".into());
         }
         let mut devices = Vec::new();
-        let mut contexts = HashMap::new();
+        let mut contexts = Ids::default();
         for (ordinal, number) in all.iter().enumerate() {
             if *number >= count {
                 return Err(format!("device {number} does not exist: CUDA sees {count}"));
@@ -197,9 +215,9 @@ impl Cuda {
             devices,
             contexts,
             current: None,
-            lanes: HashMap::new(),
-            events: HashMap::new(),
-            modules: HashMap::new(),
+            lanes: Ids::default(),
+            events: Ids::default(),
+            modules: Ids::default(),
             graphs: Graphs::default(),
             arrays: Arrays::default(),
             host_views: HashMap::new(),
@@ -208,6 +226,9 @@ impl Cuda {
             completer,
             staging,
             arrived: None,
+            space: Space::default(),
+            broker: None,
+            event_tokens: HashMap::new(),
             memory_limit,
             output,
             errors: None,
@@ -304,6 +325,8 @@ fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'st
         granule: granule as u64,
         backed: Ranges::default(),
         allocations: Ranges::default(),
+        exports: attribute(api, handle, EXPORTS_FD) == Some(1),
+        tokens: HashMap::new(),
         peers: Vec::new(),
     };
     Ok((device, context))
@@ -363,8 +386,14 @@ impl super::Backend for Cuda {
         }
     }
 
+    fn share(&mut self, broker: Arc<Broker>) {
+        self.broker = Some(broker);
+    }
+
     fn device_memory(&self) -> u64 {
-        self.devices.iter().map(|d| d.backed.total()).sum::<u64>() + self.arrays.bytes()
+        self.space.created()
+            + self.devices.iter().map(|d| d.backed.total()).sum::<u64>()
+            + self.arrays.bytes()
     }
 
     fn end(&mut self) {
@@ -445,6 +474,7 @@ impl DeviceOps<Call> for Cuda {
             && self.events.is_empty()
             && self.modules.is_empty()
             && self.contexts.len() == self.devices.len()
+            && self.space.is_empty()
             && self.devices.iter().all(|device| device.backed.total() == 0);
         if !untouched {
             return Err(Status::NOT_PERMITTED);

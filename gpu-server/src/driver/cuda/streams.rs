@@ -16,6 +16,7 @@ use super::fence::{End, Health, Word};
 use crate::driver::call::{Call, Errors};
 
 const EVENT_DISABLE_TIMING: u32 = 2;
+const EVENT_INTERPROCESS: u32 = 4;
 
 /// A stream of the client's.
 pub(super) struct Lane {
@@ -58,10 +59,17 @@ impl Publisher {
 
 /// An event of the client's.
 pub(super) struct Moment {
-    handle: CUevent,
+    pub(super) handle: CUevent,
     pub(super) context: u32,
     timing: bool,
     recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
+}
+
+impl Moment {
+    /// Another session's event.
+    pub(super) fn shared(handle: CUevent, context: u32) -> Moment {
+        Moment { handle, context, timing: false, recorded: None }
+    }
 }
 
 /// A place in a stream, to enqueue at. Its context is current.
@@ -339,9 +347,11 @@ impl EventOps<Call> for Cuda {
         self.enter_context(op.context)?;
         let mut handle: CUevent = std::ptr::null_mut();
         let timing = op.flags & EVENT_DISABLE_TIMING == 0;
-        // How a thread waits for it is the client's affair, and it is shared with no other process: only the timing counts.
+        // How a thread waits for it is the client's affair.
         // SAFETY: writes an event handle.
-        let made = unsafe { self.api.event_create(&mut handle, op.flags & EVENT_DISABLE_TIMING) };
+        let made = unsafe {
+            self.api.event_create(&mut handle, op.flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
+        };
         self.note(op.context, made)?;
         self.events.insert(op.event.0, Moment { handle, context: op.context.0, timing, recorded: None });
         Ok(())
@@ -349,6 +359,7 @@ impl EventOps<Call> for Cuda {
 
     fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result<(), Status> {
         let moment = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
+        self.unshare_event(op.event.0);
         cx.context = ContextId(moment.context);
         // SAFETY: out of the table.
         let destroyed = unsafe { self.api.event_destroy(moment.handle) };

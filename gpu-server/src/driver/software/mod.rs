@@ -2,7 +2,7 @@
 //!
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
 //! - [`transfer`]: copies and fills;
-//! - [`array`]: arrays, textures and surfaces;
+//! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
 //!
@@ -14,8 +14,10 @@ mod nvml;
 mod properties;
 mod streams;
 mod transfer;
+mod vmm;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
@@ -33,7 +35,9 @@ use self::kernels::LoadedModule;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
+use super::space::Space;
 use crate::cli::Backing;
+use crate::share::{Broker, Token};
 
 /// What is answered to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
@@ -49,14 +53,34 @@ pub struct Software {
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
     arrays: Arrays,
+    space: Space<OwnedFd>,
+    /// The way to the client's other sessions.
+    broker: Option<Arc<Broker>>,
     tickets: Arc<Tickets>,
 }
 
 struct Device {
     gpu: Gpu,
+    /// Among the server's.
+    number: u32,
     config: GpuConfig,
+    /// What backs its window, by first address.
+    pieces: BTreeMap<u64, Piece>,
+}
+
+/// A part of a window that is backed: a file, so that it can be shared.
+struct Piece {
+    size: u64,
+    file: OwnedFd,
+    /// Under which it is shared.
+    token: Option<Token>,
+}
+
+impl Device {
     /// Bytes backed in its window.
-    used: u64,
+    fn used(&self) -> u64 {
+        self.pieces.values().map(|piece| piece.size).sum()
+    }
 }
 
 struct Context {
@@ -126,7 +150,7 @@ impl Software {
                 },
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
-            devices.push(Device { gpu, config, used: 0 });
+            devices.push(Device { gpu, number, config, pieces: BTreeMap::new() });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
@@ -139,6 +163,8 @@ impl Software {
             events: HashMap::new(),
             modules: HashMap::new(),
             arrays: Arrays::default(),
+            space: Space::default(),
+            broker: None,
             tickets: Arc::default(),
         })
     }
@@ -158,6 +184,9 @@ impl Software {
     /// The device whose window holds `address`; for an address outside all windows (a module's variable) the device `home`.
     fn gpu_of(&self, address: u64, home: u32) -> Result<&Gpu, Status> {
         let ordinal = match address.checked_sub(window(0)) {
+            _ if Space::<OwnedFd>::is_here(address) => {
+                self.space.reached_by(address, 1, home).ok_or(Status::INVALID_VALUE)?
+            }
             Some(offset) if offset / WINDOW_SIZE < u64::from(MAX_DEVICES) => (offset / WINDOW_SIZE) as u32,
             _ => home,
         };
@@ -200,7 +229,11 @@ impl super::Backend for Software {
     }
 
     fn device_memory(&self) -> u64 {
-        self.devices.iter().map(|d| d.used).sum::<u64>() + self.arrays.bytes()
+        self.space.created() + self.devices.iter().map(Device::used).sum::<u64>() + self.arrays.bytes()
+    }
+
+    fn share(&mut self, broker: Arc<Broker>) {
+        self.broker = Some(broker);
     }
 
     fn end(&mut self) {
@@ -241,7 +274,8 @@ impl DeviceOps<Call> for Software {
             && self.events.is_empty()
             && self.modules.is_empty()
             && self.contexts.len() == self.devices.len()
-            && self.devices.iter().all(|device| device.used == 0);
+            && self.space.is_empty()
+            && self.devices.iter().all(|device| device.pieces.is_empty());
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }
@@ -301,9 +335,12 @@ impl ContextOps<Call> for Software {
         let config = self.device(op.device)?.config.clone();
         let fresh = Gpu::new(config).map_err(|e| code(&e))?;
         self.tickets.release_all();
+        self.map_again(op.device, &fresh)?;
+        let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
+        pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
-        device.used = 0;
+        device.pieces.clear();
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         for context in of_device {
@@ -383,8 +420,8 @@ impl MemoryOps<Call> for Software {
             );
             return Err(Status::OUT_OF_MEMORY);
         }
-        device.gpu.map(op.address, op.size).map_err(|e| code(&e))?;
-        device.used += op.size;
+        let piece = vmm::back(&device.gpu, op.address, op.size)?;
+        device.pieces.insert(op.address, piece);
         Ok(Answer::Now(MemGrowReply {}))
     }
 
@@ -392,16 +429,21 @@ impl MemoryOps<Call> for Software {
         cx.context = ContextId(op.device);
         let gpu = self.device(op.device)?.gpu.clone();
         let (address, size) = (op.address, op.size);
+        if self.device(op.device)?.pieces.get(&address).is_none_or(|piece| piece.size != size) {
+            return Err(Status::INVALID_VALUE);
+        }
         let lanes = self.lanes_of_device(op.device);
-        if lanes.iter().all(|lane| lane.query().unwrap_or(true)) {
-            gpu.unmap(address, size).map_err(|e| code(&e))?;
-            let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-            device.used = device.used.saturating_sub(size);
+        let idle = lanes.iter().all(|lane| lane.query().unwrap_or(true));
+        if idle {
+            gpu_unmap(&gpu, address, size)?;
+        }
+        // Counted as given back at once: what may wait is only the moment at which its pages go.
+        self.unshare_piece(op.device, address);
+        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        device.pieces.remove(&address);
+        if idle {
             return Ok(Answer::Now(MemShrinkReply {}));
         }
-        // Counted as given back at once: what waits is only the moment at which its pages go.
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        device.used = device.used.saturating_sub(size);
         let (unmapped, pending) = (gpu.clone(), cx.later());
         streams::after_all(&gpu, &lanes, move |_| pending.answer(gpu_unmap(&unmapped, address, size)));
         Ok(Answer::Later)
@@ -422,10 +464,74 @@ impl MemoryOps<Call> for Software {
         let (free, total) = self.memory_of(&self.device(op.device)?.gpu);
         Ok(Answer::Now(MemGetInfoReply { free, total }))
     }
+
+    fn address_reserve(
+        &mut self,
+        _cx: &mut Call,
+        op: AddressReserve,
+    ) -> Result<Answer<AddressReserveReply>, Status> {
+        self.reserve_addresses(&op).map(|()| Answer::Now(AddressReserveReply {}))
+    }
+
+    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
+        self.free_addresses(&op).map(|()| Answer::Now(AddressFreeReply {}))
+    }
+
+    fn memory_create(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryCreate,
+    ) -> Result<Answer<MemoryCreateReply>, Status> {
+        self.create_memory(cx, &op).map(|()| Answer::Now(MemoryCreateReply {}))
+    }
+
+    fn memory_release(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryRelease,
+    ) -> Result<Answer<MemoryReleaseReply>, Status> {
+        self.release_memory(&op).map(|()| Answer::Now(MemoryReleaseReply {}))
+    }
+
+    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
+        self.map_memory(&op).map(|()| Answer::Now(MemoryMapReply {}))
+    }
+
+    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
+        self.unmap_memory(&op).map(|()| Answer::Now(MemoryUnmapReply {}))
+    }
+
+    fn memory_access(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryAccess,
+    ) -> Result<Answer<MemoryAccessReply>, Status> {
+        self.set_memory_access(cx, &op).map(|()| Answer::Now(MemoryAccessReply {}))
+    }
+
+    fn memory_export(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryExport,
+    ) -> Result<Answer<MemoryExportReply>, Status> {
+        self.export_memory(&op).map(|token| Answer::Now(MemoryExportReply { token }))
+    }
+
+    fn memory_import(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryImport,
+    ) -> Result<Answer<MemoryImportReply>, Status> {
+        self.import_memory(cx, &op).map(Answer::Now)
+    }
+
+    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
+        self.export_piece(&op).map(Answer::Now)
+    }
 }
 
 fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Status> {
-    gpu.unmap(address, size).map(|()| MemShrinkReply {}).map_err(|e| code(&e))
+    vmm::unback(gpu, address, size).map(|()| MemShrinkReply {})
 }
 
 impl Software {

@@ -1,0 +1,325 @@
+//! Memory without an address, reserved addresses, and what is mapped where: the part of virtual memory management that both backends have in common.
+//!
+//! Everything that a client names is checked here, before a backend does anything: what [`Space`] lets pass lies inside a reservation of the session, touches no
+//! other mapping and names memory of the session. The methods that change something are called when the backend has succeeded.
+
+use std::collections::{BTreeMap, HashMap};
+
+use protocol::Status;
+use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
+
+use crate::share::Token;
+
+/// Memories, and reservations, of a session at most.
+const MOST: usize = 1 << 17;
+
+/// Memory of a device. `M`: what the backend has for it.
+pub struct Memory<M> {
+    /// Ordinal of its device.
+    pub device: u32,
+    /// Bytes.
+    pub size: u64,
+    /// Whether it may be exported.
+    pub exportable: bool,
+    /// Taken from another session: it does not count as this one's.
+    pub imported: bool,
+    /// Under which it is exported.
+    pub token: Option<Token>,
+    /// The backend's.
+    pub handle: M,
+    mapped: usize,
+}
+
+impl<M> Memory<M> {
+    /// Memory that nothing is mapped to.
+    pub fn new(device: u32, size: u64, exportable: bool, imported: bool, handle: M) -> Memory<M> {
+        Memory { device, size, exportable, imported, token: None, handle, mapped: 0 }
+    }
+}
+
+/// A part of memory at reserved addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapping {
+    /// The memory.
+    pub memory: u32,
+    /// Its first byte there.
+    pub offset: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Ordinals of the devices that may access it.
+    pub access: Vec<u32>,
+}
+
+/// A session's.
+pub struct Space<M> {
+    reserved: BTreeMap<u64, u64>,
+    memories: HashMap<u32, Memory<M>>,
+    mappings: BTreeMap<u64, Mapping>,
+}
+
+impl<M> Default for Space<M> {
+    fn default() -> Space<M> {
+        Space { reserved: BTreeMap::new(), memories: HashMap::new(), mappings: BTreeMap::new() }
+    }
+}
+
+fn overlaps(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u64) -> bool {
+    // The last one that begins before the end of what is asked.
+    ranges.next_back().is_some_and(|(start, size)| start + size > address)
+}
+
+impl<M> Space<M> {
+    /// Whether nothing was ever made, or all of it is gone.
+    pub fn is_empty(&self) -> bool {
+        self.reserved.is_empty() && self.memories.is_empty()
+    }
+
+    /// Whether an address lies where clients reserve by themselves.
+    pub fn is_here(address: u64) -> bool {
+        (SPACE..SPACE + SPACE_SIZE).contains(&address)
+    }
+
+    /// Whether these addresses may be reserved; `granule`: the greatest of all devices.
+    pub fn may_reserve(&self, address: u64, size: u64, granule: u64) -> Result<(), Status> {
+        let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
+        let inside = address >= SPACE && end <= SPACE + SPACE_SIZE;
+        let whole = size > 0 && size.is_multiple_of(granule) && address.is_multiple_of(SPACE_ALIGN);
+        if !inside || !whole || overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.reserved.len() >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
+    /// They are.
+    pub fn reserve(&mut self, address: u64, size: u64) {
+        self.reserved.insert(address, size);
+    }
+
+    /// Whether a reservation may go: it is named as it was made, and holds no mapping.
+    pub fn may_unreserve(&self, address: u64, size: u64) -> Result<(), Status> {
+        let known = self.reserved.get(&address) == Some(&size);
+        let used =
+            overlaps(self.mappings.range(..address.saturating_add(size)).map(|(a, m)| (*a, m.size)), address);
+        if known && !used { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    /// It is gone.
+    pub fn unreserve(&mut self, address: u64) {
+        self.reserved.remove(&address);
+    }
+
+    /// Whether memory may get this name.
+    pub fn may_name(&self, id: u32) -> Result<(), Status> {
+        if self.memories.contains_key(&id) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        if self.memories.len() >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
+    /// Memory gets it.
+    pub fn add(&mut self, id: u32, memory: Memory<M>) {
+        self.memories.insert(id, memory);
+    }
+
+    /// The memory of a name.
+    pub fn memory(&self, id: u32) -> Result<&Memory<M>, Status> {
+        self.memories.get(&id).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// The same, to note its token.
+    pub fn memory_mut(&mut self, id: u32) -> Result<&mut Memory<M>, Status> {
+        self.memories.get_mut(&id).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// Takes memory out that nothing is mapped to.
+    pub fn remove(&mut self, id: u32) -> Result<Memory<M>, Status> {
+        if self.memory(id)?.mapped > 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.memories.remove(&id).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// Whether a mapping may be made, of `granule`s.
+    pub fn may_map(&self, id: u32, offset: u64, address: u64, size: u64, granule: u64) -> Result<(), Status> {
+        let memory = self.memory(id)?;
+        let whole = [offset, address, size].iter().all(|n| n.is_multiple_of(granule));
+        let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
+        let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
+        let reserved =
+            self.reserved.range(..=address).next_back().is_some_and(|(start, len)| end <= start + len);
+        let taken = overlaps(self.mappings.range(..end).map(|(a, m)| (*a, m.size)), address);
+        if size == 0 || !whole || !inside || !reserved || taken { Err(Status::INVALID_VALUE) } else { Ok(()) }
+    }
+
+    /// It is made.
+    pub fn map(&mut self, id: u32, offset: u64, address: u64, size: u64) {
+        if let Some(memory) = self.memories.get_mut(&id) {
+            memory.mapped += 1;
+            self.mappings.insert(address, Mapping { memory: id, offset, size, access: Vec::new() });
+        }
+    }
+
+    /// The mapping that begins at an address and has that size.
+    pub fn mapping(&self, address: u64, size: u64) -> Result<&Mapping, Status> {
+        self.mappings.get(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
+    }
+
+    /// Takes a mapping out.
+    pub fn unmap(&mut self, address: u64) {
+        if let Some(mapping) = self.mappings.remove(&address)
+            && let Some(memory) = self.memories.get_mut(&mapping.memory)
+        {
+            memory.mapped -= 1;
+        }
+    }
+
+    /// A device may access a mapping from now on, or no more.
+    pub fn set_access(&mut self, address: u64, device: u32, access: bool) {
+        if let Some(mapping) = self.mappings.get_mut(&address) {
+            mapping.access.retain(|other| *other != device);
+            if access {
+                mapping.access.push(device);
+            }
+        }
+    }
+
+    /// The device through which `len` bytes from an address are reached: `home` where it may access all of them, else the first that may. `None`: they are not all mapped, or no device
+    /// may access them all.
+    pub fn reached_by(&self, address: u64, len: u64, home: u32) -> Option<u32> {
+        let end = address.checked_add(len.max(1))?;
+        let (start, first) = self.mappings.range(..=address).next_back()?;
+        let mut may = first.access.clone();
+        let mut at = start + first.size;
+        if at <= address {
+            return None;
+        }
+        for (start, mapping) in self.mappings.range(at..) {
+            if at >= end {
+                break;
+            }
+            if *start != at {
+                return None;
+            }
+            may.retain(|device| mapping.access.contains(device));
+            at += mapping.size;
+        }
+        if at < end {
+            return None;
+        }
+        if may.contains(&home) { Some(home) } else { may.first().copied() }
+    }
+
+    /// Every mapping.
+    pub fn mappings(&self) -> impl Iterator<Item = (u64, &Mapping)> {
+        self.mappings.iter().map(|(address, mapping)| (*address, mapping))
+    }
+
+    /// Bytes that this session has made on a device.
+    pub fn created_on(&self, device: u32) -> u64 {
+        let made = self.memories.values().filter(|memory| !memory.imported && memory.device == device);
+        made.map(|memory| memory.size).sum()
+    }
+
+    /// Bytes that this session has made.
+    pub fn created(&self) -> u64 {
+        self.memories.values().filter(|memory| !memory.imported).map(|memory| memory.size).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const G: u64 = 2 << 20;
+
+    fn space() -> Space<()> {
+        let mut space = Space::default();
+        space.reserve(SPACE, 8 * G);
+        space.add(1, Memory::new(0, 4 * G, false, false, ()));
+        space
+    }
+
+    #[test]
+    fn reservations_lie_inside_and_apart() {
+        let space = space();
+        assert_eq!(space.may_reserve(SPACE + SPACE_ALIGN, G, G), Ok(()));
+        for (address, size) in [
+            (SPACE, G),
+            (SPACE - SPACE_ALIGN, SPACE_ALIGN),
+            (SPACE + SPACE_SIZE, G),
+            (SPACE + SPACE_SIZE - SPACE_ALIGN, SPACE_ALIGN + G),
+            (SPACE + SPACE_ALIGN, 1),
+            (SPACE + SPACE_ALIGN + G, G),
+            (SPACE + SPACE_ALIGN, 0),
+            (u64::MAX - SPACE_ALIGN + 1, SPACE_ALIGN),
+            (0x2000_0000_0000, G),
+        ] {
+            assert_eq!(
+                space.may_reserve(address, size, G),
+                Err(Status::INVALID_VALUE),
+                "{address:#x} {size:#x}"
+            );
+        }
+    }
+
+    #[test]
+    fn mappings_lie_in_a_reservation_and_in_their_memory() {
+        let mut space = space();
+        assert_eq!(space.may_map(1, 0, SPACE, 4 * G, G), Ok(()));
+        for (id, offset, address, size) in [
+            (1, 0, SPACE + 8 * G, G),
+            (1, 0, SPACE + 7 * G, 2 * G),
+            (1, 4 * G, SPACE, G),
+            (1, G, SPACE, 4 * G),
+            (1, u64::MAX - G + 1, SPACE, G),
+            (1, 0, SPACE, 0),
+            (1, 0, SPACE + 1, G),
+        ] {
+            assert_eq!(
+                space.may_map(id, offset, address, size, G),
+                Err(Status::INVALID_VALUE),
+                "{offset:#x} {address:#x}"
+            );
+        }
+        assert_eq!(space.may_map(2, 0, SPACE, G, G), Err(Status::INVALID_HANDLE));
+        space.map(1, 0, SPACE + G, 2 * G);
+        assert_eq!(space.may_map(1, 0, SPACE, 2 * G, G), Err(Status::INVALID_VALUE));
+        assert_eq!(space.may_map(1, 0, SPACE + 2 * G, G, G), Err(Status::INVALID_VALUE));
+        assert_eq!(space.may_map(1, 0, SPACE + 3 * G, G, G), Ok(()));
+    }
+
+    #[test]
+    fn what_is_mapped_is_neither_released_nor_unreserved() {
+        let mut space = space();
+        space.map(1, 0, SPACE, G);
+        space.map(1, 0, SPACE + 4 * G, G);
+        assert!(space.remove(1).is_err() && space.may_unreserve(SPACE, 8 * G).is_err());
+        assert!(space.mapping(SPACE, 2 * G).is_err() && space.mapping(SPACE + G, G).is_err());
+        space.unmap(SPACE);
+        space.unmap(SPACE);
+        assert!(space.remove(1).is_err(), "one mapping is left");
+        space.unmap(SPACE + 4 * G);
+        assert!(space.remove(1).is_ok() && space.may_unreserve(SPACE, 4 * G).is_err());
+        assert_eq!(space.may_unreserve(SPACE, 8 * G), Ok(()));
+        assert_eq!(space.created(), 0);
+    }
+
+    #[test]
+    fn a_range_is_reached_by_a_device_that_may_access_all_of_it() {
+        let mut space = space();
+        space.map(1, 0, SPACE, G);
+        space.map(1, G, SPACE + G, G);
+        assert_eq!(space.reached_by(SPACE, 1, 0), None);
+        for address in [SPACE, SPACE + G] {
+            space.set_access(address, 1, true);
+        }
+        space.set_access(SPACE, 0, true);
+        assert_eq!(space.reached_by(SPACE, G, 0), Some(0));
+        assert_eq!(space.reached_by(SPACE + G - 1, 2, 0), Some(1));
+        assert_eq!(space.reached_by(SPACE + G, G, 0), Some(1));
+        assert_eq!(space.reached_by(SPACE + G, G + 1, 1), None);
+        assert_eq!(space.reached_by(SPACE + 2 * G, 1, 1), None);
+        space.set_access(SPACE, 1, false);
+        assert_eq!(space.reached_by(SPACE + G - 1, 2, 1), None);
+    }
+}

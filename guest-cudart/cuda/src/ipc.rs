@@ -1,0 +1,111 @@
+//! Memory shared between processes: an allocation's handle is 64 bytes that name it for every process of the same client.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use crate::state::driver;
+use crate::{context, memory, non_null, put, vmm};
+use client::ops::memory::PieceExport;
+use client::{Status, lock};
+
+/// `CUipcMemHandle`, `CUipcEventHandle`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct IpcHandle([u8; 64]);
+
+const MAGIC: [u8; 8] = *b"rgpu:ipc";
+
+/// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Name {
+    token: [u8; 16],
+    offset: u64,
+    size: u64,
+}
+
+impl Name {
+    fn handle(&self) -> IpcHandle {
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..24].copy_from_slice(&self.token);
+        bytes[24..32].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.size.to_le_bytes());
+        IpcHandle(bytes)
+    }
+
+    fn of(handle: &IpcHandle) -> Option<Name> {
+        let rest = handle.0.strip_prefix(&MAGIC)?;
+        let (token, rest) = rest.split_first_chunk::<16>()?;
+        let (offset, rest) = rest.split_first_chunk::<8>()?;
+        let (size, _) = rest.split_first_chunk::<8>()?;
+        Some(Name { token: *token, offset: u64::from_le_bytes(*offset), size: u64::from_le_bytes(*size) })
+    }
+}
+
+/// What was opened: its address, and how often it was.
+static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
+
+api! {
+    fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
+        non_null(handle)?;
+        let driver = driver()?;
+        let found = memory::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
+        // Memory of a pool, of a module or without an address of its own is shared by other means, or not at all.
+        if found.pool != 0 || memory::device_of(driver, dptr).is_none() {
+            return Err(Status::INVALID_VALUE);
+        }
+        let reply = driver.session.call(&PieceExport { address: found.base })?;
+        let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
+        put(handle, Name { token: reply.token, offset, size: found.size }.handle())
+    }
+
+    fn cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32) {
+        non_null(dptr)?;
+        let (driver, _) = context::ready()?;
+        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
+        if flags != 1 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let name = Name::of(&handle).filter(|name| name.size > 0).ok_or(Status::INVALID_VALUE)?;
+        let mut opened = lock(&OPENED);
+        if let Some((address, times)) = opened.get_mut(&name) {
+            *times += 1;
+            return put(dptr, *address);
+        }
+        let address = vmm::open(driver, name.token, name.offset, name.size)?;
+        opened.insert(name, (address, 1));
+        put(dptr, address)
+    }
+
+    alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32);
+
+    fn cuIpcCloseMemHandle(dptr: u64) {
+        let (driver, context) = context::ready()?;
+        let mut opened = lock(&OPENED);
+        let (name, times) = opened
+            .iter_mut()
+            .find(|(_, (address, _))| *address == dptr)
+            .map(|(name, (_, times))| (*name, times))
+            .ok_or(Status::INVALID_VALUE)?;
+        if *times > 1 {
+            *times -= 1;
+            return Ok(());
+        }
+        context.synchronize()?;
+        vmm::close(driver, dptr)?;
+        opened.remove(&name);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_says_what_was_put_in() {
+        let name = Name { token: [7; 16], offset: 512, size: 1 << 40 };
+        assert!(Name::of(&name.handle()) == Some(name));
+        assert!(Name::of(&IpcHandle([0; 64])).is_none());
+    }
+}
