@@ -34,6 +34,12 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
 
+    /// Whether executing a command may wait for work that the device has. While a stream waits for the client it might wait for ever: the word that lets the stream go on
+    /// comes behind the command.
+    fn may_wait(&self, _opcode: u16, _body: &[u8]) -> bool {
+        false
+    }
+
     /// Bytes of device memory that the session holds.
     fn device_memory(&self) -> u64;
 

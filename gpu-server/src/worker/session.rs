@@ -2,7 +2,7 @@
 //!
 //! A stream that waits for the client ([`StreamHostWait`]) goes on only with a later command of the same ring, and a device queue holds only so much: when it
 //! is full, the driver's call blocks, and the command that would release it is never read. So while a stream waits for the client, the dispatcher
-//! executes only some hundred commands ahead; after that it sets commands aside, still in order, and looks among them for the one signal alone.
+//! executes only some hundred commands ahead, and none that may wait for the device; after that it sets commands aside, still in order, and looks among them for the one signal alone.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -93,7 +93,7 @@ impl Dispatcher<'_> {
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
             };
-            let result = if self.holds_back(&record) {
+            let result = if self.holds_back(&record, &body) {
                 self.set_aside(record, &body)
             } else {
                 self.execute(record, &body)
@@ -105,13 +105,14 @@ impl Dispatcher<'_> {
     }
 
     /// Whether `record` must not reach the device now.
-    fn holds_back(&self, record: &Record) -> bool {
+    fn holds_back(&self, record: &Record, body: &[u8]) -> bool {
         if self.waits.is_empty() || self.aside_bytes >= ASIDE {
             return false;
         }
         !self.aside.is_empty()
             || self.ahead >= AHEAD
             || (self.copies_ahead >= COPIES_AHEAD && moves_data(record))
+            || self.backend.may_wait(record.opcode, body)
     }
 
     /// The next command that was set aside, if it may be executed now.

@@ -1,14 +1,15 @@
 //! Modules, functions, launches.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Sink;
 use protocol::Status;
 use protocol::handle::{ContextId, FunctionId};
-use protocol::ops::Answer;
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
+use protocol::ops::{Answer, Op};
 use protocol::wire::{Wire, Writer};
 
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue};
@@ -53,6 +54,8 @@ struct Function {
     params: Vec<Param>,
     /// Whether it may call `printf`.
     prints: bool,
+    /// Whether it has been launched: with the first launch the driver loads its code, which may wait for the device.
+    launched: Cell<bool>,
 }
 
 /// Images are searched for `printf` as far as they are no longer than this unpacked; a kernel of a longer one counts as one that may print.
@@ -112,7 +115,12 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), St
     let mut table = FunctionTable { functions: Vec::with_capacity(handles.len()) };
     for handle in handles {
         let info = describe(api, handle, tell)?;
-        functions.push(Function { handle, params: info.params.clone(), prints: true });
+        functions.push(Function {
+            handle,
+            params: info.params.clone(),
+            prints: true,
+            launched: Cell::new(false),
+        });
         table.functions.push(info);
     }
     let mut bytes = Vec::new();
@@ -158,7 +166,25 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
     }
 }
 
+/// Whether a command makes the driver load code, or unload it.
+pub(super) fn loads_code(opcode: u16) -> bool {
+    opcode == <ModuleLoad as Op>::INFO.opcode || opcode == <ModuleUnload as Op>::INFO.opcode
+}
+
 impl Cuda {
+    /// Whether a command launches a function that was never launched.
+    pub(super) fn is_first_launch(&self, opcode: u16, body: &[u8]) -> bool {
+        if opcode != <Launch as Op>::INFO.opcode {
+            return false;
+        }
+        let Some(id) = body.first_chunk::<8>().map(|id| FunctionId(u64::from_le_bytes(*id))) else {
+            return false;
+        };
+        let module = self.modules.get(&id.module().0);
+        let function = module.and_then(|module| module.functions.get(id.index() as usize));
+        function.is_some_and(|function| !function.launched.get())
+    }
+
     /// The driver's handle of a function.
     pub(super) fn function_handle(&self, cx: &mut Call, id: FunctionId) -> Result<CUfunction, Status> {
         self.function(cx, id).map(|function| function.handle)
@@ -459,6 +485,7 @@ impl Cuda {
     ) -> Result<(), Status> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let function = self.function(cx, op.function)?;
+        function.launched.set(true);
         if function.prints {
             self.completer.may_print();
         }

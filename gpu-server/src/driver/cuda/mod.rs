@@ -390,6 +390,10 @@ impl super::Backend for Cuda {
         self.broker = Some(broker);
     }
 
+    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
+        kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
+    }
+
     fn device_memory(&self) -> u64 {
         self.space.created()
             + self.devices.iter().map(|d| d.backed.total()).sum::<u64>()
