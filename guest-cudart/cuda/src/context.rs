@@ -271,7 +271,7 @@ impl Context {
         event::forget(driver, self, with_server);
         module::forget(driver, self, with_server);
         library::forget(driver, self, with_server);
-        graph::forget(driver, self, with_server);
+        graph::forget(self);
         texture::forget(driver, self, with_server);
         array::forget(driver, self, with_server);
         host::forget(self);

@@ -2,6 +2,7 @@
 //!
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
 //! - [`transfer`]: copies and fills;
+//! - [`graph`]: lists of operations that are launched together;
 //! - [`array`]: arrays, textures and surfaces;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
@@ -9,6 +10,7 @@
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod array;
+mod graph;
 mod kernels;
 mod nvml;
 mod properties;
@@ -49,6 +51,7 @@ pub struct Software {
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
     arrays: Arrays,
+    graphs: graph::Graphs,
     tickets: Arc<Tickets>,
 }
 
@@ -139,6 +142,7 @@ impl Software {
             events: HashMap::new(),
             modules: HashMap::new(),
             arrays: Arrays::default(),
+            graphs: graph::Graphs::default(),
             tickets: Arc::default(),
         })
     }
@@ -182,6 +186,7 @@ impl Software {
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
         self.forget_arrays(context);
+        self.graphs.retain(|_, graph| graph.context != context);
     }
 }
 

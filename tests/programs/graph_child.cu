@@ -1,0 +1,106 @@
+// Graphs inside graphs, clones, and a graph that is launched into a capture.
+#define PROGRAM "graph_child"
+#include "common.h"
+
+__global__ void step(int *value, int factor, int addend) { *value = *value * factor + addend; }
+
+static cudaGraphNode_t add(cudaGraph_t graph, cudaGraphNode_t *after, int *value, int factor, int addend) {
+    void *arguments[] = {&value, &factor, &addend};
+    cudaKernelNodeParams params = {};
+    params.func = (void *)step;
+    params.gridDim = params.blockDim = dim3(1);
+    params.kernelParams = arguments;
+    cudaGraphNode_t node;
+    CHECK(cudaGraphAddKernelNode(&node, graph, after, after ? 1 : 0, &params));
+    return node;
+}
+
+static int run(cudaGraph_t graph, int *value, int from) {
+    cudaGraphExec_t exec;
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaMemcpy(value, &from, sizeof from, cudaMemcpyHostToDevice));
+    CHECK(cudaGraphLaunch(exec, 0));
+    CHECK(cudaStreamSynchronize(0));
+    CHECK(cudaGraphExecDestroy(exec));
+    int result;
+    CHECK(cudaMemcpy(&result, value, sizeof result, cudaMemcpyDeviceToHost));
+    return result;
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    int *value;
+    CHECK(cudaMalloc(&value, sizeof *value));
+
+    cudaGraph_t inner;
+    CHECK(cudaGraphCreate(&inner, 0));
+    cudaGraphNode_t first = add(inner, nullptr, value, 2, 1), second = add(inner, &first, value, 3, 0);
+
+    cudaGraph_t middle;
+    CHECK(cudaGraphCreate(&middle, 0));
+    cudaGraphNode_t begin = add(middle, nullptr, value, 1, 10), child, end;
+    CHECK(cudaGraphAddChildGraphNode(&child, middle, &begin, 1, inner));
+    end = add(middle, &child, value, 1, -4);
+
+    cudaGraph_t outer, empty;
+    CHECK(cudaGraphCreate(&outer, 0));
+    CHECK(cudaGraphCreate(&empty, 0));
+    cudaGraphNode_t one, nothing, two;
+    CHECK(cudaGraphAddChildGraphNode(&one, outer, nullptr, 0, middle));
+    CHECK(cudaGraphAddChildGraphNode(&nothing, outer, &one, 1, empty));
+    CHECK(cudaGraphAddChildGraphNode(&two, outer, &nothing, 1, middle));
+    // ((v + 10) * 2 + 1) * 3 - 4, twice
+    int result = run(outer, value, 1);
+    int once = ((1 + 10) * 2 + 1) * 3 - 4, twice = ((once + 10) * 2 + 1) * 3 - 4;
+    REQUIRE(result == twice, "nested graphs come to %d, not %d", result, twice);
+
+    // What a child graph node has is a copy: the original changes without it.
+    add(inner, &second, value, 0, 0);
+    REQUIRE(run(outer, value, 1) == twice, "a child graph followed its original");
+    cudaGraph_t part;
+    CHECK(cudaGraphChildGraphNodeGetGraph(child, &part));
+    size_t nodes = 0;
+    CHECK(cudaGraphGetNodes(part, nullptr, &nodes));
+    REQUIRE(nodes == 2, "the child graph has %zu nodes", nodes);
+
+    // A clone: nodes are found again, and what is changed in it is changed there alone.
+    cudaGraph_t clone;
+    CHECK(cudaGraphClone(&clone, middle));
+    cudaGraphNode_t found;
+    CHECK(cudaGraphNodeFindInClone(&found, end, clone));
+    REQUIRE(found != end, "a clone's node is the original's");
+    EXPECT(cudaErrorInvalidValue, cudaGraphNodeFindInClone(&found, first, clone));
+    CHECK(cudaGraphNodeFindInClone(&found, end, clone));
+    cudaKernelNodeParams params;
+    CHECK(cudaGraphKernelNodeGetParams(found, &params));
+    int factor = 1, addend = 1000;
+    void *arguments[] = {&value, &factor, &addend};
+    params.kernelParams = arguments;
+    CHECK(cudaGraphKernelNodeSetParams(found, &params));
+    int cloned = run(clone, value, 1), original = run(middle, value, 1);
+    REQUIRE(cloned == once + 1004 && original == once, "the clone comes to %d, the original to %d", cloned, original);
+
+    // A launch on a captured stream becomes a child graph.
+    cudaGraphExec_t exec;
+    CHECK(cudaGraphInstantiate(&exec, middle, 0));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    cudaGraph_t captured;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    step<<<1, 1, 0, stream>>>(value, 1, 1);
+    CHECK(cudaGraphLaunch(exec, stream));
+    step<<<1, 1, 0, stream>>>(value, -1, 0);
+    LAUNCHED();
+    CHECK(cudaStreamEndCapture(stream, &captured));
+    CHECK(cudaGraphExecDestroy(exec));
+    cudaGraphNode_t list[3];
+    nodes = 3;
+    CHECK(cudaGraphGetNodes(captured, list, &nodes));
+    cudaGraphNodeType type;
+    CHECK(cudaGraphNodeGetType(list[1], &type));
+    REQUIRE(nodes == 3 && type == cudaGraphNodeTypeGraph, "%zu nodes, the second of type %d", nodes, (int)type);
+    result = run(captured, value, 0);
+    REQUIRE(result == -once, "the captured launch comes to %d, not %d", result, -once);
+    for (cudaGraph_t graph : {inner, middle, outer, empty, clone, captured}) CHECK(cudaGraphDestroy(graph));
+    return pass("%d, %d, %d", twice, cloned, result);
+}
