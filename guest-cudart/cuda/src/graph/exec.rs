@@ -509,6 +509,9 @@ impl Exec {
         let mut fresh = Vec::new();
         flatten(graph, &[], &mut fresh);
         let mut state = lock(&self.state);
+        if state.nodes.len() != fresh.len() {
+            return Err((update::TOPOLOGY, fresh.get(state.nodes.len()).map_or(0, Flat::name), 0));
+        }
         for (now, node) in state.nodes.iter().zip(&fresh) {
             let fail = |why| Err((why, node.name(), now.name()));
             if let Some(why) = differs(now, node) {
@@ -517,10 +520,6 @@ impl Exec {
             if node.work.way(driver, self.context).is_err() {
                 return fail(update::ERROR);
             }
-        }
-        if state.nodes.len() != fresh.len() {
-            let extra = fresh.get(state.nodes.len()).map_or(0, Flat::name);
-            return Err((update::TOPOLOGY, extra, 0));
         }
         for (place, node) in fresh.into_iter().enumerate() {
             state.nodes[place].work = node.work;
