@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
     CHECK(cudaGraphAddDependencies(graph, &add_b, &last, nullptr, 1));
     EXPECT(cudaErrorInvalidValue, cudaGraphAddDependencies(graph, &add_b, &last, nullptr, 1));
     CHECK(cudaGraphAddMemcpyNode1D(&out, graph, &last, 1, output, c, bytes, cudaMemcpyDeviceToHost));
-    CHECK(cudaGraphAddMemcpyNodeToSymbol(&symbol_in, graph, &in, 1, symbol, a, 64, 32, cudaMemcpyDeviceToDevice));
+    CHECK(cudaGraphAddMemcpyNodeToSymbol(&symbol_in, graph, &last, 1, symbol, a, 64, 32, cudaMemcpyDeviceToDevice));
     // A square of 8 by 8 integers, from one corner of a 32 wide image to another.
     cudaMemcpy3DParms part = {};
     part.srcPtr = make_cudaPitchedPtr(c, 32 * sizeof(int), 32, n / 32);
@@ -124,7 +124,7 @@ int main(int argc, char **argv) {
         }
     int seen[64];
     CHECK(cudaMemcpyFromSymbol(seen, symbol, sizeof seen));
-    for (int i = 0; i < 16; i++) REQUIRE(seen[8 + i] == first[i] + 5, "the symbol's element %d is %d", i, seen[8 + i]);
+    for (int i = 0; i < 16; i++) REQUIRE(seen[8 + i] == input[i] + 5, "the symbol's element %d is %d", i, seen[8 + i]);
 
     // An instance does not need its graph; without the kernel on b, the result is another.
     CHECK(cudaGraphRemoveDependencies(graph, &add_b, &last, nullptr, 1));

@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
+use crate::context::{self, Context};
 use crate::graph::{self, Edge, Graph, Work};
 use crate::state::{driver, unique_id};
 use crate::stream::{self, Stream};
-use crate::{Result, code, context, non_null, put, refuse_form};
+use crate::{Result, code, non_null, put, refuse_form};
 use client::{Status, lock};
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
@@ -107,6 +108,12 @@ impl Capture {
         Ok(())
     }
 
+    fn end(&self) {
+        if !self.ended.swap(true, Ordering::AcqRel) {
+            ACTIVE.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
     pub fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
@@ -132,9 +139,7 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
     if stream.is_legacy() {
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
     }
-    if let Some(capture) = stream.capture() {
-        // NVIDIA's driver was seen to invalidate the capture that is under way.
-        capture.spoil();
+    if stream.capture().is_some() {
         return Err(code::ILLEGAL_STATE);
     }
     let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
@@ -165,15 +170,17 @@ fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
     let stream = stream::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
+        // NVIDIA's driver was seen to end the capture all the same.
+        capture.end();
+        // SAFETY: checked above not to be NULL; the program says that it may be written.
+        unsafe { put(graph, 0)? };
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
     if capture.origin != stream.unique() {
         capture.spoil();
         return Err(code::STREAM_CAPTURE_UNMATCHED);
     }
-    if !capture.ended.swap(true, Ordering::AcqRel) {
-        ACTIVE.fetch_sub(1, Ordering::AcqRel);
-    }
+    capture.end();
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(graph, 0)? };
     capture.check()?;
@@ -302,6 +309,20 @@ pub(crate) fn unsafe_call() -> Result {
             Err(code::STREAM_CAPTURE_UNSUPPORTED)
         }
     }
+}
+
+/// `Err` for waiting for all of a context in which a stream is being captured; the captures are invalidated.
+pub(crate) fn forbid_all(context: &Context) -> Result {
+    if !any() {
+        return Ok(());
+    }
+    let active: Vec<Arc<Capture>> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
+    let mut result = Ok(());
+    for capture in active.iter().filter(|c| !c.is_ended() && std::ptr::eq(c.graph.context, context)) {
+        capture.spoil();
+        result = Err(code::STREAM_CAPTURE_UNSUPPORTED);
+    }
+    result
 }
 
 /// `Err` for work on the legacy default stream of a context in which a stream that would wait for it is being captured.

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::capture::Capture;
+use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::graph::Work;
 use crate::state::{Driver, driver};
@@ -193,6 +193,7 @@ api! {
         let driver = driver()?;
         driver.session.check()?;
         event.check()?;
+        capture::unsafe_call()?;
         event.context.deferred(driver)?;
         if !event.is_done(driver) {
             return Err(Status::NOT_READY);
@@ -205,6 +206,7 @@ api! {
         let driver = driver()?;
         driver.session.check()?;
         event.check()?;
+        capture::unsafe_call()?;
         event.context.deferred(driver)?;
         if event.is_done(driver) {
             return event.context.deferred(driver);

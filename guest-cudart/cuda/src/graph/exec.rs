@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::memory::GraphMemory;
 use super::object::{self, Held};
 use super::work::{Way, Work};
-use super::{Edge, Graph, of};
+use super::{Graph, of};
 use crate::context::Context;
 use crate::event::Event;
 use crate::module::Staging;
@@ -428,24 +428,6 @@ impl Exec {
             }
         }
         Ok(())
-    }
-
-    /// The same nodes as a graph again: what a launch on a captured stream becomes.
-    fn as_graph(&self) -> Result<Arc<Graph>> {
-        let state = lock(&self.state);
-        let graph = Graph::part(self.context);
-        for node in &state.nodes {
-            let work = match &node.work {
-                Work::Alloc(_) | Work::Free(_) => return Err(Status::NOT_SUPPORTED),
-                Work::Child(_) => Work::Empty,
-                _ if !node.enabled => Work::Empty,
-                work => work.clone(),
-            };
-            // A new graph's numbers are places.
-            let before = node.before.iter().map(|from| Edge { from: *from as u64, data: [0; 8] }).collect();
-            graph.add(work, before)?;
-        }
-        Ok(Arc::new(graph))
     }
 
     /// Changes a node that the program names as it named the graph's.

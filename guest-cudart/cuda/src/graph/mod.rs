@@ -80,11 +80,6 @@ impl Graph {
         Graph::with_parts(context, None, false, Inner::default(), Vec::new())
     }
 
-    /// An empty graph to be part of another's node.
-    fn part(context: &'static Context) -> Graph {
-        Graph::with_parts(context, None, true, Inner::default(), Vec::new())
-    }
-
     fn with_parts(
         context: &'static Context,
         origin: Option<u64>,
