@@ -191,7 +191,8 @@ impl End {
         }
     }
 
-    fn check(&self, extent: [u64; 3]) -> Result {
+    /// Checks that the extent lies in the array.
+    pub fn check(&self, extent: [u64; 3]) -> Result {
         let End::Array(array, at) = self else { return Ok(()) };
         let whole = array.shape.extent().ok_or(Status::INVALID_VALUE)?;
         let element = array.shape.element_bytes().ok_or(Status::INVALID_VALUE)?;

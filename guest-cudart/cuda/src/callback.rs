@@ -1,6 +1,6 @@
 //! Functions of the program that are called in a stream's order: `cuLaunchHostFunc`, `cuStreamAddCallback`.
 //!
-//! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. One thread of the process looks for marks
+//! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. A thread looks for marks
 //! that were passed, calls the function and signals the ticket.
 
 use std::collections::VecDeque;
@@ -8,18 +8,22 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
-use crate::Result;
-use crate::context;
-use crate::state::{Driver, driver};
+use crate::graph::Work;
+use crate::graph::work::Data;
+use crate::state::Driver;
 use crate::stream::{self, Stream};
 use crate::types::{HostFn, StreamCallback};
+use crate::{Result, capture, context, late};
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::{Status, lock, log};
 
-enum Function {
+/// What is called.
+pub(crate) enum Function {
     Host(HostFn),
     Callback(StreamCallback, usize),
+    /// Something of this library's own, which calls nothing that waits for the stream. It is dropped uncalled where a host function is not called.
+    Own(Box<dyn FnOnce() + Send>),
 }
 
 struct Call {
@@ -33,51 +37,71 @@ struct Call {
 // SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
 unsafe impl Send for Call {}
 
-static QUEUE: Mutex<VecDeque<Call>> = Mutex::new(VecDeque::new());
-static CAME: Condvar = Condvar::new();
+/// Calls that are due, or will be, and the thread that makes them.
+struct Queue {
+    calls: Mutex<VecDeque<Call>>,
+    came: Condvar,
+    start: Once,
+}
 
-fn add(stream: usize, per_thread: bool, function: Function, data: *mut c_void) -> Result {
+impl Queue {
+    const fn new() -> Queue {
+        Queue { calls: Mutex::new(VecDeque::new()), came: Condvar::new(), start: Once::new() }
+    }
+}
+
+/// The program's functions; and this library's own, which must go on while one of the program's waits for something.
+static PROGRAMS: Queue = Queue::new();
+static OWN: Queue = Queue::new();
+
+/// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
+pub(crate) fn on(
+    driver: &'static Driver,
+    stream: Arc<Stream>,
+    function: Function,
+    data: *mut c_void,
+) -> Result {
     static TICKETS: AtomicU64 = AtomicU64::new(1);
-    static START: Once = Once::new();
-    let (driver, context) = context::ready()?;
-    let stream = stream::of(driver, context, stream, per_thread)?;
+    let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
     let ticket = TicketId(TICKETS.fetch_add(1, Ordering::Relaxed));
-    START.call_once(|| {
-        let started = std::thread::Builder::new().name("rgpu-callbacks".into()).spawn(|| serve(driver));
+    queue.start.call_once(|| {
+        let started =
+            std::thread::Builder::new().name("rgpu-callbacks".into()).spawn(move || serve(driver, queue));
         if let Err(error) = started {
             log::error(format_args!("no thread for stream callbacks: {error}"));
         }
     });
     // Under the queue's lock, so that calls stand in the queue in the order of their streams.
-    let mut queue = lock(&QUEUE);
+    let mut calls = lock(&queue.calls);
     let mark = driver.session.append(&StreamMark { stream: stream.id })?;
     stream.marked(mark);
     let seq = driver.session.append(&StreamHostWait { stream: stream.id, ticket })?;
     stream.worked(seq);
-    queue.push_back(Call { stream, mark, ticket, function, data });
-    CAME.notify_one();
+    late::calls(driver, &stream, seq);
+    calls.push_back(Call { stream, mark, ticket, function, data });
+    queue.came.notify_one();
     Ok(())
 }
 
 /// The first call in the queue whose stream has come to it. Calls of one stream stand in order, so none is overtaken by its own.
-fn next(driver: &Driver) -> Option<Call> {
-    let mut queue = lock(&QUEUE);
-    let at = queue.iter().position(|call| call.stream.has_passed(driver, call.mark))?;
-    queue.remove(at)
+fn next(driver: &Driver, queue: &Queue) -> Option<Call> {
+    let mut calls = lock(&queue.calls);
+    let at = calls.iter().position(|call| call.stream.has_passed(driver, call.mark))?;
+    calls.remove(at)
 }
 
-/// The callback thread.
-fn serve(driver: &'static Driver) {
+/// A queue's thread.
+fn serve(driver: &'static Driver, queue: &'static Queue) {
     loop {
         {
-            let mut queue = lock(&QUEUE);
-            while queue.is_empty() {
-                queue = CAME.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            let mut calls = lock(&queue.calls);
+            while calls.is_empty() {
+                calls = queue.came.wait(calls).unwrap_or_else(PoisonError::into_inner);
             }
         }
         let mut call = None;
         let waited = driver.session.wait_progress(|| {
-            call = next(driver);
+            call = next(driver, queue);
             call.is_some()
         });
         let (call, status) = match (call, waited) {
@@ -87,7 +111,7 @@ fn serve(driver: &'static Driver) {
                 (call, failed.filter(|(_, sticky, _)| *sticky).map_or(Status::SUCCESS, |(status, ..)| status))
             }
             // The session is lost: callbacks hear of it, in order.
-            (None, Err(status)) => match lock(&QUEUE).pop_front() {
+            (None, Err(status)) => match lock(&queue.calls).pop_front() {
                 Some(call) => (call, status),
                 None => continue,
             },
@@ -99,7 +123,8 @@ fn serve(driver: &'static Driver) {
                 // SAFETY: the program gave the function for this call with this argument.
                 unsafe { function(call.data) }
             }
-            Function::Host(_) => {}
+            Function::Own(function) if status == Status::SUCCESS => function(),
+            Function::Host(_) | Function::Own(_) => {}
             // SAFETY: as above.
             Function::Callback(function, handle) => unsafe { function(handle, status.0, call.data) },
         }
@@ -110,15 +135,23 @@ fn serve(driver: &'static Driver) {
 
 api! {
     fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
-        driver()?;
-        add(stream, pt, Function::Host(function.ok_or(Status::INVALID_VALUE)?), data)
+        let function = function.ok_or(Status::INVALID_VALUE)?;
+        let (driver, context) = context::ready()?;
+        let stream = stream::any(driver, context, stream, pt)?;
+        if let Some(capture) = stream.capture() {
+            return capture.add(&stream, Work::Host(function, Data(data)));
+        }
+        on(driver, stream, Function::Host(function), data)
     }
 
     fn cuStreamAddCallback / cuStreamAddCallback_ptsz(stream: usize, callback: Option<StreamCallback>, data: *mut c_void, flags: u32) |pt| {
-        driver()?;
+        let callback = callback.ok_or(Status::INVALID_VALUE)?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        add(stream, pt, Function::Callback(callback.ok_or(Status::INVALID_VALUE)?, stream), data)
+        let (driver, context) = context::ready()?;
+        let on_stream = stream::any(driver, context, stream, pt)?;
+        capture::forbid(&on_stream)?;
+        on(driver, on_stream, Function::Callback(callback, stream), data)
     }
 }

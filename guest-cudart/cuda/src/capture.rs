@@ -1,22 +1,33 @@
 //! Stream capture. It happens in this process alone: what is put on a captured stream becomes a node of a graph that the server hears of when it is instantiated.
 //!
-//! What a graph of this library holds: kernels, fills, and copies between device addresses. Anything else on a captured stream is refused, and
-//! invalidates the capture, as CUDA has it.
+//! What has no place in a graph is refused on a captured stream, and invalidates the capture, as CUDA has it.
 
-use std::collections::HashMap;
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
-use crate::graph::Graph;
+use crate::context::{self, Context};
+use crate::graph::{self, Edge, Graph, Work};
 use crate::state::{driver, unique_id};
 use crate::stream::{self, Stream};
-use crate::{Result, code, context, non_null, put, refuse_form};
-use client::ops::Op;
+use crate::{Result, code, non_null, put, refuse_form};
 use client::{Status, lock};
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
+
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL` and `…_THREAD_LOCAL`.
+const GLOBAL: u32 = 0;
+const THREAD_LOCAL: u32 = 1;
+
+thread_local! {
+    static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
+}
+
+/// Every capture that may be under way.
+static ALL: Mutex<Vec<Weak<Capture>>> = Mutex::new(Vec::new());
 
 /// Captures that are under way in this process: while there are none, nobody looks for one.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
@@ -26,15 +37,18 @@ pub(crate) struct Capture {
     id: u64,
     mode: u32,
     thread: ThreadId,
-    /// Unique number of the stream that it began on.
+    /// Unique number of the stream that it began on, and whether the legacy default stream waits for that.
     origin: u64,
+    blocking: bool,
     graph: Arc<Graph>,
     ended: AtomicBool,
     broken: AtomicBool,
     /// For each stream in it, the nodes that the next one depends on.
-    ends: Mutex<HashMap<u64, Vec<u32>>>,
-    /// Node handles as they were last told, which the program may read until its next call.
-    told: Mutex<Vec<usize>>,
+    ends: Mutex<HashMap<u64, Vec<u64>>>,
+    /// What was added by the capture; a graph that was captured into may have had nodes before.
+    added: Mutex<HashSet<u64>>,
+    /// Node handles as they were last told, which the program may read until its next call, and the data of their edges.
+    told: Mutex<(Vec<usize>, Vec<graph::EdgeData>)>,
 }
 
 impl Capture {
@@ -47,29 +61,29 @@ impl Capture {
         if self.broken.load(Ordering::Acquire) { Err(code::STREAM_CAPTURE_INVALIDATED) } else { Ok(()) }
     }
 
-    /// Adds an operation that was put on a stream.
-    pub fn add<'a, T: Op<'a>>(&self, stream: &Stream, op: &T) -> Result {
+    /// Adds work that was put on a stream.
+    pub fn add(&self, stream: &Stream, work: Work) -> Result {
         self.check()?;
         if !std::ptr::eq(stream.context, self.graph.context) {
             self.spoil();
             return Err(Status::NOT_SUPPORTED);
         }
-        let mut body = Vec::new();
-        client::ops::encode(op, &mut body);
         let mut ends = lock(&self.ends);
         let end = ends.entry(stream.unique()).or_default();
-        let node = self.graph.add(T::INFO.opcode, body, std::mem::take(end))?;
+        let before = std::mem::take(end).into_iter().map(|from| Edge { from, data: [0; 8] }).collect();
+        let node = self.graph.add(work, before).inspect_err(|_| self.spoil())?;
+        lock(&self.added).insert(node);
         *end = vec![node];
         Ok(())
     }
 
     /// What the next node on a stream depends on: what an event recorded there stands for.
-    pub fn point(&self, stream: &Stream) -> Vec<u32> {
+    pub fn point(&self, stream: &Stream) -> Vec<u64> {
         lock(&self.ends).get(&stream.unique()).cloned().unwrap_or_default()
     }
 
     /// A stream waits for an event that stands for `point`. It joins the capture if it was not in it.
-    pub fn join(self: &Arc<Self>, stream: &Stream, point: &[u32]) -> Result {
+    pub fn join(self: &Arc<Self>, stream: &Stream, point: &[u64]) -> Result {
         self.check()?;
         match stream.capture() {
             Some(other) if !Arc::ptr_eq(&other, self) => {
@@ -94,6 +108,12 @@ impl Capture {
         Ok(())
     }
 
+    fn end(&self) {
+        if !self.ended.swap(true, Ordering::AcqRel) {
+            ACTIVE.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
     pub fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
@@ -109,59 +129,68 @@ pub(crate) fn any() -> bool {
     ACTIVE.load(Ordering::Acquire) != 0
 }
 
-fn begin(handle: usize, per_thread: bool, mode: u32) -> Result {
+/// Begins a capture into a graph of its own, or behind some nodes of one that is there.
+fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, Vec<u64>)>) -> Result {
     let (driver, context) = context::ready()?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+    let stream = stream::plain(driver, context, handle, per_thread)?;
     if mode > RELAXED {
         return Err(Status::INVALID_VALUE);
     }
     if stream.is_legacy() {
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
     }
-    if let Some(capture) = stream.capture() {
-        // NVIDIA's driver was seen to invalidate the capture that is under way.
-        capture.spoil();
+    if stream.capture().is_some() {
         return Err(code::ILLEGAL_STATE);
     }
-    let capture = Capture {
+    let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
+    let capture = Arc::new(Capture {
         id: unique_id(),
         mode,
         thread: std::thread::current().id(),
         origin: stream.unique(),
-        graph: Arc::new(Graph::new(stream.context)),
+        blocking: !stream.is_free(),
+        graph,
         ended: AtomicBool::new(false),
         broken: AtomicBool::new(false),
-        ends: Mutex::new(HashMap::from([(stream.unique(), Vec::new())])),
+        ends: Mutex::new(HashMap::from([(stream.unique(), before)])),
+        added: Mutex::default(),
         told: Mutex::default(),
-    };
+    });
     ACTIVE.fetch_add(1, Ordering::AcqRel);
-    stream.set_capture(Arc::new(capture));
+    let mut all = lock(&ALL);
+    all.retain(|other| other.upgrade().is_some_and(|other| !other.is_ended()));
+    all.push(Arc::downgrade(&capture));
+    stream.set_capture(capture);
     Ok(())
 }
 
 fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
     non_null(graph)?;
     let (driver, context) = context::ready()?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+    let stream = stream::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
+        // NVIDIA's driver was seen to end the capture all the same.
+        capture.end();
+        // SAFETY: checked above not to be NULL; the program says that it may be written.
+        unsafe { put(graph, 0)? };
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
     if capture.origin != stream.unique() {
         capture.spoil();
         return Err(code::STREAM_CAPTURE_UNMATCHED);
     }
-    if !capture.ended.swap(true, Ordering::AcqRel) {
-        ACTIVE.fetch_sub(1, Ordering::AcqRel);
-    }
+    capture.end();
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(graph, 0)? };
     capture.check()?;
-    // Every stream that joined has been waited for: nothing depends on what the graph's last nodes are but the origin's next one.
-    let last = capture.point(&stream);
-    if capture.graph.leaves().iter().any(|leaf| !last.contains(leaf)) {
+    // Every stream that joined has been waited for: the origin's next node would come behind all that they did.
+    let behind = capture.graph.ancestors(&capture.point(&stream));
+    let added = lock(&capture.added);
+    if lock(&capture.ends).values().flatten().any(|node| added.contains(node) && !behind.contains(node)) {
         return Err(code::STREAM_CAPTURE_UNJOINED);
     }
+    drop(added);
     // SAFETY: as above.
     unsafe { put(graph, Graph::handle(&capture.graph)?) }
 }
@@ -171,7 +200,7 @@ struct Told {
     id: *mut u64,
     graph: *mut usize,
     dependencies: *mut *const usize,
-    edges: *mut *const u8,
+    edges: *mut *const graph::EdgeData,
     count: *mut usize,
 }
 
@@ -185,7 +214,7 @@ unsafe fn tell<T>(to: *mut T, value: T) {
 unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, told: &Told) -> Result {
     non_null(status)?;
     let driver = driver()?;
-    let stream = stream::any(driver, context::current()?, handle, per_thread)?;
+    let stream = stream::plain(driver, context::current()?, handle, per_thread)?;
     let capture = stream.capture();
     // SAFETY: the places are NULL or may be written, as the program says.
     unsafe {
@@ -195,14 +224,15 @@ unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, told: &Told) -
         if !told.graph.is_null() {
             put(told.graph, Graph::handle(&capture.graph)?)?;
         }
-        tell(told.edges, std::ptr::null());
         if !told.dependencies.is_null() || !told.count.is_null() {
             let nodes: Result<Vec<usize>> =
                 capture.point(&stream).into_iter().map(|node| Graph::node(&capture.graph, node)).collect();
             let mut kept = lock(&capture.told);
-            *kept = nodes?;
-            tell(told.count, kept.len());
-            tell(told.dependencies, kept.as_ptr());
+            let nodes = nodes?;
+            *kept = (nodes.clone(), vec![[0; 8]; nodes.len()]);
+            tell(told.count, nodes.len());
+            tell(told.dependencies, kept.0.as_ptr());
+            tell(told.edges, kept.1.as_ptr());
         }
     }
     Ok(())
@@ -215,6 +245,104 @@ const NOWHERE: Told = Told {
     edges: std::ptr::null_mut(),
     count: std::ptr::null_mut(),
 };
+
+/// `cuStreamUpdateCaptureDependencies`: what the stream's next node depends on, beside or instead of what it does already.
+unsafe fn update(
+    handle: usize,
+    per_thread: bool,
+    nodes: *const usize,
+    data: *const graph::EdgeData,
+    count: usize,
+    flags: u32,
+) -> Result {
+    // CU_STREAM_ADD_CAPTURE_DEPENDENCIES and …_SET_….
+    if flags > 1 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let driver = driver()?;
+    let stream = stream::plain(driver, context::current()?, handle, per_thread)?;
+    let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
+    capture.check()?;
+    // SAFETY: as many nodes, and as much data unless it is NULL, as the program says.
+    let edges = unsafe { graph::edges(&capture.graph, nodes, data, count) }?;
+    let mut ends = lock(&capture.ends);
+    let end = ends.entry(stream.unique()).or_default();
+    if flags == 1 {
+        end.clear();
+    }
+    for edge in edges {
+        if !end.contains(&edge.from) {
+            end.push(edge.from);
+        }
+    }
+    Ok(())
+}
+
+/// `cuThreadExchangeStreamCaptureMode`.
+pub(crate) fn exchange_mode(mode: u32) -> u32 {
+    MODE.try_with(|current| current.replace(mode)).unwrap_or(0)
+}
+
+/// `Err` for a call that CUDA calls potentially unsafe, when a capture's mode and the thread's forbid it; the capture is invalidated.
+pub(crate) fn unsafe_call() -> Result {
+    if !any() {
+        return Ok(());
+    }
+    let mode = MODE.try_with(Cell::get).unwrap_or(0);
+    let here = std::thread::current().id();
+    let active: Vec<Arc<Capture>> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
+    let forbidding = active.into_iter().filter(|capture| !capture.is_ended()).find(|capture| match mode {
+        RELAXED => false,
+        THREAD_LOCAL => capture.thread == here && capture.mode != RELAXED,
+        _ => {
+            if capture.thread == here {
+                capture.mode != RELAXED
+            } else {
+                capture.mode == GLOBAL
+            }
+        }
+    });
+    match forbidding {
+        None => Ok(()),
+        Some(capture) => {
+            capture.spoil();
+            Err(code::STREAM_CAPTURE_UNSUPPORTED)
+        }
+    }
+}
+
+/// `Err` for waiting for all of a context in which a stream is being captured; the captures are invalidated.
+pub(crate) fn forbid_all(context: &Context) -> Result {
+    if !any() {
+        return Ok(());
+    }
+    let active: Vec<Arc<Capture>> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
+    let mut result = Ok(());
+    for capture in active.iter().filter(|c| !c.is_ended() && std::ptr::eq(c.graph.context, context)) {
+        capture.spoil();
+        result = Err(code::STREAM_CAPTURE_UNSUPPORTED);
+    }
+    result
+}
+
+/// `Err` for work on the legacy default stream of a context in which a stream that would wait for it is being captured.
+#[inline]
+pub(crate) fn implicit(stream: &Stream) -> Result {
+    if !any() || !stream.is_legacy() {
+        return Ok(());
+    }
+    let active: Vec<Arc<Capture>> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
+    let waits = |capture: &&Arc<Capture>| {
+        !capture.is_ended() && capture.blocking && std::ptr::eq(capture.graph.context, stream.context)
+    };
+    match active.iter().find(waits) {
+        None => Ok(()),
+        Some(capture) => {
+            capture.spoil();
+            Err(code::STREAM_CAPTURE_IMPLICIT)
+        }
+    }
+}
 
 /// `Err` for a call that has no place in a capture, which is invalidated by it.
 pub(crate) fn forbid(stream: &Stream) -> Result {
@@ -234,18 +362,38 @@ pub(crate) fn refuse(stream: &Stream) -> Result {
         None => Ok(()),
         Some(capture) => {
             capture.spoil();
-            refuse_form("capturing other work than kernels, fills and copies inside the device", &SAID)
+            refuse_form("capturing a copy of bytes in a row from or to an array", &SAID)
         }
     }
 }
 
 api! {
     fn cuStreamBeginCapture / cuStreamBeginCapture_ptsz(stream: usize) |pt| {
-        begin(stream, pt, 0)
+        begin(stream, pt, 0, None)
     }
 
     fn cuStreamBeginCapture_v2 / cuStreamBeginCapture_v2_ptsz(stream: usize, mode: u32) |pt| {
-        begin(stream, pt, mode)
+        begin(stream, pt, mode, None)
+    }
+
+    fn cuStreamBeginCaptureToGraph / cuStreamBeginCaptureToGraph_ptsz(
+        stream: usize, graph: usize, nodes: *const usize, edges: *const graph::EdgeData, count: usize, mode: u32
+    ) |pt| {
+        let graph = graph::of(graph)?;
+        let before = graph::edges(&graph, nodes, edges, count)?;
+        begin(stream, pt, mode, Some((graph, before.into_iter().map(|edge| edge.from).collect())))
+    }
+
+    fn cuStreamUpdateCaptureDependencies / cuStreamUpdateCaptureDependencies_ptsz(
+        stream: usize, nodes: *const usize, count: usize, flags: u32
+    ) |pt| {
+        update(stream, pt, nodes, std::ptr::null(), count, flags)
+    }
+
+    fn cuStreamUpdateCaptureDependencies_v2 / cuStreamUpdateCaptureDependencies_v2_ptsz(
+        stream: usize, nodes: *const usize, edges: *const graph::EdgeData, count: usize, flags: u32
+    ) |pt| {
+        update(stream, pt, nodes, edges, count, flags)
     }
 
     fn cuStreamEndCapture / cuStreamEndCapture_ptsz(stream: usize, graph: *mut usize) |pt| {
@@ -267,7 +415,7 @@ api! {
     }
 
     fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz(
-        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, dependencies: *mut *const usize, edges: *mut *const u8, count: *mut usize
+        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, dependencies: *mut *const usize, edges: *mut *const graph::EdgeData, count: *mut usize
     ) |pt| {
         info(stream, pt, status, &Told { id, graph, dependencies, edges, count })
     }

@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex};
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
-use crate::{Result, array, code, event, graph, host, library, memory, module, non_null, put, texture};
+use crate::{
+    Result, array, capture, code, event, graph, host, library, memory, module, non_null, put, texture,
+};
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
 use client::handles::Slab;
@@ -271,7 +273,7 @@ impl Context {
         event::forget(driver, self, with_server);
         module::forget(driver, self, with_server);
         library::forget(driver, self, with_server);
-        graph::forget(driver, self, with_server);
+        graph::forget(self);
         texture::forget(driver, self, with_server);
         array::forget(driver, self, with_server);
         host::forget(self);
@@ -465,11 +467,15 @@ api! {
     }
 
     fn cuCtxSynchronize() {
-        current()?.synchronize()
+        let context = current()?;
+        capture::forbid_all(context)?;
+        context.synchronize()
     }
 
     fn cuCtxSynchronize_v2(ctx: usize) {
-        of(ctx)?.synchronize()
+        let context = of(ctx)?;
+        capture::forbid_all(context)?;
+        context.synchronize()
     }
 
     fn cuCtxGetLimit(value: *mut usize, limit: u32) {

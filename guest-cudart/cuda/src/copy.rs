@@ -12,11 +12,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::capture::{self, Capture};
 use crate::context::{self, Context};
+use crate::graph::Work;
 use crate::host::REGIONS;
+use crate::late;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, capture, memory};
+use crate::types::Memcpy3D;
+use crate::types::memory_type::{DEVICE, HOST};
+use crate::{Result, memory};
 use client::Status;
 use client::arena::Block;
 use client::channel::MAX_PAYLOAD;
@@ -81,6 +86,17 @@ impl Copier {
         Ok(Copier { driver, stream: stream::any(driver, context, handle, per_thread)?, mode })
     }
 
+    /// The capture that the copy becomes part of.
+    ///
+    /// # Errors
+    /// `STREAM_CAPTURE_UNSUPPORTED` for a copy that is waited for, which invalidates the capture.
+    pub fn capture(&self) -> Result<Option<Arc<Capture>>> {
+        if self.mode == Mode::Sync {
+            capture::forbid(&self.stream)?;
+        }
+        Ok(self.stream.capture())
+    }
+
     /// A synchronous copy is done when this returns.
     pub fn finish(&self) -> Result {
         if self.mode == Mode::Sync { self.stream.synchronize(self.driver) } else { Ok(()) }
@@ -94,7 +110,10 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
-        capture::refuse(&self.stream)?;
+        if let Some(capture) = self.capture()? {
+            return capture
+                .add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, HOST, src as u64, len))?);
+        }
         if dst == 0 || src.is_null() || memory::is_reserved(self.driver, src as u64) {
             return Err(Status::INVALID_VALUE);
         }
@@ -102,6 +121,7 @@ impl Copier {
         let stream = self.stream.id;
         let session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
+            late::settle(self.driver, &self.stream, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
                 self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Range(range) })?);
@@ -147,7 +167,10 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
-        capture::refuse(&self.stream)?;
+        if let Some(capture) = self.capture()? {
+            return capture
+                .add(&self.stream, Work::copy(self.driver, &line(HOST, dst as u64, DEVICE, src, len))?);
+        }
         if src == 0 || dst.is_null() || memory::is_reserved(self.driver, dst as u64) {
             return Err(Status::INVALID_VALUE);
         }
@@ -156,7 +179,9 @@ impl Copier {
         let stream = self.stream.id;
         let pinned = REGIONS.range(dst as usize, len);
         if let Some(range) = pinned.filter(|_| self.mode == Mode::Async || len > MAX_PAYLOAD - 4) {
-            self.stream.worked(session.append(&MemcpyDtoH { stream, src, dst: HostOut(range) })?);
+            let seq = session.append(&MemcpyDtoH { stream, src, dst: HostOut(range) })?;
+            self.stream.worked(seq);
+            late::writes(self.driver, &self.stream, seq, dst as usize, len);
             return self.finish();
         }
         if len <= MAX_PAYLOAD - 4 {
@@ -233,6 +258,9 @@ impl Copier {
         }
         memory::check(self.driver, dst, len as u64)?;
         memory::check(self.driver, src, len as u64)?;
+        if let Some(capture) = self.stream.capture() {
+            return capture.add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, DEVICE, src, len))?);
+        }
         self.stream.work(self.driver, &MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })
     }
 
@@ -244,7 +272,10 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
-        capture::refuse(&self.stream)?;
+        if let Some(capture) = self.capture()? {
+            return capture
+                .add(&self.stream, Work::copy(self.driver, &line(HOST, dst as u64, HOST, src as u64, len))?);
+        }
         if dst.is_null() || src.is_null() {
             return Err(Status::INVALID_VALUE);
         }
@@ -271,6 +302,26 @@ impl Copier {
                 (false, false) => self.on_host(dst as *mut u8, src as *const u8, len),
             }
         }
+    }
+}
+
+/// A copy of bytes in a row, as a graph's node describes it.
+fn line(dst_kind: u32, dst: u64, src_kind: u32, src: u64, len: usize) -> Memcpy3D {
+    Memcpy3D {
+        srcMemoryType: src_kind,
+        srcHost: if src_kind == HOST { src as usize } else { 0 },
+        srcDevice: if src_kind == HOST { 0 } else { src },
+        srcPitch: len,
+        srcHeight: 1,
+        dstMemoryType: dst_kind,
+        dstHost: if dst_kind == HOST { dst as usize } else { 0 },
+        dstDevice: if dst_kind == HOST { 0 } else { dst },
+        dstPitch: len,
+        dstHeight: 1,
+        WidthInBytes: len,
+        Height: 1,
+        Depth: 1,
+        ..Memcpy3D::default()
     }
 }
 

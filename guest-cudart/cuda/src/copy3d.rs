@@ -6,12 +6,18 @@
 
 use crate::array::End;
 use crate::copy::{self, Copier, Mode, is_device, move_bytes};
+use crate::graph::Work;
+use crate::graph::work::Way;
 use crate::host::REGIONS;
+use crate::state::Driver;
 use crate::types::{Memcpy2D, Memcpy3D, memory_type};
-use crate::{Result, array, capture, context, memory, non_null};
+use crate::{Result, array, context, late, memory, non_null};
 use client::Status;
 use client::data::{HostIn, HostOut};
-use client::ops::copy::{MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched};
+use client::handle::StreamId;
+use client::ops::copy::{
+    MemcpyDtoD, MemcpyDtoD3D, MemcpyDtoH, MemcpyDtoH3D, MemcpyHtoD, MemcpyHtoD3D, Pitched,
+};
 use client::ops::stream::StreamSynchronize;
 
 /// One side of a copy: linear memory of either kind.
@@ -45,6 +51,22 @@ impl Side {
         (e.height == 1 || self.pitch == e.width) && (e.depth == 1 || self.slice == e.width * e.height)
     }
 
+    /// Checks that all of it is memory of its kind.
+    fn check(&self, driver: &Driver, e: &Extent) -> Result {
+        let span = self.span(e).filter(|span| self.address.checked_add(*span).is_some());
+        let span = span.ok_or(Status::INVALID_VALUE)?;
+        if self.address == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.device {
+            memory::check(driver, self.address, span).map(|_| ())
+        } else if memory::is_reserved(driver, self.address) {
+            Err(Status::INVALID_VALUE)
+        } else {
+            Ok(())
+        }
+    }
+
     fn row(&self, z: u64, y: u64) -> u64 {
         self.address + z * self.slice + y * self.pitch
     }
@@ -61,23 +83,8 @@ impl Copier {
         if e.width == 0 || e.height == 0 || e.depth == 0 {
             return Ok(());
         }
-        for side in [&dst, &src] {
-            let span = side
-                .span(&e)
-                .filter(|span| side.address.checked_add(*span).is_some())
-                .ok_or(Status::INVALID_VALUE)?;
-            if side.address == 0 {
-                return Err(Status::INVALID_VALUE);
-            }
-            if side.device {
-                memory::check(self.driver, side.address, span)?;
-            } else if memory::is_reserved(self.driver, side.address) {
-                return Err(Status::INVALID_VALUE);
-            }
-        }
-        if !(dst.device && src.device) {
-            capture::refuse(&self.stream)?;
-        }
+        dst.check(self.driver, &e)?;
+        src.check(self.driver, &e)?;
         let packed = dst.is_packed(&e) && src.is_packed(&e);
         let bytes = (e.width * e.height * e.depth) as usize;
         // SAFETY: as the caller says.
@@ -121,6 +128,8 @@ impl Copier {
         let session = self.driver.session;
         let stream = self.stream.id;
         if self.pinned(&src, &e) {
+            let span = src.span(&e).unwrap_or(0) as usize;
+            late::settle(self.driver, &self.stream, src.address as usize, span)?;
             if self.mode == Mode::Async {
                 for (z, y) in rows(&e) {
                     let range = REGIONS
@@ -168,6 +177,7 @@ impl Copier {
                     REGIONS.range(dst.row(z, y) as usize, e.width as usize).ok_or(Status::INVALID_VALUE)?;
                 let seq = session.append(&MemcpyDtoH { stream, src: src.row(z, y), dst: HostOut(range) })?;
                 self.stream.worked(seq);
+                late::writes(self.driver, &self.stream, seq, dst.row(z, y) as usize, e.width as usize);
             }
             return Ok(());
         }
@@ -280,7 +290,7 @@ struct Described {
 }
 
 impl Described {
-    fn end(&self, driver: &crate::state::Driver, e: &Extent) -> Result<Linear> {
+    fn end(&self, driver: &Driver, e: &Extent) -> Result<Linear> {
         if self.kind == memory_type::ARRAY {
             let at = [self.x as u64, self.y as u64, self.z as u64];
             return Ok(Linear::Not(End::Array(array::of(self.array)?, at)));
@@ -288,7 +298,7 @@ impl Described {
         self.side(driver, e).map(Linear::Side)
     }
 
-    fn side(&self, driver: &crate::state::Driver, e: &Extent) -> Result<Side> {
+    fn side(&self, driver: &Driver, e: &Extent) -> Result<Side> {
         let (device, base) = match self.kind {
             memory_type::HOST => (false, self.host as u64),
             memory_type::DEVICE => (true, self.device),
@@ -371,25 +381,8 @@ impl Copier {
     }
 }
 
-unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
-    non_null(copy)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    let c = unsafe { *copy };
-    let e = Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: 1 };
-    if e.width == 0 || e.height == 0 {
-        return Ok(());
-    }
-    let src = Described {
-        kind: c.srcMemoryType,
-        host: c.srcHost,
-        device: c.srcDevice,
-        array: c.srcArray,
-        x: c.srcXInBytes,
-        y: c.srcY,
-        z: 0,
-        pitch: c.srcPitch,
-        height: 0,
-    };
+/// The two sides of a description, and what is copied.
+fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
     let dst = Described {
         kind: c.dstMemoryType,
         host: c.dstHost,
@@ -397,19 +390,42 @@ unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
         array: c.dstArray,
         x: c.dstXInBytes,
         y: c.dstY,
-        z: 0,
+        z: c.dstZ,
         pitch: c.dstPitch,
-        height: 0,
+        height: c.dstHeight,
     };
-    // SAFETY: what the structure describes is the program's to vouch for.
-    unsafe { copier.between(&dst, &src, e) }
+    let src = Described {
+        kind: c.srcMemoryType,
+        host: c.srcHost,
+        device: c.srcDevice,
+        array: c.srcArray,
+        x: c.srcXInBytes,
+        y: c.srcY,
+        z: c.srcZ,
+        pitch: c.srcPitch,
+        height: c.srcHeight,
+    };
+    (dst, src, Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 })
+}
+
+unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
+    unsafe { run(&copier, &Memcpy3D::from(&*copy), false) }
 }
 
 unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
     non_null(copy)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    let c = unsafe { *copy };
-    let e = Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 };
+    // SAFETY: as in `copy_2d`.
+    unsafe { run(&copier, &*copy, peer) }
+}
+
+/// Puts a copy on the copier's stream, or into the graph that it is captured into.
+///
+/// # Safety
+/// As [`Copier::boxes`].
+pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D, peer: bool) -> Result {
+    let (dst, src, e) = described(c);
     if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -423,30 +439,139 @@ unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
             }
         }
     }
-    let src = Described {
-        kind: c.srcMemoryType,
-        host: c.srcHost,
-        device: c.srcDevice,
-        array: c.srcArray,
-        x: c.srcXInBytes,
-        y: c.srcY,
-        z: c.srcZ,
-        pitch: c.srcPitch,
-        height: c.srcHeight,
-    };
-    let dst = Described {
-        kind: c.dstMemoryType,
-        host: c.dstHost,
-        device: c.dstDevice,
-        array: c.dstArray,
-        x: c.dstXInBytes,
-        y: c.dstY,
-        z: c.dstZ,
-        pitch: c.dstPitch,
-        height: c.dstHeight,
-    };
-    // SAFETY: what the structure describes is the program's to vouch for.
+    if let Some(capture) = copier.capture()? {
+        let copy = Memcpy3D { reserved0: 0, reserved1: 0, ..*c };
+        return capture.add(&copier.stream, Work::copy(copier.driver, &copy)?);
+    }
+    // SAFETY: as the caller says.
     unsafe { copier.between(&dst, &src, e) }
+}
+
+/// A copy inside device memory, as an operation.
+pub(crate) enum OnDevice {
+    Line(MemcpyDtoD),
+    Box(MemcpyDtoD3D),
+}
+
+/// The description with unified addresses told apart.
+pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
+    let mut c = *c;
+    for (kind, host, device) in [
+        (&mut c.srcMemoryType, &mut c.srcHost, c.srcDevice),
+        (&mut c.dstMemoryType, &mut c.dstHost, c.dstDevice),
+    ] {
+        if *kind == memory_type::UNIFIED {
+            if is_device(driver, device) {
+                *kind = memory_type::DEVICE;
+            } else {
+                (*kind, *host) = (memory_type::HOST, device as usize);
+            }
+        }
+    }
+    Ok(c)
+}
+
+/// Whether both sides of a copy that was [resolved](resolve) are the host's.
+pub(crate) fn is_on_host(c: &Memcpy3D) -> bool {
+    c.dstMemoryType == memory_type::HOST && c.srcMemoryType == memory_type::HOST
+}
+
+/// Whether both sides of a copy that was [resolved](resolve) are linear device memory.
+pub(crate) fn is_on_device(c: &Memcpy3D) -> bool {
+    c.dstMemoryType == memory_type::DEVICE && c.srcMemoryType == memory_type::DEVICE
+}
+
+/// How a graph's copy is done, checked: by the server when both sides are device memory.
+pub(crate) fn way(driver: &Driver, c: &Memcpy3D, op: impl FnOnce(OnDevice) -> Way) -> Result<Way> {
+    let (dst, src, e) = described(c);
+    if c.reserved0 != 0 || c.reserved1 != 0 || c.srcLOD != 0 || c.dstLOD != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if e.width == 0 || e.height == 0 || e.depth == 0 {
+        return Ok(Way::Nothing);
+    }
+    let extent = [e.width, e.height, e.depth];
+    for side in [&dst, &src] {
+        match side.end(driver, &e)? {
+            Linear::Not(end) => end.check(extent)?,
+            Linear::Side(side) => side.check(driver, &e)?,
+        }
+    }
+    if !is_on_device(c) {
+        return Ok(Way::Alone);
+    }
+    let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
+    let stream = StreamId(0);
+    Ok(op(if dst.is_packed(&e) && src.is_packed(&e) {
+        let len = e.width * e.height * e.depth;
+        OnDevice::Line(MemcpyDtoD { stream, dst: dst.address, src: src.address, len })
+    } else {
+        OnDevice::Box(MemcpyDtoD3D { stream, dst: dst.pitched(), src: src.pitched(), extent })
+    }))
+}
+
+/// Memory of the program's that the host of the GPU cannot reach, as the target of a graph's copy; or its source.
+pub(crate) struct Pageable {
+    pub to_host: bool,
+    side: Side,
+    extent: Extent,
+}
+
+impl Pageable {
+    /// Bytes, packed.
+    pub fn len(&self) -> usize {
+        (self.extent.width * self.extent.height * self.extent.depth) as usize
+    }
+
+    /// First byte, and bytes from there to behind the last.
+    pub fn span(&self) -> (usize, usize) {
+        (self.side.address as usize, self.side.span(&self.extent).unwrap_or(0) as usize)
+    }
+
+    /// Copies packed bytes to where they belong.
+    ///
+    /// # Safety
+    /// `packed` has [`len`](Self::len) bytes; the program's memory is as its description says.
+    pub unsafe fn unpack(&self, packed: *const u8) {
+        let width = self.extent.width as usize;
+        for (n, (z, y)) in rows(&self.extent).enumerate() {
+            // SAFETY: as the caller says.
+            unsafe { move_bytes(packed.add(n * width), self.side.row(z, y) as *mut u8, width) };
+        }
+    }
+}
+
+/// The pageable side of a copy that was [resolved](resolve), if one side is the host's and the other is not.
+pub(crate) fn pageable(driver: &Driver, c: &Memcpy3D) -> Result<Option<Pageable>> {
+    let (dst, src, extent) = described(c);
+    let to_host = dst.kind == memory_type::HOST;
+    if to_host == (src.kind == memory_type::HOST) {
+        return Ok(None);
+    }
+    let side = if to_host { &dst } else { &src }.side(driver, &extent)?;
+    let span = side.span(&extent).ok_or(Status::INVALID_VALUE)?;
+    let pinned = REGIONS.range(side.address as usize, span as usize).is_some();
+    Ok((!pinned).then_some(Pageable { to_host, side, extent }))
+}
+
+/// The same copy with packed bytes at `packed` as its target.
+pub(crate) fn to_packed(c: &Memcpy3D, packed: usize) -> Memcpy3D {
+    let dst = Memcpy3D { dstXInBytes: 0, dstY: 0, dstZ: 0, ..*c };
+    Memcpy3D { dstHost: packed, dstPitch: c.WidthInBytes, dstHeight: c.Height, ..dst }
+}
+
+/// Copies between two places of the host, now.
+///
+/// # Safety
+/// Both may be read and written as the description says.
+pub(crate) unsafe fn on_host(driver: &Driver, c: &Memcpy3D) -> Result {
+    let (dst, src, e) = described(c);
+    let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
+    for (z, y) in rows(&e) {
+        // SAFETY: as the caller says.
+        unsafe { std::ptr::copy(src.row(z, y) as *const u8, dst.row(z, y) as *mut u8, e.width as usize) };
+    }
+    Ok(())
 }
 
 api! {

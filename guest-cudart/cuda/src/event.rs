@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::capture::{self, Capture};
 use crate::context::{self, Context};
+use crate::graph::Work;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::{Result, code, non_null, put};
@@ -25,7 +26,7 @@ pub(crate) struct Event {
     flags: u32,
     last: Mutex<Option<(Arc<Stream>, u64)>>,
     /// What it stands for, if it was last recorded on a stream that was being captured.
-    captured: Mutex<Option<(Arc<Capture>, Vec<u32>)>>,
+    captured: Mutex<Option<(Arc<Capture>, Vec<u64>)>>,
 }
 
 static EVENTS: Slab<Event> = Slab::new(3);
@@ -39,7 +40,7 @@ impl Event {
     }
 
     /// The capture that it was last recorded in, and the nodes that it stands for.
-    pub fn captured(&self) -> Option<(Arc<Capture>, Vec<u32>)> {
+    pub fn captured(&self) -> Option<(Arc<Capture>, Vec<u64>)> {
         lock(&self.captured).clone()
     }
 
@@ -75,8 +76,41 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     }
 }
 
-fn record(event: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
-    let event = of(event)?;
+/// Records an event on a stream that is not being captured.
+pub(crate) fn record_on(driver: &Driver, event: &Event, stream: Arc<Stream>) -> Result {
+    if stream.context.device != event.context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    *lock(&event.captured) = None;
+    // The lock is kept meanwhile: what the event says last is what was recorded last.
+    let mut last = lock(&event.last);
+    let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
+    stream.marked(seq);
+    *last = Some((stream, seq));
+    Ok(())
+}
+
+/// An event of this library's own.
+pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Event> {
+    make(driver, context, DISABLE_TIMING)
+}
+
+/// The end of an event of this library's own.
+pub(crate) fn end(driver: &Driver, event: &Event) {
+    // A lost session has no events.
+    if driver.session.append(&EventDestroy { event: event.id }).is_ok() {
+        lock(&IDS).push(event.id.0);
+    }
+}
+
+fn make(driver: &Driver, context: &'static Context, flags: u32) -> Result<Event> {
+    let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
+    driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
+    Ok(Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) })
+}
+
+fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
+    let event = of(handle)?;
     // 1 is CU_EVENT_RECORD_EXTERNAL, which says something only in a capture.
     if flags & !1 != 0 {
         return Err(Status::INVALID_VALUE);
@@ -91,24 +125,15 @@ fn record(event: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
     };
     driver.session.check()?;
     stream.context.deferred(driver)?;
-    if stream.context.device != event.context.device {
-        return Err(Status::INVALID_HANDLE);
-    }
     if let Some(capture) = stream.capture() {
         if flags != 0 {
-            return capture::refuse(&stream);
+            return capture.add(&stream, Work::Record(handle));
         }
         let point = capture.point(&stream);
         *lock(&event.captured) = Some((capture, point));
         return Ok(());
     }
-    *lock(&event.captured) = None;
-    // The lock is kept meanwhile: what the event says last is what was recorded last.
-    let mut last = lock(&event.last);
-    let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
-    stream.marked(seq);
-    *last = Some((stream, seq));
-    Ok(())
+    record_on(driver, &event, stream)
 }
 
 fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
@@ -143,10 +168,7 @@ api! {
             return Err(Status::NOT_SUPPORTED);
         }
         let (driver, context) = context::ready()?;
-        let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
-        driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
-        let new = Arc::new(Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) });
-        put(event, EVENTS.insert(new).ok_or(Status::OUT_OF_MEMORY)?)
+        put(event, EVENTS.insert(Arc::new(make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
     }
 
     fn cuEventDestroy_v2(event: usize) {
@@ -171,6 +193,7 @@ api! {
         let driver = driver()?;
         driver.session.check()?;
         event.check()?;
+        capture::unsafe_call()?;
         event.context.deferred(driver)?;
         if !event.is_done(driver) {
             return Err(Status::NOT_READY);
@@ -183,6 +206,7 @@ api! {
         let driver = driver()?;
         driver.session.check()?;
         event.check()?;
+        capture::unsafe_call()?;
         event.context.deferred(driver)?;
         if event.is_done(driver) {
             return event.context.deferred(driver);

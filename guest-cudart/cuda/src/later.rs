@@ -1,33 +1,9 @@
 //! Chapters of the API that are exported and refused: each name answers `CUDA_ERROR_NOT_SUPPORTED` and says so once. A chapter that is built moves to a file of its own.
 
-/// Graphs, capture and user objects.
+/// Graphs: semaphores, batches of memory operations, conditional nodes.
 mod graph {
     unsupported! {
-        cuDeviceGetGraphMemAttribute, cuDeviceGraphMemTrim, cuDeviceSetGraphMemAttribute, cuGraphAddBatchMemOpNode,
-        cuGraphAddChildGraphNode, cuGraphAddDependencies, cuGraphAddDependencies_v2,         cuGraphAddEventRecordNode, cuGraphAddEventWaitNode, cuGraphAddExternalSemaphoresSignalNode,
-        cuGraphAddExternalSemaphoresWaitNode, cuGraphAddHostNode, cuGraphAddKernelNode, cuGraphAddKernelNode_v2,
-        cuGraphAddMemAllocNode, cuGraphAddMemFreeNode, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphAddNode,
-        cuGraphAddNode_v2, cuGraphBatchMemOpNodeGetParams, cuGraphBatchMemOpNodeSetParams,
-        cuGraphChildGraphNodeGetGraph, cuGraphClone, cuGraphConditionalHandleCreate,         cuGraphDebugDotPrint, cuGraphDestroyNode, cuGraphEventRecordNodeGetEvent,
-        cuGraphEventRecordNodeSetEvent, cuGraphEventWaitNodeGetEvent, cuGraphEventWaitNodeSetEvent,
-        cuGraphExecBatchMemOpNodeSetParams, cuGraphExecChildGraphNodeSetParams,         cuGraphExecEventRecordNodeSetEvent, cuGraphExecEventWaitNodeSetEvent,
-        cuGraphExecExternalSemaphoresSignalNodeSetParams, cuGraphExecExternalSemaphoresWaitNodeSetParams,
-        cuGraphExecHostNodeSetParams, cuGraphExecKernelNodeSetParams,
-        cuGraphExecKernelNodeSetParams_v2, cuGraphExecMemcpyNodeSetParams, cuGraphExecMemsetNodeSetParams,
-        cuGraphExecNodeSetParams, cuGraphExecUpdate, cuGraphExecUpdate_v2, cuGraphExternalSemaphoresSignalNodeGetParams,
-        cuGraphExternalSemaphoresSignalNodeSetParams, cuGraphExternalSemaphoresWaitNodeGetParams,
-        cuGraphExternalSemaphoresWaitNodeSetParams, cuGraphGetEdges, cuGraphGetEdges_v2,         cuGraphHostNodeGetParams, cuGraphHostNodeSetParams, cuGraphInstantiate,
-                cuGraphInstantiate_v2, cuGraphKernelNodeCopyAttributes, cuGraphKernelNodeGetAttribute,
-        cuGraphKernelNodeGetParams, cuGraphKernelNodeGetParams_v2, cuGraphKernelNodeSetAttribute,
-        cuGraphKernelNodeSetParams, cuGraphKernelNodeSetParams_v2,         cuGraphMemAllocNodeGetParams, cuGraphMemFreeNodeGetParams, cuGraphMemcpyNodeGetParams,
-        cuGraphMemcpyNodeSetParams, cuGraphMemsetNodeGetParams, cuGraphMemsetNodeSetParams, cuGraphNodeFindInClone,
-        cuGraphNodeGetDependencies, cuGraphNodeGetDependencies_v2, cuGraphNodeGetDependentNodes,
-        cuGraphNodeGetDependentNodes_v2, cuGraphNodeGetEnabled, cuGraphNodeSetEnabled,
-        cuGraphNodeSetParams, cuGraphReleaseUserObject, cuGraphRemoveDependencies, cuGraphRemoveDependencies_v2,
-        cuGraphRetainUserObject, cuStreamBeginCaptureToGraph,
-        cuStreamBeginCaptureToGraph_ptsz,         cuStreamUpdateCaptureDependencies,
-        cuStreamUpdateCaptureDependencies_ptsz, cuStreamUpdateCaptureDependencies_v2,
-        cuStreamUpdateCaptureDependencies_v2_ptsz, cuUserObjectCreate, cuUserObjectRelease, cuUserObjectRetain,
+        cuGraphAddBatchMemOpNode, cuGraphAddExternalSemaphoresSignalNode, cuGraphAddExternalSemaphoresWaitNode, cuGraphBatchMemOpNodeGetParams, cuGraphBatchMemOpNodeSetParams, cuGraphConditionalHandleCreate, cuGraphExecBatchMemOpNodeSetParams, cuGraphExecExternalSemaphoresSignalNodeSetParams, cuGraphExecExternalSemaphoresWaitNodeSetParams, cuGraphExternalSemaphoresSignalNodeGetParams, cuGraphExternalSemaphoresSignalNodeSetParams, cuGraphExternalSemaphoresWaitNodeGetParams, cuGraphExternalSemaphoresWaitNodeSetParams,
     }
 }
 

@@ -2,10 +2,13 @@
 
 use std::cell::RefCell;
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use crate::device::attr;
 use crate::function::{self, Function, func};
+use crate::graph::Work;
+use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
 use crate::{Result, code, context, non_null, refuse_form, stream};
@@ -27,10 +30,10 @@ thread_local! {
 }
 
 /// What a launch asks for.
-struct Shape {
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
+pub(crate) struct Shape {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
 }
 
 /// Checks a launch's shape against the device and the function.
@@ -164,6 +167,35 @@ fn check_clusters(attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
     Ok(())
 }
 
+/// Checks everything about a launch but its parameters.
+pub(crate) fn check_all(
+    driver: &Driver,
+    function: &Function,
+    shape: &Shape,
+    attributes: &[LaunchAttribute],
+) -> Result {
+    let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    check(device, function, shape)?;
+    check_clusters(attributes, &shape.grid)
+}
+
+/// The parameter block of a launch, in either form.
+///
+/// # Safety
+/// What the pointers lead to may be read, for as much as the function takes.
+pub(crate) unsafe fn parameters(
+    function: &Function,
+    params: *const *const c_void,
+    extra: *const *mut c_void,
+    block: &mut Vec<u8>,
+) -> Result {
+    if !params.is_null() && !extra.is_null() {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: as the caller says.
+    unsafe { if extra.is_null() { gather(function, params, block) } else { unpack(function, extra, block) } }
+}
+
 unsafe fn launch(
     handle: usize,
     shape: Shape,
@@ -182,17 +214,17 @@ unsafe fn launch(
     if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
         return Err(Status::INVALID_HANDLE);
     }
-    let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    check(device, &function, &shape)?;
-    check_clusters(&attributes, &shape.grid)?;
-    if !params.is_null() && !extra.is_null() {
-        return Err(Status::INVALID_VALUE);
+    check_all(driver, &function, &shape, &attributes)?;
+    if let Some(capture) = stream.capture() {
+        let mut block = Vec::new();
+        // SAFETY: as the caller says.
+        unsafe { parameters(&function, params, extra, &mut block) }?;
+        let kernel = Kernel::new(handle, function, shape, attributes, &block);
+        return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
     }
     let append = |block: &mut Vec<u8>| {
         // SAFETY: as the caller says.
-        unsafe {
-            if extra.is_null() { gather(&function, params, block)? } else { unpack(&function, extra, block)? }
-        }
+        unsafe { parameters(&function, params, extra, block) }?;
         let op = Launch {
             function: function.id,
             stream: stream.id,

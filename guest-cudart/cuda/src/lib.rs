@@ -9,6 +9,7 @@
 //! - `stream`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
+//! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
 //! - `later`: chapters of the API that are exported and refused.
 //!
@@ -49,6 +50,7 @@ mod graph;
 mod host;
 mod image;
 mod integrity;
+mod late;
 mod later;
 mod launch;
 mod library;
@@ -87,7 +89,9 @@ pub(crate) mod code {
     pub const STREAM_CAPTURE_IMPLICIT: Status = Status(906);
     pub const CAPTURED_EVENT: Status = Status(907);
     pub const STREAM_CAPTURE_WRONG_THREAD: Status = Status(908);
+    pub const GRAPH_EXEC_UPDATE_FAILURE: Status = Status(910);
     pub const INVALID_CLUSTER_SIZE: Status = Status(912);
+    pub const LOSSY_QUERY: Status = Status(402);
 }
 
 /// Tells this libcuda from NVIDIA's, for whoever wants to know.

@@ -194,6 +194,15 @@ fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
     Ok((driver, LIBRARIES.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
+/// The handle of a kernel's function in the current context.
+pub(crate) fn function_of(handle: usize) -> Result<usize> {
+    let (driver, kernel) = kernel(handle)?;
+    let context = context::current()?;
+    let function = kernel.in_context(driver, context)?;
+    let library = kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
+    function.handle(&library.in_context(driver, context)?)
+}
+
 fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
     let driver = driver()?;
     Ok((driver, KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?))
@@ -314,11 +323,7 @@ api! {
 
     fn cuKernelGetFunction(to: *mut usize, handle: usize) {
         non_null(to)?;
-        let (driver, kernel) = kernel(handle)?;
-        let context = context::current()?;
-        let function = kernel.in_context(driver, context)?;
-        let library = kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
-        put(to, function.handle(&library.in_context(driver, context)?)?)
+        put(to, function_of(handle)?)
     }
 
     fn cuKernelGetLibrary(to: *mut usize, handle: usize) {

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 
 use crate::context::{self, Context};
+use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, non_null, pool, put, vmm};
+use crate::{Result, capture, non_null, pool, put, vmm};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, window};
 use client::{Status, lock};
 
@@ -142,6 +143,14 @@ fn release(driver: &Driver, device: &Device, address: u64) {
 
 /// Frees in stream order: later allocations use the memory when the stream has come here.
 pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
+    if graph_memory::freed(address)? {
+        return Ok(());
+    }
+    let_go(driver, address, stream)
+}
+
+/// As [`free_in_order`], for memory that no graph has.
+pub(crate) fn let_go(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
     let device = device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     let (size, pool) = {
         let mut memory = lock(&device.memory);
@@ -262,6 +271,7 @@ api! {
         if size == 0 {
             return Err(Status::INVALID_VALUE);
         }
+        capture::unsafe_call()?;
         put(dptr, alloc(driver, context, context.device, size as u64, 0)?)
     }
 
@@ -272,6 +282,7 @@ api! {
         if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
             return Err(Status::INVALID_VALUE);
         }
+        capture::unsafe_call()?;
         let row = width.checked_next_multiple_of(PITCH).ok_or(Status::INVALID_VALUE)?;
         let size = row.checked_mul(height).ok_or(Status::OUT_OF_MEMORY)?;
         let address = alloc(driver, context, context.device, size as u64, 0)?;
@@ -286,9 +297,13 @@ api! {
         }
         let device = device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         let found = find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
+        capture::unsafe_call()?;
         // The one place where two threads that free the same address are told apart is the removal itself.
         if found.context.is_alive() {
             found.context.synchronize()?;
+        }
+        if graph_memory::freed(dptr)? {
+            return Ok(());
         }
         let mut memory = lock(&device.memory);
         if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.freed || a.tag.buffer != found.buffer) {

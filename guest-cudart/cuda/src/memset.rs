@@ -1,26 +1,22 @@
 //! Fills.
 
 use crate::context;
+use crate::graph::Work;
+use crate::state::Driver;
+use crate::types::MemsetNodeParams;
 use crate::{Result, memory, stream};
 use client::Status;
+use client::handle::StreamId;
 use client::ops::copy::Memset;
 
-fn fill(
-    dst: u64,
-    pitch: usize,
-    value: u32,
-    element: u32,
-    width: usize,
-    height: usize,
-    handle: usize,
-    per_thread: bool,
-) -> Result {
-    let (driver, context) = context::ready()?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+/// A fill as an operation, checked; `None` when there is nothing to fill.
+pub(crate) fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<Memset>> {
+    let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
     if width == 0 || height == 0 {
-        return Ok(());
+        return Ok(None);
     }
-    if dst == 0
+    if !matches!(element, 1 | 2 | 4)
+        || dst == 0
         || !dst.is_multiple_of(element.into())
         || height > 1 && !pitch.is_multiple_of(element as usize)
     {
@@ -35,16 +31,28 @@ fn fill(
         .and_then(|rows| rows.checked_add(row))
         .ok_or(Status::INVALID_VALUE)?;
     memory::check(driver, dst, if height > 1 { span } else { row })?;
-    let op = Memset {
-        stream: stream.id,
-        dst,
-        pitch: pitch as u64,
-        value,
-        element,
-        width: width as u64,
-        height: height as u64,
-    };
-    stream.work(driver, &op)
+    let (pitch, width, height) = (pitch as u64, width as u64, height as u64);
+    Ok(Some(Memset { stream, dst, pitch, value, element, width, height }))
+}
+
+fn fill(
+    dst: u64,
+    pitch: usize,
+    value: u32,
+    element: u32,
+    width: usize,
+    height: usize,
+    handle: usize,
+    per_thread: bool,
+) -> Result {
+    let (driver, context) = context::ready()?;
+    let stream = stream::any(driver, context, handle, per_thread)?;
+    let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
+    match (op(driver, stream.id, &params)?, stream.capture()) {
+        (None, _) => Ok(()),
+        (Some(_), Some(capture)) => capture.add(&stream, Work::Fill(params)),
+        (Some(op), None) => stream.work(driver, &op),
+    }
 }
 
 api! {

@@ -1,14 +1,8 @@
 //! What has no chapter of its own: the profiler's switch, capture mode, flushes.
 
-use std::cell::Cell;
-
 use crate::state::driver;
-use crate::{context, non_null, put};
+use crate::{capture, context, non_null, put};
 use client::Status;
-
-thread_local! {
-    static CAPTURE_MODE: Cell<u32> = const { Cell::new(0) };
-}
 
 api! {
     fn cuProfilerStart() {
@@ -26,7 +20,7 @@ api! {
         if wanted > 2 {
             return Err(Status::INVALID_VALUE);
         }
-        let before = CAPTURE_MODE.try_with(|current| current.replace(wanted)).unwrap_or(0);
+        let before = capture::exchange_mode(wanted);
         put(mode, before)
     }
 }

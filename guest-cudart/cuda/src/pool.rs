@@ -7,6 +7,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::graph::Work;
+use crate::graph::memory::GraphMemory;
 use crate::state::{self, Driver, driver};
 use crate::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::{Result, context, memory, non_null, put, stream};
@@ -85,7 +87,7 @@ fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_thread: bool) -> Result {
     non_null(dptr)?;
     let (driver, context) = context::ready()?;
-    let stream = stream::of(driver, context, handle, per_thread)?;
+    let stream = stream::any(driver, context, handle, per_thread)?;
     let pool_handle = match pool {
         Some(pool) => pool,
         None => current_pool(stream.context.device as i32)?,
@@ -95,6 +97,13 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         return Err(Status::INVALID_VALUE);
     }
     memory::collect(driver);
+    if let Some(capture) = stream.capture() {
+        let made = GraphMemory::new(driver, stream.context, pool.device, size as u64)?;
+        let address = made.address;
+        capture.add(&stream, Work::Alloc(made))?;
+        // SAFETY: as below.
+        return unsafe { put(dptr, address) };
+    }
     let address = match memory::reuse(driver, &stream, pool.device, size as u64, pool_handle) {
         Some(address) => address,
         None => memory::alloc(driver, stream.context, pool.device, size as u64, pool_handle)?,
@@ -105,7 +114,7 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
 }
 
 /// The device that a location names.
-unsafe fn location(location: *const MemLocation) -> Result<i32> {
+pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
     non_null(location)?;
     // SAFETY: not NULL, and the program says that it may be read.
     let location = unsafe { *location };
@@ -129,6 +138,32 @@ unsafe fn set_current(device: i32, pool: usize) -> Result {
     Ok(())
 }
 
+/// Checks what access a program wants to give to memory of a device.
+///
+/// # Safety
+/// `map` may be read for `count` descriptions.
+pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count: usize) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    for i in 0..count {
+        non_null(map)?;
+        // SAFETY: as the caller says.
+        let access = unsafe { *map.add(i) };
+        if access.location.kind != LOCATION_DEVICE {
+            return Err(Status::INVALID_VALUE);
+        }
+        state::device(access.location.id)?;
+        // The owner's access cannot be taken away; that of others is not there to give.
+        if access.location.id == device as i32 {
+            if access.flags != 3 {
+                return Err(Status::INVALID_VALUE);
+            }
+        } else if access.flags != 0 {
+            return crate::refuse_form("access of another device to a memory pool", &SAID);
+        }
+    }
+    Ok(())
+}
+
 api! {
     fn cuMemAllocAsync / cuMemAllocAsync_ptsz(dptr: *mut u64, size: usize, stream: usize) |pt| {
         alloc(dptr, size, None, stream, pt)
@@ -140,9 +175,12 @@ api! {
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz(dptr: u64, stream: usize) |pt| {
         let (driver, context) = context::ready()?;
-        let stream = stream::of(driver, context, stream, pt)?;
+        let stream = stream::any(driver, context, stream, pt)?;
         if dptr == 0 {
             return Ok(());
+        }
+        if let Some(capture) = stream.capture() {
+            return capture.add(&stream, Work::Free(dptr));
         }
         memory::free_in_order(driver, dptr, stream)
     }
@@ -242,27 +280,7 @@ api! {
     }
 
     fn cuMemPoolSetAccess(pool: usize, map: *const MemAccessDesc, count: usize) {
-        let (_, pool) = of(pool)?;
-        if count != 0 {
-            non_null(map)?;
-        }
-        static SAID: AtomicBool = AtomicBool::new(false);
-        for i in 0..count {
-            let access = *map.add(i);
-            if access.location.kind != LOCATION_DEVICE {
-                return Err(Status::INVALID_VALUE);
-            }
-            state::device(access.location.id)?;
-            // The owner's access cannot be taken away; that of others is not there to give.
-            if access.location.id == pool.device as i32 {
-                if access.flags != 3 {
-                    return Err(Status::INVALID_VALUE);
-                }
-            } else if access.flags != 0 {
-                return crate::refuse_form("access of another device to a memory pool", &SAID);
-            }
-        }
-        Ok(())
+        check_access(of(pool)?.1.device, map, count)
     }
 
     fn cuMemPoolGetAccess(flags: *mut u32, pool: usize, place: *const MemLocation) {

@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::capture::{self, Capture};
 use crate::context::{self, Context};
-use crate::event;
+use crate::event::{self, Event};
+use crate::graph::Work;
 use crate::state::{self, Driver, driver, unique_id};
 use crate::{Result, code, non_null, put};
 use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
@@ -27,6 +28,8 @@ pub(crate) const LEGACY: usize = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub(crate) const PER_THREAD: usize = 2;
 const NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_WAIT_EXTERNAL`: in a capture, a node of its own. It says nothing elsewhere.
+const EXTERNAL: u32 = 1;
 
 /// A stream.
 pub(crate) struct Stream {
@@ -122,12 +125,9 @@ impl Stream {
         *lock(&self.capturing) = Some(capture);
     }
 
-    /// Puts an operation on the stream that may be a graph's node as well: it becomes one if the stream is being captured.
+    /// Puts an operation on the stream, which is not being captured.
     #[inline]
     pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result {
-        if let Some(capture) = self.capture() {
-            return capture.add(self, op);
-        }
         self.worked(driver.session.append(op)?);
         Ok(())
     }
@@ -186,6 +186,11 @@ impl Stream {
         Ok(true)
     }
 
+    /// Whether it was destroyed, and everything that was ever on it is done.
+    pub fn is_finished(&self) -> bool {
+        self.finished.load(Ordering::Acquire)
+    }
+
     /// Notes that everything on the stream up to `seq` is done.
     pub fn is_synced(&self, seq: u64) {
         if self.synced.fetch_max(seq, Ordering::AcqRel) >= seq {
@@ -234,16 +239,16 @@ impl Stream {
     }
 }
 
-/// As [`any`], for work that cannot be captured: refused on a stream that is being captured.
+/// As [`plain`], for work: none goes on the legacy default stream while a stream that waits for it is being captured.
 #[inline]
-pub(crate) fn of(
+pub(crate) fn any(
     driver: &Driver,
     context: &'static Context,
     handle: usize,
     per_thread: bool,
 ) -> Result<Arc<Stream>> {
-    let stream = any(driver, context, handle, per_thread)?;
-    capture::refuse(&stream)?;
+    let stream = plain(driver, context, handle, per_thread)?;
+    capture::implicit(&stream)?;
     Ok(stream)
 }
 
@@ -252,7 +257,7 @@ pub(crate) fn of(
 /// # Errors
 /// `INVALID_HANDLE` for what is no stream, `CONTEXT_IS_DESTROYED` when its context is.
 #[inline]
-pub(crate) fn any(
+pub(crate) fn plain(
     driver: &Driver,
     context: &'static Context,
     handle: usize,
@@ -362,6 +367,16 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     legacy.synced.store(context.last_work(), Ordering::Release);
 }
 
+/// Lets a stream wait for an event's last record, if there is one.
+pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
+    if let Some((other, record)) = event.last() {
+        let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
+        stream.worked(seq);
+        stream.waits_for(seq, &other, record);
+    }
+    Ok(())
+}
+
 fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
     non_null(stream)?;
     if flags & !NON_BLOCKING != 0 {
@@ -431,14 +446,18 @@ api! {
         if green.is_null() { Ok(()) } else { put(green, 0) }
     }
 
-    fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, event: usize, flags: u32) |pt| {
-        let event = event::of(event)?;
+    fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, handle: usize, flags: u32) |pt| {
+        let event = event::of(handle)?;
         let (driver, stream) = ask(stream, pt)?;
         driver.session.check()?;
         stream.context.deferred(driver)?;
-        // 1 is CU_EVENT_WAIT_EXTERNAL, which says something only in a capture.
-        if flags & !1 != 0 {
+        if flags & !EXTERNAL != 0 {
             return Err(Status::INVALID_VALUE);
+        }
+        if flags & EXTERNAL != 0
+            && let Some(capture) = stream.capture()
+        {
+            return capture.add(&stream, Work::Wait(handle));
         }
         if let Some((capture, point)) = event.captured() {
             return if capture.is_ended() { Err(code::CAPTURED_EVENT) } else { capture.join(&stream, &point) };
@@ -452,12 +471,7 @@ api! {
                 Err(code::STREAM_CAPTURE_ISOLATION)
             };
         }
-        if let Some((other, record)) = event.last() {
-            let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
-            stream.worked(seq);
-            stream.waits_for(seq, &other, record);
-        }
-        Ok(())
+        wait(driver, &stream, &event)
     }
 
     fn cuStreamQuery / cuStreamQuery_ptsz(stream: usize) |pt| {

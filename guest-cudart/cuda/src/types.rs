@@ -27,7 +27,7 @@ pub struct Memcpy2D {
 
 /// `CUDA_MEMCPY3D_v2`, and `CUDA_MEMCPY3D_PEER`, whose reserved words are the contexts.
 #[repr(C)]
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Memcpy3D {
     pub srcXInBytes: usize,
     pub srcY: usize,
@@ -56,6 +56,107 @@ pub struct Memcpy3D {
     pub WidthInBytes: usize,
     pub Height: usize,
     pub Depth: usize,
+}
+
+impl From<&Memcpy2D> for Memcpy3D {
+    fn from(c: &Memcpy2D) -> Memcpy3D {
+        Memcpy3D {
+            srcXInBytes: c.srcXInBytes,
+            srcY: c.srcY,
+            srcMemoryType: c.srcMemoryType,
+            srcHost: c.srcHost,
+            srcDevice: c.srcDevice,
+            srcArray: c.srcArray,
+            srcPitch: c.srcPitch,
+            dstXInBytes: c.dstXInBytes,
+            dstY: c.dstY,
+            dstMemoryType: c.dstMemoryType,
+            dstHost: c.dstHost,
+            dstDevice: c.dstDevice,
+            dstArray: c.dstArray,
+            dstPitch: c.dstPitch,
+            WidthInBytes: c.WidthInBytes,
+            Height: c.Height,
+            Depth: 1,
+            ..Memcpy3D::default()
+        }
+    }
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`; the first form ends before `kern`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct KernelNodeParams {
+    pub func: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub sharedMemBytes: u32,
+    pub kernelParams: *const *const c_void,
+    pub extra: *const *mut c_void,
+    pub kern: usize,
+    pub ctx: usize,
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v1`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct KernelNodeParams1 {
+    pub func: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub sharedMemBytes: u32,
+    pub kernelParams: *const *const c_void,
+    pub extra: *const *mut c_void,
+}
+
+/// `CUDA_MEMSET_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemsetNodeParams {
+    pub dst: u64,
+    pub pitch: usize,
+    pub value: u32,
+    pub elementSize: u32,
+    pub width: usize,
+    pub height: usize,
+}
+
+/// `CUDA_HOST_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct HostNodeParams {
+    pub function: Option<HostFn>,
+    pub userData: *mut c_void,
+}
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemAllocNodeParams {
+    pub poolProps: MemPoolProps,
+    pub accessDescs: *const MemAccessDesc,
+    pub accessDescCount: usize,
+    pub bytesize: usize,
+    pub dptr: u64,
+}
+
+/// `CUgraphNodeParams`: the body holds, by the node's type, one of the structures above; a copy's comes after its flags and its context.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct GraphNodeParams {
+    pub kind: u32,
+    pub reserved0: [i32; 3],
+    pub body: [u64; 29],
+    pub reserved2: i64,
+}
+
+/// `CUgraphExecUpdateResultInfo`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct UpdateResultInfo {
+    pub result: u32,
+    pub errorNode: usize,
+    pub errorFromNode: usize,
 }
 
 /// `CUmemorytype`.

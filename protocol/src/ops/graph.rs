@@ -60,6 +60,14 @@ ops! {
         stream: StreamId,
     }
 
+    /// `cuGraphExecUpdate`: the graph does something else from the next launch on. Launches that were enqueued before do what it did.
+    sync 0x0a05 graph_update: GraphUpdate<'a> {
+        /// The graph.
+        graph: GraphId,
+        /// The wire form of [`GraphNodes`]. It need not have the nodes and dependencies that it had.
+        nodes: HostIn<'a>,
+    } -> GraphUpdateReply {}
+
     /// `cuGraphExecDestroy`. Launches that are under way complete.
     async 0x0a04 graph_destroy: GraphDestroy {
         /// The graph.

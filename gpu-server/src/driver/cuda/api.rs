@@ -180,6 +180,8 @@ api! {
     graph_create = "cuGraphCreate" (*mut CUgraph, c_uint);
     graph_destroy = "cuGraphDestroy" (CUgraph);
     graph_instantiate = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
+    graph_add_empty = "cuGraphAddEmptyNode" (*mut CUgraphNode, CUgraph, *const CUgraphNode, usize);
+    graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
     graph_upload = "cuGraphUpload" (CUgraphExec, CUstream);
@@ -189,6 +191,14 @@ api! {
     );
     capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// `CUgraphExecUpdateResultInfo`, with the result as a number.
+#[repr(C)]
+pub struct UpdateResult {
+    pub result: u32,
+    pub error_node: CUgraphNode,
+    pub error_from_node: CUgraphNode,
 }
 
 /// `CUDA_ARRAY3D_DESCRIPTOR`, with the format as a number.

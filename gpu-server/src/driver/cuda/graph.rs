@@ -1,22 +1,18 @@
 //! Graphs. Each node is made by capturing its operation on a stream that nobody else has: so it is the same call, with the same checks, as on a stream
 //! of the client's.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use protocol::Status;
 use protocol::handle::{ContextId, GraphId, StreamId};
-use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
+use protocol::ops::Answer;
 use protocol::ops::graph::*;
-use protocol::ops::launch::Launch;
-use protocol::ops::{Answer, Op, decode_reply};
-use protocol::wire::{Reader, Wire};
 
 use super::Cuda;
-use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream};
+use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
 use crate::driver::call::Call;
+use crate::driver::graph::{self, MAX_GRAPH, Work};
 
-/// Bytes of a graph's description at most.
-const MAX_GRAPH: u64 = 256 << 20;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH` and `…_USE_NODE_PRIORITY`.
@@ -27,6 +23,7 @@ const NON_BLOCKING: u32 = 1;
 /// An instantiated graph.
 pub(super) struct ServerGraph {
     pub(super) context: u32,
+    flags: u64,
     exec: CUgraphExec,
 }
 
@@ -97,72 +94,83 @@ impl Build {
     }
 }
 
-fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
-    let mut reader = Reader::new(body);
-    let decoded = <T as Wire<'a>>::get(&mut reader).and_then(|op| reader.finish().map(|()| op));
-    decoded.map_err(|_| Status::INVALID_VALUE)
-}
-
 impl Cuda {
     fn node(
         &mut self,
         cx: &mut Call,
         context: ContextId,
         stream: CUstream,
-        node: &GraphNode,
+        work: &Work<'_>,
     ) -> Result<(), Status> {
-        match node.opcode {
-            opcode if opcode == <Launch as Op>::INFO.opcode => {
-                self.launch_at(cx, context, stream, &decode(&node.body.0)?)
-            }
-            opcode if opcode == <Memset as Op>::INFO.opcode => {
-                self.memset_at(context, stream, &decode(&node.body.0)?)
-            }
-            opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => {
-                self.copy_at(context, stream, &decode(&node.body.0)?)
-            }
-            opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => {
-                self.copy_3d_at(context, stream, &decode(&node.body.0)?)
-            }
-            _ => Err(Status::NOT_SUPPORTED),
+        match work {
+            Work::Empty => Ok(()),
+            Work::Launch(op) => self.launch_at(cx, context, stream, op),
+            Work::Memset(op) => self.memset_at(context, stream, op),
+            Work::Copy(op) => self.copy_at(context, stream, op),
+            Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
         }
     }
 
-    fn build(
-        &mut self,
-        cx: &mut Call,
-        context: ContextId,
-        flags: u64,
-        nodes: &[GraphNode],
-    ) -> Result<CUgraphExec, Status> {
+    /// Makes a graph of the driver's.
+    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build, Status> {
         let build = Build::new(self.api)?;
-        // What stands for each node: those that it became, or, if it became none, what it waits for.
+        // What stands for each node: what it became, or, if it became nothing, what it waits for.
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
+        let mut seen: HashSet<usize> = HashSet::new();
         for node in nodes {
+            seen.clear();
             let mut before: Vec<CUgraphNode> = Vec::new();
             for dependency in &node.dependencies {
                 let of = made.get(*dependency as usize).ok_or(Status::INVALID_VALUE)?;
-                before.extend(of.iter().filter(|node| !before.contains(node)).copied().collect::<Vec<_>>());
+                before.extend(of.iter().filter(|node| seen.insert(node.addr())));
             }
-            let became = match node.opcode {
-                0 => before,
-                _ => {
-                    if node.opcode == <Launch as Op>::INFO.opcode {
-                        let function =
-                            self.function_handle(cx, decode::<Launch<'_>>(&node.body.0)?.function)?;
+            let became = match graph::work(node)? {
+                Work::Empty if before.len() < 2 => before,
+                Work::Empty => {
+                    let mut empty: CUgraphNode = std::ptr::null_mut();
+                    // SAFETY: nodes of this graph, as many as the length says; writes a handle.
+                    unsafe {
+                        self.api.graph_add_empty(&mut empty, build.graph, before.as_ptr(), before.len())
+                    }?;
+                    vec![empty]
+                }
+                work => {
+                    if let Work::Launch(launch) = &work {
+                        let function = self.function_handle(cx, launch.function)?;
                         // A capture is no time to load it.
                         // SAFETY: a live function.
                         unsafe { self.api.function_load(function) }?;
                     }
-                    build.capture(&before, |stream| self.node(cx, context, stream, node))?
+                    build.capture(&before, |stream| self.node(cx, context, stream, &work))?
                 }
             };
             made.push(became);
         }
+        Ok(build)
+    }
+
+    fn instantiated(&self, build: &Build, flags: u64) -> Result<CUgraphExec, Status> {
         let mut exec: CUgraphExec = std::ptr::null_mut();
         // SAFETY: a graph; writes a handle.
         unsafe { self.api.graph_instantiate(&mut exec, build.graph, flags & FLAGS) }?;
         Ok(exec)
+    }
+
+    /// Makes an instance do what a graph does: the driver's own update where it can, a new instance where it cannot.
+    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec, Status> {
+        let mut why = UpdateResult {
+            result: 0,
+            error_node: std::ptr::null_mut(),
+            error_from_node: std::ptr::null_mut(),
+        };
+        // SAFETY: a live instance and a graph; writes what came of it.
+        if unsafe { self.api.graph_update(exec, build.graph, &mut why) }.is_ok() {
+            return Ok(exec);
+        }
+        let fresh = self.instantiated(build, flags)?;
+        // SAFETY: about to be replaced in the table; launches under way complete.
+        let _ = unsafe { self.api.graph_exec_destroy(exec) };
+        Ok(fresh)
     }
 
     fn graph_on(
@@ -187,14 +195,30 @@ impl GraphOps<Call> for Cuda {
         if self.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
-        let bytes = cx.input(op.nodes)?.collect(MAX_GRAPH)?;
-        let list: GraphNodes = decode_reply(&bytes).map_err(|_| Status::INVALID_VALUE)?;
+        let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
         self.enter_context(op.context)?;
-        let built = self.build(cx, op.context, op.flags, &list.nodes);
+        let built = self.build(cx, op.context, &nodes).and_then(|build| self.instantiated(&build, op.flags));
         cx.context = op.context;
         let exec = self.note(op.context, built)?;
-        self.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, exec });
+        self.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, flags: op.flags, exec });
         Ok(Answer::Now(GraphInstantiateReply {}))
+    }
+
+    fn graph_update<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphUpdate<'a>,
+    ) -> Result<Answer<GraphUpdateReply>, Status> {
+        let found = self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+        let (context, flags, exec) = (ContextId(found.context), found.flags, found.exec);
+        cx.context = context;
+        let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
+        self.enter_context(context)?;
+        let updated = self.build(cx, context, &nodes).and_then(|build| self.updated(exec, &build, flags));
+        cx.context = context;
+        let exec = self.note(context, updated)?;
+        self.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags, exec });
+        Ok(Answer::Now(GraphUpdateReply {}))
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {

@@ -89,6 +89,11 @@ fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) 
 }
 
 impl Software {
+    /// Whether there is such a function; the call's context is its own from here on.
+    pub(super) fn find_function(&mut self, cx: &mut Call, id: FunctionId) -> Result<(), Status> {
+        self.function(cx, id).map(|_| ())
+    }
+
     fn function(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut LoadedFunction, Status> {
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = protocol::handle::ContextId(module.context);
@@ -224,9 +229,6 @@ fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
     }
     Ok(cooperative)
 }
-
-/// There are none yet: every operation answers "not supported".
-impl protocol::ops::graph::GraphOps<Call> for Software {}
 
 /// There are none: every operation answers "not supported".
 impl protocol::ops::texture::TextureOps<Call> for Software {}

@@ -2,6 +2,7 @@
 //!
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
 //! - [`transfer`]: copies and fills;
+//! - [`graph`]: lists of operations that are launched together;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
@@ -9,6 +10,7 @@
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod array;
+mod graph;
 mod kernels;
 mod nvml;
 mod properties;
@@ -56,6 +58,7 @@ pub struct Software {
     space: Space<OwnedFd>,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
+    graphs: graph::Graphs,
     tickets: Arc<Tickets>,
 }
 
@@ -165,6 +168,7 @@ impl Software {
             arrays: Arrays::default(),
             space: Space::default(),
             broker: None,
+            graphs: graph::Graphs::default(),
             tickets: Arc::default(),
         })
     }
@@ -211,6 +215,7 @@ impl Software {
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
         self.forget_arrays(context);
+        self.graphs.retain(|_, graph| graph.context != context);
     }
 }
 

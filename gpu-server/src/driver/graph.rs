@@ -1,0 +1,111 @@
+//! A graph as a client describes it, read and checked as far as that needs no driver.
+
+use protocol::Status;
+use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
+use protocol::ops::graph::{GraphNode, GraphNodes};
+use protocol::ops::launch::Launch;
+use protocol::ops::{Op, decode_reply};
+use protocol::wire::{Reader, Wire};
+
+/// Bytes of a graph's description at most.
+pub const MAX_GRAPH: u64 = 64 << 20;
+
+/// What a node does. The stream in it says nothing.
+pub enum Work<'a> {
+    /// Nothing: it stands for what it waits for.
+    Empty,
+    /// A launch.
+    Launch(Launch<'a>),
+    /// A fill.
+    Memset(Memset),
+    /// Bytes in a row.
+    Copy(MemcpyDtoD),
+    /// A box.
+    Copy3D(MemcpyDtoD3D),
+}
+
+/// The list of nodes, each behind those that it waits for.
+///
+/// # Errors
+/// `INVALID_VALUE` for what is no such list, `NOT_SUPPORTED` for an operation that no graph has.
+pub fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
+    let list: GraphNodes = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
+    for (place, node) in list.nodes.iter().enumerate() {
+        if node.dependencies.iter().any(|from| *from as usize >= place) {
+            return Err(Status::INVALID_VALUE);
+        }
+        work(node)?;
+    }
+    Ok(list.nodes)
+}
+
+fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
+    let mut reader = Reader::new(body);
+    let decoded = <T as Wire<'a>>::get(&mut reader).and_then(|op| reader.finish().map(|()| op));
+    decoded.map_err(|_| Status::INVALID_VALUE)
+}
+
+/// What a node does.
+///
+/// # Errors
+/// As [`read`]'s.
+pub fn work(node: &GraphNode) -> Result<Work<'_>, Status> {
+    let body = &node.body.0;
+    match node.opcode {
+        0 if body.is_empty() => Ok(Work::Empty),
+        0 => Err(Status::INVALID_VALUE),
+        opcode if opcode == <Launch as Op>::INFO.opcode => decode(body).map(Work::Launch),
+        opcode if opcode == <Memset as Op>::INFO.opcode => decode(body).map(Work::Memset),
+        opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => decode(body).map(Work::Copy),
+        opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => decode(body).map(Work::Copy3D),
+        _ => Err(Status::NOT_SUPPORTED),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use protocol::wire::{Bytes, Writer};
+
+    fn bytes(nodes: Vec<GraphNode>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        GraphNodes { nodes }.put(&mut Writer(&mut bytes));
+        bytes
+    }
+
+    fn empty(dependencies: Vec<u32>) -> GraphNode {
+        GraphNode { opcode: 0, dependencies, body: Bytes(Vec::new()) }
+    }
+
+    #[test]
+    fn a_node_that_waits_for_itself_or_a_later_one_is_refused() {
+        assert!(read(&bytes(vec![empty(vec![]), empty(vec![0])])).is_ok());
+        for from in [1, 2, u32::MAX] {
+            let list = bytes(vec![empty(vec![]), empty(vec![from]), empty(vec![])]);
+            assert_eq!(read(&list).err(), Some(Status::INVALID_VALUE), "{from}");
+        }
+    }
+
+    #[test]
+    fn an_operation_that_no_graph_has_is_refused() {
+        for opcode in [1, 0x0a01, u16::MAX] {
+            let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![]) };
+            assert_eq!(read(&bytes(vec![node])).err(), Some(Status::NOT_SUPPORTED), "{opcode:#x}");
+        }
+    }
+
+    #[test]
+    fn a_body_that_is_no_operation_is_refused() {
+        let opcode = <Memset as Op>::INFO.opcode;
+        let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![1, 2, 3]) };
+        assert_eq!(read(&bytes(vec![node])).err(), Some(Status::INVALID_VALUE));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = read(&bytes);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Graphs: lists of operations, put on the launch's stream one after the other, in an order in which each comes behind those that it waits for.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use protocol::Status;
+use protocol::handle::{ContextId, GraphId, StreamId};
+use protocol::ops::Answer;
+use protocol::ops::copy::{CopyOps, MemcpyDtoD, MemcpyDtoD3D, Memset};
+use protocol::ops::graph::*;
+use protocol::ops::launch::{Launch, LaunchOps};
+
+use super::Software;
+use crate::driver::call::Call;
+use crate::driver::graph::{self, MAX_GRAPH, Work};
+
+/// An instantiated graph.
+pub(super) struct SoftwareGraph {
+    pub(super) context: u32,
+    nodes: Arc<Vec<GraphNode>>,
+}
+
+/// The graphs of a session.
+pub(super) type Graphs = HashMap<u32, SoftwareGraph>;
+
+impl Software {
+    /// The graph, whose context is the stream's.
+    fn graph_on(
+        &mut self,
+        cx: &mut Call,
+        graph: GraphId,
+        stream: StreamId,
+    ) -> Result<Arc<Vec<GraphNode>>, Status> {
+        let place = self.look(cx, stream)?;
+        let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
+        Ok(Arc::clone(&found.ok_or(Status::INVALID_HANDLE)?.nodes))
+    }
+
+    /// Checks what a node names as far as it can be before it is launched.
+    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result<(), Status> {
+        if let Work::Launch(launch) = graph::work(node)? {
+            self.find_function(cx, launch.function)?;
+            if cx.context != context {
+                return Err(Status::INVALID_HANDLE);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_graph(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        nodes: protocol::data::HostIn<'_>,
+    ) -> Result<Arc<Vec<GraphNode>>, Status> {
+        let nodes = graph::read(&cx.input(nodes)?.collect(MAX_GRAPH)?)?;
+        for node in &nodes {
+            self.check_node(cx, context, node)?;
+        }
+        cx.context = context;
+        Ok(Arc::new(nodes))
+    }
+}
+
+impl GraphOps<Call> for Software {
+    fn graph_instantiate<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphInstantiate<'a>,
+    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+        cx.context = op.context;
+        self.context(op.context)?;
+        if self.graphs.contains_key(&op.graph.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let nodes = self.read_graph(cx, op.context, op.nodes)?;
+        self.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes });
+        Ok(Answer::Now(GraphInstantiateReply {}))
+    }
+
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+        let nodes = self.graph_on(cx, op.graph, op.stream)?;
+        let stream = op.stream;
+        for node in nodes.iter() {
+            match graph::work(node)? {
+                Work::Empty => {}
+                Work::Launch(op) => self.launch(cx, Launch { stream, ..op })?,
+                Work::Memset(op) => self.memset(cx, Memset { stream, ..op })?,
+                Work::Copy(op) => self.memcpy_dtod(cx, MemcpyDtoD { stream, ..op })?,
+                Work::Copy3D(op) => self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream, ..op })?,
+            }
+        }
+        Ok(())
+    }
+
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+        // There is nowhere to upload it to.
+        self.graph_on(cx, op.graph, op.stream).map(|_| ())
+    }
+
+    fn graph_update<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphUpdate<'a>,
+    ) -> Result<Answer<GraphUpdateReply>, Status> {
+        let context = ContextId(self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
+        cx.context = context;
+        let nodes = self.read_graph(cx, context, op.nodes)?;
+        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes });
+        Ok(Answer::Now(GraphUpdateReply {}))
+    }
+
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
+        let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(graph.context);
+        Ok(())
+    }
+}

@@ -1,0 +1,116 @@
+//! Steps of a launch that this process puts on the stream itself.
+//!
+//! Pageable memory is written when the stream comes to the copy: by way of pinned memory of the instance's, from which a host function of this library's own moves the
+//! bytes. It is read when the launch is made, once nothing before may write it.
+
+use std::sync::{Arc, Mutex};
+
+use crate::callback::{self, Function};
+use crate::copy::{Copier, Mode};
+use crate::graph::object::Held;
+use crate::graph::work::Work;
+use crate::host::{HostTag, REGIONS};
+use crate::state::{Driver, driver, unique_id};
+use crate::stream::{self, Stream};
+use crate::types::Memcpy3D;
+use crate::{Result, copy3d, event, late};
+use client::{Status, lock};
+
+/// Pinned memory beside a pageable side of a copy.
+pub(super) struct Bounce {
+    address: usize,
+    /// The last launch that uses it: a stream and its mark.
+    last: Mutex<Option<(Arc<Stream>, u64)>>,
+}
+
+impl Bounce {
+    fn new(driver: &Driver, stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
+        let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
+        let made = REGIONS.alloc(driver.session.port(), size, tag);
+        let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
+        Ok(Arc::new(Bounce { address, last: Mutex::default() }))
+    }
+
+    /// Notes that a launch uses it, up to a mark on its stream.
+    pub fn used(&self, stream: Arc<Stream>, mark: u64) {
+        *lock(&self.last) = Some((stream, mark));
+    }
+}
+
+impl Drop for Bounce {
+    fn drop(&mut self) {
+        let Ok(driver) = driver() else { return };
+        if let Some((stream, mark)) = lock(&self.last).take() {
+            // The host of the GPU may be reading it, or writing; with a lost session, nobody is.
+            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
+        }
+        REGIONS.remove(driver.session.port(), self.address, true);
+    }
+}
+
+/// Puts a node's work on a stream.
+pub(super) fn run(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    work: &Work,
+    bounce: &mut Option<Arc<Bounce>>,
+) -> Result {
+    match work {
+        Work::Host(function, data) => callback::on(driver, stream.clone(), Function::Host(*function), data.0),
+        Work::Wait(handle) => stream::wait(driver, stream, &*event::of(*handle)?),
+        Work::Record(handle) => event::record_on(driver, &*event::of(*handle)?, stream.clone()),
+        // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
+        Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
+        // The server's, or nobody's.
+        Work::Empty | Work::Kernel(_) | Work::Fill(_) | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => {
+            Ok(())
+        }
+    }
+}
+
+fn call(driver: &'static Driver, stream: &Arc<Stream>, own: impl FnOnce() + Send + 'static) -> Result {
+    callback::on(driver, stream.clone(), Function::Own(Box::new(own)), std::ptr::null_mut())
+}
+
+unsafe fn run_copy(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    copy: &Memcpy3D,
+    bounce: &mut Option<Arc<Bounce>>,
+) -> Result {
+    let copier = Copier { driver, stream: stream.clone(), mode: Mode::Async };
+    if copy3d::is_on_host(copy) {
+        let copy = *copy;
+        return call(driver, stream, move || {
+            // SAFETY: as the caller says. It was described well when it became a node's.
+            let _ = unsafe { copy3d::on_host(driver, &copy) };
+        });
+    }
+    let Some(pageable) = copy3d::pageable(driver, copy)? else {
+        // SAFETY: as the caller says.
+        return unsafe { copy3d::run(&copier, copy, false) };
+    };
+    if !pageable.to_host {
+        // Read when the launch is made.
+        let (at, len) = pageable.span();
+        late::settle(driver, stream, at, len)?;
+        // SAFETY: as the caller says.
+        return unsafe { copy3d::run(&copier, copy, false) };
+    }
+    let bounce = match bounce {
+        Some(bounce) => bounce.clone(),
+        None => bounce.insert(Bounce::new(driver, stream, pageable.len())?).clone(),
+    };
+    // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is used by nothing else here in the
+    // stream's order; the rest as the caller says.
+    unsafe {
+        copy3d::run(&copier, &copy3d::to_packed(copy, bounce.address), false)?;
+        call(driver, stream, move || pageable.unpack(bounce.address as *const u8))
+    }
+}
+
+/// Keeps things until a stream has come here.
+pub(super) fn after(driver: &'static Driver, stream: Arc<Stream>, held: Vec<Held>) {
+    // Where it cannot be put on the stream, the session is lost and nothing runs any more.
+    let _ = call(driver, &stream, move || drop(held));
+}

@@ -1,0 +1,480 @@
+//! Graphs: work described once and launched often. They live here, as plain data: the server hears of a graph when it is instantiated
+//! (docs/decisions/0006-graphs-live-in-the-client.md).
+//!
+//! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
+//! - [`work`]: what a node does, and how it is said to the server;
+//! - [`exec`]: instantiated graphs: launch and update;
+//! - `build`, `params`, `inspect`: the functions of the API that make nodes, read and change what they do, and look at graphs;
+//! - [`memory`]: allocations of graphs; [`object`]: what a graph keeps alive for the program.
+
+mod build;
+mod exec;
+mod inspect;
+pub(crate) mod memory;
+mod object;
+mod params;
+pub(crate) mod work;
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+pub(crate) use self::exec::forget;
+use self::object::Held;
+pub(crate) use self::work::Work;
+use crate::context::Context;
+use crate::state::{driver, unique_id};
+use crate::{Result, non_null};
+use client::handles::Slab;
+use client::{Status, lock};
+
+/// `CUgraphEdgeData`. Every dependency is kept as one on the whole of the earlier node, which is never less than the program asked for.
+pub(crate) type EdgeData = [u8; 8];
+
+/// A dependency on an earlier node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Edge {
+    pub from: u64,
+    pub data: EdgeData,
+}
+
+/// A node: its name in its graph is a number that no other node of the graph has or had.
+pub(crate) struct Node {
+    pub work: Work,
+    pub before: Vec<Edge>,
+    handle: OnceLock<usize>,
+}
+
+/// A graph.
+pub(crate) struct Graph {
+    pub context: &'static Context,
+    pub unique: u64,
+    /// Of the graph that it is a clone of.
+    origin: Option<u64>,
+    /// Part of a node of another graph: not the program's to destroy.
+    part: bool,
+    inner: Mutex<Inner>,
+    handle: OnceLock<usize>,
+    held: Mutex<Vec<Held>>,
+    /// A graph with memory nodes has one instance at a time.
+    pub instantiated: AtomicBool,
+}
+
+#[derive(Default)]
+struct Inner {
+    nodes: BTreeMap<u64, Node>,
+    next: u64,
+}
+
+/// What a node's handle names.
+struct NodeName {
+    graph: Weak<Graph>,
+    id: u64,
+}
+
+static GRAPHS: Slab<Graph> = Slab::new(9);
+static NODES: Slab<NodeName> = Slab::new(11);
+
+impl Graph {
+    pub fn new(context: &'static Context) -> Graph {
+        Graph::with_parts(context, None, false, Inner::default(), Vec::new())
+    }
+
+    fn with_parts(
+        context: &'static Context,
+        origin: Option<u64>,
+        part: bool,
+        inner: Inner,
+        held: Vec<Held>,
+    ) -> Graph {
+        Graph {
+            context,
+            unique: unique_id(),
+            origin,
+            part,
+            inner: Mutex::new(inner),
+            handle: OnceLock::new(),
+            held: Mutex::new(held),
+            instantiated: AtomicBool::new(false),
+        }
+    }
+
+    /// A graph with the same nodes under the same names. `part`: of another graph's node.
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` for a graph with memory nodes, as CUDA has it.
+    fn copy(&self, part: bool) -> Result<Graph> {
+        let inner = lock(&self.inner);
+        let mut nodes = BTreeMap::new();
+        for (id, node) in &inner.nodes {
+            let work = match &node.work {
+                Work::Alloc(_) | Work::Free(_) => return Err(Status::NOT_SUPPORTED),
+                Work::Child(child) => Work::Child(Arc::new(child.copy(true)?)),
+                work => work.clone(),
+            };
+            nodes.insert(*id, Node { work, before: node.before.clone(), handle: OnceLock::new() });
+        }
+        let held = object::share(&lock(&self.held));
+        let inner = Inner { nodes, next: inner.next };
+        Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
+    }
+
+    /// Adds a node behind others of the graph; its number.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when it would wait for what is no node of the graph, or twice for the same.
+    pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
+        let mut inner = lock(&self.inner);
+        let mut seen = HashSet::new();
+        if before.iter().any(|edge| !inner.nodes.contains_key(&edge.from) || !seen.insert(edge.from)) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let id = inner.next;
+        inner.next += 1;
+        inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });
+        Ok(id)
+    }
+
+    /// Calls `look` with every node, in the order in which they were made.
+    pub fn each(&self, mut look: impl FnMut(u64, &Node)) {
+        for (id, node) in &lock(&self.inner).nodes {
+            look(*id, node);
+        }
+    }
+
+    /// Its nodes, each behind those that it waits for.
+    fn ordered(&self) -> Vec<(u64, Work, Vec<u64>)> {
+        let inner = lock(&self.inner);
+        let describe = |id: u64| {
+            let node = inner.nodes.get(&id)?;
+            Some((id, node.work.clone(), node.before.iter().map(|edge| edge.from).collect()))
+        };
+        // A circle is refused when it would be closed.
+        order(&inner.nodes).unwrap_or_default().into_iter().filter_map(describe).collect()
+    }
+
+    /// Whether one of the nodes, or of those of its child graphs, is of a kind.
+    fn any(&self, which: &dyn Fn(&Work) -> bool) -> bool {
+        lock(&self.inner).nodes.values().any(|node| match &node.work {
+            Work::Child(child) => child.any(which),
+            work => which(work),
+        })
+    }
+
+    /// Calls `change` with a node.
+    pub fn with<T>(&self, id: u64, change: impl FnOnce(&mut Node) -> Result<T>) -> Result<T> {
+        lock(&self.inner).nodes.get_mut(&id).ok_or(Status::INVALID_VALUE).and_then(change)
+    }
+
+    /// Some nodes, and all that they wait for.
+    pub fn ancestors(&self, of: &[u64]) -> HashSet<u64> {
+        let inner = lock(&self.inner);
+        let (mut found, mut left): (HashSet<u64>, Vec<u64>) = (HashSet::new(), of.to_vec());
+        while let Some(id) = left.pop() {
+            if found.insert(id) {
+                left.extend(
+                    inner.nodes.get(&id).into_iter().flat_map(|node| &node.before).map(|edge| edge.from),
+                );
+            }
+        }
+        found
+    }
+
+    /// Adds dependencies: all of them, or none.
+    fn connect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
+        let mut inner = lock(&self.inner);
+        for (n, (from, to, _)) in edges.iter().enumerate() {
+            let known = inner.nodes.contains_key(from) && inner.nodes.contains_key(to) && from != to;
+            let twice = |node: &Node| node.before.iter().any(|edge| edge.from == *from);
+            if !known
+                || inner.nodes.get(to).is_some_and(twice)
+                || edges[..n].iter().any(|(f, t, _)| (f, t) == (from, to))
+            {
+                return Err(Status::INVALID_VALUE);
+            }
+        }
+        for (from, to, data) in edges {
+            if let Some(node) = inner.nodes.get_mut(to) {
+                node.before.push(Edge { from: *from, data: *data });
+            }
+        }
+        if order(&inner.nodes).is_some() {
+            return Ok(());
+        }
+        for (from, to, _) in edges {
+            if let Some(node) = inner.nodes.get_mut(to) {
+                node.before.retain(|edge| edge.from != *from);
+            }
+        }
+        Err(Status::INVALID_VALUE)
+    }
+
+    /// Takes dependencies away: all of them, or none.
+    fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
+        let mut inner = lock(&self.inner);
+        let there = |(from, to): &(u64, u64)| {
+            inner.nodes.get(to).is_some_and(|node| node.before.iter().any(|edge| edge.from == *from))
+        };
+        if !edges.iter().all(there) {
+            return Err(Status::INVALID_VALUE);
+        }
+        for (from, to) in edges {
+            if let Some(node) = inner.nodes.get_mut(to) {
+                node.before.retain(|edge| edge.from != *from);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a node out; whatever depended on it does so no more.
+    fn remove(&self, id: u64) -> Result {
+        let mut inner = lock(&self.inner);
+        let node = inner.nodes.remove(&id).ok_or(Status::INVALID_VALUE)?;
+        for other in inner.nodes.values_mut() {
+            other.before.retain(|edge| edge.from != id);
+        }
+        drop(inner);
+        node.forget();
+        Ok(())
+    }
+
+    /// The graph's handle.
+    pub fn handle(this: &Arc<Graph>) -> Result<usize> {
+        if let Some(handle) = this.handle.get() {
+            return Ok(*handle);
+        }
+        let made = GRAPHS.insert(this.clone()).ok_or(Status::OUT_OF_MEMORY)?;
+        let kept = *this.handle.get_or_init(|| made);
+        if kept != made {
+            GRAPHS.remove(made);
+        }
+        Ok(kept)
+    }
+
+    /// A node's handle.
+    pub fn node(this: &Arc<Graph>, id: u64) -> Result<usize> {
+        let inner = lock(&this.inner);
+        let node = inner.nodes.get(&id).ok_or(Status::INVALID_VALUE)?;
+        if let Some(handle) = node.handle.get() {
+            return Ok(*handle);
+        }
+        let name = NodeName { graph: Arc::downgrade(this), id };
+        let made = NODES.insert(Arc::new(name)).ok_or(Status::OUT_OF_MEMORY)?;
+        Ok(*node.handle.get_or_init(|| made))
+    }
+
+    /// Empties the graph: nodes and their handles are gone, and what it kept alive is let go.
+    fn clear(&self) {
+        let nodes = std::mem::take(&mut lock(&self.inner).nodes);
+        for node in nodes.into_values() {
+            node.forget();
+        }
+        let held = std::mem::take(&mut *lock(&self.held));
+        drop(held);
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+impl Node {
+    /// The node is no more: its handle names nothing, nor does that of its child graph.
+    fn forget(self) {
+        if let Some(handle) = self.handle.get() {
+            NODES.remove(*handle);
+        }
+        if let Work::Child(child) = &self.work {
+            child.clear();
+            if let Some(handle) = child.handle.get() {
+                GRAPHS.remove(*handle);
+            }
+        }
+    }
+}
+
+/// The nodes in an order in which each comes behind those that it depends on. `None`: there is none, since some depend on themselves.
+fn order(nodes: &BTreeMap<u64, Node>) -> Option<Vec<u64>> {
+    let mut missing: BTreeMap<u64, usize> = nodes.iter().map(|(id, node)| (*id, node.before.len())).collect();
+    let mut after: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
+    for (id, node) in nodes {
+        for edge in &node.before {
+            after.entry(edge.from).or_default().push(*id);
+        }
+    }
+    let mut order: Vec<u64> = missing.iter().filter(|(_, n)| **n == 0).map(|(id, _)| *id).collect();
+    let mut at = 0;
+    while let Some(id) = order.get(at).copied() {
+        at += 1;
+        for next in after.get(&id).into_iter().flatten() {
+            if let Some(n) = missing.get_mut(next) {
+                *n -= 1;
+                if *n == 0 {
+                    order.push(*next);
+                }
+            }
+        }
+    }
+    (order.len() == nodes.len()).then_some(order)
+}
+
+/// The graph that a handle names.
+pub(crate) fn of(handle: usize) -> Result<Arc<Graph>> {
+    driver()?;
+    GRAPHS.get(handle).ok_or(Status::INVALID_VALUE)
+}
+
+/// The graph and the number of the node that a handle names.
+fn node(handle: usize) -> Result<(Arc<Graph>, u64)> {
+    driver()?;
+    let name = NODES.get(handle).ok_or(Status::INVALID_VALUE)?;
+    Ok((name.graph.upgrade().ok_or(Status::INVALID_VALUE)?, name.id))
+}
+
+/// The numbers of `count` nodes of a graph.
+///
+/// # Safety
+/// `handles` may be read for as many.
+pub(crate) unsafe fn nodes(graph: &Arc<Graph>, handles: *const usize, count: usize) -> Result<Vec<u64>> {
+    let mut ids = Vec::new();
+    for i in 0..count {
+        non_null(handles)?;
+        // SAFETY: as the caller says.
+        let (of, id) = node(unsafe { *handles.add(i) })?;
+        if !Arc::ptr_eq(&of, graph) {
+            return Err(Status::INVALID_VALUE);
+        }
+        ids.push(id);
+    }
+    Ok(ids)
+}
+
+/// Dependencies on `count` nodes of a graph.
+///
+/// # Safety
+/// `handles` may be read for as many; so may `data`, unless it is NULL.
+pub(crate) unsafe fn edges(
+    graph: &Arc<Graph>,
+    handles: *const usize,
+    data: *const EdgeData,
+    count: usize,
+) -> Result<Vec<Edge>> {
+    // SAFETY: as the caller says.
+    let from = unsafe { nodes(graph, handles, count) }?;
+    // SAFETY: as above.
+    let data = |i| unsafe { edge_data(data, i) };
+    from.into_iter().enumerate().map(|(i, from)| Ok(Edge { from, data: data(i)? })).collect()
+}
+
+/// Entry `i` of an array of edge data; zeros when there is no array.
+unsafe fn edge_data(data: *const EdgeData, i: usize) -> Result<EdgeData> {
+    if data.is_null() {
+        return Ok([0; 8]);
+    }
+    // SAFETY: not NULL; as long as the caller says.
+    let data = unsafe { *data.add(i) };
+    // CU_GRAPH_DEPENDENCY_TYPE_DEFAULT and …_PROGRAMMATIC; the rest is reserved.
+    if data[2] > 1 || data[3..] != [0; 5] { Err(Status::INVALID_VALUE) } else { Ok(data) }
+}
+
+/// A node's work, by the node's handle.
+fn work_of(handle: usize) -> Result<Work> {
+    let (graph, id) = node(handle)?;
+    graph.with(id, |node| Ok(node.work.clone()))
+}
+
+/// Changes what a node does.
+fn set_work(handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result {
+    let (graph, id) = node(handle)?;
+    graph.with(id, |node| {
+        node.work = change(&node.work)?;
+        Ok(())
+    })
+}
+
+/// Whether a graph with memory nodes has an instance, and notes that it has.
+fn claim(graph: &Graph) -> Result {
+    if graph.instantiated.swap(true, Ordering::AcqRel) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::handle::ContextId;
+    use proptest::prelude::*;
+
+    fn graph() -> Arc<Graph> {
+        Arc::new(Graph::new(Context::new(ContextId(0), 0, 0, true)))
+    }
+
+    fn edge(from: u64) -> Edge {
+        Edge { from, data: [0; 8] }
+    }
+
+    #[test]
+    fn a_dependency_that_closes_a_circle_is_refused_and_changes_nothing() {
+        let graph = graph();
+        let a = graph.add(Work::Empty, vec![]).unwrap();
+        let b = graph.add(Work::Empty, vec![edge(a)]).unwrap();
+        let c = graph.add(Work::Empty, vec![edge(b)]).unwrap();
+        assert_eq!(graph.connect(&[(a, c, [0; 8]), (c, a, [0; 8])]), Err(Status::INVALID_VALUE));
+        assert_eq!(graph.disconnect(&[(a, c)]), Err(Status::INVALID_VALUE));
+        graph.connect(&[(a, c, [0; 8])]).unwrap();
+        assert_eq!(graph.ancestors(&[c]), HashSet::from([a, b, c]));
+    }
+
+    #[test]
+    fn a_clone_keeps_the_names_of_nodes_and_not_their_later_changes() {
+        let graph = graph();
+        let a = graph.add(Work::Empty, vec![]).unwrap();
+        let clone = graph.copy(false).unwrap();
+        graph.remove(a).unwrap();
+        assert_eq!(clone.ordered().len(), 1);
+        assert!(graph.ordered().is_empty());
+        assert!(clone.with(a, |_| Ok(())).is_ok());
+    }
+
+    #[test]
+    fn the_handle_of_a_removed_node_names_nothing() {
+        let graph = graph();
+        let a = graph.add(Work::Empty, vec![]).unwrap();
+        let handle = Graph::node(&graph, a).unwrap();
+        assert!(NODES.get(handle).is_some());
+        graph.remove(a).unwrap();
+        assert!(NODES.get(handle).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn an_order_is_found_exactly_where_edges_point_forward_in_some_order(
+            edges in proptest::collection::vec((0u64..9, 0u64..9), 0..24)
+        ) {
+            let mut nodes: BTreeMap<u64, Node> = (0..9)
+                .map(|id| (id, Node { work: Work::Empty, before: Vec::new(), handle: OnceLock::new() }))
+                .collect();
+            for (from, to) in &edges {
+                nodes.get_mut(to).unwrap().before.push(edge(*from));
+            }
+            // Nodes without open dependencies are struck out until none is left to strike.
+            let mut left: Vec<u64> = (0..9).collect();
+            loop {
+                let free = |to: &u64| !edges.iter().any(|(from, t)| t == to && left.contains(from));
+                let after: Vec<u64> = left.iter().copied().filter(|to| !free(to)).collect();
+                if after.len() == left.len() {
+                    break;
+                }
+                left = after;
+            }
+            match order(&nodes) {
+                None => prop_assert!(!left.is_empty()),
+                Some(order) => {
+                    prop_assert!(left.is_empty());
+                    let at = |id: u64| order.iter().position(|o| *o == id).unwrap();
+                    prop_assert!(edges.iter().all(|(from, to)| at(*from) < at(*to)));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! What is still to be written in the program's memory, by work that is under way: results of copies, and whatever host functions do.
+//!
+//! The bytes of a copy to the device may be read as soon as the host hears of it, not when its stream comes to it. Where something before it may
+//! still write these bytes, the call waits for the stream first. That is late for a program whose host function waits in turn for the thread that makes the call, and right for
+//! all others.
+
+use std::sync::{Arc, Mutex};
+
+use crate::state::Driver;
+use crate::stream::Stream;
+use crate::{Result, host};
+use client::lock;
+
+/// A copy to the host that may be under way.
+struct Write {
+    stream: Arc<Stream>,
+    seq: u64,
+    at: usize,
+    len: usize,
+}
+
+static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
+/// Host functions that may yet be called: a stream, and the `seq` of what comes behind the call.
+static CALLS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+/// So many are kept before those that are done are looked for.
+const MANY: usize = 64;
+
+/// Notes that record `seq` of a stream writes `len` bytes of pinned memory.
+pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize, len: usize) {
+    if host::is_mapped(at as u64) {
+        return;
+    }
+    let mut writes = lock(&WRITES);
+    if writes.len() >= MANY && writes.len().is_power_of_two() {
+        writes.retain(|write| !write.stream.has_passed(driver, write.seq));
+    }
+    // What one stream writes in one place is done when the last of it is.
+    writes.retain(|write| !(Arc::ptr_eq(&write.stream, stream) && write.at == at && write.len == len));
+    writes.push(Write { stream: stream.clone(), seq, at, len });
+}
+
+/// Notes that a host function, which may write anything, is called before a stream passes record `seq`.
+pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+    let mut calls = lock(&CALLS);
+    if calls.len() >= MANY && calls.len().is_power_of_two() {
+        calls.retain(|(stream, seq)| !stream.has_passed(driver, *seq));
+    }
+    calls.retain(|(other, _)| !Arc::ptr_eq(other, stream));
+    calls.push((stream.clone(), seq));
+}
+
+/// Waits until nothing before a stream's next copy may write the bytes that it reads.
+pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) -> Result {
+    if host::is_mapped(at as u64) {
+        // The device reads them where they are.
+        return Ok(());
+    }
+    let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
+    // Which streams wait for which is not followed: what is under way on any stream may come before.
+    let called = lock(&CALLS).iter().any(|(other, seq)| pending(other, *seq));
+    let written = || {
+        lock(&WRITES).iter().any(|write| {
+            at < write.at + write.len && write.at < at + len && pending(&write.stream, write.seq)
+        })
+    };
+    if called || written() { stream.synchronize(driver) } else { Ok(()) }
+}

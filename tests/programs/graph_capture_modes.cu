@@ -1,0 +1,145 @@
+// Capture in every mode: what each forbids, to whom, and what becomes of a capture that was disturbed.
+#define PROGRAM "graph_capture_modes"
+#include "common.h"
+
+#include <thread>
+
+__global__ void bump(int *value) { ++*value; }
+
+static const cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                                              cudaStreamCaptureModeRelaxed};
+static const char *names[] = {"global", "thread local", "relaxed"};
+
+static const char *name(cudaError_t status) {
+    cudaGetLastError();
+    return cudaGetErrorName(status);
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    int *value, zero = 0;
+    CHECK(cudaMalloc(&value, sizeof *value));
+    CHECK(cudaMemcpy(value, &zero, sizeof zero, cudaMemcpyHostToDevice));
+    cudaStream_t stream, free_stream, other;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamCreateWithFlags(&free_stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    cudaEvent_t event;
+    CHECK(cudaEventCreate(&event));
+    CHECK(cudaEventRecord(event, other));
+    CHECK(cudaStreamSynchronize(other));
+    bump<<<1, 1>>>(value);
+    CHECK(cudaDeviceSynchronize());
+
+    // An allocation while a capture is under way: in the capturing thread, in another, and in one that asked for it to be let.
+    for (int mode = 0; mode < 3; mode++) {
+        for (int who = 0; who < 3; who++) {
+            cudaGraph_t graph = nullptr;
+            CHECK(cudaStreamBeginCapture(free_stream, modes[mode]));
+            bump<<<1, 1, 0, free_stream>>>(value);
+            cudaError_t allocated = cudaSuccess;
+            void *memory = nullptr;
+            auto allocate = [&] { allocated = cudaMalloc(&memory, 256); };
+            if (who == 0) {
+                allocate();
+            } else if (who == 1) {
+                std::thread(allocate).join();
+            } else {
+                cudaStreamCaptureMode mine = cudaStreamCaptureModeRelaxed;
+                CHECK(cudaThreadExchangeStreamCaptureMode(&mine));
+                allocate();
+                CHECK(cudaThreadExchangeStreamCaptureMode(&mine));
+                REQUIRE(mine == cudaStreamCaptureModeRelaxed, "the mode before was %d", (int)mine);
+            }
+            name(allocated);
+            cudaStreamCaptureStatus status;
+            CHECK(cudaStreamIsCapturing(free_stream, &status));
+            cudaError_t ended = cudaStreamEndCapture(free_stream, &graph);
+            printf("%s, %s: %s, status %d, end %s, %s\n", names[mode],
+                   who == 0 ? "this thread" : who == 1 ? "another thread" : "relaxed thread", name(allocated), (int)status,
+                   name(ended), graph ? "a graph" : "no graph");
+            if (graph) CHECK(cudaGraphDestroy(graph));
+            if (memory) CHECK(cudaFree(memory));
+        }
+    }
+
+    // What has no place in a capture, on the captured stream and beside it.
+    struct {
+        const char *what;
+        cudaError_t (*call)(cudaStream_t captured, cudaStream_t other, cudaEvent_t event, int *value);
+    } calls[] = {
+        {"synchronize the stream", [](cudaStream_t s, cudaStream_t, cudaEvent_t, int *) { return cudaStreamSynchronize(s); }},
+        {"query the stream", [](cudaStream_t s, cudaStream_t, cudaEvent_t, int *) { return cudaStreamQuery(s); }},
+        {"query an event from outside", [](cudaStream_t, cudaStream_t, cudaEvent_t e, int *) { return cudaEventQuery(e); }},
+        {"wait for an event from outside",
+         [](cudaStream_t s, cudaStream_t, cudaEvent_t e, int *) { return cudaStreamWaitEvent(s, e, 0); }},
+        {"work on another stream",
+         [](cudaStream_t, cudaStream_t o, cudaEvent_t, int *v) { return cudaMemsetAsync(v, 0, 4, o); }},
+        {"work on the default stream",
+         [](cudaStream_t, cudaStream_t, cudaEvent_t, int *v) { return cudaMemsetAsync(v, 0, 4, 0); }},
+        {"synchronize the device", [](cudaStream_t, cudaStream_t, cudaEvent_t, int *) { return cudaDeviceSynchronize(); }},
+        {"begin again",
+         [](cudaStream_t s, cudaStream_t, cudaEvent_t, int *) {
+             return cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed);
+         }},
+    };
+    for (auto &each : calls) {
+        for (cudaStream_t captured : {stream, free_stream}) {
+            cudaGraph_t graph = nullptr;
+            CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+            bump<<<1, 1, 0, captured>>>(value);
+            cudaError_t status = each.call(captured, other, event, value);
+            printf("%s, %s: %s", each.what, captured == stream ? "blocking" : "non-blocking", name(status));
+            cudaError_t ended = cudaStreamEndCapture(captured, &graph);
+            printf(", end %s\n", name(ended));
+            if (graph) CHECK(cudaGraphDestroy(graph));
+        }
+    }
+    // Nothing of it has run but the fills of other streams.
+    CHECK(cudaDeviceSynchronize());
+
+    // The end from another thread, and a fork that was not joined.
+    cudaGraph_t graph = nullptr;
+    for (int mode = 0; mode < 3; mode++) {
+        CHECK(cudaStreamBeginCapture(free_stream, modes[mode]));
+        cudaError_t ended = cudaSuccess;
+        std::thread([&] { ended = cudaStreamEndCapture(free_stream, &graph); }).join();
+        printf("%s, ended by another thread: %s\n", names[mode], name(ended));
+        if (ended != cudaSuccess) {
+            ended = cudaStreamEndCapture(free_stream, &graph);
+            printf("  and then here: %s\n", name(ended));
+        }
+        if (graph) CHECK(cudaGraphDestroy(graph));
+        graph = nullptr;
+    }
+    CHECK(cudaStreamBeginCapture(free_stream, cudaStreamCaptureModeRelaxed));
+    CHECK(cudaEventRecord(event, free_stream));
+    CHECK(cudaStreamWaitEvent(other, event, 0));
+    bump<<<1, 1, 0, other>>>(value);
+    cudaError_t ended = cudaStreamEndCapture(free_stream, &graph);
+    printf("not joined: %s\n", name(ended));
+
+    // Into a graph that is there, behind one of its nodes.
+    CHECK(cudaGraphCreate(&graph, 0));
+    cudaMemsetParams set = {};
+    set.dst = value;
+    set.value = 40;
+    set.elementSize = 4;
+    set.width = set.height = 1;
+    cudaGraphNode_t fill;
+    CHECK(cudaGraphAddMemsetNode(&fill, graph, nullptr, 0, &set));
+    CHECK(cudaStreamBeginCaptureToGraph(free_stream, graph, &fill, nullptr, 1, cudaStreamCaptureModeRelaxed));
+    bump<<<1, 1, 0, free_stream>>>(value);
+    bump<<<1, 1, 0, free_stream>>>(value);
+    cudaGraph_t same;
+    CHECK(cudaStreamEndCapture(free_stream, &same));
+    REQUIRE(same == graph, "captured into another graph");
+    cudaGraphExec_t exec;
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphLaunch(exec, free_stream));
+    int result;
+    CHECK(cudaStreamSynchronize(free_stream));
+    CHECK(cudaMemcpy(&result, value, sizeof result, cudaMemcpyDeviceToHost));
+    REQUIRE(result == 42, "the graph comes to %d", result);
+    return pass("%d", result);
+}
