@@ -1,10 +1,12 @@
 //! Fills.
 
-use crate::context;
+use std::sync::atomic::AtomicBool;
+
+use crate::callback::{self, Function};
 use crate::graph::Work;
 use crate::state::Driver;
 use crate::types::MemsetNodeParams;
-use crate::{Result, memory, stream};
+use crate::{Result, context, host, memory, refuse_form, stream};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
@@ -35,6 +37,38 @@ pub(crate) fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Res
     Ok(Some(Memset { stream, dst, pitch, value, element, width, height }))
 }
 
+/// What a fill of pinned memory writes.
+struct Bytes(MemsetNodeParams);
+
+impl Bytes {
+    /// # Safety
+    /// The memory may be written.
+    unsafe fn fill(&self) {
+        let p = &self.0;
+        let value = p.value.to_le_bytes();
+        for row in 0..p.height {
+            for i in 0..p.width {
+                let at = p.dst as usize + row * p.pitch + i * p.elementSize as usize;
+                // SAFETY: inside the range that `pinned` has found; nothing is known of its alignment for the host.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(value.as_ptr(), at as *mut u8, p.elementSize as usize);
+                }
+            }
+        }
+    }
+}
+
+/// A fill of pinned memory, which this process makes by itself; `None`: it is of something else.
+fn pinned(p: &MemsetNodeParams) -> Result<Option<Bytes>> {
+    let Some((base, size, _)) = host::REGIONS.find(p.dst as usize) else { return Ok(None) };
+    let row = p.width.checked_mul(p.elementSize as usize);
+    let span = p.pitch.checked_mul(p.height.saturating_sub(1)).and_then(|rows| rows.checked_add(row?));
+    let inside = span.is_some_and(|span| span <= size - (p.dst as usize - base));
+    let known = matches!(p.elementSize, 1 | 2 | 4) && p.dst.is_multiple_of(p.elementSize.into());
+    let apart = p.height < 2 || row.is_some_and(|row| row <= p.pitch);
+    if inside && known && apart { Ok(Some(Bytes(*p))) } else { Err(Status::INVALID_VALUE) }
+}
+
 fn fill(
     dst: u64,
     pitch: usize,
@@ -42,12 +76,27 @@ fn fill(
     element: u32,
     width: usize,
     height: usize,
-    handle: usize,
+    handle: Option<usize>,
     per_thread: bool,
 ) -> Result {
     let (driver, context) = context::ready()?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+    let stream = stream::any(driver, context, handle.unwrap_or(0), per_thread)?;
     let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
+    if !memory::is_reserved(driver, dst)
+        && let Some(bytes) = pinned(&params)?
+    {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        if stream.capture().is_some() {
+            return refuse_form("a fill of host memory in a graph", &SAID);
+        }
+        let filled = Function::Own(Box::new(move || {
+            // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
+            unsafe { bytes.fill() }
+        }));
+        callback::on(driver, stream.clone(), filled, std::ptr::null_mut())?;
+        // For memory of the host this is the form that waits.
+        return if handle.is_none() { stream.synchronize(driver) } else { Ok(()) };
+    }
     match (op(driver, stream.id, &params)?, stream.capture()) {
         (None, _) => Ok(()),
         (Some(_), Some(capture)) => capture.add(&stream, Work::Fill(params)),
@@ -56,37 +105,37 @@ fn fill(
 }
 
 api! {
-    fn cuMemsetD8_v2 / cuMemsetD8_v2_ptds(dst: u64, value: u8, n: usize) |pt| { fill(dst, 0, value.into(), 1, n, 1, 0, pt) }
-    fn cuMemsetD16_v2 / cuMemsetD16_v2_ptds(dst: u64, value: u16, n: usize) |pt| { fill(dst, 0, value.into(), 2, n, 1, 0, pt) }
-    fn cuMemsetD32_v2 / cuMemsetD32_v2_ptds(dst: u64, value: u32, n: usize) |pt| { fill(dst, 0, value, 4, n, 1, 0, pt) }
+    fn cuMemsetD8_v2 / cuMemsetD8_v2_ptds(dst: u64, value: u8, n: usize) |pt| { fill(dst, 0, value.into(), 1, n, 1, None, pt) }
+    fn cuMemsetD16_v2 / cuMemsetD16_v2_ptds(dst: u64, value: u16, n: usize) |pt| { fill(dst, 0, value.into(), 2, n, 1, None, pt) }
+    fn cuMemsetD32_v2 / cuMemsetD32_v2_ptds(dst: u64, value: u32, n: usize) |pt| { fill(dst, 0, value, 4, n, 1, None, pt) }
 
     fn cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds(dst: u64, pitch: usize, value: u8, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value.into(), 1, width, height, 0, pt)
+        fill(dst, pitch, value.into(), 1, width, height, None, pt)
     }
     fn cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds(dst: u64, pitch: usize, value: u16, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value.into(), 2, width, height, 0, pt)
+        fill(dst, pitch, value.into(), 2, width, height, None, pt)
     }
     fn cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds(dst: u64, pitch: usize, value: u32, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value, 4, width, height, 0, pt)
+        fill(dst, pitch, value, 4, width, height, None, pt)
     }
 
     fn cuMemsetD8Async / cuMemsetD8Async_ptsz(dst: u64, value: u8, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value.into(), 1, n, 1, stream, pt)
+        fill(dst, 0, value.into(), 1, n, 1, Some(stream), pt)
     }
     fn cuMemsetD16Async / cuMemsetD16Async_ptsz(dst: u64, value: u16, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value.into(), 2, n, 1, stream, pt)
+        fill(dst, 0, value.into(), 2, n, 1, Some(stream), pt)
     }
     fn cuMemsetD32Async / cuMemsetD32Async_ptsz(dst: u64, value: u32, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value, 4, n, 1, stream, pt)
+        fill(dst, 0, value, 4, n, 1, Some(stream), pt)
     }
 
     fn cuMemsetD2D8Async / cuMemsetD2D8Async_ptsz(dst: u64, pitch: usize, value: u8, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value.into(), 1, width, height, stream, pt)
+        fill(dst, pitch, value.into(), 1, width, height, Some(stream), pt)
     }
     fn cuMemsetD2D16Async / cuMemsetD2D16Async_ptsz(dst: u64, pitch: usize, value: u16, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value.into(), 2, width, height, stream, pt)
+        fill(dst, pitch, value.into(), 2, width, height, Some(stream), pt)
     }
     fn cuMemsetD2D32Async / cuMemsetD2D32Async_ptsz(dst: u64, pitch: usize, value: u32, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value, 4, width, height, stream, pt)
+        fill(dst, pitch, value, 4, width, height, Some(stream), pt)
     }
 }

@@ -251,15 +251,6 @@ impl Health {
         self.fail(Status::CONTEXT_IS_DESTROYED);
         drop(self.context.lock().unwrap_or_else(|e| e.into_inner()));
     }
-
-    /// Calls `work` with the context current in this thread, unless it has failed or goes.
-    pub fn with(&self, api: &Api, work: impl FnOnce()) {
-        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: a live context: `retire` waits for the lock.
-        if self.check().is_ok() && unsafe { api.context_set(held.0) }.is_ok() {
-            work();
-        }
-    }
 }
 
 /// Called when what was awaited has come (with success), or cannot come any more (with the context's error).

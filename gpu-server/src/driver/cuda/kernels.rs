@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::sync::Arc;
 
 use host_bridge::endpoint::Sink;
 use protocol::Status;
@@ -295,19 +294,10 @@ impl ModuleOps<Call> for Cuda {
         let module = self.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(module.context);
         self.enter_context(cx.context)?;
-        // The driver waits for the context's work; the dispatcher must not, so the completer calls it when that work is done.
-        let (api, handle) = (self.api, module.handle as usize);
-        let health = Arc::clone(&self.context(cx.context)?.health);
-        let device = self.context(cx.context)?.device;
-        self.after_device(device, cx.seq, move |status| {
-            if status.is_success() {
-                health.with(api, || {
-                    // SAFETY: a module of that context, out of the table. A failure is logged, and nobody's to act on.
-                    let _ = unsafe { api.module_unload(handle as CUmodule) };
-                });
-            }
-        });
-        Ok(())
+        // The driver waits for the context's work, which goes on by itself: no stream waits for the client now (`may_wait`).
+        // SAFETY: a module of that context, out of the table.
+        let unloaded = unsafe { self.api.module_unload(module.handle) };
+        self.note(cx.context, unloaded)
     }
 
     fn module_get_global<'a>(
