@@ -48,7 +48,7 @@ static int take(int *out) {
 
 int main(int argc, char **argv) {
     Options options = parse_options(argc, argv);
-    n = options.full ? 1 << 16 : 1000;
+    n = options.full ? 1 << 14 : 1000;
     int *out, value = 1, total = n * (n - 1) / 2;
     CHECK(cudaMalloc(&out, sizeof *out));
     CHECK(cudaMemset(out, 0, sizeof *out));

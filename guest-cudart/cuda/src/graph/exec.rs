@@ -553,3 +553,52 @@ impl Drop for Exec {
 pub(crate) fn forget(context: &'static Context) {
     drop(EXECS.remove_where(|exec| std::ptr::eq(exec.context, context)));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::work::Data;
+    use proptest::prelude::*;
+
+    unsafe extern "C" fn nothing(_: *mut std::ffi::c_void) {}
+
+    fn flat(alone: bool, before: Vec<usize>) -> Flat {
+        let work = if alone { Work::Host(nothing, Data(std::ptr::null_mut())) } else { Work::Empty };
+        Flat { graph: 0, id: 0, owner: Weak::new(), work, before, begins: None, enabled: true, bounce: None }
+    }
+
+    #[test]
+    fn work_for_the_server_alone_is_one_step() {
+        let nodes = [flat(false, vec![]), flat(false, vec![0]), flat(false, vec![]), flat(false, vec![1, 2])];
+        let steps = plan(&nodes);
+        assert_eq!(steps.len(), 1);
+        assert!(steps[0].0);
+    }
+
+    proptest! {
+        #[test]
+        fn every_node_is_in_one_step_behind_all_that_it_waits_for(
+            nodes in proptest::collection::vec((any::<bool>(), any::<u64>()), 0..40)
+        ) {
+            let nodes: Vec<Flat> = nodes
+                .iter()
+                .enumerate()
+                .map(|(place, (alone, before))| {
+                    flat(*alone, (0..place.min(64)).filter(|bit| before >> bit & 1 != 0).collect())
+                })
+                .collect();
+            let steps = plan(&nodes);
+            let order: Vec<usize> = steps.iter().flat_map(|(_, places)| places.clone()).collect();
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..nodes.len()).collect::<Vec<_>>());
+            let at = |place: usize| order.iter().position(|other| *other == place).unwrap();
+            for (place, node) in nodes.iter().enumerate() {
+                prop_assert!(node.before.iter().all(|from| at(*from) < at(place)));
+            }
+            for (together, places) in &steps {
+                prop_assert!(places.iter().all(|place| nodes[*place].is_servers() == *together));
+            }
+        }
+    }
+}

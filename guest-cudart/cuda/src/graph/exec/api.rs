@@ -120,7 +120,7 @@ api! {
         (*params).result = 1;
         let handle = instantiate(graph, (*params).flags)?;
         if (*params).flags & flag::UPLOAD != 0 {
-            upload(handle, (*params).stream, pt)?;
+            upload(handle, (*params).stream, pt).inspect_err(|_| drop(EXECS.remove(handle)))?;
         }
         (*params).result = 0;
         put(made, handle)
