@@ -35,6 +35,26 @@ fn launches() {
 }
 
 #[test]
+fn graph_nodes() {
+    same!(types::KernelNodeParams, sys::CUDA_KERNEL_NODE_PARAMS_v2_st {
+        func = func, grid = gridDimX, block = blockDimX, sharedMemBytes = sharedMemBytes, kernelParams = kernelParams,
+        extra = extra, kern = kern, ctx = ctx,
+    });
+    same!(types::KernelNodeParams1, sys::CUDA_KERNEL_NODE_PARAMS_st { func = func, kernelParams = kernelParams, extra = extra });
+    same!(types::MemsetNodeParams, sys::CUDA_MEMSET_NODE_PARAMS_st {
+        dst = dst, pitch = pitch, value = value, elementSize = elementSize, width = width, height = height,
+    });
+    same!(types::HostNodeParams, sys::CUDA_HOST_NODE_PARAMS_st { userData = userData });
+    same!(types::MemAllocNodeParams, sys::CUDA_MEM_ALLOC_NODE_PARAMS_v1_st {
+        poolProps = poolProps, accessDescs = accessDescs, accessDescCount = accessDescCount, bytesize = bytesize, dptr = dptr,
+    });
+    same!(types::GraphNodeParams, sys::CUgraphNodeParams_st { kind = type_, body = __bindgen_anon_1 });
+    same!(types::UpdateResultInfo, sys::CUgraphExecUpdateResultInfo_st {
+        result = result, errorNode = errorNode, errorFromNode = errorFromNode,
+    });
+}
+
+#[test]
 fn pools() {
     same!(types::MemPoolProps, sys::CUmemPoolProps_st {
         allocType = allocType, handleTypes = handleTypes, location = location, maxSize = maxSize, usage = usage,
