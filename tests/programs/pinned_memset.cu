@@ -1,4 +1,4 @@
-// Fills of page-locked memory: in the order of their stream, whole and in rows, and at once in the form that waits.
+// Page-locked memory as a device's: fills in the order of their stream, whole and in rows, and at once in the form that waits; copies.
 #define PROGRAM "pinned_memset"
 #include "common.h"
 
@@ -32,9 +32,23 @@ int main(int argc, char **argv) {
         bool inside = i >= 64 && (i - 64) / 256 < 10 && (i - 64) % 256 < 100;
         REQUIRE(pinned[i] == (inside ? 0x33 : 0x22), "byte %zu after cudaMemset2D is %d", i, pinned[i]);
     }
+    // With unified addressing pinned memory is a device's as well: copies that say so are copies within the host.
+    unsigned char *other;
+    CHECK(cudaMallocHost(&other, n));
+    CHECK(cudaMemset(other, 0, n));
+    CHECK(cudaLaunchHostFunc(stream, slow, nullptr));
+    CHECK(cudaMemsetAsync(pinned, 0x44, n, stream));
+    CHECK(cudaMemcpyAsync(other, pinned, n, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaMemcpyAsync(pinned + n / 2, other, n / 4, cudaMemcpyHostToDevice, stream));
+    CHECK(cudaMemcpyAsync(device, other, n, cudaMemcpyDeviceToDevice, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaMemcpy(got, device, n, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < n; i++) REQUIRE(got[i] == 0x44 && other[i] == 0x44 && pinned[i] == 0x44, "byte %zu after copies from pinned memory", i);
+    CHECK(cudaFreeHost(other));
+
     REQUIRE(cudaMemset(pinned + 1, 0, n) == cudaErrorInvalidValue, "a fill beyond the end");
     cudaGetLastError();
     CHECK(cudaFreeHost(pinned));
     CHECK(cudaFree(device));
-    return pass("whole, in rows, in order");
+    return pass("fills whole, in rows, in order; copies");
 }

@@ -12,6 +12,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::callback::{self, Function};
 use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::graph::Work;
@@ -117,7 +118,15 @@ impl Copier {
         if dst == 0 || src.is_null() || memory::is_reserved(self.driver, src as u64) {
             return Err(Status::INVALID_VALUE);
         }
-        memory::check(self.driver, dst, len as u64)?;
+        if let Err(status) = memory::check(self.driver, dst, len as u64) {
+            // With unified addressing pinned memory is a device's as well.
+            return if is_pinned(dst, len) {
+                // SAFETY: as the caller says.
+                unsafe { self.on_host(dst as *mut u8, src, len) }
+            } else {
+                Err(status)
+            };
+        }
         let stream = self.stream.id;
         let session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
@@ -174,7 +183,14 @@ impl Copier {
         if src == 0 || dst.is_null() || memory::is_reserved(self.driver, dst as u64) {
             return Err(Status::INVALID_VALUE);
         }
-        memory::check(self.driver, src, len as u64)?;
+        if let Err(status) = memory::check(self.driver, src, len as u64) {
+            return if is_pinned(src, len) {
+                // SAFETY: as the caller says.
+                unsafe { self.on_host(dst, src as *const u8, len) }
+            } else {
+                Err(status)
+            };
+        }
         let session = self.driver.session;
         let stream = self.stream.id;
         let pinned = REGIONS.range(dst as usize, len);
@@ -256,6 +272,10 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
+        if is_pinned(dst, len) || is_pinned(src, len) {
+            // SAFETY: pinned memory of the program's, or none that a copy would accept.
+            return unsafe { self.unified(dst, src, len) };
+        }
         memory::check(self.driver, dst, len as u64)?;
         memory::check(self.driver, src, len as u64)?;
         if let Some(capture) = self.stream.capture() {
@@ -264,7 +284,7 @@ impl Copier {
         self.stream.work(self.driver, &MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })
     }
 
-    /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory.
+    /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory, unless all of it is pinned.
     ///
     /// # Safety
     /// `src` may be read and `dst` written for `len` bytes.
@@ -278,6 +298,14 @@ impl Copier {
         }
         if dst.is_null() || src.is_null() {
             return Err(Status::INVALID_VALUE);
+        }
+        if self.mode == Mode::Async && is_pinned(dst as u64, len) && is_pinned(src as u64, len) {
+            let (dst, src) = (dst as usize, src as usize);
+            let copied = Function::Own(Box::new(move || {
+                // SAFETY: pinned memory, which the program leaves alone until the stream has come past here.
+                unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, len) }
+            }));
+            return callback::on(self.driver, self.stream.clone(), copied, std::ptr::null_mut());
         }
         self.stream.synchronize(self.driver)?;
         // SAFETY: as the caller says.
@@ -303,6 +331,11 @@ impl Copier {
             }
         }
     }
+}
+
+/// Whether a range is one of pinned memory.
+fn is_pinned(address: u64, len: usize) -> bool {
+    REGIONS.find(address as usize).is_some_and(|(base, size, _)| len <= size - (address as usize - base))
 }
 
 /// A copy of bytes in a row, as a graph's node describes it.
