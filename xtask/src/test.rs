@@ -116,7 +116,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             // Each test starts a server with workers of its own: two at once are enough for a small machine.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
-        "driver" => {
+        "compatibility" | "driver" => {
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
         }
         "dist" => {

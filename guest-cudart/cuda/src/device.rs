@@ -126,7 +126,8 @@ unsafe fn put_text(to: *mut c_char, len: i32, text: &str) -> Result {
 }
 
 fn pci_bus_id(pci: &[u32; 3]) -> String {
-    format!("{:08X}:{:02X}:{:02X}.0", pci[0], pci[1], pci[2])
+    // Four digits of the domain, as NVIDIA's driver writes it; more only where there are more.
+    format!("{:04X}:{:02X}:{:02X}.0", pci[0], pci[1], pci[2])
 }
 
 /// `[domain]:[bus]:[device].[function]`, `[domain]:[bus]:[device]` or `[bus]:[device].[function]`, all hexadecimal.

@@ -7,7 +7,7 @@ mod graph {
     }
 }
 
-/// Arrays and mipmapped arrays, and copies from and to them.
+/// Sparse and planar arrays, arrays of other interfaces, and the forms of CUDA 3 and before.
 mod array {
     unsupported! {
         cuArray3DCreate, cuArray3DGetDescriptor, cuArrayCreate,
@@ -19,7 +19,7 @@ mod array {
     }
 }
 
-/// Textures, surfaces and tensor maps.
+/// Texture and surface references, which CUDA 12 has removed, and the newest form of tensor maps.
 mod texture {
     unsupported! {
         cuModuleGetSurfRef, cuModuleGetTexRef, cuParamSetTexRef,         cuTensorMapEncodeIm2colWide,
@@ -33,7 +33,7 @@ mod texture {
     }
 }
 
-/// Virtual memory management and multicast.
+/// Pools shared between processes, and multicast: not built yet.
 mod virtual_memory {
     unsupported! {
         cuMemGetHandleForAddressRange,
@@ -43,14 +43,14 @@ mod virtual_memory {
     }
 }
 
-/// Memory and events shared between processes.
+/// Events and pools shared between processes: not built yet.
 mod sharing {
     unsupported! {
         cuIpcGetEventHandle, cuIpcOpenEventHandle, cuMemPoolExportPointer, cuMemPoolImportPointer,
     }
 }
 
-/// Managed memory.
+/// Managed memory: not built yet (`cudaMalloc`, pinned memory and copies are the ways that work).
 mod managed {
     unsupported! {
         cuLibraryGetManaged, cuMemAdvise, cuMemAdvise_v2, cuMemAllocManaged, cuMemDiscardAndPrefetchBatchAsync,
@@ -61,7 +61,7 @@ mod managed {
     }
 }
 
-/// Memory and semaphores of other interfaces.
+/// Memory and semaphores of other interfaces need a GPU in this machine.
 mod external {
     unsupported! {
         cuDestroyExternalMemory, cuDestroyExternalSemaphore, cuDeviceGetNvSciSyncAttributes,
@@ -74,7 +74,7 @@ mod external {
     }
 }
 
-/// Green contexts and parts of devices.
+/// Green contexts and parts of devices: not built yet.
 mod green {
     unsupported! {
         cuCtxFromGreenCtx, cuCtxGetDevResource, cuCtxGetExecAffinity, cuCtxRecordEvent, cuCtxWaitEvent,
@@ -84,7 +84,7 @@ mod green {
     }
 }
 
-/// Memory operations of streams, attributes of streams, batches.
+/// Memory operations of streams, attributes of streams, batches of copies: not built yet.
 mod stream_memory {
     unsupported! {
         cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_ptsz,
@@ -99,7 +99,7 @@ mod stream_memory {
     }
 }
 
-/// The JIT linker.
+/// The driver's linker: not built yet (nvJitLink works).
 mod linker {
     unsupported! {
         cuLinkAddData, cuLinkAddData_v2, cuLinkAddFile, cuLinkAddFile_v2, cuLinkComplete, cuLinkCreate, cuLinkCreate_v2,
@@ -107,7 +107,7 @@ mod linker {
     }
 }
 
-/// Core dumps, logs, checkpoints, notifications.
+/// Core dumps, logs, checkpoints and notifications are of the machine that has the GPU.
 mod tools {
     unsupported! {
         cuCheckpointProcessCheckpoint, cuCheckpointProcessGetRestoreThreadId, cuCheckpointProcessGetState,

@@ -1,0 +1,300 @@
+//! `docs/compatibility.md` says of every function of the three libraries whether it is served, and how: made from the sources, and compared with the file here.
+//! `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility` writes it anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use rgpu_tests::tree;
+
+/// What a function is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum How {
+    /// It does what the manual says, or refuses a form of its arguments.
+    Served,
+    /// Refused, and why.
+    Refused(String),
+}
+
+/// An item of the sources: a function's name and body.
+struct Function {
+    name: String,
+    body: String,
+    exported: bool,
+}
+
+/// Sources of a library, tests left out, in the order of their names.
+fn sources(library: &str) -> Vec<(String, String)> {
+    fn collect(folder: &Path, found: &mut Vec<(String, String)>) {
+        for entry in fs::read_dir(folder).expect("a folder of the repository") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+            if path.is_dir() {
+                collect(&path, found);
+            } else if name.ends_with(".rs") && !name.contains("tests") {
+                let text = fs::read_to_string(&path).expect("a source file");
+                let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default().to_owned();
+                found.push((path.to_string_lossy().into_owned(), text));
+            }
+        }
+    }
+    let mut found = Vec::new();
+    collect(&tree::root().join("guest-cudart").join(library).join("src"), &mut found);
+    found.sort();
+    found
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// Whether a name is one of an API whose names have this prefix.
+fn is_of(name: &str, prefix: &str) -> bool {
+    name.strip_prefix(prefix).and_then(|rest| rest.chars().next()).is_some_and(|c| c.is_ascii_uppercase())
+}
+
+/// The text from `open` on up to the bracket that closes it.
+fn bracketed(text: &str, open: char, close: char) -> &str {
+    let mut depth = 0;
+    for (at, c) in text.char_indices() {
+        if c == open {
+            depth += 1;
+        } else if c == close {
+            depth -= 1;
+            if depth == 0 {
+                return &text[..=at];
+            }
+        }
+    }
+    text
+}
+
+/// Every function that a library's sources define, in macros or not.
+fn functions(library: &str, prefix: &str) -> Vec<Function> {
+    let mut all = Vec::new();
+    for (path, text) in sources(library) {
+        for (at, _) in text.match_indices("fn ").filter(|_| !path.ends_with("macros.rs")) {
+            let before = text[..at].chars().next_back();
+            if before.is_some_and(is_word) {
+                continue;
+            }
+            let rest = &text[at + 3..];
+            let name: String = rest.chars().take_while(|c| is_word(*c)).collect();
+            let after = rest[name.len()..].trim_start();
+            let other = after
+                .strip_prefix('/')
+                .map(|rest| rest.trim_start().chars().take_while(|c| is_word(*c)).collect());
+            let Some(open) = rest.find(['{', ';']) else { continue };
+            let body = match rest[open..].starts_with('{') {
+                true => bracketed(&rest[open..], '{', '}'),
+                // The runtime's short form: an expression after the closure's bars.
+                false => &rest[..open],
+            };
+            let exported = is_of(&name, prefix);
+            for name in [Some(name), other].into_iter().flatten().filter(|name| !name.is_empty()) {
+                all.push(Function { name, body: body.to_owned(), exported });
+            }
+        }
+        for line in text.lines().map(str::trim).filter(|_| !path.ends_with("macros.rs")) {
+            if let Some(rest) = line.strip_prefix("alias ")
+                && let Some((name, target)) = rest.split_once(" = ")
+            {
+                let target: String = target.chars().take_while(|c| is_word(*c)).collect();
+                all.push(Function {
+                    name: name.trim().to_owned(),
+                    body: format!("{target}("),
+                    exported: true,
+                });
+            }
+        }
+    }
+    all
+}
+
+/// Names in the `unsupported!` lists, each with the reason that stands there, or before the list.
+fn refused(library: &str) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::new();
+    for (path, text) in sources(library) {
+        if path.ends_with("macros.rs") {
+            continue;
+        }
+        for (at, _) in text.match_indices("unsupported! {") {
+            let list = bracketed(&text[at + "unsupported! ".len()..], '{', '}');
+            let before: Vec<&str> =
+                text[..at].lines().rev().skip(1).take_while(|l| !l.trim().is_empty()).collect();
+            let mut doc: Vec<&str> =
+                before.iter().filter_map(|line| line.trim().strip_prefix("/// ")).collect();
+            if doc.is_empty() {
+                doc = text.lines().map_while(|line| line.strip_prefix("//! ")).collect();
+            } else {
+                doc.reverse();
+            }
+            let chapter = doc.join(" ").trim_end_matches('.').to_owned();
+            for item in list.trim_matches(['{', '}']).split([',', ';']) {
+                let (name, reason) = item.split_once(':').map_or((item, None), |(n, r)| (n, Some(r)));
+                let name = name.trim();
+                if !name.is_empty() && name.chars().all(is_word) {
+                    let reason = reason.map(|r| r.trim().trim_matches('"').to_owned());
+                    all.insert(name.to_owned(), reason.unwrap_or_else(|| chapter.clone()));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Words that are followed by an opening bracket.
+fn calls(body: &str) -> BTreeSet<&str> {
+    let mut found = BTreeSet::new();
+    for (at, _) in body.match_indices('(') {
+        let start = body[..at].rfind(|c| !is_word(c)).map_or(0, |before| before + 1);
+        if start < at {
+            found.insert(&body[start..at]);
+        }
+    }
+    found
+}
+
+type Table = BTreeMap<String, How>;
+
+fn driver() -> Table {
+    let all = functions("cuda", "cu");
+    let mut table: Table = all.into_iter().filter(|f| f.exported).map(|f| (f.name, How::Served)).collect();
+    table.extend(refused("cuda").into_iter().map(|(name, why)| (name, How::Refused(why))));
+    table
+}
+
+/// The runtime is a layer over the driver API: a function that calls refused functions of the driver alone is refused.
+fn runtime(driver: &Table) -> Table {
+    let of = |body: &str| {
+        let called: Vec<&How> = calls(body).iter().filter_map(|name| driver.get(*name)).collect();
+        match called.first() {
+            Some(first) if called.iter().all(|how| matches!(how, How::Refused(_))) => (*first).clone(),
+            _ => How::Served,
+        }
+    };
+    let all = functions("cudart", "cuda");
+    let mut table: Table = all.into_iter().filter(|f| f.exported).map(|f| (f.name, of(&f.body))).collect();
+    for (_, text) in sources("cudart") {
+        for (at, _) in text.match_indices("=> cu") {
+            let names = text[..at].trim_end().rsplit([' ', '\n']).next().unwrap_or_default();
+            let target: String = text[at + 3..].chars().take_while(|c| is_word(*c)).collect();
+            if let Some(how) = driver.get(&target) {
+                for name in names.split('/').filter(|name| is_of(name, "cuda")) {
+                    table.insert(name.to_owned(), how.clone());
+                }
+            }
+        }
+    }
+    table.extend(refused("cudart").into_iter().map(|(name, why)| (name, How::Refused(why))));
+    table
+}
+
+fn nvml() -> Table {
+    let mut table = Table::new();
+    for (path, text) in sources("nvml") {
+        for (at, _) in text.match_indices("nvml").filter(|_| !path.ends_with("macros.rs")) {
+            let before = text[..at].trim_end();
+            let name: String = text[at..].chars().take_while(|c| is_word(*c)).collect();
+            let kinds = ["fn", "block", "words", "text", "list", "versioned"];
+            if is_of(&name, "nvml") && kinds.iter().any(|kind| before.ends_with(kind)) {
+                table.insert(name, How::Served);
+            }
+        }
+    }
+    table.extend(refused("nvml").into_iter().map(|(name, why)| (name, How::Refused(why))));
+    table
+}
+
+/// Variants for another default stream stand with their function.
+fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
+    let mut rows: BTreeMap<&str, (&How, Vec<&str>)> = BTreeMap::new();
+    for (name, how) in table {
+        let base = name.strip_suffix("_ptsz").or_else(|| name.strip_suffix("_ptds"));
+        match base.filter(|base| table.get(*base) == Some(how)) {
+            Some(base) => rows.entry(base).or_insert((how, Vec::new())).1.push(&name[base.len()..]),
+            None => {
+                rows.entry(name).or_insert((how, Vec::new()));
+            }
+        }
+    }
+    rows
+}
+
+fn section(text: &mut String, title: &str, table: &Table) {
+    let rows = folded(table);
+    let served = rows.values().filter(|(how, _)| !matches!(how, How::Refused(_))).count();
+    let _ = write!(
+        text,
+        "\n## {title}\n\n{served} of {} functions are served.\n\n| function | here |\n|---|---|\n",
+        rows.len()
+    );
+    for (name, (how, variants)) in rows {
+        let variants: String = variants.iter().map(|suffix| format!(", `{suffix}`")).collect();
+        let how = match how {
+            How::Served => "served".to_owned(),
+            How::Refused(why) => format!("**not supported**: {why}"),
+        };
+        let _ = writeln!(text, "| `{name}`{variants} | {how} |");
+    }
+}
+
+fn made() -> String {
+    let mut text = String::from(
+        "# What each function does\n\n\
+         <!-- Made from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
+         *served*: does what NVIDIA's manual says; by a command or a question to the server, or in the program's own process. *not supported*: answers the API's error for that\n\
+         and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
+         What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n",
+    );
+    let driver = driver();
+    section(&mut text, "Driver API: `libcuda.so.1`", &driver);
+    section(&mut text, "Runtime API: `libcudart.so.12`, `libcudart.so.13`", &runtime(&driver));
+    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml());
+    text
+}
+
+#[test]
+fn the_table_of_functions_is_the_sources() {
+    let path = tree::root().join("docs/compatibility.md");
+    let made = made();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(&path, &made).expect("docs/ can be written");
+    }
+    let there = fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        made == there,
+        "docs/compatibility.md is not what the sources say: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility"
+    );
+}
+
+/// Functions whose kind is beyond doubt.
+#[test]
+fn known_functions_are_told_rightly() {
+    let driver = driver();
+    let runtime = runtime(&driver);
+    let nvml = nvml();
+    for (table, name) in [
+        (&driver, "cuLaunchKernel"),
+        (&driver, "cuMemcpyHtoD_v2"),
+        (&driver, "cuMemcpyHtoD_v2_ptds"),
+        (&driver, "cuMemMap"),
+        (&driver, "cuIpcOpenMemHandle"),
+        (&runtime, "cudaMalloc"),
+        (&runtime, "cudaIpcGetMemHandle"),
+        (&runtime, "cudaGetErrorString"),
+        (&nvml, "nvmlDeviceGetMemoryInfo"),
+    ] {
+        assert_eq!(table.get(name), Some(&How::Served), "{name}");
+    }
+    for (table, name) in [
+        (&driver, "cuGreenCtxCreate"),
+        (&driver, "cuImportExternalMemory"),
+        (&runtime, "cudaGLGetDevices"),
+        (&runtime, "cudaImportExternalMemory"),
+        (&nvml, "nvmlComputeInstanceDestroy"),
+    ] {
+        assert!(matches!(table.get(name), Some(How::Refused(_))), "{name}");
+    }
+}
