@@ -44,9 +44,15 @@ impl Event {
         lock(&self.captured).clone()
     }
 
-    /// `Err` for an event that was recorded in a capture: nothing ever comes to it.
+    /// `Err` for an event that was recorded in a capture: nothing ever comes to it, and asking invalidates the capture.
     fn check(&self) -> Result {
-        if lock(&self.captured).is_some() { Err(code::CAPTURED_EVENT) } else { Ok(()) }
+        match &*lock(&self.captured) {
+            None => Ok(()),
+            Some((capture, _)) => {
+                capture.spoil();
+                Err(code::CAPTURED_EVENT)
+            }
+        }
     }
 
     /// Its last record: the stream, and the record's `seq`.
