@@ -37,6 +37,7 @@ pub(crate) mod attr {
     pub const HOST_REGISTER_SUPPORTED: usize = 99;
     pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
     pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
+    pub const IPC_EVENT_SUPPORTED: usize = 125;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
 }
 
@@ -67,7 +68,6 @@ const NOT_HERE: &[usize] = &[
     122, // CAN_USE_64_BIT_STREAM_MEM_OPS
     123, // CAN_USE_STREAM_WAIT_VALUE_NOR
     124, // DMA_BUF_SUPPORTED
-    125, // IPC_EVENT_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
     129, // UNIFIED_FUNCTION_POINTERS
     132, // MULTICAST_SUPPORTED

@@ -4,20 +4,26 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use crate::capture::{self, Capture};
 use crate::context::{self, Context};
+use crate::device::attr;
 use crate::graph::Work;
-use crate::state::{Driver, driver};
+use crate::state::{self, Driver, driver};
 use crate::stream::{self, Stream};
 use crate::{Result, code, non_null, put};
 use client::handle::EventId;
 use client::handles::Slab;
 use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
+use client::ops::memory::{EventExport, EventImport, EventQuery};
 use client::{Status, lock};
 
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
+/// Between two questions after a shared event: nothing tells this process of what another has recorded.
+const FIRST_PAUSE: Duration = Duration::from_micros(20);
+const LAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// An event.
 pub(crate) struct Event {
@@ -37,6 +43,31 @@ impl Event {
     /// Whether it was ever recorded: if not, there is nothing to wait for.
     fn is_recorded(&self) -> bool {
         lock(&self.last).is_some()
+    }
+
+    /// Whether other processes may have recorded it, which this one does not see.
+    pub fn is_shared(&self) -> bool {
+        self.flags & INTERPROCESS != 0
+    }
+
+    /// Asks the server whether its last record, by whichever process, is done.
+    fn ask(&self, driver: &Driver) -> Result<bool> {
+        Ok(driver.session.call(&EventQuery { event: self.id })?.done)
+    }
+
+    /// For a shared event: returns when the server has executed what was said of it. The program may tell another process, whose commands reach the server by another way.
+    pub fn arrive(&self, driver: &Driver) -> Result {
+        if self.is_shared() { self.ask(driver).map(|_| ()) } else { Ok(()) }
+    }
+
+    /// Waits for its last record, by whichever process.
+    fn await_shared(&self, driver: &Driver) -> Result {
+        let mut pause = FIRST_PAUSE;
+        while !self.ask(driver)? {
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+        Ok(())
     }
 
     /// The capture that it was last recorded in, and the nodes that it stands for.
@@ -93,7 +124,8 @@ pub(crate) fn record_on(driver: &Driver, event: &Event, stream: Arc<Stream>) -> 
     let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
     stream.marked(seq);
     *last = Some((stream, seq));
-    Ok(())
+    drop(last);
+    event.arrive(driver)
 }
 
 /// An event of this library's own.
@@ -113,6 +145,27 @@ fn make(driver: &Driver, context: &'static Context, flags: u32) -> Result<Event>
     let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
     driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
     Ok(Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) })
+}
+
+/// The token under which other processes find an event that was made for them.
+pub(crate) fn export(driver: &Driver, handle: usize) -> Result<[u8; 16]> {
+    let event = of(handle)?;
+    if !event.is_shared() {
+        return Err(Status::INVALID_VALUE);
+    }
+    Ok(driver.session.call(&EventExport { event: event.id })?.token)
+}
+
+/// An event of another process.
+pub(crate) fn import(driver: &Driver, context: &'static Context, token: [u8; 16]) -> Result<usize> {
+    let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
+    if let Err(status) = driver.session.call(&EventImport { context: context.id, event: id, token }) {
+        lock(&IDS).push(id.0);
+        return Err(status);
+    }
+    let flags = INTERPROCESS | DISABLE_TIMING;
+    let event = Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) };
+    EVENTS.insert(Arc::new(event)).ok_or(Status::OUT_OF_MEMORY)
 }
 
 fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
@@ -170,10 +223,11 @@ api! {
         if flags & !7 != 0 || flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        if flags & INTERPROCESS != 0 {
+        let (driver, context) = context::ready()?;
+        let device = state::device(context.device as i32)?;
+        if flags & INTERPROCESS != 0 && device.attribute(attr::IPC_EVENT_SUPPORTED) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        let (driver, context) = context::ready()?;
         put(event, EVENTS.insert(Arc::new(make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
     }
 
@@ -201,7 +255,8 @@ api! {
         event.check()?;
         capture::unsafe_call()?;
         event.context.deferred(driver)?;
-        if !event.is_done(driver) {
+        let done = if event.is_shared() { event.ask(driver)? } else { event.is_done(driver) };
+        if !done {
             return Err(Status::NOT_READY);
         }
         event.context.deferred(driver)
@@ -214,6 +269,10 @@ api! {
         event.check()?;
         capture::unsafe_call()?;
         event.context.deferred(driver)?;
+        if event.is_shared() {
+            let result = event.await_shared(driver);
+            return event.context.settle(driver, result);
+        }
         if event.is_done(driver) {
             return event.context.deferred(driver);
         }

@@ -1,10 +1,10 @@
-//! Memory shared between processes: an allocation's handle is 64 bytes that name it for every process of the same client.
+//! Memory and events shared between processes: a handle is 64 bytes that name something for every process of the same client.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use crate::state::driver;
-use crate::{context, memory, non_null, put, vmm};
+use crate::{context, event, memory, non_null, put, vmm};
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
 
@@ -14,6 +14,7 @@ use client::{Status, lock};
 pub struct IpcHandle([u8; 64]);
 
 const MAGIC: [u8; 8] = *b"rgpu:ipc";
+const EVENT_MAGIC: [u8; 8] = *b"rgpu:evt";
 
 /// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +47,22 @@ impl Name {
 static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
 
 api! {
+    fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: usize) {
+        non_null(handle)?;
+        let token = event::export(driver()?, event)?;
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&EVENT_MAGIC);
+        bytes[8..24].copy_from_slice(&token);
+        put(handle, IpcHandle(bytes))
+    }
+
+    fn cuIpcOpenEventHandle(event: *mut usize, handle: IpcHandle) {
+        non_null(event)?;
+        let (driver, context) = context::ready()?;
+        let token = handle.0.strip_prefix(&EVENT_MAGIC).and_then(|rest| rest.first_chunk::<16>());
+        put(event, event::import(driver, context, *token.ok_or(Status::INVALID_VALUE)?)?)
+    }
+
     fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
         non_null(handle)?;
         let driver = driver()?;

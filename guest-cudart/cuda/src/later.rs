@@ -43,10 +43,10 @@ mod virtual_memory {
     }
 }
 
-/// Events and pools shared between processes: not built yet.
+/// Memory of pools shared between processes: not built yet.
 mod sharing {
     unsupported! {
-        cuIpcGetEventHandle, cuIpcOpenEventHandle, cuMemPoolExportPointer, cuMemPoolImportPointer,
+        cuMemPoolExportPointer, cuMemPoolImportPointer,
     }
 }
 

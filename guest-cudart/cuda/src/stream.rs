@@ -369,12 +369,17 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
 
 /// Lets a stream wait for an event's last record, if there is one.
 pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
-    if let Some((other, record)) = event.last() {
-        let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
-        stream.worked(seq);
+    let last = event.last();
+    if last.is_none() && !event.is_shared() {
+        return Ok(());
+    }
+    let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
+    stream.worked(seq);
+    if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }
-    Ok(())
+    // What another process records later is not waited for.
+    event.arrive(driver)
 }
 
 fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
