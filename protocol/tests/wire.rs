@@ -81,7 +81,8 @@ fn only_operations_with_data_are_marked_so() {
             "memcpy_dtoh_3d",
             "module_load",
             "module_info",
-            "graph_instantiate"
+            "graph_instantiate",
+            "graph_update"
         ],
         "the relay looks into these only"
     );
