@@ -349,7 +349,12 @@ impl Rgpu {
     fn bridge_counter(&self, name: &str) -> Result<u64> {
         let said = self.machine.check("/opt/rgpu/rgpuctl status --json --socket /run/vhost.status", SHORT)?;
         let status: serde_json::Value = serde_json::from_str(&said).context("the daemon's status")?;
-        let value = &status["/run/vhost.status"]["totals"][name];
+        let totals = &status["/run/vhost.status"]["totals"];
+        // Before the first session there are none.
+        if totals.as_object().is_some_and(serde_json::Map::is_empty) {
+            return Ok(0);
+        }
+        let value = &totals[name];
         value.as_u64().with_context(|| format!("no counter {name} in {said}"))
     }
 
