@@ -352,7 +352,7 @@ impl Session {
 
     /// Passes on what kernels have printed, if there is something new. When this returns, all of it that was there at the call has been printed.
     #[inline]
-    fn show_output(&self) {
+    pub fn show_output(&self) {
         if self.progress.output() != self.shown.load(Ordering::Acquire) {
             self.fetch_output();
         }

@@ -153,6 +153,7 @@ impl Context {
         let driver = driver()?;
         self.deferred(driver)?;
         if !self.is_busy() {
+            driver.session.show_output();
             driver.session.check()?;
             return self.deferred(driver);
         }

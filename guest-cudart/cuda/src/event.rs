@@ -274,6 +274,7 @@ api! {
             return event.context.settle(driver, result);
         }
         if event.is_done(driver) {
+            driver.session.show_output();
             return event.context.deferred(driver);
         }
         let last = event.last();

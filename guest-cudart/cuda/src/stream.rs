@@ -226,6 +226,7 @@ impl Stream {
     /// Waits until everything on the stream is done. No round trip when it is known to be.
     pub fn synchronize(&self, driver: &Driver) -> Result {
         if self.due() <= self.synced.load(Ordering::Acquire) {
+            driver.session.show_output();
             driver.session.check()?;
             return self.context.deferred(driver);
         }
