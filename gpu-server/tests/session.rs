@@ -358,6 +358,74 @@ fn memory_is_limited_and_given_back() {
     on_each_transport!(Server::start(&["--memory-limit=32M"]), body);
 }
 
+/// Makes exportable memory, and gives its token.
+fn export<S: Session>(s: &mut S, id: u32, size: u64) -> [u8; 16] {
+    let memory = MemoryId(id);
+    s.call(&MemoryCreate { memory, device: 0, size, exportable: true }).unwrap();
+    s.call(&MemoryExport { memory }).unwrap().token
+}
+
+#[test]
+fn memory_that_outlives_its_maker_counts_for_whoever_holds_it() {
+    const HALF: u64 = 16 << 20;
+    // One session that exports to itself.
+    fn alone<S: Session>(s: &mut S) {
+        let token = export(s, 1, HALF);
+        assert!(s.call(&MemoryImport { memory: MemoryId(2), token }).unwrap().own);
+        s.call(&MemoryRelease { memory: MemoryId(1) }).unwrap();
+        let next = export(s, 3, HALF);
+        assert_eq!(s.call(&MemGetInfo { device: 0 }).unwrap().free, 0);
+        assert!(s.call(&MemoryImport { memory: MemoryId(4), token: next }).unwrap().own);
+        s.call(&MemoryRelease { memory: MemoryId(3) }).unwrap();
+        let third = MemoryCreate { memory: MemoryId(5), device: 0, size: HALF, exportable: true };
+        assert_eq!(s.call(&third).unwrap_err(), Status::OUT_OF_MEMORY);
+        for memory in [2, 4] {
+            s.call(&MemoryRelease { memory: MemoryId(memory) }).unwrap();
+        }
+        assert_eq!(s.call(&MemGetInfo { device: 0 }).unwrap().free, 2 * HALF);
+    }
+    // Two sessions, of which one makes and the other keeps.
+    fn together<S: Session>(maker: &mut S, keeper: &mut S) {
+        for round in 0..3 {
+            let token = export(maker, 1, HALF);
+            let kept =
+                keeper.call(&MemoryImport { memory: MemoryId(10 + round), token }).map(|reply| reply.own);
+            assert_eq!(kept, if round < 2 { Ok(false) } else { Err(Status::OUT_OF_MEMORY) }, "round {round}");
+            maker.call(&MemoryRelease { memory: MemoryId(1) }).unwrap();
+        }
+    }
+    let server = Server::start(&["--memory-limit=32M"]);
+    alone(&mut Local::connect(&server.socket()));
+    alone(&mut Tcp::connect(server.port));
+    together(&mut Local::connect(&server.socket()), &mut Local::connect(&server.socket()));
+    together(&mut Tcp::connect(server.port), &mut Tcp::connect(server.port));
+}
+
+#[test]
+fn a_token_opens_for_its_client_alone_and_ends_with_its_session() {
+    fn open<S: Session>(s: &mut S, id: u32, token: [u8; 16]) -> Result<bool, Status> {
+        s.call(&MemoryImport { memory: MemoryId(id), token }).map(|reply| reply.own)
+    }
+    let server = Server::start(&[]);
+    let mut owner = Local::connect(&server.socket());
+    let (mut same, mut stranger) = (Local::connect(&server.socket()), Tcp::connect(server.port));
+    let token = export(&mut owner, 1, 2 << 20);
+    let mut guess = token;
+    guess[15] ^= 1;
+    assert_eq!(open(&mut same, 2, guess), Err(Status::INVALID_VALUE));
+    assert_eq!(
+        open(&mut stranger, 2, token),
+        Err(Status::INVALID_VALUE),
+        "another client, over another link"
+    );
+    assert_eq!(open(&mut same, 2, token), Ok(false));
+    drop(owner);
+    until("the owner's session is over", || server.sessions() == 2);
+    assert_eq!(open(&mut same, 3, token), Err(Status::INVALID_VALUE));
+    // What was opened in time stays.
+    assert_eq!(same.call(&MemoryRelease { memory: MemoryId(2) }), Ok(MemoryReleaseReply {}));
+}
+
 #[test]
 fn what_no_client_of_ours_sends_ends_that_session_alone() {
     let server = Server::start(&[]);

@@ -55,7 +55,7 @@ macro_rules! program_tests {
             streams_events threads threads_ptds two_processes errors driver_ptx launch_storm kill_me
             device_printf device_assert pinned_bulk pinned_memset array_copies textures surfaces
             graph_explicit graph_child graph_host graph_inspect graph_update graph_memory_nodes graph_capture_modes
-            vmm ipc_memory ipc_events callback_load
+            vmm vmm_export ipc_memory ipc_events callback_load
         }
     };
     ($module:ident, $way:expr, $($name:ident)*) => {

@@ -21,8 +21,8 @@ pub struct Memory<M> {
     pub size: u64,
     /// Whether it may be exported.
     pub exportable: bool,
-    /// Taken from another session: it does not count as this one's.
-    pub imported: bool,
+    /// The token by which it was opened, for memory that was exported before.
+    pub imported: Option<Token>,
     /// Under which it is exported.
     pub token: Option<Token>,
     /// The backend's.
@@ -32,8 +32,18 @@ pub struct Memory<M> {
 
 impl<M> Memory<M> {
     /// Memory that nothing is mapped to.
-    pub fn new(device: u32, size: u64, exportable: bool, imported: bool, handle: M) -> Memory<M> {
-        Memory { device, size, exportable, imported, token: None, handle, mapped: 0 }
+    pub fn new(device: u32, size: u64, exportable: bool, handle: M) -> Memory<M> {
+        Memory { device, size, exportable, imported: None, token: None, handle, mapped: 0 }
+    }
+
+    /// The same, of memory that was exported under a token.
+    pub fn imported(device: u32, size: u64, token: Token, handle: M) -> Memory<M> {
+        Memory { imported: Some(token), ..Memory::new(device, size, false, handle) }
+    }
+
+    /// Under which other names of the same memory are known, if it has any.
+    fn shared(&self) -> Option<Token> {
+        self.imported.or(self.token)
     }
 }
 
@@ -55,11 +65,21 @@ pub struct Space<M> {
     reserved: BTreeMap<u64, u64>,
     memories: HashMap<u32, Memory<M>>,
     mappings: BTreeMap<u64, Mapping>,
+    /// Names of memory that is exported or imported, by its token.
+    names: HashMap<Token, usize>,
+    /// Bytes of all memories, each counted once however many names it has.
+    held: u64,
 }
 
 impl<M> Default for Space<M> {
     fn default() -> Space<M> {
-        Space { reserved: BTreeMap::new(), memories: HashMap::new(), mappings: BTreeMap::new() }
+        Space {
+            reserved: BTreeMap::new(),
+            memories: HashMap::new(),
+            mappings: BTreeMap::new(),
+            names: HashMap::new(),
+            held: 0,
+        }
     }
 }
 
@@ -118,7 +138,20 @@ impl<M> Space<M> {
 
     /// Memory gets it.
     pub fn add(&mut self, id: u32, memory: Memory<M>) {
+        self.held += match memory.shared() {
+            Some(token) => {
+                let more = self.more_by(&token, memory.size);
+                *self.names.entry(token).or_default() += 1;
+                more
+            }
+            None => memory.size,
+        };
         self.memories.insert(id, memory);
+    }
+
+    /// Bytes by which [`Space::held`] grows when memory of `size` bytes is opened: none if the session has it already.
+    pub fn more_by(&self, token: &Token, size: u64) -> u64 {
+        if self.names.contains_key(token) { 0 } else { size }
     }
 
     /// The memory of a name.
@@ -126,9 +159,12 @@ impl<M> Space<M> {
         self.memories.get(&id).ok_or(Status::INVALID_HANDLE)
     }
 
-    /// The same, to note its token.
-    pub fn memory_mut(&mut self, id: u32) -> Result<&mut Memory<M>, Status> {
-        self.memories.get_mut(&id).ok_or(Status::INVALID_HANDLE)
+    /// Memory that was made here is exported from now on.
+    pub fn export(&mut self, id: u32, token: Token) {
+        if let Some(memory) = self.memories.get_mut(&id).filter(|memory| memory.shared().is_none()) {
+            memory.token = Some(token);
+            self.names.insert(token, 1);
+        }
     }
 
     /// Takes memory out that nothing is mapped to.
@@ -136,7 +172,18 @@ impl<M> Space<M> {
         if self.memory(id)?.mapped > 0 {
             return Err(Status::INVALID_VALUE);
         }
-        self.memories.remove(&id).ok_or(Status::INVALID_HANDLE)
+        let memory = self.memories.remove(&id).ok_or(Status::INVALID_HANDLE)?;
+        let is_last = memory.shared().is_none_or(|token| {
+            let names = self.names.remove(&token).unwrap_or(1) - 1;
+            if names > 0 {
+                self.names.insert(token, names);
+            }
+            names == 0
+        });
+        if is_last {
+            self.held -= memory.size;
+        }
+        Ok(memory)
     }
 
     /// Whether a mapping may be made, of `granule`s.
@@ -216,13 +263,14 @@ impl<M> Space<M> {
 
     /// Bytes that this session has made on a device.
     pub fn created_on(&self, device: u32) -> u64 {
-        let made = self.memories.values().filter(|memory| !memory.imported && memory.device == device);
+        let made =
+            self.memories.values().filter(|memory| memory.imported.is_none() && memory.device == device);
         made.map(|memory| memory.size).sum()
     }
 
-    /// Bytes that this session has made.
-    pub fn created(&self) -> u64 {
-        self.memories.values().filter(|memory| !memory.imported).map(|memory| memory.size).sum()
+    /// Bytes that would not be free without this session: what it has made and, since that may outlive its maker, what it has opened.
+    pub fn held(&self) -> u64 {
+        self.held
     }
 }
 
@@ -235,7 +283,7 @@ mod tests {
     fn space() -> Space<()> {
         let mut space = Space::default();
         space.reserve(SPACE, 8 * G);
-        space.add(1, Memory::new(0, 4 * G, false, false, ()));
+        space.add(1, Memory::new(0, 4 * G, false, ()));
         space
     }
 
@@ -301,7 +349,29 @@ mod tests {
         space.unmap(SPACE + 4 * G);
         assert!(space.remove(1).is_ok() && space.may_unreserve(SPACE, 4 * G).is_err());
         assert_eq!(space.may_unreserve(SPACE, 8 * G), Ok(()));
-        assert_eq!(space.created(), 0);
+        assert_eq!(space.held(), 0);
+    }
+
+    #[test]
+    fn memory_counts_once_until_its_last_name_goes() {
+        let mut space = space();
+        let token = [7; 16];
+        space.export(1, token);
+        assert_eq!((space.held(), space.more_by(&token, 4 * G)), (4 * G, 0));
+        for id in [2, 3] {
+            space.add(id, Memory::imported(0, 4 * G, token, ()));
+        }
+        assert_eq!((space.held(), space.created_on(0)), (4 * G, 4 * G));
+        assert!(space.remove(1).is_ok());
+        assert_eq!((space.held(), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
+        assert_eq!(space.more_by(&[8; 16], G), G);
+        space.add(4, Memory::imported(0, G, [8; 16], ()));
+        assert_eq!(space.held(), 5 * G);
+        for (id, left) in [(2, 5 * G), (3, G), (4, 0)] {
+            assert!(space.remove(id).is_ok());
+            assert_eq!(space.held(), left, "without {id}");
+        }
+        assert!(space.names.is_empty());
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
 use crate::types::memory_type::{DEVICE, HOST};
-use crate::{Result, memory};
+use crate::{Result, memory, vmm};
 use client::Status;
 use client::arena::Block;
 use client::channel::MAX_PAYLOAD;
@@ -103,6 +103,11 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize(self.driver) } else { Ok(()) }
     }
 
+    /// After a copy whose source has been read: another process that shares the memory must find what a synchronous copy has put there.
+    fn arrive(&self) -> Result {
+        if self.mode == Mode::Sync && vmm::shares() { self.finish() } else { Ok(()) }
+    }
+
     /// Host to device.
     ///
     /// # Safety
@@ -147,7 +152,7 @@ impl Copier {
             // SAFETY: readable, as the caller says.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) })?);
-            return Ok(());
+            return self.arrive();
         }
         let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
         let mut at = 0;
@@ -165,7 +170,7 @@ impl Copier {
             self.stream.worked(seq);
             at += n;
         }
-        Ok(())
+        self.arrive()
     }
 
     /// Device to host.

@@ -65,12 +65,13 @@ api! {
 
     fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
         non_null(handle)?;
-        let driver = driver()?;
+        let (driver, context) = context::ready()?;
         let found = memory::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         // Memory of a pool, of a module or without an address of its own is shared by other means, or not at all.
         if found.pool != 0 || memory::device_of(driver, dptr).is_none() {
             return Err(Status::INVALID_VALUE);
         }
+        vmm::share(driver, context)?;
         let reply = driver.session.call(&PieceExport { address: found.base })?;
         let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
         put(handle, Name { token: reply.token, offset, size: found.size }.handle())
@@ -78,7 +79,7 @@ api! {
 
     fn cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32) {
         non_null(dptr)?;
-        let (driver, _) = context::ready()?;
+        let (driver, context) = context::ready()?;
         // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
         if flags != 1 {
             return Err(Status::INVALID_VALUE);
@@ -89,6 +90,7 @@ api! {
             *times += 1;
             return put(dptr, *address);
         }
+        vmm::share(driver, context)?;
         let address = vmm::open(driver, name.token, name.offset, name.size)?;
         opened.insert(name, (address, 1));
         put(dptr, address)

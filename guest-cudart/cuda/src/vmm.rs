@@ -12,10 +12,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::context::{self, Context};
 use crate::device::attr;
 use crate::memory::Found;
 use crate::state::{self, Driver, driver, unique_id};
-use crate::{Result, context, non_null, put, refuse_form};
+use crate::{Result, non_null, put, refuse_form};
 use client::Status;
 use client::handle::MemoryId;
 use client::handles::Slab;
@@ -100,6 +101,21 @@ struct Space {
 static SPACES: RwLock<Space> =
     RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new(), next: 0 });
 static MEMORIES: Slab<Memory> = Slab::new(14);
+
+/// Whether this process shares memory with another.
+static SHARES: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process shares memory with another, whose commands reach the server by another way: a copy that CUDA calls synchronous must then have reached the device when it returns.
+#[inline]
+pub(crate) fn shares() -> bool {
+    SHARES.load(Ordering::Relaxed)
+}
+
+/// Before this process first shares memory: what it has copied so far has reached the device when this returns.
+pub(crate) fn share(driver: &Driver, context: &'static Context) -> Result {
+    SHARES.store(true, Ordering::Relaxed);
+    context.legacy().synchronize(driver)
+}
 
 fn read() -> RwLockReadGuard<'static, Space> {
     SPACES.read().unwrap_or_else(PoisonError::into_inner)
@@ -549,6 +565,7 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
+        share(driver, context::current()?)?;
         let token = driver.session.call(&MemoryExport { memory: memory.id })?.token;
         let fd = descriptor(&token).map_err(|_| Status::OPERATING_SYSTEM)?;
         put(shareable.cast::<RawFd>(), fd)
@@ -557,11 +574,12 @@ api! {
     fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
         non_null(handle)?;
         let driver = driver()?;
-        context::current()?;
+        let context = context::current()?;
         if kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }
         let token = RawFd::try_from(shareable).ok().and_then(token_in).ok_or(Status::INVALID_VALUE)?;
+        share(driver, context)?;
         put(handle, import(driver, token, POSIX_FD)?.0 as u64)
     }
 }

@@ -395,9 +395,7 @@ impl super::Backend for Cuda {
     }
 
     fn device_memory(&self) -> u64 {
-        self.space.created()
-            + self.devices.iter().map(|d| d.backed.total()).sum::<u64>()
-            + self.arrays.bytes()
+        self.space.held() + self.devices.iter().map(|d| d.backed.total()).sum::<u64>() + self.arrays.bytes()
     }
 
     fn end(&mut self) {

@@ -58,6 +58,21 @@ impl Cuda {
         Ok(())
     }
 
+    /// Whether the session may hold so many bytes more.
+    fn may_hold(&self, bytes: u64) -> Result<(), Status> {
+        let held = Backend::device_memory(self);
+        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
+            tracing::info!(
+                bytes,
+                held,
+                limit = self.memory_limit,
+                "refused: beyond the session's memory limit"
+            );
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        Ok(())
+    }
+
     pub(super) fn create_memory(&mut self, cx: &mut Call, op: &MemoryCreate) -> Result<(), Status> {
         cx.context = ContextId(op.device);
         let granule = self.device(op.device)?.granule;
@@ -65,16 +80,7 @@ impl Cuda {
         if op.size == 0 || !op.size.is_multiple_of(granule) {
             return Err(Status::INVALID_VALUE);
         }
-        let held = Backend::device_memory(self);
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes = op.size,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        self.may_hold(op.size)?;
         if op.exportable && !self.device(op.device)?.exports {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -83,7 +89,7 @@ impl Cuda {
         let mut handle = 0;
         // SAFETY: a valid description; writes one handle.
         unsafe { self.api.memory_create(&mut handle, op.size as usize, &prop, 0) }?;
-        self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, false, handle));
+        self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle));
         Ok(())
     }
 
@@ -153,7 +159,7 @@ impl Cuda {
             return Ok(token);
         }
         let token = self.publish(memory.handle, memory.device, memory.size)?;
-        self.space.memory_mut(op.memory.0)?.token = Some(token);
+        self.space.export(op.memory.0, token);
         Ok(token)
     }
 
@@ -201,11 +207,12 @@ impl Cuda {
         let ordinal = self.devices.iter().position(|d| d.handle as u32 == device);
         let ordinal = ordinal.ok_or(Status::INVALID_DEVICE)? as u32;
         cx.context = ContextId(ordinal);
+        self.may_hold(self.space.more_by(&op.token, size))?;
         self.enter_context(ContextId(ordinal))?;
         let mut handle = 0;
         // SAFETY: a descriptor that this driver made in another worker, passed as the number that it is; writes one handle.
         unsafe { self.api.memory_import(&mut handle, fd.as_raw_fd() as usize as *mut _, POSIX_FD) }?;
-        self.space.add(op.memory.0, Memory::new(ordinal, size, false, true, handle));
+        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, handle));
         Ok(MemoryImportReply { device: ordinal, size, own })
     }
 }

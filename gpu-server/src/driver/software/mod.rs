@@ -234,7 +234,7 @@ impl super::Backend for Software {
     }
 
     fn device_memory(&self) -> u64 {
-        self.space.created() + self.devices.iter().map(Device::used).sum::<u64>() + self.arrays.bytes()
+        self.space.held() + self.devices.iter().map(Device::used).sum::<u64>() + self.arrays.bytes()
     }
 
     fn share(&mut self, broker: Arc<Broker>) {

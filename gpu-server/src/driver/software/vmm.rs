@@ -27,27 +27,33 @@ impl Software {
         Ok(())
     }
 
-    pub(super) fn create_memory(&mut self, cx: &mut Call, op: &MemoryCreate) -> Result<(), Status> {
-        cx.context = ContextId(op.device);
-        self.space.may_name(op.memory.0)?;
-        if op.size == 0 || !op.size.is_multiple_of(GRANULE) {
-            return Err(Status::INVALID_VALUE);
-        }
+    /// Whether the session may hold so many bytes more.
+    fn may_hold(&self, bytes: u64) -> Result<(), Status> {
         let held = Backend::device_memory(self);
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
+        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
             tracing::info!(
-                bytes = op.size,
+                bytes,
                 held,
                 limit = self.memory_limit,
                 "refused: beyond the session's memory limit"
             );
             return Err(Status::OUT_OF_MEMORY);
         }
+        Ok(())
+    }
+
+    pub(super) fn create_memory(&mut self, cx: &mut Call, op: &MemoryCreate) -> Result<(), Status> {
+        cx.context = ContextId(op.device);
+        self.space.may_name(op.memory.0)?;
+        if op.size == 0 || !op.size.is_multiple_of(GRANULE) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.may_hold(op.size)?;
         let gpu = &self.device(op.device)?.gpu;
         gpu.charge(op.size).map_err(|e| code(&e))?;
         match file(op.size) {
             Ok(fd) => {
-                self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, false, fd));
+                self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, fd));
                 Ok(())
             }
             Err(e) => {
@@ -63,7 +69,7 @@ impl Software {
         if let (Some(token), Some(broker)) = (memory.token, &self.broker) {
             broker.unshare(token);
         }
-        if !memory.imported {
+        if memory.imported.is_none() {
             self.device(memory.device)?.gpu.discharge(memory.size);
         }
         Ok(())
@@ -129,7 +135,7 @@ impl Software {
         let number = self.device(memory.device)?.number;
         let token =
             broker.share(Shared::Memory { device: number, size: memory.size }, Some(&memory.handle))?;
-        self.space.memory_mut(op.memory.0)?.token = Some(token);
+        self.space.export(op.memory.0, token);
         Ok(token)
     }
 
@@ -186,7 +192,8 @@ impl Software {
         let ordinal = self.devices.iter().position(|d| d.number == device);
         let ordinal = ordinal.ok_or(Status::INVALID_DEVICE)? as u32;
         cx.context = ContextId(ordinal);
-        self.space.add(op.memory.0, Memory::new(ordinal, size, false, true, fd));
+        self.may_hold(self.space.more_by(&op.token, size))?;
+        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, fd));
         Ok(MemoryImportReply { device: ordinal, size, own })
     }
 }

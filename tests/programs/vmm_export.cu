@@ -1,0 +1,143 @@
+// A process exports memory as a descriptor and sends it over a socket; another imports it, checks what is there, and changes it.
+#define PROGRAM "vmm_export"
+#include "common.h"
+
+#include <cuda.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <vector>
+
+#define DRIVER(call)                                                                       \
+    do {                                                                                   \
+        CUresult result_ = (call);                                                         \
+        const char *name_ = "?";                                                           \
+        if (result_ != CUDA_SUCCESS) {                                                     \
+            cuGetErrorName(result_, &name_);                                               \
+            REQUIRE(false, "%s:%d: %s: %s", __FILE__, __LINE__, #call, name_);             \
+        }                                                                                  \
+    } while (0)
+
+__global__ void turn(unsigned *data, size_t n) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) data[i] = ~data[i];
+}
+
+// A descriptor with the bytes that it holds.
+static void send_fd(int socket, int fd, size_t size) {
+    char space[CMSG_SPACE(sizeof fd)] = {};
+    iovec part = {&size, sizeof size};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = space;
+    message.msg_controllen = sizeof space;
+    cmsghdr *head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(head), &fd, sizeof fd);
+    REQUIRE(sendmsg(socket, &message, 0) == (ssize_t)sizeof size, "the descriptor cannot be sent");
+}
+
+static int receive_fd(int socket, size_t *size) {
+    int fd;
+    char space[CMSG_SPACE(sizeof fd)] = {};
+    iovec part = {size, sizeof *size};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = space;
+    message.msg_controllen = sizeof space;
+    REQUIRE(recvmsg(socket, &message, 0) == (ssize_t)sizeof *size, "the other process is gone");
+    cmsghdr *head = CMSG_FIRSTHDR(&message);
+    REQUIRE(head && head->cmsg_type == SCM_RIGHTS, "no descriptor came");
+    memcpy(&fd, CMSG_DATA(head), sizeof fd);
+    return fd;
+}
+
+static CUdeviceptr map(CUmemGenericAllocationHandle memory, size_t size) {
+    CUdeviceptr at = 0;
+    CUmemAccessDesc access = {};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    DRIVER(cuMemAddressReserve(&at, size, 0, 0, 0));
+    DRIVER(cuMemMap(at, size, 0, memory, 0));
+    DRIVER(cuMemSetAccess(at, size, &access, 1));
+    return at;
+}
+
+static void unmap(CUdeviceptr at, size_t size) {
+    DRIVER(cuMemUnmap(at, size));
+    DRIVER(cuMemAddressFree(at, size));
+}
+
+static int other(int socket) {
+    CHECK(cudaFree(nullptr));
+    size_t size = 0;
+    int fd = receive_fd(socket, &size);
+    CUmemGenericAllocationHandle memory;
+    DRIVER(cuMemImportFromShareableHandle(&memory, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    close(fd);
+    CUdeviceptr at = map(memory, size);
+    // The mapping keeps the memory.
+    DRIVER(cuMemRelease(memory));
+    const size_t n = size / 4;
+    std::vector<unsigned> words(n);
+    DRIVER(cuMemcpyDtoH(words.data(), at, size));
+    for (size_t i = 0; i < n; i++) REQUIRE(words[i] == (unsigned)i * 2654435761u, "word %zu in the other process", i);
+    turn<<<64, 256>>>((unsigned *)at, n);
+    LAUNCHED();
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(write(socket, "ok", 2) == 2, "the first process is gone");
+    // The first process has released the memory by now: what is mapped here stays.
+    char gone;
+    REQUIRE(read(socket, &gone, 1) == 1, "the first process is gone");
+    DRIVER(cuMemcpyDtoH(words.data(), at, size));
+    for (size_t i = 0; i < n; i++) REQUIRE(words[i] == ~((unsigned)i * 2654435761u), "word %zu after its maker let it go", i);
+    unmap(at, size);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
+    parse_options(argc, argv);
+    int ends[2];
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "no sockets");
+    pid_t child = fork();
+    REQUIRE(child >= 0, "no process");
+    if (child == 0) {
+        close(ends[0]);
+        execl("/proc/self/exe", argv[0], "other", std::to_string(ends[1]).c_str(), (char *)nullptr);
+        _exit(127);
+    }
+    close(ends[1]);
+    CHECK(cudaFree(nullptr));
+    CUmemAllocationProp prop = {};
+    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    size_t granule = 0;
+    DRIVER(cuMemGetAllocationGranularity(&granule, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    const size_t size = 2 * granule, n = size / 4;
+    CUmemGenericAllocationHandle memory;
+    DRIVER(cuMemCreate(&memory, size, &prop, 0));
+    CUdeviceptr at = map(memory, size);
+    std::vector<unsigned> words(n);
+    for (size_t i = 0; i < n; i++) words[i] = (unsigned)i * 2654435761u;
+    DRIVER(cuMemcpyHtoD(at, words.data(), size));
+    int fd = -1;
+    DRIVER(cuMemExportToShareableHandle(&fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    send_fd(ends[0], fd, size);
+    close(fd);
+    char answer[2];
+    REQUIRE(recv(ends[0], answer, 2, MSG_WAITALL) == 2, "the other process is gone");
+    DRIVER(cuMemcpyDtoH(words.data(), at, size));
+    for (size_t i = 0; i < n; i++) REQUIRE(words[i] == ~((unsigned)i * 2654435761u), "word %zu after the other process", i);
+    unmap(at, size);
+    DRIVER(cuMemRelease(memory));
+    REQUIRE(write(ends[0], "x", 1) == 1, "the other process is gone");
+    int status;
+    REQUIRE(waitpid(child, &status, 0) == child && status == 0, "the other process ended with %d", status);
+    return pass("%zu words through a descriptor and two processes", n);
+}
