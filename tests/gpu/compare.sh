@@ -20,8 +20,6 @@ compare() { # name, then the command
     shift
     "$@" > "$work/native" 2> "$work/native.err" || { echo "$name fails natively"; tail -3 "$work/native.err"; failed=$((failed + 1)); return; }
     for transport in local tcp; do
-        # Memory is shared with no other machine: what maps it is refused there.
-        [ "$name $transport" = "mapped_host tcp" ] && continue
         "$rgpuctl" run --backend cuda --transport $transport -- "$@" > "$work/remote" 2> "$work/remote.err"
         if diff "$work/native" "$work/remote" > "$work/diff"; then
             echo "$name, $transport: the same"

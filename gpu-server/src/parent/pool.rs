@@ -144,6 +144,10 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
         if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } != 0 {
             return Err(io::Error::last_os_error());
         }
+        // What the driver maps by itself, managed variables among it, must be free in the client as well: programs have theirs at the top of the addresses, so a worker's
+        // lie at the bottom (personality(2), setarch(8) -L). Where it is refused they are where they would be.
+        // SAFETY: plain system call.
+        unsafe { libc::personality(libc::ADDR_COMPAT_LAYOUT as libc::c_ulong) };
         // The daemon may have died before the request above.
         if nix::unistd::getppid() != parent {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));

@@ -66,6 +66,8 @@ counters! {
     interrupts;
     /// System calls to ring and to wait; those that pin memory, and those of starting and ending a session, are not among them.
     system_calls;
+    /// Accesses to managed memory that this library answered.
+    page_faults;
     /// Times that a thread found the ring full.
     ring_full;
     /// Times that a thread found the arena full.

@@ -7,6 +7,7 @@
 //! - [`arena`]: room in the channel's staging memory;
 //! - [`staging`]: copying much between program memory and the arena;
 //! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
+//! - [`pages`]: memory whose use another thread answers, for what host and device take turns on;
 //! - [`regions`]: pinned program memory;
 //! - [`handles`]: the names that a C program holds for objects.
 //!
@@ -21,6 +22,7 @@ pub mod counters;
 pub mod handles;
 pub mod log;
 pub mod memory;
+pub mod pages;
 pub mod port;
 pub mod ranges;
 pub mod regions;

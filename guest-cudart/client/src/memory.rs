@@ -16,6 +16,8 @@ use protocol::ops::memory::{WINDOW_SIZE, window};
 
 /// Allocations begin at multiples of this, as `cuMemAlloc`'s do.
 pub const ALIGN: u64 = 512;
+/// Bytes of a window for memory that is the device's alone; behind them is what the host has at the same addresses.
+pub const DEVICE_PART: u64 = 768 << 30;
 /// The least that is backed at once, where the device has it: a program with a few small allocations asks once.
 const LEAST_PIECE: u64 = 32 << 20;
 /// Backed bytes in pieces without an allocation that are kept for the next one.
@@ -45,6 +47,10 @@ pub struct Allocation<T> {
 pub struct DeviceMemory<T> {
     device: u32,
     granule: u64,
+    /// First of its addresses, and how many there are.
+    window: (u64, u64),
+    /// What allocations begin at multiples of.
+    align: u64,
     /// Addresses of the window that no piece has.
     addresses: FreeRanges,
     pieces: BTreeMap<u64, Piece>,
@@ -60,14 +66,25 @@ struct Piece {
 }
 
 impl<T> DeviceMemory<T> {
-    /// The memory of device `ordinal`, nothing backed yet. `granule` in bytes, a power of two.
+    /// The memory of device `ordinal` alone, nothing backed yet. `granule` in bytes, a power of two.
     pub fn new(device: u32, granule: u64) -> Self {
-        let granule = granule.max(ALIGN).next_power_of_two();
+        Self::within(device, granule, (window(device), DEVICE_PART), ALIGN)
+    }
+
+    /// The memory of device `ordinal` whose addresses the host has as well. Allocations begin at multiples of `page` bytes.
+    pub fn both(device: u32, granule: u64, page: u64) -> Self {
+        Self::within(device, granule, (window(device) + DEVICE_PART, WINDOW_SIZE - DEVICE_PART), page)
+    }
+
+    fn within(device: u32, granule: u64, window: (u64, u64), align: u64) -> Self {
+        let granule = granule.max(align).next_power_of_two();
         let mut addresses = FreeRanges::new();
-        addresses.insert(window(device), WINDOW_SIZE);
+        addresses.insert(window.0, window.1);
         DeviceMemory {
             device,
             granule,
+            window,
+            align,
             addresses,
             pieces: BTreeMap::new(),
             free: FreeRanges::new(),
@@ -76,9 +93,14 @@ impl<T> DeviceMemory<T> {
         }
     }
 
-    /// Whether an address lies in this device's window.
+    /// Whether an address is one of these.
     pub fn holds(&self, address: u64) -> bool {
-        (window(self.device)..window(self.device) + WINDOW_SIZE).contains(&address)
+        address.checked_sub(self.window.0).is_some_and(|at| at < self.window.1)
+    }
+
+    /// What is backed: first address and size of each piece.
+    pub fn pieces(&self) -> Vec<(u64, u64)> {
+        self.pieces.iter().map(|(address, piece)| (*address, piece.size)).collect()
     }
 
     /// Backed bytes that no allocation has.
@@ -88,8 +110,10 @@ impl<T> DeviceMemory<T> {
 
     /// Places an allocation of `size` bytes (not 0), backing more of the window if need be.
     pub fn alloc(&mut self, size: u64, tag: T, backing: &dyn Backing) -> Result<u64, Status> {
-        let reserved =
-            size.checked_next_multiple_of(ALIGN).filter(|r| *r < WINDOW_SIZE).ok_or(Status::OUT_OF_MEMORY)?;
+        let reserved = size
+            .checked_next_multiple_of(self.align)
+            .filter(|r| *r < self.window.1)
+            .ok_or(Status::OUT_OF_MEMORY)?;
         let address = match self.free.take_best(reserved) {
             Some(address) => address,
             None => {
@@ -159,7 +183,7 @@ impl<T> DeviceMemory<T> {
 
     /// Everything is gone on the server as well: nothing is backed, nothing allocated.
     pub fn reset(&mut self) {
-        *self = DeviceMemory::new(self.device, self.granule);
+        *self = DeviceMemory::within(self.device, self.granule, self.window, self.align);
     }
 
     /// Takes an allocation away; its memory is free for the next. `None`: there is none at this address. No work may use it.
@@ -240,6 +264,18 @@ mod tests {
             memory.alloc(1000, (), &fake).unwrap();
         }
         assert_eq!(fake.backed.borrow().len(), 1);
+    }
+
+    #[test]
+    fn what_the_host_has_as_well_is_apart_and_begins_on_pages() {
+        let fake = Fake::new(1 << 30);
+        let mut both = DeviceMemory::both(1, 2 << 20, 4096);
+        for _ in 0..10 {
+            let address = both.alloc(5000, (), &fake).unwrap();
+            assert!(address.is_multiple_of(4096) && both.holds(address));
+            assert!(!DeviceMemory::<()>::new(1, 2 << 20).holds(address));
+        }
+        assert_eq!(both.pieces().len(), 1);
     }
 
     #[test]

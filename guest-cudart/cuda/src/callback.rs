@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::graph::Work;
@@ -53,6 +53,14 @@ impl Queue {
 /// The program's functions; and this library's own, which must go on while one of the program's waits for something.
 static PROGRAMS: Queue = Queue::new();
 static OWN: Queue = Queue::new();
+
+/// Functions of the program that are being called.
+static CALLING: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a function of the program is being called, so that its stream waits for this process.
+pub(crate) fn is_calling() -> bool {
+    CALLING.load(Ordering::Acquire) != 0
+}
 
 /// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
 pub(crate) fn on(
@@ -117,6 +125,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             },
             (None, Ok(())) => continue,
         };
+        CALLING.fetch_add(1, Ordering::AcqRel);
         match call.function {
             // A host function is not called when its context has failed, as CUDA says.
             Function::Host(function) if status == Status::SUCCESS => {
@@ -128,6 +137,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             // SAFETY: as above.
             Function::Callback(function, handle) => unsafe { function(handle, status.0, call.data) },
         }
+        CALLING.fetch_sub(1, Ordering::AcqRel);
         // The stream goes on. If the session is lost there is nothing that could.
         let _ = driver.session.append(&StreamHostSignal { ticket: call.ticket });
     }

@@ -169,6 +169,22 @@ impl Context {
         result
     }
 
+    /// Waits for all work of the context; what it comes to is left for the calls that ask. False: it cannot be known to be done.
+    fn quiesce(&self, driver: &Driver) -> bool {
+        if !self.is_busy() {
+            return true;
+        }
+        let Ok(pending) = driver.session.submit(&ContextSynchronize { context: self.id }) else {
+            return false;
+        };
+        let seq = pending.seq();
+        let done = pending.wait().is_ok();
+        if done {
+            self.is_synced(seq);
+        }
+        done
+    }
+
     /// The deferred error of earlier work, if there is one: taken away unless it is sticky.
     #[inline]
     pub fn deferred(&self, driver: &Driver) -> Result {
@@ -292,6 +308,20 @@ impl Context {
         self.flags.store(flags, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Waits for all work of all contexts. False: some of it cannot be known to be done.
+pub(crate) fn quiesce_all(driver: &Driver) -> bool {
+    let mut all = true;
+    for context in CONTEXTS.all().iter().filter(|context| context.is_alive()) {
+        all &= context.quiesce(driver);
+    }
+    all
+}
+
+/// Whether work may be under way in any context.
+pub(crate) fn any_busy() -> bool {
+    CONTEXTS.all().iter().any(|context| context.is_alive() && context.is_busy())
 }
 
 /// The calling thread's current context.

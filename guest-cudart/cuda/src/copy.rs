@@ -22,7 +22,7 @@ use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
 use crate::types::memory_type::{DEVICE, HOST};
-use crate::{Result, memory, vmm};
+use crate::{Result, managed, memory, vmm};
 use client::Status;
 use client::arena::Block;
 use client::channel::MAX_PAYLOAD;
@@ -120,6 +120,9 @@ impl Copier {
             return capture
                 .add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, HOST, src as u64, len))?);
         }
+        if managed::is_here(src as u64) {
+            return self.on_device(dst, src as u64, len);
+        }
         if dst == 0 || src.is_null() || memory::is_reserved(self.driver, src as u64) {
             return Err(Status::INVALID_VALUE);
         }
@@ -132,6 +135,15 @@ impl Copier {
                 Err(status)
             };
         }
+        // SAFETY: as the caller says.
+        unsafe { self.send(dst, src, len) }
+    }
+
+    /// As [`to_device`](Self::to_device), checked and outside a capture.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let stream = self.stream.id;
         let session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
@@ -185,6 +197,9 @@ impl Copier {
             return capture
                 .add(&self.stream, Work::copy(self.driver, &line(HOST, dst as u64, DEVICE, src, len))?);
         }
+        if managed::is_here(dst as u64) {
+            return self.on_device(dst as u64, src, len);
+        }
         if src == 0 || dst.is_null() || memory::is_reserved(self.driver, dst as u64) {
             return Err(Status::INVALID_VALUE);
         }
@@ -196,6 +211,15 @@ impl Copier {
                 Err(status)
             };
         }
+        // SAFETY: as the caller says.
+        unsafe { self.receive(dst, src, len) }
+    }
+
+    /// As [`to_host`](Self::to_host), checked and outside a capture.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         let session = self.driver.session;
         let stream = self.stream.id;
         let pinned = REGIONS.range(dst as usize, len);

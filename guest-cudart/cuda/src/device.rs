@@ -44,7 +44,6 @@ pub(crate) mod attr {
 /// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
 /// announced. A program that asks before it uses them is told so.
 const NOT_HERE: &[usize] = &[
-    83,  // MANAGED_MEMORY
     86,  // HOST_NATIVE_ATOMIC_SUPPORTED
     88,  // PAGEABLE_MEMORY_ACCESS
     89,  // CONCURRENT_MANAGED_ACCESS
@@ -104,6 +103,8 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     }
     set(attr::INTEGRATED, 0);
     set(attr::COOPERATIVE_MULTI_DEVICE_LAUNCH, 0);
+    // In place, or by turns: see `host`.
+    set(attr::CAN_MAP_HOST_MEMORY, 1);
     set(attr::UNIFIED_ADDRESSING, 1);
     set(attr::HOST_REGISTER_SUPPORTED, 1);
     set(attr::MEMORY_POOLS_SUPPORTED, 1);

@@ -6,9 +6,8 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
 use crate::context::{self, Context};
-use crate::device::attr;
 use crate::state::{Driver, driver, unique_id};
-use crate::{Result, code, non_null, put, refuse_form};
+use crate::{Result, code, managed, memory, non_null, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
@@ -22,6 +21,10 @@ pub(crate) struct HostTag {
     pub buffer: u64,
 }
 
+/// `CU_MEMHOSTALLOC_PORTABLE`, `CU_MEMHOSTALLOC_DEVICEMAP`.
+const PORTABLE: u32 = 1;
+const DEVICEMAP: u32 = 2;
+
 /// The process's pinned memory.
 pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
 
@@ -31,6 +34,16 @@ static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::n
 /// Whether kernels can reach what is at an address of pinned memory.
 pub(crate) fn is_mapped(pointer: u64) -> bool {
     REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
+}
+
+/// Pinned memory that an address lies in: first address, size, and what is known of it.
+pub(crate) fn find(driver: &Driver, pointer: u64) -> Option<(usize, usize, HostTag)> {
+    REGIONS.find(pointer as usize).or_else(|| managed::as_host(driver, pointer))
+}
+
+/// As [`is_mapped`], for memory that kernels reach by taking turns with the host as well.
+pub(crate) fn is_reached(driver: &Driver, pointer: u64) -> bool {
+    is_mapped(pointer) || managed::as_host(driver, pointer).is_some()
 }
 
 /// Lets kernels reach the piece that begins at `base`.
@@ -50,7 +63,7 @@ fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> 
 /// (PyTorch does so with small arrays of pointers). Where it cannot, such a kernel fails, and `cuMemHostGetDevicePointer` says why.
 fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize) {
     let device = driver.devices.get(context.device as usize);
-    if device.is_some_and(|device| device.attribute(attr::CAN_MAP_HOST_MEMORY) == 1) {
+    if device.is_some_and(|device| device.shares_host_memory) {
         // Pinned memory is of use without.
         let _ = map(driver, context, base, size);
     }
@@ -94,6 +107,14 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         Status::OUT_OF_MEMORY
     })?;
     offer(driver, context, address, size);
+    if flags & DEVICEMAP != 0 && !is_mapped(address as u64) {
+        // The GPU's machine does not share this memory: kernels reach it as they do managed memory.
+        if let Ok(at) = managed::alloc(driver, context, size as u64, Some(tag)) {
+            REGIONS.remove(driver.session.port(), address, true);
+            // SAFETY: as below.
+            return unsafe { put(pp, at as *mut c_void) };
+        }
+    }
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(pp, address as *mut c_void) }
 }
@@ -111,6 +132,12 @@ api! {
         let (driver, _) = context::ready()?;
         if p.is_null() {
             return Ok(());
+        }
+        if let Some((base, ..)) = managed::as_host(driver, p as u64) {
+            settle_all()?;
+            let device = memory::device_of(driver, p as u64).ok_or(Status::INVALID_VALUE)?;
+            let freed = base == p as usize && managed::free(driver, device, p as u64)?;
+            return if freed { Ok(()) } else { Err(Status::INVALID_VALUE) };
         }
         if !REGIONS.begins_at(p as usize, true) {
             return Err(Status::INVALID_VALUE);
@@ -156,17 +183,20 @@ api! {
     }
 
     fn cuMemHostGetFlags(flags: *mut u32, p: *mut c_void) {
-        driver()?;
-        let (_, _, tag) = REGIONS.find(p as usize).ok_or(Status::INVALID_VALUE)?;
-        put(flags, tag.flags)
+        let (_, _, tag) = find(driver()?, p as u64).ok_or(Status::INVALID_VALUE)?;
+        // With unified addressing all of it is mapped and portable; NVIDIA's driver says the one and leaves the other out.
+        put(flags, tag.flags & !PORTABLE | DEVICEMAP)
     }
 
     fn cuMemHostGetDevicePointer_v2(dptr: *mut u64, p: *mut c_void, flags: u32) {
         static SAID: AtomicBool = AtomicBool::new(false);
         non_null(dptr)?;
         let (driver, context) = context::ready()?;
-        let found = REGIONS.find(p as usize).filter(|_| flags == 0);
+        let found = find(driver, p as u64).filter(|_| flags == 0);
         let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
+        if managed::as_host(driver, p as u64).is_some() {
+            return put(dptr, p as u64);
+        }
         match map(driver, context, base, size) {
             Ok(()) => put(dptr, p as u64),
             Err(Status::NOT_SUPPORTED) => {

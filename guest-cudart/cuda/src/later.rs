@@ -50,17 +50,6 @@ mod sharing {
     }
 }
 
-/// Managed memory: not built yet (`cudaMalloc`, pinned memory and copies are the ways that work).
-mod managed {
-    unsupported! {
-        cuLibraryGetManaged, cuMemAdvise, cuMemAdvise_v2, cuMemAllocManaged, cuMemDiscardAndPrefetchBatchAsync,
-        cuMemDiscardAndPrefetchBatchAsync_ptsz, cuMemDiscardBatchAsync, cuMemDiscardBatchAsync_ptsz, cuMemPrefetchAsync,
-        cuMemPrefetchAsync_ptsz, cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz, cuMemPrefetchBatchAsync,
-        cuMemPrefetchBatchAsync_ptsz, cuMemRangeGetAttribute, cuMemRangeGetAttributes, cuStreamAttachMemAsync,
-        cuStreamAttachMemAsync_ptsz,
-    }
-}
-
 /// Memory and semaphores of other interfaces need a GPU in this machine.
 mod external {
     unsupported! {

@@ -11,7 +11,7 @@ use crate::graph::Work;
 use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
-use crate::{Result, code, context, non_null, refuse_form, stream};
+use crate::{Result, code, context, managed, non_null, refuse_form, stream};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -205,7 +205,7 @@ unsafe fn launch(
     params: *const *const c_void,
     extra: *const *mut c_void,
 ) -> Result {
-    let (driver, context): (&Driver, _) = context::ready()?;
+    let (driver, context) = context::ready()?;
     if handle == 0 {
         return Err(Status::INVALID_HANDLE);
     }
@@ -223,8 +223,10 @@ unsafe fn launch(
         return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
     }
     let append = |block: &mut Vec<u8>| {
+        // Parameters are read first: they may stand in managed memory, which then is the host's once more.
         // SAFETY: as the caller says.
         unsafe { parameters(&function, params, extra, block) }?;
+        let _order = managed::before_work(driver)?;
         let op = Launch {
             function: function.id,
             stream: stream.id,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use crate::context::{self, Context};
 use crate::function::{Function, func, put_param};
-use crate::module::{self, Jit, Module, read_file};
+use crate::module::{self, Jit, Module, Variable, read_file};
 use crate::state::{self, Driver, driver};
 use crate::{Result, image, non_null, put};
 use client::handles::Slab;
@@ -194,6 +194,12 @@ fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
     Ok((driver, LIBRARIES.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
+/// A variable of a library, in the current context.
+pub(crate) fn variable(handle: usize, name: &CStr) -> Result<Variable> {
+    let (driver, library) = library(handle)?;
+    library.in_context(driver, context::current()?)?.global(driver, name)
+}
+
 /// The handle of a kernel's function in the current context.
 pub(crate) fn function_of(handle: usize) -> Result<usize> {
     let (driver, kernel) = kernel(handle)?;
@@ -309,16 +315,7 @@ api! {
 
     fn cuLibraryGetGlobal(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
         non_null(name)?;
-        let (driver, library) = library(handle)?;
-        let module = library.in_context(driver, context::current()?)?;
-        let (found, bytes) = module.global(driver, CStr::from_ptr(name))?;
-        if !address.is_null() {
-            put(address, found)?;
-        }
-        if !size.is_null() {
-            put(size, bytes as usize)?;
-        }
-        Ok(())
+        variable(handle, CStr::from_ptr(name))?.put(address, size)
     }
 
     fn cuKernelGetFunction(to: *mut usize, handle: usize) {

@@ -7,7 +7,7 @@ use crate::context::{self, Context};
 use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, capture, non_null, pool, put, vmm};
+use crate::{Result, capture, managed, non_null, pool, put, vmm};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, window};
 use client::{Status, lock};
 
@@ -38,6 +38,8 @@ pub(crate) struct Found {
     pub buffer: u64,
     pub pool: usize,
     pub sync_memops: bool,
+    /// It is managed memory, or used like it.
+    pub managed: bool,
 }
 
 /// Freed in stream order, and used again when the stream has passed the mark.
@@ -69,7 +71,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
         return vmm::find(driver, address);
     }
     if let Some(device) = device_of(driver, address) {
-        let memory = lock(&device.memory);
+        let memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address)?;
         let tag = allocation.tag;
         return (!tag.freed).then_some(Found {
@@ -79,6 +81,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
             buffer: tag.buffer,
             pool: tag.pool,
             sync_memops: tag.sync_memops,
+            managed: managed::is_in_window(address),
         });
     }
     let globals = driver.globals.read().unwrap_or_else(PoisonError::into_inner);
@@ -90,10 +93,11 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
         buffer: 0,
         pool: 0,
         sync_memops: false,
+        managed: managed::is_here(address),
     })
 }
 
-/// Checks that `len` bytes at a device address (not 0 bytes) lie in one allocation, or are mapped.
+/// Checks that `len` bytes at a device address (not 0 bytes) lie in one allocation, or are mapped. What of them the host has goes to the device.
 ///
 /// # Errors
 /// `INVALID_VALUE`, as CUDA says of an address that is none, or a range that runs past its end.
@@ -104,7 +108,13 @@ pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     }
     let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
     let end = address.checked_add(len).ok_or(Status::INVALID_VALUE)?;
-    if end > found.base + found.size { Err(Status::INVALID_VALUE) } else { Ok(found) }
+    if end > found.base + found.size {
+        return Err(Status::INVALID_VALUE);
+    }
+    if found.managed {
+        managed::lend(address, len)?;
+    }
+    Ok(found)
 }
 
 /// Allocates in the current device.
@@ -209,7 +219,7 @@ pub(crate) fn collect(driver: &Driver) {
 }
 
 /// Waits for what was freed in stream order on a device. False: there was nothing.
-fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
+pub(crate) fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
     let waiting: Vec<(Arc<Stream>, u64)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {
@@ -222,7 +232,8 @@ fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
 }
 
 /// A device's memory is gone, whichever context it was in: the server has reset the device.
-pub(crate) fn reset(driver: &Driver, device: &Device) {
+pub(crate) fn reset(driver: &'static Driver, device: &Device) {
+    managed::reset(driver, device);
     lock(&LEAVING).retain(|l| l.device != device.ordinal);
     lock(&device.memory).reset();
     let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
@@ -230,7 +241,8 @@ pub(crate) fn reset(driver: &Driver, device: &Device) {
 }
 
 /// Gives back the memory of a context that ends.
-pub(crate) fn forget(driver: &Driver, context: &'static Context) {
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    managed::forget(driver, context);
     lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
     for device in &driver.devices {
         let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
@@ -255,7 +267,7 @@ api! {
         collect(driver);
         let reply = driver.session.call(&MemGetInfo { device: device.ordinal })?;
         // What is backed and free here is free to the program.
-        let spare = lock(&device.memory).free_bytes();
+        let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
         if !free.is_null() {
             put(free, (reply.free + spare).min(reply.total) as usize)?;
         }
@@ -301,6 +313,11 @@ api! {
         // The one place where two threads that free the same address are told apart is the removal itself.
         if found.context.is_alive() {
             found.context.synchronize()?;
+        }
+        if found.managed {
+            // What was asked for as pinned memory is not this call's.
+            let ours = managed::as_host(driver, dptr).is_none() && managed::free(driver, device, dptr)?;
+            return if ours { Ok(()) } else { Err(Status::INVALID_VALUE) };
         }
         if graph_memory::freed(dptr)? {
             return Ok(());

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use crate::context::{self, Context};
 use crate::function::{FUNCTIONS, Function};
 use crate::state::{Driver, driver};
-use crate::{Result, image, library, non_null, put};
+use crate::{Result, image, library, managed, non_null, put};
 use client::data::{HostIn, HostOut, HostRange, Place};
 use client::handle::ModuleId;
 use client::handles::Slab;
@@ -28,9 +28,18 @@ pub(crate) struct Module {
     pub context: &'static Context,
     pub functions: Vec<Arc<Function>>,
     by_name: HashMap<CString, usize>,
-    globals: Mutex<HashMap<CString, (u64, u64)>>,
+    globals: Mutex<HashMap<CString, Variable>>,
     /// Handle of the module itself: made when it is asked for, for a library's.
     handle: OnceLock<usize>,
+}
+
+/// A variable of a module.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Variable {
+    pub address: u64,
+    pub size: u64,
+    /// It is `__managed__`.
+    pub managed: bool,
 }
 
 pub(crate) static MODULES: Slab<Module> = Slab::new(4);
@@ -256,6 +265,25 @@ pub(crate) fn load(
     }))
 }
 
+impl Variable {
+    /// Writes where it is through a program's pointers, of which either may be NULL.
+    ///
+    /// # Safety
+    /// What is not NULL may be written.
+    pub unsafe fn put(&self, address: *mut u64, size: *mut usize) -> Result {
+        // SAFETY: as the caller says.
+        unsafe {
+            if !address.is_null() {
+                put(address, self.address)?;
+            }
+            if !size.is_null() {
+                put(size, self.size as usize)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Module {
     /// The function of a name.
     pub fn function(&self, name: &CStr) -> Option<&Arc<Function>> {
@@ -275,17 +303,21 @@ impl Module {
         Ok(kept)
     }
 
-    /// A variable's address and size.
-    pub fn global(&self, driver: &Driver, name: &CStr) -> Result<(u64, u64)> {
+    /// A variable.
+    pub fn global(&self, driver: &'static Driver, name: &CStr) -> Result<Variable> {
         if let Some(found) = lock(&self.globals).get(name) {
             return Ok(*found);
         }
         let text = name.to_str().map_err(|_| Status::NOT_FOUND)?;
         let reply = driver.session.call(&ModuleGetGlobal { module: self.id, name: text })?;
-        lock(&self.globals).insert(name.to_owned(), (reply.address, reply.size));
+        let variable = Variable { address: reply.address, size: reply.size, managed: reply.managed };
+        if variable.managed {
+            managed::variable(driver, self.context, variable.address, variable.size)?;
+        }
+        lock(&self.globals).insert(name.to_owned(), variable);
         let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
         globals.insert(reply.address, (reply.size, self.context));
-        Ok((reply.address, reply.size))
+        Ok(variable)
     }
 
     /// Unloads it on the server. Its functions' handles name nothing from here on.
@@ -305,8 +337,11 @@ impl Module {
             MODULES.remove(*handle);
         }
         let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
-        for (address, _) in lock(&self.globals).values() {
-            globals.remove(address);
+        for variable in lock(&self.globals).values() {
+            globals.remove(&variable.address);
+            if variable.managed {
+                managed::forget_variable(variable.address, variable.size);
+            }
         }
     }
 }
@@ -415,13 +450,6 @@ api! {
         non_null(name)?;
         let (driver, module) = of(module)?;
         driver.session.check()?;
-        let (found, bytes) = module.global(driver, CStr::from_ptr(name))?;
-        if !address.is_null() {
-            put(address, found)?;
-        }
-        if !size.is_null() {
-            put(size, bytes as usize)?;
-        }
-        Ok(())
+        module.global(driver, CStr::from_ptr(name))?.put(address, size)
     }
 }

@@ -19,12 +19,9 @@ enum Behind {
 }
 
 fn behind(driver: &Driver, pointer: u64) -> Behind {
-    if let Some(found) = memory::find(driver, pointer) {
-        return Behind::Device(found);
-    }
-    match host::REGIONS.find(pointer as usize) {
+    match host::find(driver, pointer) {
         Some((base, size, tag)) => Behind::Host { base, size, tag },
-        None => Behind::Nothing,
+        None => memory::find(driver, pointer).map_or(Behind::Nothing, Behind::Device),
     }
 }
 
@@ -53,13 +50,14 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             }
         };
         let device = matches!(behind, Behind::Device(_));
+        let managed = matches!(&behind, Behind::Device(found) if found.managed);
         match number {
             1 => word(context.handle as u64)?,
             2 => number32(if device { 2 } else { 1 })?,
             3 if device => word(pointer)?,
-            4 if !device => word(pointer)?,
+            4 if !device || managed => word(pointer)?,
             // Pinned memory that the device reaches it reaches at the same address.
-            3 if host::is_mapped(pointer) => word(pointer)?,
+            3 if host::is_reached(driver, pointer) => word(pointer)?,
             // The host cannot reach a device's memory.
             3 | 4 => {
                 word(0)?;
@@ -67,7 +65,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             }
             6 => flag(matches!(&behind, Behind::Device(found) if found.sync_memops))?,
             7 => word(buffer)?,
-            8 => flag(false)?,
+            8 => flag(managed)?,
             9 => number32(context.device)?,
             10 => flag(false)?,
             11 | 19 => word(match &behind {
@@ -124,7 +122,7 @@ api! {
         }
         let found = memory::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         let device = memory::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
-        if let Some(tag) = lock(&device.memory).tag_mut(found.base) {
+        if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
             tag.sync_memops = value.cast::<u32>().read() != 0;
         }
         Ok(())

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
 use crate::context::Context;
+use crate::device::attr;
 use crate::memory::Tag;
 use crate::{Result, visible};
 use client::handle::ContextId;
@@ -30,7 +31,11 @@ pub(crate) struct Device {
     /// By number in `CUdevice_attribute`; `None`: the server's driver does not know it.
     pub attributes: Vec<Option<i32>>,
     pub memory: Mutex<DeviceMemory<Tag>>,
+    /// The same for what the host has at the same addresses: see [`crate::managed`].
+    pub managed: Mutex<DeviceMemory<Tag>>,
     pub primary: &'static Context,
+    /// Kernels reach pinned memory in place: the server shares it.
+    pub shares_host_memory: bool,
 }
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
@@ -119,10 +124,17 @@ impl Device {
                 *place = Some(attribute.value);
             }
         }
+        let shares_host_memory = attributes.get(attr::CAN_MAP_HOST_MEMORY) == Some(&Some(1));
         crate::device::complete_attributes(&mut attributes);
         let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
+        let managed = Mutex::new(DeviceMemory::both(ordinal, info.granule, client::pages::PAGE as u64));
         let primary = Context::new(ContextId(ordinal), ordinal, 0, true);
-        Device { ordinal, info, attributes, memory, primary }
+        Device { ordinal, info, attributes, memory, managed, primary, shares_host_memory }
+    }
+
+    /// Whose of the device's addresses one is.
+    pub fn memory_of(&self, address: u64) -> &Mutex<DeviceMemory<Tag>> {
+        if crate::managed::is_in_window(address) { &self.managed } else { &self.memory }
     }
 
     /// An attribute's value; 0 if the device does not know it.

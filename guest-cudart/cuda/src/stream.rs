@@ -292,7 +292,14 @@ fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
     }
 }
 
-/// Per-thread streams of all threads, for when their context goes.
+/// A stream of this library's own in a context, beside all others. It ends with the context.
+pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
+    let stream = Arc::new(make(driver, context, NON_BLOCKING, 0)?);
+    lock(&OWNED).push(Arc::downgrade(&stream));
+    Ok(stream)
+}
+
+/// Streams that no handle names, of threads and of this library's own, for when their context goes.
 static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
 
 fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {

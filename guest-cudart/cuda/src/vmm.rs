@@ -29,8 +29,8 @@ use client::ops::memory::{
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct MemLocation {
-    kind: u32,
-    id: i32,
+    pub kind: u32,
+    pub id: i32,
 }
 
 /// `CUmemAllocationProp`.
@@ -140,7 +140,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
         return None;
     }
     let context = driver.devices.get(mapping.memory.device as usize)?.primary;
-    Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false })
+    Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
 /// Checks that a range (not 0 bytes) is mapped and that one device may access all of it; gives what is mapped at its beginning.

@@ -6,6 +6,8 @@ use crate::context;
 use crate::error::Error;
 use crate::types::{CUasyncCallback, CUasyncCallbackHandle, CUmemoryPool, ChannelFormatDesc};
 
+/// `cudaDeviceMapHost`, which is so for every device, and which the driver does not take for a primary context.
+const MAP_HOST: c_uint = 8;
 /// The mask of `cudaSetDeviceFlags`: scheduling, mapped host memory, keeping local memory, synchronous memory
 /// operations.
 const DEVICE_FLAGS: c_uint = 0xff;
@@ -26,7 +28,7 @@ api! {
         const FLAGS_ARE_VALID: c_uint = 1;
         if flags & !FLAGS_ARE_VALID != 0 { return Err(Error::INVALID_VALUE) }
         if flags & FLAGS_ARE_VALID != 0 {
-            d.cuDevicePrimaryCtxSetFlags_v2(context::handle(d, device)?, device_flags)?;
+            d.cuDevicePrimaryCtxSetFlags_v2(context::handle(d, device)?, device_flags & !MAP_HOST)?;
         }
         context::primary(d, device).map(|_| ())
     };
@@ -38,15 +40,17 @@ api! {
     };
     init fn cudaSetDeviceFlags(flags: c_uint) |d| {
         if flags & !DEVICE_FLAGS != 0 { return Err(Error::INVALID_VALUE) }
-        d.cuDevicePrimaryCtxSetFlags_v2(context::handle(d, context::device(d)?)?, flags)
+        d.cuDevicePrimaryCtxSetFlags_v2(context::handle(d, context::device(d)?)?, flags & !MAP_HOST)
     };
     init fn cudaGetDeviceFlags(flags: *mut c_uint) |d| {
         if flags.is_null() { return Err(Error::INVALID_VALUE) }
         if context::current_context(d)?.is_null() {
-            flags.write(context::flags(d, context::device(d)?)?);
+            flags.write(context::flags(d, context::device(d)?)? | MAP_HOST);
             return Ok(());
         }
-        d.cuCtxGetFlags(flags)
+        d.cuCtxGetFlags(flags)?;
+        flags.write(*flags | MAP_HOST);
+        Ok(())
     };
     init fn cudaDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) |d| {
         d.cuDeviceGetAttribute(value, attribute, context::handle(d, device)?)

@@ -99,6 +99,8 @@ ops! {
         address: u64,
         /// Its size in bytes.
         size: u64,
+        /// Whether it is managed memory: the client's at the same address as well.
+        managed: bool,
     }
 
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000).

@@ -146,6 +146,7 @@ api! {
     module_unload = "cuModuleUnload" (CUmodule);
     module_count = "cuModuleGetFunctionCount" (*mut c_uint, CUmodule);
     module_functions = "cuModuleEnumerateFunctions" (*mut CUfunction, c_uint, CUmodule);
+    pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_uint, CUdeviceptr);
     module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
     function_name = "cuFuncGetName" (*mut *const c_char, CUfunction);
     function_param_raw = "cuFuncGetParamInfo" (CUfunction, usize, *mut usize, *mut usize);

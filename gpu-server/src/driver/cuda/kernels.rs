@@ -18,6 +18,9 @@ use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
 use super::ranges::Ranges;
 use crate::driver::call::Call;
 
+/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
+const POINTER_IS_MANAGED: u32 = 8;
+
 /// Bytes of an image at most.
 const MAX_IMAGE: u64 = 4 << 30;
 /// Function attributes are told for modules of up to this many functions, since a function must be loaded before its attributes can be asked for.
@@ -314,11 +317,17 @@ impl ModuleOps<Call> for Cuda {
         // SAFETY: a live module; writes two integers.
         let found = unsafe { self.api.module_global(&mut address, &mut size, handle, name.as_ptr()) };
         self.note(cx.context, found)?;
+        let mut managed = 0u32;
+        // SAFETY: this attribute is an int.
+        let asked = unsafe {
+            self.api.pointer_attribute(std::ptr::from_mut(&mut managed).cast(), POINTER_IS_MANAGED, address)
+        };
+        self.note(cx.context, asked)?;
         if let Some(module) = self.modules.get_mut(&op.module.0) {
             // Known already when it is asked for again.
             module.globals.insert(address, size as u64);
         }
-        Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64 }))
+        Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 }))
     }
 
     fn function_set_attribute(

@@ -158,7 +158,11 @@ impl ModuleOps<Call> for Software {
         let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = protocol::handle::ContextId(module.context);
         let global = module.module.global(op.name).map_err(|e| code(&e))?;
-        Ok(Answer::Now(ModuleGetGlobalReply { address: global.address, size: global.size }))
+        Ok(Answer::Now(ModuleGetGlobalReply {
+            address: global.address,
+            size: global.size,
+            managed: global.managed,
+        }))
     }
 
     fn function_set_attribute(

@@ -82,7 +82,7 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (80, 1),
         (81, p.shared_per_multiprocessor),
         (82, p.registers_per_block),
-        (83, 0),
+        (83, 1),
         (84, 0),
         (85, ordinal),
         (86, 0),

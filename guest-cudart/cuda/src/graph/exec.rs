@@ -390,6 +390,7 @@ impl Exec {
         if taken && self.flags & flag::AUTO_FREE_ON_LAUNCH == 0 {
             return Err(Status::INVALID_VALUE);
         }
+        let _order = crate::managed::before_work(driver)?;
         state.queue(driver, self.context, stream)?;
         for (memory, live) in &state.memory {
             memory.used(stream, *live);

@@ -1,0 +1,305 @@
+//! Page protection and a handler of SIGSEGV.
+//!
+//! The memory is mapped twice: where the program uses it, with the protection of the page's state, and a second time, always readable and writable, where pages are
+//! filled. A thread that is stopped writes its fault to a pipe and sleeps in the handler until it is answered. Faults elsewhere go to the handler that was there before.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use super::Fault;
+use crate::lock;
+use crate::port::mapping::Mapping;
+
+/// Ranges that the handler knows. Entries are never moved, so that it reads them without a lock.
+const MOST_RANGES: usize = 4096;
+/// Threads that are stopped at once; others wait for a place.
+const PLACES: usize = 64;
+
+const FREE: u32 = 0;
+const STOPPED: u32 = 1;
+const ANSWERED: u32 = 2;
+const REFUSED: u32 = 3;
+
+struct Known {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+static RANGES: [Known; MOST_RANGES] =
+    [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; MOST_RANGES];
+/// Entries of [`RANGES`] that are or were in use.
+static USED: AtomicUsize = AtomicUsize::new(0);
+static STOPS: [AtomicU32; PLACES] = [const { AtomicU32::new(FREE) }; PLACES];
+/// Where the handler writes faults.
+static PIPE: AtomicI32 = AtomicI32::new(-1);
+/// What was installed before.
+static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
+
+/// What the handler writes: read whole, since it is shorter than `PIPE_BUF`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Message {
+    address: usize,
+    write: u32,
+    place: u32,
+}
+
+/// A range's second mapping.
+#[derive(Debug)]
+struct Alias {
+    start: usize,
+    len: usize,
+    known: usize,
+    mapping: Mapping,
+    memory: OwnedFd,
+}
+
+/// The mechanism; a process has one.
+#[derive(Debug)]
+pub struct Signal {
+    reader: OwnedFd,
+    aliases: Mutex<Vec<Alias>>,
+}
+
+impl Signal {
+    /// Installs the handler.
+    pub fn open() -> io::Result<Signal> {
+        static READER: OnceLock<Result<OwnedFd, i32>> = OnceLock::new();
+        let reader = READER.get_or_init(|| install().map_err(|error| error.raw_os_error().unwrap_or(0)));
+        match reader {
+            Ok(reader) => Ok(Signal { reader: reader.try_clone()?, aliases: Mutex::default() }),
+            Err(code) => Err(io::Error::from_raw_os_error(*code)),
+        }
+    }
+
+    pub fn map(&self, address: usize, len: usize) -> io::Result<()> {
+        let memory = memfd(len)?;
+        let mapping = Mapping::shared(memory.as_fd(), len)?;
+        mapping.dont_fork();
+        super::place(address, len, libc::MAP_SHARED, memory.as_raw_fd())?;
+        let mut aliases = lock(&self.aliases);
+        let known = match (0..MOST_RANGES).find(|n| RANGES[*n].end.load(Ordering::Acquire) == 0) {
+            Some(known) => known,
+            None => {
+                super::unplace(address, len);
+                return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+            }
+        };
+        RANGES[known].start.store(address, Ordering::Release);
+        RANGES[known].end.store(address + len, Ordering::Release);
+        USED.fetch_max(known + 1, Ordering::AcqRel);
+        aliases.push(Alias { start: address, len, known, mapping, memory });
+        Ok(())
+    }
+
+    pub fn unmap(&self, address: usize, len: usize) {
+        let mut aliases = lock(&self.aliases);
+        if let Some(at) = aliases.iter().position(|alias| alias.start == address) {
+            let alias = aliases.swap_remove(at);
+            RANGES[alias.known].end.store(0, Ordering::Release);
+        }
+        super::unplace(address, len);
+    }
+
+    pub fn open_range(&self, _: usize, _: usize) -> io::Result<()> {
+        Ok(())
+    }
+
+    pub fn close_range(&self, _: usize, _: usize) {}
+
+    pub fn faults(&self) -> io::Result<Vec<Fault>> {
+        let mut message = MaybeUninit::<Message>::uninit();
+        loop {
+            // SAFETY: the kernel fills at most the message.
+            let n = unsafe {
+                libc::read(
+                    self.reader.as_raw_fd(),
+                    message.as_mut_ptr().cast(),
+                    std::mem::size_of::<Message>(),
+                )
+            };
+            if n == std::mem::size_of::<Message>() as isize {
+                // SAFETY: filled whole.
+                let Message { address, write, place } = unsafe { message.assume_init() };
+                return Ok(vec![Fault { address, write: write != 0, token: place }]);
+            }
+            let error = io::Error::last_os_error();
+            if n >= 0 || error.raw_os_error() != Some(libc::EINTR) {
+                return Err(error);
+            }
+        }
+    }
+
+    /// The second mapping of an address.
+    fn alias(&self, address: usize) -> Option<*mut u8> {
+        let aliases = lock(&self.aliases);
+        let alias = aliases.iter().find(|alias| (alias.start..alias.start + alias.len).contains(&address))?;
+        // SAFETY: inside the mapping, which is as long as the range.
+        Some(unsafe { alias.mapping.base().add(address - alias.start) })
+    }
+
+    pub fn fill(&self, address: usize, bytes: &[u8], writable: bool) -> io::Result<()> {
+        let to = self.alias(address).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: callers fill inside a range; its second mapping is as long.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        self.protect(address, bytes.len(), !writable)
+    }
+
+    pub fn protect(&self, address: usize, len: usize, on: bool) -> io::Result<()> {
+        let write = if on { 0 } else { libc::PROT_WRITE };
+        super::protection(address, len, libc::PROT_READ | write)
+    }
+
+    pub fn clear(&self, address: usize, len: usize) {
+        let _ = super::protection(address, len, libc::PROT_NONE);
+        let aliases = lock(&self.aliases);
+        let found = aliases.iter().find(|alias| (alias.start..alias.start + alias.len).contains(&address));
+        if let Some(alias) = found {
+            let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let offset = (address - alias.start) as libc::off_t;
+            // SAFETY: a hole in this module's own file; what was there is wanted no more.
+            unsafe { libc::fallocate(alias.memory.as_raw_fd(), hole, offset, len as libc::off_t) };
+        }
+    }
+
+    pub fn bytes(&self, address: usize) -> *const u8 {
+        self.alias(address).map_or(ptr::null(), |at| at.cast_const())
+    }
+
+    pub fn retry(&self, fault: &Fault) {
+        answer(fault, ANSWERED);
+    }
+
+    pub fn refuse(&self, fault: &Fault) {
+        answer(fault, REFUSED);
+    }
+}
+
+fn answer(fault: &Fault, answer: u32) {
+    let Some(stop) = STOPS.get(fault.token as usize) else { return };
+    stop.store(answer, Ordering::Release);
+    futex(stop, libc::FUTEX_WAKE, 1);
+}
+
+fn memfd(len: usize) -> io::Result<OwnedFd> {
+    // SAFETY: makes a descriptor from a C string.
+    let fd = unsafe { libc::memfd_create(c"rgpu-managed".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that nobody else has.
+    let memory = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: a descriptor of this function's own.
+    if unsafe { libc::ftruncate(memory.as_raw_fd(), len as libc::off_t) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(memory)
+}
+
+fn install() -> io::Result<OwnedFd> {
+    let mut ends = [0; 2];
+    // SAFETY: the kernel writes two descriptors.
+    if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that nobody else has; the other end stays open for the handler as long as the process lives.
+    let reader = unsafe { OwnedFd::from_raw_fd(ends[0]) };
+    PIPE.store(ends[1], Ordering::Release);
+    // SAFETY: a structure of integers, for which zeroes are valid.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = handle as *const () as usize;
+    // On the thread's own stack where it has no other; what was blocked stays so.
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    let before = Box::leak(Box::new(action));
+    // SAFETY: both are whole structures, and the handler only does what a handler may.
+    if unsafe { libc::sigaction(libc::SIGSEGV, &action, before) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    BEFORE.store(before, Ordering::Release);
+    Ok(reader)
+}
+
+fn futex(word: &AtomicU32, operation: libc::c_int, value: u32) {
+    // SAFETY: a word of this process; no timeout.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            operation | libc::FUTEX_PRIVATE_FLAG,
+            value,
+            ptr::null::<libc::timespec>(),
+        )
+    };
+}
+
+fn is_known(address: usize) -> bool {
+    RANGES[..USED.load(Ordering::Acquire)].iter().any(|range| {
+        let end = range.end.load(Ordering::Acquire);
+        address < end && address >= range.start.load(Ordering::Acquire)
+    })
+}
+
+/// Handles SIGSEGV. Calls nothing that a signal handler may not: atomics, write(2), futex(2), sigaction(2).
+extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel gives both to a handler with SA_SIGINFO; `errno` is this thread's.
+    let (address, write, errno) = unsafe {
+        let machine = &(*context.cast::<libc::ucontext_t>()).uc_mcontext;
+        // Bit 1 of the processor's error code says that the access was a write.
+        let write = machine.gregs[libc::REG_ERR as usize] & 2 != 0;
+        ((*info).si_addr() as usize, write, *libc::__errno_location())
+    };
+    if is_known(address) && stop(address, write) {
+        // SAFETY: as above.
+        unsafe { *libc::__errno_location() = errno };
+        return;
+    }
+    let before = BEFORE.load(Ordering::Acquire);
+    // SAFETY: leaked by `install`, whole. A handler there expects these arguments; without one the access is made again and ends the process.
+    unsafe {
+        match (*before).sa_sigaction {
+            libc::SIG_DFL | libc::SIG_IGN => {
+                libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+            }
+            handler if (*before).sa_flags & libc::SA_SIGINFO != 0 => {
+                let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
+                    std::mem::transmute(handler);
+                handler(signal, info, context);
+            }
+            handler => {
+                let handler: extern "C" fn(libc::c_int) = std::mem::transmute(handler);
+                handler(signal);
+            }
+        }
+    }
+}
+
+/// Tells of a fault and sleeps until it is answered. False: the access is to nothing.
+fn stop(address: usize, write: bool) -> bool {
+    let place = loop {
+        let free = STOPS.iter().position(|stop| {
+            stop.compare_exchange(FREE, STOPPED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        });
+        match free {
+            Some(place) => break place,
+            None => std::hint::spin_loop(),
+        }
+    };
+    let message = Message { address, write: write.into(), place: place as u32 };
+    // SAFETY: a whole message; the pipe takes it at once or makes this thread wait.
+    let written = unsafe {
+        libc::write(
+            PIPE.load(Ordering::Acquire),
+            ptr::from_ref(&message).cast(),
+            std::mem::size_of::<Message>(),
+        )
+    };
+    let told = written == std::mem::size_of::<Message>() as isize;
+    while told && STOPS[place].load(Ordering::Acquire) == STOPPED {
+        futex(&STOPS[place], libc::FUTEX_WAIT, STOPPED);
+    }
+    STOPS[place].swap(FREE, Ordering::AcqRel) == ANSWERED
+}

@@ -1,0 +1,118 @@
+//! Answering the program's accesses to blocks that the host does not have.
+
+use std::sync::PoisonError;
+
+use super::blocks::{Answer, Run};
+use super::{ORDER, STATE};
+use crate::state::Driver;
+use crate::{Result, callback, context};
+use client::counters::{self, COUNTERS};
+use client::pages::{Fault, Pages};
+use client::{Status, lock, log};
+
+/// The thread that answers.
+pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
+    let mut buffer = Vec::new();
+    loop {
+        match pages.faults() {
+            Ok(faults) => {
+                for fault in faults {
+                    answer(driver, pages, &fault, &mut buffer);
+                }
+            }
+            Err(error) => {
+                log::error(format_args!("managed memory: {error}"));
+                return;
+            }
+        }
+    }
+}
+
+fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    counters::add(&COUNTERS.page_faults, 1);
+    let answered = loop {
+        if callback::is_calling() {
+            // The device waits for a host function, which may be what is stopped here.
+            break give(driver, pages, fault, buffer);
+        }
+        let over = context::quiesce_all(driver);
+        let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+        // A context that has failed is never known to be done.
+        if over && context::any_busy() && !callback::is_calling() {
+            continue;
+        }
+        break give(driver, pages, fault, buffer);
+    };
+    match answered {
+        Ok(true) => pages.retry(fault),
+        Ok(false) => pages.refuse(fault),
+        Err(status) => {
+            log::error(format_args!(
+                "managed memory at {:#x} cannot be had from the device ({status}): the access ends the program",
+                fault.address
+            ));
+            let mut state = lock(&STATE);
+            if let Some((base, size)) = state.find(fault.address as u64) {
+                state.remove(base);
+                pages.close_range(base as usize, size as usize);
+            }
+            drop(state);
+            pages.refuse(fault);
+        }
+    }
+}
+
+/// Gives the host what an access needs. False: there is nothing at the address.
+fn give(driver: &'static Driver, pages: &Pages, fault: &Fault, buffer: &mut Vec<u8>) -> Result<bool> {
+    let state = &mut *lock(&STATE);
+    let Some((base, _)) = state.find(fault.address as u64) else { return Ok(false) };
+    let Some((_, piece)) = state.pieces.get(&base) else { return Ok(false) };
+    let answer = piece.blocks.fault(fault.address as u64, fault.write);
+    let run = match answer {
+        Answer::Nothing => return Ok(true),
+        Answer::Allow(run) => {
+            pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
+            run
+        }
+        Answer::Zeroes(run) => {
+            fill(pages, run, zeroed(buffer, run), fault.write)?;
+            run
+        }
+        Answer::Fetch(run) => {
+            let context = piece.context;
+            let copier = state.mover(driver, context)?;
+            let bytes = zeroed(buffer, run);
+            if let Some((_, piece)) = state.pieces.get(&base) {
+                for part in piece.parts_in(&run) {
+                    let to =
+                        &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
+                    // SAFETY: a buffer of this thread's.
+                    unsafe { copier.receive(to.as_mut_ptr(), part.start, to.len()) }?;
+                }
+            }
+            fill(pages, run, bytes, fault.write)?;
+            run
+        }
+    };
+    if let Some((_, piece)) = state.pieces.get_mut(&base) {
+        piece.blocks.given(run, fault.write);
+        state.held.insert(base);
+        state.counted();
+    }
+    Ok(true)
+}
+
+fn zeroed(buffer: &mut Vec<u8>, run: Run) -> &mut [u8] {
+    buffer.clear();
+    buffer.resize(run.len as usize, 0);
+    buffer
+}
+
+fn fill(pages: &Pages, run: Run, bytes: &[u8], write: bool) -> Result {
+    pages.fill(run.address as usize, bytes, write).map_err(failed)
+}
+
+fn failed(error: std::io::Error) -> Status {
+    log::error(format_args!("managed memory: {error}"));
+    Status::UNKNOWN
+}

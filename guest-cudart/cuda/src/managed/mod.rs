@@ -1,0 +1,486 @@
+//! Managed memory: one address for host and device, which take turns on it.
+//!
+//! It is device memory, in a part of the device's window of its own, and the same addresses are taken in this process. The device's memory is the home of every byte; the
+//! host has copies of what the program touched since the device worked last ([`blocks`]), made when it touches them ([`faults`]). Each launch takes the copies
+//! back first ([`before_work`]), each copy or fill those of its range ([`lend`]): changed ones go to the device, and all are absent from then on.
+//!
+//! ```text
+//!   program touches a page ──▶ fault ──▶ wait for the device ──▶ fetch a block ──▶ the program goes on
+//!   launch ──▶ blocks that were changed go to the device, all are absent ──▶ the kernel runs on the device's memory alone
+//! ```
+//!
+//! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
+//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. Host functions are the exception, since the device waits for them.
+//!
+//! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
+
+mod advice;
+mod blocks;
+mod faults;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, c_char};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+
+use crate::context::{self, Context};
+use crate::copy::{Copier, Mode};
+use crate::host::HostTag;
+use crate::memory::{self, Tag};
+use crate::state::{Device, Driver, driver, unique_id};
+use crate::stream::{self, Stream};
+use crate::{Result, capture, library, non_null, put};
+use advice::Advised;
+use blocks::{Blocks, Run};
+use client::channel::MAX_DEVICES;
+use client::memory::{Backing, DEVICE_PART};
+use client::ops::copy::Memset;
+use client::ops::memory::{MemAlloc, MemFree, WINDOW_SIZE, window};
+use client::pages::{PAGE, Pages};
+use client::{Status, lock, log};
+
+/// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
+const ATTACH: [u32; 3] = [1, 2, 4];
+
+/// Pages of managed memory, with what lies in them on the device.
+struct Piece {
+    context: &'static Context,
+    blocks: Blocks,
+    /// Where bytes are: all of an allocation, the variables of some pages.
+    parts: Vec<Range<u64>>,
+    advised: Advised,
+    /// It was asked for as pinned memory that kernels reach.
+    host: Option<HostTag>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By first address.
+    pieces: BTreeMap<u64, (u64, Piece)>,
+    /// The pieces that the next work of the device has to look at.
+    held: BTreeSet<u64>,
+    /// For each context the stream on which blocks travel: beside all others, since what they may wait for may wait for these.
+    movers: Vec<(&'static Context, Arc<Stream>)>,
+}
+
+static STATE: Mutex<State> =
+    Mutex::new(State { pieces: BTreeMap::new(), held: BTreeSet::new(), movers: Vec::new() });
+/// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
+static PIECES: AtomicUsize = AtomicUsize::new(0);
+static HELD: AtomicUsize = AtomicUsize::new(0);
+/// Read while work goes to the device, written while a fault is answered: no work comes in between.
+static ORDER: RwLock<()> = RwLock::new(());
+
+/// The process's pages, and the thread that answers their faults.
+fn pages(driver: &'static Driver) -> Result<&'static Pages> {
+    static PAGES: OnceLock<Option<Pages>> = OnceLock::new();
+    static START: std::sync::Once = std::sync::Once::new();
+    let opened = PAGES.get_or_init(|| {
+        Pages::open()
+            .inspect_err(|error| log::warn(format_args!("no managed memory in this process: {error}")))
+            .ok()
+    });
+    let pages = opened.as_ref().ok_or(Status::NOT_SUPPORTED)?;
+    START.call_once(|| {
+        let thread = std::thread::Builder::new().name("rgpu-pages".into());
+        if let Err(error) = thread.spawn(move || faults::serve(driver, pages)) {
+            log::error(format_args!("no thread for managed memory: {error}"));
+        }
+    });
+    Ok(pages)
+}
+
+/// Backing for the part of a window that is the host's as well.
+struct Both(&'static Driver);
+
+impl Backing for Both {
+    fn grow(&self, device: u32, address: u64, size: u64) -> Result {
+        let pages = pages(self.0)?;
+        pages.map(address as usize, size as usize).map_err(|error| {
+            log::warn(format_args!("{size} bytes of managed memory at {address:#x}: {error}"));
+            Status::OUT_OF_MEMORY
+        })?;
+        let grown = self.0.grow(device, address, size);
+        // To the server a piece is one allocation.
+        grown.and_then(|()| self.0.session.append(&MemAlloc { address, size }).map(|_| ())).inspect_err(
+            |_| {
+                pages.unmap(address as usize, size as usize);
+            },
+        )
+    }
+
+    fn shrink(&self, device: u32, address: u64, size: u64) -> Result {
+        self.0.session.append(&MemFree { address })?;
+        self.0.shrink(device, address, size)?;
+        pages(self.0)?.unmap(address as usize, size as usize);
+        Ok(())
+    }
+}
+
+impl State {
+    fn find(&self, address: u64) -> Option<(u64, u64)> {
+        let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
+        (address - base < *size).then_some((*base, *size))
+    }
+
+    fn counted(&self) {
+        PIECES.store(self.pieces.len(), Ordering::Release);
+        HELD.store(self.held.len(), Ordering::Release);
+    }
+
+    fn insert(&mut self, base: u64, size: u64, piece: Piece) {
+        if piece.blocks.is_held() {
+            self.held.insert(base);
+        }
+        self.pieces.insert(base, (size, piece));
+        self.counted();
+    }
+
+    fn remove(&mut self, base: u64) -> Option<(u64, Piece)> {
+        self.held.remove(&base);
+        let piece = self.pieces.remove(&base);
+        self.counted();
+        piece
+    }
+
+    /// What moves bytes between the sides.
+    fn mover(&mut self, driver: &'static Driver, context: &'static Context) -> Result<Copier> {
+        let found = self.movers.iter().find(|(other, _)| std::ptr::eq(*other, context));
+        let stream = match found {
+            Some((_, stream)) => stream.clone(),
+            None => {
+                let stream = stream::unnamed(driver, context)?;
+                self.movers.push((context, stream.clone()));
+                stream
+            }
+        };
+        Ok(Copier { driver, stream, mode: Mode::Sync })
+    }
+
+    /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
+    fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let (dirty, held) = (piece.blocks.dirty(range), piece.blocks.held(range));
+        let pages = pages(driver)?;
+        if !dirty.is_empty() {
+            let copier = self.mover(driver, piece.context)?;
+            let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+            for run in &dirty {
+                pages.forbid_writes(run.address as usize, run.len as usize).map_err(|_| Status::UNKNOWN)?;
+                for part in piece.parts_in(run) {
+                    let len = (part.end - part.start) as usize;
+                    // SAFETY: a block that the host has, and that nobody changes.
+                    unsafe { copier.send(part.start, pages.bytes(part.start as usize), len) }?;
+                }
+            }
+            copier.stream.synchronize(driver)?;
+        }
+        for run in &held {
+            pages.clear(run.address as usize, run.len as usize);
+        }
+        if let Some((_, piece)) = self.pieces.get_mut(&base) {
+            piece.blocks.taken(range);
+            if !piece.blocks.is_held() {
+                self.held.remove(&base);
+                self.counted();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    /// What of a run has bytes.
+    fn parts_in(&self, run: &Run) -> impl Iterator<Item = Range<u64>> {
+        let run = run.address..run.address + run.len;
+        let inside = move |part: &Range<u64>| part.start.max(run.start)..part.end.min(run.end);
+        self.parts.iter().map(inside).filter(|part| !part.is_empty())
+    }
+}
+
+/// Before work that may use any memory is put on a stream: the device gets what the host has. Work follows before the guard goes.
+#[inline]
+pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<RwLockReadGuard<'static, ()>>> {
+    if PIECES.load(Ordering::Acquire) == 0 {
+        return Ok(None);
+    }
+    let order = ORDER.read().unwrap_or_else(PoisonError::into_inner);
+    if HELD.load(Ordering::Acquire) != 0 {
+        give_all(driver)?;
+    }
+    Ok(Some(order))
+}
+
+#[cold]
+fn give_all(driver: &'static Driver) -> Result {
+    let mut state = lock(&STATE);
+    for base in state.held.clone() {
+        state.give(driver, base, &(0..u64::MAX))?;
+    }
+    Ok(())
+}
+
+/// Before work on a range of managed memory: the device gets what the host has of it.
+pub(crate) fn lend(address: u64, len: u64) -> Result {
+    if HELD.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let driver = driver()?;
+    let range = address..address + len;
+    let mut state = lock(&STATE);
+    let touched: Vec<u64> = state
+        .held
+        .iter()
+        .copied()
+        .filter(|base| {
+            state.pieces.get(base).is_some_and(|(size, _)| *base < range.end && range.start < base + size)
+        })
+        .collect();
+    for base in touched {
+        state.give(driver, base, &range)?;
+    }
+    Ok(())
+}
+
+/// Whether an address is in the part of a device's window that the host has as well.
+#[inline]
+pub(crate) fn is_in_window(address: u64) -> bool {
+    address
+        .checked_sub(window(0))
+        .is_some_and(|at| at % WINDOW_SIZE >= DEVICE_PART && at / WINDOW_SIZE < MAX_DEVICES.into())
+}
+
+/// Whether an address is one of managed memory, whatever it was asked for as.
+#[inline]
+pub(crate) fn is_here(address: u64) -> bool {
+    PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
+}
+
+/// What stands at an address as pinned memory that kernels reach: first address, size, and what is known of it.
+pub(crate) fn as_host(driver: &Driver, address: u64) -> Option<(usize, usize, HostTag)> {
+    if PIECES.load(Ordering::Acquire) == 0 {
+        return None;
+    }
+    let (base, tag) = {
+        let state = lock(&STATE);
+        let (base, _) = state.find(address)?;
+        (base, state.pieces.get(&base).and_then(|(_, piece)| piece.host)?)
+    };
+    let found = memory::find(driver, address).filter(|found| found.base == base)?;
+    Some((base as usize, found.size as usize, tag))
+}
+
+/// Allocates in the current device; zero, as the first touch finds it. `host`: as pinned memory that kernels reach.
+pub(crate) fn alloc(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: u64,
+    host: Option<HostTag>,
+) -> Result<u64> {
+    pages(driver)?;
+    let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    if size > device.info.total_memory {
+        return Err(Status::OUT_OF_MEMORY);
+    }
+    let buffer = host.map_or_else(unique_id, |tag| tag.buffer);
+    let tag = Tag { context, buffer, pool: 0, sync_memops: false, freed: false };
+    let place = || lock(&device.managed).alloc(size, tag, &Both(driver));
+    let address = match place() {
+        Err(Status::OUT_OF_MEMORY) if memory::wait_for_leaving(driver, device.ordinal) => place()?,
+        other => other?,
+    };
+    let reserved = size.next_multiple_of(PAGE as u64);
+    prepare(driver, context, address, reserved, host).inspect_err(|_| {
+        lock(&device.managed).free(address, &Both(driver));
+    })?;
+    Ok(address)
+}
+
+fn prepare(
+    driver: &'static Driver,
+    context: &'static Context,
+    address: u64,
+    size: u64,
+    host: Option<HostTag>,
+) -> Result {
+    let pages = pages(driver)?;
+    let mut state = lock(&STATE);
+    let copier = state.mover(driver, context)?;
+    let (stream, width) = (copier.stream.id, size / 4);
+    let zero = Memset { stream, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
+    copier.stream.work(driver, &zero)?;
+    copier.stream.synchronize(driver)?;
+    pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
+    let all = address..address + size;
+    let blocks = Blocks::new(address, size, true);
+    state.insert(
+        address,
+        size,
+        Piece { context, blocks, parts: vec![all], advised: Advised::default(), host },
+    );
+    Ok(())
+}
+
+/// An allocation goes, and nothing uses it any more. False: there is none at this address.
+pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Result<bool> {
+    let mut memory = lock(&device.managed);
+    if memory.find(address).is_none_or(|(base, _)| base != address) {
+        return Ok(false);
+    }
+    let pages = pages(driver)?;
+    if let Some((size, _)) = lock(&STATE).remove(address) {
+        pages.close_range(address as usize, size as usize);
+    }
+    Ok(memory.free(address, &Both(driver)).is_some())
+}
+
+/// A device's memory is gone on the server.
+pub(crate) fn reset(driver: &'static Driver, device: &Device) {
+    if PIECES.load(Ordering::Acquire) == 0 && lock(&STATE).movers.is_empty() {
+        return;
+    }
+    let Ok(pages) = pages(driver) else { return };
+    let mut state = lock(&STATE);
+    let gone: Vec<u64> = state
+        .pieces
+        .iter()
+        .filter(|(_, (_, piece))| piece.context.device == device.ordinal)
+        .map(|(base, _)| *base)
+        .collect();
+    for base in gone {
+        remove_pages(&mut state, pages, device, base);
+    }
+    state.movers.retain(|(context, _)| context.device != device.ordinal);
+    drop(state);
+    let mut memory = lock(&device.managed);
+    for (address, size) in memory.pieces() {
+        pages.unmap(address as usize, size as usize);
+    }
+    memory.reset();
+}
+
+/// Takes a piece away whose device memory is gone.
+fn remove_pages(state: &mut State, pages: &Pages, device: &Device, base: u64) {
+    if let Some((size, _)) = state.remove(base) {
+        if lock(&device.managed).holds(base) {
+            pages.close_range(base as usize, size as usize);
+        } else {
+            pages.unmap(base as usize, size as usize);
+        }
+    }
+}
+
+/// What a context had goes with it.
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    for device in &driver.devices {
+        let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
+        for address in addresses {
+            // What is not given back now is with the session.
+            let _ = free(driver, device, address);
+        }
+    }
+    lock(&STATE).movers.retain(|(other, _)| !std::ptr::eq(*other, context));
+}
+
+/// A module's managed variable is to be used by the host as well.
+///
+/// # Errors
+/// `NOT_SUPPORTED` where this process has something else at its address.
+pub(crate) fn variable(
+    driver: &'static Driver,
+    context: &'static Context,
+    address: u64,
+    size: u64,
+) -> Result {
+    let pages = pages(driver)?;
+    let whole = address..address.checked_add(size).ok_or(Status::UNKNOWN)?;
+    let page = PAGE as u64;
+    let mut state = lock(&STATE);
+    let mut at = whole.start & !(page - 1);
+    while at < whole.end {
+        let part = whole.start.max(at)..whole.end;
+        let Some((base, len)) = state.find(at) else {
+            // As far as nothing else of ours is.
+            let end = state.pieces.range(at..).next().map_or(u64::MAX, |(base, _)| *base);
+            let len = whole.end.next_multiple_of(page).min(end) - at;
+            let taken = pages
+                .map(at as usize, len as usize)
+                .and_then(|()| pages.open_range(at as usize, len as usize));
+            if let Err(error) = taken {
+                log::warn(format_args!(
+                    "a managed variable at {address:#x}, where this process has something else ({error}): \
+                     it cannot be used here"
+                ));
+                return Err(Status::NOT_SUPPORTED);
+            }
+            let part = part.start..part.end.min(at + len);
+            let blocks = Blocks::new(at, len, false);
+            let piece = Piece { context, blocks, parts: vec![part], advised: Advised::default(), host: None };
+            state.insert(at, len, piece);
+            at += len;
+            continue;
+        };
+        // What the host has of these pages does not have the new variable's bytes.
+        state.give(driver, base, &(0..u64::MAX))?;
+        if let Some((_, piece)) = state.pieces.get_mut(&base) {
+            let part = part.start..part.end.min(base + len);
+            if !piece.parts.contains(&part) {
+                piece.parts.push(part);
+            }
+        }
+        at = base + len;
+    }
+    Ok(())
+}
+
+/// A module's variable is gone; if it was managed, it is here no more.
+pub(crate) fn forget_variable(address: u64, size: u64) {
+    let Ok(driver) = driver() else { return };
+    let Ok(pages) = pages(driver) else { return };
+    let range = address..address + size;
+    let mut state = lock(&STATE);
+    let mut at = address;
+    while at < range.end {
+        let Some((base, len)) = state.find(at) else { return };
+        at = base + len;
+        let Some((_, piece)) = state.pieces.get_mut(&base) else { return };
+        piece.parts.retain(|part| part.end <= range.start || range.end <= part.start);
+        if piece.parts.is_empty() {
+            state.remove(base);
+            pages.unmap(base as usize, len as usize);
+        }
+    }
+}
+
+api! {
+    fn cuMemAllocManaged(dptr: *mut u64, size: usize, flags: u32) {
+        non_null(dptr)?;
+        let (driver, context) = context::ready()?;
+        // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
+        if size == 0 || !matches!(flags, 1 | 2) {
+            return Err(Status::INVALID_VALUE);
+        }
+        capture::unsafe_call()?;
+        put(dptr, alloc(driver, context, size as u64, None)?)
+    }
+
+    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
+        non_null(name)?;
+        let variable = library::variable(handle, CStr::from_ptr(name))?;
+        if !variable.managed {
+            return Err(Status::NOT_FOUND);
+        }
+        variable.put(address, size)
+    }
+
+    fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
+        let (driver, context) = context::ready()?;
+        stream::plain(driver, context, handle, pt)?;
+        // An access of the host waits for all streams, whichever the memory is attached to.
+        let found = memory::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
+        let found = found.ok_or(Status::INVALID_VALUE)?;
+        let whole = length == 0 || length as u64 == found.size;
+        if whole && ATTACH.contains(&flags) { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+}
