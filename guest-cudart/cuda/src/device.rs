@@ -299,9 +299,9 @@ mod tests {
     fn every_attribute_of_the_api_has_a_value_and_what_is_not_here_has_none() {
         let mut attributes = vec![None; 120];
         attributes[10] = Some(32);
-        attributes[83] = Some(1);
+        attributes[89] = Some(1);
         complete_attributes(&mut attributes);
-        assert_eq!((attributes[10], attributes[83], attributes[147]), (Some(32), Some(0), Some(0)));
+        assert_eq!((attributes[10], attributes[89], attributes[147]), (Some(32), Some(0), Some(0)));
         assert_eq!(attributes[0], None);
     }
 }
