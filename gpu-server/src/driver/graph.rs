@@ -4,6 +4,7 @@ use protocol::Status;
 use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
 use protocol::ops::graph::{GraphNode, GraphNodes};
 use protocol::ops::launch::Launch;
+use protocol::ops::stream::StreamBatchMemOp;
 use protocol::ops::{Op, decode_reply};
 use protocol::wire::{Reader, Wire};
 
@@ -22,6 +23,8 @@ pub enum Work<'a> {
     Copy(MemcpyDtoD),
     /// A box.
     Copy3D(MemcpyDtoD3D),
+    /// Memory operations.
+    Words(StreamBatchMemOp),
 }
 
 /// The list of nodes, each behind those that it waits for.
@@ -58,6 +61,7 @@ pub fn work(node: &GraphNode) -> Result<Work<'_>, Status> {
         opcode if opcode == <Memset as Op>::INFO.opcode => decode(body).map(Work::Memset),
         opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => decode(body).map(Work::Copy),
         opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => decode(body).map(Work::Copy3D),
+        opcode if opcode == <StreamBatchMemOp as Op>::INFO.opcode => decode(body).map(Work::Words),
         _ => Err(Status::NOT_SUPPORTED),
     }
 }

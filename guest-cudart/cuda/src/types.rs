@@ -129,6 +129,29 @@ pub struct HostNodeParams {
     pub userData: *mut c_void,
 }
 
+/// `CUstreamBatchMemOpParams`. A flush and a fence have nothing but their flags, at the place of `short_flags`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOp {
+    pub operation: u32,
+    pub short_flags: u32,
+    pub address: u64,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: u64,
+    pub pad: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOpNodeParams {
+    pub ctx: usize,
+    pub count: u32,
+    pub paramArray: *const BatchMemOp,
+    pub flags: u32,
+}
+
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]

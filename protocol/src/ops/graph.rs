@@ -11,7 +11,7 @@ use crate::wire::Bytes;
 crate::wire_struct! {
     /// A node of a graph.
     pub struct GraphNode {
-        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod` or `memcpy_dtod_3d`; 0: an empty node.
+        /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or `stream_batch_mem_op`; 0: an empty node.
         opcode: u16,
         /// Nodes that it depends on: indices of earlier ones.
         dependencies: Vec<u32>,

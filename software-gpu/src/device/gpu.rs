@@ -318,6 +318,11 @@ impl Gpu {
         self.inner.cancelled.store(true, Ordering::Release);
     }
 
+    /// Whether [`Gpu::cancel`] was called: an enqueued closure that waits for something need wait no more.
+    pub fn is_cancelled(&self) -> bool {
+        self.inner.cancelled.load(Ordering::Acquire)
+    }
+
     /// Runs a kernel on the workers and waits for its end.
     pub(crate) fn execute(&self, kernel: Arc<KernelRun>) -> Result<()> {
         self.inner.pool.execute(kernel)

@@ -138,6 +138,7 @@ api! {
     stream_wait_event = "cuStreamWaitEvent" (CUstream, CUevent, c_uint);
     stream_write = "cuStreamWriteValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
     stream_wait = "cuStreamWaitValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
+    stream_memory_ops = "cuStreamBatchMemOp_v2" (CUstream, c_uint, *mut BatchMemOp, c_uint);
     event_create = "cuEventCreate" (*mut CUevent, c_uint);
     event_destroy = "cuEventDestroy_v2" (CUevent);
     event_record = "cuEventRecordWithFlags" (CUevent, CUstream, c_uint);
@@ -181,6 +182,9 @@ api! {
     graph_destroy = "cuGraphDestroy" (CUgraph);
     graph_instantiate = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
     graph_add_empty = "cuGraphAddEmptyNode" (*mut CUgraphNode, CUgraph, *const CUgraphNode, usize);
+    graph_add_memory_ops = "cuGraphAddBatchMemOpNode" (
+        *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const BatchMemOpNode
+    );
     graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
@@ -191,6 +195,28 @@ api! {
     );
     capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// `CUstreamBatchMemOpParams`; a fence and a flush have their flags at the place of `short_flags`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct BatchMemOp {
+    pub operation: u32,
+    pub short_flags: u32,
+    pub address: CUdeviceptr,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: CUdeviceptr,
+    pub pad: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`.
+#[repr(C)]
+pub struct BatchMemOpNode {
+    pub context: CUcontext,
+    pub count: c_uint,
+    pub operations: *mut BatchMemOp,
+    pub flags: c_uint,
 }
 
 /// `CUgraphExecUpdateResultInfo`, with the result as a number.
@@ -313,6 +339,8 @@ const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(size_of::<BatchMemOp>() == size_of::<sys::CUstreamBatchMemOpParams>());
+    assert!(size_of::<BatchMemOpNode>() == size_of::<sys::CUDA_BATCH_MEM_OP_NODE_PARAMS>());
 };
 
 // SAFETY: function pointers of a library that is never unloaded.

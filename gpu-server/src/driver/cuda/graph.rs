@@ -108,6 +108,7 @@ impl Cuda {
             Work::Memset(op) => self.memset_at(context, stream, op),
             Work::Copy(op) => self.copy_at(context, stream, op),
             Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
+            Work::Words(op) => self.memory_ops_at(context, stream, &op.operations),
         }
     }
 
@@ -133,6 +134,9 @@ impl Cuda {
                         self.api.graph_add_empty(&mut empty, build.graph, before.as_ptr(), before.len())
                     }?;
                     vec![empty]
+                }
+                Work::Words(op) => {
+                    vec![self.memory_ops_node(context, build.graph, &before, &op.operations)?]
                 }
                 work => {
                     if let Work::Launch(launch) = &work {

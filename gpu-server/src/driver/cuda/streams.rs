@@ -336,6 +336,11 @@ impl StreamOps<Call> for Cuda {
         }
         Ok(())
     }
+
+    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        self.memory_ops_at(place.context, place.stream, &op.operations)
+    }
 }
 
 impl EventOps<Call> for Cuda {

@@ -9,6 +9,7 @@ use protocol::ops::Answer;
 use protocol::ops::copy::{CopyOps, MemcpyDtoD, MemcpyDtoD3D, Memset};
 use protocol::ops::graph::*;
 use protocol::ops::launch::{Launch, LaunchOps};
+use protocol::ops::stream::StreamBatchMemOp;
 
 use super::Software;
 use crate::driver::call::Call;
@@ -88,6 +89,7 @@ impl GraphOps<Call> for Software {
                 Work::Memset(op) => self.memset(cx, Memset { stream, ..op })?,
                 Work::Copy(op) => self.memcpy_dtod(cx, MemcpyDtoD { stream, ..op })?,
                 Work::Copy3D(op) => self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream, ..op })?,
+                Work::Words(op) => self.memory_ops(cx, StreamBatchMemOp { stream, ..op })?,
             }
         }
         Ok(())

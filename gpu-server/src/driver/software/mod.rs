@@ -1,6 +1,6 @@
 //! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
+//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_memory`]: their memory operations;
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
@@ -14,6 +14,7 @@ mod graph;
 mod kernels;
 mod nvml;
 mod properties;
+mod stream_memory;
 mod streams;
 mod transfer;
 mod vmm;
@@ -34,6 +35,7 @@ use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::kernels::LoadedModule;
+use self::stream_memory::Bell;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
@@ -60,6 +62,8 @@ pub struct Software {
     broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
     tickets: Arc<Tickets>,
+    /// Rung by memory operations of streams.
+    bell: Arc<Bell>,
 }
 
 struct Device {
@@ -170,6 +174,7 @@ impl Software {
             broker: None,
             graphs: graph::Graphs::default(),
             tickets: Arc::default(),
+            bell: Arc::default(),
         })
     }
 

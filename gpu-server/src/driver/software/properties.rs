@@ -91,6 +91,10 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (89, 0),
         (90, 0),
         (91, 0),
+        // Memory operations of streams: the first form, with 64 bits, with NOR.
+        (92, 1),
+        (93, 1),
+        (94, 1),
         (95, 1),
         (97, optin),
         (98, 0),
@@ -103,6 +107,8 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (111, p.shared_reserved_per_block),
         (115, 0),
         (120, 0),
+        (122, 1),
+        (123, 1),
     ];
     DeviceInfoReply {
         name: p.name.clone(),

@@ -7,6 +7,7 @@
 //! step that somebody waits for is a [`Step`]: its end is called when it has run, or is dropped unrun.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use protocol::Status;
@@ -36,15 +37,27 @@ pub(super) struct Lane {
     word: Arc<Word>,
 }
 
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.word.gone.store(true, Ordering::Release);
+    }
+}
+
 /// A stream's progress word, as this side publishes it.
-struct Word {
+pub(super) struct Word {
     stream: u32,
     context: ContextId,
     last: Mutex<u64>,
     errors: Errors,
+    gone: AtomicBool,
 }
 
 impl Word {
+    /// Whether the stream is destroyed, by itself or with its context: nothing on it need wait any longer.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
     /// Everything on the stream up to `seq` is done, or will never be: then `status` says why.
     fn publish(&self, seq: u64, status: Status) {
         if !status.is_success() {
@@ -160,6 +173,7 @@ impl Software {
             context: ContextId(context),
             last: Mutex::new(0),
             errors: self.errors()?.clone(),
+            gone: AtomicBool::new(false),
         };
         Ok(Lane {
             stream: self.device(device)?.gpu.stream(),
@@ -337,6 +351,10 @@ impl StreamOps<Call> for Software {
         self.tickets.signal(op.ticket.0);
         Ok(())
     }
+
+    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
+        self.memory_ops(cx, op)
+    }
 }
 
 impl Place {
@@ -344,6 +362,11 @@ impl Place {
     fn publish(&self, seq: u64) {
         let word = Arc::clone(&self.word);
         step(&self.stream, &self.gpu, move |status| word.publish(seq, status));
+    }
+
+    /// The stream's progress word.
+    pub(super) fn word(&self) -> Arc<Word> {
+        Arc::clone(&self.word)
     }
 
     /// What publishes errors of this place's context.

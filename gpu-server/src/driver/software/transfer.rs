@@ -175,7 +175,7 @@ impl From<software_gpu::Error> for Ended {
 }
 
 /// Enqueues work whose failure is the context's deferred error, but not the device's end: memory that was freed under the copy, say.
-fn enqueue_checked(
+pub(super) fn enqueue_checked(
     place: &super::streams::Place,
     seq: u64,
     work: impl FnOnce(&Gpu) -> Result<()> + Send + 'static,

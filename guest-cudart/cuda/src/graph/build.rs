@@ -7,9 +7,10 @@ use super::memory::GraphMemory;
 use super::work::{Data, Kernel, Work, kind};
 use super::{EdgeData, GRAPHS, Graph, edge_data, edges, node, of};
 use crate::state::driver;
+use crate::stream_memory::Operations;
 use crate::types::{
-    GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, MemAllocNodeParams, Memcpy3D,
-    MemsetNodeParams,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
+    MemAllocNodeParams, Memcpy3D, MemsetNodeParams,
 };
 use crate::{Result, context, event, non_null, pool, put, refuse_form};
 use client::Status;
@@ -69,6 +70,18 @@ pub(super) fn waited(handle: usize) -> Result<Work> {
     Ok(Work::Wait(handle))
 }
 
+pub(super) unsafe fn words(p: *const BatchMemOpNodeParams) -> Result<Work> {
+    non_null(p)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    let p = unsafe { *p };
+    if p.flags != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: as many operations as the program says.
+    let operations = unsafe { Operations::described(driver()?, p.ctx, p.paramArray, p.count) }?;
+    Ok(Work::Words(Arc::new(operations)))
+}
+
 /// An allocation, made now: its address is told at once.
 unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
     non_null(p)?;
@@ -121,7 +134,8 @@ pub(super) unsafe fn described(p: *const GraphNodeParams) -> Result<Work> {
             kind::WAIT_EVENT => waited(*body as usize),
             kind::EVENT_RECORD => recorded(*body as usize),
             kind::MEM_ALLOC | kind::MEM_FREE | kind::CONDITIONAL => Err(Status::NOT_SUPPORTED),
-            8 | 9 | 12 => refuse_form("a graph's node for semaphores or batches of memory operations", &SAID),
+            kind::BATCH_MEM_OP => words(body.cast()),
+            8 | 9 => refuse_form("a graph's node for semaphores", &SAID),
             _ => Err(Status::INVALID_VALUE),
         }
     }
@@ -237,6 +251,12 @@ api! {
 
     fn cuGraphAddChildGraphNode(node: *mut usize, graph: usize, before: *const usize, count: usize, part: usize) {
         add(node, graph, before, std::ptr::null(), count, |_| child(part))
+    }
+
+    fn cuGraphAddBatchMemOpNode(
+        node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const BatchMemOpNodeParams
+    ) {
+        add(node, graph, before, std::ptr::null(), count, |_| words(p))
     }
 
     fn cuGraphAddEventRecordNode(node: *mut usize, graph: usize, before: *const usize, count: usize, event: usize) {

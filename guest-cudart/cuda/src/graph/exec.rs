@@ -148,13 +148,39 @@ impl Flat {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Copy(copy) => crate::copy3d::is_on_device(copy),
+            Work::Words(words) => words.is_on_device(),
             _ => true,
         }
+    }
+
+    /// Whether it waits for what a node beside it may write.
+    fn waits(&self) -> bool {
+        self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
     }
 
     /// The node as the program names it.
     fn name(&self) -> usize {
         self.owner.upgrade().and_then(|graph| Graph::node(&graph, self.id).ok()).unwrap_or(0)
+    }
+}
+
+/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last come behind all others, which may write these
+/// words: steps, and nodes of the software GPU, run one after the other.
+#[derive(Default)]
+struct Next {
+    ready: VecDeque<usize>,
+    alone: VecDeque<usize>,
+    waiting: VecDeque<usize>,
+}
+
+impl Next {
+    fn add(&mut self, place: usize, node: &Flat) {
+        let queue = match node {
+            node if node.waits() => &mut self.waiting,
+            node if node.is_servers() => &mut self.ready,
+            _ => &mut self.alone,
+        };
+        queue.push_back(place);
     }
 }
 
@@ -167,30 +193,34 @@ fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
             after[*from].push(place);
         }
     }
-    let (mut ready, mut alone) = (VecDeque::new(), VecDeque::new());
-    for (place, node) in nodes.iter().enumerate().filter(|(_, node)| node.before.is_empty()) {
-        if node.is_servers() { ready.push_back(place) } else { alone.push_back(place) }
+    let mut next = Next::default();
+    for place in (0..nodes.len()).filter(|place| nodes[*place].before.is_empty()) {
+        next.add(place, &nodes[place]);
     }
     let mut steps = Vec::new();
     loop {
         let mut together = Vec::new();
-        let mut done = |place: usize, ready: &mut VecDeque<usize>, alone: &mut VecDeque<usize>| {
-            for next in &after[place] {
-                missing[*next] -= 1;
-                if missing[*next] == 0 {
-                    if nodes[*next].is_servers() { ready.push_back(*next) } else { alone.push_back(*next) }
+        let mut done = |place: usize, next: &mut Next| {
+            for follower in &after[place] {
+                missing[*follower] -= 1;
+                if missing[*follower] == 0 {
+                    next.add(*follower, &nodes[*follower]);
                 }
             }
         };
-        while let Some(place) = ready.pop_front() {
-            done(place, &mut ready, &mut alone);
+        loop {
+            let place = next.ready.pop_front();
+            let place = place
+                .or_else(|| next.waiting.pop_front_if(|p| next.alone.is_empty() && nodes[*p].is_servers()));
+            let Some(place) = place else { break };
+            done(place, &mut next);
             together.push(place);
         }
         if !together.is_empty() {
             steps.push((true, together));
         }
-        let Some(place) = alone.pop_front() else { return steps };
-        done(place, &mut ready, &mut alone);
+        let Some(place) = next.alone.pop_front().or_else(|| next.waiting.pop_front()) else { return steps };
+        done(place, &mut next);
         steps.push((false, vec![place]));
     }
 }
@@ -558,6 +588,7 @@ pub(crate) fn forget(context: &'static Context) {
 mod tests {
     use super::*;
     use crate::graph::work::Data;
+    use crate::stream_memory::Operations;
     use proptest::prelude::*;
 
     unsafe extern "C" fn nothing(_: *mut std::ffi::c_void) {}
@@ -573,6 +604,15 @@ mod tests {
         let steps = plan(&nodes);
         assert_eq!(steps.len(), 1);
         assert!(steps[0].0);
+    }
+
+    #[test]
+    fn a_node_that_waits_for_a_word_comes_behind_those_that_may_write_it() {
+        let mut waits = flat(false, vec![]);
+        waits.work = Work::Words(Operations::waiting());
+        let nodes = [waits, flat(false, vec![0]), flat(true, vec![]), flat(false, vec![2])];
+        let steps = plan(&nodes);
+        assert_eq!(steps, [(false, vec![2]), (true, vec![3, 0, 1])]);
     }
 
     proptest! {

@@ -130,6 +130,7 @@ fn label(work: &Work) -> String {
         Work::Record(_) => "EVENT_RECORD".into(),
         Work::Alloc(memory) => format!("MEM_ALLOC {:#x}, {} bytes", memory.address, memory.size),
         Work::Free(address) => format!("MEM_FREE {address:#x}"),
+        Work::Words(words) => format!("BATCH_MEM_OP of {}", words.given.len()),
     }
 }
 

@@ -9,6 +9,7 @@ use crate::context::{self, Context};
 use crate::function::{self, Function};
 use crate::library::KERNELS;
 use crate::state::Driver;
+use crate::stream_memory::Operations;
 use crate::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
 use crate::{Result, copy3d, launch, memset, non_null};
 use client::Status;
@@ -28,6 +29,7 @@ pub(crate) mod kind {
     pub const EVENT_RECORD: u32 = 7;
     pub const MEM_ALLOC: u32 = 10;
     pub const MEM_FREE: u32 = 11;
+    pub const BATCH_MEM_OP: u32 = 12;
     pub const CONDITIONAL: u32 = 13;
 }
 
@@ -45,6 +47,8 @@ pub(crate) enum Work {
     Record(usize),
     Alloc(Arc<GraphMemory>),
     Free(u64),
+    /// Memory operations.
+    Words(Arc<Operations>),
 }
 
 /// An argument for a function of the program's.
@@ -177,6 +181,7 @@ impl Work {
             Work::Record(_) => kind::EVENT_RECORD,
             Work::Alloc(_) => kind::MEM_ALLOC,
             Work::Free(_) => kind::MEM_FREE,
+            Work::Words(_) => kind::BATCH_MEM_OP,
         }
     }
 
@@ -200,6 +205,7 @@ impl Work {
             })?,
             Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => Way::Nothing,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => Way::Alone,
+            Work::Words(words) => words.op().map_or(Way::Alone, |op| server(&op)),
         })
     }
 
