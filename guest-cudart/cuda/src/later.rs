@@ -84,13 +84,12 @@ mod green {
     }
 }
 
-/// Attributes of streams, batches of copies: not built yet.
-mod stream_attributes {
+/// Batches of copies: not built yet.
+mod batches {
     unsupported! {
         cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_ptsz,
         cuMemcpy3DBatchAsync_v2, cuMemcpy3DBatchAsync_v2_ptsz, cuMemcpyBatchAsync, cuMemcpyBatchAsync_ptsz,
-        cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz, cuStreamCopyAttributes, cuStreamCopyAttributes_ptsz,
-        cuStreamGetAttribute, cuStreamGetAttribute_ptsz, cuStreamSetAttribute, cuStreamSetAttribute_ptsz,
+        cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz,
     }
 }
 

@@ -6,7 +6,7 @@
 //! In reading order:
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
 //! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
-//! - `stream`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
+//! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
 //! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
@@ -64,6 +64,7 @@ mod pointer;
 mod pool;
 mod state;
 mod stream;
+mod stream_attributes;
 mod stream_memory;
 
 use std::sync::atomic::{AtomicBool, Ordering};

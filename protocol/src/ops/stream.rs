@@ -1,7 +1,25 @@
 //! Streams.
 
 use crate::handle::{ContextId, EventId, StreamId, TicketId};
+use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
+
+/// `CUstreamAttrID`: those of `CUlaunchAttributeID` that streams have.
+pub mod attribute {
+    /// How an extent of memory is cached.
+    pub const ACCESS_POLICY_WINDOW: u32 = 1;
+    /// How a host thread waits for the stream.
+    pub const SYNCHRONIZATION_POLICY: u32 = 3;
+    /// Priority.
+    pub const PRIORITY: u32 = 8;
+    /// Numbers of the domains in which fences order memory.
+    pub const MEM_SYNC_DOMAIN_MAP: u32 = 9;
+    /// In which of them kernels run.
+    pub const MEM_SYNC_DOMAIN: u32 = 10;
+    /// All of them.
+    pub const ALL: [u32; 5] =
+        [ACCESS_POLICY_WINDOW, SYNCHRONIZATION_POLICY, PRIORITY, MEM_SYNC_DOMAIN_MAP, MEM_SYNC_DOMAIN];
+}
 
 /// `CUstreamBatchMemOpType`.
 pub mod memory_op {
@@ -153,6 +171,33 @@ ops! {
         /// Operations, one after the other; at most [`memory_op::MOST`].
         operations: Vec<MemoryOp>,
     }
+
+    /// `cuStreamSetAttribute`: holds for what is put on the stream from now on.
+    sync 0x0709 stream_set_attribute: StreamSetAttribute {
+        /// Stream.
+        stream: StreamId,
+        /// The attribute: its number is one of [`attribute`].
+        attribute: LaunchAttribute,
+    } -> StreamSetAttributeReply {}
+
+    /// `cuStreamGetAttribute`.
+    sync 0x070a stream_get_attribute: StreamGetAttribute {
+        /// Stream.
+        stream: StreamId,
+        /// One of [`attribute`].
+        attribute: u32,
+    } -> StreamGetAttributeReply {
+        /// Its value.
+        value: [u8; 64],
+    }
+
+    /// `cuStreamCopyAttributes`: all of one stream's attributes become those of another of its context.
+    sync 0x070b stream_copy_attributes: StreamCopyAttributes {
+        /// Stream that gets them.
+        dst: StreamId,
+        /// Stream that has them.
+        src: StreamId,
+    } -> StreamCopyAttributesReply {}
 }
 
 #[cfg(test)]

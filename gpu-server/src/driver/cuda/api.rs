@@ -139,6 +139,9 @@ api! {
     stream_write = "cuStreamWriteValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
     stream_wait = "cuStreamWaitValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
     stream_memory_ops = "cuStreamBatchMemOp_v2" (CUstream, c_uint, *mut BatchMemOp, c_uint);
+    stream_set_attribute = "cuStreamSetAttribute" (CUstream, u32, *const [u64; 8]);
+    stream_get_attribute = "cuStreamGetAttribute" (CUstream, u32, *mut [u64; 8]);
+    stream_copy_attributes = "cuStreamCopyAttributes" (CUstream, CUstream);
     event_create = "cuEventCreate" (*mut CUevent, c_uint);
     event_destroy = "cuEventDestroy_v2" (CUevent);
     event_record = "cuEventRecordWithFlags" (CUevent, CUstream, c_uint);

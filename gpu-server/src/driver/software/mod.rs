@@ -1,6 +1,6 @@
 //! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_memory`]: their memory operations;
+//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
@@ -14,6 +14,7 @@ mod graph;
 mod kernels;
 mod nvml;
 mod properties;
+mod stream_attributes;
 mod stream_memory;
 mod streams;
 mod transfer;

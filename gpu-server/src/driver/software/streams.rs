@@ -18,6 +18,7 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 use software_gpu::{Event, Gpu, Stream};
 
+use super::stream_attributes::StreamAttributes;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
 
@@ -35,6 +36,7 @@ pub(super) struct Lane {
     /// Operations of the legacy stream that it has waited for.
     joined: u64,
     word: Arc<Word>,
+    pub(super) attributes: StreamAttributes,
 }
 
 impl Drop for Lane {
@@ -158,7 +160,7 @@ impl Tickets {
 }
 
 impl Software {
-    fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
+    pub(super) fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
         if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
             let device = self.contexts.get(&id.0).ok_or(Status::INVALID_HANDLE)?.device;
             let lane = self.make_lane(id.0, id.0, device, true)?;
@@ -182,6 +184,7 @@ impl Software {
             dirty: false,
             joined: 0,
             word: Arc::new(word),
+            attributes: StreamAttributes::default(),
         })
     }
 
@@ -354,6 +357,40 @@ impl StreamOps<Call> for Software {
 
     fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
         self.memory_ops(cx, op)
+    }
+
+    fn stream_set_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamSetAttribute,
+    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
+        cx.context = self.look(cx, op.stream)?.context;
+        self.lane(op.stream)?.attributes.set(&op.attribute)?;
+        Ok(Answer::Now(StreamSetAttributeReply {}))
+    }
+
+    fn stream_get_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamGetAttribute,
+    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
+        cx.context = self.look(cx, op.stream)?.context;
+        let value = self.lane(op.stream)?.attributes.get(op.attribute)?;
+        Ok(Answer::Now(StreamGetAttributeReply { value }))
+    }
+
+    fn stream_copy_attributes(
+        &mut self,
+        cx: &mut Call,
+        op: StreamCopyAttributes,
+    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
+        let from = self.look(cx, op.src)?.context;
+        if self.look(cx, op.dst)?.context != from {
+            return Err(Status::INVALID_VALUE);
+        }
+        let attributes = self.lane(op.src)?.attributes.clone();
+        self.lane(op.dst)?.attributes = attributes;
+        Ok(Answer::Now(StreamCopyAttributesReply {}))
     }
 }
 
