@@ -84,12 +84,10 @@ mod green {
     }
 }
 
-/// Batches of copies: not built yet.
-mod batches {
+/// Decompression by the device's engines: not built yet.
+mod decompression {
     unsupported! {
-        cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_ptsz,
-        cuMemcpy3DBatchAsync_v2, cuMemcpy3DBatchAsync_v2_ptsz, cuMemcpyBatchAsync, cuMemcpyBatchAsync_ptsz,
-        cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz,
+        cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz,
     }
 }
 

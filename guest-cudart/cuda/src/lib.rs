@@ -7,7 +7,7 @@
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
 //! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
 //! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
-//! - `memory`, `host`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `memset`: moving bytes;
+//! - `memory`, `host`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
 //! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
@@ -34,6 +34,7 @@ pub mod types;
 mod visible;
 pub mod vmm;
 
+mod batch;
 mod callback;
 mod capture;
 mod compile_cache;

@@ -254,6 +254,35 @@ pub struct CtxCreateParams {
     pub cigParams: *mut c_void,
 }
 
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemcpyAttributes {
+    pub srcAccessOrder: u32,
+    pub srcLocHint: MemLocation,
+    pub dstLocHint: MemLocation,
+    pub flags: u32,
+}
+
+/// `CUmemcpy3DOperand`: by its kind a pointer, the length of its rows, the height of its layers, and a location; or an array and three offsets.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DOperand {
+    pub kind: u32,
+    pub words: [u64; 4],
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DBatchOp {
+    pub src: Memcpy3DOperand,
+    pub dst: Memcpy3DOperand,
+    pub extent: [usize; 3],
+    pub srcAccessOrder: u32,
+    pub flags: u32,
+}
+
 /// `CUdevprop`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]

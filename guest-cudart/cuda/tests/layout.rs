@@ -29,6 +29,17 @@ fn copies() {
 }
 
 #[test]
+fn batches_of_copies() {
+    same!(types::MemcpyAttributes, sys::CUmemcpyAttributes_st {
+        srcAccessOrder = srcAccessOrder, srcLocHint = srcLocHint, dstLocHint = dstLocHint, flags = flags,
+    });
+    same!(types::Memcpy3DOperand, sys::CUmemcpy3DOperand_st { kind = type_, words = op });
+    same!(types::Memcpy3DBatchOp, sys::CUDA_MEMCPY3D_BATCH_OP_st {
+        src = src, dst = dst, extent = extent, srcAccessOrder = srcAccessOrder, flags = flags,
+    });
+}
+
+#[test]
 fn launches() {
     same!(types::LaunchConfig, sys::CUlaunchConfig_st {
         grid = gridDimX, block = blockDimX, sharedMemBytes = sharedMemBytes, hStream = hStream, attrs = attrs, numAttrs = numAttrs,
