@@ -12,6 +12,7 @@ use protocol::ops::context::*;
 use protocol::ops::copy::*;
 use protocol::ops::device::*;
 use protocol::ops::event::*;
+use protocol::ops::graph::*;
 use protocol::ops::launch::*;
 use protocol::ops::memory::*;
 use protocol::ops::module::*;
@@ -495,6 +496,28 @@ fn hostile_values_in_well_formed_commands_are_errors() {
         );
         assert_eq!(s.call(&ContextDestroy { context: ContextId(0) }).unwrap_err(), Status::INVALID_CONTEXT);
         assert_eq!(s.call(&PeerInfo { device: 9, peer: 0 }).unwrap_err(), Status::INVALID_DEVICE);
+        let condition = |context, graph, flags| GraphCondition {
+            context: ContextId(context),
+            graph: GraphId(graph),
+            default: 0,
+            flags,
+        };
+        let handle = s.call(&condition(0, 1, 1)).unwrap().handle;
+        assert_eq!(s.call(&condition(9, 2, 1)).unwrap_err(), Status::INVALID_CONTEXT);
+        assert_eq!(s.call(&condition(0, 1, 2)).unwrap_err(), Status::INVALID_VALUE);
+        for (graph, handle, bodies) in [(1, handle + 1, 1), (1, handle, 0), (1, handle, 9), (2, handle, 1)] {
+            let bodies = (100..100 + bodies).map(GraphId).collect();
+            let node = GraphConditional { graph: GraphId(graph), handle, kind: 1, bodies };
+            assert!(s.call(&node).is_err());
+        }
+        let draft = |parts| GraphInstantiateDraft {
+            graph: GraphId(5),
+            draft: GraphId(1),
+            flags: 0,
+            parts: HostIn::Inline(parts),
+        };
+        assert_eq!(s.call(&draft(&[0xff; 40])).unwrap_err(), Status::INVALID_VALUE);
+        s.push(&GraphForget { graph: GraphId(77) });
         let long = vec![memory_op(memory_op::WRITE_32, BASE, 1); memory_op::MOST + 1];
         let far = vec![memory_op(memory_op::WRITE_32, u64::MAX - 3, 1)];
         let odd = vec![memory_op(memory_op::WAIT_64, BASE + 4, 1)];

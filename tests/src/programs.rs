@@ -55,7 +55,7 @@ macro_rules! program_tests {
             memcpy_batch alloc_churn streams_events stream_attributes stream_memory threads threads_ptds two_processes
             errors driver_ptx launch_storm kill_me device_printf device_assert pinned_bulk pinned_memset array_copies
             textures surfaces graph_explicit graph_child graph_host graph_inspect graph_update graph_memory_nodes
-            graph_capture_modes vmm vmm_export ipc_memory ipc_events callback_load
+            graph_conditional graph_capture_modes vmm vmm_export ipc_memory ipc_events callback_load
         }
     };
     ($module:ident, $way:expr, $($name:ident)*) => {

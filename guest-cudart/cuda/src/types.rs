@@ -152,6 +152,17 @@ pub struct BatchMemOpNodeParams {
     pub flags: u32,
 }
 
+/// `CUDA_CONDITIONAL_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ConditionalNodeParams {
+    pub handle: u64,
+    pub kind: u32,
+    pub size: u32,
+    pub graphs: *const usize,
+    pub ctx: usize,
+}
+
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]

@@ -67,6 +67,9 @@ fn graph_nodes() {
     same!(types::BatchMemOpNodeParams, sys::CUDA_BATCH_MEM_OP_NODE_PARAMS_v2_st {
         ctx = ctx, count = count, paramArray = paramArray, flags = flags,
     });
+    same!(types::ConditionalNodeParams, sys::CUDA_CONDITIONAL_NODE_PARAMS {
+        handle = handle, kind = type_, size = size, graphs = phGraph_out, ctx = ctx,
+    });
     same!(types::HostNodeParams, sys::CUDA_HOST_NODE_PARAMS_st { userData = userData });
     same!(types::MemAllocNodeParams, sys::CUDA_MEM_ALLOC_NODE_PARAMS_v1_st {
         poolProps = poolProps, accessDescs = accessDescs, accessDescCount = accessDescCount, bytesize = bytesize, dptr = dptr,

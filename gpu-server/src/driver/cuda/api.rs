@@ -188,6 +188,11 @@ api! {
     graph_add_memory_ops = "cuGraphAddBatchMemOpNode" (
         *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const BatchMemOpNode
     );
+    graph_depend = "cuGraphAddDependencies" (CUgraph, *const CUgraphNode, *const CUgraphNode, usize);
+    graph_add_node = "cuGraphAddNode" (
+        *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut ConditionalNode
+    );
+    graph_condition = "cuGraphConditionalHandleCreate" (*mut u64, CUgraph, CUcontext, c_uint, c_uint);
     graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
@@ -220,6 +225,39 @@ pub struct BatchMemOpNode {
     pub count: c_uint,
     pub operations: *mut BatchMemOp,
     pub flags: c_uint,
+}
+
+/// `CUgraphNodeParams` of a conditional node: `CUDA_CONDITIONAL_NODE_PARAMS`, and what is left of the union.
+#[repr(C)]
+pub struct ConditionalNode {
+    kind: u32,
+    reserved0: [c_int; 3],
+    handle: u64,
+    condition: u32,
+    size: c_uint,
+    /// Written by the driver: where the node's graphs are.
+    pub graphs: *const CUgraph,
+    context: CUcontext,
+    rest: [u64; 25],
+    reserved2: i64,
+}
+
+impl ConditionalNode {
+    /// A node of a type, with a condition and as many graphs.
+    pub fn new(handle: u64, condition: u32, size: u32, context: CUcontext) -> ConditionalNode {
+        ConditionalNode {
+            // CU_GRAPH_NODE_TYPE_CONDITIONAL
+            kind: 13,
+            reserved0: [0; 3],
+            handle,
+            condition,
+            size,
+            graphs: std::ptr::null(),
+            context,
+            rest: [0; 25],
+            reserved2: 0,
+        }
+    }
 }
 
 /// `CUgraphExecUpdateResultInfo`, with the result as a number.
@@ -343,6 +381,11 @@ const _: () = {
     assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
     assert!(size_of::<BatchMemOp>() == size_of::<sys::CUstreamBatchMemOpParams>());
+    assert!(size_of::<ConditionalNode>() == size_of::<sys::CUgraphNodeParams>());
+    assert!(
+        std::mem::offset_of!(ConditionalNode, graphs) - std::mem::offset_of!(ConditionalNode, handle)
+            == std::mem::offset_of!(sys::CUDA_CONDITIONAL_NODE_PARAMS, phGraph_out)
+    );
     assert!(size_of::<BatchMemOpNode>() == size_of::<sys::CUDA_BATCH_MEM_OP_NODE_PARAMS>());
 };
 

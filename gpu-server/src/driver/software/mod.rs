@@ -2,7 +2,7 @@
 //!
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
 //! - [`transfer`]: copies and fills;
-//! - [`graph`]: lists of operations that are launched together;
+//! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
@@ -10,6 +10,7 @@
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod array;
+mod conditional;
 mod graph;
 mod kernels;
 mod nvml;
@@ -62,6 +63,7 @@ pub struct Software {
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
+    drafts: conditional::Drafts,
     tickets: Arc<Tickets>,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
@@ -174,6 +176,7 @@ impl Software {
             space: Space::default(),
             broker: None,
             graphs: graph::Graphs::default(),
+            drafts: conditional::Drafts::default(),
             tickets: Arc::default(),
             bell: Arc::default(),
         })
@@ -222,6 +225,7 @@ impl Software {
         self.modules.retain(|_, module| module.context != context);
         self.forget_arrays(context);
         self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
     }
 }
 

@@ -9,7 +9,8 @@ use protocol::ops::stream::{MemoryOp, StreamBatchMemOp, memory_op};
 use software_gpu::{Gpu, Result};
 
 use super::Software;
-use super::transfer::enqueue_checked;
+use super::streams::Place;
+use super::transfer::{Again, enqueue_checked};
 use crate::driver::call::Call;
 
 /// Between a waiting stream's first looks, and between its later ones.
@@ -70,11 +71,21 @@ impl Software {
         op: StreamBatchMemOp,
     ) -> std::result::Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        if op.operations.is_empty() || op.operations.len() > memory_op::MOST {
+        let work = self.words_work(&place, op.operations)?;
+        enqueue_checked(&place, cx.seq, move |_| work())
+    }
+
+    /// The operations, checked, for a place's stream or a graph that it runs.
+    pub(super) fn words_work(
+        &self,
+        place: &Place,
+        operations: Vec<MemoryOp>,
+    ) -> std::result::Result<Again, Status> {
+        if operations.is_empty() || operations.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
         }
-        let mut all = Vec::with_capacity(op.operations.len());
-        for op in op.operations {
+        let mut all = Vec::with_capacity(operations.len());
+        for op in operations {
             if !op.is_valid() {
                 return Err(Status::INVALID_VALUE);
             }
@@ -86,9 +97,7 @@ impl Software {
             all.push((op, gpu));
         }
         let (bell, word) = (Arc::clone(&self.bell), place.word());
-        enqueue_checked(&place, cx.seq, move |_| {
-            all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone()))
-        })
+        Ok(Box::new(move || all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone()))))
     }
 }
 

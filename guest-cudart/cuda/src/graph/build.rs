@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use super::conditional;
 use super::memory::GraphMemory;
 use super::work::{Data, Kernel, Work, kind};
 use super::{EdgeData, GRAPHS, Graph, edge_data, edges, node, of};
@@ -102,7 +103,6 @@ unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
 
 /// A node of any kind.
 unsafe fn generic(graph: &Arc<Graph>, p: *mut GraphNodeParams) -> Result<Work> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     non_null(p)?;
     // SAFETY: the body begins with the structure of the node's kind, and is as large as the largest.
     unsafe {
@@ -110,7 +110,7 @@ unsafe fn generic(graph: &Arc<Graph>, p: *mut GraphNodeParams) -> Result<Work> {
         match (*p).kind {
             kind::MEM_ALLOC => alloc(graph, body.cast()),
             kind::MEM_FREE => freed(*body),
-            kind::CONDITIONAL => refuse_form("a conditional node", &SAID),
+            kind::CONDITIONAL => conditional::described(graph, body.cast()),
             _ => described(p),
         }
     }
@@ -216,7 +216,8 @@ api! {
         if graph.part {
             return Err(Status::INVALID_VALUE);
         }
-        if matches!(super::work_of(handle)?, Work::Alloc(_) | Work::Free(_)) {
+        // The server has a conditional node already.
+        if matches!(super::work_of(handle)?, Work::Alloc(_) | Work::Free(_) | Work::Conditional(_)) {
             return Err(Status::NOT_SUPPORTED);
         }
         graph.remove(id)

@@ -11,6 +11,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
+use super::conditional;
 use super::memory::GraphMemory;
 use super::object::{self, Held};
 use super::work::{Way, Work};
@@ -25,7 +26,8 @@ use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
 use client::ops::graph::{
-    GraphDestroy, GraphInstantiate, GraphLaunch, GraphNode, GraphNodes, GraphUpdate, GraphUpload,
+    GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes, GraphPart,
+    GraphParts, GraphUpdate, GraphUpload,
 };
 use client::wire::{Bytes, Wire, Writer};
 use client::{Status, lock};
@@ -57,12 +59,12 @@ mod flag {
 }
 
 /// A node of an instance.
-struct Flat {
+pub(super) struct Flat {
     /// The graph that it was made from, and its number there; 0: the beginning of a child graph.
     graph: u64,
     id: u64,
-    owner: Weak<Graph>,
-    work: Work,
+    pub owner: Weak<Graph>,
+    pub work: Work,
     /// Places of earlier nodes.
     before: Vec<usize>,
     /// Of the node that stands for the end of a child graph: the place of its beginning.
@@ -106,7 +108,7 @@ struct State {
 static EXECS: Slab<Exec> = Slab::new(10);
 
 /// Appends a graph's nodes behind `entry`; the places of those that no other waits for.
-fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
+pub(super) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
     let mut places: HashMap<u64, usize> = HashMap::new();
     let mut waited: BTreeSet<usize> = BTreeSet::new();
     for (id, work, before) in graph.ordered() {
@@ -143,7 +145,7 @@ fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usiz
 
 impl Flat {
     /// Whether the server does it, or nobody has to.
-    fn is_servers(&self) -> bool {
+    pub fn is_servers(&self) -> bool {
         match &self.work {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
@@ -185,7 +187,7 @@ impl Next {
 }
 
 /// The order of a launch: the places of nodes that the server does together, or of one that it does not do.
-fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
+pub(super) fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
     let mut missing: Vec<usize> = nodes.iter().map(|node| node.before.len()).collect();
     let mut after: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
     for (place, node) in nodes.iter().enumerate() {
@@ -261,20 +263,8 @@ impl State {
         context: &'static Context,
         places: &[usize],
     ) -> Result<Option<Vec<u8>>> {
-        let local: HashMap<usize, u32> = places.iter().copied().zip(0..).collect();
-        let mut nodes = Vec::with_capacity(places.len());
-        let mut some = false;
-        for place in places {
-            let node = &self.nodes[*place];
-            let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
-            let (opcode, body) = match way {
-                Way::Server(opcode, body) => (opcode, body),
-                Way::Nothing | Way::Alone => (0, Vec::new()),
-            };
-            some |= opcode != 0;
-            let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
-            nodes.push(GraphNode { opcode, dependencies, body: Bytes(body) });
-        }
+        let nodes = describe(&self.nodes, driver, context, places)?;
+        let some = nodes.iter().any(|node| node.opcode != 0);
         let mut bytes = Vec::new();
         if some {
             GraphNodes { nodes }.put(&mut Writer(&mut bytes));
@@ -282,13 +272,35 @@ impl State {
         Ok(some.then_some(bytes))
     }
 
+    /// Whether kernels are in one of the server's graphs at most, or there is no conditional node: conditions are of one graph, as are those that set them.
+    fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
+        let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
+        !conditional::any(&self.nodes)
+            || plan.iter().filter(|(together, places)| *together && places.iter().any(sets)).count() < 2
+    }
+
     /// Makes the plan and the server's graphs.
     fn instantiate(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
         let mut steps = Vec::new();
-        for (together, places) in plan(&self.nodes) {
+        let plan = plan(&self.nodes);
+        if !self.is_together(&plan) {
+            return conditional::refuse_apart();
+        }
+        for (together, places) in plan {
             if !together {
                 self.nodes[places[0]].work.way(driver, context)?;
                 steps.push(Step::Alone(places[0]));
+            } else if places.iter().any(|place| matches!(self.nodes[*place].work, Work::Conditional(_))) {
+                let nodes = describe(&self.nodes, driver, context, &places)?;
+                let made = conditional::parts(driver, &self.nodes, &places, nodes)
+                    .and_then(|(draft, parts)| make_draft(driver, flags, draft, parts));
+                match made {
+                    Ok(id) => steps.push(Step::Server(id, places)),
+                    Err(status) => {
+                        destroy(driver, &steps);
+                        return Err(status);
+                    }
+                }
             } else if let Some(bytes) = self.describe(driver, context, &places)? {
                 let made = make(driver, context, flags, &bytes);
                 match made {
@@ -358,6 +370,28 @@ impl State {
     }
 }
 
+/// Nodes at some places as the server is told of them.
+pub(super) fn describe(
+    nodes: &[Flat],
+    driver: &Driver,
+    context: &'static Context,
+    places: &[usize],
+) -> Result<Vec<GraphNode>> {
+    let local: HashMap<usize, u32> = places.iter().copied().zip(0..).collect();
+    let mut described = Vec::with_capacity(places.len());
+    for place in places {
+        let node = &nodes[*place];
+        let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
+        let (opcode, body) = match way {
+            Way::Server(opcode, body) => (opcode, body),
+            Way::Nothing | Way::Alone => (0, Vec::new()),
+        };
+        let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
+        described.push(GraphNode { opcode, dependencies, body: Bytes(body) });
+    }
+    Ok(described)
+}
+
 /// Hands a description over: in the record, or staged.
 fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
     if bytes.len() <= INLINE {
@@ -371,9 +405,25 @@ fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_
     answer
 }
 
-fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+/// A name for something of the server's graphs.
+pub(super) fn new_id() -> GraphId {
     static IDS: AtomicU32 = AtomicU32::new(1);
-    let graph = GraphId(IDS.fetch_add(1, Ordering::Relaxed));
+    GraphId(IDS.fetch_add(1, Ordering::Relaxed))
+}
+
+fn make_draft(driver: &'static Driver, flags: u64, draft: GraphId, parts: Vec<GraphPart>) -> Result<GraphId> {
+    let graph = new_id();
+    let mut bytes = Vec::new();
+    GraphParts { parts }.put(&mut Writer(&mut bytes));
+    with_bytes(driver, &bytes, |parts| {
+        let request = GraphInstantiateDraft { graph, draft, flags: flags & !flag::UPLOAD, parts };
+        driver.session.call(&request).map(|_| ())
+    })?;
+    Ok(graph)
+}
+
+fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+    let graph = new_id();
     with_bytes(driver, bytes, |nodes| {
         let request = GraphInstantiate { context: context.id, graph, flags: flags & !flag::UPLOAD, nodes };
         driver.session.call(&request).map(|_| ())
@@ -465,6 +515,9 @@ impl Exec {
         let (graph, id) = super::node(handle)?;
         let mut state = lock(&self.state);
         let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
+        }
         let work = change(&state.nodes[place].work)?;
         if work.kind() != state.nodes[place].work.kind() {
             return Err(Status::INVALID_VALUE);
@@ -504,15 +557,17 @@ impl Exec {
         let (graph, id) = super::node(handle)?;
         let mut state = lock(&self.state);
         let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
-        let node = &mut state.nodes[place];
+        let node = &state.nodes[place];
         if !matches!(node.work, Work::Kernel(_) | Work::Copy(_) | Work::Fill(_)) {
             return Err(Status::INVALID_VALUE);
         }
         let was = node.enabled;
-        if let Some(set) = set.filter(|set| *set != was) {
-            node.enabled = set;
-            state.changed.insert(place);
+        let Some(set) = set.filter(|set| *set != was) else { return Ok(was) };
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
         }
+        state.nodes[place].enabled = set;
+        state.changed.insert(place);
         Ok(was)
     }
 
@@ -550,7 +605,7 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
         return Some(update::TOPOLOGY);
     }
     match (&now.work, &node.work) {
-        (Work::Alloc(_) | Work::Free(_), _) => Some(update::NOT_SUPPORTED),
+        (Work::Alloc(_) | Work::Free(_) | Work::Conditional(_), _) => Some(update::NOT_SUPPORTED),
         (Work::Copy(a), Work::Copy(b))
             if (a.dstMemoryType, a.srcMemoryType) != (b.dstMemoryType, b.srcMemoryType) =>
         {

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::Graph;
+use super::conditional::Conditional;
 use super::memory::GraphMemory;
 use crate::context::{self, Context};
 use crate::function::{self, Function};
@@ -15,6 +16,7 @@ use crate::{Result, copy3d, launch, memset, non_null};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::Op;
+use client::ops::graph::GraphConditional;
 use client::ops::launch::{Launch, LaunchAttribute};
 
 /// `CUgraphNodeType`.
@@ -49,6 +51,7 @@ pub(crate) enum Work {
     Free(u64),
     /// Memory operations.
     Words(Arc<Operations>),
+    Conditional(Arc<Conditional>),
 }
 
 /// An argument for a function of the program's.
@@ -182,6 +185,7 @@ impl Work {
             Work::Alloc(_) => kind::MEM_ALLOC,
             Work::Free(_) => kind::MEM_FREE,
             Work::Words(_) => kind::BATCH_MEM_OP,
+            Work::Conditional(_) => kind::CONDITIONAL,
         }
     }
 
@@ -206,6 +210,9 @@ impl Work {
             Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => Way::Nothing,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => Way::Alone,
             Work::Words(words) => words.op().map_or(Way::Alone, |op| server(&op)),
+            Work::Conditional(node) => {
+                Way::Server(<GraphConditional as Op>::INFO.opcode, node.first.0.to_le_bytes().to_vec())
+            }
         })
     }
 

@@ -63,9 +63,13 @@ pub(super) fn run(
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
         // The server's, or nobody's.
-        Work::Empty | Work::Kernel(_) | Work::Fill(_) | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => {
-            Ok(())
-        }
+        Work::Empty
+        | Work::Kernel(_)
+        | Work::Fill(_)
+        | Work::Child(_)
+        | Work::Alloc(_)
+        | Work::Free(_)
+        | Work::Conditional(_) => Ok(()),
     }
 }
 
