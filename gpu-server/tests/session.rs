@@ -12,6 +12,7 @@ use protocol::ops::context::*;
 use protocol::ops::copy::*;
 use protocol::ops::device::*;
 use protocol::ops::event::*;
+use protocol::ops::graph::*;
 use protocol::ops::launch::*;
 use protocol::ops::memory::*;
 use protocol::ops::module::*;
@@ -495,10 +496,108 @@ fn hostile_values_in_well_formed_commands_are_errors() {
         );
         assert_eq!(s.call(&ContextDestroy { context: ContextId(0) }).unwrap_err(), Status::INVALID_CONTEXT);
         assert_eq!(s.call(&PeerInfo { device: 9, peer: 0 }).unwrap_err(), Status::INVALID_DEVICE);
+        let condition = |context, graph, flags| GraphCondition {
+            context: ContextId(context),
+            graph: GraphId(graph),
+            default: 0,
+            flags,
+        };
+        let handle = s.call(&condition(0, 1, 1)).unwrap().handle;
+        assert_eq!(s.call(&condition(9, 2, 1)).unwrap_err(), Status::INVALID_CONTEXT);
+        assert_eq!(s.call(&condition(0, 1, 2)).unwrap_err(), Status::INVALID_VALUE);
+        for (graph, handle, bodies) in [(1, handle + 1, 1), (1, handle, 0), (1, handle, 9), (2, handle, 1)] {
+            let bodies = (100..100 + bodies).map(GraphId).collect();
+            let node = GraphConditional { graph: GraphId(graph), handle, kind: 1, bodies };
+            assert!(s.call(&node).is_err());
+        }
+        let draft = |parts| GraphInstantiateDraft {
+            graph: GraphId(5),
+            draft: GraphId(1),
+            flags: 0,
+            parts: HostIn::Inline(parts),
+        };
+        assert_eq!(s.call(&draft(&[0xff; 40])).unwrap_err(), Status::INVALID_VALUE);
+        s.push(&GraphForget { graph: GraphId(77) });
+        let long = vec![memory_op(memory_op::WRITE_32, BASE, 1); memory_op::MOST + 1];
+        let far = vec![memory_op(memory_op::WRITE_32, u64::MAX - 3, 1)];
+        let odd = vec![memory_op(memory_op::WAIT_64, BASE + 4, 1)];
+        let none = vec![memory_op(77, BASE, 1)];
+        let beyond = vec![memory_op(memory_op::WRITE_32, BASE + 4096, 1)];
+        for operations in [long, far, odd, none, beyond, vec![]] {
+            s.push(&StreamBatchMemOp { stream: StreamId(0), operations });
+        }
         s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
         assert!(s.lost().is_none());
     }
     on_each_transport!(Server::start(&[]), body);
+}
+
+fn memory_op(operation: u32, address: u64, value: u64) -> MemoryOp {
+    MemoryOp { operation, flags: 0, address, value }
+}
+
+#[test]
+fn a_wait_for_a_word_holds_its_stream_alone_until_another_writes_it() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        for stream in [MADE, MADE + 1] {
+            s.push(&StreamCreate { context: ContextId(0), stream: StreamId(stream), flags: 1, priority: 0 });
+        }
+        let fill = |value| Memset {
+            stream: StreamId(MADE + 1),
+            dst: BASE,
+            pitch: 0,
+            value,
+            element: 4,
+            width: 16,
+            height: 1,
+        };
+        s.push(&fill(0));
+        s.call(&StreamSynchronize { stream: StreamId(MADE + 1) }).unwrap();
+        let waits =
+            vec![memory_op(memory_op::WAIT_32, BASE, 5), memory_op(memory_op::WRITE_64, BASE + 8, 1 << 40)];
+        s.push(&StreamBatchMemOp { stream: StreamId(MADE), operations: waits });
+        let mark = s.push(&StreamMark { stream: StreamId(MADE) });
+        for value in 1..5 {
+            let write = vec![memory_op(memory_op::WRITE_32, BASE, value)];
+            s.push(&StreamBatchMemOp { stream: StreamId(MADE + 1), operations: write });
+            s.call(&StreamSynchronize { stream: StreamId(MADE + 1) }).unwrap();
+            assert!(s.word(MADE) < mark, "the stream went on at {value}");
+        }
+        // A fill is as good as an operation.
+        s.push(&fill(5));
+        s.call(&StreamSynchronize { stream: StreamId(MADE) }).unwrap();
+        let bytes =
+            s.call(&MemcpyDtoHInline { stream: StreamId(MADE), src: BASE + 8, len: 8 }).unwrap().bytes.0;
+        assert_eq!(bytes, (1u64 << 40).to_le_bytes());
+        assert_eq!(s.error(0), None);
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
+fn a_session_ends_while_a_stream_waits_for_a_word() {
+    fn body<S: Session>(s: &mut S) {
+        grow(s, 4096);
+        let waits = vec![memory_op(memory_op::WAIT_64, BASE, 1 << 50)];
+        s.push(&StreamBatchMemOp { stream: StreamId(0), operations: waits });
+        s.push(&Memset {
+            stream: StreamId(0),
+            dst: BASE,
+            pitch: 0,
+            value: 0,
+            element: 4,
+            width: 4,
+            height: 1,
+        });
+        s.call(&MemGetInfo { device: 0 }).unwrap();
+    }
+    let server = Server::start(&[]);
+    let over = || server.status()["sessions"].as_array().is_some_and(Vec::is_empty);
+    body(&mut Local::connect(&server.socket()));
+    until("the session over a socket is over", over);
+    body(&mut Tcp::connect(server.port));
+    until("the session over TCP is over", over);
 }
 
 #[test]

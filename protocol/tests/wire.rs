@@ -82,7 +82,8 @@ fn only_operations_with_data_are_marked_so() {
             "module_load",
             "module_info",
             "graph_instantiate",
-            "graph_update"
+            "graph_update",
+            "graph_instantiate_draft"
         ],
         "the relay looks into these only"
     );

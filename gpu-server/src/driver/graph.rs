@@ -1,9 +1,11 @@
 //! A graph as a client describes it, read and checked as far as that needs no driver.
 
 use protocol::Status;
+use protocol::handle::GraphId;
 use protocol::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, Memset};
-use protocol::ops::graph::{GraphNode, GraphNodes};
+use protocol::ops::graph::{GraphConditional, GraphNode, GraphNodes, GraphParts};
 use protocol::ops::launch::Launch;
+use protocol::ops::stream::StreamBatchMemOp;
 use protocol::ops::{Op, decode_reply};
 use protocol::wire::{Reader, Wire};
 
@@ -22,6 +24,10 @@ pub enum Work<'a> {
     Copy(MemcpyDtoD),
     /// A box.
     Copy3D(MemcpyDtoD3D),
+    /// Memory operations.
+    Words(StreamBatchMemOp),
+    /// The conditional node whose first graph this is.
+    Conditional(GraphId),
 }
 
 /// The list of nodes, each behind those that it waits for.
@@ -30,13 +36,30 @@ pub enum Work<'a> {
 /// `INVALID_VALUE` for what is no such list, `NOT_SUPPORTED` for an operation that no graph has.
 pub fn read(bytes: &[u8]) -> Result<Vec<GraphNode>, Status> {
     let list: GraphNodes = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
-    for (place, node) in list.nodes.iter().enumerate() {
+    check(&list.nodes, false)?;
+    Ok(list.nodes)
+}
+
+/// The parts of a draft, in each of them every node behind those that it waits for.
+///
+/// # Errors
+/// As [`read`]'s.
+pub fn read_parts(bytes: &[u8]) -> Result<GraphParts, Status> {
+    let all: GraphParts = decode_reply(bytes).map_err(|_| Status::INVALID_VALUE)?;
+    all.parts.iter().try_for_each(|part| check(&part.nodes, true))?;
+    Ok(all)
+}
+
+fn check(nodes: &[GraphNode], draft: bool) -> Result<(), Status> {
+    for (place, node) in nodes.iter().enumerate() {
         if node.dependencies.iter().any(|from| *from as usize >= place) {
             return Err(Status::INVALID_VALUE);
         }
-        work(node)?;
+        if matches!(work(node)?, Work::Conditional(_)) && !draft {
+            return Err(Status::NOT_SUPPORTED);
+        }
     }
-    Ok(list.nodes)
+    Ok(())
 }
 
 fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Status> {
@@ -58,6 +81,10 @@ pub fn work(node: &GraphNode) -> Result<Work<'_>, Status> {
         opcode if opcode == <Memset as Op>::INFO.opcode => decode(body).map(Work::Memset),
         opcode if opcode == <MemcpyDtoD as Op>::INFO.opcode => decode(body).map(Work::Copy),
         opcode if opcode == <MemcpyDtoD3D as Op>::INFO.opcode => decode(body).map(Work::Copy3D),
+        opcode if opcode == <StreamBatchMemOp as Op>::INFO.opcode => decode(body).map(Work::Words),
+        opcode if opcode == <GraphConditional as Op>::INFO.opcode => {
+            decode_reply(body).map(Work::Conditional).map_err(|_| Status::INVALID_VALUE)
+        }
         _ => Err(Status::NOT_SUPPORTED),
     }
 }
@@ -102,10 +129,19 @@ mod tests {
         assert_eq!(read(&bytes(vec![node])).err(), Some(Status::INVALID_VALUE));
     }
 
+    #[test]
+    fn a_conditional_node_has_its_place_in_a_draft_alone() {
+        let opcode = <GraphConditional as Op>::INFO.opcode;
+        let node = GraphNode { opcode, dependencies: vec![], body: Bytes(vec![7, 0, 0, 0]) };
+        assert!(matches!(work(&node), Ok(Work::Conditional(GraphId(7)))));
+        assert_eq!(read(&bytes(vec![node])).err(), Some(Status::NOT_SUPPORTED));
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = read(&bytes);
+            let _ = read_parts(&bytes);
         }
     }
 }

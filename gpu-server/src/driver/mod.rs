@@ -6,6 +6,7 @@
 
 pub mod call;
 pub mod cuda;
+pub mod drafts;
 pub mod graph;
 pub mod output;
 pub mod rows;

@@ -62,6 +62,12 @@ pub(crate) fn is_calling() -> bool {
     CALLING.load(Ordering::Acquire) != 0
 }
 
+/// A ticket that no stream of this process has waited for.
+pub(crate) fn ticket() -> TicketId {
+    static TICKETS: AtomicU64 = AtomicU64::new(1);
+    TicketId(TICKETS.fetch_add(1, Ordering::Relaxed))
+}
+
 /// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
 pub(crate) fn on(
     driver: &'static Driver,
@@ -69,9 +75,8 @@ pub(crate) fn on(
     function: Function,
     data: *mut c_void,
 ) -> Result {
-    static TICKETS: AtomicU64 = AtomicU64::new(1);
     let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
-    let ticket = TicketId(TICKETS.fetch_add(1, Ordering::Relaxed));
+    let ticket = ticket();
     queue.start.call_once(|| {
         let started =
             std::thread::Builder::new().name("rgpu-callbacks".into()).spawn(move || serve(driver, queue));

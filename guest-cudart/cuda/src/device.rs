@@ -31,14 +31,20 @@ pub(crate) mod attr {
     pub const COMPUTE_CAPABILITY_MAJOR: usize = 75;
     pub const COMPUTE_CAPABILITY_MINOR: usize = 76;
     pub const MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: usize = 81;
+    pub const CAN_USE_STREAM_MEM_OPS_V1: usize = 92;
+    pub const CAN_USE_64_BIT_STREAM_MEM_OPS_V1: usize = 93;
+    pub const CAN_USE_STREAM_WAIT_VALUE_NOR_V1: usize = 94;
     pub const COOPERATIVE_LAUNCH: usize = 95;
     pub const COOPERATIVE_MULTI_DEVICE_LAUNCH: usize = 96;
     pub const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: usize = 97;
+    pub const CAN_FLUSH_REMOTE_WRITES: usize = 98;
     pub const HOST_REGISTER_SUPPORTED: usize = 99;
     pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
     pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
-    pub const IPC_EVENT_SUPPORTED: usize = 125;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
+    pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
+    pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
+    pub const IPC_EVENT_SUPPORTED: usize = 125;
 }
 
 /// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
@@ -48,9 +54,6 @@ const NOT_HERE: &[usize] = &[
     88,  // PAGEABLE_MEMORY_ACCESS
     89,  // CONCURRENT_MANAGED_ACCESS
     91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-    92,  // CAN_USE_STREAM_MEM_OPS_V1
-    93,  // CAN_USE_64_BIT_STREAM_MEM_OPS_V1
-    94,  // CAN_USE_STREAM_WAIT_VALUE_NOR_V1
     98,  // CAN_FLUSH_REMOTE_WRITES
     100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
     101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
@@ -64,8 +67,6 @@ const NOT_HERE: &[usize] = &[
     118, // GPU_DIRECT_RDMA_WRITES_ORDERING
     119, // MEMPOOL_SUPPORTED_HANDLE_TYPES
     121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
-    122, // CAN_USE_64_BIT_STREAM_MEM_OPS
-    123, // CAN_USE_STREAM_WAIT_VALUE_NOR
     124, // DMA_BUF_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
     129, // UNIFIED_FUNCTION_POINTERS

@@ -2,13 +2,15 @@
 //!
 //! The bytes of a copy to the device may be read as soon as the host hears of it, not when its stream comes to it. Where something before it may
 //! still write these bytes, the call waits for the stream first. That is late for a program whose host function waits in turn for the thread that makes the call, and right for
-//! all others.
+//! all others. A stream that waits for a word of memory may well wait for that very thread, so behind such a wait the call gives up after a while, and says why.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use crate::state::Driver;
 use crate::stream::Stream;
-use crate::{Result, host};
+use crate::{Result, host, refuse_form};
 use client::lock;
 
 /// A copy to the host that may be under way.
@@ -22,6 +24,10 @@ struct Write {
 static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
 /// Host functions that may yet be called: a stream, and the `seq` of what comes behind the call.
 static CALLS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+/// Waits for words of memory that may yet hold their streams: a stream, and the `seq` of what comes behind the wait.
+static HOLDS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+/// How long a copy waits for a stream that such a wait holds.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// So many are kept before those that are done are looked for.
 const MANY: usize = 64;
 
@@ -49,12 +55,48 @@ pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
     calls.push((stream.clone(), seq));
 }
 
+/// Notes that a stream waits, before it passes record `seq`, for a word that the program may write, and whatever else before that.
+pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+    let mut holds = lock(&HOLDS);
+    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(driver, *seq));
+    holds.push((stream.clone(), seq));
+}
+
+/// Waits until no wait for a word holds a stream any more.
+fn released(driver: &Driver, stream: &Stream) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let held = || lock(&HOLDS).iter().any(|(other, seq)| !other.has_passed(driver, *seq));
+    if !held() {
+        return Ok(());
+    }
+    // Whether it has passed is learnt from what is published behind the wait.
+    let waiting: Vec<Arc<Stream>> = lock(&HOLDS).iter().map(|(other, _)| other.clone()).collect();
+    for other in waiting {
+        other.mark(driver)?;
+    }
+    stream.mark(driver)?;
+    let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
+    while held() {
+        driver.session.check()?;
+        if begin.elapsed() > PATIENCE {
+            return refuse_form(
+                "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,",
+                &SAID,
+            );
+        }
+        std::thread::sleep(nap);
+        nap = (nap * 2).min(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// Waits until nothing before a stream's next copy may write the bytes that it reads.
 pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) -> Result {
     if host::is_mapped(at as u64) {
         // The device reads them where they are.
         return Ok(());
     }
+    released(driver, stream)?;
     let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
     // Which streams wait for which is not followed: what is under way on any stream may come before.
     let called = lock(&CALLS).iter().any(|(other, seq)| pending(other, *seq));

@@ -1,9 +1,9 @@
 //! Chapters of the API that are exported and refused: each name answers `CUDA_ERROR_NOT_SUPPORTED` and says so once. A chapter that is built moves to a file of its own.
 
-/// Graphs: semaphores, batches of memory operations, conditional nodes.
+/// Graphs: semaphores of other interfaces.
 mod graph {
     unsupported! {
-        cuGraphAddBatchMemOpNode, cuGraphAddExternalSemaphoresSignalNode, cuGraphAddExternalSemaphoresWaitNode, cuGraphBatchMemOpNodeGetParams, cuGraphBatchMemOpNodeSetParams, cuGraphConditionalHandleCreate, cuGraphExecBatchMemOpNodeSetParams, cuGraphExecExternalSemaphoresSignalNodeSetParams, cuGraphExecExternalSemaphoresWaitNodeSetParams, cuGraphExternalSemaphoresSignalNodeGetParams, cuGraphExternalSemaphoresSignalNodeSetParams, cuGraphExternalSemaphoresWaitNodeGetParams, cuGraphExternalSemaphoresWaitNodeSetParams,
+        cuGraphAddExternalSemaphoresSignalNode, cuGraphAddExternalSemaphoresWaitNode, cuGraphExecExternalSemaphoresSignalNodeSetParams, cuGraphExecExternalSemaphoresWaitNodeSetParams, cuGraphExternalSemaphoresSignalNodeGetParams, cuGraphExternalSemaphoresSignalNodeSetParams, cuGraphExternalSemaphoresWaitNodeGetParams, cuGraphExternalSemaphoresWaitNodeSetParams,
     }
 }
 
@@ -73,18 +73,10 @@ mod green {
     }
 }
 
-/// Memory operations of streams, attributes of streams, batches of copies: not built yet.
-mod stream_memory {
+/// Decompression by the device's engines: not built yet.
+mod decompression {
     unsupported! {
-        cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_ptsz,
-        cuMemcpy3DBatchAsync_v2, cuMemcpy3DBatchAsync_v2_ptsz, cuMemcpyBatchAsync, cuMemcpyBatchAsync_ptsz,
-        cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz, cuStreamBatchMemOp, cuStreamBatchMemOp_ptsz,
-        cuStreamBatchMemOp_v2, cuStreamBatchMemOp_v2_ptsz, cuStreamCopyAttributes, cuStreamCopyAttributes_ptsz,
-        cuStreamGetAttribute, cuStreamGetAttribute_ptsz, cuStreamSetAttribute, cuStreamSetAttribute_ptsz,
-        cuStreamWaitValue32, cuStreamWaitValue32_ptsz, cuStreamWaitValue32_v2, cuStreamWaitValue32_v2_ptsz,
-        cuStreamWaitValue64, cuStreamWaitValue64_ptsz, cuStreamWaitValue64_v2, cuStreamWaitValue64_v2_ptsz,
-        cuStreamWriteValue32, cuStreamWriteValue32_ptsz, cuStreamWriteValue32_v2, cuStreamWriteValue32_v2_ptsz,
-        cuStreamWriteValue64, cuStreamWriteValue64_ptsz, cuStreamWriteValue64_v2, cuStreamWriteValue64_v2_ptsz,
+        cuMemBatchDecompressAsync, cuMemBatchDecompressAsync_ptsz,
     }
 }
 

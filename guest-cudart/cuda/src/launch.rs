@@ -11,7 +11,7 @@ use crate::graph::Work;
 use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
-use crate::{Result, code, context, managed, non_null, refuse_form, stream};
+use crate::{Result, code, context, managed, non_null, refuse_form, stream, stream_attributes};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -219,6 +219,7 @@ unsafe fn launch(
         let mut block = Vec::new();
         // SAFETY: as the caller says.
         unsafe { parameters(&function, params, extra, &mut block) }?;
+        let attributes = stream_attributes::of_captured(&stream, attributes);
         let kernel = Kernel::new(handle, function, shape, attributes, &block);
         return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
     }

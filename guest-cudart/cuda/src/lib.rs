@@ -6,8 +6,8 @@
 //! In reading order:
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
 //! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
-//! - `stream`, `event`, `callback`: order; what has been done is read from the channel's progress words;
-//! - `memory`, `host`, `managed`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `memset`: moving bytes;
+//! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
+//! - `memory`, `host`, `managed`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `function`, `launch`, `occupancy`: code;
 //! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
@@ -35,6 +35,7 @@ pub mod types;
 mod visible;
 pub mod vmm;
 
+mod batch;
 mod callback;
 mod capture;
 mod compile_cache;
@@ -65,6 +66,8 @@ mod pointer;
 mod pool;
 mod state;
 mod stream;
+mod stream_attributes;
+mod stream_memory;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -7,7 +7,7 @@
 //! mark was seen: until then it is kept in [`ENDING`].
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::capture::{self, Capture};
@@ -20,6 +20,7 @@ use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use client::handle::StreamId;
 use client::handles::Slab;
 use client::ops::Op;
+use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCreate, StreamDestroy, StreamMark, StreamSynchronize, StreamWaitEvent};
 use client::{Status, lock};
 
@@ -36,7 +37,9 @@ pub(crate) struct Stream {
     pub id: StreamId,
     pub context: &'static Context,
     pub flags: u32,
-    priority: i32,
+    priority: AtomicI32,
+    /// Attributes that were set and that its kernels have too.
+    attributes: Mutex<Vec<LaunchAttribute>>,
     unique: u64,
     legacy: bool,
     /// `seq` of its last work, of its last publishing record, and up to which it is known to be done.
@@ -85,7 +88,8 @@ impl Stream {
             id,
             context,
             flags,
-            priority,
+            priority: AtomicI32::new(priority),
+            attributes: Mutex::default(),
             unique: unique_id(),
             legacy,
             last_work: AtomicU64::new(0),
@@ -110,6 +114,15 @@ impl Stream {
     /// A number that no other stream of the process has or had.
     pub fn unique(&self) -> u64 {
         self.unique
+    }
+
+    /// The attributes of its kernels that were set for all of them.
+    pub fn attributes(&self) -> &Mutex<Vec<LaunchAttribute>> {
+        &self.attributes
+    }
+
+    pub fn set_priority(&self, priority: i32) {
+        self.priority.store(priority, Ordering::Release);
     }
 
     /// The capture that it is in.
@@ -405,7 +418,7 @@ fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
 }
 
 /// The stream and its driver, for calls that ask about a stream and may be made in any context.
-fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
+pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
     let driver = driver()?;
     if handle > PER_THREAD {
         let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
@@ -435,7 +448,7 @@ api! {
     alias cuStreamDestroy = cuStreamDestroy_v2(stream: usize);
 
     fn cuStreamGetPriority / cuStreamGetPriority_ptsz(stream: usize, priority: *mut i32) |pt| {
-        put(priority, ask(stream, pt)?.1.priority)
+        put(priority, ask(stream, pt)?.1.priority.load(Ordering::Acquire))
     }
 
     fn cuStreamGetFlags / cuStreamGetFlags_ptsz(stream: usize, flags: *mut u32) |pt| {

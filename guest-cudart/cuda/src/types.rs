@@ -129,6 +129,40 @@ pub struct HostNodeParams {
     pub userData: *mut c_void,
 }
 
+/// `CUstreamBatchMemOpParams`. A flush and a fence have nothing but their flags, at the place of `short_flags`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOp {
+    pub operation: u32,
+    pub short_flags: u32,
+    pub address: u64,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: u64,
+    pub pad: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOpNodeParams {
+    pub ctx: usize,
+    pub count: u32,
+    pub paramArray: *const BatchMemOp,
+    pub flags: u32,
+}
+
+/// `CUDA_CONDITIONAL_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ConditionalNodeParams {
+    pub handle: u64,
+    pub kind: u32,
+    pub size: u32,
+    pub graphs: *const usize,
+    pub ctx: usize,
+}
+
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -229,6 +263,35 @@ pub struct CtxCreateParams {
     pub execAffinityParams: *mut c_void,
     pub numExecAffinityParams: i32,
     pub cigParams: *mut c_void,
+}
+
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemcpyAttributes {
+    pub srcAccessOrder: u32,
+    pub srcLocHint: MemLocation,
+    pub dstLocHint: MemLocation,
+    pub flags: u32,
+}
+
+/// `CUmemcpy3DOperand`: by its kind a pointer, the length of its rows, the height of its layers, and a location; or an array and three offsets.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DOperand {
+    pub kind: u32,
+    pub words: [u64; 4],
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DBatchOp {
+    pub src: Memcpy3DOperand,
+    pub dst: Memcpy3DOperand,
+    pub extent: [usize; 3],
+    pub srcAccessOrder: u32,
+    pub flags: u32,
 }
 
 /// `CUdevprop`.

@@ -1,5 +1,7 @@
 //! Structures of `types` against cudarc's bindings of `cuda.h` 13.0.
 
+use std::mem::offset_of;
+
 use cuda::types;
 use cudarc::driver::sys;
 
@@ -27,6 +29,17 @@ fn copies() {
 }
 
 #[test]
+fn batches_of_copies() {
+    same!(types::MemcpyAttributes, sys::CUmemcpyAttributes_st {
+        srcAccessOrder = srcAccessOrder, srcLocHint = srcLocHint, dstLocHint = dstLocHint, flags = flags,
+    });
+    same!(types::Memcpy3DOperand, sys::CUmemcpy3DOperand_st { kind = type_, words = op });
+    same!(types::Memcpy3DBatchOp, sys::CUDA_MEMCPY3D_BATCH_OP_st {
+        src = src, dst = dst, extent = extent, srcAccessOrder = srcAccessOrder, flags = flags,
+    });
+}
+
+#[test]
 fn launches() {
     same!(types::LaunchConfig, sys::CUlaunchConfig_st {
         grid = gridDimX, block = blockDimX, sharedMemBytes = sharedMemBytes, hStream = hStream, attrs = attrs, numAttrs = numAttrs,
@@ -43,6 +56,19 @@ fn graph_nodes() {
     same!(types::KernelNodeParams1, sys::CUDA_KERNEL_NODE_PARAMS_st { func = func, kernelParams = kernelParams, extra = extra });
     same!(types::MemsetNodeParams, sys::CUDA_MEMSET_NODE_PARAMS_st {
         dst = dst, pitch = pitch, value = value, elementSize = elementSize, width = width, height = height,
+    });
+    same!(types::BatchMemOp, sys::CUstreamBatchMemOpParams_union { operation = operation });
+    type Wait = sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st;
+    assert_eq!(offset_of!(types::BatchMemOp, address), offset_of!(Wait, address));
+    assert_eq!(offset_of!(types::BatchMemOp, value), offset_of!(Wait, __bindgen_anon_1));
+    assert_eq!(offset_of!(types::BatchMemOp, flags), offset_of!(Wait, flags));
+    type Fence = sys::CUstreamBatchMemOpParams_union_CUstreamMemOpMemoryBarrierParams_st;
+    assert_eq!(offset_of!(types::BatchMemOp, short_flags), offset_of!(Fence, flags));
+    same!(types::BatchMemOpNodeParams, sys::CUDA_BATCH_MEM_OP_NODE_PARAMS_v2_st {
+        ctx = ctx, count = count, paramArray = paramArray, flags = flags,
+    });
+    same!(types::ConditionalNodeParams, sys::CUDA_CONDITIONAL_NODE_PARAMS {
+        handle = handle, kind = type_, size = size, graphs = phGraph_out, ctx = ctx,
     });
     same!(types::HostNodeParams, sys::CUDA_HOST_NODE_PARAMS_st { userData = userData });
     same!(types::MemAllocNodeParams, sys::CUDA_MEM_ALLOC_NODE_PARAMS_v1_st {

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::device::launch::{KernelRun, Pool};
+use crate::device::launch::{KernelRun, LaunchConfig, Pool};
 use crate::device::memory::Memory;
-use crate::device::module::Module;
+use crate::device::module::{Function, Module};
 use crate::device::stream::Stream;
 use crate::device::texture::Textures;
 use crate::error::{Error, Result};
@@ -316,6 +316,17 @@ impl Gpu {
     /// kernel does not end.
     pub fn cancel(&self) {
         self.inner.cancelled.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Gpu::cancel`] was called: an enqueued closure that waits for something need wait no more.
+    pub fn is_cancelled(&self) -> bool {
+        self.inner.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Runs a kernel and waits for its end: for closures on a stream ([`crate::Stream::enqueue`]) that find out only then what there is to run.
+    pub fn run(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
+        self.status()?;
+        self.execute(Arc::new(KernelRun::new(self, function, config, params)?))
     }
 
     /// Runs a kernel on the workers and waits for its end.

@@ -154,11 +154,11 @@ fn run(gpu: &Gpu, shared: &Shared) {
                     gpu.fail(error);
                 }
             }
-            Operation::Call(call) if gpu.status().is_ok() => {
-                if let Err(error) = call(gpu) {
-                    gpu.fail(Error::Operation(Arc::new(error)));
-                }
-            }
+            Operation::Call(call) if gpu.status().is_ok() => match call(gpu) {
+                Ok(()) => {}
+                Err(error @ Error::Kernel { .. }) => gpu.fail(error),
+                Err(error) => gpu.fail(Error::Operation(Arc::new(error))),
+            },
             Operation::Launch(_) | Operation::Call(_) => {}
         }
         shared.lock().completed += 1;

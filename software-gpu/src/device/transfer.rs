@@ -1,5 +1,7 @@
 //! Copies and fills by the host, each checked against the allocations.
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
 use crate::device::gpu::Gpu;
 use crate::error::{Error, Result};
 
@@ -60,6 +62,45 @@ impl Gpu {
         // SAFETY: as in `read_unchecked`.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), host, data.len()) };
         Ok(())
+    }
+
+    /// Reads a word of 4 or 8 bytes (`wide`) whole, ordered before all that this thread does next; `addr` must be a multiple of its size.
+    pub fn load(&self, addr: u64, wide: bool) -> Result<u64> {
+        let word = self.word(addr, wide)?;
+        // SAFETY: `word` answers for an aligned word inside a window that lives as long as the GPU; kernels reach it by
+        // raw accesses and atomics only.
+        Ok(unsafe {
+            if wide {
+                AtomicU64::from_ptr(word.cast()).load(Ordering::Acquire)
+            } else {
+                AtomicU32::from_ptr(word.cast()).load(Ordering::Acquire).into()
+            }
+        })
+    }
+
+    /// Writes a word of 4 bytes (the lower half of `value`) or 8 (`wide`) whole, ordered behind all that this thread did before.
+    pub fn store(&self, addr: u64, wide: bool, value: u64) -> Result<()> {
+        let word = self.word(addr, wide)?;
+        // SAFETY: as in `load`.
+        unsafe {
+            if wide {
+                AtomicU64::from_ptr(word.cast()).store(value, Ordering::Release);
+            } else {
+                AtomicU32::from_ptr(word.cast()).store(value as u32, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+
+    /// The host's address of an aligned word of 4 or 8 bytes.
+    fn word(&self, addr: u64, wide: bool) -> Result<*mut u8> {
+        self.status()?;
+        let size = if wide { 8 } else { 4 };
+        if !addr.is_multiple_of(size) {
+            return Err(Error::InvalidArgument(format!("word of {size} bytes at {addr:#x}")));
+        }
+        // Windows are page-aligned on the host, so its address is aligned as the device's is.
+        self.memory().host_range(addr, size)
     }
 
     /// Copies within the device; the ranges may overlap.

@@ -1,4 +1,7 @@
-//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free.
+//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free, and the setting of a graph's condition, which is a word at the
+//! address that is its name.
+
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Place};
@@ -71,8 +74,20 @@ pub(crate) fn run(
                 }
                 0
             }
+            Builtin::SetCondition => {
+                let address = values[0];
+                let Some(p) = Generic::find(w, lane, address, 4).filter(|_| address.is_multiple_of(4)) else {
+                    return w.set_fault(
+                        Fault::IllegalAddress { access: "write", space: "global", address, size: 4 },
+                        lane,
+                    );
+                };
+                // SAFETY: `find` answers for four bytes, which are aligned as their address is.
+                unsafe { AtomicU32::from_ptr(p.cast()).store(values[1] as u32, Ordering::Release) };
+                0
+            }
         };
-        if which == Builtin::Free || which == Builtin::AssertFail {
+        if matches!(which, Builtin::Free | Builtin::AssertFail | Builtin::SetCondition) {
             continue;
         }
         let size: u32 = if which == Builtin::Malloc { 8 } else { 4 };

@@ -182,6 +182,7 @@ pub(crate) enum Builtin {
     AssertFail,
     Malloc,
     Free,
+    SetCondition,
 }
 
 /// A module, lowered.

@@ -138,6 +138,10 @@ api! {
     stream_wait_event = "cuStreamWaitEvent" (CUstream, CUevent, c_uint);
     stream_write = "cuStreamWriteValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
     stream_wait = "cuStreamWaitValue64_v2" (CUstream, CUdeviceptr, u64, c_uint);
+    stream_memory_ops = "cuStreamBatchMemOp_v2" (CUstream, c_uint, *mut BatchMemOp, c_uint);
+    stream_set_attribute = "cuStreamSetAttribute" (CUstream, u32, *const [u64; 8]);
+    stream_get_attribute = "cuStreamGetAttribute" (CUstream, u32, *mut [u64; 8]);
+    stream_copy_attributes = "cuStreamCopyAttributes" (CUstream, CUstream);
     event_create = "cuEventCreate" (*mut CUevent, c_uint);
     event_destroy = "cuEventDestroy_v2" (CUevent);
     event_record = "cuEventRecordWithFlags" (CUevent, CUstream, c_uint);
@@ -182,6 +186,14 @@ api! {
     graph_destroy = "cuGraphDestroy" (CUgraph);
     graph_instantiate = "cuGraphInstantiateWithFlags" (*mut CUgraphExec, CUgraph, u64);
     graph_add_empty = "cuGraphAddEmptyNode" (*mut CUgraphNode, CUgraph, *const CUgraphNode, usize);
+    graph_add_memory_ops = "cuGraphAddBatchMemOpNode" (
+        *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const BatchMemOpNode
+    );
+    graph_depend = "cuGraphAddDependencies" (CUgraph, *const CUgraphNode, *const CUgraphNode, usize);
+    graph_add_node = "cuGraphAddNode" (
+        *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut ConditionalNode
+    );
+    graph_condition = "cuGraphConditionalHandleCreate" (*mut u64, CUgraph, CUcontext, c_uint, c_uint);
     graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);
     graph_launch = "cuGraphLaunch" (CUgraphExec, CUstream);
@@ -192,6 +204,61 @@ api! {
     );
     capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// `CUstreamBatchMemOpParams`; a fence and a flush have their flags at the place of `short_flags`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct BatchMemOp {
+    pub operation: u32,
+    pub short_flags: u32,
+    pub address: CUdeviceptr,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: CUdeviceptr,
+    pub pad: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`.
+#[repr(C)]
+pub struct BatchMemOpNode {
+    pub context: CUcontext,
+    pub count: c_uint,
+    pub operations: *mut BatchMemOp,
+    pub flags: c_uint,
+}
+
+/// `CUgraphNodeParams` of a conditional node: `CUDA_CONDITIONAL_NODE_PARAMS`, and what is left of the union.
+#[repr(C)]
+pub struct ConditionalNode {
+    kind: u32,
+    reserved0: [c_int; 3],
+    handle: u64,
+    condition: u32,
+    size: c_uint,
+    /// Written by the driver: where the node's graphs are.
+    pub graphs: *const CUgraph,
+    context: CUcontext,
+    rest: [u64; 25],
+    reserved2: i64,
+}
+
+impl ConditionalNode {
+    /// A node of a type, with a condition and as many graphs.
+    pub fn new(handle: u64, condition: u32, size: u32, context: CUcontext) -> ConditionalNode {
+        ConditionalNode {
+            // CU_GRAPH_NODE_TYPE_CONDITIONAL
+            kind: 13,
+            reserved0: [0; 3],
+            handle,
+            condition,
+            size,
+            graphs: std::ptr::null(),
+            context,
+            rest: [0; 25],
+            reserved2: 0,
+        }
+    }
 }
 
 /// `CUgraphExecUpdateResultInfo`, with the result as a number.
@@ -314,6 +381,13 @@ const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(size_of::<BatchMemOp>() == size_of::<sys::CUstreamBatchMemOpParams>());
+    assert!(size_of::<ConditionalNode>() == size_of::<sys::CUgraphNodeParams>());
+    assert!(
+        std::mem::offset_of!(ConditionalNode, graphs) - std::mem::offset_of!(ConditionalNode, handle)
+            == std::mem::offset_of!(sys::CUDA_CONDITIONAL_NODE_PARAMS, phGraph_out)
+    );
+    assert!(size_of::<BatchMemOpNode>() == size_of::<sys::CUDA_BATCH_MEM_OP_NODE_PARAMS>());
 };
 
 // SAFETY: function pointers of a library that is never unloaded.

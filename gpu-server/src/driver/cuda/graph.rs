@@ -23,42 +23,58 @@ const NON_BLOCKING: u32 = 1;
 /// An instantiated graph.
 pub(super) struct ServerGraph {
     pub(super) context: u32,
-    flags: u64,
-    exec: CUgraphExec,
+    pub(super) flags: u64,
+    pub(super) exec: CUgraphExec,
 }
 
 /// The graphs of a session.
 pub(super) type Graphs = HashMap<u32, ServerGraph>;
 
 /// What an instantiation works with; gone afterwards.
-struct Build {
+pub(super) struct Build {
     api: &'static Api,
     graph: CUgraph,
+    /// Whether the graph goes with it.
+    own: bool,
     stream: CUstream,
 }
 
 impl Drop for Build {
     fn drop(&mut self) {
-        // SAFETY: made by `Build::new`, used by nobody else; an instantiated graph does not need the one that it was made from.
+        // SAFETY: made by `Build::new` or `Build::into`, used by nobody else; an instantiated graph does not need the one that it was made from.
         unsafe {
             let _ = self.api.stream_destroy(self.stream);
-            let _ = self.api.graph_destroy(self.graph);
+            if self.own {
+                let _ = self.api.graph_destroy(self.graph);
+            }
         }
     }
 }
 
 impl Build {
     fn new(api: &'static Api) -> Result<Build, Status> {
-        let (mut graph, mut stream): (CUgraph, CUstream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: each writes a handle.
-        unsafe {
-            api.graph_create(&mut graph, 0)?;
-            if let Err(status) = api.stream_create(&mut stream, NON_BLOCKING, 0) {
-                let _ = api.graph_destroy(graph);
-                return Err(status);
+        let mut graph: CUgraph = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        unsafe { api.graph_create(&mut graph, 0) }?;
+        match Build::into(api, graph) {
+            Ok(mut build) => {
+                build.own = true;
+                Ok(build)
+            }
+            Err(status) => {
+                // SAFETY: made above, and nobody else's.
+                let _ = unsafe { api.graph_destroy(graph) };
+                Err(status)
             }
         }
-        Ok(Build { api, graph, stream })
+    }
+
+    /// Into a graph that stays.
+    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build, Status> {
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
+        Ok(Build { api, graph, own: false, stream })
     }
 
     /// Captures what `enqueue` puts on the stream, behind `before`; answers the nodes that whatever follows it must wait for.
@@ -108,12 +124,27 @@ impl Cuda {
             Work::Memset(op) => self.memset_at(context, stream, op),
             Work::Copy(op) => self.copy_at(context, stream, op),
             Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
+            Work::Words(op) => self.memory_ops_at(context, stream, &op.operations),
+            // Not captured: it is there already.
+            Work::Conditional(_) => Err(Status::INVALID_VALUE),
         }
     }
 
     /// Makes a graph of the driver's.
     fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build, Status> {
         let build = Build::new(self.api)?;
+        self.fill_graph(cx, context, &build, nodes)?;
+        Ok(build)
+    }
+
+    /// Puts nodes into a graph of the driver's.
+    pub(super) fn fill_graph(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        build: &Build,
+        nodes: &[GraphNode],
+    ) -> Result<(), Status> {
         // What stands for each node: what it became, or, if it became nothing, what it waits for.
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
@@ -134,6 +165,18 @@ impl Cuda {
                     }?;
                     vec![empty]
                 }
+                Work::Conditional(first) => {
+                    let node = self.drafts.node(first)?.native;
+                    let after = vec![node; before.len()];
+                    // SAFETY: nodes of this graph, as many at one end as at the other.
+                    unsafe {
+                        self.api.graph_depend(build.graph, before.as_ptr(), after.as_ptr(), before.len())
+                    }?;
+                    vec![node]
+                }
+                Work::Words(op) => {
+                    vec![self.memory_ops_node(context, build.graph, &before, &op.operations)?]
+                }
                 work => {
                     if let Work::Launch(launch) = &work {
                         let function = self.function_handle(cx, launch.function)?;
@@ -146,13 +189,13 @@ impl Cuda {
             };
             made.push(became);
         }
-        Ok(build)
+        Ok(())
     }
 
-    fn instantiated(&self, build: &Build, flags: u64) -> Result<CUgraphExec, Status> {
+    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec, Status> {
         let mut exec: CUgraphExec = std::ptr::null_mut();
         // SAFETY: a graph; writes a handle.
-        unsafe { self.api.graph_instantiate(&mut exec, build.graph, flags & FLAGS) }?;
+        unsafe { self.api.graph_instantiate(&mut exec, graph, flags & FLAGS) }?;
         Ok(exec)
     }
 
@@ -167,7 +210,7 @@ impl Cuda {
         if unsafe { self.api.graph_update(exec, build.graph, &mut why) }.is_ok() {
             return Ok(exec);
         }
-        let fresh = self.instantiated(build, flags)?;
+        let fresh = self.instantiated(build.graph, flags)?;
         // SAFETY: about to be replaced in the table; launches under way complete.
         let _ = unsafe { self.api.graph_exec_destroy(exec) };
         Ok(fresh)
@@ -197,7 +240,8 @@ impl GraphOps<Call> for Cuda {
         }
         let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
         self.enter_context(op.context)?;
-        let built = self.build(cx, op.context, &nodes).and_then(|build| self.instantiated(&build, op.flags));
+        let built =
+            self.build(cx, op.context, &nodes).and_then(|build| self.instantiated(build.graph, op.flags));
         cx.context = op.context;
         let exec = self.note(op.context, built)?;
         self.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, flags: op.flags, exec });
@@ -242,5 +286,38 @@ impl GraphOps<Call> for Cuda {
         // SAFETY: out of the table; launches under way complete.
         let destroyed = unsafe { self.api.graph_exec_destroy(graph.exec) };
         self.note(cx.context, destroyed)
+    }
+
+    fn graph_condition(
+        &mut self,
+        cx: &mut Call,
+        op: GraphCondition,
+    ) -> Result<Answer<GraphConditionReply>, Status> {
+        cx.context = op.context;
+        self.make_condition(&op).map(|handle| Answer::Now(GraphConditionReply { handle }))
+    }
+
+    fn graph_conditional(
+        &mut self,
+        cx: &mut Call,
+        op: GraphConditional,
+    ) -> Result<Answer<GraphConditionalReply>, Status> {
+        cx.context = ContextId(self.drafts.get(op.graph)?.context);
+        self.make_conditional(&op).map(|()| Answer::Now(GraphConditionalReply {}))
+    }
+
+    fn graph_instantiate_draft<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphInstantiateDraft<'a>,
+    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+        self.instantiate_draft(cx, op)
+    }
+
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+        // One that is unknown has gone with its context.
+        let Ok(draft) = self.drafts.get(op.graph) else { return Ok(()) };
+        cx.context = ContextId(draft.context);
+        self.drafts.forget(op.graph).map(drop)
     }
 }

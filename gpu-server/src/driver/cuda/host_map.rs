@@ -38,6 +38,12 @@ impl Drop for HostView {
 }
 
 impl HostView {
+    /// Whether `len` bytes from `address` are among its pages.
+    pub(super) fn holds(&self, address: u64, len: u64) -> bool {
+        let (first, end) = (self.first as u64, (self.first + self.len) as u64);
+        address >= first && address < end && len <= end - address
+    }
+
     /// Maps the pages of `memory` once more, so that its first byte is at `address`.
     fn at(context: u32, address: u64, memory: &Mapped) -> Result<HostView, Status> {
         let address = usize::try_from(address).map_err(|_| Status::INVALID_VALUE)?;

@@ -1,7 +1,7 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`], [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`], [`texture`], [`array`]: the chapters of operations;
+//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`] (with [`conditional`]), [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -10,6 +10,7 @@
 pub mod api;
 mod array;
 mod arrivals;
+mod conditional;
 mod copies;
 mod fence;
 mod graph;
@@ -22,6 +23,7 @@ mod nvml;
 mod ranges;
 mod registration;
 mod staging;
+mod stream_memory;
 mod streams;
 mod texture;
 mod vmm;
@@ -77,6 +79,7 @@ pub struct Cuda {
     events: Ids<Moment>,
     modules: Ids<LoadedModule>,
     graphs: Graphs,
+    drafts: conditional::Drafts,
     arrays: Arrays,
     /// Client memory mapped for kernels, by its address in the client.
     host_views: HashMap<u64, HostView>,
@@ -219,6 +222,7 @@ impl Cuda {
             events: Ids::default(),
             modules: Ids::default(),
             graphs: Graphs::default(),
+            drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
             host_views: HashMap::new(),
             tickets: Tickets::default(),
@@ -279,6 +283,7 @@ impl Cuda {
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
         self.arrays.forget(context);
         self.host_views.retain(|_, view| view.context != context);
     }

@@ -174,6 +174,19 @@ impl Cuda {
         Ok((stream, context))
     }
 
+    /// As [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
+    fn with_attribute(
+        &mut self,
+        cx: &mut Call,
+        id: StreamId,
+        attribute: u32,
+    ) -> Result<(CUstream, ContextId), Status> {
+        if !attribute::ALL.contains(&attribute) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.enter_briefly(cx, id)
+    }
+
     /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
     pub(super) fn fence(
         &mut self,
@@ -335,6 +348,51 @@ impl StreamOps<Call> for Cuda {
             word.set(1);
         }
         Ok(())
+    }
+
+    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        self.memory_ops_at(place.context, place.stream, &op.operations)
+    }
+
+    fn stream_set_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamSetAttribute,
+    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
+        let (id, value) = (op.attribute.id, zerocopy::transmute!(op.attribute.value));
+        let (stream, context) = self.with_attribute(cx, op.stream, id)?;
+        // SAFETY: a live stream; none of these attributes' values, which are no longer than this, names an object. (An access policy's window is a hint.)
+        let set = unsafe { self.api.stream_set_attribute(stream, id, &value) };
+        self.note(context, set).map(|()| Answer::Now(StreamSetAttributeReply {}))
+    }
+
+    fn stream_get_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamGetAttribute,
+    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
+        let (stream, context) = self.with_attribute(cx, op.stream, op.attribute)?;
+        let mut value = [0; 8];
+        // SAFETY: a live stream; there is room for the longest value.
+        let got = unsafe { self.api.stream_get_attribute(stream, op.attribute, &mut value) };
+        self.note(context, got)?;
+        Ok(Answer::Now(StreamGetAttributeReply { value: zerocopy::transmute!(value) }))
+    }
+
+    fn stream_copy_attributes(
+        &mut self,
+        cx: &mut Call,
+        op: StreamCopyAttributes,
+    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
+        let (from, other) = self.enter_briefly(cx, op.src)?;
+        let (to, context) = self.enter_briefly(cx, op.dst)?;
+        if other != context {
+            return Err(Status::INVALID_VALUE);
+        }
+        // SAFETY: live streams of one context.
+        let copied = unsafe { self.api.stream_copy_attributes(to, from) };
+        self.note(context, copied).map(|()| Answer::Now(StreamCopyAttributesReply {}))
     }
 }
 

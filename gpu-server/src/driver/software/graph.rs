@@ -9,8 +9,10 @@ use protocol::ops::Answer;
 use protocol::ops::copy::{CopyOps, MemcpyDtoD, MemcpyDtoD3D, Memset};
 use protocol::ops::graph::*;
 use protocol::ops::launch::{Launch, LaunchOps};
+use protocol::ops::stream::StreamBatchMemOp;
 
 use super::Software;
+use super::conditional::{Cell, Conditionals};
 use crate::driver::call::Call;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 
@@ -18,6 +20,7 @@ use crate::driver::graph::{self, MAX_GRAPH, Work};
 pub(super) struct SoftwareGraph {
     pub(super) context: u32,
     nodes: Arc<Vec<GraphNode>>,
+    conditionals: Arc<Conditionals>,
 }
 
 /// The graphs of a session.
@@ -30,10 +33,11 @@ impl Software {
         cx: &mut Call,
         graph: GraphId,
         stream: StreamId,
-    ) -> Result<Arc<Vec<GraphNode>>, Status> {
+    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>), Status> {
         let place = self.look(cx, stream)?;
         let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
-        Ok(Arc::clone(&found.ok_or(Status::INVALID_HANDLE)?.nodes))
+        let found = found.ok_or(Status::INVALID_HANDLE)?;
+        Ok((Arc::clone(&found.nodes), Arc::clone(&found.conditionals)))
     }
 
     /// Checks what a node names as far as it can be before it is launched.
@@ -74,13 +78,16 @@ impl GraphOps<Call> for Software {
             return Err(Status::INVALID_HANDLE);
         }
         let nodes = self.read_graph(cx, op.context, op.nodes)?;
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes });
+        let conditionals = Arc::default();
+        self.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
     fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
-        let nodes = self.graph_on(cx, op.graph, op.stream)?;
+        let (nodes, conditionals) = self.graph_on(cx, op.graph, op.stream)?;
         let stream = op.stream;
+        let place = self.enter(cx, stream)?;
+        conditionals.begin(&place)?;
         for node in nodes.iter() {
             match graph::work(node)? {
                 Work::Empty => {}
@@ -88,9 +95,14 @@ impl GraphOps<Call> for Software {
                 Work::Memset(op) => self.memset(cx, Memset { stream, ..op })?,
                 Work::Copy(op) => self.memcpy_dtod(cx, MemcpyDtoD { stream, ..op })?,
                 Work::Copy3D(op) => self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream, ..op })?,
+                Work::Words(op) => self.memory_ops(cx, StreamBatchMemOp { stream, ..op })?,
+                Work::Conditional(first) => {
+                    let place = self.enter(cx, stream)?;
+                    self.launch_conditional(cx, &place, &conditionals, first)?;
+                }
             }
         }
-        Ok(())
+        conditionals.end(&place)
     }
 
     fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
@@ -106,7 +118,8 @@ impl GraphOps<Call> for Software {
         let context = ContextId(self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
         cx.context = context;
         let nodes = self.read_graph(cx, context, op.nodes)?;
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes });
+        let conditionals = Arc::default();
+        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
@@ -114,5 +127,62 @@ impl GraphOps<Call> for Software {
         let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
         Ok(())
+    }
+
+    fn graph_condition(
+        &mut self,
+        cx: &mut Call,
+        op: GraphCondition,
+    ) -> Result<Answer<GraphConditionReply>, Status> {
+        cx.context = op.context;
+        let device = self.context(op.context)?.device;
+        let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
+        let cell = Cell::new(&self.device(device)?.gpu, op.default, op.flags)?;
+        if fresh {
+            self.drafts.add(op.context, op.graph, ());
+        }
+        let handle = cell.address;
+        self.drafts.add_condition(op.graph, handle, Arc::new(cell));
+        Ok(Answer::Now(GraphConditionReply { handle }))
+    }
+
+    fn graph_conditional(
+        &mut self,
+        cx: &mut Call,
+        op: GraphConditional,
+    ) -> Result<Answer<GraphConditionalReply>, Status> {
+        cx.context = ContextId(self.drafts.may_have_node(&op)?.context);
+        let graphs = vec![(); op.bodies.len()];
+        self.drafts.add_node(&op, (), graphs);
+        Ok(Answer::Now(GraphConditionalReply {}))
+    }
+
+    fn graph_instantiate_draft<'a>(
+        &mut self,
+        cx: &mut Call,
+        op: GraphInstantiateDraft<'a>,
+    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+        let context = ContextId(self.drafts.get(op.draft)?.context);
+        cx.context = context;
+        if self.graphs.contains_key(&op.graph.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let mut parts = graph::read_parts(&cx.input(op.parts)?.collect(MAX_GRAPH)?)?;
+        self.drafts.check_parts(op.draft, &parts)?;
+        for node in parts.parts.iter().flat_map(|part| &part.nodes) {
+            self.check_node(cx, context, node)?;
+        }
+        cx.context = context;
+        let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
+        let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
+        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
+        Ok(Answer::Now(GraphInstantiateDraftReply {}))
+    }
+
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+        // One that is unknown has gone with its context.
+        let Ok(draft) = self.drafts.get(op.graph) else { return Ok(()) };
+        cx.context = ContextId(draft.context);
+        self.drafts.forget(op.graph).map(drop)
     }
 }

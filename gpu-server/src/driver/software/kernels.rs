@@ -2,7 +2,7 @@
 
 use host_bridge::endpoint::Sink;
 use protocol::Status;
-use protocol::handle::FunctionId;
+use protocol::handle::{ContextId, FunctionId};
 use protocol::ops::Answer;
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
@@ -96,7 +96,7 @@ impl Software {
 
     fn function(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut LoadedFunction, Status> {
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = protocol::handle::ContextId(module.context);
+        cx.context = ContextId(module.context);
         module.functions.get_mut(id.index() as usize).ok_or(Status::INVALID_HANDLE)
     }
 }
@@ -134,7 +134,7 @@ impl ModuleOps<Call> for Software {
 
     fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {
         let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = protocol::handle::ContextId(module.context);
+        cx.context = ContextId(module.context);
         let table = module.table();
         write_if_it_fits(cx, op.info, &table)?;
         Ok(Answer::Now(ModuleInfoReply { info_size: table.len() as u64 }))
@@ -142,7 +142,7 @@ impl ModuleOps<Call> for Software {
 
     fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result<(), Status> {
         let module = self.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = protocol::handle::ContextId(module.context);
+        cx.context = ContextId(module.context);
         // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
         let device = self.context(cx.context)?.device;
         let gpu = self.device(device)?.gpu.clone();
@@ -156,7 +156,7 @@ impl ModuleOps<Call> for Software {
         op: ModuleGetGlobal<'a>,
     ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
         let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = protocol::handle::ContextId(module.context);
+        cx.context = ContextId(module.context);
         let global = module.module.global(op.name).map_err(|e| code(&e))?;
         Ok(Answer::Now(ModuleGetGlobalReply {
             address: global.address,
@@ -237,12 +237,17 @@ fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
 /// There are none: every operation answers "not supported".
 impl protocol::ops::texture::TextureOps<Call> for Software {}
 
-impl LaunchOps<Call> for Software {
-    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
+impl Software {
+    /// A launch in a context, checked as far as the context's own tables tell.
+    pub(super) fn prepare(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        op: &Launch<'_>,
+    ) -> Result<(Function, LaunchConfig), Status> {
         let cooperative = cooperative(&op.attributes)?;
         let function = self.function(cx, op.function)?;
-        if cx.context != place.context {
+        if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }
         if op.dynamic_shared > function.dynamic_limit {
@@ -250,7 +255,14 @@ impl LaunchOps<Call> for Software {
         }
         let config =
             LaunchConfig { grid: op.grid, block: op.block, dynamic_shared: op.dynamic_shared, cooperative };
-        let function = function.function.clone();
+        Ok((function.function.clone(), config))
+    }
+}
+
+impl LaunchOps<Call> for Software {
+    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let (function, config) = self.prepare(cx, place.context, &op)?;
         place.stream.launch(&function, config, op.params).map_err(|e| {
             tracing::debug!("launch of {} refused: {e}", function.info().name);
             code(&e)

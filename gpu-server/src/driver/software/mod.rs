@@ -1,8 +1,8 @@
 //! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - [`streams`]: streams, their order with the legacy default stream, steps that always end;
+//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
 //! - [`transfer`]: copies and fills;
-//! - [`graph`]: lists of operations that are launched together;
+//! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
 //! - [`kernels`]: modules and launches;
 //! - [`properties`]: what a device says of itself.
@@ -10,10 +10,13 @@
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
 mod array;
+mod conditional;
 mod graph;
 mod kernels;
 mod nvml;
 mod properties;
+mod stream_attributes;
+mod stream_memory;
 mod streams;
 mod transfer;
 mod vmm;
@@ -34,6 +37,7 @@ use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::kernels::LoadedModule;
+use self::stream_memory::Bell;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
@@ -59,7 +63,10 @@ pub struct Software {
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
+    drafts: conditional::Drafts,
     tickets: Arc<Tickets>,
+    /// Rung by memory operations of streams.
+    bell: Arc<Bell>,
 }
 
 struct Device {
@@ -169,7 +176,9 @@ impl Software {
             space: Space::default(),
             broker: None,
             graphs: graph::Graphs::default(),
+            drafts: conditional::Drafts::default(),
             tickets: Arc::default(),
+            bell: Arc::default(),
         })
     }
 
@@ -216,6 +225,7 @@ impl Software {
         self.modules.retain(|_, module| module.context != context);
         self.forget_arrays(context);
         self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
     }
 }
 

@@ -3,6 +3,11 @@
 use protocol::ops::device::{Attribute, DeviceInfoReply};
 use software_gpu::{GRANULE, Properties};
 
+/// Bytes of an access policy's window at most.
+pub(super) const MAX_WINDOW: u32 = 128 << 20;
+/// Domains in which fences order memory: here each orders all of it.
+pub(super) const MEM_SYNC_DOMAINS: u32 = 4;
+
 /// Everything that is told of device `ordinal`.
 pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
     let mut uuid = *b"rgpu-software-\0\0";
@@ -91,6 +96,10 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (89, 0),
         (90, 0),
         (91, 0),
+        // Memory operations of streams: the first form, with 64 bits, with NOR.
+        (92, 1),
+        (93, 1),
+        (94, 1),
         (95, 1),
         (97, optin),
         (98, 0),
@@ -100,9 +109,15 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (102, 1),
         (103, 1),
         (106, p.max_blocks_per_multiprocessor),
+        // Persisting lines of the cache, windows of access policies: hints, which are taken and change nothing.
+        (108, 32 << 20),
+        (109, MAX_WINDOW),
         (111, p.shared_reserved_per_block),
         (115, 0),
         (120, 0),
+        (122, 1),
+        (123, 1),
+        (126, MEM_SYNC_DOMAINS),
     ];
     DeviceInfoReply {
         name: p.name.clone(),

@@ -7,6 +7,7 @@
 //! step that somebody waits for is a [`Step`]: its end is called when it has run, or is dropped unrun.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use protocol::Status;
@@ -17,6 +18,7 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 use software_gpu::{Event, Gpu, Stream};
 
+use super::stream_attributes::StreamAttributes;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
 
@@ -34,17 +36,30 @@ pub(super) struct Lane {
     /// Operations of the legacy stream that it has waited for.
     joined: u64,
     word: Arc<Word>,
+    pub(super) attributes: StreamAttributes,
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.word.gone.store(true, Ordering::Release);
+    }
 }
 
 /// A stream's progress word, as this side publishes it.
-struct Word {
+pub(super) struct Word {
     stream: u32,
     context: ContextId,
     last: Mutex<u64>,
     errors: Errors,
+    gone: AtomicBool,
 }
 
 impl Word {
+    /// Whether the stream is destroyed, by itself or with its context: nothing on it need wait any longer.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
     /// Everything on the stream up to `seq` is done, or will never be: then `status` says why.
     fn publish(&self, seq: u64, status: Status) {
         if !status.is_success() {
@@ -145,7 +160,7 @@ impl Tickets {
 }
 
 impl Software {
-    fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
+    pub(super) fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
         if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
             let device = self.contexts.get(&id.0).ok_or(Status::INVALID_HANDLE)?.device;
             let lane = self.make_lane(id.0, id.0, device, true)?;
@@ -160,6 +175,7 @@ impl Software {
             context: ContextId(context),
             last: Mutex::new(0),
             errors: self.errors()?.clone(),
+            gone: AtomicBool::new(false),
         };
         Ok(Lane {
             stream: self.device(device)?.gpu.stream(),
@@ -168,6 +184,7 @@ impl Software {
             dirty: false,
             joined: 0,
             word: Arc::new(word),
+            attributes: StreamAttributes::default(),
         })
     }
 
@@ -337,6 +354,44 @@ impl StreamOps<Call> for Software {
         self.tickets.signal(op.ticket.0);
         Ok(())
     }
+
+    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
+        self.memory_ops(cx, op)
+    }
+
+    fn stream_set_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamSetAttribute,
+    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
+        cx.context = self.look(cx, op.stream)?.context;
+        self.lane(op.stream)?.attributes.set(&op.attribute)?;
+        Ok(Answer::Now(StreamSetAttributeReply {}))
+    }
+
+    fn stream_get_attribute(
+        &mut self,
+        cx: &mut Call,
+        op: StreamGetAttribute,
+    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
+        cx.context = self.look(cx, op.stream)?.context;
+        let value = self.lane(op.stream)?.attributes.get(op.attribute)?;
+        Ok(Answer::Now(StreamGetAttributeReply { value }))
+    }
+
+    fn stream_copy_attributes(
+        &mut self,
+        cx: &mut Call,
+        op: StreamCopyAttributes,
+    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
+        let from = self.look(cx, op.src)?.context;
+        if self.look(cx, op.dst)?.context != from {
+            return Err(Status::INVALID_VALUE);
+        }
+        let attributes = self.lane(op.src)?.attributes.clone();
+        self.lane(op.dst)?.attributes = attributes;
+        Ok(Answer::Now(StreamCopyAttributesReply {}))
+    }
 }
 
 impl Place {
@@ -344,6 +399,11 @@ impl Place {
     fn publish(&self, seq: u64) {
         let word = Arc::clone(&self.word);
         step(&self.stream, &self.gpu, move |status| word.publish(seq, status));
+    }
+
+    /// The stream's progress word.
+    pub(super) fn word(&self) -> Arc<Word> {
+        Arc::clone(&self.word)
     }
 
     /// What publishes errors of this place's context.

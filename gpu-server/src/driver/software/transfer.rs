@@ -175,7 +175,7 @@ impl From<software_gpu::Error> for Ended {
 }
 
 /// Enqueues work whose failure is the context's deferred error, but not the device's end: memory that was freed under the copy, say.
-fn enqueue_checked(
+pub(super) fn enqueue_checked(
     place: &super::streams::Place,
     seq: u64,
     work: impl FnOnce(&Gpu) -> Result<()> + Send + 'static,
@@ -227,9 +227,8 @@ impl CopyOps<Call> for Software {
 
     fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> std::result::Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        let to = self.checked(op.dst, op.len, place.device)?;
-        let from = self.checked(op.src, op.len, place.device)?;
-        enqueue_checked(&place, cx.seq, move |_| from.copy_to(op.src, &to, op.dst, op.len))
+        let work = self.line_work(place.device, &op)?;
+        enqueue_checked(&place, cx.seq, move |_| work())
     }
 
     fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> std::result::Result<(), Status> {
@@ -242,12 +241,36 @@ impl CopyOps<Call> for Software {
 
     fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> std::result::Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
+        let work = self.box_work(place.device, &op)?;
+        enqueue_checked(&place, cx.seq, move |_| work())
+    }
+
+    fn memset(&mut self, cx: &mut Call, op: Memset) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let work = self.fill_work(place.device, &op)?;
+        enqueue_checked(&place, cx.seq, move |_| work())
+    }
+}
+
+/// What a stream's thread does, as often as it is called.
+pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// Work inside device memory, checked: of a device's stream, or of a graph that it runs.
+impl Software {
+    pub(super) fn line_work(&self, device: u32, op: &MemcpyDtoD) -> std::result::Result<Again, Status> {
+        let to = self.checked(op.dst, op.len, device)?;
+        let from = self.checked(op.src, op.len, device)?;
+        let (dst, src, len) = (op.dst, op.src, op.len);
+        Ok(Box::new(move || from.copy_to(src, &to, dst, len)))
+    }
+
+    pub(super) fn box_work(&self, device: u32, op: &MemcpyDtoD3D) -> std::result::Result<Again, Status> {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
         let (packed, from_span) = source.sizes()?;
         let (_, to_span) = target.sizes()?;
-        let from = self.checked(source.at, from_span, place.device)?;
-        let to = self.checked(target.at, to_span, place.device)?;
-        enqueue_checked(&place, cx.seq, move |_| {
+        let from = self.checked(source.at, from_span, device)?;
+        let to = self.checked(target.at, to_span, device)?;
+        Ok(Box::new(move || {
             let width = source.width.max(1);
             let mut at = 0;
             while at < packed {
@@ -261,11 +284,10 @@ impl CopyOps<Call> for Software {
                 at += width;
             }
             Ok(())
-        })
+        }))
     }
 
-    fn memset(&mut self, cx: &mut Call, op: Memset) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
+    pub(super) fn fill_work(&self, device: u32, op: &Memset) -> std::result::Result<Again, Status> {
         if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }
@@ -273,9 +295,9 @@ impl CopyOps<Call> for Software {
         let pitch = if op.height > 1 { op.pitch } else { width };
         let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
         let (_, span) = rows.sizes()?;
-        let gpu = self.checked(op.dst, span, place.device)?;
-        enqueue_checked(&place, cx.seq, move |_| {
-            gpu.fill_2d(Plane { addr: op.dst, pitch }, op.value, op.element, op.width, op.height)
-        })
+        let gpu = self.checked(op.dst, span, device)?;
+        let (plane, value, element, width, height) =
+            (Plane { addr: op.dst, pitch }, op.value, op.element, op.width, op.height);
+        Ok(Box::new(move || gpu.fill_2d(plane, value, element, width, height)))
     }
 }

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use super::conditional;
 use super::memory::GraphMemory;
 use super::work::{Data, Kernel, Work, kind};
 use super::{EdgeData, GRAPHS, Graph, edge_data, edges, node, of};
 use crate::state::driver;
+use crate::stream_memory::Operations;
 use crate::types::{
-    GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, MemAllocNodeParams, Memcpy3D,
-    MemsetNodeParams,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
+    MemAllocNodeParams, Memcpy3D, MemsetNodeParams,
 };
 use crate::{Result, context, event, non_null, pool, put, refuse_form};
 use client::Status;
@@ -69,6 +71,18 @@ pub(super) fn waited(handle: usize) -> Result<Work> {
     Ok(Work::Wait(handle))
 }
 
+pub(super) unsafe fn words(p: *const BatchMemOpNodeParams) -> Result<Work> {
+    non_null(p)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    let p = unsafe { *p };
+    if p.flags != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: as many operations as the program says.
+    let operations = unsafe { Operations::described(driver()?, p.ctx, p.paramArray, p.count) }?;
+    Ok(Work::Words(Arc::new(operations)))
+}
+
 /// An allocation, made now: its address is told at once.
 unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
     non_null(p)?;
@@ -89,7 +103,6 @@ unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
 
 /// A node of any kind.
 unsafe fn generic(graph: &Arc<Graph>, p: *mut GraphNodeParams) -> Result<Work> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     non_null(p)?;
     // SAFETY: the body begins with the structure of the node's kind, and is as large as the largest.
     unsafe {
@@ -97,7 +110,7 @@ unsafe fn generic(graph: &Arc<Graph>, p: *mut GraphNodeParams) -> Result<Work> {
         match (*p).kind {
             kind::MEM_ALLOC => alloc(graph, body.cast()),
             kind::MEM_FREE => freed(*body),
-            kind::CONDITIONAL => refuse_form("a conditional node", &SAID),
+            kind::CONDITIONAL => conditional::described(graph, body.cast()),
             _ => described(p),
         }
     }
@@ -121,7 +134,8 @@ pub(super) unsafe fn described(p: *const GraphNodeParams) -> Result<Work> {
             kind::WAIT_EVENT => waited(*body as usize),
             kind::EVENT_RECORD => recorded(*body as usize),
             kind::MEM_ALLOC | kind::MEM_FREE | kind::CONDITIONAL => Err(Status::NOT_SUPPORTED),
-            8 | 9 | 12 => refuse_form("a graph's node for semaphores or batches of memory operations", &SAID),
+            kind::BATCH_MEM_OP => words(body.cast()),
+            8 | 9 => refuse_form("a graph's node for semaphores", &SAID),
             _ => Err(Status::INVALID_VALUE),
         }
     }
@@ -202,7 +216,8 @@ api! {
         if graph.part {
             return Err(Status::INVALID_VALUE);
         }
-        if matches!(super::work_of(handle)?, Work::Alloc(_) | Work::Free(_)) {
+        // The server has a conditional node already.
+        if matches!(super::work_of(handle)?, Work::Alloc(_) | Work::Free(_) | Work::Conditional(_)) {
             return Err(Status::NOT_SUPPORTED);
         }
         graph.remove(id)
@@ -237,6 +252,12 @@ api! {
 
     fn cuGraphAddChildGraphNode(node: *mut usize, graph: usize, before: *const usize, count: usize, part: usize) {
         add(node, graph, before, std::ptr::null(), count, |_| child(part))
+    }
+
+    fn cuGraphAddBatchMemOpNode(
+        node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const BatchMemOpNodeParams
+    ) {
+        add(node, graph, before, std::ptr::null(), count, |_| words(p))
     }
 
     fn cuGraphAddEventRecordNode(node: *mut usize, graph: usize, before: *const usize, count: usize, event: usize) {

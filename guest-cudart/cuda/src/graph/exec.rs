@@ -11,6 +11,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
+use super::conditional;
 use super::memory::GraphMemory;
 use super::object::{self, Held};
 use super::work::{Way, Work};
@@ -25,7 +26,8 @@ use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
 use client::ops::graph::{
-    GraphDestroy, GraphInstantiate, GraphLaunch, GraphNode, GraphNodes, GraphUpdate, GraphUpload,
+    GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes, GraphPart,
+    GraphParts, GraphUpdate, GraphUpload,
 };
 use client::wire::{Bytes, Wire, Writer};
 use client::{Status, lock};
@@ -57,12 +59,12 @@ mod flag {
 }
 
 /// A node of an instance.
-struct Flat {
+pub(super) struct Flat {
     /// The graph that it was made from, and its number there; 0: the beginning of a child graph.
     graph: u64,
     id: u64,
-    owner: Weak<Graph>,
-    work: Work,
+    pub owner: Weak<Graph>,
+    pub work: Work,
     /// Places of earlier nodes.
     before: Vec<usize>,
     /// Of the node that stands for the end of a child graph: the place of its beginning.
@@ -106,7 +108,7 @@ struct State {
 static EXECS: Slab<Exec> = Slab::new(10);
 
 /// Appends a graph's nodes behind `entry`; the places of those that no other waits for.
-fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
+pub(super) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
     let mut places: HashMap<u64, usize> = HashMap::new();
     let mut waited: BTreeSet<usize> = BTreeSet::new();
     for (id, work, before) in graph.ordered() {
@@ -143,13 +145,19 @@ fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usiz
 
 impl Flat {
     /// Whether the server does it, or nobody has to.
-    fn is_servers(&self) -> bool {
+    pub fn is_servers(&self) -> bool {
         match &self.work {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Copy(copy) => crate::copy3d::is_on_device(copy),
+            Work::Words(words) => words.is_on_device(),
             _ => true,
         }
+    }
+
+    /// Whether it waits for what a node beside it may write.
+    fn waits(&self) -> bool {
+        self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
     }
 
     /// The node as the program names it.
@@ -158,8 +166,28 @@ impl Flat {
     }
 }
 
+/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last come behind all others, which may write these
+/// words: steps, and nodes of the software GPU, run one after the other.
+#[derive(Default)]
+struct Next {
+    ready: VecDeque<usize>,
+    alone: VecDeque<usize>,
+    waiting: VecDeque<usize>,
+}
+
+impl Next {
+    fn add(&mut self, place: usize, node: &Flat) {
+        let queue = match node {
+            node if node.waits() => &mut self.waiting,
+            node if node.is_servers() => &mut self.ready,
+            _ => &mut self.alone,
+        };
+        queue.push_back(place);
+    }
+}
+
 /// The order of a launch: the places of nodes that the server does together, or of one that it does not do.
-fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
+pub(super) fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
     let mut missing: Vec<usize> = nodes.iter().map(|node| node.before.len()).collect();
     let mut after: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
     for (place, node) in nodes.iter().enumerate() {
@@ -167,30 +195,34 @@ fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
             after[*from].push(place);
         }
     }
-    let (mut ready, mut alone) = (VecDeque::new(), VecDeque::new());
-    for (place, node) in nodes.iter().enumerate().filter(|(_, node)| node.before.is_empty()) {
-        if node.is_servers() { ready.push_back(place) } else { alone.push_back(place) }
+    let mut next = Next::default();
+    for place in (0..nodes.len()).filter(|place| nodes[*place].before.is_empty()) {
+        next.add(place, &nodes[place]);
     }
     let mut steps = Vec::new();
     loop {
         let mut together = Vec::new();
-        let mut done = |place: usize, ready: &mut VecDeque<usize>, alone: &mut VecDeque<usize>| {
-            for next in &after[place] {
-                missing[*next] -= 1;
-                if missing[*next] == 0 {
-                    if nodes[*next].is_servers() { ready.push_back(*next) } else { alone.push_back(*next) }
+        let mut done = |place: usize, next: &mut Next| {
+            for follower in &after[place] {
+                missing[*follower] -= 1;
+                if missing[*follower] == 0 {
+                    next.add(*follower, &nodes[*follower]);
                 }
             }
         };
-        while let Some(place) = ready.pop_front() {
-            done(place, &mut ready, &mut alone);
+        loop {
+            let place = next.ready.pop_front();
+            let place = place
+                .or_else(|| next.waiting.pop_front_if(|p| next.alone.is_empty() && nodes[*p].is_servers()));
+            let Some(place) = place else { break };
+            done(place, &mut next);
             together.push(place);
         }
         if !together.is_empty() {
             steps.push((true, together));
         }
-        let Some(place) = alone.pop_front() else { return steps };
-        done(place, &mut ready, &mut alone);
+        let Some(place) = next.alone.pop_front().or_else(|| next.waiting.pop_front()) else { return steps };
+        done(place, &mut next);
         steps.push((false, vec![place]));
     }
 }
@@ -231,20 +263,8 @@ impl State {
         context: &'static Context,
         places: &[usize],
     ) -> Result<Option<Vec<u8>>> {
-        let local: HashMap<usize, u32> = places.iter().copied().zip(0..).collect();
-        let mut nodes = Vec::with_capacity(places.len());
-        let mut some = false;
-        for place in places {
-            let node = &self.nodes[*place];
-            let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
-            let (opcode, body) = match way {
-                Way::Server(opcode, body) => (opcode, body),
-                Way::Nothing | Way::Alone => (0, Vec::new()),
-            };
-            some |= opcode != 0;
-            let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
-            nodes.push(GraphNode { opcode, dependencies, body: Bytes(body) });
-        }
+        let nodes = describe(&self.nodes, driver, context, places)?;
+        let some = nodes.iter().any(|node| node.opcode != 0);
         let mut bytes = Vec::new();
         if some {
             GraphNodes { nodes }.put(&mut Writer(&mut bytes));
@@ -252,13 +272,35 @@ impl State {
         Ok(some.then_some(bytes))
     }
 
+    /// Whether kernels are in one of the server's graphs at most, or there is no conditional node: conditions are of one graph, as are those that set them.
+    fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
+        let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
+        !conditional::any(&self.nodes)
+            || plan.iter().filter(|(together, places)| *together && places.iter().any(sets)).count() < 2
+    }
+
     /// Makes the plan and the server's graphs.
     fn instantiate(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
         let mut steps = Vec::new();
-        for (together, places) in plan(&self.nodes) {
+        let plan = plan(&self.nodes);
+        if !self.is_together(&plan) {
+            return conditional::refuse_apart();
+        }
+        for (together, places) in plan {
             if !together {
                 self.nodes[places[0]].work.way(driver, context)?;
                 steps.push(Step::Alone(places[0]));
+            } else if places.iter().any(|place| matches!(self.nodes[*place].work, Work::Conditional(_))) {
+                let nodes = describe(&self.nodes, driver, context, &places)?;
+                let made = conditional::parts(driver, &self.nodes, &places, nodes)
+                    .and_then(|(draft, parts)| make_draft(driver, flags, draft, parts));
+                match made {
+                    Ok(id) => steps.push(Step::Server(id, places)),
+                    Err(status) => {
+                        destroy(driver, &steps);
+                        return Err(status);
+                    }
+                }
             } else if let Some(bytes) = self.describe(driver, context, &places)? {
                 let made = make(driver, context, flags, &bytes);
                 match made {
@@ -328,6 +370,28 @@ impl State {
     }
 }
 
+/// Nodes at some places as the server is told of them.
+pub(super) fn describe(
+    nodes: &[Flat],
+    driver: &Driver,
+    context: &'static Context,
+    places: &[usize],
+) -> Result<Vec<GraphNode>> {
+    let local: HashMap<usize, u32> = places.iter().copied().zip(0..).collect();
+    let mut described = Vec::with_capacity(places.len());
+    for place in places {
+        let node = &nodes[*place];
+        let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
+        let (opcode, body) = match way {
+            Way::Server(opcode, body) => (opcode, body),
+            Way::Nothing | Way::Alone => (0, Vec::new()),
+        };
+        let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
+        described.push(GraphNode { opcode, dependencies, body: Bytes(body) });
+    }
+    Ok(described)
+}
+
 /// Hands a description over: in the record, or staged.
 fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
     if bytes.len() <= INLINE {
@@ -341,9 +405,25 @@ fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_
     answer
 }
 
-fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+/// A name for something of the server's graphs.
+pub(super) fn new_id() -> GraphId {
     static IDS: AtomicU32 = AtomicU32::new(1);
-    let graph = GraphId(IDS.fetch_add(1, Ordering::Relaxed));
+    GraphId(IDS.fetch_add(1, Ordering::Relaxed))
+}
+
+fn make_draft(driver: &'static Driver, flags: u64, draft: GraphId, parts: Vec<GraphPart>) -> Result<GraphId> {
+    let graph = new_id();
+    let mut bytes = Vec::new();
+    GraphParts { parts }.put(&mut Writer(&mut bytes));
+    with_bytes(driver, &bytes, |parts| {
+        let request = GraphInstantiateDraft { graph, draft, flags: flags & !flag::UPLOAD, parts };
+        driver.session.call(&request).map(|_| ())
+    })?;
+    Ok(graph)
+}
+
+fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+    let graph = new_id();
     with_bytes(driver, bytes, |nodes| {
         let request = GraphInstantiate { context: context.id, graph, flags: flags & !flag::UPLOAD, nodes };
         driver.session.call(&request).map(|_| ())
@@ -436,6 +516,9 @@ impl Exec {
         let (graph, id) = super::node(handle)?;
         let mut state = lock(&self.state);
         let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
+        }
         let work = change(&state.nodes[place].work)?;
         if work.kind() != state.nodes[place].work.kind() {
             return Err(Status::INVALID_VALUE);
@@ -475,15 +558,17 @@ impl Exec {
         let (graph, id) = super::node(handle)?;
         let mut state = lock(&self.state);
         let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
-        let node = &mut state.nodes[place];
+        let node = &state.nodes[place];
         if !matches!(node.work, Work::Kernel(_) | Work::Copy(_) | Work::Fill(_)) {
             return Err(Status::INVALID_VALUE);
         }
         let was = node.enabled;
-        if let Some(set) = set.filter(|set| *set != was) {
-            node.enabled = set;
-            state.changed.insert(place);
+        let Some(set) = set.filter(|set| *set != was) else { return Ok(was) };
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
         }
+        state.nodes[place].enabled = set;
+        state.changed.insert(place);
         Ok(was)
     }
 
@@ -521,7 +606,7 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
         return Some(update::TOPOLOGY);
     }
     match (&now.work, &node.work) {
-        (Work::Alloc(_) | Work::Free(_), _) => Some(update::NOT_SUPPORTED),
+        (Work::Alloc(_) | Work::Free(_) | Work::Conditional(_), _) => Some(update::NOT_SUPPORTED),
         (Work::Copy(a), Work::Copy(b))
             if (a.dstMemoryType, a.srcMemoryType) != (b.dstMemoryType, b.srcMemoryType) =>
         {
@@ -559,6 +644,7 @@ pub(crate) fn forget(context: &'static Context) {
 mod tests {
     use super::*;
     use crate::graph::work::Data;
+    use crate::stream_memory::Operations;
     use proptest::prelude::*;
 
     unsafe extern "C" fn nothing(_: *mut std::ffi::c_void) {}
@@ -574,6 +660,15 @@ mod tests {
         let steps = plan(&nodes);
         assert_eq!(steps.len(), 1);
         assert!(steps[0].0);
+    }
+
+    #[test]
+    fn a_node_that_waits_for_a_word_comes_behind_those_that_may_write_it() {
+        let mut waits = flat(false, vec![]);
+        waits.work = Work::Words(Operations::waiting());
+        let nodes = [waits, flat(false, vec![0]), flat(true, vec![]), flat(false, vec![2])];
+        let steps = plan(&nodes);
+        assert_eq!(steps, [(false, vec![2]), (true, vec![3, 0, 1])]);
     }
 
     proptest! {

@@ -130,6 +130,14 @@ fn label(work: &Work) -> String {
         Work::Record(_) => "EVENT_RECORD".into(),
         Work::Alloc(memory) => format!("MEM_ALLOC {:#x}, {} bytes", memory.address, memory.size),
         Work::Free(address) => format!("MEM_FREE {address:#x}"),
+        Work::Conditional(node) => {
+            format!(
+                "CONDITIONAL {} of {}",
+                ["IF", "WHILE", "SWITCH"][node.kind.min(2) as usize],
+                node.bodies.len()
+            )
+        }
+        Work::Words(words) => format!("BATCH_MEM_OP of {}", words.given.len()),
     }
 }
 
@@ -146,8 +154,10 @@ fn draw(graph: &Graph, numbers: &mut HashMap<u64, usize>, out: &mut String) {
         for edge in &node.before {
             let _ = writeln!(out, "\"graph_{number}_node_{}\" -> \"graph_{number}_node_{id}\";", edge.from);
         }
-        if let Work::Child(child) = &node.work {
-            children.push(child.clone());
+        match &node.work {
+            Work::Child(child) => children.push(child.clone()),
+            Work::Conditional(node) => children.extend(node.bodies.iter().cloned()),
+            _ => {}
         }
     });
     out.push_str("}\n");

@@ -3,11 +3,13 @@
 //!
 //! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
 //! - [`work`]: what a node does, and how it is said to the server;
+//! - [`conditional`]: nodes whose conditions decide, of which the server hears before;
 //! - [`exec`]: instantiated graphs: launch and update;
 //! - `build`, `params`, `inspect`: the functions of the API that make nodes, read and change what they do, and look at graphs;
 //! - [`memory`]: allocations of graphs; [`object`]: what a graph keeps alive for the program.
 
 mod build;
+mod conditional;
 mod exec;
 mod inspect;
 pub(crate) mod memory;
@@ -19,6 +21,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use self::conditional::Draft;
 pub(crate) use self::exec::forget;
 use self::object::Held;
 pub(crate) use self::work::Work;
@@ -56,6 +59,7 @@ pub(crate) struct Graph {
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     held: Mutex<Vec<Held>>,
+    draft: Draft,
     /// A graph with memory nodes has one instance at a time.
     pub instantiated: AtomicBool,
 }
@@ -95,6 +99,7 @@ impl Graph {
             inner: Mutex::new(inner),
             handle: OnceLock::new(),
             held: Mutex::new(held),
+            draft: Draft::default(),
             instantiated: AtomicBool::new(false),
         }
     }
@@ -102,13 +107,13 @@ impl Graph {
     /// A graph with the same nodes under the same names. `part`: of another graph's node.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` for a graph with memory nodes, as CUDA has it.
+    /// `NOT_SUPPORTED` for a graph with memory or conditional nodes, as CUDA has it.
     fn copy(&self, part: bool) -> Result<Graph> {
         let inner = lock(&self.inner);
         let mut nodes = BTreeMap::new();
         for (id, node) in &inner.nodes {
             let work = match &node.work {
-                Work::Alloc(_) | Work::Free(_) => return Err(Status::NOT_SUPPORTED),
+                Work::Alloc(_) | Work::Free(_) | Work::Conditional(_) => return Err(Status::NOT_SUPPORTED),
                 Work::Child(child) => Work::Child(Arc::new(child.copy(true)?)),
                 work => work.clone(),
             };
@@ -286,11 +291,15 @@ impl Node {
         if let Some(handle) = self.handle.get() {
             NODES.remove(*handle);
         }
-        if let Work::Child(child) = &self.work {
-            child.clear();
-            if let Some(handle) = child.handle.get() {
-                GRAPHS.remove(*handle);
+        match &self.work {
+            Work::Child(child) => {
+                child.clear();
+                if let Some(handle) = child.handle.get() {
+                    GRAPHS.remove(*handle);
+                }
             }
+            Work::Conditional(node) => node.forget(),
+            _ => {}
         }
     }
 }

@@ -6,8 +6,8 @@ use super::work::{Kernel, Work};
 use super::{Graph, build, set_work, work_of};
 use crate::state::driver;
 use crate::types::{
-    AttrValue, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, MemAllocNodeParams,
-    MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams,
+    AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
+    MemAllocNodeParams, MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams,
 };
 use crate::{Result, non_null, put};
 use client::Status;
@@ -137,6 +137,23 @@ api! {
             Work::Child(child) => put(graph, Graph::handle(&child)?),
             _ => Err(Status::INVALID_VALUE),
         }
+    }
+
+    fn cuGraphBatchMemOpNodeGetParams(node: usize, p: *mut BatchMemOpNodeParams) {
+        match work_of(node)? {
+            Work::Words(words) => put(p, BatchMemOpNodeParams {
+                ctx: super::node(node)?.0.context.handle,
+                count: words.given.len() as u32,
+                // As long as the node stays as it is.
+                paramArray: words.given.as_ptr(),
+                flags: 0,
+            }),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphBatchMemOpNodeSetParams(node: usize, p: *const BatchMemOpNodeParams) {
+        replace(node, build::words(p))
     }
 
     fn cuGraphEventRecordNodeGetEvent(node: usize, event: *mut usize) {

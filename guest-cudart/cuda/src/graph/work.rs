@@ -4,16 +4,19 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::Graph;
+use super::conditional::Conditional;
 use super::memory::GraphMemory;
 use crate::context::{self, Context};
 use crate::function::{self, Function};
 use crate::library::KERNELS;
 use crate::state::Driver;
+use crate::stream_memory::Operations;
 use crate::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
 use crate::{Result, copy3d, launch, memset, non_null};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::Op;
+use client::ops::graph::GraphConditional;
 use client::ops::launch::{Launch, LaunchAttribute};
 
 /// `CUgraphNodeType`.
@@ -28,6 +31,7 @@ pub(crate) mod kind {
     pub const EVENT_RECORD: u32 = 7;
     pub const MEM_ALLOC: u32 = 10;
     pub const MEM_FREE: u32 = 11;
+    pub const BATCH_MEM_OP: u32 = 12;
     pub const CONDITIONAL: u32 = 13;
 }
 
@@ -45,6 +49,9 @@ pub(crate) enum Work {
     Record(usize),
     Alloc(Arc<GraphMemory>),
     Free(u64),
+    /// Memory operations.
+    Words(Arc<Operations>),
+    Conditional(Arc<Conditional>),
 }
 
 /// An argument for a function of the program's.
@@ -177,6 +184,8 @@ impl Work {
             Work::Record(_) => kind::EVENT_RECORD,
             Work::Alloc(_) => kind::MEM_ALLOC,
             Work::Free(_) => kind::MEM_FREE,
+            Work::Words(_) => kind::BATCH_MEM_OP,
+            Work::Conditional(_) => kind::CONDITIONAL,
         }
     }
 
@@ -200,6 +209,10 @@ impl Work {
             })?,
             Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => Way::Nothing,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => Way::Alone,
+            Work::Words(words) => words.op().map_or(Way::Alone, |op| server(&op)),
+            Work::Conditional(node) => {
+                Way::Server(<GraphConditional as Op>::INFO.opcode, node.first.0.to_le_bytes().to_vec())
+            }
         })
     }
 

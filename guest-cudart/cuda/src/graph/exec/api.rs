@@ -10,8 +10,8 @@ use crate::graph::Work;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::{
-    GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, Memcpy3D, MemsetNodeParams,
-    UpdateResultInfo,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, Memcpy3D,
+    MemsetNodeParams, UpdateResultInfo,
 };
 use crate::{Result, code, context, non_null, put, refuse_form};
 use client::Status;
@@ -183,6 +183,10 @@ api! {
 
     fn cuGraphExecChildGraphNodeSetParams(handle: usize, node: usize, part: usize) {
         set(handle, node, build::child(part))
+    }
+
+    fn cuGraphExecBatchMemOpNodeSetParams(handle: usize, node: usize, p: *const BatchMemOpNodeParams) {
+        set(handle, node, build::words(p))
     }
 
     fn cuGraphExecEventRecordNodeSetEvent(handle: usize, node: usize, event: usize) {

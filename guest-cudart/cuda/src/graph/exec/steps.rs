@@ -59,12 +59,17 @@ pub(super) fn run(
         Work::Host(function, data) => callback::on(driver, stream.clone(), Function::Host(*function), data.0),
         Work::Wait(handle) => stream::wait(driver, stream, &*event::of(*handle)?),
         Work::Record(handle) => event::record_on(driver, &*event::of(*handle)?, stream.clone()),
+        Work::Words(words) => words.run(driver, stream),
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
         // The server's, or nobody's.
-        Work::Empty | Work::Kernel(_) | Work::Fill(_) | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => {
-            Ok(())
-        }
+        Work::Empty
+        | Work::Kernel(_)
+        | Work::Fill(_)
+        | Work::Child(_)
+        | Work::Alloc(_)
+        | Work::Free(_)
+        | Work::Conditional(_) => Ok(()),
     }
 }
 

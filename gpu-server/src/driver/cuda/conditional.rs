@@ -1,0 +1,132 @@
+//! Graphs with conditional nodes. The driver chooses what kernels know a condition by, for a graph of its own; so that graph, and the graphs of its conditional nodes, are made
+//! when the client asks for a condition or adds a node, and are filled when it is instantiated for the first time.
+
+use protocol::Status;
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::graph::*;
+
+use super::Cuda;
+use super::api::{Api, CUgraph, CUgraphNode, ConditionalNode};
+use super::graph::{Build, ServerGraph};
+use crate::driver::call::Call;
+use crate::driver::drafts;
+use crate::driver::graph::{MAX_GRAPH, read_parts};
+
+/// The drafts of a session.
+pub(super) type Drafts = drafts::Drafts<DraftGraph, CUgraphNode, ()>;
+
+/// A draft's graph.
+pub(super) struct DraftGraph {
+    pub(super) graph: CUgraph,
+    /// Of a draft that belongs to no other: the driver's functions, to destroy it with. The others go with their nodes.
+    api: Option<&'static Api>,
+    /// What it was filled with. Empty: it was begun, and that failed.
+    filled: Option<Vec<u8>>,
+}
+
+impl Drop for DraftGraph {
+    fn drop(&mut self) {
+        if let Some(api) = self.api {
+            // SAFETY: made by `make_condition`, out of the table; instances do not need it. A context that is gone may refuse, and has destroyed it.
+            let _ = unsafe { api.graph_destroy(self.graph) };
+        }
+    }
+}
+
+impl Cuda {
+    pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64, Status> {
+        let context = self.enter_context(op.context)?.handle;
+        let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
+        if fresh {
+            let mut graph: CUgraph = std::ptr::null_mut();
+            // SAFETY: writes a handle.
+            let made = unsafe { self.api.graph_create(&mut graph, 0) };
+            self.note(op.context, made)?;
+            self.drafts.add(op.context, op.graph, DraftGraph { graph, api: Some(self.api), filled: None });
+        }
+        let graph = self.drafts.get(op.graph)?.graph.graph;
+        let mut handle = 0;
+        // SAFETY: a live graph and a live context; writes one integer.
+        let made = unsafe { self.api.graph_condition(&mut handle, graph, context, op.default, op.flags) };
+        self.note(op.context, made)?;
+        self.drafts.add_condition(op.graph, handle, ());
+        Ok(handle)
+    }
+
+    pub(super) fn make_conditional(&mut self, op: &GraphConditional) -> Result<(), Status> {
+        let draft = self.drafts.may_have_node(op)?;
+        let (id, graph) = (ContextId(draft.context), draft.graph.graph);
+        if draft.graph.filled.is_some() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let context = self.enter_context(id)?.handle;
+        let size = op.bodies.len() as u32;
+        let mut params = ConditionalNode::new(op.handle, op.kind, size, context);
+        let mut node: CUgraphNode = std::ptr::null_mut();
+        // SAFETY: a live graph, no nodes to depend on, a description of this kind; writes a handle.
+        let added = unsafe { self.api.graph_add_node(&mut node, graph, std::ptr::null(), 0, &mut params) };
+        self.note(id, added)?;
+        if params.graphs.is_null() {
+            return Err(Status::UNKNOWN);
+        }
+        // SAFETY: the driver has written the place of as many graphs, which stays as long as the node.
+        let graphs = unsafe { std::slice::from_raw_parts(params.graphs, op.bodies.len()) };
+        let bodies = graphs.iter().map(|graph| DraftGraph { graph: *graph, api: None, filled: None });
+        let bodies = bodies.collect();
+        self.drafts.add_node(op, node, bodies);
+        Ok(())
+    }
+
+    /// Puts everything into a draft's graphs that is not there yet.
+    fn fill(
+        &mut self,
+        cx: &mut Call,
+        context: ContextId,
+        op: &GraphInstantiateDraft<'_>,
+        bytes: Vec<u8>,
+    ) -> Result<CUgraph, Status> {
+        let parts = read_parts(&bytes)?;
+        self.drafts.check_parts(op.draft, &parts)?;
+        let draft = self.drafts.get_mut(op.draft)?;
+        let graph = draft.graph.graph;
+        match &draft.graph.filled {
+            Some(before) if *before == bytes => return Ok(graph),
+            Some(_) => {
+                tracing::warn!(
+                    "a graph with conditional nodes was changed after it was instantiated: refused"
+                );
+                return Err(Status::NOT_SUPPORTED);
+            }
+            None => draft.graph.filled = Some(Vec::new()),
+        }
+        for part in &parts.parts {
+            let graph = self.drafts.get(part.graph)?.graph.graph;
+            let build = Build::into(self.api, graph)?;
+            self.fill_graph(cx, context, &build, &part.nodes)?;
+        }
+        self.drafts.get_mut(op.draft)?.graph.filled = Some(bytes);
+        Ok(graph)
+    }
+
+    pub(super) fn instantiate_draft(
+        &mut self,
+        cx: &mut Call,
+        op: GraphInstantiateDraft<'_>,
+    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+        let context = ContextId(self.drafts.get(op.draft)?.context);
+        cx.context = context;
+        if self.graphs.contains_key(&op.graph.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let bytes = cx.input(op.parts)?.collect(MAX_GRAPH)?;
+        self.enter_context(context)?;
+        let filled = self.fill(cx, context, &op, bytes);
+        cx.context = context;
+        let graph = self.note(context, filled)?;
+        let exec = self.instantiated(graph, op.flags);
+        let exec = self.note(context, exec)?;
+        self.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags: op.flags, exec });
+        Ok(Answer::Now(GraphInstantiateDraftReply {}))
+    }
+}

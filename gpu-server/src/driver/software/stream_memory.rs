@@ -1,0 +1,148 @@
+//! Memory operations of streams. A stream that waits sleeps: it is woken by what other streams write with such operations, and looks now and then for what
+//! kernels, copies and other processes have written.
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use protocol::Status;
+use protocol::ops::stream::{MemoryOp, StreamBatchMemOp, memory_op};
+use software_gpu::{Gpu, Result};
+
+use super::Software;
+use super::streams::Place;
+use super::transfer::{Again, enqueue_checked};
+use crate::driver::call::Call;
+
+/// Between a waiting stream's first looks, and between its later ones.
+const FIRST_NAP: Duration = Duration::from_micros(20);
+const LAST_NAP: Duration = Duration::from_millis(1);
+
+/// Rings when some stream has written a word.
+#[derive(Default)]
+pub(super) struct Bell {
+    rung: Mutex<u64>,
+    heard: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *self.rung.lock().unwrap_or_else(|e| e.into_inner()) += 1;
+        self.heard.notify_all();
+    }
+
+    /// Waits until `done`.
+    fn wait_until(&self, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
+        let mut nap = FIRST_NAP;
+        loop {
+            let before = *self.rung.lock().unwrap_or_else(|e| e.into_inner());
+            if done()? {
+                return Ok(());
+            }
+            let rung = self.rung.lock().unwrap_or_else(|e| e.into_inner());
+            if *rung == before {
+                drop(self.heard.wait_timeout(rung, nap));
+            }
+            nap = (nap * 2).min(LAST_NAP);
+        }
+    }
+}
+
+/// Does one operation on the device that has its word; `gone`: whether the stream is no more.
+fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result<()> {
+    let wide = op.width() == 8;
+    match op.operation {
+        _ if op.is_wait() => {
+            bell.wait_until(|| Ok(gone() || gpu.is_cancelled() || op.holds(gpu.load(op.address, wide)?)))
+        }
+        memory_op::WRITE_32 | memory_op::WRITE_64 => {
+            gpu.store(op.address, wide, op.value)?;
+            bell.ring();
+            Ok(())
+        }
+        // A stream's operations are ordered as they are.
+        _ => Ok(()),
+    }
+}
+
+impl Software {
+    pub(super) fn memory_ops(
+        &mut self,
+        cx: &mut Call,
+        op: StreamBatchMemOp,
+    ) -> std::result::Result<(), Status> {
+        let place = self.enter(cx, op.stream)?;
+        let work = self.words_work(&place, op.operations)?;
+        enqueue_checked(&place, cx.seq, move |_| work())
+    }
+
+    /// The operations, checked, for a place's stream or a graph that it runs.
+    pub(super) fn words_work(
+        &self,
+        place: &Place,
+        operations: Vec<MemoryOp>,
+    ) -> std::result::Result<Again, Status> {
+        if operations.is_empty() || operations.len() > memory_op::MOST {
+            return Err(Status::INVALID_VALUE);
+        }
+        let mut all = Vec::with_capacity(operations.len());
+        for op in operations {
+            if !op.is_valid() {
+                return Err(Status::INVALID_VALUE);
+            }
+            let flushes = op.is_wait() && op.flags & memory_op::WAIT_FLUSH != 0;
+            if flushes || op.operation == memory_op::FLUSH_REMOTE_WRITES {
+                return Err(Status::NOT_SUPPORTED);
+            }
+            let gpu = self.checked(op.address, op.width(), place.device)?;
+            all.push((op, gpu));
+        }
+        let (bell, word) = (Arc::clone(&self.bell), place.word());
+        Ok(Box::new(move || all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone()))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use software_gpu::{FIRST_ADDRESS, GRANULE, GpuConfig};
+
+    fn gpu() -> Gpu {
+        let gpu = Gpu::new(GpuConfig { workers: 1, ..GpuConfig::default() }).unwrap();
+        gpu.map(FIRST_ADDRESS, GRANULE).unwrap();
+        gpu.place(FIRST_ADDRESS, 64).unwrap();
+        gpu
+    }
+
+    fn op(operation: u32, value: u64) -> MemoryOp {
+        MemoryOp { operation, flags: 0, address: FIRST_ADDRESS, value }
+    }
+
+    #[test]
+    fn a_wait_ends_when_its_word_is_written_by_an_operation_or_otherwise() {
+        let (gpu, bell) = (gpu(), Bell::default());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| run(&op(memory_op::WAIT_32, 1), &gpu, &bell, &|| false));
+            run(&op(memory_op::WRITE_32, 1), &gpu, &bell, &|| false).unwrap();
+            waits.join().unwrap().unwrap();
+            let waits = scope.spawn(|| run(&op(memory_op::WAIT_64, 9), &gpu, &bell, &|| false));
+            gpu.write(FIRST_ADDRESS, &9u64.to_le_bytes()).unwrap();
+            waits.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_wait_ends_with_its_stream_its_device_or_its_memory() {
+        let (gpu, bell) = (gpu(), Bell::default());
+        let wait = op(memory_op::WAIT_32, 1);
+        run(&wait, &gpu, &bell, &|| true).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| run(&wait, &gpu, &bell, &|| false));
+            gpu.release(FIRST_ADDRESS).unwrap();
+            waits.join().unwrap().unwrap_err();
+            gpu.place(FIRST_ADDRESS, 64).unwrap();
+            let waits = scope.spawn(|| run(&wait, &gpu, &bell, &|| false));
+            gpu.cancel();
+            waits.join().unwrap().unwrap();
+        });
+    }
+}

@@ -1,0 +1,197 @@
+//! Conditional nodes. What kernels know a condition by is chosen by the server's driver, for a graph of its own: so the server hears of a graph that has conditions, a *draft*,
+//! before it is instantiated, and of the graphs of its conditional nodes, which are drafts as well.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use super::exec::{self, Flat};
+use super::work::Work;
+use super::{GRAPHS, Graph, Inner};
+use crate::state::{Driver, driver};
+use crate::types::ConditionalNodeParams;
+use crate::{Result, context, put, refuse_form};
+use client::handle::GraphId;
+use client::ops::graph::{GraphCondition, GraphConditional, GraphForget, GraphNode, GraphPart, conditional};
+use client::{Status, log};
+
+/// What a conditional node does.
+pub(crate) struct Conditional {
+    pub kind: u32,
+    /// The node's graphs.
+    pub bodies: Vec<Arc<Graph>>,
+    /// Their handles: not for this library, but for the program, which may read them as long as the node is there.
+    _handles: Box<[usize]>,
+    /// The server's name for the first of them, which is the node's as well.
+    pub first: GraphId,
+}
+
+impl Conditional {
+    /// The node is no more, nor are its graphs.
+    pub fn forget(&self) {
+        for body in &self.bodies {
+            body.clear();
+            if let Some(handle) = body.handle.get() {
+                GRAPHS.remove(*handle);
+            }
+        }
+    }
+}
+
+/// A graph's draft.
+#[derive(Default)]
+pub(super) struct Draft {
+    id: OnceLock<GraphId>,
+    /// Belongs to another.
+    part: bool,
+}
+
+impl Draft {
+    /// The server's name for it, if the server knows it.
+    pub fn id(&self) -> Option<GraphId> {
+        self.id.get().copied()
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if let (Some(graph), false, Ok(driver)) = (self.id(), self.part, driver()) {
+            // A lost session has none.
+            let _ = driver.session.append(&GraphForget { graph });
+        }
+    }
+}
+
+/// A condition of a graph.
+fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
+    let driver = driver()?;
+    if flags & !conditional::ASSIGN_DEFAULT != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if !std::ptr::eq(context::of(ctx)?, graph.context) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let id = graph.draft.id().unwrap_or_else(exec::new_id);
+    let context = graph.context.id;
+    let reply = driver.session.call(&GraphCondition { context, graph: id, default, flags })?;
+    // Of two threads that are here for the first time, one has made a draft that nobody uses.
+    if *graph.draft.id.get_or_init(|| id) != id {
+        log::warn(format_args!("conditions of one graph were made by two threads at once"));
+        return Err(Status::NOT_PERMITTED);
+    }
+    Ok(reply.handle)
+}
+
+/// A conditional node, with empty graphs, whose handles are told.
+///
+/// # Safety
+/// The description may be read and written.
+pub(super) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> Result<Work> {
+    // SAFETY: as the caller says.
+    let p = unsafe { &mut *p };
+    let driver = driver()?;
+    let known = match p.kind {
+        conditional::IF => p.size == 1 || p.size == 2,
+        conditional::WHILE => p.size == 1,
+        // A limit, so that a wild number is no allocation.
+        conditional::SWITCH => (1..=1 << 16).contains(&p.size),
+        _ => false,
+    };
+    let draft = graph.draft.id().filter(|_| known).ok_or(Status::INVALID_VALUE)?;
+    let ids: Vec<GraphId> = (0..p.size).map(|_| exec::new_id()).collect();
+    driver.session.call(&GraphConditional {
+        graph: draft,
+        handle: p.handle,
+        kind: p.kind,
+        bodies: ids.clone(),
+    })?;
+    let body = |id: &GraphId| {
+        let mut body = Graph::with_parts(graph.context, None, true, Inner::default(), Vec::new());
+        body.draft = Draft { id: OnceLock::from(*id), part: true };
+        Arc::new(body)
+    };
+    let bodies: Vec<Arc<Graph>> = ids.iter().map(body).collect();
+    let handles: Box<[usize]> = bodies.iter().map(Graph::handle).collect::<Result<_>>()?;
+    p.graphs = handles.as_ptr();
+    Ok(Work::Conditional(Arc::new(Conditional { kind: p.kind, bodies, _handles: handles, first: ids[0] })))
+}
+
+/// Whether some of an instance's nodes are conditional.
+pub(super) fn any(nodes: &[Flat]) -> bool {
+    nodes.iter().any(|node| matches!(node.work, Work::Conditional(_)))
+}
+
+/// The draft that an instance's nodes go into, and what goes into it and into those that belong to it: `nodes`, which are those at `places`, first.
+pub(super) fn parts(
+    driver: &Driver,
+    all: &[Flat],
+    places: &[usize],
+    nodes: Vec<GraphNode>,
+) -> Result<(GraphId, Vec<GraphPart>)> {
+    let owner = places.iter().find_map(|place| match &all[*place].work {
+        Work::Conditional(_) => all[*place].owner.upgrade(),
+        _ => None,
+    });
+    let draft = owner.and_then(|graph| graph.draft.id()).ok_or(Status::INVALID_VALUE)?;
+    let mut parts = vec![GraphPart { graph: draft, nodes }];
+    let mut open: Vec<Arc<Conditional>> = conditionals(places.iter().map(|place| &all[*place]));
+    while let Some(node) = open.pop() {
+        for body in &node.bodies {
+            let id = body.draft.id().ok_or(Status::INVALID_VALUE)?;
+            let (nodes, more) = body_nodes(driver, body)?;
+            parts.push(GraphPart { graph: id, nodes });
+            open.extend(more);
+        }
+    }
+    Ok((draft, parts))
+}
+
+fn conditionals<'a>(nodes: impl Iterator<Item = &'a Flat>) -> Vec<Arc<Conditional>> {
+    nodes
+        .filter_map(|node| match &node.work {
+            Work::Conditional(conditional) => Some(conditional.clone()),
+            _ => None,
+        })
+        .collect()
+}
+
+/// What a conditional node's graph does: all of it the server's.
+fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec<Arc<Conditional>>)> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let mut nodes = Vec::new();
+    exec::flatten(body, &[], &mut nodes);
+    if nodes.iter().any(|node| matches!(node.work, Work::Alloc(_) | Work::Free(_))) {
+        // CUDA has no such nodes there.
+        return Err(Status::INVALID_VALUE);
+    }
+    let places: Vec<usize> = exec::plan(&nodes).into_iter().flat_map(|(_, places)| places).collect();
+    if nodes.iter().any(|node| !node.is_servers()) {
+        return refuse_form(
+            "a graph of a conditional node with copies from or to the host's memory, host functions or events",
+            &SAID,
+        );
+    }
+    let described = exec::describe(&nodes, driver, body.context, &places)?;
+    Ok((described, conditionals(nodes.iter())))
+}
+
+/// Notes that an instance with conditional nodes does not change.
+pub(super) fn refuse_change<T>() -> Result<T> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    refuse_form("changing an instance of a graph with conditional nodes", &SAID)
+}
+
+/// Notes that kernels which may set conditions are apart from the nodes that have them.
+pub(super) fn refuse_apart<T>() -> Result<T> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    refuse_form(
+        "a graph with conditional nodes whose kernels stand before and behind steps of this process",
+        &SAID,
+    )
+}
+
+api! {
+    fn cuGraphConditionalHandleCreate(handle: *mut u64, graph: usize, ctx: usize, default: u32, flags: u32) {
+        crate::non_null(handle)?;
+        put(handle, create(&*super::of(graph)?, ctx, default, flags)?)
+    }
+}
