@@ -155,20 +155,34 @@ static void CUDART_CB between(void *data) {
     at[2] = at[0] + 1000;
 }
 
+static void CUDART_CB behind(void *data) {
+    int *at = (int *)data;
+    at[4] = at[3] + 1;
+}
+
 __global__ void twice(int *at) { at[3] = at[2] * 2; }
 
 static void host_functions() {
-    int *at;
+    int *at, *other;
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
     CHECK(cudaMallocManaged(&at, 4096));
-    one<<<1, 1, 0, stream>>>(at, 5);
-    CHECK(cudaLaunchHostFunc(stream, between, at));
-    CHECK(cudaStreamSynchronize(stream));
-    REQUIRE(at[2] == 1005, "the host function has written %d", at[2]);
-    twice<<<1, 1, 0, stream>>>(at);
-    CHECK(cudaStreamSynchronize(stream));
-    REQUIRE(at[3] == 2010, "the kernel has written %d", at[3]);
+    CHECK(cudaMallocManaged(&other, 4096));
+    for (int round = 0; round < 10; round++) {
+        one<<<1, 1, 0, stream>>>(at, round);
+        CHECK(cudaLaunchHostFunc(stream, between, at));
+        twice<<<1, 1, 0, stream>>>(at);
+        CHECK(cudaLaunchHostFunc(stream, behind, at));
+        // An access that may have to wait for the stream, and the stream for accesses of its host functions.
+        other[1] = round;
+        CHECK(cudaStreamSynchronize(stream));
+        REQUIRE(at[0] == round, "round %d: the first kernel has written %d", round, at[0]);
+        REQUIRE(at[2] == round + 1000, "round %d: the first function has written %d", round, at[2]);
+        REQUIRE(at[3] == 2 * (round + 1000), "round %d: the second kernel has written %d", round, at[3]);
+        REQUIRE(at[4] == 2 * (round + 1000) + 1, "round %d: the second function has written %d", round, at[4]);
+        REQUIRE(other[1] == round, "round %d: beside it stands %d", round, other[1]);
+    }
+    CHECK(cudaFree(other));
     CHECK(cudaFree(at));
     CHECK(cudaStreamDestroy(stream));
 }

@@ -13,7 +13,7 @@ use crate::graph::work::Data;
 use crate::state::Driver;
 use crate::stream::{self, Stream};
 use crate::types::{HostFn, StreamCallback};
-use crate::{Result, capture, context, late};
+use crate::{Result, capture, context, late, managed};
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::{Status, lock, log};
@@ -143,6 +143,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             Function::Callback(function, handle) => unsafe { function(handle, status.0, call.data) },
         }
         CALLING.fetch_sub(1, Ordering::AcqRel);
+        managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
         let _ = driver.session.append(&StreamHostSignal { ticket: call.ticket });
     }

@@ -4,7 +4,7 @@
 //! process's: a write is a function of its own in the stream's order; a wait holds the stream, as a host function does, until a thread here has seen its condition come true.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::graph::Work;
 use crate::state::{Device, Driver};
 use crate::stream::{self, Stream};
 use crate::types::BatchMemOp;
-use crate::{Result, context, host, late, memory, non_null, refuse_form};
+use crate::{Result, context, host, late, managed, memory, non_null, refuse_form};
 use client::handle::{StreamId, TicketId};
 use client::ops::stream::{
     MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
@@ -50,7 +50,14 @@ struct HostWait {
 }
 
 static WAITS: Mutex<VecDeque<HostWait>> = Mutex::new(VecDeque::new());
+/// How many they are, for who may not wait for the lock.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
 static CAME: Condvar = Condvar::new();
+
+/// Whether a stream waits, or will, for a word of this process's.
+pub(crate) fn is_waiting() -> bool {
+    WAITING.load(Ordering::Acquire) != 0
+}
 
 /// Whether an operation's word lies in pinned memory.
 fn is_pinned(op: &MemoryOp) -> bool {
@@ -189,6 +196,12 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
             &SAID,
         );
     }
+    if managed::is_here(op.address) {
+        // Of memory on which host and device take turns the host's word counts; that of managed memory is not to be waited for.
+        let here = managed::as_host(driver, op.address).is_some();
+        memory::check(driver, op.address, op.width())?;
+        return if here || !op.is_wait() { Ok(Checked { op, here }) } else { Err(Status::INVALID_VALUE) };
+    }
     let reached = op.width() == 0
         || memory::check(driver, op.address, op.width()).is_ok()
         || host::is_mapped(op.address);
@@ -211,13 +224,14 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     let seq = driver.session.append(&StreamHostWait { stream: stream.id, ticket })?;
     stream.worked(seq);
     late::holds(driver, stream, seq);
+    WAITING.fetch_add(1, Ordering::AcqRel);
     waits.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
     CAME.notify_one();
     Ok(())
 }
 
 /// Lets streams go on whose conditions hold. Some stream waits, and none went on: `Some(true)`; none waits yet: `Some(false)`.
-fn look(driver: &Driver) -> Option<bool> {
+fn look(driver: &'static Driver) -> Option<bool> {
     let (mut some, mut went) = (false, false);
     lock(&WAITS).retain(|wait| {
         if !wait.stream.has_passed(driver, wait.mark) {
@@ -228,8 +242,10 @@ fn look(driver: &Driver) -> Option<bool> {
             return true;
         }
         went = true;
+        managed::before_going_on(driver);
         // If the session is lost there is nothing that could go on.
         let _ = driver.session.append(&StreamHostSignal { ticket: wait.ticket });
+        WAITING.fetch_sub(1, Ordering::AcqRel);
         false
     });
     (!went).then_some(some)
@@ -260,7 +276,9 @@ fn serve(driver: &'static Driver) {
             }
         };
         if lost {
-            lock(&WAITS).clear();
+            let mut waits = lock(&WAITS);
+            WAITING.fetch_sub(waits.len(), Ordering::AcqRel);
+            waits.clear();
         }
     }
 }

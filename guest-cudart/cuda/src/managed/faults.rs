@@ -1,49 +1,75 @@
 //! Answering the program's accesses to blocks that the host does not have.
 
-use std::sync::PoisonError;
+use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 
 use super::blocks::{Answer, Run};
 use super::{ORDER, STATE};
 use crate::state::Driver;
-use crate::{Result, callback, context};
+use crate::{Result, callback, context, stream_memory};
 use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{Status, lock, log};
 
-/// The thread that answers.
+/// The thread that answers at once, where that can be. An access that has to wait for the device is another thread's: the device may wait for a host function, and
+/// that for the answer to an access of its own.
 pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
+    let (later, waiting) = mpsc::channel();
+    let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
+    if let Err(error) = thread.spawn(move || serve_later(driver, pages, &waiting)) {
+        log::error(format_args!("no thread for managed memory: {error}"));
+        return;
+    }
     let mut buffer = Vec::new();
     loop {
-        match pages.faults() {
-            Ok(faults) => {
-                for fault in faults {
-                    answer(driver, pages, &fault, &mut buffer);
-                }
-            }
-            Err(error) => {
-                log::error(format_args!("managed memory: {error}"));
+        let faults = match pages.faults() {
+            Ok(faults) => faults,
+            Err(error) => return log::error(format_args!("managed memory: {error}")),
+        };
+        for fault in faults {
+            counters::add(&COUNTERS.page_faults, 1);
+            if is_waited_for() {
+                answer(driver, pages, &fault, &mut buffer);
+            } else if let Some(_order) = idle_now() {
+                answer(driver, pages, &fault, &mut buffer);
+            } else if later.send(fault).is_err() {
                 return;
             }
         }
     }
 }
 
-fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
-    counters::add(&COUNTERS.page_faults, 1);
-    let answered = loop {
-        if callback::is_calling() {
-            // The device waits for a host function, which may be what is stopped here.
-            break give(driver, pages, fault, buffer);
-        }
-        let over = context::quiesce_all(driver);
-        let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
-        // A context that has failed is never known to be done.
-        if over && context::any_busy() && !callback::is_calling() {
-            continue;
-        }
-        break give(driver, pages, fault, buffer);
+/// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.
+fn is_waited_for() -> bool {
+    callback::is_calling() || stream_memory::is_waiting()
+}
+
+/// No work is under way, and none comes before the guard goes.
+fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
+    let order = match ORDER.try_write() {
+        Ok(order) => order,
+        Err(TryLockError::Poisoned(order)) => order.into_inner(),
+        Err(TryLockError::WouldBlock) => return None,
     };
-    match answered {
+    (!context::any_busy()).then_some(order)
+}
+
+/// The thread that waits for the device.
+fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::Receiver<Fault>) {
+    let mut buffer = Vec::new();
+    while let Ok(fault) = waiting.recv() {
+        loop {
+            let over = context::quiesce_all(driver);
+            let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+            // New work may have come meanwhile; a context that has failed is never known to be done.
+            if !over || !context::any_busy() || is_waited_for() {
+                break answer(driver, pages, &fault, &mut buffer);
+            }
+        }
+    }
+}
+
+fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    match give(driver, pages, fault, buffer) {
         Ok(true) => pages.retry(fault),
         Ok(false) => pages.refuse(fault),
         Err(status) => {

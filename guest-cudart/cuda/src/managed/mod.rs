@@ -10,7 +10,8 @@
 //! ```
 //!
 //! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
-//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. Host functions are the exception, since the device waits for them.
+//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
+//! and the device gets everything back before it goes on ([`before_going_on`]).
 //!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 
@@ -210,6 +211,15 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<RwLockReadGu
         give_all(driver)?;
     }
     Ok(Some(order))
+}
+
+/// Before a stream goes on that has waited for this process: what the host had meanwhile goes back, whoever has touched it.
+pub(crate) fn before_going_on(driver: &'static Driver) {
+    if HELD.load(Ordering::Acquire) != 0
+        && let Err(status) = give_all(driver)
+    {
+        log::error(format_args!("managed memory does not reach the device: {status}"));
+    }
 }
 
 #[cold]
