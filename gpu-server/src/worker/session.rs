@@ -142,8 +142,7 @@ impl Dispatcher<'_> {
             self.ahead += 1;
             self.copies_ahead += u32::from(moves_data(&record));
         }
-        let commands = &self.shared.commands;
-        commands.store(commands.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.shared.executed();
         Ok(())
     }
 

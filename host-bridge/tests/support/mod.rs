@@ -312,6 +312,8 @@ pub struct Manners {
     pub drop_at: Option<u64>,
     /// It falls silent after the handshake, and keeps the connections open.
     pub silent: bool,
+    /// It takes commands and does nothing with them, but says that it is there when it is asked.
+    pub swallow: bool,
     /// Before the answer to a `sync` operation it sends this frame.
     pub extra: Option<(u32, Vec<u8>)>,
     /// A piece of data that it sends at a `StreamMark`.
@@ -335,6 +337,8 @@ struct Shared {
     pub commands: Mutex<Vec<(u64, u16)>>,
     /// Frames of commands.
     pub frames: AtomicUsize,
+    /// How often a bridge asked whether it is there.
+    asked: AtomicUsize,
     pub programs: Mutex<Vec<String>>,
 }
 
@@ -355,6 +359,7 @@ impl FakeServer {
             released: Default::default(),
             commands: Mutex::default(),
             frames: AtomicUsize::new(0),
+            asked: AtomicUsize::new(0),
             programs: Mutex::default(),
         });
         let for_thread = shared.clone();
@@ -391,6 +396,11 @@ impl FakeServer {
 
     pub fn frames(&self) -> usize {
         self.shared.frames.load(Ordering::SeqCst)
+    }
+
+    /// How often a bridge asked whether it is there.
+    pub fn asked(&self) -> usize {
+        self.shared.asked.load(Ordering::SeqCst)
     }
 
     pub fn programs(&self) -> Vec<String> {
@@ -457,17 +467,6 @@ impl Shared {
         }
         let control = Arc::new(Mutex::new(control));
         let reader = control.lock().unwrap().try_clone().unwrap();
-        let (ended, alive) = (Arc::downgrade(&control), control.clone());
-        drop(alive);
-        std::thread::spawn(move || {
-            while let Some(control) = ended.upgrade() {
-                if send(&control, frame::ALIVE, &[]).is_err() {
-                    return;
-                }
-                drop(control);
-                std::thread::sleep(Duration::from_millis(500));
-            }
-        });
         let mut gpu =
             Gpu { shared: self, control: &control, inbox, lanes: data, memory: HashMap::new(), due: 1 };
         gpu.run(reader);
@@ -522,7 +521,10 @@ impl Gpu<'_> {
             while let Some((kind, body)) = reader.next_frame().unwrap() {
                 match kind {
                     frame::COMMANDS => bodies.push(body.to_vec()),
-                    frame::ALIVE => {}
+                    frame::ALIVE => {
+                        self.shared.asked.fetch_add(1, Ordering::SeqCst);
+                        let _ = send(self.control, frame::ALIVE, &[]);
+                    }
                     frame::BYE => return,
                     other => panic!("frame of kind {other}"),
                 }
@@ -538,6 +540,11 @@ impl Gpu<'_> {
                     }
                     rest = &rest[size as usize..];
                 }
+                if !self.shared.manners.swallow {
+                    let update =
+                        ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: self.due - 1, value: 0 };
+                    let _ = send(self.control, frame::PROGRESS, update.as_bytes());
+                }
             }
         }
     }
@@ -549,6 +556,9 @@ impl Gpu<'_> {
         self.shared.commands.lock().unwrap().push((seq, opcode));
         if self.shared.manners.drop_at == Some(seq) {
             return false;
+        }
+        if self.shared.manners.swallow {
+            return true;
         }
         let mut reader = protocol::wire::Reader::new(body);
         use protocol::wire::Wire;

@@ -28,7 +28,7 @@ use crate::bridge::{RegionError, SessionConfig};
 
 /// Commands with data under way, each way, above which no more records are taken. (A GPU's own queue holds about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
-/// Silence after which a side says that it is there.
+/// Silence after which a server that is waited for is asked whether it is there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// How long a lost connection's reason is waited for.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -229,10 +229,26 @@ impl<'c> Relay<'c> {
         self.control.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
     }
 
-    /// Sleeps until something happens or it is time to say that we are alive.
+    /// Whether something is due from the server. Only then does its silence mean anything; a server that dies meanwhile is noticed by the connection's keepalive.
+    fn awaits(&self) -> bool {
+        self.control.wants_out()
+            || self.inputs.len() > 0
+            || self.outputs.len() > 0
+            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.waiting.iter().any(|seq| *seq != 0)
+    }
+
+    /// Sleeps until something happens or it is time to ask whether the server is there.
     fn sleep(&mut self, events: &mut [EpollEvent], now: Instant) -> Result<usize, EndReason> {
-        let next = (self.control.said + ALIVE_EVERY).min(self.control.heard + self.silence);
-        let millis = next.saturating_duration_since(now).as_millis() as u16 + 1;
+        let awaits = self.awaits();
+        let timeout = if awaits {
+            let next = (self.control.said.max(self.control.heard) + ALIVE_EVERY)
+                .min(self.control.heard + self.silence);
+            let millis = next.saturating_duration_since(now).as_millis() + 1;
+            EpollTimeout::from(millis.min(u128::from(u16::MAX)) as u16)
+        } else {
+            EpollTimeout::NONE
+        };
         let sleep = &self.core.header().host_sleep;
         // While the connection is behind, records must wait anyway: only its progress wakes us.
         let listen = self.can_take();
@@ -244,9 +260,13 @@ impl<'c> Relay<'c> {
             return Ok(0);
         }
         self.core.counters.sleeps.add(1);
-        let count = self.wait(events, EpollTimeout::from(millis))?;
+        let count = self.wait(events, timeout)?;
         if listen {
             sleep.cancel();
+        }
+        if !awaits {
+            // A silence begins when something is awaited.
+            self.control.heard = Instant::now();
         }
         Ok(count)
     }
@@ -421,6 +441,13 @@ impl<'c> Relay<'c> {
             (self.received, self.control.heard) = (received, now);
         }
         let silent = now.saturating_duration_since(self.control.heard);
+        if silent < ALIVE_EVERY.min(self.silence) {
+            return Ok(());
+        }
+        if !self.awaits() {
+            self.control.heard = now;
+            return Ok(());
+        }
         if silent > self.silence {
             return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
         }
