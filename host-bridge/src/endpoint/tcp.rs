@@ -15,14 +15,16 @@ use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
 use protocol::data::HostRange;
-use protocol::link::{DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
+use protocol::link::{
+    DataAsk, DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress,
+};
 use zerocopy::IntoBytes;
 
-use super::incoming::Inbox;
+use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
-use crate::framing::{FrameReader, watch_peer};
+use crate::framing::{FrameReader, split_struct, watch_peer};
 
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -158,6 +160,8 @@ impl TcpCommands {
             stop,
             keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
         });
+        let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
+        client.inbox.tell(bridge);
         let kept = Arc::clone(&client);
         std::thread::Builder::new().name("rgpu-keeper".into()).spawn(move || kept.keep_alive())?;
         let commands = TcpCommands {
@@ -218,6 +222,13 @@ impl TcpCommands {
                     }
                 }
                 frame::ALIVE => self.client.alive(),
+                frame::DATA_ASK => {
+                    let wrong = |what: String| {
+                        End::Lost(Lost::new(format!("the bridge is no bridge of ours: {what}")))
+                    };
+                    let (ask, _) = split_struct::<DataAsk>(bytes).map_err(|e| wrong(e.to_string()))?;
+                    self.client.inbox.ask((ask.seq, ask.piece)).map_err(wrong)?;
+                }
                 frame::BYE => return Err(End::Asked),
                 _ => return Err(End::Lost(Lost::new(format!("the bridge sent a frame of kind {kind}")))),
             }
@@ -389,6 +400,20 @@ fn put(buffer: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     parts.iter().for_each(|p| buffer.extend_from_slice(p));
 }
 
+impl Bridge for TcpClient {
+    fn grant(&self, grant: DataGrant) {
+        self.send(|sending| put(&mut sending.buffer, frame::DATA_GRANT, &[grant.as_bytes()]));
+    }
+
+    fn placed(&self, bytes: u64) {
+        self.send(|sending| put(&mut sending.buffer, frame::DATA_PLACED, &[&bytes.to_le_bytes()]));
+    }
+
+    fn wrong(&self, what: &str) {
+        self.lose(&format!("the bridge sent {what}"));
+    }
+}
+
 impl Client for TcpClient {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
         if u32::from(slot) >= self.slot_count || slot == NO_SLOT {
@@ -425,6 +450,14 @@ impl Client for TcpClient {
 
     fn nothing_sent(&self, seq: u64) {
         self.data_sent(seq, 0);
+    }
+
+    fn nothing_read(&self, seq: u64, piece: u32) {
+        self.inbox.unwanted((seq, piece));
+    }
+
+    fn reads_late(&self) -> bool {
+        true
     }
 
     fn lose(&self, reason: &str) {

@@ -344,8 +344,18 @@ struct Shared {
 
 /// Takes a session's data connections with their indices.
 type Lanes = mpsc::Sender<(u32, TcpStream)>;
-/// Data that has come, by command and piece: offsets and bytes.
-type Arrived = HashMap<(u64, u32), Vec<(u64, Vec<u8>)>>;
+/// Some data, with its offset.
+type Part = (u64, Vec<u8>);
+
+/// Data that has come.
+#[derive(Default)]
+struct Arrived {
+    /// By command and piece: offsets and bytes.
+    data: HashMap<(u64, u32), Vec<Part>>,
+    /// Eager bytes of it that the bridge takes for lying nowhere.
+    eager: u64,
+}
+
 type Inbox = Arc<(Mutex<Arrived>, Condvar)>;
 
 impl FakeServer {
@@ -483,13 +493,19 @@ fn read_lane(mut lane: TcpStream, inbox: &Inbox, slow: Option<Duration>) {
         if lane.read_exact(header.as_mut_bytes()).is_err() {
             return;
         }
+        let eager = header.len & EAGER_FLAG != 0;
+        header.len &= !EAGER_FLAG;
         assert!(header.len > 0 && header.len <= MAX_DATA);
         let mut bytes = vec![0; header.len as usize];
         if lane.read_exact(&mut bytes).is_err() {
             return;
         }
         slow.inspect(|time| std::thread::sleep(*time));
-        inbox.0.lock().unwrap().entry((header.seq, header.piece)).or_default().push((header.offset, bytes));
+        let mut arrived = inbox.0.lock().unwrap();
+        arrived.eager += if eager { u64::from(header.len) } else { 0 };
+        assert!(arrived.eager <= EAGER, "{} eager bytes", arrived.eager);
+        arrived.data.entry((header.seq, header.piece)).or_default().push((header.offset, bytes));
+        drop(arrived);
         inbox.1.notify_all();
     }
 }
@@ -566,7 +582,8 @@ impl Gpu<'_> {
             let op = MemcpyHtoD::get(&mut reader).unwrap();
             let bytes = match op.src {
                 HostIn::Inline(bytes) => bytes.to_vec(),
-                HostIn::Range(range) => match self.incoming(seq, 0, range.len as usize) {
+                HostIn::Range(range) | HostIn::Late(range) => match self.incoming(seq, 0, range.len as usize)
+                {
                     Some(bytes) => bytes,
                     None => return false,
                 },
@@ -612,9 +629,13 @@ impl Gpu<'_> {
     }
 
     fn incoming(&self, seq: u64, piece: u32, len: usize) -> Option<Vec<u8>> {
+        // All of it at once: there is room for everything here.
+        let grant = DataGrant { seq, piece, reserved: 0, upto: len as u64 };
+        let _ = send(self.control, frame::DATA_GRANT, grant.as_bytes());
         let held = self.inbox.0.lock().unwrap();
         let complete = |held: &Arrived| {
-            held.get(&(seq, piece))
+            held.data
+                .get(&(seq, piece))
                 .map_or(0, |parts| parts.iter().map(|(_, bytes)| bytes.len()).sum::<usize>())
                 >= len
         };
@@ -624,9 +645,12 @@ impl Gpu<'_> {
             return None;
         }
         let mut bytes = vec![0; len];
-        for (offset, part) in held.remove(&(seq, piece)).unwrap_or_default() {
+        for (offset, part) in held.data.remove(&(seq, piece)).unwrap_or_default() {
             bytes[offset as usize..offset as usize + part.len()].copy_from_slice(&part);
         }
+        let placed = std::mem::take(&mut held.eager);
+        drop(held);
+        let _ = send(self.control, frame::DATA_PLACED, &placed.to_le_bytes());
         Some(bytes)
     }
 

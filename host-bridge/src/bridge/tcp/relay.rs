@@ -13,14 +13,16 @@ use std::time::{Duration, Instant};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use protocol::channel::{Consumer, Header, NO_SLOT, Record};
 use protocol::data::DataUse;
-use protocol::link::frame;
+use protocol::handle::Handle;
+use protocol::link::{DataAsk, frame};
 use protocol::ops::{self, Class};
+use zerocopy::IntoBytes;
 
 use super::control::Control;
 use super::lane::Lane;
 use super::mailbox::{Done, Mailbox, Message};
 use super::socket::{Gather, Socket};
-use super::transfer::{Inputs, Outputs, Region, Span};
+use super::transfer::{Inputs, Outputs, Region, Span, When};
 use super::{EndReason, Links};
 use crate::bridge::core::Core;
 use crate::bridge::polling::PollTime;
@@ -34,6 +36,9 @@ const ALIVE_EVERY: Duration = Duration::from_secs(1);
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Looks at the ring between two looks at the connections, while polling.
 const RING_LOOKS: u32 = 64;
+
+/// The queue of data that belongs to no stream: a module's image, say.
+const NO_STREAM: u32 = u32::MAX;
 
 const DOORBELL: u64 = 0;
 const MAILBOX: u64 = 1;
@@ -160,7 +165,8 @@ impl<'c> Relay<'c> {
     fn last_words(&mut self, what: String) -> EndReason {
         let deadline = Instant::now() + LAST_WORDS;
         loop {
-            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs) {
+            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)
+            {
                 Err(EndReason::Bye(reason)) => return EndReason::Bye(reason),
                 Err(_) => return EndReason::Gone(what),
                 Ok(_) => {}
@@ -306,7 +312,7 @@ impl<'c> Relay<'c> {
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(core, &mut self.waiting, &mut self.outputs)?;
+            self.control.take_frames(core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(worked || heard)
     }
@@ -319,7 +325,7 @@ impl<'c> Relay<'c> {
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs)?;
+            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(heard)
     }
@@ -345,6 +351,9 @@ impl<'c> Relay<'c> {
         let Some(begun) = begun else { return Ok(false) };
         self.control.finish(begun);
         self.core.counters.frames_sent.add(1);
+        for (seq, piece) in self.inputs.take_asks() {
+            self.control.frame(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
+        }
         if self.core.header().ring_sleep.take() {
             self.core.waker().wake(Header::RING_SLEEP_OFFSET);
         }
@@ -386,10 +395,18 @@ impl<'c> Relay<'c> {
         let uses = &mut self.uses;
         (info.visit_data)(&self.body, &mut |data| uses.push(data))
             .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
+        let mut flow = NO_STREAM;
+        (info.visit_handles)(&self.body, &mut |handle| {
+            if let Handle::Stream(stream) = handle {
+                flow = stream.0;
+            }
+        })
+        .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
         for (piece, data) in self.uses.iter().enumerate() {
-            let (range, write) = match *data {
-                DataUse::In(range) => (range, false),
-                DataUse::Out(range) => (range, true),
+            let (range, write, when) = match *data {
+                DataUse::In(range) => (range, false, When::Now),
+                DataUse::Late(range) => (range, false, When::Late),
+                DataUse::Out(range) => (range, true, When::Now),
             };
             let span = Span::new(self.core, &self.regions, range, write).map_err(|what| {
                 wrong(&format_args!(
@@ -400,7 +417,7 @@ impl<'c> Relay<'c> {
             if write {
                 self.outputs.expect(seq, piece as u32, span);
             } else {
-                self.inputs.push(seq, piece as u32, span, self.lanes.len());
+                self.inputs.push(flow, seq, piece as u32, span, when, self.lanes.len());
             }
         }
         Ok(())
