@@ -6,13 +6,15 @@
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::socket::{
+    ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg, setsockopt, sockopt,
+};
 use protocol::link::{DEFAULT_PORT, FrameHeader, MAX_FRAME};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -69,6 +71,15 @@ impl fmt::Display for Address {
             Address::Tcp(host, port) => write!(f, "tcp:{host}:{port}"),
         }
     }
+}
+
+/// Has the kernel notice, about eleven seconds after the last sign of it, that the peer of a TCP connection has vanished without a word: an idle connection costs no process anything. What is
+/// no TCP connection has no such option and needs none.
+pub fn watch_peer(socket: &impl AsFd) {
+    let _ = setsockopt(socket, sockopt::KeepAlive, &true);
+    let _ = setsockopt(socket, sockopt::TcpKeepIdle, &5);
+    let _ = setsockopt(socket, sockopt::TcpKeepInterval, &2);
+    let _ = setsockopt(socket, sockopt::TcpKeepCount, &3);
 }
 
 /// Connects over TCP, trying each address that the name has, with `timeout` for each. `TCP_NODELAY` is set.

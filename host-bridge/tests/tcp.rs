@@ -238,20 +238,36 @@ fn a_server_that_falls_silent_is_lost() {
     let server = FakeServer::start(Manners { silent: true, ..Manners::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(200);
-    let client = Client::connect(&config);
+    let mut client = Client::connect(&config);
+    // Nobody waits for it yet.
+    std::thread::sleep(Duration::from_millis(600));
+    assert_eq!(client.session.over(), None);
+    client.mark();
+    client.session.doorbell();
     let reason = client.wait_lost();
     assert!(reason.contains("nothing was heard"), "{reason}");
 }
 
 #[test]
-fn a_quiet_session_is_kept_alive() {
-    let server = FakeServer::good();
+fn a_server_that_is_waited_for_is_asked_and_one_that_is_not_is_left_alone() {
+    let server = FakeServer::start(Manners { swallow: true, ..Manners::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(2500);
     let mut client = Client::connect(&config);
     std::thread::sleep(Duration::from_millis(3500));
-    client.synchronize();
-    assert!(client.session.counters().sleeps.get() > 0);
+    assert_eq!(server.asked(), 0);
+    let counters = client.session.counters();
+    let before = (counters.sleeps.get(), counters.control_bytes_sent.get());
+    std::thread::sleep(Duration::from_millis(1500));
+    assert_eq!(
+        (counters.sleeps.get(), counters.control_bytes_sent.get()),
+        before,
+        "it sleeps and says nothing"
+    );
+    client.prepare(5);
+    client.push(&StreamSynchronize { stream: StreamId(0) }, 5);
+    eventually(|| server.asked() >= 3);
+    assert_eq!(client.session.over(), None);
 }
 
 /// Pushes something hostile; the session must end with `word` in the reason while another goes on.

@@ -33,8 +33,11 @@ pub enum Place {
 pub enum HostIn<'a> {
     /// They are here.
     Inline(&'a [u8]),
-    /// They lie in the client's memory.
+    /// They lie in the client's memory, and may be read from now on.
     Range(HostRange),
+    /// They lie in the client's memory, and may be read when the command's stream has come to it: what is before it on the stream may still write them. Only for
+    /// servers that say that they can wait ([`SessionInfoReply::reads_late`](crate::ops::device::SessionInfoReply)).
+    Late(HostRange),
 }
 
 /// A place in the client's memory that the server writes.
@@ -46,6 +49,8 @@ pub struct HostOut(pub HostRange);
 pub enum DataUse {
     /// The server will read it: send it.
     In(HostRange),
+    /// The server will read it, and will ask for it.
+    Late(HostRange),
     /// The server will write it: expect it.
     Out(HostRange),
 }
@@ -53,13 +58,15 @@ pub enum DataUse {
 const INLINE: u32 = 0;
 const ARENA: u32 = 1;
 const REGION: u32 = 2;
+/// Added to the kind of a [`HostIn::Late`].
+const LATE: u32 = 16;
 
 impl HostIn<'_> {
     /// Length in bytes.
     pub fn len(&self) -> u64 {
         match self {
             HostIn::Inline(bytes) => bytes.len() as u64,
-            HostIn::Range(range) => range.len,
+            HostIn::Range(range) | HostIn::Late(range) => range.len,
         }
     }
 
@@ -69,12 +76,12 @@ impl HostIn<'_> {
     }
 }
 
-fn put_range(range: &HostRange, w: &mut Writer<'_>) {
+fn put_range(range: &HostRange, more: u32, w: &mut Writer<'_>) {
     let (kind, region) = match range.place {
         Place::Arena => (ARENA, 0),
         Place::Region(id) => (REGION, id),
     };
-    kind.put(w);
+    (kind + more).put(w);
     region.put(w);
     range.offset.put(w);
     range.len.put(w);
@@ -94,7 +101,7 @@ fn get_range(kind: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
     Ok(HostRange { place, offset, len })
 }
 
-/// `u32` kind; inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
+/// `u32` kind, 16 more for late ones; inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
 impl<'a> Wire<'a> for HostIn<'a> {
     const CARRIES_DATA: bool = true;
     fn put(&self, w: &mut Writer<'_>) {
@@ -103,18 +110,22 @@ impl<'a> Wire<'a> for HostIn<'a> {
                 INLINE.put(w);
                 bytes.put(w);
             }
-            HostIn::Range(range) => put_range(range, w),
+            HostIn::Range(range) => put_range(range, 0, w),
+            HostIn::Late(range) => put_range(range, LATE, w),
         }
     }
     fn get(r: &mut Reader<'a>) -> Result<Self, WireError> {
         match u32::get(r)? {
             INLINE => Ok(HostIn::Inline(Wire::get(r)?)),
+            kind if kind >= LATE => get_range(kind - LATE, r).map(HostIn::Late),
             kind => get_range(kind, r).map(HostIn::Range),
         }
     }
     fn visit_data(&self, visit: &mut dyn FnMut(DataUse)) {
-        if let HostIn::Range(range) = self {
-            visit(DataUse::In(*range));
+        match self {
+            HostIn::Inline(_) => {}
+            HostIn::Range(range) => visit(DataUse::In(*range)),
+            HostIn::Late(range) => visit(DataUse::Late(*range)),
         }
     }
 }
@@ -122,7 +133,7 @@ impl<'a> Wire<'a> for HostIn<'a> {
 impl Wire<'_> for HostOut {
     const CARRIES_DATA: bool = true;
     fn put(&self, w: &mut Writer<'_>) {
-        put_range(&self.0, w);
+        put_range(&self.0, 0, w);
     }
     fn get(r: &mut Reader<'_>) -> Result<Self, WireError> {
         let kind = u32::get(r)?;

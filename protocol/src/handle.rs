@@ -4,7 +4,7 @@
 use crate::wire::{Reader, Wire, WireError, Writer};
 
 macro_rules! handles {
-    ($($(#[$doc:meta])* $name:ident($inner:ty);)*) => {$(
+    ($($(#[$doc:meta])* $name:ident($inner:ty) $(=> $order:ident)?;)*) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(transparent)]
@@ -19,6 +19,12 @@ macro_rules! handles {
             fn get(r: &mut Reader<'_>) -> Result<Self, WireError> {
                 <$inner>::get(r).map($name)
             }
+            $(
+                #[inline]
+                fn visit_handles(&self, visit: &mut dyn FnMut(Handle)) {
+                    visit(Handle::$order(*self));
+                }
+            )?
         }
     )*};
 }
@@ -29,9 +35,9 @@ handles! {
     ContextId(u32);
     /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word. The legacy default
     /// stream of context *c* is *c*; made streams follow from [`crate::channel::MAX_CONTEXTS`].
-    StreamId(u32);
+    StreamId(u32) => Stream;
     /// An event.
-    EventId(u32);
+    EventId(u32) => Event;
     /// A loaded module or library.
     ModuleId(u32);
     /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
@@ -44,6 +50,15 @@ handles! {
     TicketId(u64);
     /// Memory of a device without an address: what `cuMemCreate` makes, or what another process has exported.
     MemoryId(u32);
+}
+
+/// What gives commands their order beside that of the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Handle {
+    /// The command goes on this stream, or changes it.
+    Stream(StreamId),
+    /// The command records, awaits or changes this event.
+    Event(EventId),
 }
 
 impl FunctionId {

@@ -12,7 +12,9 @@
 //! **tcp.** The control connection carries frames ([`FrameHeader`]) both ways. The bridge forwards records of the ring, unchanged and in order, in
 //! [`frame::COMMANDS`]. Bulk data crosses on the data connections as [`DataHeader`]s, each followed by its bytes: for the *n*-th piece of bulk data
 //! that command `seq` names ([`crate::data::DataUse`], counted from 0 over both directions). The bridge may send a command's `In` data before, with or after the command;
-//! it keeps to the commands' order on each connection. The server sends a command's `Out` data at any time after it took the command, and says
+//! it keeps to the order of the commands of one stream. How much it may send is the server's to say, so that data of a stream that does not go on never stands before another's
+//! ([`frame::DATA_GRANT`]): up to [`EAGER_PIECE`] bytes of each piece go without asking as long as [`EAGER`] bytes of the session lie nowhere yet, the rest when it is granted; a
+//! [`HostIn::Late`](crate::data::HostIn) piece goes by grants alone. The server sends a command's `Out` data at any time after it took the command, and says
 //! [`frame::DATA_SENT`] on the control connection before it says anything that depends on the data's arrival; the bridge takes nothing further off the control connection
 //! until all of that data is in the client's memory. `DATA_SENT` comes exactly once for every command that names `Out` data, also when the command failed and fewer bytes, or none,
 //! were sent. A piece of no bytes crosses as nothing at all.
@@ -123,7 +125,8 @@ pub mod frame {
     pub const DATA_SENT: u32 = 4;
     /// Either way: the sender ends the session; the body says why, as text. Empty: as asked.
     pub const BYE: u32 = 5;
-    /// Either way, empty: nothing to say, still here. `tcp`: sent after a second of silence; a peer silent on all of its connections for ten is lost. `local` needs none (a worker's
+    /// Either way, empty: still here. `tcp`: a bridge to which something is due asks so after a second of silence, and the server answers; a server that is silent on all of its
+    /// connections for ten while something is due from it is lost. `verbs`: sent after a second of silence; a peer silent for ten is lost. `local` needs none (a worker's
     /// death closes its socket); one that comes is ignored.
     pub const ALIVE: u32 = 6;
     /// Bridge → worker, `local`: [`super::Attach`], then its memories, then its extents; descriptors: one for each memory, then the doorbell eventfd, then, unless
@@ -141,6 +144,45 @@ pub mod frame {
     pub const REGION_KEY: u32 = 12;
     /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they are to be written.
     pub const SLOTS_FREE: u32 = 13;
+    /// Server → bridge, `tcp`: one or more [`super::DataGrant`]s.
+    pub const DATA_GRANT: u32 = 14;
+    /// Server → bridge, `tcp`: u64: so many bytes more of eager data have found their place, or were thrown away.
+    pub const DATA_PLACED: u32 = 15;
+    /// Bridge → server, `tcp`: u64 seq, u32 piece, u32 0: that piece of data, of no more than [`super::EAGER_PIECE`] bytes, waits for a grant.
+    pub const DATA_ASK: u32 = 16;
+}
+
+/// Of each piece of `In` data a bridge may send this many bytes eagerly, at most: without a grant.
+pub const EAGER_PIECE: u64 = 1 << 20;
+/// Eager bytes of a session that have not found their place yet, at most.
+pub const EAGER: u64 = 16 << 20;
+/// Set in [`DataHeader::len`]: these bytes are eager.
+pub const EAGER_FLAG: u32 = 1 << 31;
+
+/// An entry of [`frame::DATA_GRANT`]: there is room for that piece's data up to an offset, or will be without anything else of the session having to go on first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DataGrant {
+    /// The command.
+    pub seq: u64,
+    /// Which of its pieces of data.
+    pub piece: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Bytes before this offset may be sent.
+    pub upto: u64,
+}
+
+/// Body of [`frame::DATA_ASK`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DataAsk {
+    /// The command.
+    pub seq: u64,
+    /// Which of its pieces of data.
+    pub piece: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// Body of [`frame::REPLY`]; the payload follows.
@@ -203,7 +245,7 @@ pub struct DataHeader {
     pub offset: u64,
     /// Which of the command's pieces of bulk data.
     pub piece: u32,
-    /// Bytes that follow, at most [`MAX_DATA`].
+    /// Bytes that follow, at most [`MAX_DATA`]; over `tcp` with [`EAGER_FLAG`] where no grant covers them.
     pub len: u32,
 }
 

@@ -112,6 +112,9 @@ pub trait Wire<'a>: Sized {
 
     /// Shows every piece of bulk data that the value names, in field order.
     fn visit_data(&self, _visit: &mut dyn FnMut(crate::data::DataUse)) {}
+
+    /// Shows every stream and event that the value names, in field order.
+    fn visit_handles(&self, _visit: &mut dyn FnMut(crate::handle::Handle)) {}
 }
 
 macro_rules! wire_int {
@@ -283,6 +286,9 @@ macro_rules! wire_struct {
         }
         fn visit_data(&self, _visit: &mut dyn FnMut($crate::data::DataUse)) {
             $($crate::wire::Wire::visit_data(&self.$field, _visit);)*
+        }
+        fn visit_handles(&self, _visit: &mut dyn FnMut($crate::handle::Handle)) {
+            $($crate::wire::Wire::visit_handles(&self.$field, _visit);)*
         }
     };
 }

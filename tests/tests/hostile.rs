@@ -20,7 +20,7 @@ use protocol::channel::{Geometry, NO_SLOT};
 use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::{Answer, request, text};
 use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
-use protocol::link::{self, DataHeader, FrameHeader, Hello, Welcome, frame, purpose};
+use protocol::link::{self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, Hello, Welcome, frame, purpose};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
 use protocol::ops::event::{EventRecord, EventSynchronize};
@@ -776,6 +776,21 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
         ("data-giant", "a chunk of", |b| {
             b.begin_copy()?;
             b.piece(3, 0, 0, u32::MAX, &[7; 64])
+        }),
+        // The server does not wait for all that it is sent here.
+        ("data-eager", "eager bytes", |b| {
+            b.begin_copy()?;
+            let piece = vec![7; 4 << 20];
+            let send = |_| b.piece(1_000_000, 0, 0, EAGER_FLAG | (4 << 20), &piece).is_ok();
+            ensure!((0..5).map(send).filter(|sent| *sent).count() >= 4, "fewer eager bytes are allowed");
+            Ok(())
+        }),
+        ("data-asks", "waits for grants", |b| {
+            b.begin_copy()?;
+            let ask = |seq: u64| DataAsk { seq, piece: 0, reserved: 0 };
+            let asked = (10..70_000).take_while(|seq| b.frame(frame::DATA_ASK, ask(*seq).as_bytes()).is_ok());
+            ensure!(asked.count() > 60_000, "fewer may be asked for");
+            Ok(())
         }),
         ("data-empty", "a chunk of 0 bytes", |b| b.piece(3, 0, 0, 0, &[])),
     ];

@@ -8,18 +8,24 @@ use rgpu_tests::tree;
 
 /// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function.
 fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
-    let logs = tree::logs().join("round-trips").join(format!("{name}-{transport}-{count}"));
+    stats_of(transport, "bench", &["loop", name, &count.to_string()])
+}
+
+/// The same for any program.
+fn stats_of(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<String>> {
+    let logs =
+        tree::logs().join("round-trips").join(format!("{program}-{}-{transport}", arguments.join("-")));
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     command
         .args(["run", "--backend", "software", "--transport", transport, "--log-dir"])
         .arg(&logs)
         .arg("--")
-        .arg(built("bench")?)
-        .args(["loop", name, &count.to_string()])
+        .arg(built(program)?)
+        .args(arguments)
         .env("RGPU_LIB_DIR", tree::guest_libraries())
         .env("RGPU_STATS", "1");
     let outcome = run(&mut command, LIMIT)?;
-    ensure!(outcome.verdict("bench").is_ok(), "{name} over {transport}: {outcome:?}");
+    ensure!(outcome.verdict(program).is_ok(), "{program} {arguments:?} over {transport}: {outcome:?}");
     let lines = outcome.stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
     Ok(lines.map(str::to_owned).collect())
 }
@@ -92,6 +98,25 @@ fn what_a_call_takes_is_put_down_to_its_function() -> Result<()> {
     for counter in ["commands", "round_trips", "doorbells", "system_calls", "copied_bytes"] {
         let sum = lines[1..].iter().map(|line| counter_of(line, counter)).sum::<Result<u64>>()?;
         assert!(sum <= counter_of(&lines[0], counter)?, "{counter}: {lines:#?}");
+    }
+    Ok(())
+}
+
+/// From its first call to its result a program waits four times: for what there is (the server and its device, asked together), for memory, for its code with all its functions'
+/// parameters and attributes, and for the result. Queries of the device, its attributes, the functions and the limits are answered from what came with these.
+#[test]
+fn a_program_waits_four_times_from_its_first_call_to_its_result() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let lines = stats_of(transport, "vectorAdd", &[])?;
+        let of = |line: &str, name| counter_of(line, name);
+        let answered: Vec<&str> = lines[1..]
+            .iter()
+            .filter(|line| !matches!(of(line, "exchanges"), Ok(0)))
+            .filter_map(|line| line.split(' ').next())
+            .collect();
+        assert_eq!(answered, ["cuMemAlloc_v2", "cuLibraryLoadData", "cuMemcpyDtoH_v2"], "{lines:#?}");
+        // The session's own beginning is put down to no function.
+        assert_eq!((of(&lines[0], "exchanges")?, of(&lines[0], "round_trips")?), (4, 5), "{lines:#?}");
     }
     Ok(())
 }

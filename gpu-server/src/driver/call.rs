@@ -21,7 +21,7 @@ pub struct Call {
     /// The context whose error it becomes if it fails.
     pub context: ContextId,
     /// Number of the next piece of bulk data outside the record.
-    piece: u32,
+    pub piece: u32,
     /// Whether the command's place for output was taken.
     pub sink_taken: bool,
 }
@@ -95,11 +95,13 @@ impl Call {
     pub fn input<'a>(&mut self, data: HostIn<'a>) -> Result<Input<'a>, Status> {
         match data {
             HostIn::Inline(bytes) => Ok(Input::Inline(bytes)),
-            HostIn::Range(range) => {
+            HostIn::Range(range) | HostIn::Late(range) => {
+                let late = matches!(data, HostIn::Late(_));
                 let piece = self.piece;
                 self.piece += 1;
                 match self.client.source(self.seq, piece, range)? {
                     Source::Mapped(mapped) => Ok(Input::Mapped(mapped)),
+                    Source::Incoming(incoming) if late => Ok(Input::Incoming(incoming.late())),
                     Source::Incoming(incoming) => Ok(Input::Incoming(incoming)),
                     Source::Placed(placed) => Ok(Input::Placed(placed)),
                 }

@@ -3,13 +3,15 @@
 //! It makes its devices ready, tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind goes with the
 //! process.
 
+mod held;
 mod session;
 
 use std::net::TcpStream;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::Thread;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -23,14 +25,51 @@ use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
 use crate::share::Broker;
 use crate::verbs::Rdma;
 
+/// How often the daemon is told of a session's counters while they change.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+
 /// Numbers that the dispatcher writes and the reporter reads.
 #[derive(Debug, Default)]
 pub struct Shared {
     commands: AtomicU64,
     device_memory: AtomicU64,
+    /// Raised by the reporter when nothing has changed, lowered by the dispatcher at the next command.
+    resting: AtomicBool,
+    reporter: OnceLock<Thread>,
 }
 
 impl Shared {
+    /// The dispatcher has executed a command.
+    #[inline]
+    fn executed(&self) {
+        self.commands.store(self.commands.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        if self.resting.load(Ordering::Relaxed) {
+            self.resting.store(false, Ordering::Relaxed);
+            self.reporter.get().inspect(|reporter| reporter.unpark());
+        }
+    }
+
+    /// The reporter's thread: tells `report` of the counters while they change, and sleeps while they do not. Ends when `report` says so.
+    fn report(&self, client: &dyn Client, mut report: impl FnMut(Counters) -> bool) {
+        let _ = self.reporter.set(std::thread::current());
+        let mut last = Counters::default();
+        loop {
+            std::thread::sleep(REPORT_EVERY);
+            let now = self.counters(client);
+            if now != last {
+                last = now;
+                if !report(now) {
+                    return;
+                }
+            } else if self.resting.swap(true, Ordering::Relaxed) {
+                // Raised a second ago already, so whoever has executed a command since has seen it.
+                while self.resting.load(Ordering::Relaxed) {
+                    std::thread::park();
+                }
+            }
+        }
+    }
+
     fn counters(&self, client: &dyn Client) -> Counters {
         let (bytes_in, bytes_out) = client.traffic();
         Counters {
@@ -160,18 +199,10 @@ fn watch(
         }
     })?;
     let (socket, client, shared) = (Arc::clone(daemon), Arc::clone(client), Arc::clone(shared));
-    let mut last = Counters::default();
     std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {
-        loop {
-            std::thread::sleep(Duration::from_secs(1));
-            let now = shared.counters(&*client);
-            if now != last {
-                last = now;
-                if ipc::send(socket.as_fd(), &FromWorker::Counters(now), &[]).is_err() {
-                    return;
-                }
-            }
-        }
+        shared.report(&*client, |counters| {
+            ipc::send(socket.as_fd(), &FromWorker::Counters(counters), &[]).is_ok()
+        });
     })?;
     Ok(())
 }

@@ -473,7 +473,8 @@ impl Tcp {
                 }
             }
             frame::BYE => self.bye = Some(String::from_utf8(body).unwrap()),
-            frame::ALIVE => {}
+            // It sends as it likes, and waits in its connections where there is no room.
+            frame::ALIVE | frame::DATA_GRANT | frame::DATA_PLACED => {}
             other => panic!("frame of kind {other}"),
         }
     }
@@ -506,7 +507,7 @@ impl Session for Tcp {
         // The session may be over: then this is seen by the caller's next look.
         let _ = send_frame(self.control.as_fd(), frame::COMMANDS, &[&bytes], &[]);
         for (piece, data) in uses.iter().enumerate() {
-            if let DataUse::In(range) = data {
+            if let DataUse::In(range) | DataUse::Late(range) = data {
                 let all = self.memory[range.offset as usize..(range.offset + range.len) as usize].to_vec();
                 for (i, bytes) in all.chunks(self.chunk).enumerate() {
                     let offset = (i * self.chunk) as u64;

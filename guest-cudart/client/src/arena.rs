@@ -1,7 +1,9 @@
 //! Room in the channel's arena: staging for pageable memory on its way to or from the host.
 //!
 //! A block that the host reads is free again when [`released`](protocol::channel::Progress::released) has passed the command that
-//! named it; one that the host writes, when its owner lets go of it. Whoever finds the arena full waits for the first of these.
+//! named it; one that the host writes, when its owner lets go of it. Whoever finds the arena full waits for the first of these. Since `released` stands still as long as any
+//! stream is held up with data still to be read, a block is also free when the stream that reads it is known to have passed the command ([`Owner`]): so who
+//! copies on a stream that goes on never waits for one that does not. For the same reason one stream's blocks never take all of the arena.
 //!
 //! No thread may wait here while it holds blocks that only it can free (use [`Arena::try_alloc`] for the second and further ones):
 //! that is what keeps threads from waiting for each other.
@@ -29,8 +31,31 @@ pub struct Arena {
 #[derive(Debug)]
 struct State {
     free: FreeRanges,
-    /// Blocks that the host has yet to read: the command's `seq`, offset, length.
-    pending: Vec<(u64, u64, u64)>,
+    /// Blocks that the host has yet to read.
+    pending: Vec<Pending>,
+}
+
+/// A block that the host has yet to read.
+#[derive(Debug)]
+struct Pending {
+    /// The command that has it read.
+    seq: u64,
+    /// Whose it is.
+    owner: u64,
+    offset: u64,
+    len: u64,
+}
+
+/// The stream that reads blocks of the arena.
+pub trait Owner {
+    /// Tells it from all others of the process, now and ever.
+    fn id(&self) -> u64;
+
+    /// Has the host say when the stream has come to where it ends now.
+    fn mark(&self) -> Result<(), Status>;
+
+    /// Whether the stream is known to have passed a command.
+    fn has_passed(&self, seq: u64) -> bool;
 }
 
 /// A block of the arena, free again when dropped.
@@ -57,17 +82,32 @@ impl Arena {
 
     /// A block of `len` bytes, if there is room now. `released` is the channel's word.
     pub fn try_alloc(&self, len: usize, released: u64) -> Option<Block<'_>> {
+        self.try_alloc_for(len, released, None)
+    }
+
+    fn try_alloc_for(&self, len: usize, released: u64, owner: Option<&dyn Owner>) -> Option<Block<'_>> {
         let len = (len.max(1) as u64).next_multiple_of(ALIGN);
         let mut state = lock(&self.state);
         let State { free, pending } = &mut *state;
         // Before fresh room is looked for: memory that was used a moment ago is mapped, and may still be in a cache.
-        if pending.iter().any(|&(seq, ..)| seq <= released) {
-            pending.retain(|&(seq, offset, len)| {
-                if seq <= released {
-                    free.insert(offset, len);
+        let done = |block: &Pending| {
+            block.seq <= released
+                || owner.is_some_and(|owner| owner.id() == block.owner && owner.has_passed(block.seq))
+        };
+        if pending.iter().any(done) {
+            pending.retain(|block| {
+                let done = done(block);
+                if done {
+                    free.insert(block.offset, block.len);
                 }
-                seq > released
+                !done
             });
+        }
+        if let Some(owner) = owner {
+            let mine = pending.iter().filter(|block| block.owner == owner.id());
+            if mine.map(|block| block.len).sum::<u64>() + len > self.size / 4 * 3 {
+                return None;
+            }
         }
         let offset = free.take_best(len)?;
         Some(Block { arena: self, offset, len })
@@ -75,17 +115,39 @@ impl Arena {
 
     /// A block of `len` bytes (at most [`largest`](Self::largest)); waits until there is room.
     pub fn alloc<'s>(&'s self, session: &Session, len: usize) -> Result<Block<'s>, Status> {
+        self.alloc_with(session, len, None)
+    }
+
+    /// The same, for a block that a stream will read.
+    pub fn alloc_for<'s>(
+        &'s self,
+        session: &Session,
+        len: usize,
+        owner: &dyn Owner,
+    ) -> Result<Block<'s>, Status> {
+        self.alloc_with(session, len, Some(owner))
+    }
+
+    fn alloc_with<'s>(
+        &'s self,
+        session: &Session,
+        len: usize,
+        owner: Option<&dyn Owner>,
+    ) -> Result<Block<'s>, Status> {
         if len > self.largest() {
             return Err(Status::OUT_OF_MEMORY);
         }
         let progress = session.progress();
-        if let Some(block) = self.try_alloc(len, progress.released()) {
+        if let Some(block) = self.try_alloc_for(len, progress.released(), owner) {
             return Ok(block);
         }
         add(&COUNTERS.arena_full, 1);
+        if let Some(owner) = owner {
+            owner.mark()?;
+        }
         let mut block = None;
         session.wait_progress(|| {
-            block = self.try_alloc(len, progress.released());
+            block = self.try_alloc_for(len, progress.released(), owner);
             block.is_some()
         })?;
         block.ok_or(Status::UNKNOWN)
@@ -103,9 +165,10 @@ impl Block<'_> {
         HostRange { place: Place::Arena, offset: self.offset, len: (len as u64).min(self.len) }
     }
 
-    /// The block is free once the host has read what command `seq` names.
-    pub fn release_after(self, seq: u64) {
-        lock(&self.arena.state).pending.push((seq, self.offset, self.len));
+    /// The block is free once the host has read what command `seq` names, on the stream of that [`Owner::id`].
+    pub fn release_after(self, seq: u64, owner: u64) {
+        let block = Pending { seq, owner, offset: self.offset, len: self.len };
+        lock(&self.arena.state).pending.push(block);
         std::mem::forget(self);
     }
 }
@@ -124,10 +187,39 @@ mod tests {
     #[test]
     fn a_block_is_free_when_its_command_is_released() {
         let arena = Arena::new(std::ptr::null_mut(), 4096);
-        arena.try_alloc(4096, 0).unwrap().release_after(7);
+        arena.try_alloc(4096, 0).unwrap().release_after(7, 0);
         assert!(arena.try_alloc(1, 6).is_none());
         assert!(arena.try_alloc(4096, 7).is_some());
         assert!(arena.try_alloc(4096, 0).is_some(), "a dropped block is free at once");
+    }
+
+    struct Stream(u64, u64);
+
+    impl Owner for Stream {
+        fn id(&self) -> u64 {
+            self.0
+        }
+        fn mark(&self) -> Result<(), Status> {
+            Ok(())
+        }
+        fn has_passed(&self, seq: u64) -> bool {
+            seq <= self.1
+        }
+    }
+
+    #[test]
+    fn a_stream_that_goes_on_waits_for_no_other_and_none_takes_everything() {
+        let arena = Arena::new(std::ptr::null_mut(), 4096);
+        let alloc = |len, stream: Stream| arena.try_alloc_for(len, 0, Some(&stream));
+        alloc(2048, Stream(1, 0)).unwrap().release_after(1, 1);
+        alloc(1024, Stream(1, 0)).unwrap().release_after(2, 1);
+        assert!(alloc(64, Stream(1, 0)).is_none(), "three quarters are one stream's");
+        alloc(1024, Stream(2, 0)).unwrap().release_after(3, 2);
+        assert!(alloc(64, Stream(2, 2)).is_none());
+        alloc(1024, Stream(2, 3)).unwrap().release_after(4, 2);
+        // What another stream has passed says nothing of this one's blocks.
+        assert!(alloc(2048, Stream(2, 4)).is_none());
+        assert!(alloc(2048, Stream(1, 1)).is_some());
     }
 
     #[test]
@@ -136,7 +228,7 @@ mod tests {
         for seq in 1..1000 {
             let block = arena.try_alloc(4096, seq - 1).unwrap();
             assert_eq!(block.offset, 0);
-            block.release_after(seq);
+            block.release_after(seq, 0);
         }
     }
 
@@ -149,7 +241,7 @@ mod tests {
                 if let Some(block) = arena.try_alloc(len, seq as u64 / 2) {
                     prop_assert!(block.len >= len as u64 && block.offset + block.len <= 8192);
                     prop_assert!(held.iter().all(|b| b.offset + b.len <= block.offset || block.offset + block.len <= b.offset));
-                    if keep { held.push(block) } else { block.release_after(seq as u64) }
+                    if keep { held.push(block) } else { block.release_after(seq as u64, 0) }
                 }
             }
             held.clear();

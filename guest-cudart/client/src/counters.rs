@@ -1,8 +1,8 @@
 //! What this process has done: counted always, and printed at exit with `RGPU_STATS=1`, together and for each function of the driver API.
 //!
 //! ```text
-//!  rgpu: stats: pid=71 commands=200011 round_trips=3 doorbells=29 …
-//!  rgpu: stats: cuLaunchKernel calls=200000 commands=200000 round_trips=0 doorbells=28 …
+//!  rgpu: stats: pid=71 commands=200011 round_trips=3 exchanges=2 doorbells=29 …
+//!  rgpu: stats: cuLaunchKernel calls=200000 commands=200000 round_trips=0 exchanges=0 doorbells=28 …
 //! ```
 //!
 //! What happens while a thread is inside an exported function is put down to the outermost one ([`enter`]); what helpers do belongs to the whole only.
@@ -56,6 +56,8 @@ counters! {
     commands;
     /// Records that were answered in a reply slot.
     round_trips;
+    /// Round trips one after the other: several that a thread asks for before it waits for the first are one exchange.
+    exchanges;
     /// Times that the host side slept and its doorbell was rung: in a guest, each is an exit.
     doorbells;
     /// Bytes copied by this process between program memory and the arena, or into records.
@@ -196,6 +198,10 @@ mod tests {
         let counted = |call: &Call| call.counts[COUNTERS.commands.index].load(Ordering::Relaxed);
         assert_eq!((counted(&OUTER), counted(&INNER)), (5, 0));
         assert!(COUNTERS.commands.get() >= 205);
-        assert!(report().contains("rgpu: stats: outer calls=1 commands=5 round_trips=0"), "{}", report());
+        assert!(
+            report().contains("rgpu: stats: outer calls=1 commands=5 round_trips=0 exchanges=0"),
+            "{}",
+            report()
+        );
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! **Fork.** A child has no session: its calls answer `CUDA_ERROR_NOT_INITIALIZED` and touch nothing of its parent's.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};
@@ -57,6 +57,14 @@ static GLOBAL: OnceLock<&'static Session> = OnceLock::new();
 thread_local! {
     static REQUEST: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     static REPLY: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    /// Answers that this thread has asked for and not waited for yet.
+    static DUE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Changes the number of answers that this thread has yet to wait for, and says what it was.
+fn count_due(by: isize) -> usize {
+    // A thread that is being torn down counts no more.
+    DUE.try_with(|due| due.replace(due.get().saturating_add_signed(by))).unwrap_or(0)
 }
 
 /// Whether this process is a child of one that had a session.
@@ -314,7 +322,10 @@ impl Session {
     pub fn submit<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Pending<'_, T::Reply>, Status> {
         self.check()?;
         add(&COUNTERS.round_trips, 1);
-        let slot = self.slots.acquire(self)?;
+        if count_due(1) == 0 {
+            add(&COUNTERS.exchanges, 1);
+        }
+        let slot = self.slots.acquire(self).inspect_err(|_| _ = count_due(-1))?;
         self.slots.all[slot].prepare();
         match self.record(op, slot as u16) {
             Ok(seq) => Ok(Pending {
@@ -326,6 +337,7 @@ impl Session {
                 reply: PhantomData,
             }),
             Err(status) => {
+                count_due(-1);
                 self.slots.release(slot);
                 Err(status)
             }
@@ -516,6 +528,7 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
 
 impl<R> Drop for Pending<'_, R> {
     fn drop(&mut self) {
+        count_due(-1);
         if !self.waited && self.session.await_slot(self.slot, &mut Vec::new()).is_ok() {
             self.session.slots.release(self.slot);
         }

@@ -156,7 +156,7 @@ fn a_full_arena_waits_for_what_the_host_releases() {
     for _ in 0..20 {
         let block = arena.alloc(session, size).unwrap();
         let seq = session.append(&StreamMark { stream: StreamId(0) }).unwrap();
-        block.release_after(seq);
+        block.release_after(seq, 0);
     }
     assert_eq!(arena.alloc(session, size + 1).unwrap_err(), Status::OUT_OF_MEMORY);
 }

@@ -24,7 +24,7 @@ use crate::types::Memcpy3D;
 use crate::types::memory_type::{DEVICE, HOST};
 use crate::{Result, managed, memory, vmm};
 use client::Status;
-use client::arena::Block;
+use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
 use client::counters::{self, COUNTERS};
 use client::data::{HostIn, HostOut};
@@ -147,10 +147,10 @@ impl Copier {
         let stream = self.stream.id;
         let session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
-            late::settle(self.driver, &self.stream, src as usize, len)?;
+            let src = late::source(self.driver, &self.stream, range, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
-                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Range(range) })?);
+                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src })?);
                 return self.finish();
             }
         }
@@ -170,7 +170,7 @@ impl Copier {
         let mut at = 0;
         while at < len {
             let n = chunk.min(len - at);
-            let block = session.arena().alloc(session, n)?;
+            let block = session.arena().alloc_for(session, n, &Staging(self))?;
             // SAFETY: the source's bytes at..at+n are inside it, and the block has n bytes.
             unsafe { move_bytes(src.add(at), block.ptr(), n) };
             let seq = session.append(&MemcpyHtoD {
@@ -178,7 +178,7 @@ impl Copier {
                 dst: dst + at as u64,
                 src: HostIn::Range(block.range(n)),
             })?;
-            block.release_after(seq);
+            block.release_after(seq, self.stream.unique());
             self.stream.worked(seq);
             at += n;
         }
@@ -359,6 +359,23 @@ impl Copier {
                 (false, false) => self.on_host(dst as *mut u8, src as *const u8, len),
             }
         }
+    }
+}
+
+/// A copier's stream, as whose work blocks of the arena are used.
+pub(crate) struct Staging<'c>(pub &'c Copier);
+
+impl Owner for Staging<'_> {
+    fn id(&self) -> u64 {
+        self.0.stream.unique()
+    }
+
+    fn mark(&self) -> Result {
+        self.0.stream.mark(self.0.driver).map(drop)
+    }
+
+    fn has_passed(&self, seq: u64) -> bool {
+        self.0.stream.has_passed(self.0.driver, seq)
     }
 }
 

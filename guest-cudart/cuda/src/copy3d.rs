@@ -128,18 +128,12 @@ impl Copier {
         let session = self.driver.session;
         let stream = self.stream.id;
         if self.pinned(&src, &e) {
-            let span = src.span(&e).unwrap_or(0) as usize;
-            late::settle(self.driver, &self.stream, src.address as usize, span)?;
             if self.mode == Mode::Async {
                 for (z, y) in rows(&e) {
-                    let range = REGIONS
-                        .range(src.row(z, y) as usize, e.width as usize)
-                        .ok_or(Status::INVALID_VALUE)?;
-                    let seq = session.append(&MemcpyHtoD {
-                        stream,
-                        dst: dst.row(z, y),
-                        src: HostIn::Range(range),
-                    })?;
+                    let (at, len) = (src.row(z, y) as usize, e.width as usize);
+                    let range = REGIONS.range(at, len).ok_or(Status::INVALID_VALUE)?;
+                    let src = late::source(self.driver, &self.stream, range, at, len)?;
+                    let seq = session.append(&MemcpyHtoD { stream, dst: dst.row(z, y), src })?;
                     self.stream.worked(seq);
                 }
                 return Ok(());
@@ -148,7 +142,7 @@ impl Copier {
         }
         for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
-            let block = session.arena().alloc(session, n)?;
+            let block = session.arena().alloc_for(session, n, &copy::Staging(self))?;
             for (i, (z, y)) in part.rows().enumerate() {
                 // SAFETY: the row is inside the source, as the caller says, and its place inside the block.
                 unsafe {
@@ -162,7 +156,7 @@ impl Copier {
                 extent: [part.width, part.height, part.depth],
                 src: HostIn::Range(block.range(n)),
             })?;
-            block.release_after(seq);
+            block.release_after(seq, self.stream.unique());
             self.stream.worked(seq);
         }
         Ok(())

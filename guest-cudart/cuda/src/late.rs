@@ -1,8 +1,9 @@
 //! What is still to be written in the program's memory, by work that is under way: results of copies, and whatever host functions do.
 //!
 //! The bytes of a copy to the device may be read as soon as the host hears of it, not when its stream comes to it. Where something before it may
-//! still write these bytes, the call waits for the stream first. That is late for a program whose host function waits in turn for the thread that makes the call, and right for
-//! all others. A stream that waits for a word of memory may well wait for that very thread, so behind such a wait the call gives up after a while, and says why.
+//! still write these bytes, the server is told to have them read then and no sooner ([`HostIn::Late`]). A server that cannot (over `verbs`), and whoever reads the bytes here and now, waits for the
+//! stream first: late for a program whose host function waits in turn for the thread that makes the call, and right for all others. A stream that waits for a word of memory may well
+//! wait for that very thread, so behind such a wait the call gives up after a while, and says why.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 use crate::state::Driver;
 use crate::stream::Stream;
 use crate::{Result, host, refuse_form};
+use client::data::{HostIn, HostRange};
 use client::lock;
 
 /// A copy to the host that may be under way.
@@ -90,20 +92,46 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
     Ok(())
 }
 
+/// How a stream's next copy names `range`, which are the `len` bytes at `at` of this process.
+pub(crate) fn source(
+    driver: &Driver,
+    stream: &Stream,
+    range: HostRange,
+    at: usize,
+    len: usize,
+) -> Result<HostIn<'static>> {
+    if !may_change(driver, at, len) {
+        return Ok(HostIn::Range(range));
+    }
+    if driver.reads_late {
+        return Ok(HostIn::Late(range));
+    }
+    settle(driver, stream, at, len)?;
+    Ok(HostIn::Range(range))
+}
+
 /// Waits until nothing before a stream's next copy may write the bytes that it reads.
 pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) -> Result {
-    if host::is_mapped(at as u64) {
-        // The device reads them where they are.
+    if !may_change(driver, at, len) {
         return Ok(());
     }
     released(driver, stream)?;
+    if may_change(driver, at, len) { stream.synchronize(driver) } else { Ok(()) }
+}
+
+/// Whether what is under way may write bytes that a copy reads.
+fn may_change(driver: &Driver, at: usize, len: usize) -> bool {
+    if host::is_mapped(at as u64) {
+        // The device reads them where they are.
+        return false;
+    }
     let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
     // Which streams wait for which is not followed: what is under way on any stream may come before.
-    let called = lock(&CALLS).iter().any(|(other, seq)| pending(other, *seq));
+    let called = lock(&CALLS).iter().chain(lock(&HOLDS).iter()).any(|(other, seq)| pending(other, *seq));
     let written = || {
         lock(&WRITES).iter().any(|write| {
             at < write.at + write.len && write.at < at + len && pending(&write.stream, write.seq)
         })
     };
-    if called || written() { stream.synchronize(driver) } else { Ok(()) }
+    called || written()
 }

@@ -19,6 +19,8 @@ use client::{Status, lock, log};
 pub(crate) struct Driver {
     pub session: &'static Session,
     pub version: i32,
+    /// Whether the server reads data when a stream has come to it, where it is told to.
+    pub reads_late: bool,
     pub devices: Vec<Device>,
     /// Variables of loaded modules: address → size and context. They lie outside every window.
     pub globals: RwLock<BTreeMap<u64, (u64, &'static Context)>>,
@@ -106,7 +108,13 @@ pub(crate) fn init() -> Result<&'static Driver> {
     let devices = (0..).zip(infos).map(|(ordinal, info)| Device::new(ordinal, info)).collect();
     // What is implemented here is the API of this version; a newer server does not make it more.
     let version = (info.driver_version as i32).min(crate::entry::API_VERSION);
-    Ok(DRIVER.get_or_init(|| Driver { session, version, devices, globals: RwLock::default() }))
+    Ok(DRIVER.get_or_init(|| Driver {
+        session,
+        version,
+        reads_late: info.reads_late,
+        devices,
+        globals: RwLock::default(),
+    }))
 }
 
 impl Device {

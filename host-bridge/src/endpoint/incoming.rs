@@ -4,25 +4,35 @@
 //!  connection ──reader──▶ header (seq, piece, offset, len) ──▶ the landing that the command's driver gave ──▶ bytes, in place
 //! ```
 //!
-//! A reader thread for each connection reads a chunk's header, waits until the dispatcher has come to that command, asks the command's
-//! [`Landing`] for room, and receives straight into it. So memory is bounded by what the driver gives, and back-pressure is TCP's own. It cannot deadlock:
-//! a connection carries data in the commands' order, so what stands before a chunk belongs to earlier commands, and these never wait for later ones' data.
+//! A reader thread for each connection reads a chunk's header, asks the command's [`Landing`] for room, and receives straight into it. No chunk waits in a connection for its
+//! stream to go on, or all that stands behind it would wait as well, and perhaps the very thing that lets the stream go on. So the bridge sends what there is room for:
+//! - what was **granted**: a landing says how far it has room ([`Incoming::land`]), and as room comes free, how far then ([`Grants`]);
+//! - a little of each piece **eagerly**, so that short data need not wait for a grant. Where a command's turn has not come, or where its landing has no room yet, eager
+//!   bytes are set aside in memory; the session's eager bytes are bounded ([`EAGER`]), and a bridge that goes beyond is no bridge of ours.
+//!
+//! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
-use protocol::link::{DataHeader, MAX_DATA};
+use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
 
-/// Where a command's incoming bytes go. Called from the connections' reader threads, from several at once.
+/// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
+const BRIEFLY: Duration = Duration::from_millis(1);
+/// Pieces of data that a bridge may have asked for ahead of their commands' turn.
+const MAX_ASKED: usize = 1 << 16;
+
+/// Where a command's incoming bytes go. Called from the connections' reader threads and from whoever grants, from several at once.
 pub trait Landing: Send + Sync {
-    /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them. Waits until there is room. `None`: nobody wants them any more.
+    /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them, all of them granted. Never waits. `None`: nobody wants them any more.
     ///
     /// The caller writes the whole room, once, then calls [`landed`](Self::landed); no other call is given overlapping room in between.
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)>;
@@ -34,11 +44,23 @@ pub trait Landing: Send + Sync {
     fn lost(&self);
 }
 
+/// The bridge, as told from here.
+pub(super) trait Bridge: Send + Sync {
+    /// It may send so much.
+    fn grant(&self, grant: DataGrant);
+    /// So many eager bytes have found their place.
+    fn placed(&self, bytes: u64);
+    /// It has done what no correct bridge does.
+    fn wrong(&self, what: &str);
+}
+
 /// Data that a command reads, on its way. Dropped unused, its bytes are thrown away as they come.
 pub struct Incoming {
     hub: Arc<Inbox>,
     key: (u64, u32),
     len: u64,
+    late: bool,
+    used: bool,
 }
 
 impl std::fmt::Debug for Incoming {
@@ -58,18 +80,31 @@ impl Incoming {
         self.len == 0
     }
 
-    /// Lets the bytes land. They may come from now on.
-    pub fn land(self, landing: Arc<dyn Landing>) {
-        self.hub.expect(self.key, self.len, landing);
+    /// The same data, to be read by the client's side no sooner than it is granted ([`protocol::data::HostIn::Late`]).
+    pub fn late(mut self) -> Incoming {
+        self.late = true;
+        self
     }
 
-    /// Lets the bytes come as a queue of chunks on the heap, at most about `bound` bytes at a time.
+    /// Whether nothing may be granted before the command's stream has come to it.
+    pub fn is_late(&self) -> bool {
+        self.late
+    }
+
+    /// Lets the bytes land, of which there is room for the first `window` (for late data: once that is granted). They may come from now on.
+    pub fn land(mut self, landing: Arc<dyn Landing>, window: u64) -> Grants {
+        self.used = true;
+        let (hub, key, len) = (Arc::clone(&self.hub), self.key, self.len);
+        hub.expect(key, len, landing, if self.late { 0 } else { window }, self.late);
+        Grants { hub, key, len }
+    }
+
+    /// Lets the bytes come as a queue of chunks on the heap, about `bound` bytes at a time.
     pub fn into_queue(self, bound: usize) -> ChunkQueue {
-        let len = self.len;
-        let shared =
-            Arc::new(Queue { state: Mutex::default(), changed: Condvar::new(), bound: bound.max(1) });
-        self.land(Arc::<Queue>::clone(&shared));
-        ChunkQueue { shared, left: len }
+        let (len, late, bound) = (self.len, self.late, bound.max(1) as u64);
+        let shared = Arc::new(Queue { state: Mutex::default(), changed: Condvar::new() });
+        let grants = self.land(Arc::<Queue>::clone(&shared), bound);
+        ChunkQueue { shared, grants, bound, taken: 0, granted: if late { 0 } else { bound }, left: len }
     }
 
     /// Waits for all the bytes. To be used for short data only: it takes its length in memory (which the caller has checked).
@@ -81,6 +116,40 @@ impl Incoming {
             all[at..at + chunk.bytes.len()].copy_from_slice(&chunk.bytes);
         }
         Ok(all)
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        if !self.used {
+            self.hub.unwanted(self.key);
+        }
+    }
+}
+
+/// Says how much room a landing has.
+#[derive(Clone)]
+pub struct Grants {
+    hub: Arc<Inbox>,
+    key: (u64, u32),
+    len: u64,
+}
+
+impl std::fmt::Debug for Grants {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Grants(command {}, piece {})", self.key.0, self.key.1)
+    }
+}
+
+impl Grants {
+    /// There is room for all bytes before this offset. Never less than before.
+    pub fn upto(&self, offset: u64) {
+        self.hub.grant(self.key, offset.min(self.len));
+    }
+
+    /// Nobody wants the rest: it is to come and be thrown away, by a landing that gives no room.
+    pub fn all(&self) {
+        self.upto(u64::MAX);
     }
 }
 
@@ -97,22 +166,33 @@ pub struct Chunk {
 #[derive(Debug)]
 pub struct ChunkQueue {
     shared: Arc<Queue>,
+    grants: Grants,
+    /// Bytes that may lie here at a time.
+    bound: u64,
+    taken: u64,
+    granted: u64,
     left: u64,
 }
 
 impl ChunkQueue {
-    /// The next chunk; waits for it. `Ok(None)`: all bytes have come.
+    /// The next chunk; waits for it. `Ok(None)`: all bytes have come. For late data the first call says that the stream has come to it.
     pub fn next_chunk(&mut self) -> Result<Option<Chunk>, Lost> {
         if self.left == 0 {
             return Ok(None);
         }
+        // In steps, so that not every chunk costs the bridge a message.
+        let now = self.taken + self.bound;
+        if now >= self.granted + (self.bound / 4).max(1) {
+            self.granted = now;
+            self.grants.upto(now);
+        }
         let mut state = self.shared.lock();
         loop {
             if let Some(chunk) = state.chunks.pop_front() {
-                state.held -= chunk.bytes.len();
                 drop(state);
-                self.shared.changed.notify_all();
-                self.left = self.left.saturating_sub(chunk.bytes.len() as u64);
+                let n = chunk.bytes.len() as u64;
+                self.left = self.left.saturating_sub(n);
+                self.taken += n;
                 return Ok(Some(chunk));
             }
             if state.over {
@@ -127,6 +207,9 @@ impl Drop for ChunkQueue {
     fn drop(&mut self) {
         self.shared.lock().over = true;
         self.shared.changed.notify_all();
+        if self.left > 0 {
+            self.grants.all();
+        }
     }
 }
 
@@ -134,7 +217,6 @@ impl Drop for ChunkQueue {
 struct Queue {
     state: Mutex<QueueState>,
     changed: Condvar,
-    bound: usize,
 }
 
 #[derive(Debug, Default)]
@@ -142,8 +224,6 @@ struct QueueState {
     /// Room given out, by offset.
     filling: HashMap<u64, Box<[u8]>>,
     chunks: VecDeque<Chunk>,
-    /// Bytes in both.
-    held: usize,
     over: bool,
 }
 
@@ -156,9 +236,6 @@ impl Queue {
 impl Landing for Queue {
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
         let mut state = self.lock();
-        while state.held >= self.bound && !state.over {
-            state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
-        }
         if state.over || state.filling.contains_key(&offset) {
             return None;
         }
@@ -166,7 +243,6 @@ impl Landing for Queue {
         // The box stays where it is on the heap until `landed` takes it out.
         let at = NonNull::new(bytes.as_mut_ptr());
         state.filling.insert(offset, bytes);
-        state.held += len;
         at.map(|at| (at, len))
     }
 
@@ -191,14 +267,29 @@ pub(super) struct Inbox {
     changed: Condvar,
     /// Commands up to this have been executed: what they did not ask for, nobody will.
     executed: AtomicU64,
-    /// Threads that wait for a command to be executed. Each raises it before it looks, and the dispatcher looks after it has executed, so one sees the other.
+    /// Who would learn of an execution: threads that wait for one, and pieces kept for commands whose turn has not come. Each is counted before it looks, and the dispatcher
+    /// looks after it has executed, so one sees the other.
     waiting: AtomicUsize,
+    bridge: OnceLock<Weak<dyn Bridge>>,
     pub(super) bytes: AtomicU64,
 }
+
+/// Eager bytes that were set aside, with their offset.
+type Aside = (u64, Box<[u8]>);
 
 #[derive(Default)]
 struct InboxState {
     expected: HashMap<(u64, u32), Expected>,
+    /// Eager bytes of commands whose turn has not come, with their offsets.
+    early: HashMap<(u64, u32), Vec<Aside>>,
+    /// What the bridge has asked for ahead of its command's turn.
+    asked: HashSet<(u64, u32)>,
+    /// What executed commands beyond `executed` do not want.
+    unwanted: HashSet<(u64, u32)>,
+    /// Eager bytes that have not found their place.
+    eager: u64,
+    /// Eager bytes that have, of which the bridge has not been told.
+    placed: u64,
     over: bool,
 }
 
@@ -209,6 +300,22 @@ struct Expected {
     announced: u64,
     /// Bytes landed so far.
     landed: u64,
+    /// Bytes before this offset have room.
+    granted: u64,
+    /// Whether the bridge is told what is granted: not of short data, which is eager.
+    tell: bool,
+    /// Eager bytes beyond what is granted, with their offsets.
+    aside: Vec<Aside>,
+}
+
+/// What is to be done with bytes that have come.
+enum Place {
+    /// They go here, so many of them.
+    Room(Arc<dyn Landing>, usize),
+    /// They are set aside.
+    Aside,
+    /// Nobody wants them.
+    Nowhere,
 }
 
 impl Inbox {
@@ -218,8 +325,25 @@ impl Inbox {
             changed: Condvar::new(),
             executed: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
+            bridge: OnceLock::new(),
             bytes: AtomicU64::new(0),
         })
+    }
+
+    /// Whom to tell. To be called once, before anything comes.
+    pub(super) fn tell(&self, bridge: Weak<dyn Bridge>) {
+        // A second one would be the same.
+        let _ = self.bridge.set(bridge);
+    }
+
+    fn bridge(&self) -> Option<Arc<dyn Bridge>> {
+        self.bridge.get().and_then(Weak::upgrade)
+    }
+
+    fn tell_grant(&self, key: (u64, u32), upto: u64) {
+        if let Some(bridge) = self.bridge() {
+            bridge.grant(DataGrant { seq: key.0, piece: key.1, reserved: 0, upto });
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, InboxState> {
@@ -227,27 +351,122 @@ impl Inbox {
     }
 
     pub(super) fn incoming(self: &Arc<Inbox>, seq: u64, piece: u32, len: u64) -> Incoming {
-        Incoming { hub: Arc::clone(self), key: (seq, piece), len }
+        Incoming { hub: Arc::clone(self), key: (seq, piece), len, late: false, used: len == 0 }
     }
 
-    fn expect(&self, key: (u64, u32), len: u64, landing: Arc<dyn Landing>) {
+    fn expect(&self, key: (u64, u32), len: u64, landing: Arc<dyn Landing>, window: u64, late: bool) {
         let mut state = self.lock();
         if state.over {
             drop(state);
             landing.lost();
-        } else if len > 0 {
-            state.expected.insert(key, Expected { landing, len, announced: 0, landed: 0 });
-            drop(state);
-            self.changed.notify_all();
+            return;
         }
+        if len == 0 {
+            return;
+        }
+        let aside = state.early.remove(&key).unwrap_or_default();
+        self.waiting.fetch_sub(usize::from(!aside.is_empty()), Ordering::SeqCst);
+        let announced = aside.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+        let wild = aside
+            .iter()
+            .any(|(offset, bytes)| offset.checked_add(bytes.len() as u64).is_none_or(|end| end > len));
+        let tell = state.asked.remove(&key) || late || len > EAGER_PIECE;
+        let granted = window.min(len);
+        state.expected.insert(key, Expected { landing, len, announced, landed: 0, granted, tell, aside });
+        drop(state);
+        if wild || announced > len {
+            self.wrong(&format!("more data for command {}, piece {}, than its {len} bytes", key.0, key.1));
+            return;
+        }
+        self.changed.notify_all();
+        if tell && granted > 0 {
+            self.tell_grant(key, granted);
+        }
+        self.place_aside(key);
+    }
+
+    fn wrong(&self, what: &str) {
+        if let Some(bridge) = self.bridge() {
+            bridge.wrong(what);
+        }
+    }
+
+    fn grant(&self, key: (u64, u32), upto: u64) {
+        let mut state = self.lock();
+        let Some(expected) = state.expected.get_mut(&key).filter(|e| e.granted < upto) else { return };
+        expected.granted = upto;
+        let tell = expected.tell;
+        drop(state);
+        self.changed.notify_all();
+        if tell {
+            self.tell_grant(key, upto);
+        }
+        self.place_aside(key);
+    }
+
+    /// The bridge has data of this piece that it may not send eagerly. The error is what it has done wrong.
+    pub(super) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
+        let mut held = self.lock();
+        let state = &mut *held;
+        let granted = match state.expected.get_mut(&key) {
+            Some(expected) => {
+                expected.tell = true;
+                expected.granted
+            }
+            // Whoever did not want it has said so before.
+            None if key.0 <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key) => 0,
+            None if state.asked.len() >= MAX_ASKED => {
+                return Err(format!("it waits for grants for more than {MAX_ASKED} pieces of data"));
+            }
+            None => {
+                state.asked.insert(key);
+                0
+            }
+        };
+        drop(held);
+        if granted > 0 {
+            self.tell_grant(key, granted);
+        }
+        Ok(())
+    }
+
+    /// A command that is being executed does not want this piece.
+    pub(super) fn unwanted(&self, key: (u64, u32)) {
+        let mut state = self.lock();
+        state.asked.remove(&key);
+        if state.unwanted.insert(key) {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+        }
+        let early = state.early.remove(&key);
+        drop(state);
+        self.changed.notify_all();
+        if let Some(early) = early {
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+            self.eager_placed(early.iter().map(|(_, bytes)| bytes.len() as u64).sum());
+        }
+        self.tell_grant(key, u64::MAX);
     }
 
     pub(super) fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::SeqCst);
         if self.waiting.load(Ordering::SeqCst) > 0 {
             // Under the lock, so that nobody is between a look and a wait.
-            drop(self.lock());
+            let mut state = self.lock();
+            let mut gone = 0;
+            let (early, unwanted) = (state.early.len(), state.unwanted.len());
+            state.early.retain(|key, chunks| {
+                let keep = key.0 > seq;
+                if !keep {
+                    gone += chunks.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+                }
+                keep
+            });
+            state.unwanted.retain(|key| key.0 > seq);
+            let fewer = early + unwanted - state.early.len() - state.unwanted.len();
+            self.waiting.fetch_sub(fewer, Ordering::SeqCst);
+            drop(state);
             self.changed.notify_all();
+            self.eager_placed(gone);
         }
     }
 
@@ -261,41 +480,137 @@ impl Inbox {
         expected.into_values().for_each(|e| e.landing.lost());
     }
 
-    /// The landing of a chunk whose header has come, once its command has been executed. `Ok(None)`: the bytes are to be thrown away.
-    fn announce(&self, header: &DataHeader) -> io::Result<Option<Arc<dyn Landing>>> {
+    /// So many eager bytes have found their place.
+    fn eager_placed(&self, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
+        let mut state = self.lock();
+        state.eager = state.eager.saturating_sub(bytes);
+        state.placed += bytes;
+        let tell = if state.placed >= EAGER / 4 { std::mem::take(&mut state.placed) } else { 0 };
+        drop(state);
+        if let Some(bridge) = self.bridge().filter(|_| tell > 0) {
+            bridge.placed(tell);
+        }
+    }
+
+    /// Notes a chunk whose header has come. False: its command's turn has not come, so it is to be noted there later.
+    fn announce(&self, header: &DataHeader, eager: bool) -> io::Result<bool> {
+        let mut state = self.lock();
+        if eager {
+            state.eager += u64::from(header.len);
+            if state.eager > EAGER {
+                let text = format!("{} eager bytes where {EAGER} are allowed", state.eager);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+        }
+        match state.expected.get_mut(&(header.seq, header.piece)) {
+            Some(expected) => expected.announce(header).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// What is to be done with `left` bytes from `offset` of a chunk. `noted`: whether the chunk was announced to its command.
+    fn place(
+        &self,
+        header: &DataHeader,
+        eager: bool,
+        noted: &mut bool,
+        offset: u64,
+        left: usize,
+    ) -> io::Result<Place> {
         let key = (header.seq, header.piece);
+        let deadline = eager.then(|| Instant::now() + BRIEFLY);
         let mut state = self.lock();
         loop {
             if state.over {
                 return Err(io::ErrorKind::ConnectionAborted.into());
             }
             if let Some(expected) = state.expected.get_mut(&key) {
-                expected.announced += u64::from(header.len);
-                let end = header.offset.checked_add(header.len.into());
-                if end.is_none_or(|end| end > expected.len) || expected.announced > expected.len {
-                    let text = format!(
-                        "command {}, piece {}: {} bytes at {} where {} were due in all",
-                        header.seq, header.piece, header.len, header.offset, expected.len
-                    );
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+                if !std::mem::replace(noted, true) {
+                    expected.announce(header)?;
                 }
-                return Ok(Some(Arc::clone(&expected.landing)));
+                if expected.granted > offset {
+                    let n = (expected.granted - offset).min(left as u64) as usize;
+                    return Ok(Place::Room(Arc::clone(&expected.landing), n));
+                }
             }
             self.waiting.fetch_add(1, Ordering::SeqCst);
-            if header.seq <= self.executed.load(Ordering::SeqCst) {
+            let unknown = !state.expected.contains_key(&key);
+            if unknown
+                && (header.seq <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key))
+            {
                 self.waiting.fetch_sub(1, Ordering::SeqCst);
-                return Ok(None);
+                return Ok(Place::Nowhere);
             }
-            state = self.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+            let patience = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if patience.is_some_and(|patience| patience.is_zero()) {
+                self.waiting.fetch_sub(1, Ordering::SeqCst);
+                return Ok(Place::Aside);
+            }
+            state = match patience {
+                Some(patience) => {
+                    self.changed.wait_timeout(state, patience).unwrap_or_else(|e| e.into_inner()).0
+                }
+                None => self.changed.wait(state).unwrap_or_else(|e| e.into_inner()),
+            };
             self.waiting.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
-    fn landed(&self, header: &DataHeader) {
-        let key = (header.seq, header.piece);
+    /// Keeps eager bytes until there is room for them.
+    fn set_aside(&self, key: (u64, u32), noted: bool, offset: u64, bytes: Box<[u8]>) -> io::Result<()> {
+        let mut state = self.lock();
+        let len = bytes.len() as u64;
+        if let Some(expected) = state.expected.get_mut(&key) {
+            if !noted {
+                expected.announce(&DataHeader { seq: key.0, offset, piece: key.1, len: len as u32 })?;
+            }
+            expected.aside.push((offset, bytes));
+            drop(state);
+            self.place_aside(key);
+            return Ok(());
+        }
+        // Counted before the look, as in `place`.
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        if key.0 <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key) {
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+            drop(state);
+            self.eager_placed(len);
+            return Ok(());
+        }
+        let early = state.early.entry(key).or_default();
+        // One count for each piece.
+        self.waiting.fetch_sub(usize::from(!early.is_empty()), Ordering::SeqCst);
+        early.push((offset, bytes));
+        Ok(())
+    }
+
+    /// Places the bytes of a piece that were set aside and have room now.
+    fn place_aside(&self, key: (u64, u32)) {
+        loop {
+            let mut state = self.lock();
+            let Some(expected) = state.expected.get_mut(&key) else { return };
+            let granted = expected.granted;
+            let Some(at) = expected.aside.iter().position(|(offset, _)| *offset < granted) else { return };
+            let (offset, bytes) = expected.aside.swap_remove(at);
+            let now = ((granted - offset) as usize).min(bytes.len());
+            if now < bytes.len() {
+                expected.aside.push((offset + now as u64, bytes[now..].into()));
+            }
+            let landing = Arc::clone(&expected.landing);
+            drop(state);
+            copy_in(&*landing, offset, &bytes[..now]);
+            self.landed(key, now as u64);
+            self.eager_placed(now as u64);
+        }
+    }
+
+    fn landed(&self, key: (u64, u32), bytes: u64) {
         let mut state = self.lock();
         if let Some(expected) = state.expected.get_mut(&key) {
-            expected.landed += u64::from(header.len);
+            expected.landed += bytes;
             if expected.landed >= expected.len {
                 state.expected.remove(&key);
             }
@@ -311,35 +626,87 @@ impl Inbox {
                 return Ok(());
             }
             stream.read_exact(&mut header.as_mut_bytes()[1..])?;
+            let eager = header.len & EAGER_FLAG != 0;
+            header.len &= !EAGER_FLAG;
             if header.len == 0 || header.len > MAX_DATA {
                 let text = format!("a chunk of {} bytes for command {}", header.len, header.seq);
                 return Err(io::Error::new(io::ErrorKind::InvalidData, text));
             }
             self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
-            let landing = self.announce(&header)?;
+            let key = (header.seq, header.piece);
+            let mut noted = self.announce(&header, eager)?;
             let (mut offset, mut left) = (header.offset, header.len as usize);
             while left > 0 {
-                match landing.as_ref().and_then(|l| l.room(offset, left)) {
-                    Some((at, room)) => {
-                        let n = room.min(left);
-                        // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
-                        let target = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), n) };
-                        stream.read_exact(target)?;
-                        if let Some(landing) = &landing {
+                let n = match self.place(&header, eager, &mut noted, offset, left)? {
+                    Place::Room(landing, n) => match landing.room(offset, n) {
+                        Some((at, room)) => {
+                            let n = room.min(n);
+                            // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
+                            let target = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), n) };
+                            stream.read_exact(target)?;
                             landing.landed(offset, n);
+                            n
                         }
-                        offset += n as u64;
-                        left -= n;
+                        None => throw_away(stream, &mut waste, n)?,
+                    },
+                    Place::Nowhere => {
+                        let n = throw_away(stream, &mut waste, left)?;
+                        if eager {
+                            self.eager_placed(n as u64);
+                        }
+                        break;
                     }
-                    None => {
-                        waste.resize(left, 0);
-                        stream.read_exact(&mut waste)?;
-                        left = 0;
+                    Place::Aside => {
+                        let mut bytes = vec![0; left].into_boxed_slice();
+                        stream.read_exact(&mut bytes)?;
+                        self.set_aside(key, noted, offset, bytes)?;
+                        break;
                     }
+                };
+                self.landed(key, n as u64);
+                if eager {
+                    self.eager_placed(n as u64);
                 }
+                offset += n as u64;
+                left -= n;
             }
-            self.landed(&header);
         }
+    }
+}
+
+impl Expected {
+    /// A chunk's header has come.
+    fn announce(&mut self, header: &DataHeader) -> io::Result<()> {
+        self.announced += u64::from(header.len);
+        let end = header.offset.checked_add(header.len.into());
+        if end.is_none_or(|end| end > self.len) || self.announced > self.len {
+            let text = format!(
+                "command {}, piece {}: {} bytes at {} where {} were due in all",
+                header.seq, header.piece, header.len, header.offset, self.len
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        Ok(())
+    }
+}
+
+/// Receives `n` bytes for nobody.
+fn throw_away(mut stream: &TcpStream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
+    waste.resize(n, 0);
+    stream.read_exact(waste)?;
+    Ok(n)
+}
+
+/// Copies bytes to where a landing has room for all of them.
+fn copy_in(landing: &dyn Landing, mut offset: u64, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        let Some((at, room)) = landing.room(offset, bytes.len()) else { return };
+        let n = room.min(bytes.len());
+        // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), n) };
+        landing.landed(offset, n);
+        offset += n as u64;
+        bytes = &bytes[n..];
     }
 }
 
@@ -391,11 +758,126 @@ mod tests {
         }
     }
 
+    /// What a bridge was told.
+    #[derive(Default)]
+    struct Told {
+        grants: Mutex<Vec<(u64, u64)>>,
+        placed: AtomicU64,
+        wrong: Mutex<Option<String>>,
+    }
+
+    impl Bridge for Told {
+        fn grant(&self, grant: DataGrant) {
+            self.grants.lock().unwrap().push((grant.seq, grant.upto));
+        }
+        fn placed(&self, bytes: u64) {
+            self.placed.fetch_add(bytes, Ordering::SeqCst);
+        }
+        fn wrong(&self, what: &str) {
+            *self.wrong.lock().unwrap() = Some(what.into());
+        }
+    }
+
+    fn told(inbox: &Inbox) -> Arc<Told> {
+        let told = Arc::new(Told::default());
+        let bridge: Arc<dyn Bridge> = Arc::<Told>::clone(&told);
+        inbox.tell(Arc::downgrade(&bridge));
+        told
+    }
+
+    fn send_eagerly(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
+        let len = bytes.len() as u32 | EAGER_FLAG;
+        stream.write_all(DataHeader { seq, offset, piece: 0, len }.as_bytes()).unwrap();
+        stream.write_all(bytes).unwrap();
+    }
+
     #[test]
-    fn a_queue_that_nobody_empties_holds_back_its_connection_and_the_end_lets_it_go() {
+    fn data_of_a_stream_that_does_not_go_on_lets_the_rest_of_its_connection_pass() {
+        let inbox = Inbox::new();
+        let told = told(&inbox);
+        let (mut a, b) = pair();
+        let reader = Arc::clone(&inbox);
+        let thread = std::thread::spawn(move || reader.read_connection(&b));
+        // Room for four bytes; nobody takes them. And a command whose turn does not come.
+        let held = inbox.incoming(1, 0, 12).into_queue(4);
+        send_eagerly(&mut a, 1, 0, b"abcdefghijkl");
+        send_eagerly(&mut a, 3, 0, b"set aside");
+        send_eagerly(&mut a, 2, 0, b"other");
+        assert_eq!(inbox.incoming(2, 0, 5).collect().unwrap(), b"other");
+        // The stream goes on, and the other command's turn comes.
+        let mut bytes = vec![0; 12];
+        let mut held = held;
+        while let Some(chunk) = held.next_chunk().unwrap() {
+            bytes[chunk.offset as usize..][..chunk.bytes.len()].copy_from_slice(&chunk.bytes);
+        }
+        assert_eq!(bytes, b"abcdefghijkl");
+        assert_eq!(inbox.incoming(3, 0, 9).collect().unwrap(), b"set aside");
+        let state = inbox.lock();
+        assert_eq!((state.eager, state.early.len(), state.expected.len()), (0, 0, 0));
+        drop(state);
+        assert_eq!(inbox.waiting.load(Ordering::SeqCst), 0);
+        assert!(told.wrong.lock().unwrap().is_none());
+        drop(a);
+        thread.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_asks() {
+        let inbox = Inbox::new();
+        let told = told(&inbox);
+        let mut late = inbox.incoming(1, 0, 5).late().into_queue(64);
+        let _short = inbox.incoming(2, 0, 5).into_queue(64);
+        inbox.ask((3, 0)).unwrap();
+        let _asked = inbox.incoming(3, 0, 5).into_queue(64);
+        let _long = inbox.incoming(4, 0, 2 * EAGER_PIECE).into_queue(64);
+        assert_eq!(*told.grants.lock().unwrap(), [(3, 5), (4, 64)]);
+        let (mut a, b) = pair();
+        send(&mut a, 1, 0, b"bytes");
+        drop(a);
+        let reader = Arc::clone(&inbox);
+        let thread = std::thread::spawn(move || reader.read_connection(&b));
+        assert_eq!(&*late.next_chunk().unwrap().unwrap().bytes, b"bytes");
+        thread.join().unwrap().unwrap();
+        assert_eq!(told.grants.lock().unwrap()[2], (1, 5));
+        // What is dropped unused, or refused, is to come all the same.
+        drop(inbox.incoming(5, 0, 5));
+        inbox.unwanted((6, 0));
+        assert_eq!(told.grants.lock().unwrap()[3..], [(5, u64::MAX), (6, u64::MAX)]);
+        inbox.executed(6);
+        assert_eq!(inbox.lock().unwanted.len(), 0);
+    }
+
+    #[test]
+    fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
+        let inbox = Inbox::new();
+        let told = told(&inbox);
+        let (mut a, b) = pair();
+        let reader = Arc::clone(&inbox);
+        let thread = std::thread::spawn(move || reader.read_connection(&b));
+        let megabyte = vec![7; 1 << 20];
+        for seq in 1..=EAGER >> 20 {
+            send_eagerly(&mut a, seq, 0, &megabyte);
+        }
+        while inbox.lock().early.len() as u64 != EAGER >> 20 {
+            std::thread::yield_now();
+        }
+        inbox.unwanted((1, 0));
+        let queue = inbox.incoming(2, 0, 1 << 20).into_queue(1 << 30);
+        drop(queue);
+        inbox.executed(EAGER >> 20);
+        assert_eq!(inbox.lock().eager, 0);
+        assert_eq!(told.placed.load(Ordering::SeqCst) + inbox.lock().placed, EAGER);
+        for seq in 0..=EAGER >> 20 {
+            send_eagerly(&mut a, 100 + seq, 0, &megabyte[..(1 << 20) - usize::from(seq > 0)]);
+        }
+        assert_eq!(thread.join().unwrap().unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn the_end_lets_everybody_go() {
         let inbox = Inbox::new();
         let (mut a, b) = pair();
-        let queue = inbox.incoming(1, 0, 12).into_queue(4);
+        let mut queue = inbox.incoming(1, 0, 12).into_queue(4);
         let reader = Arc::clone(&inbox);
         let thread = std::thread::spawn(move || reader.read_connection(&b));
         for i in 0..3 {
@@ -404,10 +886,8 @@ mod tests {
         while queue.shared.lock().chunks.is_empty() {
             std::thread::yield_now();
         }
-        assert_eq!(queue.shared.lock().held, 4);
         inbox.close();
         drop(a);
-        let mut queue = queue;
         assert!(queue.next_chunk().unwrap().is_some());
         thread.join().unwrap().ok();
         assert!(queue.next_chunk().is_err());

@@ -33,7 +33,7 @@ pub mod tcp;
 pub mod verbs;
 mod wake;
 
-pub use incoming::{Chunk, ChunkQueue, Incoming, Landing};
+pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
 pub use outgoing::{Lent, Outgoing};
 pub use region::{Mapped, Region};
@@ -90,6 +90,14 @@ pub trait Client: Send + Sync {
 
     /// Command `seq` names data to be written, and none will be. To be called instead of [`sink`](Self::sink).
     fn nothing_sent(&self, seq: u64);
+
+    /// Command `seq` does not want its `piece`-th data range, which it names to be read. To be called instead of [`source`](Self::source), while `seq` is being executed.
+    fn nothing_read(&self, _seq: u64, _piece: u32) {}
+
+    /// Whether data that is to be read when a command's stream has come to it ([`protocol::data::HostIn::Late`]) is not read before.
+    fn reads_late(&self) -> bool {
+        false
+    }
 
     /// Ends the session with a reason, which the client sees. [`Commands::next`] returns it too.
     fn lose(&self, reason: &str);

@@ -1,32 +1,35 @@
 //! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on others.
 //!
-//! The dispatcher reads the control connection itself, polling before it sleeps. Every thread may send on it, whole frames under a lock. A keeper thread
-//! sends [`frame::ALIVE`] when nothing else was sent for a second.
+//! The dispatcher reads the control connection itself, polling before it sleeps. Every thread may send on it, whole frames under a lock. A bridge that waits for
+//! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keeper thread does. In an idle session both
+//! sleep, and what notices a bridge that is gone is the connection's keepalive.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
 use protocol::data::HostRange;
-use protocol::link::{DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
+use protocol::link::{
+    DataAsk, DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress,
+};
 use zerocopy::IntoBytes;
 
-use super::incoming::Inbox;
+use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
-use crate::framing::FrameReader;
+use crate::framing::{FrameReader, split_struct, watch_peer};
 
-/// A peer that says nothing for this long, not even that it is alive, is lost.
-const SILENCE: Duration = Duration::from_secs(30);
 /// A peer that takes nothing for this long is lost.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+/// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
+const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 512;
 
@@ -38,7 +41,6 @@ pub struct TcpCommands {
     frame: Vec<u8>,
     at: usize,
     seq: u64,
-    heard: Instant,
     polling: Polling,
 }
 
@@ -53,8 +55,67 @@ pub struct TcpClient {
     executed: AtomicU64,
     end: OnceLock<Option<Lost>>,
     stop: Bell,
-    /// Wakes the keeper at the end.
-    ended: (Mutex<bool>, Condvar),
+    keeper: Keeper,
+}
+
+/// When the keeper is needed. See [`TcpClient::keep_alive`].
+#[derive(Default)]
+struct Keeper {
+    /// Whether the session is over.
+    over: Mutex<bool>,
+    changed: Condvar,
+    /// Raised when the dispatcher has something to do, lowered when it goes to sleep.
+    busy: AtomicBool,
+    /// How often the dispatcher has woken.
+    wakes: AtomicU64,
+    /// The keeper sleeps until the dispatcher is busy.
+    parked: AtomicBool,
+}
+
+impl Keeper {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.over.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The dispatcher is about to sleep.
+    fn rest(&self) {
+        self.busy.store(false, Ordering::SeqCst);
+    }
+
+    /// The dispatcher has woken.
+    fn wake(&self) {
+        self.wakes.fetch_add(1, Ordering::Relaxed);
+        self.busy.store(true, Ordering::SeqCst);
+        if self.parked.load(Ordering::SeqCst) {
+            // Through the lock, so that the keeper is not between its look and its sleep.
+            drop(self.lock());
+            self.changed.notify_all();
+        }
+    }
+
+    fn end(&self) {
+        *self.lock() = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until it may be time to tell the bridge that we are there. False: the session is over.
+    fn wait(&self, seen: &mut u64) -> bool {
+        let mut over = self.lock();
+        let wakes = self.wakes.load(Ordering::Relaxed);
+        if *seen == wakes {
+            // A second in which the dispatcher did not wake: it sleeps, or it is busy with one command.
+            self.parked.store(true, Ordering::SeqCst);
+            while !*over && !self.busy.load(Ordering::SeqCst) {
+                over = self.changed.wait(over).unwrap_or_else(|e| e.into_inner());
+            }
+            self.parked.store(false, Ordering::SeqCst);
+        }
+        *seen = wakes;
+        if !*over {
+            over = self.changed.wait_timeout(over, ALIVE_EVERY).unwrap_or_else(|e| e.into_inner()).0;
+        }
+        !*over
+    }
 }
 
 struct Sending {
@@ -84,6 +145,7 @@ impl TcpCommands {
         control.set_nonblocking(false)?;
         control.set_nodelay(true)?;
         control.set_write_timeout(Some(SEND_TIMEOUT))?;
+        watch_peer(&control);
         let stop = Bell::new()?;
         let now = Instant::now();
         let client = Arc::new_cyclic(|this| TcpClient {
@@ -96,8 +158,10 @@ impl TcpCommands {
             executed: AtomicU64::new(0),
             end: OnceLock::new(),
             stop,
-            ended: Default::default(),
+            keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
         });
+        let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
+        client.inbox.tell(bridge);
         let kept = Arc::clone(&client);
         std::thread::Builder::new().name("rgpu-keeper".into()).spawn(move || kept.keep_alive())?;
         let commands = TcpCommands {
@@ -106,7 +170,6 @@ impl TcpCommands {
             frame: Vec::new(),
             at: 0,
             seq: 0,
-            heard: now,
             polling,
         };
         Ok((commands, client))
@@ -158,7 +221,14 @@ impl TcpCommands {
                         return Ok(true);
                     }
                 }
-                frame::ALIVE => {}
+                frame::ALIVE => self.client.alive(),
+                frame::DATA_ASK => {
+                    let wrong = |what: String| {
+                        End::Lost(Lost::new(format!("the bridge is no bridge of ours: {what}")))
+                    };
+                    let (ask, _) = split_struct::<DataAsk>(bytes).map_err(|e| wrong(e.to_string()))?;
+                    self.client.inbox.ask((ask.seq, ask.piece)).map_err(wrong)?;
+                }
                 frame::BYE => return Err(End::Asked),
                 _ => return Err(End::Lost(Lost::new(format!("the bridge sent a frame of kind {kind}")))),
             }
@@ -170,10 +240,7 @@ impl TcpCommands {
     fn fill(&mut self) -> Result<bool, End> {
         match self.reader.fill(&mut NonBlocking(&self.client.control)) {
             Ok(0) => Err(End::Asked),
-            Ok(_) => {
-                self.heard = Instant::now();
-                Ok(true)
-            }
+            Ok(_) => Ok(true),
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => Err(End::Asked),
             Err(e) => Err(End::Lost(Lost::new(format!("the bridge's connection: {e}")))),
@@ -208,14 +275,10 @@ impl TcpCommands {
                 std::hint::spin_loop();
             }
             let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
-            let woken = wake::readable(&fds, Some(Duration::from_secs(1)));
-            let woken = woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
-            if !woken && self.heard.elapsed() > SILENCE {
-                return Err(End::Lost(Lost::new(format!(
-                    "the bridge said nothing for {} s",
-                    SILENCE.as_secs()
-                ))));
-            }
+            self.client.keeper.rest();
+            let woken = wake::readable(&fds, None);
+            self.client.keeper.wake();
+            woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
         }
     }
 
@@ -301,19 +364,20 @@ impl TcpClient {
         });
     }
 
+    fn alive(&self) {
+        self.send(|sending| put(&mut sending.buffer, frame::ALIVE, &[]));
+    }
+
+    /// The keeper's thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
     fn keep_alive(&self) {
-        let (over, changed) = &self.ended;
-        let mut ended = over.lock().unwrap_or_else(|e| e.into_inner());
-        while !*ended {
-            ended = changed.wait_timeout(ended, Duration::from_secs(1)).unwrap_or_else(|e| e.into_inner()).0;
-            if !*ended {
-                drop(ended);
+        let mut seen = 0;
+        while self.keeper.wait(&mut seen) {
+            if self.keeper.busy.load(Ordering::SeqCst) {
                 self.send(|sending| {
-                    if sending.last.elapsed() >= Duration::from_secs(1) {
+                    if sending.last.elapsed() >= ALIVE_EVERY {
                         put(&mut sending.buffer, frame::ALIVE, &[]);
                     }
                 });
-                ended = over.lock().unwrap_or_else(|e| e.into_inner());
             }
         }
     }
@@ -322,8 +386,7 @@ impl TcpClient {
         if self.end.set(end).is_err() {
             return false;
         }
-        *self.ended.0.lock().unwrap_or_else(|e| e.into_inner()) = true;
-        self.ended.1.notify_all();
+        self.keeper.end();
         self.stop.ring();
         self.inbox.close();
         self.outbox.close();
@@ -335,6 +398,20 @@ fn put(buffer: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
     buffer.extend_from_slice(FrameHeader { kind, len }.as_bytes());
     parts.iter().for_each(|p| buffer.extend_from_slice(p));
+}
+
+impl Bridge for TcpClient {
+    fn grant(&self, grant: DataGrant) {
+        self.send(|sending| put(&mut sending.buffer, frame::DATA_GRANT, &[grant.as_bytes()]));
+    }
+
+    fn placed(&self, bytes: u64) {
+        self.send(|sending| put(&mut sending.buffer, frame::DATA_PLACED, &[&bytes.to_le_bytes()]));
+    }
+
+    fn wrong(&self, what: &str) {
+        self.lose(&format!("the bridge sent {what}"));
+    }
 }
 
 impl Client for TcpClient {
@@ -373,6 +450,14 @@ impl Client for TcpClient {
 
     fn nothing_sent(&self, seq: u64) {
         self.data_sent(seq, 0);
+    }
+
+    fn nothing_read(&self, seq: u64, piece: u32) {
+        self.inbox.unwanted((seq, piece));
+    }
+
+    fn reads_late(&self) -> bool {
+        true
     }
 
     fn lose(&self, reason: &str) {

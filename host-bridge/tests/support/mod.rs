@@ -312,6 +312,8 @@ pub struct Manners {
     pub drop_at: Option<u64>,
     /// It falls silent after the handshake, and keeps the connections open.
     pub silent: bool,
+    /// It takes commands and does nothing with them, but says that it is there when it is asked.
+    pub swallow: bool,
     /// Before the answer to a `sync` operation it sends this frame.
     pub extra: Option<(u32, Vec<u8>)>,
     /// A piece of data that it sends at a `StreamMark`.
@@ -335,13 +337,25 @@ struct Shared {
     pub commands: Mutex<Vec<(u64, u16)>>,
     /// Frames of commands.
     pub frames: AtomicUsize,
+    /// How often a bridge asked whether it is there.
+    asked: AtomicUsize,
     pub programs: Mutex<Vec<String>>,
 }
 
 /// Takes a session's data connections with their indices.
 type Lanes = mpsc::Sender<(u32, TcpStream)>;
-/// Data that has come, by command and piece: offsets and bytes.
-type Arrived = HashMap<(u64, u32), Vec<(u64, Vec<u8>)>>;
+/// Some data, with its offset.
+type Part = (u64, Vec<u8>);
+
+/// Data that has come.
+#[derive(Default)]
+struct Arrived {
+    /// By command and piece: offsets and bytes.
+    data: HashMap<(u64, u32), Vec<Part>>,
+    /// Eager bytes of it that the bridge takes for lying nowhere.
+    eager: u64,
+}
+
 type Inbox = Arc<(Mutex<Arrived>, Condvar)>;
 
 impl FakeServer {
@@ -355,6 +369,7 @@ impl FakeServer {
             released: Default::default(),
             commands: Mutex::default(),
             frames: AtomicUsize::new(0),
+            asked: AtomicUsize::new(0),
             programs: Mutex::default(),
         });
         let for_thread = shared.clone();
@@ -391,6 +406,11 @@ impl FakeServer {
 
     pub fn frames(&self) -> usize {
         self.shared.frames.load(Ordering::SeqCst)
+    }
+
+    /// How often a bridge asked whether it is there.
+    pub fn asked(&self) -> usize {
+        self.shared.asked.load(Ordering::SeqCst)
     }
 
     pub fn programs(&self) -> Vec<String> {
@@ -457,17 +477,6 @@ impl Shared {
         }
         let control = Arc::new(Mutex::new(control));
         let reader = control.lock().unwrap().try_clone().unwrap();
-        let (ended, alive) = (Arc::downgrade(&control), control.clone());
-        drop(alive);
-        std::thread::spawn(move || {
-            while let Some(control) = ended.upgrade() {
-                if send(&control, frame::ALIVE, &[]).is_err() {
-                    return;
-                }
-                drop(control);
-                std::thread::sleep(Duration::from_millis(500));
-            }
-        });
         let mut gpu =
             Gpu { shared: self, control: &control, inbox, lanes: data, memory: HashMap::new(), due: 1 };
         gpu.run(reader);
@@ -484,13 +493,19 @@ fn read_lane(mut lane: TcpStream, inbox: &Inbox, slow: Option<Duration>) {
         if lane.read_exact(header.as_mut_bytes()).is_err() {
             return;
         }
+        let eager = header.len & EAGER_FLAG != 0;
+        header.len &= !EAGER_FLAG;
         assert!(header.len > 0 && header.len <= MAX_DATA);
         let mut bytes = vec![0; header.len as usize];
         if lane.read_exact(&mut bytes).is_err() {
             return;
         }
         slow.inspect(|time| std::thread::sleep(*time));
-        inbox.0.lock().unwrap().entry((header.seq, header.piece)).or_default().push((header.offset, bytes));
+        let mut arrived = inbox.0.lock().unwrap();
+        arrived.eager += if eager { u64::from(header.len) } else { 0 };
+        assert!(arrived.eager <= EAGER, "{} eager bytes", arrived.eager);
+        arrived.data.entry((header.seq, header.piece)).or_default().push((header.offset, bytes));
+        drop(arrived);
         inbox.1.notify_all();
     }
 }
@@ -522,7 +537,10 @@ impl Gpu<'_> {
             while let Some((kind, body)) = reader.next_frame().unwrap() {
                 match kind {
                     frame::COMMANDS => bodies.push(body.to_vec()),
-                    frame::ALIVE => {}
+                    frame::ALIVE => {
+                        self.shared.asked.fetch_add(1, Ordering::SeqCst);
+                        let _ = send(self.control, frame::ALIVE, &[]);
+                    }
                     frame::BYE => return,
                     other => panic!("frame of kind {other}"),
                 }
@@ -538,6 +556,11 @@ impl Gpu<'_> {
                     }
                     rest = &rest[size as usize..];
                 }
+                if !self.shared.manners.swallow {
+                    let update =
+                        ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: self.due - 1, value: 0 };
+                    let _ = send(self.control, frame::PROGRESS, update.as_bytes());
+                }
             }
         }
     }
@@ -550,13 +573,17 @@ impl Gpu<'_> {
         if self.shared.manners.drop_at == Some(seq) {
             return false;
         }
+        if self.shared.manners.swallow {
+            return true;
+        }
         let mut reader = protocol::wire::Reader::new(body);
         use protocol::wire::Wire;
         if opcode == MemcpyHtoD::INFO.opcode {
             let op = MemcpyHtoD::get(&mut reader).unwrap();
             let bytes = match op.src {
                 HostIn::Inline(bytes) => bytes.to_vec(),
-                HostIn::Range(range) => match self.incoming(seq, 0, range.len as usize) {
+                HostIn::Range(range) | HostIn::Late(range) => match self.incoming(seq, 0, range.len as usize)
+                {
                     Some(bytes) => bytes,
                     None => return false,
                 },
@@ -602,9 +629,13 @@ impl Gpu<'_> {
     }
 
     fn incoming(&self, seq: u64, piece: u32, len: usize) -> Option<Vec<u8>> {
+        // All of it at once: there is room for everything here.
+        let grant = DataGrant { seq, piece, reserved: 0, upto: len as u64 };
+        let _ = send(self.control, frame::DATA_GRANT, grant.as_bytes());
         let held = self.inbox.0.lock().unwrap();
         let complete = |held: &Arrived| {
-            held.get(&(seq, piece))
+            held.data
+                .get(&(seq, piece))
                 .map_or(0, |parts| parts.iter().map(|(_, bytes)| bytes.len()).sum::<usize>())
                 >= len
         };
@@ -614,9 +645,12 @@ impl Gpu<'_> {
             return None;
         }
         let mut bytes = vec![0; len];
-        for (offset, part) in held.remove(&(seq, piece)).unwrap_or_default() {
+        for (offset, part) in held.data.remove(&(seq, piece)).unwrap_or_default() {
             bytes[offset as usize..offset as usize + part.len()].copy_from_slice(&part);
         }
+        let placed = std::mem::take(&mut held.eager);
+        drop(held);
+        let _ = send(self.control, frame::DATA_PLACED, &placed.to_le_bytes());
         Some(bytes)
     }
 

@@ -26,6 +26,8 @@ ops! {
         backend: String,
         /// The server's own version and host name, for people.
         server: String,
+        /// Whether commands may name [`HostIn::Late`](crate::data::HostIn) data.
+        reads_late: bool,
     }
 
     /// Everything about one device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,

@@ -20,6 +20,7 @@
 //! that it is enqueued: it completes later, in its stream's order.
 
 use crate::data::DataUse;
+use crate::handle::Handle;
 use crate::status::Status;
 use crate::wire::{Reader, Wire, WireError, Writer};
 
@@ -62,10 +63,15 @@ pub struct OpInfo {
     pub reply: &'static [(&'static str, &'static str)],
     /// Decodes a record's body and shows each piece of bulk data that it names.
     pub visit_data: VisitData,
+    /// Decodes a record's body and shows each stream and event that it names.
+    pub visit_handles: VisitHandles,
 }
 
 /// See [`OpInfo::visit_data`].
 pub type VisitData = fn(body: &[u8], visit: &mut dyn FnMut(DataUse)) -> Result<(), WireError>;
+
+/// See [`OpInfo::visit_handles`].
+pub type VisitHandles = fn(body: &[u8], visit: &mut dyn FnMut(Handle)) -> Result<(), WireError>;
 
 /// An operation's request.
 pub trait Op<'a>: Wire<'a> {
@@ -215,6 +221,13 @@ macro_rules! ops {
                 let op = <$name as $crate::wire::Wire>::get(&mut reader)?;
                 reader.finish()?;
                 $crate::wire::Wire::visit_data(&op, visit);
+                Ok(())
+            },
+            visit_handles: |body, visit| {
+                let mut reader = $crate::wire::Reader::new(body);
+                let op = <$name as $crate::wire::Wire>::get(&mut reader)?;
+                reader.finish()?;
+                $crate::wire::Wire::visit_handles(&op, visit);
                 Ok(())
             },
         }

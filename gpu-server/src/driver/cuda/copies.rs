@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUmemorytype;
-use host_bridge::endpoint::{Landing, Placed, Sink};
+use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Sink};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::{ContextId, StreamId};
@@ -19,13 +19,21 @@ use protocol::wire::Bytes;
 use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration::in_place;
-use super::staging::SLOT;
+use super::staging::{SLOT, Transfer};
 use super::streams::Place;
 use crate::driver::call::{Call, Input};
 use crate::driver::rows::{Part, Rows};
 
 /// Pageable memory of up to this many bytes is taken over by the driver before its call returns.
 const TAKEN_AT_ONCE: usize = 64 << 10;
+
+/// Where a staged transfer's bytes come from.
+enum Feed {
+    /// Memory of the client's that no device can reach.
+    Mapped(Mapped),
+    /// The network.
+    Incoming(Incoming),
+}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Direction {
@@ -159,13 +167,11 @@ impl Cuda {
                     drop(mapped);
                     return self.upload_at_once(&place, &to, &bytes);
                 }
-                self.upload_staged(cx, &place, &to, packed, |transfer| transfer.feed(mapped))
+                self.upload_staged(cx, &place, &to, packed, Feed::Mapped(mapped))
             }
-            Input::Incoming(incoming) => self.upload_staged(cx, &place, &to, packed, |transfer| {
-                let landing: Arc<dyn Landing> = Arc::<super::staging::Transfer>::clone(transfer);
-                incoming.land(landing);
-                Ok(())
-            }),
+            Input::Incoming(incoming) => {
+                self.upload_staged(cx, &place, &to, packed, Feed::Incoming(incoming))
+            }
             Input::Placed(placed) => self.upload_placed(cx, &place, &to, placed),
         }
     }
@@ -215,12 +221,49 @@ impl Cuda {
         place: &Place,
         to: &Rows,
         packed: u64,
-        feed: impl FnOnce(&Arc<super::staging::Transfer>) -> Result<(), Status>,
+        feed: Feed,
     ) -> Result<(), Status> {
         let transfer = self.staging.begin(packed, chunk_of(to, packed), &place.health)?;
-        feed(&transfer)?;
+        let grants = match feed {
+            Feed::Mapped(mapped) => {
+                transfer.feed(mapped)?;
+                None
+            }
+            Feed::Incoming(incoming) => {
+                let landing: Arc<dyn Landing> = Arc::<Transfer>::clone(&transfer);
+                let late = incoming.is_late();
+                let grants = incoming.land(landing, transfer.window());
+                if late {
+                    // The bytes may be read when what is before them on the stream is done.
+                    let (granted, window, held) = (grants.clone(), transfer.window(), Arc::clone(&transfer));
+                    let come = move |status: Status| {
+                        if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
+                    };
+                    self.fence(place, cx.seq, come)?;
+                    self.lane_is_dirty(place.id)?;
+                }
+                Some(grants)
+            }
+        };
+        let enqueued = self.enqueue_upload(place, to, &transfer);
+        if let Some(grants) = grants {
+            match enqueued {
+                Ok(()) => transfer.grant_as_taken(&self.completer, &grants),
+                Err(_) => transfer.abandon(&grants),
+            }
+        }
+        enqueued?;
+        let progress = Arc::clone(&place.progress);
+        self.fence(place, cx.seq, move |status| {
+            progress.complain(status);
+            drop(transfer);
+        })
+    }
+
+    /// Enqueues, for each chunk, the wait for it, its copy, and the word that its slot is free again.
+    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result<(), Status> {
         for chunk in transfer.inbound() {
-            // SAFETY: registered words and slots that the transfer holds until the fence below; rows that were checked.
+            // SAFETY: registered words and slots that the transfer holds until its fence; rows that were checked.
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
@@ -239,11 +282,7 @@ impl Cuda {
             };
             self.note(place.context, enqueued)?;
         }
-        let progress = Arc::clone(&place.progress);
-        self.fence(place, cx.seq, move |status| {
-            progress.complain(status);
-            drop(transfer);
-        })
+        Ok(())
     }
 
     fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> Result<(), Status> {

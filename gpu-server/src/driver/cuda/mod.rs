@@ -411,12 +411,13 @@ impl super::Backend for Cuda {
 }
 
 impl DeviceOps<Call> for Cuda {
-    fn session_info(&mut self, _cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
         Ok(Answer::Now(SessionInfoReply {
             device_count: self.devices.len() as u32,
             driver_version: version(self.api)? as u32,
             backend: "cuda".into(),
             server: crate::parent::server_name(),
+            reads_late: cx.client.reads_late(),
         }))
     }
 

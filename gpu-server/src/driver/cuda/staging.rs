@@ -15,13 +15,13 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use host_bridge::endpoint::{Landing, Mapped, Sink};
+use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
 use protocol::Status;
 
 use std::ptr::NonNull;
 
 use super::api::{Api, CUdeviceptr};
-use super::fence::{Health, Pinned, Word, Words};
+use super::fence::{Completer, Health, Pinned, Word, Words};
 
 /// Bytes of a slot.
 pub(super) const SLOT: usize = 1 << 20;
@@ -53,7 +53,7 @@ struct Slot {
     /// Written by the host, awaited by streams.
     host: Word,
     /// Written by streams, awaited by the host.
-    gpu: Word,
+    gpu: Arc<Word>,
 }
 
 impl Staging {
@@ -62,7 +62,7 @@ impl Staging {
         let memory = Pinned::new(api, SLOT * SLOTS)?;
         let base = memory.host(0);
         let slots = (0..SLOTS)
-            .map(|_| Ok(Slot { host: words.take()?, gpu: words.take()? }))
+            .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
             .collect::<Result<_, Status>>()?;
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..LANES).map(|_| channel()).unzip();
         let staging = Arc::new(Staging {
@@ -126,6 +126,7 @@ impl Staging {
             chunks,
             len,
             health: Arc::clone(health),
+            abandoned: AtomicBool::new(false),
         }))
     }
 
@@ -194,6 +195,8 @@ pub(super) struct Transfer {
     chunks: u64,
     len: u64,
     health: Arc<Health>,
+    /// The stream does not come to all of it.
+    abandoned: AtomicBool,
 }
 
 /// One chunk, as streams see it.
@@ -262,12 +265,62 @@ impl Transfer {
         (0..self.slots.len()).map(|i| (self.slot(self.slots[i].0).host.address(), self.last_use(i)))
     }
 
+    /// Bytes for which there is room before the stream has taken any.
+    pub(super) fn window(&self) -> u64 {
+        self.slots.len() as u64 * self.chunk as u64
+    }
+
+    /// Grants the network room for more as the stream takes what has come.
+    pub(super) fn grant_as_taken(self: &Arc<Transfer>, completer: &Completer, grants: &Grants) {
+        let k = self.slots.len() as u64;
+        for taken in 0..self.chunks.saturating_sub(k) {
+            // Two at a time where that leaves enough under way, so that not every chunk costs a message.
+            if k >= 4 && taken % 2 == 0 && taken + k + 1 < self.chunks {
+                continue;
+            }
+            let (slot, uses) = self.place(taken);
+            let (grants, upto) = (grants.clone(), (taken + k + 1) * self.chunk as u64);
+            let transfer = Arc::clone(self);
+            let granted = move |status: Status| {
+                if status.is_success() {
+                    grants.upto(upto);
+                } else {
+                    transfer.abandon(&grants);
+                }
+            };
+            completer.when(&self.slot(slot).gpu, uses, &self.health, Box::new(granted));
+        }
+    }
+
+    /// The stream will not take all of it: what is still to come is thrown away.
+    pub(super) fn abandon(&self, grants: &Grants) {
+        self.abandoned.store(true, Ordering::Release);
+        grants.all();
+    }
+
+    /// Waits until the stream has taken what was in a chunk's slot before. False: it will not.
+    fn await_slot(&self, offset: u64) -> bool {
+        let (slot, uses) = self.place(offset / self.chunk as u64);
+        let begun = Instant::now();
+        while self.slot(slot).gpu.get() + 1 < uses {
+            if self.health.check().is_err() || self.staging.over.load(Ordering::Acquire) {
+                return false;
+            }
+            if begun.elapsed() > Duration::from_micros(50) {
+                std::thread::sleep(NAP);
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        true
+    }
+
     /// Lets the bytes of `mapped`, which no device can reach, land here, from a thread of their own.
     pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result<(), Status> {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
             let mut at = 0;
-            while at < mapped.len() {
+            while at < mapped.len() && transfer.await_slot(at as u64) {
                 let Some((room, n)) = transfer.room(at as u64, mapped.len() - at) else { return };
                 // SAFETY: `room` gives `n` bytes to this thread alone until `landed`.
                 mapped.read(at, unsafe { std::slice::from_raw_parts_mut(room.as_ptr(), n) });
@@ -283,17 +336,9 @@ impl Landing for Transfer {
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
         let chunk = offset / self.chunk as u64;
         let (slot, uses) = self.place(chunk);
-        // The slot's bytes of the chunk before must be on the device.
-        let begun = Instant::now();
-        while self.slot(slot).gpu.get() + 1 < uses {
-            if self.health.check().is_err() || self.staging.over.load(Ordering::Acquire) {
-                return None;
-            }
-            if begun.elapsed() > Duration::from_micros(50) {
-                std::thread::sleep(NAP);
-            } else {
-                std::hint::spin_loop();
-            }
+        // The slot's bytes of the chunk before are on the device, or this one would not have been granted; unless the stream will not take any more.
+        if self.abandoned.load(Ordering::Acquire) || self.slot(slot).gpu.get() + 1 < uses {
+            return None;
         }
         let within = (offset % self.chunk as u64) as usize;
         let room = self.bytes_of(chunk).saturating_sub(within).min(len);

@@ -199,12 +199,14 @@ impl Cuda {
         let lane = self.lane(place.id)?;
         let (word, handle) = (Arc::clone(&lane.word), lane.handle);
         if lane.dirty || lane.last == 0 {
+            // Commands of different streams may be executed out of the session's order, and some fence several streams: the word rises all the same.
+            let value = seq.max(lane.last + 1);
             // SAFETY: a live stream of the current context; the word is registered memory.
-            let written = unsafe { api.stream_write(handle, word.address(), seq, 0) };
+            let written = unsafe { api.stream_write(handle, word.address(), value, 0) };
             let written = self.note(place.context, written);
             let lane = self.lane(place.id)?;
             match written {
-                Ok(()) => (lane.dirty, lane.last) = (false, seq),
+                Ok(()) => (lane.dirty, lane.last) = (false, value),
                 Err(status) => {
                     end(status);
                     return Ok(());
@@ -213,6 +215,12 @@ impl Cuda {
         }
         let value = self.lane(place.id)?.last;
         completer.when(&word, value, &place.health, Box::new(end));
+        Ok(())
+    }
+
+    /// What was fenced is not all that a command puts on its stream.
+    pub(super) fn lane_is_dirty(&mut self, id: StreamId) -> Result<(), Status> {
+        self.lane(id)?.dirty = true;
         Ok(())
     }
 

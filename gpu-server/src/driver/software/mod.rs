@@ -259,12 +259,14 @@ impl super::Backend for Software {
 }
 
 impl DeviceOps<Call> for Software {
-    fn session_info(&mut self, _cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
         Ok(Answer::Now(SessionInfoReply {
             device_count: self.devices.len() as u32,
             driver_version: DRIVER_VERSION,
             backend: "software".into(),
             server: crate::parent::server_name(),
+            // Mapped memory is read by the stream itself.
+            reads_late: cx.client.reads_late() || !cx.client.streams_data(),
         }))
     }
 

@@ -5,12 +5,12 @@ use std::time::Instant;
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, Record};
 use protocol::handle::{ContextId, StreamId};
-use protocol::link::{DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
+use protocol::link::{DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
 use zerocopy::IntoBytes;
 
 use super::EndReason;
 use super::socket::{Socket, not_now};
-use super::transfer::Outputs;
+use super::transfer::{Inputs, Outputs};
 use crate::bridge::core::{Core, Waker};
 use crate::framing::{FrameReader, split_struct};
 
@@ -142,6 +142,7 @@ impl Control {
         core: &Core,
         waiting: &mut [u64],
         outputs: &mut Outputs,
+        inputs: &mut Inputs,
     ) -> Result<bool, EndReason> {
         let mut worked = false;
         let mut waker = core.waker();
@@ -178,6 +179,25 @@ impl Control {
                 frame::DATA_SENT => {
                     let (sent, _) = split_struct(body).map_err(|e| EndReason::Server(e.to_string()))?;
                     self.held = Some(sent);
+                }
+                frame::DATA_GRANT => {
+                    let grants = body.chunks_exact(size_of::<DataGrant>());
+                    if !grants.remainder().is_empty() {
+                        return Err(EndReason::Server(format!("a frame of grants of {} bytes", body.len())));
+                    }
+                    for grant in grants {
+                        let (DataGrant { seq, piece, upto, .. }, _) =
+                            split_struct(grant).map_err(|e| EndReason::Server(e.to_string()))?;
+                        inputs.grant(seq, piece, upto);
+                    }
+                }
+                frame::DATA_PLACED => {
+                    let bytes = body.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));
+                    if !bytes.is_some_and(|bytes| inputs.placed(bytes)) {
+                        return Err(EndReason::Server(format!(
+                            "it has placed {bytes:?} eager bytes, more than were sent"
+                        )));
+                    }
                 }
                 frame::ALIVE => {}
                 frame::BYE => return Err(EndReason::Bye(String::from_utf8_lossy(body).into_owned())),

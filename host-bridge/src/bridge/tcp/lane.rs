@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use protocol::link::{DataHeader, MAX_DATA};
+use protocol::link::{DataHeader, EAGER_FLAG, MAX_DATA};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::EndReason;
@@ -215,8 +215,9 @@ impl Lane {
         while budget > 0 && !self.is_sending() {
             if self.sending.is_none() {
                 let Some(chunk) = inputs.next_chunk() else { break };
-                let header =
-                    DataHeader { seq: chunk.seq, offset: chunk.at, piece: chunk.piece, len: chunk.len };
+                let flag = if chunk.eager { EAGER_FLAG } else { 0 };
+                let (seq, offset, piece) = (chunk.seq, chunk.at, chunk.piece);
+                let header = DataHeader { seq, offset, piece, len: chunk.len | flag };
                 let mut bytes = [0; HEADER];
                 bytes.copy_from_slice(header.as_bytes());
                 let sending = Sending { chunk, header: bytes, sent: 0 };

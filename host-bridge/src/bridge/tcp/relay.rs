@@ -13,14 +13,16 @@ use std::time::{Duration, Instant};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use protocol::channel::{Consumer, Header, NO_SLOT, Record};
 use protocol::data::DataUse;
-use protocol::link::frame;
+use protocol::handle::Handle;
+use protocol::link::{DataAsk, frame};
 use protocol::ops::{self, Class};
+use zerocopy::IntoBytes;
 
 use super::control::Control;
 use super::lane::Lane;
 use super::mailbox::{Done, Mailbox, Message};
 use super::socket::{Gather, Socket};
-use super::transfer::{Inputs, Outputs, Region, Span};
+use super::transfer::{Inputs, Outputs, Region, Span, When};
 use super::{EndReason, Links};
 use crate::bridge::core::Core;
 use crate::bridge::polling::PollTime;
@@ -28,12 +30,15 @@ use crate::bridge::{RegionError, SessionConfig};
 
 /// Commands with data under way, each way, above which no more records are taken. (A GPU's own queue holds about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
-/// Silence after which a side says that it is there.
+/// Silence after which a server that is waited for is asked whether it is there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// How long a lost connection's reason is waited for.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Looks at the ring between two looks at the connections, while polling.
 const RING_LOOKS: u32 = 64;
+
+/// The queue of data that belongs to no stream: a module's image, say.
+const NO_STREAM: u32 = u32::MAX;
 
 const DOORBELL: u64 = 0;
 const MAILBOX: u64 = 1;
@@ -160,7 +165,8 @@ impl<'c> Relay<'c> {
     fn last_words(&mut self, what: String) -> EndReason {
         let deadline = Instant::now() + LAST_WORDS;
         loop {
-            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs) {
+            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)
+            {
                 Err(EndReason::Bye(reason)) => return EndReason::Bye(reason),
                 Err(_) => return EndReason::Gone(what),
                 Ok(_) => {}
@@ -229,10 +235,26 @@ impl<'c> Relay<'c> {
         self.control.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
     }
 
-    /// Sleeps until something happens or it is time to say that we are alive.
+    /// Whether something is due from the server. Only then does its silence mean anything; a server that dies meanwhile is noticed by the connection's keepalive.
+    fn awaits(&self) -> bool {
+        self.control.wants_out()
+            || self.inputs.len() > 0
+            || self.outputs.len() > 0
+            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.waiting.iter().any(|seq| *seq != 0)
+    }
+
+    /// Sleeps until something happens or it is time to ask whether the server is there.
     fn sleep(&mut self, events: &mut [EpollEvent], now: Instant) -> Result<usize, EndReason> {
-        let next = (self.control.said + ALIVE_EVERY).min(self.control.heard + self.silence);
-        let millis = next.saturating_duration_since(now).as_millis() as u16 + 1;
+        let awaits = self.awaits();
+        let timeout = if awaits {
+            let next = (self.control.said.max(self.control.heard) + ALIVE_EVERY)
+                .min(self.control.heard + self.silence);
+            let millis = next.saturating_duration_since(now).as_millis() + 1;
+            EpollTimeout::from(millis.min(u128::from(u16::MAX)) as u16)
+        } else {
+            EpollTimeout::NONE
+        };
         let sleep = &self.core.header().host_sleep;
         // While the connection is behind, records must wait anyway: only its progress wakes us.
         let listen = self.can_take();
@@ -244,9 +266,13 @@ impl<'c> Relay<'c> {
             return Ok(0);
         }
         self.core.counters.sleeps.add(1);
-        let count = self.wait(events, EpollTimeout::from(millis))?;
+        let count = self.wait(events, timeout)?;
         if listen {
             sleep.cancel();
+        }
+        if !awaits {
+            // A silence begins when something is awaited.
+            self.control.heard = Instant::now();
         }
         Ok(count)
     }
@@ -286,7 +312,7 @@ impl<'c> Relay<'c> {
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(core, &mut self.waiting, &mut self.outputs)?;
+            self.control.take_frames(core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(worked || heard)
     }
@@ -299,7 +325,7 @@ impl<'c> Relay<'c> {
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs)?;
+            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(heard)
     }
@@ -325,6 +351,9 @@ impl<'c> Relay<'c> {
         let Some(begun) = begun else { return Ok(false) };
         self.control.finish(begun);
         self.core.counters.frames_sent.add(1);
+        for (seq, piece) in self.inputs.take_asks() {
+            self.control.frame(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
+        }
         if self.core.header().ring_sleep.take() {
             self.core.waker().wake(Header::RING_SLEEP_OFFSET);
         }
@@ -366,10 +395,18 @@ impl<'c> Relay<'c> {
         let uses = &mut self.uses;
         (info.visit_data)(&self.body, &mut |data| uses.push(data))
             .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
+        let mut flow = NO_STREAM;
+        (info.visit_handles)(&self.body, &mut |handle| {
+            if let Handle::Stream(stream) = handle {
+                flow = stream.0;
+            }
+        })
+        .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
         for (piece, data) in self.uses.iter().enumerate() {
-            let (range, write) = match *data {
-                DataUse::In(range) => (range, false),
-                DataUse::Out(range) => (range, true),
+            let (range, write, when) = match *data {
+                DataUse::In(range) => (range, false, When::Now),
+                DataUse::Late(range) => (range, false, When::Late),
+                DataUse::Out(range) => (range, true, When::Now),
             };
             let span = Span::new(self.core, &self.regions, range, write).map_err(|what| {
                 wrong(&format_args!(
@@ -380,7 +417,7 @@ impl<'c> Relay<'c> {
             if write {
                 self.outputs.expect(seq, piece as u32, span);
             } else {
-                self.inputs.push(seq, piece as u32, span, self.lanes.len());
+                self.inputs.push(flow, seq, piece as u32, span, when, self.lanes.len());
             }
         }
         Ok(())
@@ -421,6 +458,13 @@ impl<'c> Relay<'c> {
             (self.received, self.control.heard) = (received, now);
         }
         let silent = now.saturating_duration_since(self.control.heard);
+        if silent < ALIVE_EVERY.min(self.silence) {
+            return Ok(());
+        }
+        if !self.awaits() {
+            self.control.heard = now;
+            return Ok(());
+        }
         if silent > self.silence {
             return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
         }

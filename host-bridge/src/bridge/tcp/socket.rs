@@ -5,7 +5,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 use nix::poll::{PollFd, PollFlags, poll};
-use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+use nix::sys::socket::{Shutdown, shutdown};
+
+use crate::framing::watch_peer;
 
 /// Runs in one system call at most.
 const MAX_RUNS: usize = 64;
@@ -63,11 +65,7 @@ impl Socket {
         let flags = nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_GETFL)?;
         let flags = nix::fcntl::OFlag::from_bits_retain(flags) | nix::fcntl::OFlag::O_NONBLOCK;
         nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
-        // A peer that vanishes without a word is noticed by its silence; keepalive is for data connections, which may be silent for long. A Unix socket has
-        // neither option and needs neither.
-        let _ = setsockopt(&fd, sockopt::KeepAlive, &true);
-        let _ = setsockopt(&fd, sockopt::TcpKeepIdle, &5);
-        let _ = setsockopt(&fd, sockopt::TcpKeepInterval, &2);
+        watch_peer(&fd);
         Ok(Socket(fd))
     }
 

@@ -1,9 +1,10 @@
 //! Bulk data under way: what still has to be sent ([`Inputs`]), what is expected ([`Outputs`]), and the client memory that both refer to.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use protocol::data::{HostRange, Place};
+use protocol::link::{EAGER, EAGER_PIECE};
 
 use super::EndReason;
 use super::socket::Gather;
@@ -81,15 +82,33 @@ impl Span {
     }
 }
 
+/// When the server reads a piece of `In` data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum When {
+    /// From the moment at which it has the command.
+    Now,
+    /// When it says so.
+    Late,
+}
+
 /// A piece of `In` data, as far as it was not yet given to a connection.
 #[derive(Debug)]
 struct Job {
     seq: u64,
     piece: u32,
-    ticket: u64,
     span: Span,
     at: u64,
     chunk: u64,
+    /// Bytes before this offset go without a grant: they are counted in [`Inputs::eager`].
+    eager: u64,
+    /// Bytes before this offset may be sent, because the server has said so.
+    granted: u64,
+}
+
+impl Job {
+    fn may_send(&self) -> bool {
+        self.at < self.eager.max(self.granted)
+    }
 }
 
 /// A part of a [`Job`] that one connection sends.
@@ -97,85 +116,159 @@ struct Job {
 pub(super) struct Chunk {
     pub(super) seq: u64,
     pub(super) piece: u32,
-    pub(super) ticket: u64,
     pub(super) span: Span,
     pub(super) at: u64,
     pub(super) len: u32,
+    /// Not covered by a grant.
+    pub(super) eager: bool,
 }
 
-/// `In` data in the commands' order, and which commands' data has all been sent.
-#[derive(Debug, Default)]
+/// `In` data that is under way, and which commands' data has all been sent.
+///
+/// Each stream has a queue of its own, and the streams take turns, a chunk each: so one with much to send does not keep another's few bytes waiting, and one whose
+/// data the server has no room for (its turn does not come for as long) keeps back nobody.
+#[derive(Debug)]
 pub(super) struct Inputs {
-    jobs: VecDeque<Job>,
-    /// For each command with data under way: its seq and how many bytes are still to be sent.
-    tickets: VecDeque<(u64, u64)>,
-    /// Ticket number of the front.
-    first: u64,
+    flows: HashMap<u32, VecDeque<Job>>,
+    /// The flow of each piece that is not wholly sent.
+    places: HashMap<(u64, u32), u32>,
+    /// Flows whose first piece may be sent, in the order of their turns.
+    turns: VecDeque<u32>,
+    /// For each command with data under way, by seq: how many bytes are still to be sent.
+    left: BTreeMap<u64, u64>,
+    /// Bytes that may still be sent eagerly.
+    eager: u64,
+    /// Pieces for which the server is to be asked.
+    asks: Vec<(u64, u32)>,
+}
+
+impl Default for Inputs {
+    fn default() -> Inputs {
+        Inputs {
+            flows: HashMap::new(),
+            places: HashMap::new(),
+            turns: VecDeque::new(),
+            left: BTreeMap::new(),
+            eager: EAGER,
+            asks: Vec::new(),
+        }
+    }
 }
 
 impl Inputs {
     /// Commands whose data is under way.
     pub(super) fn len(&self) -> usize {
-        self.tickets.len()
+        self.left.len()
     }
 
+    /// Whether there is something that may be sent now.
     pub(super) fn has_jobs(&self) -> bool {
-        !self.jobs.is_empty()
+        !self.turns.is_empty()
     }
 
-    /// Queues one piece of data of command `seq`; pieces come in the commands' order. `lanes` is the number of connections to spread it over.
-    pub(super) fn push(&mut self, seq: u64, piece: u32, span: Span, lanes: usize) {
-        if span.len == 0 {
+    /// Queues one piece of data of command `seq`; pieces of one flow come in the commands' order. `lanes` is the number of connections to spread it over.
+    pub(super) fn push(&mut self, flow: u32, seq: u64, piece: u32, span: Span, when: When, lanes: usize) {
+        let len = span.len;
+        if len == 0 {
             return;
         }
-        match self.tickets.back_mut() {
-            Some((last, left)) if *last == seq => *left += span.len,
-            _ => self.tickets.push_back((seq, span.len)),
+        *self.left.entry(seq).or_default() += len;
+        let wish = len.min(EAGER_PIECE);
+        let eager = if when == When::Now && self.eager >= wish { wish } else { 0 };
+        self.eager -= eager;
+        if eager == 0 && when == When::Now && len <= EAGER_PIECE {
+            // Of longer ones, and of late ones, the server tells without being asked.
+            self.asks.push((seq, piece));
         }
-        let ticket = self.first + self.tickets.len() as u64 - 1;
-        let chunk = (span.len / (4 * lanes as u64)).clamp(MIN_CHUNK, MAX_CHUNK);
-        self.jobs.push_back(Job { seq, piece, ticket, span, at: 0, chunk });
+        let job = Job { seq, piece, span, at: 0, chunk: chunk(len, lanes), eager, granted: 0 };
+        let queue = self.flows.entry(flow).or_default();
+        if queue.is_empty() && job.may_send() {
+            self.turns.push_back(flow);
+        }
+        queue.push_back(job);
+        self.places.insert((seq, piece), flow);
+    }
+
+    /// The pieces for which the server is to be asked, each once.
+    pub(super) fn take_asks(&mut self) -> Vec<(u64, u32)> {
+        std::mem::take(&mut self.asks)
+    }
+
+    /// The server has room for a piece's bytes before `upto`. One that is sent already is of no interest.
+    pub(super) fn grant(&mut self, seq: u64, piece: u32, upto: u64) {
+        let Some(flow) = self.places.get(&(seq, piece)) else { return };
+        let Some(queue) = self.flows.get_mut(flow) else { return };
+        let at = queue.partition_point(|job| (job.seq, job.piece) < (seq, piece));
+        let Some(job) = queue.get_mut(at) else { return };
+        let could = job.may_send();
+        job.granted = job.granted.max(upto.min(job.span.len));
+        if at == 0 && !could && job.may_send() {
+            self.turns.push_back(*flow);
+        }
+    }
+
+    /// So many eager bytes have found their place. False: more than were sent.
+    pub(super) fn placed(&mut self, bytes: u64) -> bool {
+        match self.eager.checked_add(bytes) {
+            Some(eager) if eager <= EAGER => {
+                self.eager = eager;
+                true
+            }
+            _ => false,
+        }
     }
 
     /// The next part to send.
     pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
-        let job = self.jobs.front_mut()?;
-        let left = job.span.len - job.at;
+        let flow = self.turns.pop_front()?;
+        let queue = self.flows.get_mut(&flow)?;
+        let job = queue.front_mut()?;
+        let eager = job.at < job.eager;
+        let end = if eager { job.eager } else { job.granted };
+        let left = end - job.at;
         // What would remain is not worth a piece of its own.
         let len = if left <= job.chunk + job.chunk / 4 { left } else { job.chunk };
         let chunk = Chunk {
             seq: job.seq,
             piece: job.piece,
-            ticket: job.ticket,
             span: job.span.clone(),
             at: job.at,
             len: len as u32,
+            eager,
         };
         job.at += len;
         if job.at == job.span.len {
-            self.jobs.pop_front();
+            self.places.remove(&(job.seq, job.piece));
+            queue.pop_front();
+        }
+        match queue.front() {
+            None => drop(self.flows.remove(&flow)),
+            Some(job) if job.may_send() => self.turns.push_back(flow),
+            Some(_) => {}
         }
         Some(chunk)
     }
 
     /// Says that a chunk is sent. True: a command's data is complete, so [`released`](Self::released) may have risen.
     pub(super) fn sent(&mut self, chunk: &Chunk) -> bool {
-        let index = (chunk.ticket - self.first) as usize;
-        if let Some((_, left)) = self.tickets.get_mut(index) {
-            *left -= u64::from(chunk.len);
+        let Some(left) = self.left.get_mut(&chunk.seq) else { return false };
+        *left -= u64::from(chunk.len);
+        let complete = *left == 0;
+        if complete {
+            self.left.remove(&chunk.seq);
         }
-        let before = self.first;
-        while let Some((_, 0)) = self.tickets.front() {
-            self.tickets.pop_front();
-            self.first += 1;
-        }
-        self.first != before
+        complete
     }
 
     /// The highest seq such that the data of all commands up to it has been sent, when `last` is the last command taken.
     pub(super) fn released(&self, last: u64) -> u64 {
-        self.tickets.front().map_or(last, |(seq, _)| seq - 1)
+        self.left.first_key_value().map_or(last, |(seq, _)| seq - 1)
     }
+}
+
+/// Bytes of a piece on a data connection, for a transfer of `len` bytes over `lanes` connections.
+fn chunk(len: u64, lanes: usize) -> u64 {
+    (len / (4 * lanes as u64)).clamp(MIN_CHUNK, MAX_CHUNK)
 }
 
 /// `Out` data of one command.
@@ -267,17 +360,27 @@ mod tests {
         Span { region: None, offset: 0, len }
     }
 
+    /// Takes chunks as long as there are some; gives the seq, offset and length of each.
+    fn drain(inputs: &mut Inputs) -> Vec<(u64, u64, u64)> {
+        let mut all = Vec::new();
+        while let Some(chunk) = inputs.next_chunk() {
+            inputs.sent(&chunk);
+            all.push((chunk.seq, chunk.at, u64::from(chunk.len)));
+        }
+        all
+    }
+
     #[test]
     fn released_rises_only_when_all_earlier_data_is_sent() {
         let mut inputs = Inputs::default();
-        inputs.push(3, 0, span(10), 4);
-        inputs.push(5, 0, span(20), 4);
-        inputs.push(5, 1, span(5), 4);
+        inputs.push(7, 3, 0, span(10), When::Now, 4);
+        inputs.push(7, 5, 0, span(20), When::Now, 4);
+        inputs.push(7, 5, 1, span(5), When::Now, 4);
         let (a, b, c) =
             (inputs.next_chunk().unwrap(), inputs.next_chunk().unwrap(), inputs.next_chunk().unwrap());
         assert_eq!(inputs.released(9), 2);
-        assert!(!inputs.sent(&b) && !inputs.sent(&c));
-        assert_eq!(inputs.released(9), 2);
+        assert!(!inputs.sent(&b) && inputs.sent(&c));
+        assert_eq!((inputs.released(9), inputs.len()), (2, 1));
         assert!(inputs.sent(&a));
         assert_eq!((inputs.released(9), inputs.len()), (9, 0));
     }
@@ -286,16 +389,62 @@ mod tests {
     fn chunks_cover_a_transfer_once_and_in_order() {
         for len in [1, MIN_CHUNK, MIN_CHUNK + 1, 7 * MAX_CHUNK + 13, 100 * MAX_CHUNK] {
             let mut inputs = Inputs::default();
-            inputs.push(1, 0, span(len), 4);
+            inputs.push(0, 1, 0, span(len), When::Now, 4);
             let mut at = 0;
-            while let Some(chunk) = inputs.next_chunk() {
-                assert_eq!(chunk.at, at);
-                assert!(u64::from(chunk.len) <= MAX_CHUNK + MAX_CHUNK / 4);
-                at += u64::from(chunk.len);
-                inputs.sent(&chunk);
+            for step in 1..=4 {
+                inputs.grant(1, 0, len / 4 * step + len % 4);
+                while let Some(chunk) = inputs.next_chunk() {
+                    assert_eq!(chunk.at, at);
+                    assert!(u64::from(chunk.len) <= MAX_CHUNK + MAX_CHUNK / 4);
+                    at += u64::from(chunk.len);
+                    assert!(at <= EAGER_PIECE.max(len / 4 * step + len % 4));
+                    inputs.sent(&chunk);
+                }
             }
             assert_eq!((at, inputs.len()), (len, 0));
         }
+    }
+
+    #[test]
+    fn a_stream_without_room_keeps_back_no_other_and_no_later_data_is_eager_for_ever() {
+        let mut inputs = Inputs::default();
+        inputs.push(1, 1, 0, span(64 << 20), When::Now, 4);
+        inputs.push(1, 2, 0, span(100), When::Now, 4);
+        inputs.push(2, 3, 0, span(100), When::Now, 4);
+        inputs.push(3, 4, 0, span(100), When::Late, 4);
+        let sent = drain(&mut inputs);
+        assert!(
+            sent.iter().all(|(seq, at, len)| *seq == 3 || (*seq == 1 && at + len <= EAGER_PIECE)),
+            "{sent:?}"
+        );
+        assert!(sent.contains(&(3, 0, 100)) && !inputs.has_jobs());
+        inputs.grant(4, 0, u64::MAX);
+        assert_eq!(drain(&mut inputs), [(4, 0, 100)]);
+        // What the server has no place for is not sent without end.
+        for seq in 5..500 {
+            inputs.push(9, seq, 0, span(EAGER_PIECE), When::Now, 4);
+        }
+        let bytes: u64 = drain(&mut inputs).iter().map(|(_, _, len)| len).sum();
+        assert!(bytes <= EAGER, "{bytes}");
+        let asks = inputs.take_asks();
+        assert!(asks.len() as u64 >= 495 - EAGER / EAGER_PIECE && inputs.take_asks().is_empty());
+        assert!(inputs.placed(bytes + EAGER_PIECE + 100) && !inputs.placed(EAGER));
+        inputs.grant(1, 0, 64 << 20);
+        asks.iter().for_each(|(seq, piece)| inputs.grant(*seq, *piece, EAGER_PIECE));
+        drain(&mut inputs);
+        assert_eq!((inputs.len(), inputs.flows.len(), inputs.places.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn streams_take_turns() {
+        let mut inputs = Inputs::default();
+        inputs.push(1, 1, 0, span(64 << 20), When::Now, 4);
+        inputs.grant(1, 0, 64 << 20);
+        inputs.next_chunk();
+        inputs.push(2, 2, 0, span(100), When::Now, 4);
+        inputs.push(3, 3, 0, span(4 << 20), When::Now, 4);
+        let first: Vec<u64> = (0..4).filter_map(|_| inputs.next_chunk()).map(|chunk| chunk.seq).collect();
+        assert_eq!(first, [1, 2, 3, 1]);
     }
 
     #[test]

@@ -451,7 +451,7 @@ impl<'c> Relay<'c> {
             .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
         for piece in 0..self.uses.len() {
             let (range, write) = match self.uses[piece] {
-                DataUse::In(range) => (range, false),
+                DataUse::In(range) | DataUse::Late(range) => (range, false),
                 DataUse::Out(range) => (range, true),
             };
             let span = Span::new(self.arena.as_ref(), &self.regions, range, write).map_err(|what| {

@@ -1,0 +1,136 @@
+//! An idle session takes no processor time anywhere: not in the program, not in `vhost-rgpu`, not in `rgpu-server` or its worker. Counted, not timed: no thread of any
+//! of these processes is scheduled once while a session has nothing to do.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use support::{Rig, TRANSPORTS, Transport, eventually};
+
+/// How long nothing may happen: longer than any period at which something was ever looked at here.
+const QUIET: Duration = Duration::from_secs(6);
+
+/// What a thread has taken so far: context switches (voluntary and not), and clock ticks of processor time (user and system).
+type Taken = (u64, u64);
+
+fn field(text: &str, name: &str) -> Result<u64> {
+    let value =
+        text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
+    Ok(value.trim().parse()?)
+}
+
+/// Every thread of a process, by its name and number.
+fn threads(pid: u32) -> Result<BTreeMap<String, Taken>> {
+    let mut all = BTreeMap::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?;
+        let status = std::fs::read_to_string(task.path().join("status"))?;
+        let stat = std::fs::read_to_string(task.path().join("stat"))?;
+        let name = std::fs::read_to_string(task.path().join("comm"))?;
+        // The name may hold anything; what follows it does not hold a parenthesis.
+        let after = stat.rsplit(')').next().context("no name in stat")?;
+        let numbers: Vec<&str> = after.split_whitespace().collect();
+        let ticks = numbers[11].parse::<u64>()? + numbers[12].parse::<u64>()?;
+        let switches =
+            field(&status, "voluntary_ctxt_switches:")? + field(&status, "nonvoluntary_ctxt_switches:")?;
+        all.insert(format!("{pid} {} {}", name.trim(), task.file_name().display()), (switches, ticks));
+    }
+    Ok(all)
+}
+
+fn children(pid: u32) -> Result<Vec<u32>> {
+    let mut all = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let list = std::fs::read_to_string(task?.path().join("children")).unwrap_or_default();
+        all.extend(list.split_whitespace().filter_map(|child| child.parse::<u32>().ok()));
+    }
+    Ok(all)
+}
+
+/// All threads of the daemons, of the workers, and of `more`.
+fn everybody(rig: &Rig, more: &[u32]) -> Result<BTreeMap<String, Taken>> {
+    let mut all = BTreeMap::new();
+    for daemon in rig.daemons() {
+        for pid in children(daemon.pid())?.into_iter().chain([daemon.pid()]) {
+            all.append(&mut threads(pid)?);
+        }
+    }
+    for pid in more {
+        all.append(&mut threads(*pid)?);
+    }
+    Ok(all)
+}
+
+/// Requires that sooner or later nobody is scheduled for [`QUIET`].
+fn comes_to_rest(rig: &Rig, more: &[u32]) -> Result<()> {
+    eventually(|| {
+        let before = everybody(rig, more)?;
+        std::thread::sleep(QUIET);
+        let after = everybody(rig, more)?;
+        let moved: Vec<String> = after
+            .iter()
+            .filter(|(name, taken)| before.get(*name) != Some(taken))
+            .map(|(name, taken)| format!("{name}: {:?} became {taken:?}", before.get(name)))
+            .collect();
+        ensure!(
+            moved.is_empty() && before.len() == after.len(),
+            "in {QUIET:?} of quiet:\n{}",
+            moved.join("\n")
+        );
+        Ok(())
+    })
+}
+
+/// A program that has worked, and waits for its standard input to be closed.
+struct Idle(Child);
+
+impl Idle {
+    fn start(rig: &Rig, transport: Transport) -> Result<Self> {
+        let mut command: Command = rig.program(transport, "idle")?;
+        command.arg("wait").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("cannot start a program")?;
+        let output = child.stdout.as_mut().context("no standard output")?;
+        let mut line = [0; 5];
+        std::io::Read::read_exact(output, &mut line).context("the program ended too soon")?;
+        ensure!(&line == b"IDLE\n", "the program said {:?}", String::from_utf8_lossy(&line));
+        Ok(Self(child))
+    }
+
+    /// Lets it work again, and requires that it passes.
+    fn passes(mut self) -> Result<()> {
+        drop(self.0.stdin.take());
+        let mut text = String::new();
+        let mut output = self.0.stdout.take().context("no standard output")?;
+        std::io::Read::read_to_string(&mut output, &mut text)?;
+        ensure!(self.0.wait()?.success() && text.contains("PASS idle"), "after its rest: {text}");
+        Ok(())
+    }
+}
+
+impl Drop for Idle {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn idle_daemons_and_sessions_take_no_processor_time() -> Result<()> {
+    let rig = Rig::start("idle")?;
+    comes_to_rest(&rig, &[]).context("with no session")?;
+    let programs = TRANSPORTS.map(|transport| Idle::start(&rig, transport));
+    let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
+    let pids: Vec<u32> = programs.iter().map(|program| program.0.id()).collect();
+    comes_to_rest(&rig, &pids).context("with a session of each transport that has worked")?;
+    // The status is right all the same, and whoever rested works again.
+    let sessions = rig.server.status()?["sessions"].as_array().map_or(0, Vec::len);
+    assert_eq!(sessions, 2);
+    for program in programs {
+        program.passes()?;
+    }
+    comes_to_rest(&rig, &[]).context("after the sessions' end")?;
+    Ok(())
+}
