@@ -518,6 +518,19 @@ fn hostile_values_in_well_formed_commands_are_errors() {
         };
         assert_eq!(s.call(&draft(&[0xff; 40])).unwrap_err(), Status::INVALID_VALUE);
         s.push(&GraphForget { graph: GraphId(77) });
+        assert!(s.call(&LinkComplete { link: LinkId(3), image: HostOut(wild) }).is_err());
+        s.call(&LinkCreate { context: ContextId(0), link: LinkId(3), options: vec![] }).unwrap();
+        let add = |kind, data| LinkAdd {
+            link: LinkId(3),
+            kind,
+            name: "x",
+            options: vec![],
+            data: HostIn::Inline(data),
+        };
+        assert_eq!(s.call(&add(jit_input::LAST + 1, b"x")).unwrap_err(), Status::INVALID_VALUE);
+        let refused = s.call(&add(jit_input::PTX, b"no PTX")).unwrap();
+        assert!(refused.result != 0 && !refused.error_log.is_empty());
+        s.push(&LinkDestroy { link: LinkId(77) });
         let long = vec![memory_op(memory_op::WRITE_32, BASE, 1); memory_op::MOST + 1];
         let far = vec![memory_op(memory_op::WRITE_32, u64::MAX - 3, 1)];
         let odd = vec![memory_op(memory_op::WAIT_64, BASE + 4, 1)];

@@ -40,6 +40,8 @@ handles! {
     EventId(u32) => Event;
     /// A loaded module or library.
     ModuleId(u32);
+    /// A linker at work.
+    LinkId(u32);
     /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
     FunctionId(u64);
     /// An instantiated graph.

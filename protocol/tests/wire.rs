@@ -81,6 +81,8 @@ fn only_operations_with_data_are_marked_so() {
             "memcpy_dtoh_3d",
             "module_load",
             "module_info",
+            "link_add",
+            "link_complete",
             "graph_instantiate",
             "graph_update",
             "graph_instantiate_draft"

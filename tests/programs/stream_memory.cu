@@ -104,7 +104,7 @@ static void on_device() {
 // The program writes what a stream waits for, and reads what a stream writes.
 static void on_host() {
     volatile unsigned *pinned;
-    OK(cuMemHostAlloc((void **)&pinned, 4096, CU_MEMHOSTALLOC_DEVICEMAP));
+    OK(cuMemHostAlloc((void **)&pinned, 4096, CU_MEMHOSTALLOC_PORTABLE));
     memset((void *)pinned, 0, 4096);
     CUdeviceptr at = (CUdeviceptr)pinned;
     CHECK(cudaMemset(value, 0, sizeof *value));
@@ -143,6 +143,23 @@ static void on_host() {
     OK(cuStreamSynchronize(a));
     REQUIRE(pinned[1] == 9 && fetch().narrow[1] == 2, "the chain ended with %u and %u", pinned[1], fetch().narrow[1]);
     OK(cuMemFreeHost((void *)pinned));
+
+    // Mapped memory, by the address that the device has for it, in turn with a kernel.
+    int *mapped;
+    CUdeviceptr reached;
+    OK(cuMemHostAlloc((void **)&mapped, 4096, CU_MEMHOSTALLOC_DEVICEMAP));
+    OK(cuMemHostGetDevicePointer(&reached, mapped, 0));
+    mapped[0] = 3;
+    step<<<1, 1, 0, a>>>((int *)reached, 5, 1);
+    LAUNCHED();
+    OK(cuStreamWriteValue32(a, reached + 4, 17, 0));
+    OK(cuStreamWriteValue64(a, reached + 8, 1ull << 36, 0));
+    step<<<1, 1, 0, a>>>((int *)reached + 1, 1, 1);
+    LAUNCHED();
+    OK(cuStreamSynchronize(a));
+    REQUIRE(mapped[0] == 16 && mapped[1] == 18 && mapped[2] == 0 && mapped[3] == 16, "mapped memory has %d %d %d %d", mapped[0], mapped[1],
+            mapped[2], mapped[3]);
+    OK(cuMemFreeHost(mapped));
 }
 
 static void batches() {

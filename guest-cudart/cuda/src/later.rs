@@ -80,14 +80,6 @@ mod decompression {
     }
 }
 
-/// The driver's linker: not built yet (nvJitLink works).
-mod linker {
-    unsupported! {
-        cuLinkAddData, cuLinkAddData_v2, cuLinkAddFile, cuLinkAddFile_v2, cuLinkComplete, cuLinkCreate, cuLinkCreate_v2,
-        cuLinkDestroy,
-    }
-}
-
 /// Core dumps, logs, checkpoints and notifications are of the machine that has the GPU.
 mod tools {
     unsupported! {

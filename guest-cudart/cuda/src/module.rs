@@ -118,7 +118,7 @@ impl Jit {
     ///
     /// # Safety
     /// The options were read from arrays that are still there, and the buffers in them may be written.
-    unsafe fn report(&self, info: &str, error: &str) {
+    pub unsafe fn report(&self, info: &str, error: &str) {
         for (buffer, size, text) in [(self.info, self.sizes[0], info), (self.error, self.sizes[1], error)] {
             let mut filled = 0;
             if let Some((at, room)) = buffer {

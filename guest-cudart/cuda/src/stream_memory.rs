@@ -35,10 +35,21 @@ pub(crate) struct Operations {
     ops: Vec<Checked>,
 }
 
-/// An operation, and whether its word is in memory of this process that the device does not reach.
+/// An operation, and where its word is.
 struct Checked {
     op: MemoryOp,
-    here: bool,
+    place: Where,
+}
+
+/// Whose a word is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Where {
+    /// The device's, or one that it reaches.
+    Device,
+    /// The device's and this process's by turns.
+    InTurn,
+    /// This process's.
+    Here,
 }
 
 /// A wait of a stream for a word of this process's.
@@ -118,7 +129,7 @@ impl Operations {
     #[cfg(test)]
     pub fn waiting() -> Arc<Operations> {
         let op = MemoryOp { operation: memory_op::WAIT_32, flags: 0, address: 0, value: 1 };
-        Arc::new(Operations { given: Box::new([]), ops: vec![Checked { op, here: false }] })
+        Arc::new(Operations { given: Box::new([]), ops: vec![Checked { op, place: Where::Device }] })
     }
 
     /// Whether one of them waits.
@@ -128,7 +139,7 @@ impl Operations {
 
     /// Whether the device does all of them.
     pub fn is_on_device(&self) -> bool {
-        self.ops.iter().all(|op| !op.here)
+        self.ops.iter().all(|op| op.place != Where::Here)
     }
 
     /// All of them as one operation of the server's; `None`: some are for this process.
@@ -138,9 +149,12 @@ impl Operations {
 
     /// Puts them on a stream that is not being captured.
     pub fn run(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
-        for ops in self.ops.chunk_by(|a, b| !a.here && !b.here) {
-            let Checked { op, here } = &ops[0];
-            if !here {
+        for ops in self.ops.chunk_by(|a, b| a.place != Where::Here && b.place != Where::Here) {
+            let Checked { op, place } = &ops[0];
+            if *place != Where::Here {
+                for Checked { op, .. } in ops.iter().filter(|op| op.place == Where::InTurn) {
+                    managed::lend(op.address, op.width())?;
+                }
                 let seq = driver.session.append(&on_server(stream.id, ops))?;
                 stream.worked(seq);
                 if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
@@ -196,16 +210,29 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
             &SAID,
         );
     }
-    if managed::is_here(op.address) {
-        // Of memory on which host and device take turns the host's word counts; that of managed memory is not to be waited for.
-        let here = managed::as_host(driver, op.address).is_some();
-        memory::check(driver, op.address, op.width())?;
-        return if here || !op.is_wait() { Ok(Checked { op, here }) } else { Err(Status::INVALID_VALUE) };
+    place(driver, &op).map(|place| Checked { op, place })
+}
+
+/// Where an operation's word is.
+fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if op.width() == 0 {
+        return Ok(Where::Device);
     }
-    let reached = op.width() == 0
-        || memory::check(driver, op.address, op.width()).is_ok()
-        || host::is_mapped(op.address);
-    if reached || is_pinned(&op) { Ok(Checked { op, here: !reached }) } else { Err(Status::INVALID_VALUE) }
+    match memory::check(driver, op.address, op.width()) {
+        Ok(found) if !found.managed => Ok(Where::Device),
+        // CUDA has no such operations on managed memory.
+        Ok(_) if managed::as_host(driver, op.address).is_none() => Err(Status::INVALID_VALUE),
+        // The program would write the word while the stream waits, and would have to wait for its turn until the stream is done.
+        Ok(_) if op.is_wait() => refuse_form(
+            "a wait for mapped memory that the program has in turn with a GPU in another machine",
+            &SAID,
+        ),
+        Ok(_) => Ok(Where::InTurn),
+        Err(_) if host::is_mapped(op.address) => Ok(Where::Device),
+        Err(_) if is_pinned(op) => Ok(Where::Here),
+        Err(status) => Err(status),
+    }
 }
 
 /// Holds a stream until a word of this process's memory is as it is waited for.

@@ -544,7 +544,8 @@ api! {
         })
     }
 
-    fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) {
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *const c_void) {
+        let address = address as u64;
         non_null(handle)?;
         driver()?;
         let space = write();

@@ -14,6 +14,11 @@ use crate::error::{cudaGetErrorName, cudaGetErrorString};
 use crate::properties::{self, DeviceProp};
 use crate::types::*;
 
+#[path = "../../c_signatures.rs"]
+mod c_signatures;
+
+use c_signatures::{Class, bracketed, classes, prototypes, split};
+
 const VERSION: &str = if cfg!(feature = "v12") { "12.8" } else { "13.0" };
 const PACKAGE: &str =
     if cfg!(feature = "v12") { "nvidia-cuda-runtime-cu12==12.8.*" } else { "nvidia-cuda-runtime==13.0.*" };
@@ -302,53 +307,26 @@ fn structures_that_go_through_unread_are_the_same_in_both_apis() {
     compile(&code);
 }
 
-/// How an argument travels, which is what has to agree: a pointer, an integer of some width, a structure of some
-/// size.
-fn class_of_c(argument: &str) -> &'static str {
-    let argument = argument.replace("const ", "").replace("struct ", "");
-    let argument = argument.trim();
-    if argument.contains('*') {
-        return "pointer";
-    }
-    if argument.starts_with("enum ") {
-        return "32 bits";
-    }
-    match argument.rsplit_once(' ').map_or(argument, |(kind, _)| kind.trim()) {
-        "int" | "unsigned int" | "cudaLaunchAttributeID" | "cudaError_t" | "cudaLogIterator" => "32 bits",
-        "size_t"
-        | "unsigned long long"
-        | "cudaTextureObject_t"
-        | "cudaSurfaceObject_t"
-        | "cudaGraphConditionalHandle" => "64 bits",
-        "float" => "float",
-        "dim3" => "3 times 32 bits",
-        "cudaExtent" => "3 times 64 bits",
-        "cudaPitchedPtr" => "4 times 64 bits",
-        "cudaMemLocation" => "2 times 32 bits",
-        "cudaIpcMemHandle_t" | "cudaIpcEventHandle_t" => "64 bytes",
-        // Everything else that is passed by value is a handle or a function of the program.
-        _ => "pointer",
-    }
-}
-
-fn class_of_rust(kind: &str) -> &'static str {
+/// How an argument of this library's travels.
+fn class_of_rust(kind: &str) -> Class {
     let kind = kind.trim().trim_start_matches("crate::types::");
     match kind {
-        "c_int" | "c_uint" => "32 bits",
-        "usize" | "u64" => "64 bits",
-        "f32" => "float",
-        "Dim3" => "3 times 32 bits",
-        "Extent" => "3 times 64 bits",
-        "PitchedPtr" => "4 times 64 bits",
-        "CUmemLocation" => "2 times 32 bits",
-        "CUipcMemHandle" | "CUipcEventHandle" => "64 bytes",
-        _ if kind.starts_with('*') || kind.starts_with("CU") => "pointer",
+        "c_int" | "c_uint" => Class::Integer(4),
+        "usize" | "u64" => Class::Integer(8),
+        "f32" => Class::Float(4),
+        "Dim3" => Class::Record(size_of::<Dim3>()),
+        "Extent" => Class::Record(size_of::<Extent>()),
+        "PitchedPtr" => Class::Record(size_of::<PitchedPtr>()),
+        "CUmemLocation" => Class::Record(size_of::<CUmemLocation>()),
+        "CUipcMemHandle" => Class::Record(size_of::<CUipcMemHandle>()),
+        "CUipcEventHandle" => Class::Record(size_of::<CUipcEventHandle>()),
+        _ if kind.starts_with('*') || kind.starts_with("CU") => Class::Pointer,
         _ => panic!("an argument of type {kind}"),
     }
 }
 
 /// The functions that the `api!` blocks of this version declare, with their arguments' classes.
-fn declared_functions() -> Vec<(String, Vec<&'static str>)> {
+fn declared_functions() -> Vec<(String, Vec<Class>)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).expect("src") {
         let path = entry.expect("an entry").path();
@@ -381,14 +359,11 @@ fn declared_functions() -> Vec<(String, Vec<&'static str>)> {
                     .unwrap_or_default()
                     .to_owned();
                 let start = block.find(entry).expect("a part of the block");
-                let arguments = block[start..]
-                    .split_once('(')
-                    .and_then(|rest| rest.1.split_once(')'))
-                    .expect("arguments")
-                    .0;
+                let open = block[start..].find('(').expect("arguments");
+                let arguments = split(bracketed(&block[start + open..]));
                 let kinds = arguments
-                    .split(',')
-                    .filter_map(|argument| Some(class_of_rust(argument.split_once(':')?.1)));
+                    .into_iter()
+                    .map(|argument| class_of_rust(argument.split_once(':').expect("a name and a type").1));
                 found.push((name, kinds.collect()));
             }
         }
@@ -398,22 +373,16 @@ fn declared_functions() -> Vec<(String, Vec<&'static str>)> {
 
 #[test]
 fn functions_take_what_the_header_says() {
-    let mut command = Command::new("gcc");
-    command.args(["-E", "-P", "-x", "c", "-include", "cuda_runtime_api.h", "/dev/null"]);
-    for include in &nvidia().includes {
-        command.arg("-I").arg(include);
-    }
-    let header = run(&mut command).split_whitespace().collect::<Vec<_>>().join(" ");
+    let includes = &nvidia().includes;
+    let declared = prototypes(includes, "cuda_runtime_api.h", &[], "cudaError_t");
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let types = declared.values().flatten().cloned().collect();
+    let classes = classes(includes, "cuda_runtime_api.h", &[], types, scratch.path());
     let mut compared = 0;
     for (name, ours) in declared_functions() {
-        let Some(arguments) =
-            header.split(&format!("cudaError_t {name}(")).nth(1).and_then(|rest| rest.split(");").next())
-        else {
-            continue;
-        };
-        let theirs: Vec<_> =
-            arguments.split(',').filter(|argument| argument.trim() != "void").map(class_of_c).collect();
-        assert_eq!(ours, theirs, "{name}");
+        let Some(arguments) = declared.get(&name) else { continue };
+        let theirs: Vec<Class> = arguments.iter().map(|kind| classes[kind]).collect();
+        assert_eq!(ours, theirs, "{name}: {arguments:?}");
         compared += 1;
     }
     // All but what returns no error, what is not in the header, and what `unsupported!` and plain functions export.

@@ -1,7 +1,7 @@
 //! Modules, functions and their variables.
 
 use crate::data::{HostIn, HostOut};
-use crate::handle::{ContextId, FunctionId, ModuleId};
+use crate::handle::{ContextId, FunctionId, LinkId, ModuleId};
 use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
 
@@ -44,6 +44,18 @@ crate::wire_struct! {
         /// Value.
         value: u64,
     }
+}
+
+/// `CUjitInputType`.
+pub mod jit_input {
+    /// Machine code.
+    pub const CUBIN: u32 = 0;
+    /// PTX.
+    pub const PTX: u32 = 1;
+    /// A fat binary.
+    pub const FATBINARY: u32 = 2;
+    /// The last kind: intermediate code.
+    pub const LAST: u32 = 5;
 }
 
 ops! {
@@ -170,5 +182,59 @@ ops! {
     } -> OccupancyMaxPotentialClusterSizeReply {
         /// Blocks of a cluster.
         size: i32,
+    }
+
+    /// `cuLinkCreate`.
+    sync 0x050a link_create: LinkCreate {
+        /// Context.
+        context: ContextId,
+        /// Its name, not in use.
+        link: LinkId,
+        /// JIT options.
+        options: Vec<JitOption>,
+    } -> LinkCreateReply {}
+
+    /// `cuLinkAddData`, `cuLinkAddFile`. What the linker says of it is told whether it takes it or not.
+    sync 0x050b link_add: LinkAdd<'a> {
+        /// The linker.
+        link: LinkId,
+        /// `CUjitInputType`: see [`jit_input`].
+        kind: u32,
+        /// What messages call it.
+        name: &'a str,
+        /// JIT options for it alone.
+        options: Vec<JitOption>,
+        /// The input.
+        data: HostIn<'a>,
+    } -> LinkAddReply {
+        /// `CUresult`.
+        result: u32,
+        /// What the linker has said so far, cut to what a reply holds.
+        info_log: String,
+        /// The same of errors.
+        error_log: String,
+    }
+
+    /// `cuLinkComplete`. An image that fits `image` is written there; for one that does not, it is asked again.
+    sync 0x050c link_complete: LinkComplete {
+        /// The linker.
+        link: LinkId,
+        /// Room for the image.
+        image: HostOut,
+    } -> LinkCompleteReply {
+        /// `CUresult`.
+        result: u32,
+        /// Size of the image in bytes.
+        size: u64,
+        /// As in [`LinkAddReply`].
+        info_log: String,
+        /// As in [`LinkAddReply`].
+        error_log: String,
+    }
+
+    /// `cuLinkDestroy`.
+    async 0x050d link_destroy: LinkDestroy {
+        /// The linker.
+        link: LinkId,
     }
 }

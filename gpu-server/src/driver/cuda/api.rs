@@ -8,7 +8,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use cudarc::driver::sys;
 pub use sys::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_MEMCPY3D, CUarray, CUcontext, CUdevice, CUdeviceptr, CUevent,
-    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUlaunchConfig, CUmipmappedArray, CUmodule, CUstream,
+    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUlaunchConfig, CUlinkState, CUmipmappedArray, CUmodule,
+    CUstream,
 };
 
 use protocol::Status;
@@ -54,6 +55,9 @@ macro_rules! api {
     };
     (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty)) => {
         api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f);
+    };
+    (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty, $g:ty, $h:ty)) => {
+        api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f, g: $g, h: $h);
     };
     (@method $name:ident $symbol:literal ($a:ty, $b:ty, $c:ty, $d:ty, $e:ty, $f:ty, $g:ty, $h:ty, $i:ty, $j:ty, $k:ty, $l:ty)) => {
         api!(@write $name $symbol a: $a, b: $b, c: $c, d: $d, e: $e, f: $f, g: $g, h: $h, i: $i, j: $j, k: $k, l: $l);
@@ -152,6 +156,12 @@ api! {
     module_functions = "cuModuleEnumerateFunctions" (*mut CUfunction, c_uint, CUmodule);
     pointer_attribute = "cuPointerGetAttribute" (*mut c_void, c_uint, CUdeviceptr);
     module_global = "cuModuleGetGlobal_v2" (*mut CUdeviceptr, *mut usize, CUmodule, *const c_char);
+    link_create = "cuLinkCreate_v2" (c_uint, *mut u32, *mut *mut c_void, *mut CUlinkState);
+    link_add = "cuLinkAddData_v2" (
+        CUlinkState, u32, *mut c_void, usize, *const c_char, c_uint, *mut u32, *mut *mut c_void
+    );
+    link_complete = "cuLinkComplete" (CUlinkState, *mut *mut c_void, *mut usize);
+    link_destroy = "cuLinkDestroy" (CUlinkState);
     function_name = "cuFuncGetName" (*mut *const c_char, CUfunction);
     function_param_raw = "cuFuncGetParamInfo" (CUfunction, usize, *mut usize, *mut usize);
     function_load = "cuFuncLoad" (CUfunction);

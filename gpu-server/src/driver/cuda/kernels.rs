@@ -22,7 +22,7 @@ use crate::driver::call::Call;
 const POINTER_IS_MANAGED: u32 = 8;
 
 /// Bytes of an image at most.
-const MAX_IMAGE: u64 = 4 << 30;
+pub(super) const MAX_IMAGE: u64 = 4 << 30;
 /// Function attributes are told for modules of up to this many functions, since a function must be loaded before its attributes can be asked for.
 const TELL_ATTRIBUTES: usize = 16;
 /// Number of function attributes.
@@ -130,8 +130,54 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), St
     Ok((functions, bytes))
 }
 
+/// Options of the compiler and the linker as the driver takes them: integers only. What names memory of the client's means nothing here: wall time, logs, symbols.
+pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>), Status> {
+    let (mut numbers, mut values) = (Vec::new(), Vec::new());
+    for option in options {
+        if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33)
+        {
+            numbers.push(option.option);
+            values.push(option.value as *mut c_void);
+        } else if !matches!(option.option, 2..=6) {
+            tracing::warn!(option = option.option, "JIT option refused");
+            return Err(Status::NOT_SUPPORTED);
+        }
+    }
+    Ok((numbers, values))
+}
+
+/// What the compiler or the linker says: its messages, its errors.
+pub(super) struct Logs([Box<[u8]>; 2]);
+
+impl Logs {
+    /// Room for `room` bytes of each.
+    pub(super) fn new(room: usize) -> Logs {
+        Logs([vec![0; room].into(), vec![0; room].into()])
+    }
+
+    /// Adds the options by which the driver writes here, as long as it is told to.
+    pub(super) fn ask(&mut self, numbers: &mut Vec<u32>, values: &mut Vec<*mut c_void>) {
+        numbers.extend([INFO_LOG, INFO_LOG_SIZE, ERROR_LOG, ERROR_LOG_SIZE]);
+        for log in &mut self.0 {
+            values.extend([log.as_mut_ptr().cast(), log.len() as *mut c_void]);
+        }
+    }
+
+    /// Both, as far as they are written.
+    pub(super) fn texts(&self) -> [String; 2] {
+        self.0.each_ref().map(|log| {
+            let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
+            String::from_utf8_lossy(&log[..end]).into_owned()
+        })
+    }
+}
+
 /// Writes `bytes` to the command's output if they fit.
-fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) -> Result<(), Status> {
+pub(super) fn write_if_it_fits(
+    cx: &mut Call,
+    room: protocol::data::HostOut,
+    bytes: &[u8],
+) -> Result<(), Status> {
     if bytes.len() as u64 > room.0.len {
         return Ok(());
     }
@@ -204,27 +250,9 @@ impl Cuda {
         options: &[JitOption],
         image: &[u8],
     ) -> Result<(CUmodule, String), Status> {
-        let mut logs = [vec![0u8; LOG], vec![0u8; LOG]];
-        let (mut numbers, mut values) = (Vec::new(), Vec::<*mut c_void>::new());
-        for option in options {
-            // Integers only; what names memory of the client's means nothing here: wall time, logs, symbols.
-            if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33)
-            {
-                numbers.push(option.option);
-                values.push(option.value as *mut c_void);
-            } else if !matches!(option.option, 2..=6) {
-                tracing::warn!(option = option.option, "JIT option refused");
-                return Err(Status::NOT_SUPPORTED);
-            }
-        }
-        let [info, error] = &mut logs;
-        numbers.extend([INFO_LOG, INFO_LOG_SIZE, ERROR_LOG, ERROR_LOG_SIZE]);
-        values.extend([
-            info.as_mut_ptr().cast(),
-            LOG as *mut c_void,
-            error.as_mut_ptr().cast(),
-            LOG as *mut c_void,
-        ]);
+        let mut logs = Logs::new(LOG);
+        let (mut numbers, mut values) = jit_options(options)?;
+        logs.ask(&mut numbers, &mut values);
         let mut module: CUmodule = std::ptr::null_mut();
         let count = numbers.len() as u32;
         // SAFETY: the image is whole (see `whole`) and NUL-terminated where it is text; the logs have the room that the options say.
@@ -237,10 +265,7 @@ impl Cuda {
                 values.as_mut_ptr(),
             )
         };
-        let [info, error] = logs.map(|log| {
-            let end = log.iter().position(|b| *b == 0).unwrap_or(LOG);
-            String::from_utf8_lossy(&log[..end]).into_owned()
-        });
+        let [info, error] = logs.texts();
         if loaded.is_err() && !error.is_empty() {
             tracing::warn!("module refused: {}", error.trim_end());
         }
@@ -284,6 +309,26 @@ impl ModuleOps<Call> for Cuda {
         self.modules.insert(op.module.0, loaded);
         written?;
         Ok(Answer::Now(ModuleLoadReply { info_size, info_log }))
+    }
+
+    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {
+        self.create_link(cx, &op).map(|()| Answer::Now(LinkCreateReply {}))
+    }
+
+    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Result<Answer<LinkAddReply>, Status> {
+        self.add_to_link(cx, op).map(Answer::Now)
+    }
+
+    fn link_complete(
+        &mut self,
+        cx: &mut Call,
+        op: LinkComplete,
+    ) -> Result<Answer<LinkCompleteReply>, Status> {
+        self.complete_link(cx, op).map(Answer::Now)
+    }
+
+    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result<(), Status> {
+        self.destroy_link(cx, &op)
     }
 
     fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {

@@ -1,7 +1,7 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`graph`] (with [`conditional`]), [`texture`], [`array`]: the chapters of operations;
+//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -18,6 +18,7 @@ mod host_map;
 mod ids;
 mod ipc;
 mod kernels;
+mod link;
 mod memory;
 mod nvml;
 mod ranges;
@@ -78,6 +79,7 @@ pub struct Cuda {
     lanes: Ids<Lane>,
     events: Ids<Moment>,
     modules: Ids<LoadedModule>,
+    links: HashMap<u32, link::Link>,
     graphs: Graphs,
     drafts: conditional::Drafts,
     arrays: Arrays,
@@ -221,6 +223,7 @@ impl Cuda {
             lanes: Ids::default(),
             events: Ids::default(),
             modules: Ids::default(),
+            links: HashMap::new(),
             graphs: Graphs::default(),
             drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
@@ -282,6 +285,7 @@ impl Cuda {
         self.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
         self.arrays.forget(context);

@@ -13,7 +13,7 @@ use super::{Software, code};
 use crate::driver::call::Call;
 
 /// Bytes of an image at most.
-const MAX_IMAGE: u64 = 1 << 30;
+pub(super) const MAX_IMAGE: u64 = 1 << 30;
 
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 const MAX_DYNAMIC_SHARED: u32 = 8;
@@ -77,7 +77,11 @@ impl LoadedModule {
 }
 
 /// Writes `bytes` to the command's output if they fit.
-fn write_if_it_fits(cx: &mut Call, room: protocol::data::HostOut, bytes: &[u8]) -> Result<(), Status> {
+pub(super) fn write_if_it_fits(
+    cx: &mut Call,
+    room: protocol::data::HostOut,
+    bytes: &[u8],
+) -> Result<(), Status> {
     if bytes.len() as u64 > room.0.len {
         return Ok(());
     }
@@ -130,6 +134,26 @@ impl ModuleOps<Call> for Software {
         write_if_it_fits(cx, op.info, &table)?;
         self.modules.insert(op.module.0, loaded);
         Ok(Answer::Now(ModuleLoadReply { info_size: table.len() as u64, info_log: String::new() }))
+    }
+
+    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {
+        self.create_link(cx, &op).map(|()| Answer::Now(LinkCreateReply {}))
+    }
+
+    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Result<Answer<LinkAddReply>, Status> {
+        self.add_to_link(cx, op).map(Answer::Now)
+    }
+
+    fn link_complete(
+        &mut self,
+        cx: &mut Call,
+        op: LinkComplete,
+    ) -> Result<Answer<LinkCompleteReply>, Status> {
+        self.complete_link(cx, op).map(Answer::Now)
+    }
+
+    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result<(), Status> {
+        self.destroy_link(cx, &op)
     }
 
     fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {

@@ -4,7 +4,7 @@
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
-//! - [`kernels`]: modules and launches;
+//! - [`kernels`]: modules and launches; [`link`]: the linker;
 //! - [`properties`]: what a device says of itself.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
@@ -13,6 +13,7 @@ mod array;
 mod conditional;
 mod graph;
 mod kernels;
+mod link;
 mod nvml;
 mod properties;
 mod stream_attributes;
@@ -58,6 +59,7 @@ pub struct Software {
     lanes: HashMap<u32, Lane>,
     events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
+    links: HashMap<u32, link::Link>,
     arrays: Arrays,
     space: Space<OwnedFd>,
     /// The way to the client's other sessions.
@@ -172,6 +174,7 @@ impl Software {
             lanes: HashMap::new(),
             events: HashMap::new(),
             modules: HashMap::new(),
+            links: HashMap::new(),
             arrays: Arrays::default(),
             space: Space::default(),
             broker: None,
@@ -223,6 +226,7 @@ impl Software {
         self.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
         self.forget_arrays(context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);

@@ -1,0 +1,148 @@
+//! What exported functions take, against the prototypes of `cuda.h` 13.0 and 12.8: how many arguments, and how each travels.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cuda::{ipc, types};
+
+#[path = "../../c_signatures.rs"]
+mod c_signatures;
+
+use c_signatures::{Class, bracketed, classes, prototypes, split};
+
+const HERE: &str = env!("CARGO_MANIFEST_DIR");
+
+/// The folder of a version's `cuda.h`: one that is there already, or that of the runtime's wheel, installed now.
+fn headers(places: &[&str], folder: &str, packages: &[&str]) -> Vec<PathBuf> {
+    let build = Path::new(HERE).join("../../build");
+    let found = places.iter().map(|place| build.join(place)).find(|include| include.join("cuda.h").exists());
+    vec![found.unwrap_or_else(|| {
+        let target = build.join(folder);
+        let installed = Command::new("python3")
+            .args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
+            .arg(&target)
+            .args(packages)
+            .status();
+        assert!(installed.is_ok_and(|status| status.success()), "{packages:?} cannot be installed");
+        build.join(places[places.len() - 1])
+    })]
+}
+
+/// Every function of a version's header in every form: as programs see it, with a default stream for each thread, and in the older forms.
+fn declared(includes: &[PathBuf]) -> BTreeMap<String, Vec<String>> {
+    let mut all: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for define in ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"] {
+        for (name, arguments) in prototypes(includes, "cuda.h", &[define], "CUresult") {
+            let before = all.insert(name.clone(), arguments.clone());
+            assert!(before.is_none_or(|before| before == arguments), "{name} has two prototypes");
+        }
+    }
+    all
+}
+
+/// The functions that `api!` blocks define, with their arguments' types.
+fn defined() -> BTreeMap<String, Vec<String>> {
+    fn sources(folder: &Path, found: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).expect("a folder of the crate") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                sources(&path, found);
+            } else if !path.ends_with("macros.rs") {
+                found.push(fs::read_to_string(&path).expect("a source file"));
+            }
+        }
+    }
+    let mut texts = Vec::new();
+    sources(&Path::new(HERE).join("src"), &mut texts);
+    let mut all = BTreeMap::new();
+    for text in &texts {
+        for (at, _) in text.match_indices("\napi! {") {
+            let block = text[at..].split("\n}").next().unwrap_or_default();
+            let items = block.match_indices("\n    fn ").chain(block.match_indices("\n    alias "));
+            for (at, opening) in items {
+                let item = &block[at + opening.len()..];
+                let open = item.find('(').expect("arguments");
+                let arguments = split(bracketed(&item[open..])).into_iter().map(|argument| {
+                    let (_, kind) = argument.split_once(':').expect("a name and a type");
+                    kind.trim().to_owned()
+                });
+                let arguments: Vec<String> = arguments.collect();
+                // `fn a / b(…)`, `alias a = b(…)`: the second name of an alias is another item's.
+                let names = item[..open].split('=').next().unwrap_or_default();
+                for name in names.split('/').map(str::trim) {
+                    assert!(all.insert(name.to_owned(), arguments.clone()).is_none(), "{name} twice");
+                }
+            }
+        }
+    }
+    all
+}
+
+/// What C's argument may be where Rust's is this. A handle is a word here, and so is a size.
+fn fits(rust: &str, c: Class) -> bool {
+    match rust {
+        "usize" => matches!(c, Class::Pointer | Class::Integer(8)),
+        "u64" | "i64" => c == Class::Integer(8),
+        "u32" | "i32" => c == Class::Integer(4),
+        "u16" => c == Class::Integer(2),
+        "u8" => c == Class::Integer(1),
+        "f32" => c == Class::Float(4),
+        "MemLocation" => c == Class::Record(size_of::<types::MemLocation>()),
+        "IpcHandle" => c == Class::Record(size_of::<ipc::IpcHandle>()),
+        _ if rust.starts_with('*') || rust.starts_with("Option<") => c == Class::Pointer,
+        _ => panic!("an argument of type {rust}"),
+    }
+}
+
+fn compare(includes: &[PathBuf], least: usize) {
+    let declared = declared(includes);
+    let types: BTreeSet<String> = declared.values().flatten().cloned().collect();
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    // Only so has the header the types of the older forms as well.
+    let classes = classes(includes, "cuda.h", &["__CUDA_API_VERSION_INTERNAL"], types, scratch.path());
+    let mut compared = 0;
+    let mut wrong = Vec::new();
+    for (name, ours) in defined() {
+        let Some(theirs) = declared.get(&name) else { continue };
+        let same =
+            ours.len() == theirs.len() && ours.iter().zip(theirs).all(|(rust, c)| fits(rust, classes[c]));
+        if !same {
+            wrong.push(format!("{name}: {ours:?} here, {theirs:?} there"));
+        }
+        compared += 1;
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(compared >= least, "{compared} functions were compared");
+}
+
+#[test]
+fn functions_take_what_the_header_of_13_says() {
+    let places = ["cuda13/nvidia/cu13/include", "cuda13-headers/nvidia/cu13/include"];
+    let packages = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"];
+    compare(&headers(&places, "cuda13-headers", &packages), 440);
+}
+
+#[test]
+fn functions_take_what_the_header_of_12_says() {
+    let places =
+        ["cuda-runtime/12.8/nvidia/cuda_runtime/include", "cuda12-headers/nvidia/cuda_runtime/include"];
+    compare(&headers(&places, "cuda12-headers", &["nvidia-cuda-runtime-cu12==12.8.90"]), 430);
+}
+
+/// The comparison itself: what differs is seen.
+#[test]
+fn a_difference_is_seen() {
+    for (rust, c) in [
+        ("u32", Class::Pointer),
+        ("u64", Class::Pointer),
+        ("u32", Class::Integer(8)),
+        ("*mut u32", Class::Integer(8)),
+        ("usize", Class::Record(8)),
+        ("MemLocation", Class::Integer(8)),
+        ("f32", Class::Integer(4)),
+    ] {
+        assert!(!fits(rust, c), "{rust} is not {c:?}");
+    }
+}
