@@ -170,8 +170,8 @@ fn a_wrong_choice_is_named(bed: &Bed) -> Result<()> {
         ("--port 2", "NoPort"),
         ("--mtu 8192", "active: 4096"),
         ("--gid-index 200", "entry 200"),
-        ("--queue-pairs 8", "rdma_queue_pairs"),
-        ("--queue-depth 0", "rdma_queue_depth"),
+        ("--queue-pairs 8", "queue_pairs 8: must be 1 to 7"),
+        ("--queue-depth 0", "queue_depth 0"),
     ] {
         let said = bed.fails(options, SHORT)?;
         ensure!(said.contains(words), "{options}: {said}");

@@ -130,7 +130,7 @@ impl<'c> Relay<'c> {
             .map_err(broken)?;
         let now = Instant::now();
         let most = u64::from(queues.slot_size - SLOT_DATA);
-        let under_way = link.data_queues() * config.verbs.queue_depth as usize;
+        let under_way = link.most_under_way();
         Ok(Relay {
             core,
             mailbox,
