@@ -186,7 +186,7 @@ impl<'c> Relay<'c> {
             }
         }
         let farewell = match &end {
-            EndReason::Asked(reason) => Some(reason.clone()),
+            EndReason::Asked(_) => Some(String::new()),
             EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) | EndReason::Gone(_) => {
                 Some(end.text(&self.core.server))
             }
