@@ -34,6 +34,7 @@ use super::outgoing::{Lent, Outgoing};
 use super::ring::{Arrivals, Freed, Ring};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use crate::verbs::{
     Access, Device, DeviceEvent, Domain, Event, Link, Put, Registration, Settings, Slab, Unconnected,
@@ -70,7 +71,7 @@ pub struct VerbsCommands {
     records: Vec<u8>,
     at: usize,
     seq: u64,
-    polling: Polling,
+    poll: PollTime,
 }
 
 /// The side of every other thread.
@@ -198,13 +199,14 @@ impl VerbsCommands {
                 stop,
             }
         });
+        let poll = PollTime::giving_way(polling.most, cores());
         let pump = Arc::clone(&client);
         std::thread::Builder::new()
             .name("rgpu-pump".into())
-            .spawn(move || pump.pump(polling))
+            .spawn(move || pump.pump(poll))
             .map_err(failed)?;
         let commands =
-            VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, polling };
+            VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, poll };
         Ok((commands, client))
     }
 
@@ -307,12 +309,20 @@ impl Commands for VerbsCommands {
                 return Ok(None);
             }
             client.flush_executed();
-            let until = Instant::now() + self.polling.most;
-            while client.waiting.load(Ordering::Acquire) == 0
-                && client.end.get().is_none()
-                && Instant::now() < until
-            {
-                std::hint::spin_loop();
+            let until = Instant::now() + self.poll.get();
+            loop {
+                if client.waiting.load(Ordering::Acquire) > 0 || client.end.get().is_some() {
+                    self.poll.paid();
+                    break;
+                }
+                if Instant::now() >= until {
+                    self.poll.wasted();
+                    break;
+                }
+                if self.poll.gives_way() {
+                    client.help();
+                }
+                self.poll.pause();
             }
             let mut arrived = lock(&client.arrived);
             while arrived.is_empty() && client.end.get().is_none() {
@@ -352,33 +362,61 @@ impl VerbsClient {
     }
 
     /// Takes completions until the session ends.
-    fn pump(&self, polling: Polling) {
+    fn pump(&self, mut poll: PollTime) {
         let mut idle: Option<Instant> = None;
         let mut slept = Instant::now();
         let end = loop {
             if self.end.get().is_some() {
                 break None;
             }
-            // Not in the match: the lock would be held throughout.
-            let turned = self.turn(&mut self.lock());
-            match turned {
-                Ok(true) => idle = None,
-                Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < polling.most => {
-                    for _ in 0..64 {
-                        std::hint::spin_loop();
+            match self.try_turn() {
+                Ok(true) => {
+                    if idle.take().is_some() {
+                        poll.paid();
+                    }
+                }
+                Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < poll.get() => {
+                    // Now and then the lock is there for who has something to say.
+                    for _ in 0..if poll.gives_way() { 1 } else { 64 } {
+                        poll.pause();
                     }
                 }
                 // Nothing but a look shows that a device has read a slot.
                 Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
                 Ok(false) => match self.sleep() {
-                    Ok(()) => (idle, slept) = (None, Instant::now()),
+                    Ok(()) => {
+                        poll.wasted();
+                        (idle, slept) = (None, Instant::now());
+                    }
                     Err(end) => break Some(end),
                 },
                 Err(end) => break Some(end),
             }
         };
+        if let Some(end) = end {
+            self.ended(end);
+        }
+        self.lock().link.stop();
+    }
+
+    /// A turn of the link, unless another thread is at it. True: there was something.
+    fn try_turn(&self) -> Result<bool, End> {
+        match self.engine.try_lock() {
+            Ok(mut engine) => self.turn(&mut engine),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// What the dispatcher does while it waits, where threads must share processors: then what comes need not wait for one more thread to have its turn.
+    fn help(&self) {
+        if let Err(end) = self.try_turn() {
+            self.ended(end);
+        }
+    }
+
+    fn ended(&self, end: End) {
         match end {
-            Some(End::Gone(what)) => {
+            End::Gone(what) => {
                 // Queue pairs break before a farewell on the other connection is read: its words are the better ones.
                 std::thread::sleep(Duration::from_millis(50));
                 let last = self.look(&mut self.lock());
@@ -388,11 +426,9 @@ impl VerbsClient {
                     _ => self.lose(&self.gone(&what)),
                 }
             }
-            Some(End::Lost(reason)) => self.lose(&reason),
-            Some(End::Asked) => self.close(),
-            None => {}
+            End::Lost(reason) => self.lose(&reason),
+            End::Asked => self.close(),
         }
-        self.lock().link.stop();
     }
 
     fn gone(&self, what: &str) -> String {
