@@ -5,9 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use host_bridge::framing::Address;
+use host_bridge::verbs::Settings;
 use serde::{Deserialize, Serialize};
-
-use crate::verbs::Rdma;
 
 /// Shares the GPUs of this machine with rgpu clients.
 ///
@@ -61,7 +60,7 @@ pub struct Serve {
     pub backing: Backing,
     /// Sessions over verbs
     #[command(flatten)]
-    pub rdma: Rdma,
+    pub rdma: Settings,
     /// Workers that are kept ready, each with its contexts made
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,

@@ -3,13 +3,13 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use host_bridge::verbs::Settings;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::Backing;
 use crate::share::{Reply, Shared, Token};
-use crate::verbs::Rdma;
 
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 64 * 1024;
@@ -24,7 +24,7 @@ pub enum ToWorker {
         /// Bytes of device memory of the session at most; 0: no limit.
         memory_limit: u64,
         /// How sessions over verbs are served.
-        rdma: Rdma,
+        rdma: Settings,
         /// Polling time in microseconds, if set.
         poll_us: Option<u64>,
     },

@@ -6,7 +6,7 @@
 //!    └ status socket
 //! ```
 //!
-//! In reading order: [`cli`] and [`verbs`] (what can be set), [`parent`] (the daemon), [`ipc`] (between the daemon and its workers), [`share`] (what sessions share), [`worker`] (a session),
+//! In reading order: [`cli`] (what can be set), [`parent`] (the daemon), [`ipc`] (between the daemon and its workers), [`share`] (what sessions share), [`worker`] (a session),
 //! [`driver`] (what executes the commands), [`check`] (`rgpu-server check`).
 
 mod check;
@@ -15,7 +15,6 @@ mod driver;
 mod ipc;
 mod parent;
 mod share;
-mod verbs;
 mod worker;
 
 use std::process::ExitCode;

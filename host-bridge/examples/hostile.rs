@@ -77,7 +77,7 @@ impl Session {
             version: VERSION,
             purpose: purpose::VERBS,
             token: [0; 16],
-            index: settings.queue_pairs,
+            index: 2,
             pid: std::process::id(),
             slot_count: 64,
             reserved: 0,

@@ -344,8 +344,8 @@ pub struct Queues {
     pub slots: u32,
     /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot, its [`DataHeader`] right before them.
     pub slot_size: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Writes that this side has under way on each queue at most. The bridge wishes as many of the server as it has itself; the server answers with as many or fewer.
+    pub depth: u32,
 }
 
 /// Where a piece's bytes begin in a slot, in bytes. The header ends there, so that one write carries both and the bytes are well aligned.

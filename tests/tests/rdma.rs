@@ -75,7 +75,9 @@ impl Parts {
         }
     }
 
+    /// Fails if a part did, or if none ran at all: a word of `RGPU_RDMA_PART` that fits nothing is no success.
     fn end(self) -> Result<()> {
+        ensure!(self.ran > 0, "no part of this test ran: RGPU_RDMA_PART fits none");
         match self.failed.as_slice() {
             [] => Ok(()),
             failed => bail!("{} of {} parts failed:\n{}", failed.len(), self.ran, failed.join("\n")),
@@ -170,8 +172,8 @@ fn a_wrong_choice_is_named(bed: &Bed) -> Result<()> {
         ("--port 2", "NoPort"),
         ("--mtu 8192", "active: 4096"),
         ("--gid-index 200", "entry 200"),
-        ("--queue-pairs 8", "rdma_queue_pairs"),
-        ("--queue-depth 0", "rdma_queue_depth"),
+        ("--queue-pairs 8", "queue_pairs 8: must be 1 to 7"),
+        ("--queue-depth 0", "queue_depth 0"),
     ] {
         let said = bed.fails(options, SHORT)?;
         ensure!(said.contains(words), "{options}: {said}");
@@ -296,10 +298,10 @@ const ENVIRONMENT: &str = "export LD_LIBRARY_PATH=/opt/rgpu/lib RGPU_SOCKET=/run
 impl Rgpu {
     fn new(server: &str, client: &str, machine: Machine) -> Result<Rgpu> {
         let server = machine.spawn(&format!(
-            "exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
+            "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
         ))?;
         let daemon = machine.spawn(&format!(
-            "exec /opt/rgpu/vhost-rgpu --socket /run/vm.sock --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} --status-socket /run/vhost.status 2>/run/vhost.log"
+            "export NO_COLOR=1; exec /opt/rgpu/vhost-rgpu --socket /run/vm.sock --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} --status-socket /run/vhost.status 2>/run/vhost.log"
         ))?;
         machine.check("for i in $(seq 600); do [ -S /run/server.status ] && [ -S /run/native.sock ] && exit 0; sleep 0.1; done; cat /run/*.log; exit 1", SHORT)?;
         Ok(Rgpu { machine, server, _daemon: daemon })
@@ -360,11 +362,24 @@ impl Rgpu {
 
     /// A counter of the session that the server ended last, by its log.
     fn server_counter(&self, name: &str) -> Result<u64> {
-        let line = self
-            .machine
-            .check("sed 's/\\x1b\\[[0-9;]*m//g' /run/server.log | grep 'session ended' | tail -n 1", SHORT)?;
+        let line = self.machine.check("grep 'session ended' /run/server.log | tail -n 1", SHORT)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
         words.and_then(|v| v.parse().ok()).with_context(|| format!("no {name} in {line:?}"))
+    }
+
+    /// Bytes in the logs of the server and of `vhost-rgpu`.
+    fn log_sizes(&self) -> Result<[usize; 2]> {
+        let size = |log: &str| -> Result<usize> {
+            self.machine.check(&format!("wc -c < {log}"), SHORT)?.trim().parse().context("a log's size")
+        };
+        Ok([size("/run/server.log")?, size("/run/vhost.log")?])
+    }
+
+    /// What these logs have got since.
+    fn logs_since(&self, [server, vhost]: [usize; 2]) -> Result<[String; 2]> {
+        let rest =
+            |log: &str, from: usize| self.machine.check(&format!("tail -c +{} {log}", from + 1), SHORT);
+        Ok([rest("/run/server.log", server)?, rest("/run/vhost.log", vhost)?])
     }
 
     fn logs(&self) -> String {
@@ -457,20 +472,53 @@ fn a_short_cut_is_outlived_and_a_long_one_ends_the_program(rgpu: &Rgpu) -> Resul
     let output = program.wait(LONG)?;
     ensure!(output.success(), "after a second without a link: {output}\n{}", rgpu.logs());
     let program = rgpu.at_work("copies")?;
+    let before = rgpu.log_sizes()?;
     let cut = Instant::now();
     rgpu.machine.check(rdma::CUT, SHORT)?;
     // Ten seconds are configured; the rest is for a busy host. By the end of the minute both sides have let go of everything, long before the link is back.
     let output = program.wait(SHORT);
     let left = rgpu.nothing_left();
     std::thread::sleep(Duration::from_secs(60).saturating_sub(cut.elapsed()));
+    let logs = rgpu.logs_since(before);
     rgpu.machine.check(rdma::MEND, SHORT)?;
     rdma::wait_up(&rgpu.machine)?;
     let output = output?;
     ensure!(!output.success(), "the program did not mind the cut: {output}");
     left.context("while the link was down")?;
+    both_sides_say_what_happened(&String::from_utf8_lossy(&output.stderr), &logs?)?;
     // The link is back, and so is service.
     rgpu.nothing_left()?;
     rgpu.passes("vectorAdd")
+}
+
+/// Who is not reached any more, over which device, and why: in the program's last words and in the logs of the server and of `vhost-rgpu`.
+fn both_sides_say_what_happened(program: &str, [server, vhost]: &[String; 2]) -> Result<()> {
+    const CAUSES: [&str; 2] = ["does not answer any more", "nothing came over RDMA device rxe"];
+    let told = |who: &str, text: &str, words: &[&str]| {
+        let line = text.lines().find(|line| CAUSES.iter().any(|cause| line.contains(cause)));
+        let line = line.with_context(|| format!("{who} gives no cause:\n{text}"))?;
+        eprintln!("      {who}: {line}");
+        words.iter().try_for_each(|word| {
+            ensure!(line.contains(word), "{who} does not say {word:?}: {line}");
+            Ok(())
+        })
+    };
+    let server_at = "the server at tcp:127.0.0.1:9700";
+    told("the program", program, &["lost", "127.0.0.1:9700", "port 1"])?;
+    told("vhost-rgpu", vhost, &["session lost", "program=copies", server_at, "port 1"])?;
+    told(
+        "rgpu-server",
+        server,
+        &["session lost", "program=copies", "the client at 127.0.0.1:", "rxe0 port 1"],
+    )?;
+    for (who, log, device) in [("vhost-rgpu", vhost, rdma::CLIENT.1), ("rgpu-server", server, rdma::SERVER.1)]
+    {
+        let down = |line: &str| {
+            line.contains("RDMA port went down") && line.contains(&format!("device=\"{device}\""))
+        };
+        ensure!(log.lines().any(down), "{who} does not say that the port of {device} went down:\n{log}");
+    }
+    Ok(())
 }
 
 /// `interface` carries the clients' packets.
@@ -546,7 +594,7 @@ const HOSTILE_SERVERS: [(&str, &str); 9] = [
 fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {
     let machine = &rgpu.machine;
     let daemon = machine.spawn(&format!(
-        "exec /opt/rgpu/vhost-rgpu --native-socket /run/victim.sock --server tcp:127.0.0.1:9701 --transport verbs --rdma-device {} 2>/run/vhost.log",
+        "export NO_COLOR=1; exec /opt/rgpu/vhost-rgpu --native-socket /run/victim.sock --server tcp:127.0.0.1:9701 --transport verbs --rdma-device {} 2>/run/vhost.log",
         rdma::CLIENT.1
     ))?;
     machine.check("for i in $(seq 600); do [ -S /run/victim.sock ] && exit 0; sleep 0.1; done; cat /run/vhost.log; exit 1", SHORT)?;

@@ -7,9 +7,9 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use host_bridge::bridge::{SessionConfig, TransportKind};
 use host_bridge::framing::Address;
+use host_bridge::verbs::Settings;
 
 use crate::config::{self, Config, Limits, Native, Vm};
-use crate::verbs::Rdma;
 
 /// Gives virtual machines and processes of this host a GPU that sits in a server.
 ///
@@ -19,7 +19,7 @@ use crate::verbs::Rdma;
 pub struct Arguments {
     /// Configuration file (TOML); vhost-rgpu.toml explains every key
     #[arg(long, value_name = "FILE", conflicts_with_all = ["socket", "native_socket", "server", "transport", "name", "status_socket",
-        "max_channels", "max_registered_mib", "data_connections"])]
+        "max_channels", "max_registered_mib", "data_connections", "rdma_device", "rdma_port", "rdma_gid_index", "rdma_mtu", "rdma_traffic_class", "rdma_queue_pairs", "rdma_queue_depth"])]
     config: Option<PathBuf>,
     /// vhost-user socket for one virtual machine
     #[arg(long, value_name = "PATH")]
@@ -55,7 +55,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
     data_connections: Option<u32>,
     #[command(flatten)]
-    rdma: Rdma,
+    rdma: Settings,
     /// Check the configuration, say what is wrong with it, and end
     #[arg(long)]
     pub check_config: bool,
@@ -109,7 +109,7 @@ impl Arguments {
         }
         session.data_connections = self.data_connections.unwrap_or(session.data_connections);
         session.max_registered = limits.max_registered;
-        session.verbs = self.rdma.settings();
+        session.verbs = self.rdma.clone();
         let vms = self.socket.iter().map(|socket| Vm {
             name: name.clone(),
             socket: socket.clone(),

@@ -7,13 +7,11 @@ use std::time::Duration;
 
 use host_bridge::bridge::{SessionConfig, TransportKind};
 use host_bridge::framing::Address;
-use host_bridge::verbs::Settings;
+use host_bridge::verbs::{Settings, VerbsError};
 use protocol::device::MAX_EXTENTS;
 use serde::Deserialize;
 use thiserror::Error;
 use toml::Spanned;
-
-use crate::verbs::Rdma;
 
 /// What to serve.
 #[derive(Debug, Clone)]
@@ -128,13 +126,7 @@ struct VmSection {
     server: Spanned<String>,
     transport: Option<Spanned<String>>,
     data_connections: Option<Spanned<u32>>,
-    rdma_device: Option<Spanned<String>>,
-    rdma_port: Option<Spanned<u8>>,
-    rdma_gid_index: Option<Spanned<u8>>,
-    rdma_mtu: Option<Spanned<u32>>,
-    rdma_traffic_class: Option<Spanned<u8>>,
-    rdma_queue_pairs: Option<Spanned<u32>>,
-    rdma_queue_depth: Option<Spanned<u32>>,
+    rdma: Option<Spanned<Settings>>,
     #[serde(default)]
     limits: LimitsSection,
 }
@@ -148,40 +140,9 @@ struct NativeSection {
     server: Spanned<String>,
     transport: Option<Spanned<String>>,
     data_connections: Option<Spanned<u32>>,
-    rdma_device: Option<Spanned<String>>,
-    rdma_port: Option<Spanned<u8>>,
-    rdma_gid_index: Option<Spanned<u8>>,
-    rdma_mtu: Option<Spanned<u32>>,
-    rdma_traffic_class: Option<Spanned<u8>>,
-    rdma_queue_pairs: Option<Spanned<u32>>,
-    rdma_queue_depth: Option<Spanned<u32>>,
+    rdma: Option<Spanned<Settings>>,
     #[serde(default)]
     limits: LimitsSection,
-}
-
-/// The keys that begin with `rdma_`, out of either kind of section.
-struct RdmaKeys<'f> {
-    device: Option<&'f Spanned<String>>,
-    port: Option<Spanned<u8>>,
-    gid_index: Option<Spanned<u8>>,
-    mtu: Option<Spanned<u32>>,
-    traffic_class: Option<Spanned<u8>>,
-    queue_pairs: Option<Spanned<u32>>,
-    queue_depth: Option<Spanned<u32>>,
-}
-
-macro_rules! rdma_keys {
-    ($section:expr) => {
-        RdmaKeys {
-            device: $section.rdma_device.as_ref(),
-            port: $section.rdma_port,
-            gid_index: $section.rdma_gid_index,
-            mtu: $section.rdma_mtu,
-            traffic_class: $section.rdma_traffic_class,
-            queue_pairs: $section.rdma_queue_pairs,
-            queue_depth: $section.rdma_queue_depth,
-        }
-    };
 }
 
 #[derive(Debug, Deserialize)]
@@ -251,7 +212,7 @@ impl Checker<'_> {
             let limits = self.limits(vm.limits, "vm.limits")?;
             let parts = (&vm.server, vm.transport.as_ref(), vm.data_connections);
             let mut session = self.session("vm", &name, parts, poll, limits)?;
-            session.verbs = self.rdma("vm", rdma_keys!(vm))?;
+            session.verbs = self.rdma("vm", vm.rdma)?;
             vms.push(Vm { name, socket, session, limits });
         }
         let native = file.native.map(|native| self.native(native, poll)).transpose()?;
@@ -274,7 +235,7 @@ impl Checker<'_> {
         let limits = self.limits(native.limits, "native.limits")?;
         let parts = (&native.server, native.transport.as_ref(), native.data_connections);
         let mut session = self.session("native", &name, parts, poll, limits)?;
-        session.verbs = self.rdma("native", rdma_keys!(native))?;
+        session.verbs = self.rdma("native", native.rdma)?;
         Ok(Native { socket, mode, session, limits })
     }
 
@@ -314,24 +275,11 @@ impl Checker<'_> {
         Ok(session)
     }
 
-    fn rdma(&self, section: &str, keys: RdmaKeys<'_>) -> Result<Settings, ConfigError> {
-        let key = |name: &str| format!("{section}.rdma_{name}");
-        let flags = Rdma {
-            rdma_device: keys.device.map(|name| name.get_ref().clone()),
-            rdma_port: keys.port.map(|v| self.within(v, &key("port"), 1, 255)).transpose()?,
-            rdma_gid_index: keys.gid_index.map(Spanned::into_inner),
-            rdma_mtu: keys.mtu.map(|v| self.within(v, &key("mtu"), 256, 4096)).transpose()?,
-            rdma_traffic_class: keys.traffic_class.map(Spanned::into_inner),
-            rdma_queue_pairs: keys
-                .queue_pairs
-                .map(|v| self.within(v, &key("queue_pairs"), 1, 7))
-                .transpose()?,
-            rdma_queue_depth: keys
-                .queue_depth
-                .map(|v| self.within(v, &key("queue_depth"), 1, 16384))
-                .transpose()?,
-        };
-        Ok(flags.settings())
+    fn rdma(&self, section: &str, settings: Option<Spanned<Settings>>) -> Result<Settings, ConfigError> {
+        let Some(settings) = settings else { return Ok(Settings::default()) };
+        let wrong = |e: VerbsError| self.wrong(settings.span(), &format!("{section}.rdma"), e.to_string());
+        settings.get_ref().check().map_err(wrong)?;
+        Ok(settings.into_inner())
     }
 
     fn limits(&self, section: LimitsSection, key: &str) -> Result<Limits, ConfigError> {
@@ -412,6 +360,7 @@ pub fn check_transport(kind: TransportKind, address: &Address) -> Result<(), Str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use host_bridge::verbs::{DEPTH, QUEUE_PAIRS};
 
     fn error(text: &str) -> String {
         parse(Path::new("x.toml"), text).unwrap_err().to_string()
@@ -434,6 +383,16 @@ mod tests {
             .collect();
         let config = parse(Path::new("vhost-rgpu.toml"), &all).unwrap();
         assert!(config.vms.iter().all(|vm| vm.limits == Limits::default()));
+        assert!(config.vms.iter().all(|vm| vm.session.verbs.queue_pairs == Some(QUEUE_PAIRS)));
+        assert!(config.vms.iter().all(|vm| vm.session.verbs.queue_depth == Some(DEPTH)));
+    }
+
+    #[test]
+    fn a_section_says_how_to_use_rdma() {
+        let text = format!("{VM}transport = \"verbs\"\n[vm.rdma]\ndevice = \"mlx5_2\"\nqueue_depth = 64\n");
+        let config = parse(Path::new("x"), &text).unwrap();
+        let verbs = Settings { device: Some("mlx5_2".into()), queue_depth: Some(64), ..Settings::default() };
+        assert_eq!(config.vms[0].session.verbs, verbs);
     }
 
     #[test]
@@ -464,6 +423,7 @@ mod tests {
             (format!("{VM}transport = \"local\"\n"), 5, "vm.transport"),
             (format!("{VM}transport = \"carrier-pigeon\"\n"), 5, "vm.transport"),
             (format!("{VM}[vm.limits]\nmax_channels = 0\n"), 6, "vm.limits.max_channels"),
+            (format!("{VM}[vm.rdma]\nqueue_pairs = 8\n"), 5, "vm.rdma"),
             (format!("{VM}{VM}"), 6, "vm.name"),
             (format!("{VM}{}", VM.replace("\"a\"", "\"b\"")), 7, "vm.socket"),
             (format!("poll_us = 99999999\n{VM}"), 1, "poll_us"),

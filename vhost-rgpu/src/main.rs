@@ -24,7 +24,6 @@ mod native;
 mod registry;
 mod sockets;
 mod status;
-mod verbs;
 mod vm;
 
 use std::process::ExitCode;

@@ -18,12 +18,12 @@ use anyhow::{Context, bail};
 use host_bridge::endpoint::{
     Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
 };
+use host_bridge::verbs::Settings;
 
 use crate::cli;
 use crate::driver;
 use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
 use crate::share::Broker;
-use crate::verbs::Rdma;
 
 /// How often the daemon is told of a session's counters while they change.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
@@ -141,7 +141,12 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
 
 type Begun = (Box<dyn Commands>, Arc<dyn Client>, Option<Arc<TcpClient>>);
 
-fn begin(transport: Transport, connection: OwnedFd, rdma: &Rdma, polling: Polling) -> Result<Begun, Lost> {
+fn begin(
+    transport: Transport,
+    connection: OwnedFd,
+    rdma: &Settings,
+    polling: Polling,
+) -> Result<Begun, Lost> {
     match transport {
         Transport::Tcp { slot_count, data_connections } => {
             let (commands, client) =
@@ -151,7 +156,7 @@ fn begin(transport: Transport, connection: OwnedFd, rdma: &Rdma, polling: Pollin
         }
         Transport::Verbs { slot_count } => {
             let (commands, client) =
-                VerbsCommands::start(TcpStream::from(connection), slot_count, &rdma.settings(), polling)?;
+                VerbsCommands::start(TcpStream::from(connection), slot_count, rdma, polling)?;
             Ok((Box::new(commands), client, None))
         }
         Transport::Local => {

@@ -2,6 +2,11 @@
 
 use std::time::Duration;
 
+/// Processors that this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// The bound that suits a machine with `cores` processors: polling on one that the client needs costs more than it saves.
 pub fn default_bound(cores: usize) -> Duration {
     Duration::from_micros(match cores {
@@ -11,17 +16,44 @@ pub fn default_bound(cores: usize) -> Duration {
     })
 }
 
-/// The adaptive polling time of one relay.
+/// With fewer processors than this, those who poll stand in the way of those whom they wait for.
+const MANY: usize = 4;
+/// Who gives way between looks looks for at least this long: it takes a processor from nobody, and to fall asleep and be woken costs more than a call does.
+const GIVING_WAY: Duration = Duration::from_micros(500);
+
+/// The adaptive polling time of one thread.
 #[derive(Debug, Clone, Copy)]
 pub struct PollTime {
     bound: Duration,
     now: Duration,
+    gives_way: bool,
 }
 
 impl PollTime {
     /// Polls for at most `bound`; begins there.
     pub fn new(bound: Duration) -> PollTime {
-        PollTime { bound, now: bound }
+        PollTime { bound, now: bound, gives_way: false }
+    }
+
+    /// As [`new`](Self::new) where there are many processors. With `cores` fewer than four, a thread that [pauses](Self::pause) between looks gives way to any
+    /// other, and for that looks for longer, unless the bound says never.
+    pub fn giving_way(bound: Duration, cores: usize) -> PollTime {
+        if cores >= MANY || bound.is_zero() {
+            return PollTime::new(bound);
+        }
+        let bound = bound.max(GIVING_WAY);
+        PollTime { bound, now: bound, gives_way: true }
+    }
+
+    /// Whether [`pause`](Self::pause) lets other threads run.
+    pub fn gives_way(&self) -> bool {
+        self.gives_way
+    }
+
+    /// Between two looks.
+    #[inline]
+    pub fn pause(&self) {
+        if self.gives_way { std::thread::yield_now() } else { std::hint::spin_loop() }
     }
 
     /// How long to poll now.
@@ -61,8 +93,16 @@ mod tests {
     }
 
     #[test]
+    fn only_on_few_processors_does_a_thread_give_way_and_look_longer() {
+        let bound = Duration::from_micros(20);
+        let (few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
+        assert!(few.gives_way() && few.get() > bound);
+        assert!(!many.gives_way() && many.get() == bound);
+    }
+
+    #[test]
     fn a_bound_of_zero_never_polls() {
-        let mut time = PollTime::new(Duration::ZERO);
+        let mut time = PollTime::giving_way(Duration::ZERO, 2);
         time.paid();
         time.wasted();
         assert_eq!(time.get(), Duration::ZERO);

@@ -102,14 +102,13 @@ pub struct SessionConfig {
 impl SessionConfig {
     /// The usual settings for a server.
     pub fn new(server: Address, client: &str) -> SessionConfig {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         SessionConfig {
             transport: TransportKind::default_for(&server),
             server,
             client: client.to_owned(),
-            poll: polling::default_bound(cores),
+            poll: polling::default_bound(polling::cores()),
             data_connections: 4,
-            hands: cores >= 4,
+            hands: polling::cores() >= 4,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),

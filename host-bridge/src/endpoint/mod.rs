@@ -175,7 +175,7 @@ pub struct Polling {
 impl Default for Polling {
     /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for.
     fn default() -> Self {
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let cpus = crate::bridge::polling::cores();
         Polling { most: Duration::from_micros(if cpus <= 2 { 5 } else { 50 }) }
     }
 }

@@ -34,6 +34,7 @@ use super::outgoing::{Lent, Outgoing};
 use super::ring::{Arrivals, Freed, Ring};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
 use crate::verbs::{
     Access, Device, DeviceEvent, Domain, Event, Link, Put, Registration, Settings, Slab, Unconnected,
@@ -70,7 +71,7 @@ pub struct VerbsCommands {
     records: Vec<u8>,
     at: usize,
     seq: u64,
-    polling: Polling,
+    poll: PollTime,
 }
 
 /// The side of every other thread.
@@ -85,6 +86,8 @@ pub struct VerbsClient {
     buffers: Slab,
     slots: Slab,
     control: TcpStream,
+    /// Where the client is, for people.
+    peer: String,
     slot_count: u32,
     ring: Arc<Ring>,
     arrived: Mutex<Vec<u8>>,
@@ -151,6 +154,7 @@ impl VerbsCommands {
         })?;
         control.set_nonblocking(true).map_err(failed)?;
         let stop = Bell::new().map_err(failed)?;
+        let peer = control.peer_addr().map_err(failed)?.to_string();
         let (now, queues) = (Instant::now(), link.data_queues());
         let engine = Engine {
             link,
@@ -181,6 +185,7 @@ impl VerbsCommands {
                 buffers,
                 slots,
                 control,
+                peer,
                 slot_count,
                 ring,
                 arrived: Mutex::default(),
@@ -194,13 +199,14 @@ impl VerbsCommands {
                 stop,
             }
         });
+        let poll = PollTime::giving_way(polling.most, cores());
         let pump = Arc::clone(&client);
         std::thread::Builder::new()
             .name("rgpu-pump".into())
-            .spawn(move || pump.pump(polling))
+            .spawn(move || pump.pump(poll))
             .map_err(failed)?;
         let commands =
-            VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, polling };
+            VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, poll };
         Ok((commands, client))
     }
 
@@ -303,12 +309,20 @@ impl Commands for VerbsCommands {
                 return Ok(None);
             }
             client.flush_executed();
-            let until = Instant::now() + self.polling.most;
-            while client.waiting.load(Ordering::Acquire) == 0
-                && client.end.get().is_none()
-                && Instant::now() < until
-            {
-                std::hint::spin_loop();
+            let until = Instant::now() + self.poll.get();
+            loop {
+                if client.waiting.load(Ordering::Acquire) > 0 || client.end.get().is_some() {
+                    self.poll.paid();
+                    break;
+                }
+                if Instant::now() >= until {
+                    self.poll.wasted();
+                    break;
+                }
+                if self.poll.gives_way() {
+                    client.help();
+                }
+                self.poll.pause();
             }
             let mut arrived = lock(&client.arrived);
             while arrived.is_empty() && client.end.get().is_none() {
@@ -327,12 +341,18 @@ impl Commands for VerbsCommands {
 
 enum End {
     Asked,
+    /// The connection broke.
+    Gone(String),
+    /// Anything else.
     Lost(String),
 }
 
 impl From<VerbsError> for End {
     fn from(e: VerbsError) -> End {
-        End::Lost(e.to_string())
+        match e {
+            VerbsError::Broken(what) => End::Gone(what),
+            other => End::Lost(other.to_string()),
+        }
     }
 }
 
@@ -342,45 +362,86 @@ impl VerbsClient {
     }
 
     /// Takes completions until the session ends.
-    fn pump(&self, polling: Polling) {
+    fn pump(&self, mut poll: PollTime) {
         let mut idle: Option<Instant> = None;
         let mut slept = Instant::now();
         let end = loop {
             if self.end.get().is_some() {
                 break None;
             }
-            // Not in the match: the lock would be held throughout.
-            let turned = self.turn(&mut self.lock());
-            match turned {
-                Ok(true) => idle = None,
-                Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < polling.most => {
-                    for _ in 0..64 {
-                        std::hint::spin_loop();
+            match self.try_turn() {
+                Ok(true) => {
+                    if idle.take().is_some() {
+                        poll.paid();
+                    }
+                }
+                Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < poll.get() => {
+                    // Now and then the lock is there for who has something to say.
+                    for _ in 0..if poll.gives_way() { 1 } else { 64 } {
+                        poll.pause();
                     }
                 }
                 // Nothing but a look shows that a device has read a slot.
                 Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
                 Ok(false) => match self.sleep() {
-                    Ok(()) => (idle, slept) = (None, Instant::now()),
+                    Ok(()) => {
+                        poll.wasted();
+                        (idle, slept) = (None, Instant::now());
+                    }
                     Err(end) => break Some(end),
                 },
                 Err(end) => break Some(end),
             }
         };
+        if let Some(end) = end {
+            self.ended(end);
+        }
+        self.lock().link.stop();
+    }
+
+    /// A turn of the link, unless another thread is at it. True: there was something.
+    fn try_turn(&self) -> Result<bool, End> {
+        match self.engine.try_lock() {
+            Ok(mut engine) => self.turn(&mut engine),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// What the dispatcher does while it waits, where threads must share processors: then what comes need not wait for one more thread to have its turn.
+    fn help(&self) {
+        if let Err(end) = self.try_turn() {
+            self.ended(end);
+        }
+    }
+
+    fn ended(&self, end: End) {
         match end {
-            Some(End::Lost(reason)) => {
-                // Queue pairs break before a farewell on the other connection is read.
+            End::Gone(what) => {
+                // Queue pairs break before a farewell on the other connection is read: its words are the better ones.
                 std::thread::sleep(Duration::from_millis(50));
                 let last = self.look(&mut self.lock());
                 match last {
                     Err(End::Asked) => self.close(),
-                    _ => self.lose(&reason),
+                    Err(End::Lost(reason)) => self.lose(&reason),
+                    _ => self.lose(&self.gone(&what)),
                 }
             }
-            Some(End::Asked) => self.close(),
-            None => {}
+            End::Lost(reason) => self.lose(&reason),
+            End::Asked => self.close(),
         }
-        self.lock().link.stop();
+    }
+
+    fn gone(&self, what: &str) -> String {
+        format!("connection to the client at {} lost: {what}", self.peer)
+    }
+
+    /// The link has failed a thread that is not the pump.
+    fn failed(&self, e: VerbsError) {
+        match End::from(e) {
+            End::Gone(what) => self.lose(&self.gone(&what)),
+            End::Lost(reason) => self.lose(&reason),
+            End::Asked => {}
+        }
     }
 
     /// One turn of the link. True: there was something.
@@ -498,13 +559,13 @@ impl VerbsClient {
                 DeviceEvent::PortUp(port) => {
                     tracing::info!(device = device.name(), port, "RDMA port came up")
                 }
-                DeviceEvent::Fatal(what) => return Err(End::Lost(what)),
+                DeviceEvent::Fatal(what) => return Err(End::Gone(what)),
                 DeviceEvent::Other => {}
             }
         }
         self.look(&mut engine)?;
         if engine.heard.elapsed() > SILENCE {
-            return Err(End::Lost(format!("the bridge said nothing for {} s", SILENCE.as_secs())));
+            return Err(End::Gone(format!("it said nothing for {} s", SILENCE.as_secs())));
         }
         let silent = engine.link_heard.elapsed();
         if silent > engine.loss {
@@ -513,7 +574,7 @@ impl VerbsClient {
                 "nothing came over RDMA device {name} port {port} for {} s: is the link down?",
                 silent.as_secs()
             );
-            return Err(End::Lost(what));
+            return Err(End::Gone(what));
         }
         if engine.said.elapsed() >= Duration::from_secs(1) {
             engine.said = Instant::now();
@@ -524,7 +585,7 @@ impl VerbsClient {
             let alive = FrameHeader { kind: frame::ALIVE, len: 0 };
             (&self.control)
                 .write_all(alive.as_bytes())
-                .map_err(|e| End::Lost(format!("sending to the bridge: {e}")))?;
+                .map_err(|e| End::Gone(format!("its control connection: {e}")))?;
         }
         Ok(())
     }
@@ -538,14 +599,22 @@ impl VerbsClient {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Err(End::Asked),
-                Err(e) => return Err(End::Lost(format!("the bridge's connection: {e}"))),
+                Err(e) => return Err(End::Gone(format!("its control connection: {e}"))),
             }
-            while let Some((kind, _)) =
+            while let Some((kind, body)) =
                 engine.control_reader.next_frame().map_err(|e| End::Lost(e.to_string()))?
             {
                 match kind {
                     frame::ALIVE => {}
-                    frame::BYE => return Err(End::Asked),
+                    frame::BYE if body.is_empty() => return Err(End::Asked),
+                    frame::BYE => {
+                        let (device, why) = (engine.link.domain().device(), String::from_utf8_lossy(body));
+                        let (name, port) = (device.name(), device.port().number);
+                        return Err(End::Lost(format!(
+                            "the client at {}, reached over RDMA device {name} port {port}, ended the session: {why}",
+                            self.peer
+                        )));
+                    }
                     _ => {
                         return Err(End::Lost(format!(
                             "the bridge sent a frame of kind {kind} on the control connection"
@@ -575,7 +644,7 @@ impl VerbsClient {
     fn flush(&self, mut engine: MutexGuard<'_, Engine>) {
         if let Err(e) = engine.link.flush() {
             drop(engine);
-            self.lose(&e.to_string());
+            self.failed(e);
         }
     }
 
@@ -652,16 +721,16 @@ impl VerbsClient {
                 });
                 match posted {
                     Some(Ok(())) => engine.sends[place] += 1,
-                    Some(Err(e)) => failed = Some(e.to_string()),
-                    None => failed = Some("data outside adopted memory".into()),
+                    Some(Err(e)) => failed = Some(e),
+                    None => failed = Some(VerbsError::Peer("data outside adopted memory".into())),
                 }
                 at += bytes;
             }
             (engine.sends[place] == 0 || failed.is_some()).then(|| engine.free_sends.push(place))
         });
-        if let Some(reason) = failed {
+        if let Some(e) = failed {
             // Nothing of the session is used any more, the place above included.
-            self.lose(&reason);
+            self.failed(e);
         }
         self.sent.fetch_add(len as u64, Ordering::Relaxed);
         done.filter(|()| self.end.get().is_none()).ok_or_else(|| self.over())
@@ -712,7 +781,7 @@ impl VerbsClient {
                 Ok(())
             }
             Some(Err(e)) => {
-                self.lose(&e.to_string());
+                self.failed(e);
                 Err(self.over())
             }
             None => Err(self.over()),

@@ -31,7 +31,7 @@ pub enum VerbsError {
         have: String,
     },
     /// No name was given and the choice is not clear.
-    #[error("rdma_device is not set and {why}: name one of {have}")]
+    #[error("rdma: no device is set and {why}: name one of {have}")]
     Ambiguous {
         /// Why none was taken.
         why: &'static str,
@@ -62,7 +62,7 @@ pub enum VerbsError {
     },
     /// No GID can be used.
     #[error(
-        "port {port} of RDMA device {device} has no usable GID ({why}): give its network interface an IP address, or set rdma_gid_index"
+        "port {port} of RDMA device {device} has no usable GID ({why}): give its network interface an IP address, or set gid_index of rdma"
     )]
     NoGid {
         /// The device.
@@ -74,7 +74,7 @@ pub enum VerbsError {
     },
     /// The MTU is no MTU, or more than the port has.
     #[error(
-        "rdma_mtu {mtu}: port {port} of RDMA device {device} can do 256, 512, 1024, 2048 and 4096 up to its own {active}, which follows the interface's MTU"
+        "rdma: mtu {mtu}: port {port} of RDMA device {device} can do 256, 512, 1024, 2048 and 4096 up to its own {active}, which follows the interface's MTU"
     )]
     Mtu {
         /// What was asked for, in bytes.
@@ -87,7 +87,7 @@ pub enum VerbsError {
         active: u32,
     },
     /// A number that the device or this program cannot do.
-    #[error("{name} {value}: must be {least} to {most}")]
+    #[error("rdma: {name} {value}: must be {least} to {most}")]
     Range {
         /// The setting.
         name: &'static str,

@@ -24,7 +24,7 @@ use super::device::mtu_number;
 use super::memory::{Access, Domain, Segment, Slab};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
 use super::sys::{Library, SendWr, Sge, Wc, number};
-use super::{Settings, VerbsError};
+use super::{DEEPEST, Settings, VerbsError};
 
 /// Bytes of a message at most, header included: a reply with its largest payload fits.
 const MESSAGE: usize = 8192;
@@ -133,6 +133,7 @@ pub struct Unconnected {
     headers: Slab,
     domain: Arc<Domain>,
     receives: u32,
+    depth: u32,
     psn: u32,
     loss: Duration,
 }
@@ -172,10 +173,10 @@ impl Unconnected {
     /// Makes queue pairs as configured (one more, for messages) and posts their receives.
     pub fn new(domain: &Arc<Domain>, settings: &Settings) -> Result<Unconnected, VerbsError> {
         settings.check()?;
-        Self::with_queues(domain, settings, settings.queue_pairs + 1)
+        Self::with_queues(domain, settings, settings.wish())
     }
 
-    /// As [`new`](Self::new), with as many queues as the peer wishes and the settings allow.
+    /// As [`new`](Self::new), with as many queues and requests as the peer wishes and the settings grant.
     pub fn answering(
         domain: &Arc<Domain>,
         settings: &Settings,
@@ -183,17 +184,21 @@ impl Unconnected {
     ) -> Result<Unconnected, VerbsError> {
         settings.check()?;
         check_peer(peer)?;
-        Self::with_queues(domain, settings, peer.count.min(settings.queue_pairs + 1))
+        Self::with_queues(domain, settings, settings.grant((peer.count - 1, peer.depth)))
     }
 
-    fn with_queues(domain: &Arc<Domain>, settings: &Settings, count: u32) -> Result<Unconnected, VerbsError> {
-        let depth = settings.queue_depth;
+    fn with_queues(
+        domain: &Arc<Domain>,
+        settings: &Settings,
+        (pairs, depth): (u32, u32),
+    ) -> Result<Unconnected, VerbsError> {
+        let count = pairs + 1;
         let receives = depth.max(LEAST_RECEIVES);
         let limits = domain.device().limits();
         let most = limits.queue.min(limits.completions / (2 * count));
         if receives > most {
             return Err(VerbsError::Range {
-                name: "rdma_queue_depth",
+                name: "queue_depth",
                 value: depth.into(),
                 least: 1,
                 most: most.into(),
@@ -224,7 +229,8 @@ impl Unconnected {
         .map_err(|e| VerbsError::call("/dev/urandom", e.into()))?;
         let psn = u32::from_le_bytes(random) & 0xff_ffff;
         let (domain, loss) = (Arc::clone(domain), settings.loss);
-        let link = Unconnected { queues, completions, inbox, outbox, headers, domain, receives, psn, loss };
+        let link =
+            Unconnected { queues, completions, inbox, outbox, headers, domain, receives, depth, psn, loss };
         for index in 0..receives {
             for queue in 0..link.queues.len() {
                 post_receive(&link.queues[queue].pair, &link.inbox, queue, index as usize)?;
@@ -258,7 +264,7 @@ impl Unconnected {
             slots_key: key,
             slots: count,
             slot_size: size,
-            reserved: 0,
+            depth: self.depth,
         }
     }
 
@@ -273,7 +279,7 @@ impl Unconnected {
                 ("an InfiniBand LID", "RoCE or a GID")
             };
             return Err(VerbsError::Peer(format!(
-                "it is reached by {other}, this side by {one}: both must be of one kind (rdma_gid_index on InfiniBand)"
+                "it is reached by {other}, this side by {one}: both must be of one kind (gid_index of rdma, on InfiniBand)"
             )));
         }
         self.queues.truncate(peer.count as usize);
@@ -314,6 +320,7 @@ fn check_peer(peer: &Queues) -> Result<(), VerbsError> {
         }
         Queues { message, .. } if !(256..=1 << 20).contains(message) => wrong("messages of bytes:", *message),
         Queues { mtu, .. } if mtu_number(*mtu).is_none() => wrong("an MTU of", *mtu),
+        Queues { depth, .. } if !(1..=DEEPEST).contains(depth) => wrong("requests under way:", *depth),
         _ => Ok(()),
     }
 }
@@ -331,6 +338,11 @@ impl Link {
     /// Queues for data: numbers 1 to this.
     pub fn data_queues(&self) -> usize {
         self.queues.len() - 1
+    }
+
+    /// Writes under way on all queues together at most.
+    pub fn most_under_way(&self) -> usize {
+        self.queues[1..].iter().map(|queue| queue.depth).sum()
     }
 
     /// The domain in which this link's memory is registered.
@@ -658,7 +670,7 @@ mod tests {
             slots_key: 0,
             slots: 0,
             slot_size: 0,
-            reserved: 0,
+            depth: 128,
         };
         assert!(check_peer(&good).is_ok());
         for bad in [
@@ -669,6 +681,8 @@ mod tests {
             Queues { message: 24, ..good },
             Queues { message: u32::MAX, ..good },
             Queues { mtu: 1500, ..good },
+            Queues { depth: 0, ..good },
+            Queues { depth: u32::MAX, ..good },
         ] {
             assert!(matches!(check_peer(&bad), Err(VerbsError::Peer(_))), "{bad:?}");
         }

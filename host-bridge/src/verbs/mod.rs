@@ -29,7 +29,9 @@ mod sys;
 
 use std::time::Duration;
 
+use clap::{Args, value_parser};
 use protocol::link::MAX_QUEUES;
+use serde::{Deserialize, Serialize};
 
 pub use device::{Device, DeviceEvent, Port};
 pub use error::VerbsError;
@@ -37,26 +39,51 @@ pub use link::{Event, Link, Put, Unconnected};
 pub use memory::{Access, Domain, Registration, Segment, Slab};
 pub use region::RegisteredRegion;
 
-/// How to use verbs.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`
+/// also as keys of a section `rdma` of its configuration (`device`).
+///
+/// The client chooses how many queue pairs a session has and how deep they are, since it is the client's load that they serve; its server need not be started anew for that. So a
+/// server takes what it is asked for, unless told to stop below: [`MOST_QUEUE_PAIRS`] and [`MOST_DEPTH`], which no peer can make it exceed, bound what a session costs it.
+#[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Name of the RDMA device (`mlx5_2`), as `ibv_devices` lists it; `None`: the only one with an active port.
+    /// Transport verbs: the RDMA device, as `ibv_devices` names it; by default the only one with an active port
+    #[arg(id = "rdma_device", long = "rdma-device", value_name = "NAME")]
     pub device: Option<String>,
-    /// Port, from 1.
+    /// Transport verbs: the device's port
+    #[arg(id = "rdma_port", long = "rdma-port", value_name = "N", default_value_t = Settings::default().port, value_parser = value_parser!(u8).range(1..))]
     pub port: u8,
-    /// Index in the port's GID table. `None`: RoCE v2 and IPv4 if there is one; on InfiniBand the LID.
+    /// Transport verbs: index in the port's GID table; by default RoCE v2 and IPv4, or on InfiniBand no GID but the LID
+    #[arg(id = "rdma_gid_index", long = "rdma-gid-index", value_name = "N")]
     pub gid_index: Option<u8>,
-    /// MTU in bytes; `None`: the port's.
+    /// Transport verbs: MTU in bytes (256, 512, 1024, 2048 or 4096); by default the port's own
+    #[arg(id = "rdma_mtu", long = "rdma-mtu", value_name = "N", value_parser = value_parser!(u32).range(256..=4096))]
     pub mtu: Option<u32>,
-    /// Traffic class of the packets (RoCE: the IP header's TOS byte).
+    /// Transport verbs: traffic class of the packets (RoCE: the IP header's TOS byte)
+    #[arg(id = "rdma_traffic_class", long = "rdma-traffic-class", value_name = "N", default_value_t = Settings::default().traffic_class)]
     pub traffic_class: u8,
-    /// Queue pairs for data, 1 to 7; there is always one more, for messages.
-    pub queue_pairs: u32,
-    /// Requests under way on each queue pair.
-    pub queue_depth: u32,
+    /// Transport verbs: queue pairs for data of each session, 1 to 7, beside the one for commands; a client asks for 2, a server takes as many as it is asked for
+    #[arg(id = "rdma_queue_pairs", long = "rdma-queue-pairs", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(MOST_QUEUE_PAIRS)))]
+    pub queue_pairs: Option<u32>,
+    /// Transport verbs: requests under way on each queue pair; a client asks for 128, a server takes up to 256 when it is asked for them
+    #[arg(id = "rdma_queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
+    pub queue_depth: Option<u32>,
     /// A peer that does not answer for this long is gone.
+    #[arg(skip = Settings::default().loss)]
+    #[serde(skip)]
     pub loss: Duration,
 }
+
+/// Queue pairs for data that a client asks for.
+pub const QUEUE_PAIRS: u32 = 2;
+/// Requests under way on each of them that a client asks for.
+pub const DEPTH: u32 = 128;
+/// Queue pairs for data at most.
+pub const MOST_QUEUE_PAIRS: u32 = MAX_QUEUES as u32 - 1;
+/// Requests under way on a queue pair at most.
+const DEEPEST: u32 = 1 << 14;
+/// Requests under way that a server accepts, unless told otherwise: the deepest queues that the papers measure. Each costs it two receives, one of 8 KiB.
+pub const MOST_DEPTH: u32 = 256;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -66,8 +93,8 @@ impl Default for Settings {
             gid_index: None,
             mtu: None,
             traffic_class: 0,
-            queue_pairs: 2,
-            queue_depth: 128,
+            queue_pairs: None,
+            queue_depth: None,
             loss: Duration::from_secs(10),
         }
     }
@@ -76,13 +103,27 @@ impl Default for Settings {
 impl Settings {
     /// What is wrong whatever the host has.
     pub fn check(&self) -> Result<(), VerbsError> {
-        let range = |name, value: u32, least: u32, most: u32| match value {
-            v if (least..=most).contains(&v) => Ok(()),
-            v => Err(VerbsError::Range { name, value: v.into(), least: least.into(), most: most.into() }),
+        let range = |name, value: Option<u32>, least: u32, most: u32| match value {
+            Some(v) if !(least..=most).contains(&v) => {
+                Err(VerbsError::Range { name, value: v.into(), least: least.into(), most: most.into() })
+            }
+            _ => Ok(()),
         };
-        range("rdma_queue_pairs", self.queue_pairs, 1, MAX_QUEUES as u32 - 1)?;
-        range("rdma_queue_depth", self.queue_depth, 1, 1 << 14)?;
-        range("rdma_port", self.port.into(), 1, 255)
+        range("queue_pairs", self.queue_pairs, 1, MOST_QUEUE_PAIRS)?;
+        range("queue_depth", self.queue_depth, 1, DEEPEST)?;
+        range("port", Some(self.port.into()), 1, 255)?;
+        range("mtu", self.mtu, 256, 4096)
+    }
+
+    /// Queue pairs for data and requests under way on each, as a client asks for them.
+    fn wish(&self) -> (u32, u32) {
+        (self.queue_pairs.unwrap_or(QUEUE_PAIRS), self.queue_depth.unwrap_or(DEPTH))
+    }
+
+    /// The same, as a server grants them.
+    fn grant(&self, (queue_pairs, depth): (u32, u32)) -> (u32, u32) {
+        let most = (self.queue_pairs.unwrap_or(MOST_QUEUE_PAIRS), self.queue_depth.unwrap_or(MOST_DEPTH));
+        (queue_pairs.min(most.0), depth.min(most.1))
     }
 }
 
@@ -92,9 +133,22 @@ mod tests {
 
     #[test]
     fn settings_out_of_range_are_named() {
-        let wrong = Settings { queue_pairs: 8, ..Settings::default() };
-        assert_eq!(wrong.check().unwrap_err().to_string(), "rdma_queue_pairs 8: must be 1 to 7");
-        assert!(Settings { queue_depth: 0, ..Settings::default() }.check().is_err());
+        let wrong = Settings { queue_pairs: Some(8), ..Settings::default() };
+        assert_eq!(wrong.check().unwrap_err().to_string(), "rdma: queue_pairs 8: must be 1 to 7");
+        assert!(Settings { queue_depth: Some(0), ..Settings::default() }.check().is_err());
+        assert!(Settings { mtu: Some(9000), ..Settings::default() }.check().is_err());
         assert!(Settings::default().check().is_ok());
+    }
+
+    #[test]
+    fn a_server_grants_what_is_asked_for_up_to_what_it_is_told() {
+        let usual = Settings::default();
+        assert_eq!(usual.wish(), (2, 128));
+        assert_eq!(usual.grant(usual.wish()), (2, 128));
+        assert_eq!(usual.grant((7, 2)), (7, 2));
+        assert_eq!(usual.grant((7, 1 << 14)), (7, 256));
+        let strict = Settings { queue_pairs: Some(1), queue_depth: Some(16), ..usual };
+        assert_eq!(strict.grant((4, 128)), (1, 16));
+        assert_eq!(strict.grant((1, 8)), (1, 8));
     }
 }

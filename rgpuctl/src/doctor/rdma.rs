@@ -110,7 +110,7 @@ impl Port<'_> {
         if !ports.contains(&number.to_string()) {
             return Wrong(
                 format!("RDMA device {device} has no port {number}, but {}", ports.join(", ")),
-                "set rdma_port to one that is there".into(),
+                "set --rdma-port (`port` of a section `rdma`) to one that is there".into(),
             );
         }
         let ethernet = self.file("link_layer").as_deref() == Some("Ethernet");
@@ -152,7 +152,7 @@ impl Port<'_> {
         };
         let table: Vec<_> = (0..=u8::MAX).filter_map(entry).collect();
         let step = || {
-            "give the port's network interface an IP address (ip addr add …); `rdma_gid_index` names an entry of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
+            "give the port's network interface an IP address (ip addr add …); --rdma-gid-index (`gid_index` of a section `rdma`) names an entry of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
         };
         if let Some(index) = index {
             let Some((_, gid, kind)) = table.iter().find(|entry| entry.0 == index) else {
@@ -170,7 +170,7 @@ impl Port<'_> {
                     format!(
                         "GID {index} of {device} port {number} is RoCE v1, which no router passes and many cards no longer speak"
                     ),
-                    "leave rdma_gid_index out: a RoCE v2 entry is then chosen".into(),
+                    "leave --rdma-gid-index (`gid_index`) out: a RoCE v2 entry is then chosen".into(),
                 ));
             }
             return Ok(format!("GID {index} ({gid})"));
@@ -198,7 +198,7 @@ impl Port<'_> {
         let (device, number) = (self.device, self.number);
         if let Some(wanted) = wanted.filter(|wanted| !MTUS.contains(wanted)) {
             return Err(Wrong(
-                format!("rdma_mtu {wanted} is no MTU of InfiniBand or RoCE"),
+                format!("{wanted} is no MTU of InfiniBand or RoCE"),
                 "it is 256, 512, 1024, 2048 or 4096".into(),
             ));
         }
@@ -211,7 +211,7 @@ impl Port<'_> {
         match wanted {
             Some(wanted) if wanted > most => Err(Wrong(
                 format!(
-                    "rdma_mtu {wanted}: port {number} of {device} can do {most}, since its interface {interface} has MTU {bytes}"
+                    "an MTU of {wanted}: port {number} of {device} can do {most}, since its interface {interface} has MTU {bytes}"
                 ),
                 format!("ip link set {interface} mtu {}, here and on everything between", wanted + 104),
             )),

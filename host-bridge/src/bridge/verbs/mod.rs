@@ -57,11 +57,12 @@ pub(super) fn connect(
     let unconnected = Unconnected::new(&domain, &config.verbs).map_err(here)?;
     let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let control = dial(&config.server, config.connect_timeout).map_err(failed)?;
-    let first = hello(config, channel, purpose::VERBS, config.verbs.queue_pairs);
+    let offer = unconnected.offer(None);
+    let first = hello(config, channel, purpose::VERBS, offer.count - 1);
     send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
     let handshake = welcome(config, control.as_fd(), deadline)?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
-    send_frame(control.as_fd(), frame::QUEUES, &[unconnected.offer(None).as_bytes()], &[]).map_err(failed)?;
+    send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[]).map_err(failed)?;
     let mut body = Vec::new();
     let queues = match recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)? {
         Some(frame::QUEUES) => split_struct::<Queues>(&body).map_err(|e| protocol(e.to_string()))?.0,

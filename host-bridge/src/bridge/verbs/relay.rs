@@ -21,7 +21,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::transfer::{Inputs, Outputs, Region, Span};
 use super::{Links, quiet};
 use crate::bridge::core::Core;
-use crate::bridge::polling::PollTime;
+use crate::bridge::polling::{PollTime, cores};
 use crate::bridge::tcp::EndReason;
 use crate::bridge::tcp::control::{publish, reply};
 use crate::bridge::tcp::mailbox::{Mailbox, Message};
@@ -130,7 +130,7 @@ impl<'c> Relay<'c> {
             .map_err(broken)?;
         let now = Instant::now();
         let most = u64::from(queues.slot_size - SLOT_DATA);
-        let under_way = link.data_queues() * config.verbs.queue_depth as usize;
+        let under_way = link.most_under_way();
         Ok(Relay {
             core,
             mailbox,
@@ -149,7 +149,7 @@ impl<'c> Relay<'c> {
             leaving: VecDeque::new(),
             draining: Vec::new(),
             epoll,
-            poll: PollTime::new(config.poll),
+            poll: PollTime::giving_way(config.poll, cores()),
             silence: config.silence,
             heard: now,
             link_heard: now,
@@ -186,7 +186,7 @@ impl<'c> Relay<'c> {
             }
         }
         let farewell = match &end {
-            EndReason::Asked(reason) => Some(reason.clone()),
+            EndReason::Asked(_) => Some(String::new()),
             EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) | EndReason::Gone(_) => {
                 Some(end.text(&self.core.server))
             }
@@ -225,7 +225,7 @@ impl<'c> Relay<'c> {
             }
             let since = *idle_since.get_or_insert(now);
             if now.saturating_duration_since(since) < self.poll.get() {
-                std::hint::spin_loop();
+                self.poll.pause();
                 continue;
             }
             self.sleep(&mut events)?;
