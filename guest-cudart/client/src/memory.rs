@@ -12,12 +12,10 @@ use std::collections::BTreeMap;
 
 use crate::ranges::FreeRanges;
 use protocol::Status;
-use protocol::ops::memory::{WINDOW_SIZE, window};
+use protocol::ops::memory::{DEVICE_PART, WINDOW_SIZE, window};
 
 /// Allocations begin at multiples of this, as `cuMemAlloc`'s do.
 pub const ALIGN: u64 = 512;
-/// Bytes of a window for memory that is the device's alone; behind them is what the host has at the same addresses.
-pub const DEVICE_PART: u64 = 768 << 30;
 /// The least that is backed at once, where the device has it: a program with a few small allocations asks once.
 const LEAST_PIECE: u64 = 32 << 20;
 /// Backed bytes in pieces without an allocation that are kept for the next one.

@@ -8,7 +8,7 @@ use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
 use crate::{Result, capture, managed, non_null, pool, put, vmm};
-use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, window};
+use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, is_managed, window};
 use client::{Status, lock};
 
 /// What is known of an allocation.
@@ -81,7 +81,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
             buffer: tag.buffer,
             pool: tag.pool,
             sync_memops: tag.sync_memops,
-            managed: managed::is_in_window(address),
+            managed: is_managed(address),
         });
     }
     let globals = driver.globals.read().unwrap_or_else(PoisonError::into_inner);

@@ -11,7 +11,7 @@ use crate::{Result, visible};
 use client::handle::ContextId;
 use client::memory::{Backing, DeviceMemory};
 use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo};
-use client::ops::memory::{MemGrow, MemShrink};
+use client::ops::memory::{MemGrow, MemShrink, is_managed};
 use client::session::{self, Session};
 use client::{Status, lock, log};
 
@@ -142,7 +142,7 @@ impl Device {
 
     /// Whose of the device's addresses one is.
     pub fn memory_of(&self, address: u64) -> &Mutex<DeviceMemory<Tag>> {
-        if crate::managed::is_in_window(address) { &self.managed } else { &self.memory }
+        if is_managed(address) { &self.managed } else { &self.memory }
     }
 
     /// An attribute's value; 0 if the device does not know it.

@@ -3,6 +3,7 @@
 //! The session has one window of addresses for each device: [`window`]. The client asks the server to back a piece of it with memory
 //! ([`MemGrow`]) and then places allocations inside what is backed by itself ([`MemAlloc`], no answer).
 
+use crate::channel::MAX_DEVICES;
 use crate::data::HostOut;
 use crate::handle::{ContextId, EventId, MemoryId};
 use crate::ops::ops;
@@ -13,6 +14,17 @@ pub const WINDOW_SIZE: u64 = 1 << 40;
 /// First address of the window of device `ordinal`: above what address sanitizers take, and for any machine that there is below where a worker's own mappings begin.
 pub const fn window(ordinal: u32) -> u64 {
     0x1100_0000_0000 + ordinal as u64 * WINDOW_SIZE
+}
+
+/// Bytes of a window for memory that belongs to its device alone. Memory backed behind them is managed memory: the client has the same addresses, and every device of the session that can reach this one's
+/// memory does.
+pub const DEVICE_PART: u64 = 768 << 30;
+
+/// Whether an address is in the part of a window that is for managed memory.
+pub const fn is_managed(address: u64) -> bool {
+    window(0) <= address
+        && address < window(MAX_DEVICES)
+        && (address - window(0)) % WINDOW_SIZE >= DEVICE_PART
 }
 
 /// First of the addresses that a client may reserve by itself ([`AddressReserve`]); they belong to no device.
@@ -27,7 +39,7 @@ ops! {
     trait MemoryOps;
 
     /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`. Both are multiples of the device's granule and
-    /// inside its window. Answered `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
+    /// inside one part of its window ([`DEVICE_PART`]). Answered `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
     sync 0x0301 mem_grow: MemGrow {
         /// Ordinal.
         device: u32,

@@ -31,7 +31,9 @@ impl Cuda {
     pub(super) fn grant(&mut self, owner: u32, device: u32, access: bool) -> Result<(), Status> {
         let handle = self.device(device)?.handle;
         let desc = AccessDesc::device(handle, access);
-        let pieces: Vec<(u64, u64)> = self.device(owner)?.backed.iter().collect();
+        // Managed memory is reached by all in any case.
+        let own = self.device(owner)?.backed.iter().filter(|(address, _)| !is_managed(*address));
+        let pieces: Vec<(u64, u64)> = own.collect();
         for (address, size) in pieces {
             // SAFETY: a range that is backed whole.
             unsafe { self.api.memory_access(address, size as usize, &desc, 1) }?;
@@ -47,7 +49,7 @@ impl Cuda {
     fn back(&mut self, op: &MemGrow) -> Result<(), Status> {
         let size = op.size as usize;
         let prop = self.allocation(op.device)?;
-        let access = self.access(op.device)?;
+        let access = self.access(op.device, op.address)?;
         let mut memory = 0;
         // SAFETY: a valid description; the range was checked to lie in the reserved window and to be free.
         unsafe {
@@ -91,6 +93,7 @@ impl MemoryOps<Call> for Cuda {
         if op.address < first
             || end > first + WINDOW_SIZE
             || !aligned
+            || is_managed(op.address) != is_managed(end - 1)
             || device.backed.touches(op.address, op.size)
         {
             return Err(Status::INVALID_VALUE);

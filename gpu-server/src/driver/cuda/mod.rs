@@ -40,7 +40,7 @@ use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
-use protocol::ops::memory::{WINDOW_SIZE, window};
+use protocol::ops::memory::{WINDOW_SIZE, is_managed, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -292,13 +292,26 @@ impl Cuda {
         self.host_views.retain(|_, view| view.context != context);
     }
 
-    fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
+    /// Who reaches what is backed at an address of a device's window.
+    fn access(&self, ordinal: u32, address: u64) -> Result<Vec<api::AccessDesc>, Status> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
-        for peer in &device.peers {
-            all.push(api::AccessDesc::device(self.device(*peer)?.handle, true));
+        for (peer, other) in self.devices.iter().enumerate().filter(|(peer, _)| *peer != ordinal as usize) {
+            if device.peers.contains(&(peer as u32))
+                || is_managed(address) && self.reaches(other.handle, device.handle)?
+            {
+                all.push(api::AccessDesc::device(other.handle, true));
+            }
         }
         Ok(all)
+    }
+
+    /// Whether a device can reach another's memory.
+    fn reaches(&self, device: api::CUdevice, peer: api::CUdevice) -> Result<bool, Status> {
+        let mut can = 0;
+        // SAFETY: writes one integer.
+        unsafe { self.api.device_can_access(&mut can, device, peer) }?;
+        Ok(can != 0)
     }
 }
 
@@ -464,9 +477,7 @@ impl DeviceOps<Call> for Cuda {
     fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
         cx.context = ContextId(op.device);
         let (device, peer) = (self.device(op.device)?.handle, self.device(op.peer)?.handle);
-        let mut can = 0;
-        // SAFETY: writes one integer.
-        unsafe { self.api.device_can_access(&mut can, device, peer) }?;
+        let can_access = self.reaches(device, peer)?;
         let mut attributes = Vec::new();
         for number in 1..=4 {
             let mut value = 0;
@@ -474,7 +485,7 @@ impl DeviceOps<Call> for Cuda {
             attributes
                 .push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
         }
-        Ok(Answer::Now(PeerInfoReply { can_access: can != 0, attributes }))
+        Ok(Answer::Now(PeerInfoReply { can_access, attributes }))
     }
 
     fn select_devices(

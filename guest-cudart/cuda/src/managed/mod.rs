@@ -34,10 +34,9 @@ use crate::stream::{self, Stream};
 use crate::{Result, capture, library, non_null, put};
 use advice::Advised;
 use blocks::{Blocks, Run};
-use client::channel::MAX_DEVICES;
-use client::memory::{Backing, DEVICE_PART};
+use client::memory::Backing;
 use client::ops::copy::Memset;
-use client::ops::memory::{MemAlloc, MemFree, WINDOW_SIZE, window};
+use client::ops::memory::{MemAlloc, MemFree};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
@@ -251,14 +250,6 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
         state.give(driver, base, &range)?;
     }
     Ok(())
-}
-
-/// Whether an address is in the part of a device's window that the host has as well.
-#[inline]
-pub(crate) fn is_in_window(address: u64) -> bool {
-    address
-        .checked_sub(window(0))
-        .is_some_and(|at| at % WINDOW_SIZE >= DEVICE_PART && at / WINDOW_SIZE < MAX_DEVICES.into())
 }
 
 /// Whether an address is one of managed memory, whatever it was asked for as.

@@ -1,0 +1,135 @@
+// Two GPUs of one server: copies between them, kernels that reach the other's memory, managed memory of both, events across devices.
+//
+//   nvcc -cudart shared -arch=native -o two_gpus two_gpus.cu
+
+#include <cstdio>
+#include <vector>
+#include <cuda_runtime.h>
+
+#define CHECK(call)                                                                                        \
+    do {                                                                                                   \
+        cudaError_t answer = (call);                                                                       \
+        if (answer != cudaSuccess) {                                                                       \
+            printf("FAIL line %d %s: %s\n", __LINE__, #call, cudaGetErrorName(answer));                    \
+            return 1;                                                                                      \
+        }                                                                                                  \
+    } while (0)
+#define REQUIRE(what)                                                                                      \
+    do {                                                                                                   \
+        if (!(what)) {                                                                                     \
+            printf("FAIL line %d: %s\n", __LINE__, #what);                                                 \
+            return 1;                                                                                      \
+        }                                                                                                  \
+    } while (0)
+
+__global__ void add(int *to, const int *from, int n, int value)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n)
+        to[i] = from[i] + value;
+}
+
+static bool all_are(const std::vector<int> &v, int first, int value)
+{
+    for (size_t i = 0; i < v.size(); i++)
+        if (v[i] != first * (int)i + value)
+            return printf("element %zu is %d\n", i, v[i]), false;
+    return true;
+}
+
+int main()
+{
+    int count = 0, can = 0, back = 0;
+    CHECK(cudaGetDeviceCount(&count));
+    REQUIRE(count >= 2);
+    CHECK(cudaDeviceCanAccessPeer(&can, 0, 1));
+    CHECK(cudaDeviceCanAccessPeer(&back, 1, 0));
+    printf("peers: %d %d\n", can, back);
+
+    const int n = 1 << 20, blocks = n / 256;
+    const size_t bytes = n * sizeof(int);
+    int *memory[2];
+    std::vector<int> host(n);
+    for (int d = 0; d < 2; d++) {
+        CHECK(cudaSetDevice(d));
+        CHECK(cudaMalloc(&memory[d], bytes));
+        CHECK(cudaMemset(memory[d], 0, bytes));
+    }
+    for (int i = 0; i < n; i++)
+        host[i] = i;
+    // Copies, whichever device is current.
+    CHECK(cudaMemcpy(memory[0], host.data(), bytes, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpyPeer(memory[1], 1, memory[0], 0, bytes));
+    CHECK(cudaSetDevice(1));
+    add<<<blocks, 256>>>(memory[1], memory[1], n, 5);
+    CHECK(cudaMemcpy(memory[0], memory[1], bytes, cudaMemcpyDefault));
+    CHECK(cudaMemcpy(host.data(), memory[0], bytes, cudaMemcpyDeviceToHost));
+    REQUIRE(all_are(host, 1, 5));
+
+    // Kernels that read the other's memory.
+    if (can && back) {
+        CHECK(cudaSetDevice(0));
+        CHECK(cudaDeviceEnablePeerAccess(1, 0));
+        REQUIRE(cudaDeviceEnablePeerAccess(1, 0) == cudaErrorPeerAccessAlreadyEnabled);
+        cudaGetLastError();
+        add<<<blocks, 256>>>(memory[0], memory[1], n, 10);
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(host.data(), memory[0], bytes, cudaMemcpyDeviceToHost));
+        REQUIRE(all_are(host, 1, 15));
+        int *later;
+        CHECK(cudaSetDevice(1));
+        CHECK(cudaMalloc(&later, bytes));
+        add<<<blocks, 256>>>(later, memory[1], n, 1);
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaSetDevice(0));
+        add<<<blocks, 256>>>(memory[0], later, n, 1);
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(host.data(), memory[0], bytes, cudaMemcpyDeviceToHost));
+        REQUIRE(all_are(host, 1, 7));
+        CHECK(cudaDeviceDisablePeerAccess(1));
+        REQUIRE(cudaDeviceDisablePeerAccess(1) == cudaErrorPeerAccessNotEnabled);
+        cudaGetLastError();
+        CHECK(cudaFree(later));
+    }
+
+    // A stream of one device waits for an event of the other.
+    cudaStream_t stream[2];
+    cudaEvent_t done;
+    for (int d = 0; d < 2; d++) {
+        CHECK(cudaSetDevice(d));
+        CHECK(cudaStreamCreateWithFlags(&stream[d], cudaStreamNonBlocking));
+    }
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    for (int round = 0; round < 50; round++) {
+        CHECK(cudaSetDevice(0));
+        add<<<blocks, 256, 0, stream[0]>>>(memory[0], memory[0], n, 1);
+        CHECK(cudaEventRecord(done, stream[0]));
+        CHECK(cudaStreamWaitEvent(stream[1], done));
+        CHECK(cudaMemcpyPeerAsync(memory[1], 1, memory[0], 0, bytes, stream[1]));
+        CHECK(cudaSetDevice(1));
+        add<<<blocks, 256, 0, stream[1]>>>(memory[1], memory[1], n, 1);
+        CHECK(cudaStreamSynchronize(stream[1]));
+    }
+    CHECK(cudaMemcpy(host.data(), memory[1], bytes, cudaMemcpyDeviceToHost));
+    REQUIRE(all_are(host, 1, (can && back ? 7 : 5) + 51));
+
+    // Managed memory, used by both in turn.
+    int *managed;
+    CHECK(cudaSetDevice(0));
+    CHECK(cudaMallocManaged(&managed, bytes));
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < n; i++)
+            managed[i] = i;
+        for (int d = 0; d < 2; d++) {
+            CHECK(cudaSetDevice(d));
+            add<<<blocks, 256>>>(managed, managed, n, d + 1);
+            CHECK(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < n; i++)
+            REQUIRE(managed[i] == i + 3);
+    }
+    CHECK(cudaFree(managed));
+    printf("PASS two_gpus\n");
+    return 0;
+}
