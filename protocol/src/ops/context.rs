@@ -77,7 +77,7 @@ ops! {
         dropped: u64,
     }
 
-    /// `cuCtxEnablePeerAccess`: the windows of the peer's memory become accessible to kernels of the context.
+    /// `cuCtxEnablePeerAccess`: variables of the peer's modules become accessible to kernels of the context; its window is so from the start.
     sync 0x0208 peer_enable: PeerEnable {
         /// The context that will access.
         context: ContextId,

@@ -16,8 +16,7 @@ pub const fn window(ordinal: u32) -> u64 {
     0x1100_0000_0000 + ordinal as u64 * WINDOW_SIZE
 }
 
-/// Bytes of a window for memory that belongs to its device alone. Memory backed behind them is managed memory: the client has the same addresses, and every device of the session that can reach this one's
-/// memory does.
+/// Bytes of a window for memory that is a device's alone. Memory backed behind them is managed memory: the client has the same addresses.
 pub const DEVICE_PART: u64 = 768 << 30;
 
 /// Whether an address is in the part of a window that is for managed memory.
@@ -38,7 +37,7 @@ ops! {
     /// Device memory.
     trait MemoryOps;
 
-    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`. Both are multiples of the device's granule and
+    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, `cuMemSetAccess` for every device of the session that can reach this one's memory. Both are multiples of the device's granule and
     /// inside one part of its window ([`DEVICE_PART`]). Answered `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
     sync 0x0301 mem_grow: MemGrow {
         /// Ordinal.

@@ -27,29 +27,10 @@ impl Cuda {
         if found || len == 0 { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
-    /// Lets `device` access the memory of `owner`, or no more.
-    pub(super) fn grant(&mut self, owner: u32, device: u32, access: bool) -> Result<(), Status> {
-        let handle = self.device(device)?.handle;
-        let desc = AccessDesc::device(handle, access);
-        // Managed memory is reached by all in any case.
-        let own = self.device(owner)?.backed.iter().filter(|(address, _)| !is_managed(*address));
-        let pieces: Vec<(u64, u64)> = own.collect();
-        for (address, size) in pieces {
-            // SAFETY: a range that is backed whole.
-            unsafe { self.api.memory_access(address, size as usize, &desc, 1) }?;
-        }
-        let owner = self.devices.get_mut(owner as usize).ok_or(Status::INVALID_DEVICE)?;
-        owner.peers.retain(|p| *p != device);
-        if access {
-            owner.peers.push(device);
-        }
-        Ok(())
-    }
-
     fn back(&mut self, op: &MemGrow) -> Result<(), Status> {
         let size = op.size as usize;
         let prop = self.allocation(op.device)?;
-        let access = self.access(op.device, op.address)?;
+        let access = self.access(op.device)?;
         let mut memory = 0;
         // SAFETY: a valid description; the range was checked to lie in the reserved window and to be free.
         unsafe {
@@ -71,7 +52,6 @@ impl Cuda {
         let Some(device) = self.devices.get_mut(ordinal as usize) else { return };
         let backed = std::mem::take(&mut device.backed);
         device.allocations = Default::default();
-        device.peers.clear();
         for (address, size) in backed.iter() {
             self.unshare_piece(ordinal, address);
             // SAFETY: mapped by `back`, in one piece; nothing of the device runs any more. A refusal is logged.

@@ -40,7 +40,7 @@ use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
-use protocol::ops::memory::{WINDOW_SIZE, is_managed, window};
+use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -117,16 +117,12 @@ struct Device {
     exports: bool,
     /// Under which pieces of its window are shared.
     tokens: HashMap<u64, Token>,
-    /// Devices (by ordinal) that may access its memory, besides itself.
-    peers: Vec<u32>,
 }
 
 struct Context {
     device: u32,
     handle: CUcontext,
     health: Arc<Health>,
-    /// Contexts whose memory it may access.
-    peers: Vec<u32>,
 }
 
 /// Number of devices that CUDA sees.
@@ -292,14 +288,13 @@ impl Cuda {
         self.host_views.retain(|_, view| view.context != context);
     }
 
-    /// Who reaches what is backed at an address of a device's window.
-    fn access(&self, ordinal: u32, address: u64) -> Result<Vec<api::AccessDesc>, Status> {
+    /// Who reaches what is backed in a device's window: every device of the session that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
+    /// was mapped need access like a kernel's).
+    fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
-        for (peer, other) in self.devices.iter().enumerate().filter(|(peer, _)| *peer != ordinal as usize) {
-            if device.peers.contains(&(peer as u32))
-                || is_managed(address) && self.reaches(other.handle, device.handle)?
-            {
+        for other in self.devices.iter().filter(|other| other.handle != device.handle) {
+            if self.reaches(other.handle, device.handle)? {
                 all.push(api::AccessDesc::device(other.handle, true));
             }
         }
@@ -349,7 +344,6 @@ fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'st
         allocations: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
         tokens: HashMap::new(),
-        peers: Vec::new(),
     };
     Ok((device, context))
 }
@@ -368,7 +362,7 @@ fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context, Status> {
     let mut probe: CUstream = std::ptr::null_mut();
     // SAFETY: writes a stream handle.
     unsafe { api.stream_create(&mut probe, STREAM_NON_BLOCKING, 0) }?;
-    Ok(Context { device, handle, health: Health::new(handle, probe), peers: Vec::new() })
+    Ok(Context { device, handle, health: Health::new(handle, probe) })
 }
 
 impl super::Backend for Cuda {
@@ -651,33 +645,19 @@ impl ContextOps<Call> for Cuda {
 
     fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
         cx.context = op.context;
-        let (peer_handle, peer_device) = self.context(op.peer).map(|p| (p.handle, p.device))?;
-        let device = self.enter_context(op.context)?.device;
+        let peer = self.context(op.peer)?.handle;
+        self.enter_context(op.context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_enable(peer_handle, 0) }?;
-        self.grant(peer_device, device, true)?;
-        if let Some(context) = self.contexts.get_mut(&op.context.0) {
-            context.peers.push(op.peer.0);
-        }
+        unsafe { self.api.peer_enable(peer, 0) }?;
         Ok(Answer::Now(PeerEnableReply {}))
     }
 
     fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
         cx.context = op.context;
-        let (peer_handle, peer_device) = self.context(op.peer).map(|p| (p.handle, p.device))?;
-        let device = self.enter_context(op.context)?.device;
+        let peer = self.context(op.peer)?.handle;
+        self.enter_context(op.context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_disable(peer_handle) }?;
-        if let Some(context) = self.contexts.get_mut(&op.context.0) {
-            context.peers.retain(|p| *p != op.peer.0);
-        }
-        let still = |c: &Context| {
-            c.device == device
-                && c.peers.iter().any(|p| self.contexts.get(p).is_some_and(|p| p.device == peer_device))
-        };
-        if !self.contexts.values().any(still) {
-            self.grant(peer_device, device, false)?;
-        }
+        unsafe { self.api.peer_disable(peer) }?;
         Ok(Answer::Now(PeerDisableReply {}))
     }
 }
