@@ -143,6 +143,22 @@ fn what_is_defined_nowhere_or_twice_is_named() {
 }
 
 #[test]
+fn images_are_linked_with_each_other_and_checked_without() {
+    let bench = Bench::new();
+    let [first, second] = [FIRST, SECOND].map(|text| format!("{HEAD}{text}"));
+    for good in [&first, &second] {
+        bench.gpu.check_image(good.as_bytes()).unwrap();
+    }
+    let wrong = first.replace("add.u32 %a, %a, %b;", "add.u32 %a, %a;");
+    assert!(bench.gpu.check_image(wrong.as_bytes()).is_err());
+    assert!(bench.gpu.link_module(&[first.as_bytes()]).is_err());
+    let module = bench.gpu.link_module(&[first.as_bytes(), second.as_bytes()]).unwrap();
+    let out = bench.upload(&[0u32]);
+    bench.run(&module, "k", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
+    assert_eq!(bench.download::<u32>(out, 1), [47 + 1000 + 10000 + 100]);
+}
+
+#[test]
 fn what_the_code_of_an_image_mentions_is_found_packed_or_not() {
     use software_gpu::mentions;
     let ptx = b".version 8.0\n.target sm_80\n.extern .func vprintf;\n".to_vec();

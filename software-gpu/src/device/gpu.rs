@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::device::launch::{KernelRun, LaunchConfig, Pool};
 use crate::device::memory::Memory;
-use crate::device::module::{Function, Module};
+use crate::device::module::{self, Function, Module};
 use crate::device::stream::Stream;
 use crate::device::texture::Textures;
 use crate::error::{Error, Result};
@@ -282,8 +282,18 @@ impl Gpu {
 
     /// Loads PTX text or a fat binary (container, or several after each other), and places its globals.
     pub fn load_module(&self, image: &[u8]) -> Result<Module> {
+        self.link_module(&[image])
+    }
+
+    /// As [`Gpu::load_module`], for several images that are linked with each other: a function or a variable that one declares `.extern` is another's.
+    pub fn link_module(&self, images: &[&[u8]]) -> Result<Module> {
         self.status()?;
-        Module::load(self, image)
+        Module::load(self, images)
+    }
+
+    /// Whether an image could be loaded, as far as that can be told without the others that it may be linked with.
+    pub fn check_image(&self, image: &[u8]) -> Result<()> {
+        module::check(self, image)
     }
 
     /// A new stream.

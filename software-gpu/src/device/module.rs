@@ -82,13 +82,25 @@ pub struct Module {
     inner: Arc<Inner>,
 }
 
+/// Whether an image holds PTX that a GPU can run, but for what others define.
+pub(crate) fn check(gpu: &Gpu, image: &[u8]) -> Result<()> {
+    let (major, minor) = gpu.properties().compute_capability;
+    let texts = fatbin::select_ptx(image, major * 10 + minor)?;
+    let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
+    // Nothing of it runs, so its variables may be anywhere.
+    crate::lower::load(&parsed, true, &mut |_| Ok(0)).map(|_| ())
+}
+
 impl Module {
-    pub(crate) fn load(gpu: &Gpu, image: &[u8]) -> Result<Module> {
+    pub(crate) fn load(gpu: &Gpu, images: &[&[u8]]) -> Result<Module> {
         let (major, minor) = gpu.properties().compute_capability;
-        let texts = fatbin::select_ptx(image, major * 10 + minor)?;
+        let mut texts = Vec::new();
+        for image in images {
+            texts.extend(fatbin::select_ptx(image, major * 10 + minor)?);
+        }
         let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
         let mut memory = Vec::new();
-        let loaded = crate::lower::load(&parsed, &mut |size| {
+        let loaded = crate::lower::load(&parsed, false, &mut |size| {
             let address = gpu.memory().allocate_module(size)?;
             memory.push(address);
             Ok(address)

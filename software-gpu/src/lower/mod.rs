@@ -172,8 +172,13 @@ fn shared_vars<'a, 'b>(stmts: &'b [Stmt<'a>], out: &mut Vec<&'b Var<'a>>) {
     }
 }
 
-/// Lowers a module that is linked of one or more files. `allocate` gives zeroed global memory.
-pub(crate) fn load(files: &[File<'_>], allocate: &mut dyn FnMut(u64) -> Result<u64>) -> Result<Loaded> {
+/// Lowers a module that is linked of one or more files. `allocate` gives zeroed global memory. `open`: what is defined nowhere may yet be, in others; so it only shows whether these
+/// files are good.
+pub(crate) fn load(
+    files: &[File<'_>],
+    open: bool,
+    allocate: &mut dyn FnMut(u64) -> Result<u64>,
+) -> Result<Loaded> {
     let mut contexts: Vec<Context<'_>> = files.iter().map(|_| Context::default()).collect();
     let shared_linkage = |linkage| matches!(linkage, Linkage::Visible | Linkage::Weak);
     // Variables.
@@ -246,6 +251,10 @@ pub(crate) fn load(files: &[File<'_>], allocate: &mut dyn FnMut(u64) -> Result<u
             Some(symbol) => {
                 contexts[file].symbols.insert(var.name, symbol.clone());
             }
+            None if open => {
+                let symbol = Symbol::Global(0, var.space == Space::Const);
+                contexts[file].symbols.insert(var.name, symbol);
+            }
             None => {
                 return Err(Error::InvalidPtx {
                     line: var.line,
@@ -281,7 +290,7 @@ pub(crate) fn load(files: &[File<'_>], allocate: &mut dyn FnMut(u64) -> Result<u
         }
         let index = match linked.get(function.name) {
             Some(&index) => index,
-            None if builtin(function.name).is_some() => {
+            None if open || builtin(function.name).is_some() => {
                 linked.insert(function.name, functions.len());
                 functions.push(Linked { function, file });
                 functions.len() - 1

@@ -118,7 +118,8 @@ impl ModuleOps<Call> for Software {
         }
         let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
         let gpu = self.device(device)?.gpu.clone();
-        let module = gpu.load_module(&image).map_err(|e| {
+        let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
+        let module = gpu.link_module(&parts).map_err(|e| {
             tracing::warn!("module refused: {e}");
             code(&e)
         })?;
