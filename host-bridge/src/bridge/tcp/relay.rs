@@ -16,6 +16,7 @@ use protocol::data::DataUse;
 use protocol::handle::Handle;
 use protocol::link::{DataAsk, frame};
 use protocol::ops::{self, Class};
+use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
 use super::control::Control;
@@ -336,6 +337,7 @@ impl<'c> Relay<'c> {
             match self.consumer.pop(&mut self.body) {
                 Ok(None) => break,
                 Ok(Some(record)) => {
+                    self.core.trace.note(Stage::Taken, record.seq, record.opcode);
                     self.check(record)?;
                     begun.get_or_insert_with(|| self.control.begin(frame::COMMANDS));
                     self.control.record(record, &self.body);
