@@ -14,10 +14,12 @@
 //! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
-//! - [`endpoint`]: the end that has the GPU.
+//! - [`endpoint`]: the end that has the GPU;
+//! - [`trace`]: timelines of commands into files.
 
 pub mod bridge;
 pub mod endpoint;
 pub mod framing;
 pub mod memory;
+pub mod trace;
 pub mod verbs;

@@ -14,7 +14,8 @@
 //! - [`ops`]: the one table of operations, and the `Driver` trait that comes out of it;
 //! - [`channel`]: the memory that a program and the host side share: ring, reply slots, progress, arena;
 //! - [`link`]: handshake and frames between the host bridge and a server;
-//! - [`device`] and [`native`]: how a channel comes to be, for a guest's driver and for a process on the host.
+//! - [`device`] and [`native`]: how a channel comes to be, for a guest's driver and for a process on the host;
+//! - [`trace`]: when a command came where, for who looks for the time.
 //!
 //! `docs/wire.md` and `docs/device.md` say the same in words, for another implementation.
 
@@ -26,6 +27,7 @@ pub mod link;
 pub mod native;
 pub mod ops;
 pub mod status;
+pub mod trace;
 pub mod wire;
 
 pub use status::Status;

@@ -2,6 +2,7 @@
 //!
 //! In reading order:
 //! - [`run`]: runs a program as a native client;
+//! - [`trace`]: runs one and shows where its calls spent their time;
 //! - [`bench`]: measures what calls cost and what copies carry, as such a client sees it;
 //! - [`session`]: the daemons that both start, with a private server when none is named;
 //! - [`daemon`]: starting and ending those, and what their last log lines say when that fails;
@@ -14,6 +15,7 @@ mod doctor;
 mod run;
 mod session;
 mod status;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -30,6 +32,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::Arguments),
+    Trace(trace::Arguments),
     Bench(bench::Arguments),
     Status(status::Arguments),
     Doctor(doctor::Arguments),
@@ -38,6 +41,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(arguments) => run::run(arguments),
+        Command::Trace(arguments) => trace::trace(&arguments),
         Command::Bench(arguments) => bench::bench(&arguments),
         Command::Status(arguments) => status::status(&arguments),
         Command::Doctor(arguments) => Ok(doctor::doctor(&arguments)),

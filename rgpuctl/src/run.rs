@@ -36,13 +36,19 @@ pub struct Arguments {
 
 /// Runs the program and answers with its exit status.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
-    let mut session = Session::start(&arguments.target)?;
-    let mut command = Command::new(&arguments.program[0]);
-    command.args(&arguments.program[1..]);
+    run_program(&arguments.target, &arguments.program)
+}
+
+/// Runs `program`, the first its path and the others its arguments, and answers with its exit status. Nothing of the session is left when this returns.
+pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
+    let (path, arguments) = program.split_first().context("no program is named")?;
+    let mut session = Session::start(target)?;
+    let mut command = Command::new(path);
+    command.args(arguments);
     session.environment(&mut command)?;
     // Killing rgpuctl is killing the program.
     end_with_parent(&mut command, Signal::SIGKILL);
-    let name = arguments.program[0].to_string_lossy().into_owned();
+    let name = path.to_string_lossy().into_owned();
     // Up to here a signal ends rgpuctl, and the daemons with it. From here on signals are read from a descriptor, so
     // that none is lost between starting the program and waiting for it.
     let signals = Signals::block()?;

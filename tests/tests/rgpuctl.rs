@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use rgpu_tests::programs::{LIMIT, run};
+use rgpu_tests::programs::{LIMIT, built, run};
 use rgpu_tests::tree;
 use serde_json::Value;
 
@@ -43,6 +43,39 @@ fn bench_says_what_is_missing_where_no_libcuda_is_installed() -> Result<()> {
     // A machine with a driver of its own has one.
     if outcome.status != Some(0) {
         assert!(outcome.stderr.contains("no libcuda.so.1 can be loaded"), "{outcome:?}");
+    }
+    Ok(())
+}
+
+/// One line of `rgpuctl trace`'s table: an operation's count, and its times; none where the stage does not exist.
+fn traced(transport: &str, operation: &str) -> Result<(u64, Vec<Option<f64>>)> {
+    let mut command = Command::new(tree::binaries().join("rgpuctl"));
+    command
+        .args(["trace", "--backend", "software", "--transport", transport, "--"])
+        .arg(built("bench")?)
+        .args(["loop", "launches", "100"])
+        .env("RGPU_LIB_DIR", tree::guest_libraries());
+    let outcome = run(&mut command, LIMIT)?;
+    ensure!(outcome.verdict("bench").is_ok(), "{outcome:?}");
+    let line = outcome.stderr.lines().find(|line| line.split_whitespace().next() == Some(operation));
+    let line = line.with_context(|| format!("no {operation} over {transport}:\n{}", outcome.stderr))?;
+    let words: Vec<&str> = line.split_whitespace().collect();
+    Ok((words[1].parse()?, words[2..].iter().map(|word| word.parse().ok()).collect()))
+}
+
+#[test]
+fn trace_shows_where_commands_were_in_every_process_that_carries_them() -> Result<()> {
+    // Total; taken, received, begun, executed, answered, delivered, woken.
+    let local = [true, false, false, true, true, true, false, true];
+    for (transport, stages) in [("local", local), ("tcp", [true; 8])] {
+        let (count, times) = traced(transport, "stream_synchronize")?;
+        let there: Vec<bool> = times.iter().map(Option::is_some).collect();
+        assert_eq!((count, there.as_slice()), (1, &stages[..]), "over {transport}: {times:?}");
+        // The parts of one command's time are its whole time.
+        let parts: f64 = times[1..].iter().flatten().sum();
+        assert!((parts - times[0].unwrap_or(0.0)).abs() < 1.0, "over {transport}: {times:?}");
+        let (count, times) = traced(transport, "launch")?;
+        assert!(count == 101 && times[4].is_some() && times[5].is_none(), "over {transport}: {times:?}");
     }
     Ok(())
 }

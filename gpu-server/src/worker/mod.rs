@@ -20,6 +20,8 @@ use host_bridge::endpoint::{
 };
 use host_bridge::verbs::Settings;
 
+use protocol::trace::RECORDER;
+
 use crate::cli;
 use crate::driver;
 use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
@@ -114,6 +116,9 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
     let shared = Arc::new(Shared::default());
+    if host_bridge::trace::folder().is_some() {
+        RECORDER.start();
+    }
     let (lost, counters) = match begin(transport, connection, &rdma, polling) {
         Ok((mut commands, client, tcp)) => {
             let broker = Broker::new(Arc::clone(&daemon));
@@ -124,6 +129,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
         }
         Err(lost) => (Some(lost), Counters::default()),
     };
+    host_bridge::trace::save(&RECORDER, &format!("worker-{}", std::process::id()));
     match &lost {
         Some(lost) => tracing::warn!(commands = counters.commands, "session lost: {lost}"),
         None => tracing::info!(

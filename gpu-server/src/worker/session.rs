@@ -10,6 +10,8 @@ use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
 use protocol::ops::{self, Class, Malformed, OpInfo, Outcome, dispatch};
 
+use protocol::trace::{RECORDER, Stage};
+
 use super::Shared;
 use super::held::{Held, Verdict};
 use crate::driver::{Backend, Call, Errors};
@@ -118,8 +120,10 @@ impl Dispatcher<'_> {
         }
         self.call.begin(record.seq, record.reply_slot);
         self.reply.clear();
+        RECORDER.note(Stage::Begun, record.seq, record.opcode);
         let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply)
             .map_err(malformed)?;
+        RECORDER.note(Stage::Executed, record.seq, record.opcode);
         tracing::trace!(seq = record.seq, op = info.name, ?outcome);
         if info.carries_data && self.call.client.streams_data() {
             self.excuse_data(info, &record, body);

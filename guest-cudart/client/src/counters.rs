@@ -11,6 +11,9 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 
+use crate::log;
+use protocol::trace::{RECORDER, VARIABLE};
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident;)*) => {
         /// The process's counters.
@@ -158,6 +161,25 @@ fn report() -> String {
         text += &format!("rgpu: stats: {} calls={}{counts}\n", call.name, call.calls.load(Ordering::Relaxed));
     }
     text
+}
+
+/// Records when commands came where from now on, and writes it to a file when the process exits, if `RGPU_TRACE` names a folder for that.
+pub fn trace_to_exit() {
+    static ONCE: Once = Once::new();
+    extern "C" fn write() {
+        let (Some(folder), Some(text)) = (std::env::var_os(VARIABLE), RECORDER.take()) else { return };
+        let path = std::path::Path::new(&folder).join(format!("program-{}", std::process::id()));
+        if let Err(error) = std::fs::write(&path, text) {
+            log::warn(format_args!("cannot write a timeline to {}: {error}", path.display()));
+        }
+    }
+    ONCE.call_once(|| {
+        if std::env::var_os(VARIABLE).is_some_and(|folder| !folder.is_empty()) {
+            RECORDER.start();
+            // SAFETY: `write` is a plain C function that lives as long as this library.
+            unsafe { libc::atexit(write) };
+        }
+    });
 }
 
 /// Counts by function from now on and prints everything when the process exits, if `RGPU_STATS=1` asks for it.

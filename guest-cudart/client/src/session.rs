@@ -26,6 +26,7 @@ use protocol::channel::{
 };
 use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
+use protocol::trace::{RECORDER, Stage};
 
 /// How often a sleeper looks whether the host side is still there.
 const LOOK: Duration = Duration::from_millis(250);
@@ -101,6 +102,7 @@ pub fn open() -> Result<&'static Session, Status> {
             // SAFETY: `in_child` does only what may be done between fork and exec: it stores to atomics and closes descriptors.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             counters::print_at_exit();
+            counters::trace_to_exit();
             Ok(GLOBAL.get_or_init(|| session))
         }
         Err(error) => {
@@ -277,6 +279,7 @@ impl Session {
             return Err(Status::INVALID_VALUE);
         }
         add(&COUNTERS.commands, 1);
+        let began = RECORDER.clock();
         let seq = {
             let mut producer = lock(&self.producer);
             match producer.push(opcode, slot, body) {
@@ -284,7 +287,9 @@ impl Session {
                 Err(Full) => self.push_when_there_is_room(&mut producer, opcode, slot, body)?,
             }
         };
+        RECORDER.note_at(Stage::Appended, seq, opcode, began);
         if self.header.host_sleep.take() {
+            RECORDER.note(Stage::Rung, seq, opcode);
             add(&COUNTERS.doorbells, 1);
             self.port.kick();
         }
@@ -498,13 +503,14 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
     /// As [`Pending::wait`], for the operation that fetches what kernels have printed.
     fn wait_alone(mut self) -> Result<R, Status> {
         let session = self.session;
-        let (slot, name) = (self.slot, self.name);
+        let (slot, seq, name) = (self.slot, self.seq, self.name);
         self.waited = true;
         drop(self);
         let finish = |payload: &mut Vec<u8>| {
             payload.clear();
             // A slot that was not answered is the lost host's for ever.
             let status = session.await_slot(slot, payload)?;
+            RECORDER.note(Stage::Woken, seq, 0);
             session.slots.release(slot);
             if status == Status::DEVICE_UNAVAILABLE {
                 session.check()?;

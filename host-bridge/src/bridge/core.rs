@@ -8,6 +8,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::{Header, State};
 use protocol::device::{Extent, untext};
+use protocol::trace::Recorder;
 
 use super::Counters;
 use crate::memory::{ChannelView, Memories, MemoryError};
@@ -70,6 +71,8 @@ pub struct Core {
     pub doorbell: EventFd,
     /// What was done so far.
     pub counters: Counters,
+    /// When commands came where, if somebody asks.
+    pub trace: Recorder,
     /// The server's address, for messages.
     pub server: String,
     wakeup: Wakeup,
@@ -95,7 +98,11 @@ impl Core {
     ) -> io::Result<Core> {
         let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let (counters, ended, on_lost) = (Counters::default(), OnceLock::new(), Mutex::new(Some(on_lost)));
-        Ok(Core { channel, doorbell, counters, server, wakeup, ended, on_lost })
+        let trace = Recorder::default();
+        if crate::trace::folder().is_some() {
+            trace.start();
+        }
+        Ok(Core { channel, doorbell, counters, trace, server, wakeup, ended, on_lost })
     }
 
     /// Rings the doorbell, on a guest's behalf. (A process rings by itself.)

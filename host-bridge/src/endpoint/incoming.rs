@@ -13,13 +13,15 @@
 //! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::io::{self, Read};
+use std::io;
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -198,6 +200,7 @@ impl ChunkQueue {
             if state.over {
                 return Err(Lost::new("the session ended before the data came"));
             }
+            state.waited_for = true;
             state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
         }
     }
@@ -224,6 +227,8 @@ struct QueueState {
     /// Room given out, by offset.
     filling: HashMap<u64, Box<[u8]>>,
     chunks: VecDeque<Chunk>,
+    /// Whoever takes chunks waits for one.
+    waited_for: bool,
     over: bool,
 }
 
@@ -251,8 +256,11 @@ impl Landing for Queue {
         if let Some(bytes) = state.filling.remove(&offset) {
             state.chunks.push_back(Chunk { offset, bytes });
         }
+        let wake = std::mem::take(&mut state.waited_for);
         drop(state);
-        self.changed.notify_all();
+        if wake {
+            self.changed.notify_all();
+        }
     }
 
     fn lost(&self) {
@@ -354,6 +362,13 @@ impl Inbox {
         Incoming { hub: Arc::clone(self), key: (seq, piece), len, late: false, used: len == 0 }
     }
 
+    /// Wakes the threads that wait for a command or for room. (Waking nobody would be a system call all the same.)
+    fn wake(&self) {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.changed.notify_all();
+        }
+    }
+
     fn expect(&self, key: (u64, u32), len: u64, landing: Arc<dyn Landing>, window: u64, late: bool) {
         let mut state = self.lock();
         if state.over {
@@ -378,7 +393,7 @@ impl Inbox {
             self.wrong(&format!("more data for command {}, piece {}, than its {len} bytes", key.0, key.1));
             return;
         }
-        self.changed.notify_all();
+        self.wake();
         if tell && granted > 0 {
             self.tell_grant(key, granted);
         }
@@ -397,7 +412,7 @@ impl Inbox {
         expected.granted = upto;
         let tell = expected.tell;
         drop(state);
-        self.changed.notify_all();
+        self.wake();
         if tell {
             self.tell_grant(key, upto);
         }
@@ -618,14 +633,15 @@ impl Inbox {
     }
 
     /// Serves one data connection until it or the session ends. `Ok`: the peer closed it between two chunks.
-    pub(super) fn read_connection(&self, mut stream: &TcpStream) -> io::Result<()> {
+    pub(super) fn read_connection(&self, stream: &TcpStream) -> io::Result<()> {
         let mut waste = Vec::new();
         loop {
             let mut header = DataHeader::new_zeroed();
-            if stream.read(&mut header.as_mut_bytes()[..1])? == 0 {
-                return Ok(());
+            match receive_whole(stream, header.as_mut_bytes())? {
+                0 => return Ok(()),
+                n if n < size_of::<DataHeader>() => return Err(io::ErrorKind::UnexpectedEof.into()),
+                _ => {}
             }
-            stream.read_exact(&mut header.as_mut_bytes()[1..])?;
             let eager = header.len & EAGER_FLAG != 0;
             header.len &= !EAGER_FLAG;
             if header.len == 0 || header.len > MAX_DATA {
@@ -643,7 +659,7 @@ impl Inbox {
                             let n = room.min(n);
                             // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
                             let target = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), n) };
-                            stream.read_exact(target)?;
+                            receive_all(stream, target)?;
                             landing.landed(offset, n);
                             n
                         }
@@ -658,7 +674,7 @@ impl Inbox {
                     }
                     Place::Aside => {
                         let mut bytes = vec![0; left].into_boxed_slice();
-                        stream.read_exact(&mut bytes)?;
+                        receive_all(stream, &mut bytes)?;
                         self.set_aside(key, noted, offset, bytes)?;
                         break;
                     }
@@ -691,10 +707,31 @@ impl Expected {
 }
 
 /// Receives `n` bytes for nobody.
-fn throw_away(mut stream: &TcpStream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
+fn throw_away(stream: &TcpStream, waste: &mut Vec<u8>, n: usize) -> io::Result<usize> {
     waste.resize(n, 0);
-    stream.read_exact(waste)?;
+    receive_all(stream, waste)?;
     Ok(n)
+}
+
+/// Receives until `buffer` is full or the peer has closed; gives the bytes. One system call, and not one for each time that some have come.
+fn receive_whole(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut got = 0;
+    while got < buffer.len() {
+        #[cfg(test)]
+        tests::CALLS.with(|calls| calls.set(calls.get() + 1));
+        match recv(stream.as_raw_fd(), &mut buffer[got..], MsgFlags::MSG_WAITALL) {
+            Ok(0) => break,
+            Ok(n) => got += n,
+            Err(nix::Error::EINTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(got)
+}
+
+fn receive_all(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<()> {
+    let got = receive_whole(stream, buffer)?;
+    if got == buffer.len() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 /// Copies bytes to where a landing has room for all of them.
@@ -725,6 +762,38 @@ mod tests {
     fn send(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
         stream.write_all(DataHeader { seq, offset, piece: 0, len: bytes.len() as u32 }.as_bytes()).unwrap();
         stream.write_all(bytes).unwrap();
+    }
+
+    std::thread_local! {
+        /// System calls to receive, of this thread.
+        pub(super) static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    }
+
+    #[test]
+    fn a_chunk_takes_two_system_calls_however_it_comes() {
+        let inbox = Inbox::new();
+        let (mut a, b) = pair();
+        a.set_nodelay(true).unwrap();
+        let (count, len) = (8, 256 << 10);
+        let mut queue = inbox.incoming(1, 0, count * len).into_queue(1 << 30);
+        let reader = Arc::clone(&inbox);
+        let thread = std::thread::spawn(move || {
+            reader.read_connection(&b).unwrap();
+            CALLS.get()
+        });
+        let piece = vec![7; 16 << 10];
+        for chunk in 0..count {
+            let header = DataHeader { seq: 1, offset: chunk * len, piece: 0, len: len as u32 };
+            a.write_all(header.as_bytes()).unwrap();
+            for _ in 0..len as usize / piece.len() {
+                a.write_all(&piece).unwrap();
+                std::thread::yield_now();
+            }
+        }
+        drop(a);
+        // Its end is one more.
+        assert_eq!(thread.join().unwrap(), 2 * count + 1);
+        assert_eq!(queue.next_chunk().unwrap().unwrap().bytes.len() as u64, len);
     }
 
     #[test]

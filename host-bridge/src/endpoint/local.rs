@@ -21,6 +21,7 @@ use protocol::link::{
     ATTACH_FUTEX, Ack, Attach, Memory, ProgressUpdate, REGION_OWN_MEMORY, REGION_READ_ONLY, RegionAdd, frame,
     progress,
 };
+use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::region::{Regions, Released};
@@ -398,6 +399,7 @@ impl Client for LocalClient {
         };
         let (status, payload) =
             if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
+        RECORDER.note(Stage::Answered, seq, 0);
         if place.complete(seq, status, payload) {
             self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
         }

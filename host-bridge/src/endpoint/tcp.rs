@@ -18,6 +18,7 @@ use protocol::data::HostRange;
 use protocol::link::{
     DataAsk, DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress,
 };
+use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
@@ -205,6 +206,7 @@ impl TcpCommands {
         body.extend_from_slice(&rest[RECORD_HEADER..size]);
         self.seq += 1;
         self.at += size;
+        RECORDER.note(Stage::Received, record.seq, record.opcode);
         Ok(Some(record))
     }
 
@@ -423,6 +425,7 @@ impl Client for TcpClient {
         let (status, payload) =
             if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };
+        RECORDER.note(Stage::Answered, seq, 0);
         self.send(|sending| put(&mut sending.buffer, frame::REPLY, &[header.as_bytes(), payload]));
     }
 

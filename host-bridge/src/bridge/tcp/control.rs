@@ -6,6 +6,7 @@ use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, Record};
 use protocol::handle::{ContextId, StreamId};
 use protocol::link::{DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
+use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
 use super::EndReason;
@@ -237,6 +238,7 @@ pub(in crate::bridge) fn reply(
     *awaited = 0;
     core.counters.replies.add(1);
     core.counters.copied_bytes.add(payload.len() as u64);
+    core.trace.note(Stage::Delivered, seq, 0);
     if reply_slot.complete(seq, Status(status), payload) {
         waker.wake(core.channel.view.geometry().slot_offset(slot as usize) as u64);
     }

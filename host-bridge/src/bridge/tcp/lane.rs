@@ -42,6 +42,9 @@ struct Arriving {
     header_got: usize,
 }
 
+/// Pieces that a hand may have to send, the one that it is at among them: it need not wait for the relay between two.
+pub(super) const AHEAD: usize = 2;
+
 /// The hands of a lane.
 #[derive(Debug)]
 struct Hands {
@@ -163,12 +166,12 @@ impl Lane {
 
     /// Whether the relay is to receive here: not while a hand does.
     pub(super) fn wants_in(&self) -> bool {
-        self.hands.as_ref().is_none_or(|hands| !hands.receives.is_busy())
+        self.hands.as_ref().is_none_or(|hands| hands.receives.held() == 0)
     }
 
     /// Whether a hand is sending, or has sent and was not asked yet.
     pub(super) fn is_sending(&self) -> bool {
-        self.hands.as_ref().is_some_and(|hands| hands.sends.is_busy())
+        self.hands.as_ref().is_some_and(|hands| hands.sends.held() > 0)
     }
 
     /// Takes over what a hand has received. True: there was something.
@@ -198,22 +201,32 @@ impl Lane {
         EndReason::Gone(format!("data connection {}: {what}", self.index))
     }
 
-    /// Sends what the connection takes.
+    /// Sends what the connection takes. A hand is given tasks until it has `ahead` of them; beyond the first that is all that this does.
     pub(super) fn send(
         &mut self,
         core: &Core,
         inputs: &mut Inputs,
         gather: &mut Gather,
+        ahead: usize,
     ) -> Result<Sent, EndReason> {
         let mut done = Sent::default();
-        if let Some((sending, result)) = self.hands.as_ref().and_then(|hands| hands.sends.take()) {
+        if ahead > 1 && self.hands.is_none() {
+            return Ok(done);
+        }
+        while let Some((sending, result)) = self.hands.as_ref().and_then(|hands| hands.sends.take()) {
             result.map_err(|e| self.gone(e))?;
             done.worked = true;
             done.completed |= inputs.sent(&sending.chunk);
         }
         let mut budget = TURN;
-        while budget > 0 && !self.is_sending() {
+        while budget > 0 {
+            let held = self.hands.as_ref().map_or(0, |hands| hands.sends.held());
             if self.sending.is_none() {
+                // A short piece waits until the hand is done: the relay would have to send it in between.
+                let fits = |len| held == 0 || (held < ahead && len >= LONG);
+                if !inputs.peek().is_some_and(fits) {
+                    break;
+                }
                 let Some(chunk) = inputs.next_chunk() else { break };
                 let flag = if chunk.eager { EAGER_FLAG } else { 0 };
                 let (seq, offset, piece) = (chunk.seq, chunk.at, chunk.piece);

@@ -164,6 +164,7 @@ impl Tcp {
                     EndReason::Here("the relay failed; its message stands on standard error".into())
                 });
                 let reason = end.text(&for_relay.server);
+                crate::trace::save(&for_relay.trace, &format!("bridge-{}", for_relay.channel.pid));
                 for_mailbox.close();
                 match end {
                     EndReason::Asked(_) => for_relay.end(&reason),

@@ -16,10 +16,11 @@ use protocol::data::DataUse;
 use protocol::handle::Handle;
 use protocol::link::{DataAsk, frame};
 use protocol::ops::{self, Class};
+use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
 use super::control::Control;
-use super::lane::Lane;
+use super::lane::{AHEAD, Lane};
 use super::mailbox::{Done, Mailbox, Message};
 use super::socket::{Gather, Socket};
 use super::transfer::{Inputs, Outputs, Region, Span, When};
@@ -336,6 +337,7 @@ impl<'c> Relay<'c> {
             match self.consumer.pop(&mut self.body) {
                 Ok(None) => break,
                 Ok(Some(record)) => {
+                    self.core.trace.note(Stage::Taken, record.seq, record.opcode);
                     self.check(record)?;
                     begun.get_or_insert_with(|| self.control.begin(frame::COMMANDS));
                     self.control.record(record, &self.body);
@@ -426,13 +428,16 @@ impl<'c> Relay<'c> {
     fn send(&mut self, now: Instant) -> Result<bool, EndReason> {
         let mut worked = self.control.send(self.core, now)?;
         let mut completed = false;
-        for lane in &mut self.lanes {
-            if !lane.wants_out() && !lane.is_sending() && !self.inputs.has_jobs() {
-                continue;
+        // Every lane has something to do before one has something ahead.
+        for ahead in 1..=AHEAD {
+            for lane in &mut self.lanes {
+                if !lane.wants_out() && !lane.is_sending() && !self.inputs.has_jobs() {
+                    continue;
+                }
+                let sent = lane.send(self.core, &mut self.inputs, &mut self.gather, ahead)?;
+                worked |= sent.worked;
+                completed |= sent.completed;
             }
-            let sent = lane.send(self.core, &mut self.inputs, &mut self.gather)?;
-            worked |= sent.worked;
-            completed |= sent.completed;
         }
         if completed {
             self.publish_released();

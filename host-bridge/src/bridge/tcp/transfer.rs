@@ -109,6 +109,14 @@ impl Job {
     fn may_send(&self) -> bool {
         self.at < self.eager.max(self.granted)
     }
+
+    /// Whether the next part is eager, and its bytes.
+    fn next(&self) -> (bool, u64) {
+        let eager = self.at < self.eager;
+        let left = if eager { self.eager } else { self.granted } - self.at;
+        // What would remain is not worth a piece of its own.
+        (eager, if left <= self.chunk + self.chunk / 4 { left } else { self.chunk })
+    }
 }
 
 /// A part of a [`Job`] that one connection sends.
@@ -218,16 +226,18 @@ impl Inputs {
         }
     }
 
+    /// Bytes of the next part to send.
+    pub(super) fn peek(&self) -> Option<u64> {
+        let job = self.flows.get(self.turns.front()?)?.front()?;
+        Some(job.next().1)
+    }
+
     /// The next part to send.
     pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
         let flow = self.turns.pop_front()?;
         let queue = self.flows.get_mut(&flow)?;
         let job = queue.front_mut()?;
-        let eager = job.at < job.eager;
-        let end = if eager { job.eager } else { job.granted };
-        let left = end - job.at;
-        // What would remain is not worth a piece of its own.
-        let len = if left <= job.chunk + job.chunk / 4 { left } else { job.chunk };
+        let (eager, len) = job.next();
         let chunk = Chunk {
             seq: job.seq,
             piece: job.piece,
