@@ -68,9 +68,12 @@ impl PollTime {
         self.now = (self.now * 2).min(self.bound);
     }
 
-    /// No work came: poll for a shorter time, down to an eighth of the bound, so that a burst is still noticed.
+    /// No work came: poll for a shorter time, down to an eighth of the bound, so that a burst is still noticed. Who gives way has taken nothing from anybody, and a time shorter than
+    /// a call's would never see that it pays.
     pub fn wasted(&mut self) {
-        self.now = (self.now / 2).max(self.bound / 8);
+        if !self.gives_way {
+            self.now = (self.now / 2).max(self.bound / 8);
+        }
     }
 }
 
@@ -95,7 +98,8 @@ mod tests {
     #[test]
     fn only_on_few_processors_does_a_thread_give_way_and_look_longer() {
         let bound = Duration::from_micros(20);
-        let (few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
+        let (mut few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
+        (0..10).for_each(|_| few.wasted());
         assert!(few.gives_way() && few.get() > bound);
         assert!(!many.gives_way() && many.get() == bound);
     }
