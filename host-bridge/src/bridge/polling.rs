@@ -68,12 +68,14 @@ impl PollTime {
         self.now = (self.now * 2).min(self.bound);
     }
 
-    /// No work came: poll for a shorter time, down to an eighth of the bound, so that a burst is still noticed. Who gives way has taken nothing from anybody, and a time shorter than
-    /// a call's would never see that it pays.
+    /// No work came: poll for a shorter time, down to an eighth of the bound, so that a burst is still noticed.
     pub fn wasted(&mut self) {
-        if !self.gives_way {
-            self.now = (self.now / 2).max(self.bound / 8);
-        }
+        self.now = (self.now / 2).max(self.bound / 8);
+    }
+
+    /// No work came, and then a sleep of this length: one within the bound shows that looking for longer would have paid, a longer one that looking was wasted.
+    pub fn slept(&mut self, time: Duration) {
+        if time <= self.bound { self.paid() } else { self.wasted() }
     }
 }
 
@@ -98,10 +100,19 @@ mod tests {
     #[test]
     fn only_on_few_processors_does_a_thread_give_way_and_look_longer() {
         let bound = Duration::from_micros(20);
-        let (mut few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
-        (0..10).for_each(|_| few.wasted());
+        let (few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
         assert!(few.gives_way() && few.get() > bound);
         assert!(!many.gives_way() && many.get() == bound);
+    }
+
+    #[test]
+    fn short_sleeps_lengthen_the_time_and_long_ones_shorten_it() {
+        let bound = Duration::from_micros(80);
+        let mut time = PollTime::new(bound);
+        (0..10).for_each(|_| time.slept(Duration::from_millis(5)));
+        assert_eq!(time.get(), bound / 8);
+        (0..10).for_each(|_| time.slept(Duration::from_micros(60)));
+        assert_eq!(time.get(), bound);
     }
 
     #[test]

@@ -325,7 +325,6 @@ impl Commands for VerbsCommands {
                     continue 'next;
                 }
                 if Instant::now() >= until {
-                    self.poll.wasted();
                     break;
                 }
                 if self.poll.gives_way() {
@@ -337,10 +336,13 @@ impl Commands for VerbsCommands {
             if let Some(pump) = client.pump.get().filter(|_| self.poll.gives_way()) {
                 pump.unpark();
             }
+            let asleep = Instant::now();
             let mut arrived = lock(&client.arrived);
             while arrived.is_empty() && client.end.get().is_none() {
                 arrived = client.came.wait(arrived).unwrap_or_else(|e| e.into_inner());
             }
+            drop(arrived);
+            self.poll.slept(asleep.elapsed());
         }
     }
 
@@ -400,13 +402,14 @@ impl VerbsClient {
                 }
                 // Nothing but a look shows that a device has read a slot.
                 Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
-                Ok(false) => match self.sleep() {
-                    Ok(()) => {
-                        poll.wasted();
-                        (idle, slept) = (None, Instant::now());
+                Ok(false) => {
+                    let asleep = Instant::now();
+                    if let Err(end) = self.sleep() {
+                        break Some(end);
                     }
-                    Err(end) => break Some(end),
-                },
+                    poll.slept(asleep.elapsed());
+                    (idle, slept) = (None, Instant::now());
+                }
                 Err(end) => break Some(end),
             }
         };
