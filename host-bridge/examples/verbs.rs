@@ -30,6 +30,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// As the server has them.
 const SLOT_SIZE: u32 = (512 << 10) + 4096;
 const SLOTS: u32 = 48;
+const PAGE: u64 = 4096;
 /// How long `--sleep` polls before it sleeps.
 const POLL: Duration = Duration::from_micros(50);
 /// Frames of this program's own.
@@ -309,19 +310,14 @@ fn give(talk: &mut Talk, slots: &Slab, size: u64, count: u64, fast: bool) -> Res
     Ok(())
 }
 
-/// Client memory as a guest's would be: one file, its pages in no order.
+/// Client memory as a guest's would be: one file, its pages in no order (in reverse, so that no two are neighbours).
 fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Pieces)> {
-    let pages = size.div_ceil(4096);
+    let pages = size.div_ceil(PAGE);
     let file: OwnedFd = memfd_create(c"region", MFdFlags::MFD_CLOEXEC)?;
-    nix::unistd::ftruncate(&file, ((pages + 1) * 4096) as i64)?;
-    let memories = Memories::map(vec![(Memory { addr: 0, size: (pages + 1) * 4096, file_offset: 0 }, file)])?;
+    nix::unistd::ftruncate(&file, (pages * PAGE) as i64)?;
+    let memories = Memories::map(vec![(Memory { addr: 0, size: pages * PAGE, file_offset: 0 }, file)])?;
     let extents: Vec<Extent> = (0..pages)
-        .map(|i| {
-            let page = if i % 16 == 15 { pages } else { i };
-            // Every sixteenth page lies elsewhere, but only one of them can have the spare page.
-            let page = if page == pages && i != 15 { i } else { page };
-            Extent { addr: page * 4096, len: (size - i * 4096).min(4096) }
-        })
+        .map(|i| Extent { addr: (pages - 1 - i) * PAGE, len: (size - i * PAGE).min(PAGE) })
         .collect();
     let pieces = memories.resolve(&extents, size)?;
     Ok((memories, extents, pieces))
@@ -387,15 +383,20 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         other => return Err(format!("no job {other}").into()),
     }
     let time = begin.elapsed().as_secs_f64();
+    let counts = talk.link.counts();
     println!(
-        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} messages={:?}",
+        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} sent={} received={} writes={} placed={} completions={}",
         job.what,
         job.size,
         job.count,
         (job.size * job.count) as f64 / time / 1e6,
         time / job.count as f64 * 1e6,
         median(&mut each),
-        talk.link.messages,
+        counts.sent,
+        counts.received,
+        counts.writes,
+        counts.placed,
+        counts.completions,
     );
     Ok(())
 }

@@ -3,6 +3,7 @@
 //
 //   bench [--small]        measures everything; each line is "name size median low high", in microseconds or GB/s
 //   bench loop NAME N      does the same thing N times and nothing else, for counting what it takes
+//   bench time NAME SIZE N does one thing N times: a line of key=value with MB/s over all (10^6 bytes) and the median of a call in microseconds
 //
 // Low and high are the tenth and ninetieth percentile of what the median is taken of. All data is random, and is compared
 // with what comes back in the same run; a difference ends the program with status 1 and no line.
@@ -208,7 +209,46 @@ static void loop(const char *name, int count) {
     printf("PASS bench\n");
 }
 
+// What one thing alone takes, N times in a row: calls that ask the server and wait (`memory_info`: nothing but that; `dtoh`: with the device's work), or page-locked
+// asynchronous copies, all under way before the first is done.
+static void timed(const char *name, size_t size, int count) {
+    const size_t span = std::max<size_t>(4096, std::min<size_t>(size * count, 16 << 20)), places = span / size;
+    char *up, *down, *device;
+    CHECK(cudaMallocHost(&up, span));
+    CHECK(cudaMallocHost(&down, span));
+    CHECK(cudaMalloc(&device, span));
+    fill(up, span);
+    memset(down, 0, span);
+    const bool to = !strcmp(name, "htod_async");
+    if (!to) CHECK(cudaMemcpy(device, up, span, cudaMemcpyHostToDevice));
+    CHECK(cudaDeviceSynchronize());
+    int i = 0;
+    double begin = now();
+    std::vector<double> each = times(count, [&] {
+        size_t at = i++ % places * size, free_bytes, total_bytes;
+        if (to) CHECK(cudaMemcpyAsync(device + at, up + at, size, cudaMemcpyHostToDevice));
+        else if (!strcmp(name, "dtoh_async")) CHECK(cudaMemcpyAsync(down + at, device + at, size, cudaMemcpyDeviceToHost));
+        else if (!strcmp(name, "dtoh")) CHECK(cudaMemcpy(down + at, device + at, size, cudaMemcpyDeviceToHost));
+        else if (!strcmp(name, "memory_info")) CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+        else {
+            fprintf(stderr, "nothing to be timed is called %s\n", name);
+            exit(1);
+        }
+    });
+    CHECK(cudaDeviceSynchronize());
+    double all = now() - begin;
+    const size_t whole = std::min<size_t>(count, places) * size;
+    if (to) CHECK(cudaMemcpy(down, device, whole, cudaMemcpyDeviceToHost));
+    if (strcmp(name, "memory_info")) same(up, down, whole, name);
+    std::sort(each.begin(), each.end());
+    printf("do=%s size=%zu count=%d mb_per_s=%.2f us_median=%.2f\n", name, size, count, size * count / all, each[each.size() / 2]);
+}
+
 int main(int argc, char **argv) {
+    if (argc == 5 && !strcmp(argv[1], "time")) {
+        timed(argv[2], strtoul(argv[3], nullptr, 10), atoi(argv[4]));
+        return 0;
+    }
     if (argc == 4 && !strcmp(argv[1], "loop")) {
         loop(argv[2], atoi(argv[3]));
         return 0;

@@ -3,6 +3,8 @@
 //! Booting is dear, so each test boots one machine and runs its parts there, one after another; a part that fails is named, and the others run all the same. `RGPU_RDMA_PART=word` runs
 //! only parts with that word in their names. Limits are generous: machines may be emulated, and their hosts busy.
 //!
+//! `cargo xtask test rdma` runs two tests at once. They begin in the order of their names: the longest first, the three others beside it.
+//!
 //! - The layer itself, by `host-bridge/examples/verbs.rs`: two processes that check every byte.
 //! - rgpu: `rgpu-server` with the software GPU on one end of the link, `vhost-rgpu` and programs of the host on the other.
 //! - Both once more on a virtual function.
@@ -27,27 +29,20 @@ const LONG: Duration = Duration::from_secs(300);
 /// The daemons and the examples, built.
 fn built() -> Result<PathBuf> {
     static BUILT: OnceLock<std::result::Result<(), String>> = OnceLock::new();
-    let build = || {
+    let run = |what: &str, arguments: &[&str]| {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let status = Command::new(cargo)
-            .args([
-                "build",
-                "--release",
-                "-p",
-                "rgpu-server",
-                "-p",
-                "vhost-rgpu",
-                "-p",
-                "rgpuctl",
-                "-p",
-                "rgpu-host-bridge",
-            ])
-            // An example alone would have the daemons left out.
-            .args(["--bins", "--example", "verbs", "--example", "hostile"])
+            .args(["build", "--release"])
+            .args(arguments)
             .current_dir(tree::root())
             .status()
             .map_err(|e| format!("cannot start cargo: {e}"))?;
-        if status.success() { Ok(()) } else { Err("the daemons or the examples do not build".to_owned()) }
+        if status.success() { Ok(()) } else { Err(format!("{what} do not build")) }
+    };
+    let build = || {
+        // As `cargo xtask build` builds them, so that it is not done twice: together with the examples they would be built with other features of what they depend on.
+        run("the daemons", &["-p", "vhost-rgpu", "-p", "rgpu-server", "-p", "rgpuctl"])?;
+        run("the examples", &["-p", "rgpu-host-bridge", "--example", "verbs", "--example", "hostile"])
     };
     BUILT.get_or_init(build).clone().map_err(anyhow::Error::msg)?;
     Ok(tree::binaries())
@@ -170,10 +165,11 @@ fn a_wrong_choice_is_named(bed: &Bed) -> Result<()> {
     for (options, words) in [
         ("--device nope", "have: \"rxe0, rxe1\""),
         ("--port 2", "NoPort"),
-        ("--mtu 8192", "active: 4096"),
+        ("--mtu 8192", "name: \"mtu\", value: 8192"),
+        ("--mtu 1000", "active: 4096"),
         ("--gid-index 200", "entry 200"),
-        ("--queue-pairs 8", "queue_pairs 8: must be 1 to 7"),
-        ("--queue-depth 0", "queue_depth 0"),
+        ("--queue-pairs 8", "name: \"queue_pairs\", value: 8"),
+        ("--queue-depth 0", "name: \"queue_depth\", value: 0"),
     ] {
         let said = bed.fails(options, SHORT)?;
         ensure!(said.contains(words), "{options}: {said}");
@@ -619,7 +615,7 @@ fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {
 }
 
 #[test]
-fn programs_run_over_verbs_and_nobody_harms_another() -> Result<()> {
+fn every_program_runs_over_verbs_and_nobody_harms_another() -> Result<()> {
     let rgpu = Rgpu::new(rdma::SERVER.1, rdma::CLIENT.1, rdma::boot(Rgpu::builder()?)?)?;
     let mut parts = Parts::default();
     for program in PROGRAMS {
@@ -642,7 +638,7 @@ fn programs_run_over_verbs_and_nobody_harms_another() -> Result<()> {
 
 /// The whole chain: a program in a virtual machine, on a host that reaches the server by RDMA. The hosts' machine is emulated itself, so the virtual one is twice.
 #[test]
-fn a_guest_reaches_the_server_over_verbs_and_no_cpu_copies_its_data() -> Result<()> {
+fn guests_reach_the_server_over_verbs_and_no_cpu_copies_their_data() -> Result<()> {
     let nested = Nested::new("export LD_LIBRARY_PATH=/opt/rgpu/lib; RGPU_STATS=1 /opt/rgpu/pinned_bulk")?
         .dir(&tree::guest_libraries(), "/opt/rgpu/lib")?
         .file(&tree::programs().join("pinned_bulk"), "/opt/rgpu/pinned_bulk")?;
@@ -678,7 +674,7 @@ fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
 }
 
 #[test]
-fn a_virtual_function_carries_it_all() -> Result<()> {
+fn virtual_functions_carry_it_all() -> Result<()> {
     let machine = rdma::boot(rdma::with_virtual_functions(Rgpu::builder()?))?;
     rdma::virtual_function(&machine)?;
     let bed = Bed::new(machine, "rxepeer", rdma::FUNCTION)?;

@@ -35,6 +35,9 @@ pub struct Arguments {
     /// Show what moved against the figures of an earlier run
     #[arg(long, value_name = "OLD.json")]
     compare: Option<PathBuf>,
+    /// Instead: the transport verbs beside perftest, in a machine with RoCE in software; writes docs/benchmarks/verbs.md
+    #[arg(long, conflicts_with_all = ["device", "compare", "stage"])]
+    verbs: bool,
     /// Measure nothing: put all that is needed into this folder, for a machine without a compiler
     #[arg(long, value_name = "FOLDER")]
     stage: Option<PathBuf>,
@@ -44,11 +47,10 @@ pub struct Arguments {
 pub fn bench(arguments: &Arguments) -> Result<()> {
     artifacts::build()?;
     compile()?;
-    let step = Step::spinner("building rgpu-bench");
-    let mut build = process::cargo();
-    build.args(["build", "--release", "-p", "rgpu-tests", "--bin", "rgpu-bench"]);
-    process::run(build.current_dir(tree::root()), &process::log("bench")?)?;
-    step.done("");
+    if arguments.verbs {
+        return verbs(arguments.repetitions);
+    }
+    build_release("building rgpu-bench", &["-p", "rgpu-tests", "--bin", "rgpu-bench"])?;
     if let Some(folder) = &arguments.stage {
         return stage(&tree::root().join(folder));
     }
@@ -59,6 +61,26 @@ pub fn bench(arguments: &Arguments) -> Result<()> {
     }
     let status = command.status().context("cannot run rgpu-bench")?;
     ensure!(status.success(), "rgpu-bench: {status}");
+    Ok(())
+}
+
+fn build_release(what: &str, which: &[&str]) -> Result<()> {
+    let step = Step::spinner(what);
+    let mut build = process::cargo();
+    build.args(["build", "--release"]).args(which);
+    process::run(build.current_dir(tree::root()), &process::log("bench")?)?;
+    step.done("");
+    Ok(())
+}
+
+/// Verbs beside perftest: the studies so often as said, the rounds that are compared one by one three times as often.
+fn verbs(repetitions: usize) -> Result<()> {
+    build_release("building the example", &["-p", "rgpu-host-bridge", "--example", "verbs"])?;
+    build_release("building rdma-bench", &["-p", "rgpu-tests", "--bin", "rdma-bench"])?;
+    let mut command = Command::new(tree::binaries().join("rdma-bench"));
+    command.args(["--repetitions", &repetitions.to_string(), "--rounds", &(3 * repetitions).to_string()]);
+    let status = command.status().context("cannot run rdma-bench")?;
+    ensure!(status.success(), "rdma-bench: {status}");
     Ok(())
 }
 

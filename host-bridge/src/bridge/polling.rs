@@ -72,6 +72,11 @@ impl PollTime {
     pub fn wasted(&mut self) {
         self.now = (self.now / 2).max(self.bound / 8);
     }
+
+    /// No work came, and then a sleep of this length: one within the bound shows that looking for longer would have paid, a longer one that looking was wasted.
+    pub fn slept(&mut self, time: Duration) {
+        if time <= self.bound { self.paid() } else { self.wasted() }
+    }
 }
 
 #[cfg(test)]
@@ -98,6 +103,16 @@ mod tests {
         let (few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
         assert!(few.gives_way() && few.get() > bound);
         assert!(!many.gives_way() && many.get() == bound);
+    }
+
+    #[test]
+    fn short_sleeps_lengthen_the_time_and_long_ones_shorten_it() {
+        let bound = Duration::from_micros(80);
+        let mut time = PollTime::new(bound);
+        (0..10).for_each(|_| time.slept(Duration::from_millis(5)));
+        assert_eq!(time.get(), bound / 8);
+        (0..10).for_each(|_| time.slept(Duration::from_micros(60)));
+        assert_eq!(time.get(), bound);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use protocol::Status;
@@ -61,7 +62,9 @@ const SILENCE: Duration = Duration::from_secs(30);
 const BATCH: u64 = 64;
 /// How long the pump naps between looks at slots that a device reads.
 const NAP: Duration = Duration::from_micros(20);
-/// How long it does so before it looks at everything else.
+/// How long it naps at a time while the dispatcher takes completions in its place.
+const HELPED: Duration = Duration::from_millis(1);
+/// How long it does either before it looks at everything else.
 const NAPS: Duration = Duration::from_millis(100);
 
 /// The dispatcher's side.
@@ -97,6 +100,9 @@ pub struct VerbsClient {
     executed: AtomicU64,
     sent: AtomicU64,
     copied: AtomicU64,
+    /// How often the dispatcher has taken completions.
+    helped: AtomicU64,
+    pump: OnceLock<Thread>,
     /// Somebody is ending the session.
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
@@ -194,6 +200,8 @@ impl VerbsCommands {
                 executed: AtomicU64::new(0),
                 sent: AtomicU64::new(0),
                 copied: AtomicU64::new(0),
+                helped: AtomicU64::new(0),
+                pump: OnceLock::new(),
                 ending: AtomicBool::new(false),
                 end: OnceLock::new(),
                 stop,
@@ -201,10 +209,11 @@ impl VerbsCommands {
         });
         let poll = PollTime::giving_way(polling.most, cores());
         let pump = Arc::clone(&client);
-        std::thread::Builder::new()
+        let pump = std::thread::Builder::new()
             .name("rgpu-pump".into())
             .spawn(move || pump.pump(poll))
             .map_err(failed)?;
+        let _ = client.pump.set(pump.thread().clone());
         let commands =
             VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, poll };
         Ok((commands, client))
@@ -300,7 +309,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Commands for VerbsCommands {
     fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        loop {
+        'next: loop {
             if let Some(record) = self.try_next(body)? {
                 return Ok(Some(record));
             }
@@ -313,10 +322,9 @@ impl Commands for VerbsCommands {
             loop {
                 if client.waiting.load(Ordering::Acquire) > 0 || client.end.get().is_some() {
                     self.poll.paid();
-                    break;
+                    continue 'next;
                 }
                 if Instant::now() >= until {
-                    self.poll.wasted();
                     break;
                 }
                 if self.poll.gives_way() {
@@ -324,10 +332,17 @@ impl Commands for VerbsCommands {
                 }
                 self.poll.pause();
             }
+            // From here on nobody else takes completions.
+            if let Some(pump) = client.pump.get().filter(|_| self.poll.gives_way()) {
+                pump.unpark();
+            }
+            let asleep = Instant::now();
             let mut arrived = lock(&client.arrived);
             while arrived.is_empty() && client.end.get().is_none() {
                 arrived = client.came.wait(arrived).unwrap_or_else(|e| e.into_inner());
             }
+            drop(arrived);
+            self.poll.slept(asleep.elapsed());
         }
     }
 
@@ -364,7 +379,7 @@ impl VerbsClient {
     /// Takes completions until the session ends.
     fn pump(&self, mut poll: PollTime) {
         let mut idle: Option<Instant> = None;
-        let mut slept = Instant::now();
+        let (mut slept, mut helped) = (Instant::now(), 0);
         let end = loop {
             if self.end.get().is_some() {
                 break None;
@@ -375,6 +390,10 @@ impl VerbsClient {
                         poll.paid();
                     }
                 }
+                Ok(false) if self.helped.load(Ordering::Relaxed) != helped && slept.elapsed() < NAPS => {
+                    std::thread::park_timeout(HELPED);
+                    helped = self.helped.load(Ordering::Relaxed);
+                }
                 Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < poll.get() => {
                     // Now and then the lock is there for who has something to say.
                     for _ in 0..if poll.gives_way() { 1 } else { 64 } {
@@ -383,13 +402,14 @@ impl VerbsClient {
                 }
                 // Nothing but a look shows that a device has read a slot.
                 Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
-                Ok(false) => match self.sleep() {
-                    Ok(()) => {
-                        poll.wasted();
-                        (idle, slept) = (None, Instant::now());
+                Ok(false) => {
+                    let asleep = Instant::now();
+                    if let Err(end) = self.sleep() {
+                        break Some(end);
                     }
-                    Err(end) => break Some(end),
-                },
+                    poll.slept(asleep.elapsed());
+                    (idle, slept) = (None, Instant::now());
+                }
                 Err(end) => break Some(end),
             }
         };
@@ -409,6 +429,7 @@ impl VerbsClient {
 
     /// What the dispatcher does while it waits, where threads must share processors: then what comes need not wait for one more thread to have its turn.
     fn help(&self) {
+        self.helped.fetch_add(1, Ordering::Relaxed);
         if let Err(end) = self.try_turn() {
             self.ended(end);
         }

@@ -157,8 +157,22 @@ pub struct Link {
     turn: usize,
     /// Bytes of a message to the peer at most.
     message: usize,
-    /// Messages sent and received, for figures.
-    pub messages: (u64, u64),
+    counts: Counts,
+}
+
+/// What a link has done so far, for figures.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Messages sent.
+    pub sent: u64,
+    /// Messages received.
+    pub received: u64,
+    /// Writes posted. Each request, a message or a write, is posted by itself: one doorbell, which `rdma_rxe` makes a system call of.
+    pub writes: u64,
+    /// Writes of the peer that have arrived.
+    pub placed: u64,
+    /// Completions taken, of whatever kind.
+    pub completions: u64,
 }
 
 /// Writes a structure into a slab.
@@ -306,7 +320,7 @@ impl Unconnected {
             sent: 0,
             turn: 1,
             message: MESSAGE.min(peer.message as usize),
-            messages: (0, 0),
+            counts: Counts::default(),
         })
     }
 }
@@ -420,7 +434,7 @@ impl Link {
         if inline {
             self.free.push(buffer);
         }
-        self.messages.0 += 1;
+        self.counts.sent += 1;
         Ok(())
     }
 
@@ -488,6 +502,7 @@ impl Link {
         // mapped as long as its registration, which the caller holds at least during this call.
         unsafe { queue.pair.send(&mut wr) }?;
         queue.posted(Posted::Write(put.token));
+        self.counts.writes += 1;
         self.turn = put.queue;
         self.credits.spend(put.queue);
         Ok(())
@@ -506,6 +521,7 @@ impl Link {
                 return Err(self.broken(failed).into());
             }
             let full = done.len() == POLL_BATCH;
+            self.counts.completions += done.len() as u64;
             worked |= !done.is_empty();
             for wc in done {
                 if wc.wr_id & RECEIVE == 0 {
@@ -562,13 +578,14 @@ impl Link {
                     return Err(wrong().into());
                 }
                 self.credits.grant(&header.credits)?;
-                self.messages.1 += 1;
+                self.counts.received += 1;
                 stream = !bytes.is_empty();
                 if stream {
                     on(Event::Bytes(bytes))?;
                 }
             }
             (number::WC_RECV_RDMA_WITH_IMM, 1..) => {
+                self.counts.placed += 1;
                 on(Event::Placed { queue, immediate: u32::from_be(wc.imm_data), len: wc.byte_len })?;
             }
             (opcode, _) => {
@@ -624,6 +641,11 @@ impl Link {
     /// Ends the connection: nothing is sent or received any more, and what was under way is void. The peer sees it as a loss, unless it was told before.
     pub fn stop(&self) {
         self.queues.iter().for_each(|queue| queue.pair.stop());
+    }
+
+    /// What it has done so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Requests under way, on all queues.

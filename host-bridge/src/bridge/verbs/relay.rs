@@ -228,8 +228,9 @@ impl<'c> Relay<'c> {
                 self.poll.pause();
                 continue;
             }
+            let asleep = Instant::now();
             self.sleep(&mut events)?;
-            self.poll.wasted();
+            self.poll.slept(asleep.elapsed());
             idle_since = Some(Instant::now());
         }
     }

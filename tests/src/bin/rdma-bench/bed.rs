@@ -1,0 +1,250 @@
+//! The machine in which everything is measured, and the measurements.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rgpu_tests::machine::{Accelerator, Machine, rdma};
+use rgpu_tests::tree;
+
+const LIMIT: Duration = Duration::from_secs(300);
+/// Bytes of one measurement of bandwidth.
+pub const VOLUME: u64 = 32 << 20;
+/// Calls of one measurement of latency.
+pub const CALLS: u32 = 500;
+/// Ticks of `/proc/stat` in a second.
+const TICKS: f64 = 100.0;
+
+/// The daemons of rgpu that a program talks to: its socket for each transport, behind which one and the same server is.
+pub const WAYS: [&str; 2] = ["local", "verbs"];
+
+/// One measurement of bandwidth.
+#[derive(Debug, Clone, Copy)]
+pub struct Bulk {
+    /// Megabytes (10⁶) a second.
+    pub rate: f64,
+    /// Milliseconds that the processors together were in the kernel for each MiB.
+    pub kernel: f64,
+    /// How many processors were in the kernel at a time, on average over the transfer.
+    pub busy: f64,
+}
+
+/// What one synchronous call takes of a process, on average.
+#[derive(Debug, Clone, Copy)]
+pub struct Cost {
+    /// System calls that read or write, doorbells of queue pairs among them.
+    pub calls: f64,
+    /// Times that a thread fell asleep.
+    pub sleeps: f64,
+}
+
+/// A machine with a listener of each kind.
+pub struct Bed {
+    machine: Machine,
+    /// GID index of both ends for perftest, which does not find it by itself.
+    gid: [String; 2],
+}
+
+impl Bed {
+    /// Boots it, and starts `host-bridge`'s example and rgpu's daemons in it.
+    pub fn new() -> Result<Bed> {
+        let binaries = tree::binaries();
+        let mut builder =
+            rdma::builder()?.memory_mib(3072).program(binaries.join("examples/verbs"), "/bin/verbs");
+        for name in ["rgpu-server", "vhost-rgpu", "rgpuctl"] {
+            builder = builder.program(binaries.join(name), Path::new("/opt/rgpu").join(name));
+        }
+        let bench = tree::programs().join("bench");
+        ensure!(bench.exists(), "{} is missing: run `cargo xtask bench --verbs`", bench.display());
+        let builder = builder.dir(tree::guest_libraries(), "/opt/rgpu/lib").file(bench, "/opt/rgpu/bench");
+        let machine = rdma::boot(builder)?;
+        let gid = |device: &str| {
+            machine.check(
+                &format!("cd /sys/class/infiniband/{device}/ports/1; for i in 0 1 2 3 4 5; do grep -q ffff:0a00 gids/$i && grep -q v2 gid_attrs/types/$i && echo $i && exit 0; done; exit 1"),
+                LIMIT,
+            )
+        };
+        let gid = [gid(rdma::SERVER.1)?, gid(rdma::CLIENT.1)?];
+        machine
+            .spawn(&format!("exec verbs listen 127.0.0.1:9800 --device {}", rdma::SERVER.1))?
+            .wait_for("listening", LIMIT)?;
+        machine.spawn(&format!(
+            "exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --listen unix:/run/server.sock --backend software --software-memory 256M --rdma-device {} 2>/run/server.log",
+            rdma::SERVER.1
+        ))?;
+        machine.check("for i in $(seq 600); do [ -S /run/server.sock ] && exit 0; sleep 0.1; done; cat /run/server.log; exit 1", LIMIT)?;
+        for (way, server) in WAYS.into_iter().zip(["unix:/run/server.sock", "tcp:127.0.0.1:9700"]) {
+            machine.spawn(&format!(
+                "exec /opt/rgpu/vhost-rgpu --native-socket /run/{way}.sock --server {server} --transport {way} --rdma-device {} --status-socket /run/{way}.status 2>/run/{way}.log",
+                rdma::CLIENT.1
+            ))?;
+            machine.check(&format!("for i in $(seq 600); do [ -S /run/{way}.sock ] && exit 0; sleep 0.1; done; cat /run/{way}.log; exit 1"), LIMIT)?;
+        }
+        Ok(Bed { machine, gid })
+    }
+
+    /// Whether the machine is virtualised rather than emulated.
+    pub fn is_fast(&self) -> bool {
+        self.machine.accelerator() == Accelerator::Kvm
+    }
+
+    /// Runs a command between two looks at how long the processors were in the kernel. Gives what it said, and that in ticks.
+    fn watched(&self, command: &str) -> Result<(String, f64)> {
+        let look = "grep -E '^cpu ' /proc/stat";
+        let said =
+            self.machine.check(&format!("{look}; {command}; status=$?; {look}; exit $status"), LIMIT)?;
+        let in_kernel = |line: &str| -> Option<f64> {
+            let fields: Vec<f64> = line.split_whitespace().skip(1).map_while(|f| f.parse().ok()).collect();
+            // User, nice, system, idle, iowait, irq, softirq.
+            Some(fields.get(2)? + fields.get(5)? + fields.get(6)?)
+        };
+        let looks: Vec<f64> =
+            said.lines().filter(|line| line.starts_with("cpu ")).filter_map(in_kernel).collect();
+        ensure!(looks.len() == 2, "no two looks at the processors in {said:?}");
+        Ok((said, looks[1] - looks[0]))
+    }
+
+    /// `volume`: bytes transferred in all.
+    fn bulk(rate: f64, volume: u64, ticks: f64) -> Bulk {
+        let seconds = volume as f64 / (rate * 1e6);
+        Bulk {
+            rate,
+            kernel: ticks / TICKS * 1e3 / (volume as f64 / f64::from(1 << 20)),
+            busy: ticks / TICKS / seconds,
+        }
+    }
+
+    /// The layer alone, by `host-bridge`'s example. `what`: `h2d` or `d2h`. The line that it says comes along, with its counts.
+    pub fn layer(&self, what: &str, size: u64, pairs: u32, depth: u32) -> Result<(Bulk, String)> {
+        let count = (VOLUME / size).clamp(1, 4000);
+        let (said, ticks) = self.watched(&format!(
+            "verbs connect 127.0.0.1:9800 --device {} --do {what} --size {size} --count {count} --queue-pairs {pairs} --queue-depth {depth} --fast --sleep",
+            rdma::CLIENT.1
+        ))?;
+        Ok((Self::bulk(field(&said, "mb_per_s")?, count * size, ticks), said))
+    }
+
+    /// A round trip of 64 bytes and its answer over the layer, in microseconds: the median of many, and polled, as perftest does it.
+    pub fn round_trip(&self) -> Result<f64> {
+        let command = format!(
+            "verbs connect 127.0.0.1:9800 --device {} --do ping --size 64 --count 2000",
+            rdma::CLIENT.1
+        );
+        field(&self.machine.check(&command, LIMIT)?, "us_median")
+    }
+
+    /// A CUDA program that does one thing many times, over the daemons.
+    fn program(way: &str, what: &str, size: u64, count: u64) -> String {
+        format!(
+            "LD_LIBRARY_PATH=/opt/rgpu/lib RGPU_SOCKET=/run/{way}.sock /opt/rgpu/bench time {what} {size} {count}"
+        )
+    }
+
+    /// Page-locked asynchronous copies of a CUDA program over verbs. `what`: `h2d` or `d2h`.
+    pub fn copies(&self, what: &str, size: u64) -> Result<Bulk> {
+        let (name, count) = (if what == "h2d" { "htod_async" } else { "dtoh_async" }, VOLUME / size);
+        let (said, ticks) = self.watched(&Self::program("verbs", name, size, count))?;
+        // Once there, once back: what is verified, and what the device is filled with.
+        let moved = count * size + (count * size).min(16 << 20);
+        let rate = field(&said, "mb_per_s")?;
+        let mut bulk = Self::bulk(rate, moved, ticks);
+        bulk.rate = rate;
+        Ok(bulk)
+    }
+
+    /// The median of a synchronous call of 64 bytes, in microseconds. `what`: `memory_info` or `dtoh`.
+    pub fn call(&self, way: &str, what: &str) -> Result<f64> {
+        field(&self.machine.check(&Self::program(way, what, 64, CALLS.into()), LIMIT)?, "us_median")
+    }
+
+    /// What a synchronous call costs `vhost-rgpu` and the worker, by what the kernel counts while a program makes calls for a second.
+    pub fn cost(&self) -> Result<BTreeMap<&'static str, Cost>> {
+        let names = ["vhost-rgpu", "worker"];
+        let look = "
+            with_device() {
+                for process in /proc/[0-9]*; do
+                    case $(readlink $process/exe) in */$1) ls -l $process/fd | grep -q uverbs && basename $process;; esac
+                done
+            }
+            look() {
+                /opt/rgpu/rgpuctl status --json --socket /run/verbs.status | grep -o '\"commands\":[ 0-9]*' | grep -o '[0-9]*' | sort -n | tail -n 1
+                for pid in $bridge $worker; do
+                    awk '/^sysc[rw]:/ { all += $2 } END { print all + 0 }' /proc/$pid/io
+                    cat /proc/$pid/task/*/status | awk '/^voluntary/ { all += $2 } END { print all + 0 }'
+                done
+            }";
+        let command = format!(
+            "{look}
+            {} & program=$!
+            sleep 1
+            bridge=$(with_device vhost-rgpu); worker=$(with_device rgpu-server)
+            look; sleep 2; look; kill $program",
+            Self::program("verbs", "memory_info", 64, 1_000_000)
+        );
+        let said = self.machine.check(&command, LIMIT)?;
+        let numbers: Vec<f64> = said.lines().filter_map(|line| line.trim().parse().ok()).collect();
+        ensure!(numbers.len() == 10, "counters are missing: {said}");
+        let delta = |i: usize| numbers[5 + i] - numbers[i];
+        ensure!(delta(0) > 0.0, "no calls were made: {said}");
+        let cost =
+            |i: usize| Cost { calls: delta(1 + 2 * i) / delta(0), sleeps: delta(2 + 2 * i) / delta(0) };
+        Ok(names.into_iter().enumerate().map(|(i, name)| (name, cost(i))).collect())
+    }
+
+    /// Runs one of perftest's programs on both ends; `held`: each on a processor of its own. Gives the columns of its last row, and the ticks in the kernel.
+    fn pair(&self, program: &str, options: &str, held: bool) -> Result<(Vec<f64>, f64)> {
+        let ends = [rdma::SERVER.1, rdma::CLIENT.1];
+        // The same time before a packet is sent again as rgpu's queue pairs have.
+        let hold = |end: usize| if held { format!("taskset {} ", 1 << end) } else { String::new() };
+        let side = |end: usize| {
+            let program = hold(end) + program;
+            format!("{program} -d {} -x {} -m 4096 -F -u 16 {options}", ends[end], self.gid[end])
+        };
+        let server = self.machine.spawn(&format!("exec {} 2>&1", side(0)))?;
+        // It says that it waits, but only when it ends: its output is no terminal. Port 18515 in hexadecimal, listening.
+        self.machine.check("for i in $(seq 600); do grep -q ':4853 00000000:0000 0A' /proc/net/tcp && exit 0; grep -q ':4853 0*:0000 0A' /proc/net/tcp6 && exit 0; sleep 0.02; done; exit 1", LIMIT).with_context(|| format!("{program} does not listen"))?;
+        let said = self.watched(&format!("{} 127.0.0.1 2>&1", side(1)));
+        if said.is_err() {
+            server.kill()?;
+        }
+        let ((said, ticks), _) = (said?, server.wait(LIMIT)?);
+        let numbers = |line: &str| {
+            line.split_whitespace().map(str::parse).collect::<std::result::Result<Vec<f64>, _>>()
+        };
+        let row = said.lines().rev().find_map(|line| numbers(line).ok().filter(|row| row.len() > 3));
+        Ok((row.with_context(|| format!("{program} gives no figures: {said}"))?, ticks))
+    }
+
+    /// Bandwidth by perftest. RoCE in software loses a connection now and then when the machine is busy: then once more.
+    pub fn perftest(&self, size: u64, pairs: u32, depth: u32, held: bool) -> Result<Bulk> {
+        let count = (VOLUME / size).clamp(16, 4000);
+        let options = format!("-s {size} -q {pairs} -t {depth} -n {count}");
+        let mut row = self.pair("ib_write_bw", &options, held);
+        for _ in 0..3 {
+            if let Err(e) = &row {
+                eprintln!("once more: {e:#}");
+                row = self.pair("ib_write_bw", &options, held);
+            }
+        }
+        let (row, ticks) = row?;
+        // Bytes, iterations on all queue pairs, peak, average in MiB a second, messages.
+        let (Some(iterations), Some(mib)) = (row.get(1), row.get(3)) else {
+            anyhow::bail!("a row of ib_write_bw is cut off: {row:?}")
+        };
+        Ok(Self::bulk(mib * 1.048_576, *iterations as u64 * size, ticks))
+    }
+
+    /// One way, in microseconds.
+    pub fn perftest_latency(&self) -> Result<f64> {
+        let (row, _) = self.pair("ib_write_lat", "-s 64 -n 2000", false)?;
+        // Bytes, iterations, least, most, typical.
+        row.get(4).copied().context("a row of ib_write_lat is cut off")
+    }
+}
+
+/// The number after `name=` in a line of `key=value`.
+pub fn field(text: &str, name: &str) -> Result<f64> {
+    let word = text.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    Ok(word.with_context(|| format!("no {name} in {text:?}"))?.parse()?)
+}

@@ -1,0 +1,184 @@
+//! The papers' two studies of RDMA, made again: bandwidth against size for 1 to 4 queue pairs, and against the queues' depth, beside perftest's own curves; and rgpu against
+//! perftest, round by round.
+//!
+//! ```text
+//!  one machine, booted here ─┬─ ib_write_bw, ib_write_lat                               ─┐
+//!                            ├─ the layer's `verbs` example: h2d, d2h, ping              ├─ by turns ─▶ medians ─▶ verbs.md, verbs-*.svg
+//!                            └─ a CUDA program through vhost-rgpu and rgpu-server        ─┘
+//! ```
+//!
+//! [`bed`] is the machine and what is measured there, [`report`] the text, [`plot`] the curves. `cargo xtask bench --verbs` builds what this needs and runs it.
+//!
+//! Without a card RoCE is in software, so speeds are the processor's. What counts is the ratio between two lines that were measured one after the other.
+
+mod bed;
+mod plot;
+mod report;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail, ensure};
+use rgpu_tests::tree;
+
+use bed::{Bed, Bulk, Cost, WAYS, field};
+
+const USAGE: &str = "rdma-bench [--repetitions N] [--rounds N] [--out FOLDER]";
+const SIZES: [u64; 6] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20];
+const PAIRS: [u32; 4] = [1, 2, 3, 4];
+const DEPTHS: [u32; 8] = [2, 4, 8, 16, 32, 64, 128, 256];
+/// What depths are compared at: as much as one request of the study carries.
+const DEPTH_SIZE: u64 = 64 << 10;
+/// What the rounds measure bandwidth at.
+const ROUND_SIZES: [u64; 2] = [1 << 20, 4 << 20];
+const DIRECTIONS: [&str; 2] = ["h2d", "d2h"];
+
+/// A point of the studies: who, size, queue pairs, depth. Megabytes (10⁶) a second, one for each repetition.
+type Points = BTreeMap<(&'static str, u64, u32, u32), Vec<f64>>;
+
+/// Who transfers in bulk, in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Who {
+    /// `ib_write_bw` with so many queue pairs.
+    Perftest(u32),
+    /// The same, each end held on a processor of its own.
+    Held(u32),
+    /// The layer with so many queue pairs.
+    Layer(u32, &'static str),
+    /// A CUDA program, with two queue pairs.
+    Program(&'static str),
+}
+
+/// Everything that the rounds found, one value for each round.
+#[derive(Debug, Default)]
+struct Rounds {
+    bulk: BTreeMap<(u64, Who), Vec<Bulk>>,
+    /// `ib_write_lat`, one way.
+    one_way: Vec<f64>,
+    /// A message and its answer over the layer.
+    round_trip: Vec<f64>,
+    /// Synchronous calls: way, name.
+    calls: BTreeMap<(&'static str, &'static str), Vec<f64>>,
+}
+
+/// What the layer counted in one transfer of [`bed::VOLUME`] bytes in pieces of 1 MiB, by direction.
+type Counts = BTreeMap<&'static str, [f64; 4]>;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let (mut repetitions, mut rounds, mut out) = (3, 9, tree::root().join("docs/benchmarks"));
+    let mut arguments = std::env::args().skip(1);
+    while let Some(name) = arguments.next() {
+        let value = arguments.next().context(USAGE)?;
+        match name.as_str() {
+            "--repetitions" => repetitions = value.parse().context(USAGE)?,
+            "--rounds" => rounds = value.parse().context(USAGE)?,
+            "--out" => out = PathBuf::from(value),
+            _ => bail!(USAGE),
+        }
+    }
+    ensure!(repetitions > 0 && rounds > 0, "at least one repetition and one round");
+    let bed = Bed::new()?;
+    let (counts, cost) = (counts(&bed)?, bed.cost()?);
+    eprintln!("{counts:?} {cost:?}");
+    let mut found = Rounds::default();
+    for number in 1..=rounds {
+        eprintln!("round {number} of {rounds}");
+        round(&bed, &mut found)?;
+    }
+    let mut points = Points::new();
+    for repetition in 1..=repetitions {
+        eprintln!("repetition {repetition} of {repetitions}");
+        for pairs in PAIRS {
+            for size in SIZES {
+                point(&bed, &mut points, size, pairs, 128)?;
+            }
+        }
+        for depth in DEPTHS {
+            point(&bed, &mut points, DEPTH_SIZE, 2, depth)?;
+        }
+    }
+    std::fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
+    let study =
+        report::Study { points: &points, rounds: &found, counts: &counts, cost: &cost, fast: bed.is_fast() };
+    for (name, text) in report::files(&study) {
+        std::fs::write(out.join(name), text).with_context(|| format!("cannot write {name}"))?;
+    }
+    println!("{}", out.join("verbs.md").display());
+    Ok(())
+}
+
+/// One point of the studies, all three lines.
+fn point(bed: &Bed, points: &mut Points, size: u64, pairs: u32, depth: u32) -> Result<()> {
+    let mut row = vec![("ib_write_bw", bed.perftest(size, pairs, depth, false)?.rate)];
+    for who in DIRECTIONS {
+        row.push((who, bed.layer(who, size, pairs, depth)?.0.rate));
+    }
+    eprintln!("{:>8}, {pairs} queue pairs, depth {depth}: {row:.0?} MB/s", report::bytes(size));
+    for (who, rate) in row {
+        points.entry((who, size, pairs, depth)).or_default().push(rate);
+    }
+    Ok(())
+}
+
+/// Everybody once, each measurement as short and as close to the next as can be: what else the host does then hits all.
+fn round(bed: &Bed, found: &mut Rounds) -> Result<()> {
+    for size in ROUND_SIZES {
+        let mut note = |who: Who, bulk: Bulk| {
+            eprintln!(
+                "    {:>8} {who:?}: {:.1} MB/s, {:.2} processors",
+                report::bytes(size),
+                bulk.rate,
+                bulk.busy
+            );
+            found.bulk.entry((size, who)).or_default().push(bulk);
+        };
+        for pairs in [1, 2] {
+            note(Who::Perftest(pairs), bed.perftest(size, pairs, 128, false)?);
+            if size == ROUND_SIZES[0] {
+                note(Who::Held(pairs), bed.perftest(size, pairs, 128, true)?);
+            }
+            for what in DIRECTIONS {
+                note(Who::Layer(pairs, what), bed.layer(what, size, pairs, 128)?.0);
+                if pairs == 1 {
+                    note(Who::Program(what), bed.copies(what, size)?);
+                }
+            }
+        }
+    }
+    found.one_way.push(bed.perftest_latency()?);
+    found.round_trip.push(bed.round_trip()?);
+    for way in WAYS {
+        for what in ["memory_info", "dtoh"] {
+            let time = bed.call(way, what)?;
+            eprintln!("    {what} over {way}: {time:.1} µs");
+            found.calls.entry((way, what)).or_default().push(time);
+        }
+    }
+    Ok(())
+}
+
+fn counts(bed: &Bed) -> Result<Counts> {
+    let mut counts = Counts::new();
+    for what in DIRECTIONS {
+        let (_, said) = bed.layer(what, 1 << 20, 2, 128)?;
+        let all = [
+            field(&said, "writes")?,
+            field(&said, "placed")?,
+            field(&said, "sent")?,
+            field(&said, "received")?,
+        ];
+        counts.insert(what, all);
+    }
+    Ok(counts)
+}
