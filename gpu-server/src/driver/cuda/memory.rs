@@ -6,7 +6,6 @@ use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::Cuda;
-use super::api::AccessDesc;
 use crate::driver::call::Call;
 use crate::driver::space::Space;
 
