@@ -142,6 +142,30 @@ static void on_host() {
     OK(cuStreamSynchronize(b));
     OK(cuStreamSynchronize(a));
     REQUIRE(pinned[1] == 9 && fetch().narrow[1] == 2, "the chain ended with %u and %u", pinned[1], fetch().narrow[1]);
+
+    // A copy behind a wait reads what is there when the wait is over; a copy on another stream is not held by it. Both kinds of words.
+    volatile int *source = (volatile int *)pinned + 100;
+    for (int round = 0; round < 2; round++) {
+        pinned[0] = 0;
+        source[0] = source[1] = -1;
+        OK(cuMemsetD8(words, 0, sizeof(Words)));
+        OK(cuCtxSynchronize());
+        OK(cuStreamWaitValue32(a, round == 0 ? at : narrow(0), 1, CU_STREAM_WAIT_VALUE_EQ));
+        CHECK(cudaMemcpyAsync(value, (void *)source, sizeof *value, cudaMemcpyHostToDevice, a));
+        source[1] = 55 + round;
+        CHECK(cudaMemcpyAsync((void *)narrow(3), (void *)(source + 1), sizeof(int), cudaMemcpyHostToDevice, b));
+        OK(cuStreamSynchronize(b));
+        WANT(CUDA_ERROR_NOT_READY, cuStreamQuery(a));
+        source[0] = 42 + round;
+        __sync_synchronize();
+        if (round == 0)
+            pinned[0] = 1;
+        else
+            OK(cuStreamWriteValue32(b, narrow(0), 1, 0));
+        OK(cuStreamSynchronize(a));
+        REQUIRE(read_int(value) == 42 + round && fetch().narrow[3] == 55u + round, "copies beside a wait brought %d and %u", read_int(value),
+                fetch().narrow[3]);
+    }
     OK(cuMemFreeHost((void *)pinned));
 
     // Mapped memory, by the address that the device has for it, in turn with a kernel.

@@ -64,19 +64,16 @@ pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
     holds.push((stream.clone(), seq));
 }
 
-/// Waits until no wait for a word holds a stream any more.
+/// Waits until no wait for a word holds a stream any more, of those that this one may be behind.
 fn released(driver: &Driver, stream: &Stream) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
-    let held = || lock(&HOLDS).iter().any(|(other, seq)| !other.has_passed(driver, *seq));
-    if !held() {
-        return Ok(());
-    }
+    let mut waiting = lock(&HOLDS).clone();
+    waiting.retain(|(other, seq)| !other.has_passed(driver, *seq) && stream.may_be_behind(other, *seq));
     // Whether it has passed is learnt from what is published behind the wait.
-    let waiting: Vec<Arc<Stream>> = lock(&HOLDS).iter().map(|(other, _)| other.clone()).collect();
-    for other in waiting {
+    for (other, _) in &waiting {
         other.mark(driver)?;
     }
-    stream.mark(driver)?;
+    let held = || waiting.iter().any(|(other, seq)| !other.has_passed(driver, *seq));
     let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
     while held() {
         driver.session.check()?;

@@ -7,6 +7,7 @@
 //! mark was seen: until then it is kept in [`ENDING`].
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -49,6 +50,8 @@ pub(crate) struct Stream {
     /// Records of other streams that this one has waited for: the wait's own `seq`, the stream, the record's `seq`. When this stream
     /// is known to be past the wait, the other is known to be past the record, whether or not its progress word says so yet.
     waited_for: Mutex<Vec<(u64, Arc<Stream>, u64)>>,
+    /// The last of the records in it that were forgotten.
+    forgotten: AtomicU64,
     /// Everything that was ever on it is done, and its progress word may be another's.
     finished: AtomicBool,
     /// The capture that it is in, or was in last.
@@ -96,6 +99,7 @@ impl Stream {
             last_mark: AtomicU64::new(0),
             synced: AtomicU64::new(0),
             waited_for: Mutex::default(),
+            forgotten: AtomicU64::new(0),
             finished: AtomicBool::new(false),
             capturing: Mutex::default(),
         }
@@ -231,9 +235,42 @@ impl Stream {
         let mut waited_for = lock(&self.waited_for);
         // A later wait for the same stream says more once it is passed; the earlier ones are kept while they are few.
         if waited_for.len() >= 64 {
-            waited_for.remove(0);
+            let (_, _, record) = waited_for.remove(0);
+            self.forgotten.fetch_max(record, Ordering::AcqRel);
         }
         waited_for.push((wait, other.clone(), record));
+    }
+
+    /// Whether what is put on this stream now may come behind record `seq` of another, directly or by way of others. True also where that is not known.
+    pub fn may_be_behind(&self, other: &Stream, seq: u64) -> bool {
+        let mut seen: HashSet<u64> = HashSet::new();
+        let mut open: Vec<Arc<Stream>> = Vec::new();
+        if self.leads_to(other, seq, &mut open) {
+            return true;
+        }
+        while let Some(stream) = open.pop() {
+            if seen.insert(stream.unique) && stream.leads_to(other, seq, &mut open) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether this stream is the one, or may be behind it without others between them; else `open` gets those that it has waited for.
+    fn leads_to(&self, other: &Stream, seq: u64, open: &mut Vec<Arc<Stream>>) -> bool {
+        if std::ptr::eq(self, other) || self.forgotten.load(Ordering::Acquire) > seq {
+            return true;
+        }
+        // Blocking streams are behind each other by way of the legacy default stream, whatever that has waited for.
+        let legacy = self.context.legacy();
+        let through = self.legacy || other.legacy || legacy.last_work.load(Ordering::Acquire) > seq;
+        if !self.is_free() && through {
+            return true;
+        }
+        // A way that leads there goes over records that came later.
+        let waited_for = lock(&self.waited_for);
+        open.extend(waited_for.iter().filter(|(.., record)| *record > seq).map(|(_, via, _)| via.clone()));
+        false
     }
 
     /// Waits until everything on the stream is done. No round trip when it is known to be.
@@ -517,5 +554,55 @@ api! {
         capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
         stream.synchronize(driver)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::handle::ContextId;
+
+    fn streams(flags: [u32; 3]) -> [Arc<Stream>; 3] {
+        let context = Context::new(ContextId(0), 0, 0, true);
+        let mut id = MAX_CONTEXTS;
+        flags.map(|flags| {
+            id += 1;
+            Arc::new(Stream::new(StreamId(id), context, flags, 0, false))
+        })
+    }
+
+    #[test]
+    fn a_stream_is_behind_those_that_it_waits_for_from_then_on() {
+        let [a, b, c] = streams([NON_BLOCKING; 3]);
+        assert!(a.may_be_behind(&a, 10));
+        assert!(!b.may_be_behind(&a, 10) && !c.may_be_behind(&a, 10));
+        // A record before is none behind it.
+        b.waits_for(12, &a, 9);
+        assert!(!b.may_be_behind(&a, 10));
+        b.waits_for(14, &a, 11);
+        c.waits_for(16, &b, 15);
+        assert!(b.may_be_behind(&a, 10) && c.may_be_behind(&a, 10));
+        assert!(!a.may_be_behind(&c, 10));
+        // What waits for itself by way of others is no trouble.
+        a.waits_for(20, &c, 19);
+        assert!(!a.may_be_behind(&b, 30));
+    }
+
+    #[test]
+    fn blocking_streams_are_behind_each_other_once_the_legacy_stream_has_work() {
+        let [a, b, free] = streams([0, 0, NON_BLOCKING]);
+        assert!(!b.may_be_behind(&a, 10));
+        a.context.legacy().last_work.store(11, Ordering::Release);
+        assert!(b.may_be_behind(&a, 10) && !free.may_be_behind(&a, 10));
+        assert!(a.context.legacy().may_be_behind(&a, 10));
+    }
+
+    #[test]
+    fn what_is_forgotten_may_have_led_anywhere() {
+        let [a, b, c] = streams([NON_BLOCKING; 3]);
+        for record in 0..65 {
+            b.waits_for(200 + record, &c, 100 + record);
+        }
+        assert!(b.may_be_behind(&a, 99) && !b.may_be_behind(&a, 300));
     }
 }
