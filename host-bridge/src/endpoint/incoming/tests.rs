@@ -1,0 +1,214 @@
+//! Tests of the inbox: what comes over real connections, and what a bridge is told.
+
+use super::*;
+use std::io::Write;
+use std::net::TcpListener;
+
+fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (a, listener.accept().unwrap().0)
+}
+
+fn send(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
+    stream.write_all(DataHeader { seq, offset, piece: 0, len: bytes.len() as u32 }.as_bytes()).unwrap();
+    stream.write_all(bytes).unwrap();
+}
+
+std::thread_local! {
+    /// System calls to receive, of this thread.
+    pub(super) static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+#[test]
+fn a_chunk_takes_two_system_calls_however_it_comes() {
+    let inbox = Inbox::new();
+    let (mut a, b) = pair();
+    a.set_nodelay(true).unwrap();
+    let (count, len) = (8, 256 << 10);
+    let mut queue = inbox.incoming(1, 0, count * len).into_queue(1 << 30);
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || {
+        reader.read_connection(&b).unwrap();
+        CALLS.get()
+    });
+    let piece = vec![7; 16 << 10];
+    for chunk in 0..count {
+        let header = DataHeader { seq: 1, offset: chunk * len, piece: 0, len: len as u32 };
+        a.write_all(header.as_bytes()).unwrap();
+        for _ in 0..len as usize / piece.len() {
+            a.write_all(&piece).unwrap();
+            std::thread::yield_now();
+        }
+    }
+    drop(a);
+    // Its end is one more.
+    assert_eq!(thread.join().unwrap(), 2 * count + 1);
+    assert_eq!(queue.next_chunk().unwrap().unwrap().bytes.len() as u64, len);
+}
+
+#[test]
+fn chunks_reach_their_command_and_unwanted_ones_are_thrown_away() {
+    let inbox = Inbox::new();
+    let (mut a, b) = pair();
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    send(&mut a, 1, 0, b"nobody asked");
+    send(&mut a, 2, 3, b"def");
+    send(&mut a, 2, 0, b"abc");
+    inbox.executed(1);
+    let wanted = inbox.incoming(2, 0, 6);
+    let reading = std::thread::spawn(move || wanted.collect());
+    assert_eq!(reading.join().unwrap().unwrap(), b"abcdef");
+    assert!(inbox.lock().expected.len() <= 1);
+    drop(a);
+    thread.join().unwrap().unwrap();
+    assert!(inbox.lock().expected.is_empty());
+}
+
+#[test]
+fn more_data_than_announced_ends_the_connection() {
+    for (offset, bytes) in [(0, &b"12345"[..]), (4, b"1"), (u64::MAX, b"1")] {
+        let inbox = Inbox::new();
+        let (mut a, b) = pair();
+        let _queue = inbox.incoming(1, 0, 4).into_queue(64);
+        send(&mut a, 1, offset, bytes);
+        let error = inbox.read_connection(&b).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+    }
+}
+
+/// What a bridge was told.
+#[derive(Default)]
+struct Told {
+    grants: Mutex<Vec<(u64, u64)>>,
+    placed: AtomicU64,
+    wrong: Mutex<Option<String>>,
+}
+
+impl Bridge for Told {
+    fn grant(&self, grant: DataGrant) {
+        self.grants.lock().unwrap().push((grant.seq, grant.upto));
+    }
+    fn placed(&self, bytes: u64) {
+        self.placed.fetch_add(bytes, Ordering::SeqCst);
+    }
+    fn wrong(&self, what: &str) {
+        *self.wrong.lock().unwrap() = Some(what.into());
+    }
+}
+
+fn told(inbox: &Inbox) -> Arc<Told> {
+    let told = Arc::new(Told::default());
+    let bridge: Arc<dyn Bridge> = Arc::<Told>::clone(&told);
+    inbox.tell(Arc::downgrade(&bridge));
+    told
+}
+
+fn send_eagerly(stream: &mut TcpStream, seq: u64, offset: u64, bytes: &[u8]) {
+    let len = bytes.len() as u32 | EAGER_FLAG;
+    stream.write_all(DataHeader { seq, offset, piece: 0, len }.as_bytes()).unwrap();
+    stream.write_all(bytes).unwrap();
+}
+
+#[test]
+fn data_of_a_stream_that_does_not_go_on_lets_the_rest_of_its_connection_pass() {
+    let inbox = Inbox::new();
+    let told = told(&inbox);
+    let (mut a, b) = pair();
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    // Room for four bytes; nobody takes them. And a command whose turn does not come.
+    let held = inbox.incoming(1, 0, 12).into_queue(4);
+    send_eagerly(&mut a, 1, 0, b"abcdefghijkl");
+    send_eagerly(&mut a, 3, 0, b"set aside");
+    send_eagerly(&mut a, 2, 0, b"other");
+    assert_eq!(inbox.incoming(2, 0, 5).collect().unwrap(), b"other");
+    // The stream goes on, and the other command's turn comes.
+    let mut bytes = vec![0; 12];
+    let mut held = held;
+    while let Some(chunk) = held.next_chunk().unwrap() {
+        bytes[chunk.offset as usize..][..chunk.bytes.len()].copy_from_slice(&chunk.bytes);
+    }
+    assert_eq!(bytes, b"abcdefghijkl");
+    assert_eq!(inbox.incoming(3, 0, 9).collect().unwrap(), b"set aside");
+    let state = inbox.lock();
+    assert_eq!((state.eager, state.early.len(), state.expected.len()), (0, 0, 0));
+    drop(state);
+    assert_eq!(inbox.waiting.load(Ordering::SeqCst), 0);
+    assert!(told.wrong.lock().unwrap().is_none());
+    drop(a);
+    thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn late_data_is_granted_when_it_is_asked_for_and_short_data_only_if_its_bridge_asks() {
+    let inbox = Inbox::new();
+    let told = told(&inbox);
+    let mut late = inbox.incoming(1, 0, 5).late().into_queue(64);
+    let _short = inbox.incoming(2, 0, 5).into_queue(64);
+    inbox.ask((3, 0)).unwrap();
+    let _asked = inbox.incoming(3, 0, 5).into_queue(64);
+    let _long = inbox.incoming(4, 0, 2 * EAGER_PIECE).into_queue(64);
+    assert_eq!(*told.grants.lock().unwrap(), [(3, 5), (4, 64)]);
+    let (mut a, b) = pair();
+    send(&mut a, 1, 0, b"bytes");
+    drop(a);
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    assert_eq!(&*late.next_chunk().unwrap().unwrap().bytes, b"bytes");
+    thread.join().unwrap().unwrap();
+    assert_eq!(told.grants.lock().unwrap()[2], (1, 5));
+    // What is dropped unused, or refused, is to come all the same.
+    drop(inbox.incoming(5, 0, 5));
+    inbox.unwanted((6, 0));
+    assert_eq!(told.grants.lock().unwrap()[3..], [(5, u64::MAX), (6, u64::MAX)]);
+    inbox.executed(6);
+    assert_eq!(inbox.lock().unwanted.len(), 0);
+}
+
+#[test]
+fn eager_bytes_are_bounded_and_given_back_whatever_becomes_of_them() {
+    let inbox = Inbox::new();
+    let told = told(&inbox);
+    let (mut a, b) = pair();
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let megabyte = vec![7; 1 << 20];
+    for seq in 1..=EAGER >> 20 {
+        send_eagerly(&mut a, seq, 0, &megabyte);
+    }
+    while inbox.lock().early.len() as u64 != EAGER >> 20 {
+        std::thread::yield_now();
+    }
+    inbox.unwanted((1, 0));
+    let queue = inbox.incoming(2, 0, 1 << 20).into_queue(1 << 30);
+    drop(queue);
+    inbox.executed(EAGER >> 20);
+    assert_eq!(inbox.lock().eager, 0);
+    assert_eq!(told.placed.load(Ordering::SeqCst) + inbox.lock().placed, EAGER);
+    for seq in 0..=EAGER >> 20 {
+        send_eagerly(&mut a, 100 + seq, 0, &megabyte[..(1 << 20) - usize::from(seq > 0)]);
+    }
+    assert_eq!(thread.join().unwrap().unwrap_err().kind(), io::ErrorKind::InvalidData);
+}
+
+#[test]
+fn the_end_lets_everybody_go() {
+    let inbox = Inbox::new();
+    let (mut a, b) = pair();
+    let mut queue = inbox.incoming(1, 0, 12).into_queue(4);
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    for i in 0..3 {
+        send(&mut a, 1, i * 4, b"1234");
+    }
+    while queue.shared.lock().chunks.is_empty() {
+        std::thread::yield_now();
+    }
+    inbox.close();
+    drop(a);
+    assert!(queue.next_chunk().unwrap().is_some());
+    thread.join().unwrap().ok();
+    assert!(queue.next_chunk().is_err());
+}
