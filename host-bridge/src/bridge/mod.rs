@@ -10,7 +10,7 @@
 //! In reading order:
 //! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
 //! - [`core`]: what session and transport share; the only code that writes into a channel on loss;
-//! - [`tcp`], [`verbs`] and [`local`]: the transports;
+//! - [`tcp`], [`verbs`] and [`local`]: the transports; `relayed` and `mailbox`: what the first two share;
 //! - [`polling`], [`counters`]: small parts.
 //!
 //! Whatever a client does wrong ends its own session, with a reason that a person can read, and no other.
@@ -18,7 +18,9 @@
 pub mod core;
 pub mod counters;
 pub mod local;
+mod mailbox;
 pub mod polling;
+mod relayed;
 pub mod session;
 pub mod tcp;
 pub mod verbs;

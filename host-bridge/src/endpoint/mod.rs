@@ -9,7 +9,7 @@
 //!
 //! - [`local`]: the client's memory is mapped here and the ring is read in place;
 //! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`ring`]);
-//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]).
+//! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]); `stream`: the records and answers of both.
 //!
 //! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is
 //! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only it knows how its device reads each.
@@ -29,6 +29,7 @@ pub mod local;
 pub mod outgoing;
 pub mod region;
 pub mod ring;
+mod stream;
 pub mod tcp;
 pub mod verbs;
 mod wake;

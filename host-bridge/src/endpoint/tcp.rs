@@ -13,16 +13,15 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
-use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
+use protocol::channel::Record;
 use protocol::data::HostRange;
-use protocol::link::{
-    DataAsk, DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHeader, frame, progress,
-};
+use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame, progress};
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
+use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
@@ -38,10 +37,8 @@ const BATCH: u64 = 512;
 pub struct TcpCommands {
     client: Arc<TcpClient>,
     reader: FrameReader,
-    /// The body of the COMMANDS frame that is being taken apart, and how far that is.
-    frame: Vec<u8>,
-    at: usize,
-    seq: u64,
+    /// Those of the COMMANDS frame at hand.
+    records: Records,
     polling: Polling,
 }
 
@@ -168,46 +165,10 @@ impl TcpCommands {
         let commands = TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
-            frame: Vec::new(),
-            at: 0,
-            seq: 0,
+            records: Records::default(),
             polling,
         };
         Ok((commands, client))
-    }
-
-    /// The next record of the frame at hand.
-    fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        let rest = &self.frame[self.at..];
-        if rest.is_empty() {
-            return Ok(None);
-        }
-        let Some(header) = rest.first_chunk::<RECORD_HEADER>() else {
-            return Err(Lost::new(format!("{} bytes at the end of a frame are no record", rest.len())));
-        };
-        let (record, size) = Record::from_bytes(header);
-        let size = size as usize;
-        if size < RECORD_HEADER
-            || !size.is_multiple_of(16)
-            || size > MAX_RECORD
-            || size > rest.len()
-            || record.opcode == PAD
-        {
-            return Err(Lost::new(format!(
-                "record {}: a size of {size} bytes where {} are left",
-                self.seq + 1,
-                rest.len()
-            )));
-        }
-        if record.seq != self.seq + 1 {
-            return Err(Lost::new(format!("record with seq {} where {} was due", record.seq, self.seq + 1)));
-        }
-        body.clear();
-        body.extend_from_slice(&rest[RECORD_HEADER..size]);
-        self.seq += 1;
-        self.at += size;
-        RECORDER.note(Stage::Received, record.seq, record.opcode);
-        Ok(Some(record))
     }
 
     /// Takes whole frames that have been read, until one holds records. False: there is none.
@@ -216,10 +177,8 @@ impl TcpCommands {
         while let Some((kind, bytes)) = self.reader.next_frame().map_err(broken)? {
             match kind {
                 frame::COMMANDS => {
-                    self.frame.clear();
-                    self.frame.extend_from_slice(bytes);
-                    self.at = 0;
-                    if !self.frame.is_empty() {
+                    self.records.refill().extend_from_slice(bytes);
+                    if !self.records.is_empty() {
                         return Ok(true);
                     }
                 }
@@ -254,7 +213,8 @@ impl TcpCommands {
             if let Some(end) = self.client.end.get() {
                 return Err(end.clone().map_or(End::Asked, End::Lost));
             }
-            if let Some(record) = self.take(body).map_err(End::Lost)? {
+            if let Some(record) = self.records.take(body).map_err(End::Lost)? {
+                RECORDER.note(Stage::Received, record.seq, record.opcode);
                 return Ok(Some(record));
             }
             if !self.frames()? && !self.fill()? {
@@ -396,12 +356,6 @@ impl TcpClient {
     }
 }
 
-fn put(buffer: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
-    let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
-    buffer.extend_from_slice(FrameHeader { kind, len }.as_bytes());
-    parts.iter().for_each(|p| buffer.extend_from_slice(p));
-}
-
 impl Bridge for TcpClient {
     fn grant(&self, grant: DataGrant) {
         self.send(|sending| put(&mut sending.buffer, frame::DATA_GRANT, &[grant.as_bytes()]));
@@ -418,15 +372,13 @@ impl Bridge for TcpClient {
 
 impl Client for TcpClient {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
-        if u32::from(slot) >= self.slot_count || slot == NO_SLOT {
-            self.lose(&format!("command {seq} names reply slot {slot} of {}", self.slot_count));
-            return;
+        match check_slot(seq, slot, self.slot_count) {
+            Ok(()) => {
+                RECORDER.note(Stage::Answered, seq, 0);
+                self.send(|sending| put_reply(&mut sending.buffer, seq, slot, status, payload));
+            }
+            Err(wrong) => self.lose(&wrong),
         }
-        let (status, payload) =
-            if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
-        let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };
-        RECORDER.note(Stage::Answered, seq, 0);
-        self.send(|sending| put(&mut sending.buffer, frame::REPLY, &[header.as_bytes(), payload]));
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {

@@ -22,17 +22,18 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use protocol::Status;
-use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
+use protocol::channel::Record;
 use protocol::data::{DataUse, HostRange, Place};
 use protocol::link::{
-    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, ReplyHeader, SLOT_DATA,
-    chunk_len, frame, progress,
+    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, chunk_len,
+    frame, progress,
 };
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::outgoing::{Lent, Outgoing};
 use super::ring::{Arrivals, Freed, Ring};
+use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
@@ -70,10 +71,8 @@ const NAPS: Duration = Duration::from_millis(100);
 /// The dispatcher's side.
 pub struct VerbsCommands {
     client: Arc<VerbsClient>,
-    /// Records taken over from the pump, and how far that is.
-    records: Vec<u8>,
-    at: usize,
-    seq: u64,
+    /// Taken over from the pump.
+    records: Records,
     poll: PollTime,
 }
 
@@ -214,21 +213,19 @@ impl VerbsCommands {
             .spawn(move || pump.pump(poll))
             .map_err(failed)?;
         let _ = client.pump.set(pump.thread().clone());
-        let commands =
-            VerbsCommands { client: Arc::clone(&client), records: Vec::new(), at: 0, seq: 0, poll };
+        let commands = VerbsCommands { client: Arc::clone(&client), records: Records::default(), poll };
         Ok((commands, client))
     }
 
     /// The next record at hand.
     fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
-        if self.at == self.records.len() {
-            self.records.clear();
-            self.at = 0;
+        if self.records.is_empty() {
+            let into = self.records.refill();
             if self.client.waiting.load(Ordering::Acquire) == 0 {
                 return Ok(None);
             }
             let mut arrived = lock(&self.client.arrived);
-            std::mem::swap(&mut *arrived, &mut self.records);
+            std::mem::swap(&mut *arrived, into);
             let held = self.client.waiting.swap(0, Ordering::AcqRel) > MAX_WAITING;
             drop(arrived);
             if held {
@@ -237,34 +234,7 @@ impl VerbsCommands {
                 self.client.flush(engine);
             }
         }
-        let rest = &self.records[self.at..];
-        if rest.is_empty() {
-            return Ok(None);
-        }
-        let Some(header) = rest.first_chunk::<RECORD_HEADER>() else {
-            return Err(Lost::new(format!("{} bytes at the end of a frame are no record", rest.len())));
-        };
-        let (record, size) = Record::from_bytes(header);
-        let size = size as usize;
-        if size < RECORD_HEADER
-            || !size.is_multiple_of(16)
-            || size > MAX_RECORD
-            || size > rest.len()
-            || record.opcode == PAD
-        {
-            return Err(Lost::new(format!(
-                "record {}: a size of {size} bytes where {} are left",
-                self.seq + 1,
-                rest.len()
-            )));
-        }
-        if record.seq != self.seq + 1 {
-            return Err(Lost::new(format!("record with seq {} where {} was due", record.seq, self.seq + 1)));
-        }
-        body.clear();
-        body.extend_from_slice(&rest[RECORD_HEADER..size]);
-        self.seq += 1;
-        self.at += size;
+        let Some(record) = self.records.take(body)? else { return Ok(None) };
         self.plan(&record, body)?;
         Ok(Some(record))
     }
@@ -845,22 +815,12 @@ impl VerbsClient {
     }
 }
 
-fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
-    let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
-    out.extend_from_slice(FrameHeader { kind, len }.as_bytes());
-    parts.iter().for_each(|p| out.extend_from_slice(p));
-}
-
 impl Client for VerbsClient {
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
-        if u32::from(slot) >= self.slot_count || slot == NO_SLOT {
-            self.lose(&format!("command {seq} names reply slot {slot} of {}", self.slot_count));
-            return;
+        match check_slot(seq, slot, self.slot_count) {
+            Ok(()) => self.say(|engine| put_reply(engine.link.out(), seq, slot, status, payload)),
+            Err(wrong) => self.lose(&wrong),
         }
-        let (status, payload) =
-            if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
-        let header = ReplyHeader { seq, slot: slot.into(), status: status.0 };
-        self.say(|engine| put(engine.link.out(), frame::REPLY, &[header.as_bytes(), payload]));
     }
 
     fn publish(&self, updates: &[ProgressUpdate]) {

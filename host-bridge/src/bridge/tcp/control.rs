@@ -9,10 +9,10 @@ use protocol::link::{DataGrant, DataSent, FrameHeader, ProgressUpdate, ReplyHead
 use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
-use super::EndReason;
 use super::socket::{Socket, not_now};
 use super::transfer::{Inputs, Outputs};
 use crate::bridge::core::{Core, Waker};
+use crate::bridge::relayed::EndReason;
 use crate::framing::{FrameReader, split_struct};
 
 /// Unsent bytes above which no more records are taken off the ring.

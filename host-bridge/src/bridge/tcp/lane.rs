@@ -8,11 +8,11 @@ use std::sync::Arc;
 use protocol::link::{DataHeader, EAGER_FLAG, MAX_DATA};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use super::EndReason;
 use super::hand::Hand;
 use super::socket::{Gather, Socket, not_now};
 use super::transfer::{Chunk, Inputs, Outputs, Span};
 use crate::bridge::core::{Core, thread_name};
+use crate::bridge::relayed::EndReason;
 
 const HEADER: usize = size_of::<DataHeader>();
 /// Bytes moved in one turn, each way: then the relay looks after the others.

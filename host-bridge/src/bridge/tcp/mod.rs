@@ -6,86 +6,40 @@
 //!   client's pages ═══ lane 0 … lane n ══        pieces, sent and received in place by vectored calls
 //! ```
 //!
-//! In reading order: the handshake here, then `relay` (the loop), `control` and `lane` (the two kinds of connection), `hand` (threads for long pieces), `transfer` (data under way), `mailbox` (what
-//! other threads ask of the relay), `socket` (system calls).
+//! In reading order: the handshake here, then `relay` (the loop), `control` and `lane` (the two kinds of connection), `hand` (threads for long pieces), `transfer` (data under way),
+//! `socket` (system calls).
 
 pub(super) mod control;
 mod hand;
 mod lane;
-pub(super) mod mailbox;
 mod relay;
 mod socket;
 mod transfer;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use protocol::link::{Hello, Welcome, purpose};
 
-use self::mailbox::{Mailbox, Message};
 use self::relay::Relay;
 use self::transfer::Region;
-use super::core::{ChannelMemory, Core, thread_name};
+use super::core::{ChannelMemory, Core};
+use super::relayed::{Relayed, dial};
 use super::session::{Handshake, hello, welcome};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{Address, connect_tcp, connect_unix, send_message};
+use crate::framing::send_message;
 use zerocopy::IntoBytes;
 
 /// Data connections that a server may ask for at most.
 const MAX_LANES: u32 = 32;
-
-/// Why a relay ended.
-#[derive(Debug)]
-pub(super) enum EndReason {
-    /// The client did what no correct client does.
-    Client(String),
-    /// The server did what no correct server does.
-    Server(String),
-    /// A connection to the server broke.
-    Gone(String),
-    /// The server said goodbye.
-    Bye(String),
-    /// Something on this host failed.
-    Here(String),
-    /// [`Transport::close`].
-    Asked(String),
-}
-
-impl EndReason {
-    pub(super) fn text(&self, server: &str) -> String {
-        match self {
-            EndReason::Client(what) => format!("malformed command in the channel: {what}"),
-            EndReason::Server(what) => {
-                format!("the server at {server} does not keep to the protocol: {what}")
-            }
-            EndReason::Gone(what) => format!("connection to the server at {server} lost: {what}"),
-            EndReason::Bye(what) if what.is_empty() => format!("the server at {server} ended the session"),
-            EndReason::Bye(what) => format!("the server at {server} ended the session: {what}"),
-            EndReason::Here(what) => {
-                format!("this host failed while talking to the server at {server}: {what}")
-            }
-            EndReason::Asked(what) => what.clone(),
-        }
-    }
-}
 
 /// The connections of a session after the handshake.
 #[derive(Debug)]
 pub(super) struct Links {
     control: OwnedFd,
     data: Vec<OwnedFd>,
-}
-
-pub(super) fn dial(address: &Address, timeout: Duration) -> io::Result<OwnedFd> {
-    Ok(match address {
-        Address::Tcp(host, port) => connect_tcp(host, *port, timeout)?.into(),
-        Address::Unix(path) => connect_unix(path)?.into(),
-    })
 }
 
 /// Connects to the server and shakes hands on every connection.
@@ -120,75 +74,25 @@ pub(super) fn connect(
     Ok((Links { control, data }, handshake))
 }
 
-/// Whether the relay has ended.
-#[derive(Debug, Default)]
-struct Ended {
-    over: Mutex<bool>,
-    changed: Condvar,
-}
-
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
+#[derive(Debug)]
 pub(super) struct Tcp {
-    core: Arc<Core>,
-    mailbox: Arc<Mailbox<Region>>,
-    ended: Arc<Ended>,
-    thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-impl std::fmt::Debug for Tcp {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tcp").field("core", &self.core).finish_non_exhaustive()
-    }
+    relayed: Relayed<Region>,
 }
 
 impl Tcp {
     /// Starts the relay. The channel is ready when this returns.
     pub(super) fn start(config: &SessionConfig, core: Arc<Core>, links: Links) -> Result<Tcp, ConnectError> {
-        let here = |source| ConnectError::Here { source };
-        let mailbox = Arc::new(Mailbox::new().map_err(here)?);
-        let ended = Arc::new(Ended::default());
-        core.header().set_ready();
-        let (for_relay, for_mailbox, for_ended, config) =
-            (core.clone(), mailbox.clone(), ended.clone(), config.clone());
-        let thread = std::thread::Builder::new()
-            .name(thread_name("relay"))
-            .spawn(move || {
-                // A defect here must end this session with a reason, and not leave its client waiting.
-                let end = catch_unwind(AssertUnwindSafe(|| {
-                    match Relay::new(&for_relay, &for_mailbox, links, &config) {
-                        Ok(relay) => relay.run(),
-                        Err(end) => end,
-                    }
-                }))
-                .unwrap_or_else(|_| {
-                    EndReason::Here("the relay failed; its message stands on standard error".into())
-                });
-                let reason = end.text(&for_relay.server);
-                crate::trace::save(&for_relay.trace, &format!("bridge-{}", for_relay.channel.pid));
-                for_mailbox.close();
-                match end {
-                    EndReason::Asked(_) => for_relay.end(&reason),
-                    _ => for_relay.lose(&reason),
-                }
-                *for_ended.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                for_ended.changed.notify_all();
-            })
-            .map_err(here)?;
-        Ok(Tcp { core, mailbox, ended, thread: Mutex::new(Some(thread)) })
-    }
-
-    fn over(&self) -> RegionError {
-        RegionError::Over(self.core.ended().unwrap_or("the session is over").to_owned())
-    }
-
-    fn wait_for_end(&self, patience: Duration) -> bool {
-        let over = self.ended.over.lock().unwrap_or_else(PoisonError::into_inner);
-        let (over, _) = self
-            .ended
-            .changed
-            .wait_timeout_while(over, patience, |over| !*over)
-            .unwrap_or_else(PoisonError::into_inner);
-        *over
+        let config = config.clone();
+        let relayed = Relayed::start(core, move |core, mailbox| {
+            let end = match Relay::new(core, mailbox, links, &config) {
+                Ok(relay) => relay.run(),
+                Err(end) => end,
+            };
+            crate::trace::save(&core.trace, &format!("bridge-{}", core.channel.pid));
+            end
+        })?;
+        Ok(Tcp { relayed })
     }
 }
 
@@ -199,41 +103,15 @@ impl Transport for Tcp {
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let pieces = region.memories.resolve(&region.extents, region.size)?;
-        let region = Region { pieces, read_only: region.read_only };
-        let (done, answer) = channel();
-        self.mailbox.post(Message::Register { id, region, done }).map_err(|_| self.over())?;
-        answer.recv().unwrap_or_else(|_| Err(self.over()))
+        self.relayed.register(id, Region { pieces, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        let (done, answer) = channel();
-        if self.mailbox.post(Message::Unregister { id, done }).is_err() {
-            return Ok(());
-        }
-        match answer.recv() {
-            Ok(answer) => answer,
-            // The relay has ended, and with it every access.
-            Err(_) => Ok(()),
-        }
+        self.relayed.unregister(id)
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {
-        let _ = self.mailbox.post(Message::Close(reason.to_owned()));
-        if !self.wait_for_end(patience) {
-            return Closed::StillHeld;
-        }
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            // It has said that it is over; what is left of it is its own return.
-            let _ = thread.join();
-        }
-        Closed::Released
-    }
-}
-
-impl Drop for Tcp {
-    fn drop(&mut self) {
-        self.close("closed", Duration::from_secs(60));
+        self.relayed.close(reason, patience)
     }
 }
 

@@ -4,7 +4,6 @@
 //! is nothing to do it polls for a while ([`PollTime`]) and then sleeps on all its descriptors together. Because it always receives while it
 //! cannot send, two sides that both have much to send cannot wait for each other.
 
-use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -19,15 +18,16 @@ use protocol::ops::{self, Class};
 use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
+use super::Links;
 use super::control::Control;
 use super::lane::{AHEAD, Lane};
-use super::mailbox::{Done, Mailbox, Message};
 use super::socket::{Gather, Socket};
 use super::transfer::{Inputs, Outputs, Region, Span, When};
-use super::{EndReason, Links};
+use crate::bridge::SessionConfig;
 use crate::bridge::core::Core;
+use crate::bridge::mailbox::Mailbox;
 use crate::bridge::polling::PollTime;
-use crate::bridge::{RegionError, SessionConfig};
+use crate::bridge::relayed::{EndReason, Regions};
 
 /// Commands with data under way, each way, above which no more records are taken. (A GPU's own queue holds about a thousand.)
 const MAX_UNDER_WAY: usize = 1 << 16;
@@ -46,14 +46,6 @@ const MAILBOX: u64 = 1;
 const CONTROL: u64 = 2;
 const FIRST_LANE: u64 = 3;
 
-/// A region that is to be forgotten once the records before the wish are taken.
-struct Leaving {
-    id: u32,
-    /// Bytes taken off the ring at the time of the wish.
-    at: u64,
-    done: Done,
-}
-
 pub(super) struct Relay<'c> {
     core: &'c Core,
     mailbox: &'c Mailbox<Region>,
@@ -62,12 +54,9 @@ pub(super) struct Relay<'c> {
     lanes: Vec<Lane>,
     inputs: Inputs,
     outputs: Outputs,
-    regions: HashMap<u32, Arc<Region>>,
+    regions: Regions<Region>,
     /// For each reply slot the seq of the command that awaits an answer there; 0: none.
     waiting: Vec<u64>,
-    leaving: VecDeque<Leaving>,
-    /// Regions forgotten, but with data still under way in them.
-    draining: Vec<(Arc<Region>, Done)>,
     epoll: Epoll,
     poll: PollTime,
     silence: Duration,
@@ -121,10 +110,8 @@ impl<'c> Relay<'c> {
             lanes,
             inputs: Inputs::default(),
             outputs: Outputs::default(),
-            regions: HashMap::new(),
+            regions: Regions::new(),
             waiting: vec![0; core.channel.view.geometry().slot_count],
-            leaving: VecDeque::new(),
-            draining: Vec::new(),
             epoll,
             poll: PollTime::new(config.poll),
             silence: config.silence,
@@ -185,7 +172,7 @@ impl<'c> Relay<'c> {
         let mut idle_since: Option<Instant> = None;
         loop {
             let now = Instant::now();
-            let mut worked = self.take_messages()?;
+            let mut worked = self.regions.take_messages(self.mailbox, self.taken_bytes)?;
             worked |= self.collect()?;
             worked |= self.take_records()?;
             worked |= self.send(now)?;
@@ -410,7 +397,7 @@ impl<'c> Relay<'c> {
                 DataUse::Late(range) => (range, false, When::Late),
                 DataUse::Out(range) => (range, true, When::Now),
             };
-            let span = Span::new(self.core, &self.regions, range, write).map_err(|what| {
+            let span = Span::new(self.core, self.regions.known(), range, write).map_err(|what| {
                 wrong(&format_args!(
                     "names data at offset {:#x} of {:?}, {} bytes, which {what}",
                     range.offset, range.place, range.len
@@ -499,45 +486,9 @@ impl<'c> Relay<'c> {
         Ok(())
     }
 
-    fn take_messages(&mut self) -> Result<bool, EndReason> {
-        let mut worked = false;
-        while let Some(message) = self.mailbox.next() {
-            worked = true;
-            match message {
-                Message::Register { id, region, done } => {
-                    self.regions.insert(id, Arc::new(region));
-                    let _ = done.send(Ok(()));
-                }
-                Message::Unregister { id, done } => {
-                    self.leaving.push_back(Leaving { id, at: self.taken_bytes, done })
-                }
-                Message::Close(reason) => return Err(EndReason::Asked(reason)),
-            }
-        }
-        Ok(worked)
-    }
-
     fn let_regions_go(&mut self) {
-        // Records that stood in the ring when the wish came have been taken once the ring was empty, or once as many bytes went by as it holds.
         let ring = self.core.channel.view.geometry().ring_size as u64;
-        while let Some(front) = self.leaving.front() {
-            if self.consumer.has_work() && self.taken_bytes - front.at < ring {
-                break;
-            }
-            let Some(Leaving { id, done, .. }) = self.leaving.pop_front() else { break };
-            match self.regions.remove(&id) {
-                Some(region) => self.draining.push((region, done)),
-                None => drop(done.send(Err(RegionError::Unknown(id)))),
-            }
-        }
-        // The count is exact: only this thread clones these, and what a hand holds was moved to it.
-        self.draining.retain(|(region, done)| {
-            let busy = Arc::strong_count(region) > 1;
-            if !busy {
-                let _ = done.send(Ok(()));
-            }
-            busy
-        });
+        self.regions.let_go(|| self.consumer.has_work(), self.taken_bytes, ring);
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use protocol::data::{HostRange, Place};
 use protocol::link::{EAGER, EAGER_PIECE};
 
-use super::EndReason;
 use super::socket::Gather;
 use crate::bridge::core::Core;
+use crate::bridge::relayed::EndReason;
 use crate::memory::Pieces;
 
 /// Bytes of a piece on a data connection at least, where the transfer is that long.

@@ -16,10 +16,7 @@ mod transfer;
 
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use protocol::device::Answer;
@@ -28,10 +25,9 @@ use zerocopy::IntoBytes;
 
 use self::relay::Relay;
 use self::transfer::Region;
-use super::core::{ChannelMemory, Core, thread_name};
+use super::core::{ChannelMemory, Core};
+use super::relayed::{Relayed, dial};
 use super::session::{Handshake, hello, welcome};
-use super::tcp::mailbox::{Mailbox, Message};
-use super::tcp::{EndReason, dial};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{recv_frame, send_frame, send_message, split_struct};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
@@ -85,26 +81,11 @@ pub(super) fn connect(
     Ok((Links { control, link, queues }, handshake))
 }
 
-/// Whether the relay has ended.
-#[derive(Debug, Default)]
-struct Ended {
-    over: Mutex<bool>,
-    changed: Condvar,
-}
-
 /// A session over verbs.
+#[derive(Debug)]
 pub(super) struct Verbs {
-    core: Arc<Core>,
+    relayed: Relayed<Region>,
     domain: Arc<Domain>,
-    mailbox: Arc<Mailbox<Region>>,
-    ended: Arc<Ended>,
-    thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-impl std::fmt::Debug for Verbs {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Verbs").field("core", &self.core).finish_non_exhaustive()
-    }
 }
 
 impl Verbs {
@@ -114,54 +95,17 @@ impl Verbs {
         core: Arc<Core>,
         links: Links,
     ) -> Result<Verbs, ConnectError> {
-        let here = |source| ConnectError::Here { source };
-        let domain = Arc::clone(links.link.domain());
+        let (domain, config) = (Arc::clone(links.link.domain()), config.clone());
         // SAFETY: the relay drops the registration before it ends, and `core`, which owns the view, outlives the relay.
         let arena = unsafe { RegisteredRegion::arena(&domain, &core.channel.view) }
             .map_err(|source| ConnectError::Verbs { source })?;
-        let mailbox = Arc::new(Mailbox::new().map_err(here)?);
-        let ended = Arc::new(Ended::default());
-        core.header().set_ready();
-        let (for_relay, for_mailbox, for_ended, config) =
-            (core.clone(), mailbox.clone(), ended.clone(), config.clone());
-        let thread = std::thread::Builder::new()
-            .name(thread_name("relay"))
-            .spawn(move || {
-                // A defect here must end this session with a reason, and not leave its client waiting.
-                let end = catch_unwind(AssertUnwindSafe(|| {
-                    match Relay::new(&for_relay, &for_mailbox, links, arena, &config) {
-                        Ok(relay) => relay.run(),
-                        Err(end) => end,
-                    }
-                }))
-                .unwrap_or_else(|_| {
-                    EndReason::Here("the relay failed; its message stands on standard error".into())
-                });
-                let reason = end.text(&for_relay.server);
-                for_mailbox.close();
-                match end {
-                    EndReason::Asked(_) => for_relay.end(&reason),
-                    _ => for_relay.lose(&reason),
-                }
-                *for_ended.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                for_ended.changed.notify_all();
-            })
-            .map_err(here)?;
-        Ok(Verbs { core, domain, mailbox, ended, thread: Mutex::new(Some(thread)) })
-    }
-
-    fn over(&self) -> RegionError {
-        RegionError::Over(self.core.ended().unwrap_or("the session is over").to_owned())
-    }
-
-    fn wait_for_end(&self, patience: Duration) -> bool {
-        let over = self.ended.over.lock().unwrap_or_else(PoisonError::into_inner);
-        let (over, _) = self
-            .ended
-            .changed
-            .wait_timeout_while(over, patience, |over| !*over)
-            .unwrap_or_else(PoisonError::into_inner);
-        *over
+        let relayed = Relayed::start(core, move |core, mailbox| {
+            match Relay::new(core, mailbox, links, arena, &config) {
+                Ok(relay) => relay.run(),
+                Err(end) => end,
+            }
+        })?;
+        Ok(Verbs { relayed, domain })
     }
 }
 
@@ -178,41 +122,15 @@ impl Transport for Verbs {
             region.size,
             region.read_only,
         )?;
-        let region = Region::new(registered, region.read_only);
-        let (done, answer) = channel();
-        self.mailbox.post(Message::Register { id, region, done }).map_err(|_| self.over())?;
-        answer.recv().unwrap_or_else(|_| Err(self.over()))
+        self.relayed.register(id, Region::new(registered, region.read_only))
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        let (done, answer) = channel();
-        if self.mailbox.post(Message::Unregister { id, done }).is_err() {
-            return Ok(());
-        }
-        match answer.recv() {
-            Ok(answer) => answer,
-            // The relay has ended, and with it every access.
-            Err(_) => Ok(()),
-        }
+        self.relayed.unregister(id)
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {
-        let _ = self.mailbox.post(Message::Close(reason.to_owned()));
-        if !self.wait_for_end(patience) {
-            return Closed::StillHeld;
-        }
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            // It has said that it is over; what is left of it is its own return.
-            let _ = thread.join();
-        }
-        Closed::Released
-    }
-}
-
-impl Drop for Verbs {
-    fn drop(&mut self) {
-        self.close("closed", Duration::from_secs(60));
+        self.relayed.close(reason, patience)
     }
 }
 

@@ -1,12 +1,11 @@
 //! The relay: one thread for each session. In each turn it does what can be done now, and nothing blocks: takes records off the ring, posts writes, sends messages, takes
 //! completions. With nothing to do it polls for a while ([`PollTime`]), then arms the completion queue and sleeps on all its descriptors together.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -20,12 +19,12 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::transfer::{Inputs, Outputs, Region, Span};
 use super::{Links, quiet};
+use crate::bridge::SessionConfig;
 use crate::bridge::core::Core;
+use crate::bridge::mailbox::Mailbox;
 use crate::bridge::polling::{PollTime, cores};
-use crate::bridge::tcp::EndReason;
+use crate::bridge::relayed::{EndReason, Regions};
 use crate::bridge::tcp::control::{publish, reply};
-use crate::bridge::tcp::mailbox::{Mailbox, Message};
-use crate::bridge::{RegionError, SessionConfig};
 use crate::framing::{FrameReader, split_struct};
 use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
@@ -46,16 +45,6 @@ const CONTROL: u64 = 2;
 const COMPLETIONS: u64 = 3;
 const DEVICE: u64 = 4;
 
-type Done = Sender<Result<(), RegionError>>;
-
-/// A region that is to be forgotten once the records before the wish are taken.
-struct Leaving {
-    id: u32,
-    /// Bytes taken off the ring at the time of the wish.
-    at: u64,
-    done: Done,
-}
-
 pub(super) struct Relay<'c> {
     /// Dropped first: after that nobody reaches the client's memory.
     link: Link,
@@ -74,12 +63,9 @@ pub(super) struct Relay<'c> {
     inputs: Inputs,
     outputs: Outputs,
     arena: Option<Arc<Region>>,
-    regions: HashMap<u32, Arc<Region>>,
+    regions: Regions<Region>,
     /// For each reply slot the seq of the command that awaits an answer there; 0: none.
     waiting: Vec<u64>,
-    leaving: VecDeque<Leaving>,
-    /// Regions forgotten, but with data still under way in them.
-    draining: Vec<(Arc<Region>, Done)>,
     epoll: Epoll,
     poll: PollTime,
     silence: Duration,
@@ -144,10 +130,8 @@ impl<'c> Relay<'c> {
             inputs: Inputs::new(most, link.data_queues(), under_way),
             outputs: Outputs::default(),
             arena: arena.map(|registered| Arc::new(Region::new(registered, false))),
-            regions: HashMap::new(),
+            regions: Regions::new(),
             waiting: vec![0; core.channel.view.geometry().slot_count],
-            leaving: VecDeque::new(),
-            draining: Vec::new(),
             epoll,
             poll: PollTime::giving_way(config.poll, cores()),
             silence: config.silence,
@@ -205,7 +189,7 @@ impl<'c> Relay<'c> {
         let mut idle_since: Option<Instant> = None;
         loop {
             let now = Instant::now();
-            let mut worked = self.take_messages()?;
+            let mut worked = self.regions.take_messages(self.mailbox, self.taken_bytes)?;
             worked |= self.take_records()?;
             worked |= self.post_writes()?;
             worked |= self.link.flush()?;
@@ -455,12 +439,13 @@ impl<'c> Relay<'c> {
                 DataUse::In(range) | DataUse::Late(range) => (range, false),
                 DataUse::Out(range) => (range, true),
             };
-            let span = Span::new(self.arena.as_ref(), &self.regions, range, write).map_err(|what| {
-                wrong(&format_args!(
-                    "names data at offset {:#x} of {:?}, {} bytes, which {what}",
-                    range.offset, range.place, range.len
-                ))
-            })?;
+            let span =
+                Span::new(self.arena.as_ref(), self.regions.known(), range, write).map_err(|what| {
+                    wrong(&format_args!(
+                        "names data at offset {:#x} of {:?}, {} bytes, which {what}",
+                        range.offset, range.place, range.len
+                    ))
+                })?;
             if !write {
                 self.inputs.push(seq, piece as u32, span);
                 continue;
@@ -604,48 +589,8 @@ impl<'c> Relay<'c> {
         Ok(())
     }
 
-    fn take_messages(&mut self) -> Result<bool, EndReason> {
-        let mut worked = false;
-        while let Some(message) = self.mailbox.next() {
-            worked = true;
-            match message {
-                Message::Register { id, region, done } => {
-                    self.regions.insert(id, Arc::new(region));
-                    let _ = done.send(Ok(()));
-                }
-                Message::Unregister { id, done } => {
-                    self.leaving.push_back(Leaving { id, at: self.taken_bytes, done })
-                }
-                Message::Close(reason) => return Err(EndReason::Asked(reason)),
-            }
-        }
-        Ok(worked)
-    }
-
     fn let_regions_go(&mut self) {
-        // Records that stood in the ring when the wish came have been taken once the ring was empty, or once as many bytes went by as it holds.
         let ring = self.core.channel.view.geometry().ring_size as u64;
-        while let Some(front) = self.leaving.front() {
-            if self.consumer.has_work() && self.taken_bytes - front.at < ring {
-                break;
-            }
-            let Some(Leaving { id, done, .. }) = self.leaving.pop_front() else { break };
-            match self.regions.remove(&id) {
-                Some(region) => self.draining.push((region, done)),
-                None => drop(done.send(Err(RegionError::Unknown(id)))),
-            }
-        }
-        // The count is exact: only this thread clones these.
-        let mut at = 0;
-        while at < self.draining.len() {
-            if Arc::strong_count(&self.draining[at].0) > 1 {
-                at += 1;
-                continue;
-            }
-            let (region, done) = self.draining.swap_remove(at);
-            // The registration goes before the answer does: from then on the memory is the client's alone.
-            drop(region);
-            let _ = done.send(Ok(()));
-        }
+        self.regions.let_go(|| self.consumer.has_work(), self.taken_bytes, ring);
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use protocol::data::{HostRange, Place};
 use protocol::link::chunk_len;
 
-use super::super::tcp::EndReason;
+use crate::bridge::relayed::EndReason;
 use crate::verbs::{RegisteredRegion, Segment};
 
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
