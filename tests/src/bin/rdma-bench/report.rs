@@ -69,7 +69,7 @@ impl Study<'_> {
     }
 
     fn text(&self) -> String {
-        let repetitions = self.points.values().map(Vec::len).max().unwrap_or(0);
+        let repetitions = self.points.values().map(Vec::len).min().unwrap_or(0);
         let mut text = format!(
             "# Verbs beside perftest\n\n\
              Made by `cargo xtask bench --verbs`, in one machine with two processors and RoCE in software (`rdma_rxe`, Linux 6.1), {}. There is no card: a\n\
@@ -120,6 +120,8 @@ impl Study<'_> {
             ("the layer, 1 queue pair, d2h", Who::Layer(1, "d2h")),
             ("the layer, 2 queue pairs, h2d", Who::Layer(2, "h2d")),
             ("the layer, 2 queue pairs, d2h", Who::Layer(2, "d2h")),
+            ("a CUDA program, 2 queue pairs, h2d", Who::Program("h2d")),
+            ("a CUDA program, 2 queue pairs, d2h", Who::Program("d2h")),
             ("`ib_write_bw`, 1 queue pair, each end held on a processor of its own", Who::Held(1)),
             ("`ib_write_bw`, 2 queue pairs, each end held on a processor of its own", Who::Held(2)),
         ];
@@ -136,7 +138,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\nSo a MiB takes about as much of the processors whoever sends it, and a line is faster when more of them are at work at a time. Which that are, the kernel's scheduler decides, by where it lets the posting threads\nrun: held on one processor (`taskset`; its polling then takes time from the packets) `ib_write_bw` gains nothing by its second queue pair. That two of perftest's mostly have both processors and two of\nrgpu's mostly do not is all that the last two rows of the table before have against the others. A card has processors of its own."
+            "\nSo the layer takes little more of the processors' time for a MiB than perftest, and who has more of them at work at a time is faster. How many that are, the kernel's scheduler decides, by where it lets the posting\nthreads run: held on one processor (`taskset`; its polling then takes time from the packets) `ib_write_bw` gains nothing by a second queue pair. That two of perftest's mostly get both processors and two of rgpu's\nmostly do not sets the rows against two queue pairs apart from those against one; a card needs no processor to carry packets. A CUDA program has the GPU in software beside it, which copies each byte\nonce more, and more of both processors' time in the kernel, where threads that wait give way to others."
         );
     }
 
