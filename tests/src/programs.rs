@@ -53,7 +53,7 @@ macro_rules! program_tests {
             $module, $way,
             device_list nvml vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies
             memcpy_batch alloc_churn streams_events stream_attributes stream_memory held_streams fair_streams threads threads_ptds
-            two_processes errors driver_ptx link_ptx launch_storm idle kill_me device_printf device_assert pinned_bulk
+            two_processes errors driver_ptx link_ptx launch_storm idle exit_held kill_me device_printf device_assert pinned_bulk
             pinned_memset managed_memory
             managed_variables managed_api managed_files mapped_memory array_copies textures surfaces
             graph_explicit graph_child graph_host graph_inspect graph_update graph_memory_nodes
@@ -159,12 +159,17 @@ impl Way {
 
 /// Runs one program of the manifest with its own arguments and `more`, and requires that it passes.
 pub fn passes(name: &str, way: Way, more: &[&str]) -> Result<Outcome> {
+    passes_with(name, way, more, &[])
+}
+
+/// As [`passes`], with variables of the environment.
+pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str)]) -> Result<Outcome> {
     let manifest = manifest()?;
     let program = manifest.iter().find(|program| program.name == name);
     let program = program.with_context(|| format!("{name} is not in the manifest"))?;
     let logs = tree::logs().join("programs").join(format!("{name}-{}", way.name()));
     let mut command = way.command(&built(name)?, &logs);
-    command.args(&program.args).args(more);
+    command.args(&program.args).args(more).envs(variables.iter().copied());
     let outcome = run(&mut command, LIMIT)?;
     outcome.verdict(name).with_context(|| format!("the daemons' logs are in {}", logs.display()))?;
     Ok(outcome)

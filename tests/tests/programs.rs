@@ -6,3 +6,35 @@ use rgpu_tests::program_tests;
 
 program_tests!(local, rgpu_tests::programs::Way::Client("software", "local"));
 program_tests!(tcp, rgpu_tests::programs::Way::Client("software", "tcp"));
+
+/// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
+mod by_page_protection {
+    use rgpu_tests::programs::{Way, passes_with};
+
+    fn passes(name: &str) -> anyhow::Result<()> {
+        for transport in ["local", "tcp"] {
+            passes_with(name, Way::Client("software", transport), &[], &[("RGPU_PAGES", "signal")])?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn managed_memory() -> anyhow::Result<()> {
+        passes("managed_memory")
+    }
+
+    #[test]
+    fn managed_variables() -> anyhow::Result<()> {
+        passes("managed_variables")
+    }
+
+    #[test]
+    fn managed_api() -> anyhow::Result<()> {
+        passes("managed_api")
+    }
+
+    #[test]
+    fn mapped_memory() -> anyhow::Result<()> {
+        passes("mapped_memory")
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::context::{self, Context};
 use crate::function::{FUNCTIONS, Function};
-use crate::state::{Driver, driver};
+use crate::state::{self, Driver, driver};
 use crate::{Result, image, library, managed, non_null, put};
 use client::data::{HostIn, HostOut, HostRange, Place};
 use client::handle::ModuleId;
@@ -407,6 +407,9 @@ api! {
     fn cuModuleUnload(module: usize) {
         let (driver, module) = of(module)?;
         driver.session.check()?;
+        if state::is_ending() {
+            return Ok(());
+        }
         if module.context.is_busy() {
             // A kernel of it may be running; what the work comes to is said by the calls that ask.
             let _ = driver.session.call(&client::ops::context::ContextSynchronize { context: module.context.id });

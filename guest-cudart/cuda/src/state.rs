@@ -1,7 +1,7 @@
 //! The process's state: its session and its devices, from `cuInit` on.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
 use crate::context::Context;
@@ -61,6 +61,18 @@ pub(crate) fn device(ordinal: i32) -> Result<&'static Device> {
     usize::try_from(ordinal).ok().and_then(|n| devices.get(n)).ok_or(Status::INVALID_DEVICE)
 }
 
+/// The process is ending: functions registered with `atexit` are being called.
+static ENDING: AtomicBool = AtomicBool::new(false);
+
+/// Whether the process is ending. What it had goes with its session; a stream that is held, or a kernel without an end, is not to be waited for then.
+pub(crate) fn is_ending() -> bool {
+    ENDING.load(Ordering::Relaxed)
+}
+
+extern "C" fn end() {
+    ENDING.store(true, Ordering::Relaxed);
+}
+
 /// `cuInit`.
 pub(crate) fn init() -> Result<&'static Driver> {
     if session::forked() {
@@ -75,6 +87,9 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Ok(driver);
     }
     let session = session::open()?;
+    // Called before what was registered earlier: a runtime's functions, which unload modules.
+    // SAFETY: a plain C function that lives as long as this library.
+    unsafe { libc::atexit(end) };
     // Asked for together, and answered in one exchange: nearly every server has a first device.
     let asked = session.submit(&SessionInfo {})?;
     let first = session.submit(&DeviceInfo { device: 0 })?;

@@ -36,7 +36,7 @@ use advice::Advised;
 use blocks::{Blocks, Run};
 use client::memory::Backing;
 use client::ops::copy::Memset;
-use client::ops::memory::{MemAlloc, MemFree};
+use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
@@ -343,14 +343,15 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     }
     let Ok(pages) = pages(driver) else { return };
     let mut state = lock(&STATE);
-    let gone: Vec<u64> = state
-        .pieces
-        .iter()
-        .filter(|(_, (_, piece))| piece.context.device == device.ordinal)
-        .map(|(base, _)| *base)
-        .collect();
+    let of_device = |(_, (_, piece)): &(&u64, &(u64, Piece))| piece.context.device == device.ordinal;
+    let gone: Vec<u64> = state.pieces.iter().filter(of_device).map(|(base, _)| *base).collect();
     for base in gone {
-        remove_pages(&mut state, pages, device, base);
+        // What lies in the window goes with its backing, below.
+        if let Some((size, _)) = state.remove(base)
+            && !is_managed(base)
+        {
+            pages.unmap(base as usize, size as usize);
+        }
     }
     state.movers.retain(|(context, _)| context.device != device.ordinal);
     drop(state);
@@ -359,17 +360,6 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
         pages.unmap(address as usize, size as usize);
     }
     memory.reset();
-}
-
-/// Takes a piece away whose device memory is gone.
-fn remove_pages(state: &mut State, pages: &Pages, device: &Device, base: u64) {
-    if let Some((size, _)) = state.remove(base) {
-        if lock(&device.managed).holds(base) {
-            pages.close_range(base as usize, size as usize);
-        } else {
-            pages.unmap(base as usize, size as usize);
-        }
-    }
 }
 
 /// What a context had goes with it.
