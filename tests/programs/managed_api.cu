@@ -125,5 +125,16 @@ int main(int argc, char **argv) {
     CHECK(cudaFree(managed));
     CHECK(cudaFree(device));
     CHECK(cudaFreeHost(pinned));
-    return pass("copies, fills, a graph, advice, prefetching, attributes, errors");
+
+    // A reset takes it away, and there is more afterwards.
+    CHECK(cudaMallocManaged(&managed, 4096));
+    managed[0] = 1;
+    CHECK(cudaDeviceReset());
+    CHECK(cudaMallocManaged(&managed, N * sizeof(int)));
+    managed[5] = 6;
+    add<<<1, 32>>>(managed, 32, 1);
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(managed[5] == 7 && managed[0] == 1 && managed[N - 1] == 0, "after a reset: %d %d %d", managed[5], managed[0], managed[N - 1]);
+    CHECK(cudaFree(managed));
+    return pass("copies, fills, a graph, advice, prefetching, attributes, errors, a reset");
 }
