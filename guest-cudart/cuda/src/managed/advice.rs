@@ -273,6 +273,32 @@ unsafe fn batch(
     Ok(())
 }
 
+/// # Safety
+/// The arrays are as long as is said of them.
+unsafe fn prefetch_batch(
+    dptrs: *const u64,
+    sizes: *const usize,
+    count: usize,
+    places: *const MemLocation,
+    from: *const usize,
+    place_count: usize,
+    flags: u64,
+    stream: usize,
+    per_thread: bool,
+) -> Result {
+    if place_count == 0 || flags != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    non_null(places)?;
+    non_null(from)?;
+    // SAFETY: as the caller says; NULL was found above.
+    unsafe {
+        batch(dptrs, sizes, count, places, from, place_count, |address, size, place| {
+            prefetch(address, size, place.ok_or(Status::INVALID_VALUE)?, 0, stream, per_thread)
+        })
+    }
+}
+
 api! {
     fn cuMemAdvise(address: u64, count: usize, advice: u32, device: i32) {
         advise(address, count, advice, by_number(device))
@@ -293,14 +319,7 @@ api! {
     fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz(
         dptrs: *const u64, sizes: *const usize, count: usize, places: *const MemLocation, from: *const usize, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        if place_count == 0 || flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        non_null(places)?;
-        non_null(from)?;
-        batch(dptrs, sizes, count, places, from, place_count, |address, size, place| {
-            prefetch(address, size, place.ok_or(Status::INVALID_VALUE)?, 0, stream, pt)
-        })
+        prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt)
     }
 
     fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: *const u64, sizes: *const usize, count: usize, flags: u64, stream: usize) |pt| {
@@ -318,14 +337,7 @@ api! {
     fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz(
         dptrs: *const u64, sizes: *const usize, count: usize, places: *const MemLocation, from: *const usize, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        if place_count == 0 || flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        non_null(places)?;
-        non_null(from)?;
-        batch(dptrs, sizes, count, places, from, place_count, |address, size, place| {
-            prefetch(address, size, place.ok_or(Status::INVALID_VALUE)?, 0, stream, pt)
-        })
+        prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt)
     }
 
     fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, number: u32, address: u64, count: usize) {
