@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use protocol::link::{DataHeader, MAX_QUEUES, MessageHeader, Queues};
 use zerocopy::{FromBytes, IntoBytes};
@@ -25,6 +25,9 @@ use super::memory::{Access, Domain, Segment, Slab};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
 use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
+
+/// How long the completion that says why a link broke is waited for once another says that it did.
+const CAUSE: Duration = Duration::from_millis(20);
 
 /// Bytes of a message at most, header included: a reply with its largest payload fits.
 const MESSAGE: usize = 8192;
@@ -508,7 +511,7 @@ impl Link {
         Ok(())
     }
 
-    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits. An error is final.
+    /// Takes what has happened, and gives it to `on`. True: there was something. Never waits, but for the cause of an error ([`CAUSE`]), which is final.
     pub fn poll<E: From<VerbsError>>(
         &mut self,
         on: &mut dyn FnMut(Event<'_>) -> Result<(), E>,
@@ -518,7 +521,8 @@ impl Link {
         loop {
             let done = self.completions.poll(&mut batch)?;
             if let Some(failed) = failure(done) {
-                return Err(self.broken(failed).into());
+                let cause = self.cause(failed);
+                return Err(self.broken(cause).into());
             }
             let full = done.len() == POLL_BATCH;
             self.counts.completions += done.len() as u64;
@@ -600,6 +604,20 @@ impl Link {
             if stream { self.credits.used_by_stream() } else { self.credits.used(queue) }
         }
         Ok(())
+    }
+
+    /// What a link broke by, of which `failed` may be a mere consequence: the cause may be reported a little later, on another queue.
+    fn cause(&self, failed: Wc) -> Wc {
+        let mut batch = [Wc::default(); POLL_BATCH];
+        let begin = Instant::now();
+        while failed.status == number::WC_WR_FLUSH_ERR && begin.elapsed() < CAUSE {
+            match self.completions.poll(&mut batch).map(failure) {
+                Ok(Some(found)) if found.status != number::WC_WR_FLUSH_ERR => return found,
+                Ok(_) => std::thread::yield_now(),
+                Err(_) => break,
+            }
+        }
+        failed
     }
 
     fn broken(&self, wc: Wc) -> VerbsError {
