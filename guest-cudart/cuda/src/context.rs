@@ -170,7 +170,7 @@ impl Context {
     }
 
     /// Waits for all work of the context; what it comes to is left for the calls that ask. False: it cannot be known to be done.
-    fn quiesce(&self, driver: &Driver) -> bool {
+    pub fn quiesce(&self, driver: &Driver) -> bool {
         if !self.is_busy() {
             return true;
         }
@@ -278,10 +278,8 @@ impl Context {
     /// Everything in the context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
     /// destroy the objects by itself.
     fn forget_contents(&'static self, driver: &Driver, with_server: bool) {
-        if self.is_busy() {
-            // What the work comes to is nobody's concern any more; that it is over is.
-            let _ = driver.session.call(&ContextSynchronize { context: self.id });
-        }
+        // What the work comes to is nobody's concern any more; that it is over is.
+        self.quiesce(driver);
         let stored: Vec<(usize, Stored)> = lock(&self.storage).drain().collect();
         for (key, Stored { value, destructor }) in stored {
             if let Some(destructor) = destructor {

@@ -275,10 +275,8 @@ api! {
             KERNELS.remove(kernel.handle);
         }
         for (context, module) in lock(&library.instances).drain(..) {
-            if context.is_busy() {
-                // A kernel of it may be running; what the work comes to is said by the calls that ask.
-                let _ = driver.session.call(&client::ops::context::ContextSynchronize { context: context.id });
-            }
+            // A kernel of it may be running.
+            context.quiesce(driver);
             module.unload(driver)?;
         }
         Ok(())

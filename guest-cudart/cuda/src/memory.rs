@@ -8,6 +8,7 @@ use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
 use crate::{Result, capture, managed, non_null, pool, put, vmm};
+use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, is_managed, window};
 use client::{Status, lock};
 
@@ -126,20 +127,32 @@ pub(crate) fn alloc(
     pool: usize,
 ) -> Result<u64> {
     let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
+    let address = place(driver, device, &device.memory, size, tag, driver)?;
+    driver.session.append(&MemAlloc { address, size })?;
+    Ok(address)
+}
+
+/// Places an allocation in one part of a device's memory.
+pub(crate) fn place(
+    driver: &Driver,
+    device: &Device,
+    part: &Mutex<DeviceMemory<Tag>>,
+    size: u64,
+    tag: Tag,
+    backing: &dyn Backing,
+) -> Result<u64> {
     if size > device.info.total_memory {
         return Err(Status::OUT_OF_MEMORY);
     }
-    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let first = lock(&device.memory).alloc(size, tag, driver);
-    let address = match first {
+    let first = lock(part).alloc(size, tag, backing);
+    match first {
         // What streams have yet to let go may be what is missing.
         Err(Status::OUT_OF_MEMORY) if wait_for_leaving(driver, device.ordinal) => {
-            lock(&device.memory).alloc(size, tag, driver)?
+            lock(part).alloc(size, tag, backing)
         }
-        other => other?,
-    };
-    driver.session.append(&MemAlloc { address, size })?;
-    Ok(address)
+        other => other,
+    }
 }
 
 /// Gives an allocation back at once: no work may use it.
@@ -219,7 +232,7 @@ pub(crate) fn collect(driver: &Driver) {
 }
 
 /// Waits for what was freed in stream order on a device. False: there was nothing.
-pub(crate) fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
+fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
     let waiting: Vec<(Arc<Stream>, u64)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {

@@ -410,10 +410,8 @@ api! {
         if state::is_ending() {
             return Ok(());
         }
-        if module.context.is_busy() {
-            // A kernel of it may be running; what the work comes to is said by the calls that ask.
-            let _ = driver.session.call(&client::ops::context::ContextSynchronize { context: module.context.id });
-        }
+        // A kernel of it may be running.
+        module.context.quiesce(driver);
         if library::owns(&module) {
             return Err(Status::NOT_PERMITTED);
         }

@@ -16,6 +16,7 @@ use crate::context::{self, Context};
 use crate::device::attr;
 use crate::memory::Found;
 use crate::state::{self, Driver, driver, unique_id};
+use crate::types::MemLocation;
 use crate::{Result, non_null, put, refuse_form};
 use client::Status;
 use client::handle::MemoryId;
@@ -24,14 +25,6 @@ use client::ops::memory::{
     AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryExport, MemoryImport, MemoryMap,
     MemoryRelease, MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
 };
-
-/// `CUmemLocation`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MemLocation {
-    pub kind: u32,
-    pub id: i32,
-}
 
 /// `CUmemAllocationProp`.
 #[repr(C)]

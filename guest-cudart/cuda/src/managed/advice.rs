@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{STATE, lend};
 use crate::context;
 use crate::state::{self, Driver, driver};
-use crate::vmm::MemLocation;
+use crate::types::MemLocation;
 use crate::{Result, memory, non_null, put, stream};
 use client::{Status, lock};
 

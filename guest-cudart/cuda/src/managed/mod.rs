@@ -281,16 +281,9 @@ pub(crate) fn alloc(
 ) -> Result<u64> {
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    if size > device.info.total_memory {
-        return Err(Status::OUT_OF_MEMORY);
-    }
     let buffer = host.map_or_else(unique_id, |tag| tag.buffer);
     let tag = Tag { context, buffer, pool: 0, sync_memops: false, freed: false };
-    let place = || lock(&device.managed).alloc(size, tag, &Both(driver));
-    let address = match place() {
-        Err(Status::OUT_OF_MEMORY) if memory::wait_for_leaving(driver, device.ordinal) => place()?,
-        other => other?,
-    };
+    let address = memory::place(driver, device, &device.managed, size, tag, &Both(driver))?;
     let reserved = size.next_multiple_of(PAGE as u64);
     prepare(driver, context, address, reserved, host).inspect_err(|_| {
         lock(&device.managed).free(address, &Both(driver));
