@@ -45,6 +45,30 @@ static void copies(int *managed, int *device, int *pinned) {
     REQUIRE(managed[N / 2] == 9 && managed[N - 1] == 0x11111111, "beside the part: %d %x", managed[N / 2], managed[N - 1]);
     CHECK(cudaMemcpy2D(managed, 400, pageable.data(), 200, 200, 100, cudaMemcpyHostToDevice));
     REQUIRE(managed[0] == 6 && managed[49] == 6 && managed[50] == 0 && managed[9900] == 6, "rows: %d %d %d", managed[49], managed[50], managed[9900]);
+    // As the host's side of a copy that names its sides: in rows, and captured.
+    for (int i = 0; i < N; i++) managed[i] = i;
+    CHECK(cudaMemcpy2D(device, 200, managed, 400, 200, 100, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy2D(managed + N / 2, 400, device, 200, 200, 100, cudaMemcpyDeviceToHost));
+    for (int i = 0; i < 5000; i++) REQUIRE(managed[N / 2 + i / 50 * 100 + i % 50] == i / 50 * 100 + i % 50, "element %d of the rows", i);
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaMemcpyAsync(device, managed, bytes, cudaMemcpyHostToDevice, stream));
+    add<<<(N + 255) / 256, 256, 0, stream>>>(device, N, 1);
+    CHECK(cudaMemcpyAsync(managed, device, bytes, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < N; i++) managed[i] = round + i;
+        CHECK(cudaGraphLaunch(exec, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        for (int i = 0; i < N; i++) REQUIRE(managed[i] == round + i + 1, "round %d: element %d is %d", round, i, managed[i]);
+    }
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
 }
 
 static void graphs(int *managed) {

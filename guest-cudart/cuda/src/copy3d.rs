@@ -11,7 +11,7 @@ use crate::graph::work::Way;
 use crate::host::REGIONS;
 use crate::state::Driver;
 use crate::types::{Memcpy2D, Memcpy3D, memory_type};
-use crate::{Result, array, context, late, memory, non_null};
+use crate::{Result, array, context, late, managed, memory, non_null};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::handle::StreamId;
@@ -294,7 +294,8 @@ impl Described {
 
     fn side(&self, driver: &Driver, e: &Extent) -> Result<Side> {
         let (device, base) = match self.kind {
-            memory_type::HOST => (false, self.host as u64),
+            // Managed memory may be named as the host's side; it is copied as the device's.
+            memory_type::HOST => (managed::is_here(self.host as u64), self.host as u64),
             memory_type::DEVICE => (true, self.device),
             memory_type::UNIFIED => (is_device(driver, self.device), self.device),
             _ => return Err(Status::INVALID_VALUE),
@@ -447,19 +448,21 @@ pub(crate) enum OnDevice {
     Box(MemcpyDtoD3D),
 }
 
-/// The description with unified addresses told apart.
+/// The description with unified addresses told apart, and managed memory as the device's whatever it was named.
 pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
     let mut c = *c;
     for (kind, host, device) in [
-        (&mut c.srcMemoryType, &mut c.srcHost, c.srcDevice),
-        (&mut c.dstMemoryType, &mut c.dstHost, c.dstDevice),
+        (&mut c.srcMemoryType, &mut c.srcHost, &mut c.srcDevice),
+        (&mut c.dstMemoryType, &mut c.dstHost, &mut c.dstDevice),
     ] {
         if *kind == memory_type::UNIFIED {
-            if is_device(driver, device) {
+            if is_device(driver, *device) {
                 *kind = memory_type::DEVICE;
             } else {
-                (*kind, *host) = (memory_type::HOST, device as usize);
+                (*kind, *host) = (memory_type::HOST, *device as usize);
             }
+        } else if *kind == memory_type::HOST && managed::is_here(*host as u64) {
+            (*kind, *device) = (memory_type::DEVICE, *host as u64);
         }
     }
     Ok(c)
