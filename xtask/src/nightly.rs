@@ -21,7 +21,14 @@ pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
     let mut found = (0, 0);
     for target in targets()? {
         let mut command = Command::new(&binary);
-        command.args(["run", "--fuzz-dir"]).arg(tree::root().join("fuzz")).arg(&target).arg("--");
+        let folder = tree::root().join("fuzz");
+        let (corpus, seeds) = (folder.join("corpus").join(&target), folder.join("seeds").join(&target));
+        std::fs::create_dir_all(&corpus).with_context(|| format!("cannot create {}", corpus.display()))?;
+        command.args(["run", "--fuzz-dir"]).arg(&folder).arg(&target).arg(&corpus);
+        if seeds.is_dir() {
+            command.arg(&seeds);
+        }
+        command.arg("--");
         command
             .arg(format!("-max_total_time={FUZZ_SECONDS}"))
             .args(["-rss_limit_mb=2048", "-print_final_stats=1"]);
