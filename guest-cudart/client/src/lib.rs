@@ -9,7 +9,8 @@
 //! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
 //! - [`pages`]: memory whose use another thread answers, for what host and device take turns on;
 //! - [`regions`]: pinned program memory;
-//! - [`handles`]: the names that a C program holds for objects.
+//! - [`handles`]: the names that a C program holds for objects;
+//! - [`thread`]: a thread's own values that outlast `exit`.
 //!
 //! ```text
 //!  libcuda ──▶ session.append/call ──▶ protocol::channel ══ shared memory ══ host
@@ -28,6 +29,7 @@ pub mod ranges;
 pub mod regions;
 pub mod session;
 pub mod staging;
+pub mod thread;
 
 pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
 

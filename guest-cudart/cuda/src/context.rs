@@ -21,6 +21,7 @@ use client::ops::context::{
     ContextCreate, ContextDestroy, ContextGetLimit, ContextSetLimit, ContextSynchronize, PrimaryReset,
     PrimarySetFlags,
 };
+use client::thread::Lasting;
 use client::{Status, lock};
 
 /// A context.
@@ -61,7 +62,7 @@ static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 static IDS_FRESH: AtomicU32 = AtomicU32::new(MAX_DEVICES);
 
 thread_local! {
-    static STACK: RefCell<Vec<&'static Context>> = const { RefCell::new(Vec::new()) };
+    static STACK: Lasting<RefCell<Vec<&'static Context>>> = const { Lasting::new(RefCell::new(Vec::new())) };
 }
 
 /// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
@@ -331,7 +332,7 @@ pub(crate) fn any_busy() -> bool {
 /// `INVALID_CONTEXT` when there is none, `CONTEXT_IS_DESTROYED` when it was destroyed.
 #[inline]
 pub(crate) fn current() -> Result<&'static Context> {
-    let top = STACK.try_with(|stack| stack.borrow().last().copied()).ok().flatten();
+    let top = Lasting::with(&STACK, |stack| stack.borrow().last().copied()).flatten();
     match top {
         None => driver().and(Err(Status::INVALID_CONTEXT)),
         Some(context) if context.is_alive() => Ok(context),
@@ -382,7 +383,7 @@ fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
 
 fn push(context: &'static Context) {
     // A thread that is being torn down has no current context any more.
-    let _ = STACK.try_with(|stack| stack.borrow_mut().push(context));
+    let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
 }
 
 api! {
@@ -421,7 +422,7 @@ api! {
         context.forget_contents(driver, true);
         memory::forget(driver, context);
         // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
-        let _ = STACK.try_with(|stack| {
+        let _ = Lasting::with(&STACK, |stack| {
             let mut stack = stack.borrow_mut();
             if stack.last().is_some_and(|top| std::ptr::eq(*top, context)) {
                 stack.pop();
@@ -448,7 +449,7 @@ api! {
 
     fn cuCtxPopCurrent_v2(pctx: *mut usize) {
         driver()?;
-        let popped = STACK.try_with(|stack| stack.borrow_mut().pop()).ok().flatten().ok_or(Status::INVALID_CONTEXT)?;
+        let popped = Lasting::with(&STACK, |stack| stack.borrow_mut().pop()).flatten().ok_or(Status::INVALID_CONTEXT)?;
         if !pctx.is_null() {
             put(pctx, popped.handle)?;
         }
@@ -459,7 +460,7 @@ api! {
     fn cuCtxSetCurrent(ctx: usize) {
         driver()?;
         let context = if ctx == 0 { None } else { Some(*CONTEXTS.get(ctx).ok_or(Status::INVALID_CONTEXT)?) };
-        let _ = STACK.try_with(|stack| {
+        let _ = Lasting::with(&STACK, |stack| {
             let mut stack = stack.borrow_mut();
             stack.pop();
             stack.extend(context);
@@ -469,7 +470,7 @@ api! {
 
     fn cuCtxGetCurrent(pctx: *mut usize) {
         driver()?;
-        let top = STACK.try_with(|stack| stack.borrow().last().map(|context| context.handle)).ok().flatten();
+        let top = Lasting::with(&STACK, |stack| stack.borrow().last().map(|context| context.handle)).flatten();
         put(pctx, top.unwrap_or(0))
     }
 

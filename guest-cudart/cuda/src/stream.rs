@@ -23,6 +23,7 @@ use client::handles::Slab;
 use client::ops::Op;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCreate, StreamDestroy, StreamMark, StreamSynchronize, StreamWaitEvent};
+use client::thread::Lasting;
 use client::{Status, lock};
 
 /// `CU_STREAM_LEGACY`.
@@ -77,7 +78,7 @@ impl Drop for Own {
 }
 
 thread_local! {
-    static OWN: RefCell<Own> = const { RefCell::new(Own(Vec::new())) };
+    static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
 impl Stream {
@@ -324,21 +325,21 @@ pub(crate) fn plain(
 
 /// The calling thread's own default stream in a context.
 fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
-    let found = OWN.try_with(|own| {
+    let found = Lasting::with(&OWN, |own| {
         let mut own = own.borrow_mut();
         own.0.retain(|stream| !stream.finished.load(Ordering::Relaxed));
         own.0.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned()
     });
     match found {
-        Ok(Some(stream)) => Ok(stream),
-        Ok(None) => {
+        Some(Some(stream)) => Ok(stream),
+        Some(None) => {
             let stream = Arc::new(make(driver, context, 0, 0)?);
-            let _ = OWN.try_with(|own| own.borrow_mut().0.push(stream.clone()));
+            let _ = Lasting::with(&OWN, |own| own.borrow_mut().0.push(stream.clone()));
             lock(&OWNED).push(Arc::downgrade(&stream));
             Ok(stream)
         }
         // The thread is being torn down: what it still does is done in the context's stream.
-        Err(_) => Ok(context.legacy().clone()),
+        None => Ok(context.legacy().clone()),
     }
 }
 
