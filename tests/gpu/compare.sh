@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the programs and PyTorch scripts of this folder natively and through rgpu on this machine's GPU, and compares what they print.
+# Runs the programs and Python scripts of this folder natively and through rgpu on this machine's GPU, and compares what they print.
 #
 #   compare.sh RGPUCTL [NAME...]
 #
 # RGPUCTL is the command of a build whose guest libraries lie beside it; NAME picks from the files here, without their ending. It needs nvcc, and a python3
-# with PyTorch. Exit status: how many comparisons failed.
+# with what the scripts import: PyTorch, CuPy, JAX, Numba. Exit status: how many comparisons failed.
 set -u
 
 [ $# -ge 1 ] || { echo "usage: compare.sh RGPUCTL [NAME...]" >&2; exit 2; }
@@ -15,12 +15,19 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0
 
+# A library that meets an error where it can give it to nobody says so in a warning.
+warnings() { # native or remote
+    grep "CUDA warning" "$work/$1.err" >> "$work/$1"
+}
+
 compare() { # name, then the command
     name=$1
     shift
     "$@" > "$work/native" 2> "$work/native.err" || { echo "$name fails natively"; tail -3 "$work/native.err"; failed=$((failed + 1)); return; }
+    warnings native
     for transport in local tcp; do
         "$rgpuctl" run --backend cuda --transport $transport -- "$@" > "$work/remote" 2> "$work/remote.err"
+        warnings remote
         if diff "$work/native" "$work/remote" > "$work/diff"; then
             echo "$name, $transport: the same"
         else

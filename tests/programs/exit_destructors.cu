@@ -1,19 +1,14 @@
-// CUDA calls while the process ends: in the destructor of a static object and in a function of atexit, on the thread that ended it. The context is still
-// current there, its objects live, and work is done.
+// CUDA calls while the process ends, on the thread that ended it: in destructors of static objects and in functions of atexit. Those that were made after cuInit find the
+// context current and its objects alive; those that were made before come after the driver's own end.
 #define PROGRAM "exit_destructors"
 #include "common.h"
 
 #include <cuda.h>
-#include <unistd.h>
 
-#define OK(call)                                                                                          \
-    do {                                                                                                  \
-        CUresult got_ = (call);                                                                           \
-        if (got_ != CUDA_SUCCESS) {                                                                       \
-            fprintf(stderr, "FAIL exit_destructors line %d: %s: %d\n", __LINE__, #call, (int)got_);       \
-            fflush(nullptr);                                                                              \
-            _exit(1);                                                                                     \
-        }                                                                                                 \
+#define OK(call)                                                                    \
+    do {                                                                            \
+        CUresult got_ = (call);                                                     \
+        REQUIRE(got_ == CUDA_SUCCESS, "line %d: %s: %d", __LINE__, #call, (int)got_); \
     } while (0)
 
 static const char text[] = R"(
@@ -43,10 +38,7 @@ static unsigned work(CUstream stream) {
     CUcontext current = nullptr;
     CUevent event;
     OK(cuCtxGetCurrent(&current));
-    if (current != context) {
-        fprintf(stderr, "FAIL exit_destructors: the context is not current\n");
-        _exit(1);
-    }
+    if (current != context) fail("the context is not current");
     OK(cuEventCreate(&event, CU_EVENT_DEFAULT));
     OK(cuLaunchKernel(twice, 1, 1, 1, 1, 1, 1, 0, stream, params, nullptr));
     OK(cuEventRecord(event, stream));
@@ -56,41 +48,48 @@ static unsigned work(CUstream stream) {
     return value;
 }
 
-struct Keeper {
+// What was made after cuInit is destroyed before the driver ends.
+struct Late {
     CUevent event = nullptr;
     CUstream stream = nullptr;
-    ~Keeper() {
-        if (event == nullptr) return;
+    ~Late() {
         OK(cuEventQuery(event));
         OK(cuEventDestroy(event));
         unsigned own = work(CU_STREAM_PER_THREAD), made = work(stream);
         OK(cuStreamDestroy(stream));
-        OK(cuMemFree(word));
-        OK(cuDevicePrimaryCtxRelease(0));
-        if (own != 8 || made != 16) {
-            fprintf(stderr, "FAIL exit_destructors: %u and %u in the destructor\n", own, made);
-            _exit(1);
-        }
-        printf("PASS exit_destructors in main, in a function of atexit and in a destructor\n");
+        if (own != 8 || made != 16) fail("what the destructor of a late object found");
+    }
+};
+
+static void late_at_exit() {
+    if (work(nullptr) != 4) fail("what a late function of atexit found");
+}
+
+// What was made before comes after the driver's end, and is told so.
+static void ended(const char *who) {
+    CUcontext current;
+    int device;
+    if (cuCtxGetCurrent(&current) != CUDA_ERROR_DEINITIALIZED || cuCtxSynchronize() != CUDA_ERROR_DEINITIALIZED ||
+        cuMemFree(word) != CUDA_ERROR_DEINITIALIZED || cuDeviceGet(&device, 0) != CUDA_ERROR_DEINITIALIZED)
+        fail("%s", who);
+}
+
+struct Early {
+    ~Early() {
+        ended("what the destructor of an early object was told");
+        printf("PASS exit_destructors of late and early objects\n");
         fflush(stdout);
     }
 };
 
-// Made before main, so destroyed after everything that main has registered.
-static Keeper keeper;
+static Early early;
 
-static void at_exit() {
-    unsigned value = work(nullptr);
-    if (value != 4) {
-        fprintf(stderr, "FAIL exit_destructors: %u in a function of atexit\n", value);
-        _exit(1);
-    }
-}
+static void early_at_exit() { ended("what an early function of atexit was told"); }
 
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     CUmodule module;
-    atexit(at_exit);
+    atexit(early_at_exit);
     OK(cuInit(0));
     OK(cuDevicePrimaryCtxRetain(&context, 0));
     OK(cuCtxSetCurrent(context));
@@ -98,9 +97,11 @@ int main(int argc, char **argv) {
     OK(cuModuleGetFunction(&twice, module, "twice"));
     OK(cuMemAlloc(&word, sizeof(unsigned)));
     OK(cuMemsetD32(word, 1, 1));
-    OK(cuStreamCreate(&keeper.stream, CU_STREAM_NON_BLOCKING));
-    OK(cuEventCreate(&keeper.event, CU_EVENT_DISABLE_TIMING));
-    OK(cuEventRecord(keeper.event, keeper.stream));
-    REQUIRE(work(CU_STREAM_PER_THREAD) == 2, "in main");
+    static Late late;
+    OK(cuStreamCreate(&late.stream, CU_STREAM_NON_BLOCKING));
+    OK(cuEventCreate(&late.event, CU_EVENT_DISABLE_TIMING));
+    OK(cuEventRecord(late.event, late.stream));
+    atexit(late_at_exit);
+    if (work(CU_STREAM_PER_THREAD) != 2) fail("the first work");
     return 0;
 }

@@ -255,9 +255,6 @@ impl Context {
 
     fn reset_now(&'static self, stays: bool) -> Result {
         let driver = driver()?;
-        if state::is_ending() {
-            return Ok(());
-        }
         let device = state::device(self.device as i32)?;
         self.alive.store(stays, Ordering::Release);
         // A reset takes everything on the device with it. While made contexts live there, what is in this one is taken apart piece by piece.

@@ -267,9 +267,6 @@ api! {
 
     fn cuLibraryUnload(handle: usize) {
         let driver = driver()?;
-        if state::is_ending() {
-            return Ok(());
-        }
         let library = LIBRARIES.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         for kernel in lock(&library.kernels).drain().map(|(_, kernel)| kernel) {
             KERNELS.remove(kernel.handle);

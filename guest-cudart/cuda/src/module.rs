@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::context::{self, Context};
 use crate::function::{FUNCTIONS, Function};
-use crate::state::{self, Driver, driver};
+use crate::state::{Driver, driver};
 use crate::{Result, image, library, managed, non_null, put};
 use client::data::{HostIn, HostOut, HostRange, Place};
 use client::handle::ModuleId;
@@ -407,9 +407,6 @@ api! {
     fn cuModuleUnload(module: usize) {
         let (driver, module) = of(module)?;
         driver.session.check()?;
-        if state::is_ending() {
-            return Ok(());
-        }
         // A kernel of it may be running.
         module.context.quiesce(driver);
         if library::owns(&module) {

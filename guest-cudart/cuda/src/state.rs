@@ -45,11 +45,14 @@ static DRIVER: OnceLock<Driver> = OnceLock::new();
 /// The driver, initialized.
 ///
 /// # Errors
-/// `NOT_INITIALIZED` before `cuInit`, and in a process forked from one that had called it.
+/// `NOT_INITIALIZED` before `cuInit`, and in a process forked from one that had called it; `DEINITIALIZED` when the process is ending.
 #[inline]
 pub(crate) fn driver() -> Result<&'static Driver> {
     if session::forked() {
         return Err(Status::NOT_INITIALIZED);
+    }
+    if ENDING.load(Ordering::Relaxed) {
+        return Err(Status::DEINITIALIZED);
     }
     DRIVER.get().ok_or(Status::NOT_INITIALIZED)
 }
@@ -61,13 +64,9 @@ pub(crate) fn device(ordinal: i32) -> Result<&'static Device> {
     usize::try_from(ordinal).ok().and_then(|n| devices.get(n)).ok_or(Status::INVALID_DEVICE)
 }
 
-/// The process is ending: functions registered with `atexit` are being called.
+/// The process is ending: functions that it had registered with `atexit` before `cuInit` are being called. What it had goes with its session; a stream that is held, or
+/// a kernel without an end, is not to be waited for then.
 static ENDING: AtomicBool = AtomicBool::new(false);
-
-/// Whether the process is ending. What it had goes with its session; a stream that is held, or a kernel without an end, is not to be waited for then.
-pub(crate) fn is_ending() -> bool {
-    ENDING.load(Ordering::Relaxed)
-}
 
 extern "C" fn end() {
     ENDING.store(true, Ordering::Relaxed);
@@ -87,7 +86,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Ok(driver);
     }
     let session = session::open()?;
-    // Called before what was registered earlier: a runtime's functions, which unload modules.
+    // Called before what was registered earlier: a runtime's functions, which unload modules. Destructors of objects made later come first, and find everything as it was.
     // SAFETY: a plain C function that lives as long as this library.
     unsafe { libc::atexit(end) };
     // Asked for together, and answered in one exchange: nearly every server has a first device.
