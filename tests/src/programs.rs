@@ -30,6 +30,27 @@ pub struct Program {
     /// Whether it calls the driver API, and so needs `libcuda.so.1` by name.
     #[serde(default)]
     pub driver: bool,
+    /// What it can run on.
+    #[serde(default)]
+    pub device: Device,
+}
+
+/// What a program can run on.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The software GPU, and any of NVIDIA's.
+    #[default]
+    Any,
+    /// A GPU of NVIDIA's, of the generation that the project is measured on or later.
+    Cuda,
+}
+
+/// The test programs that run on any device, the software GPU included, in the order of [`manifest`].
+pub fn portable() -> Result<Vec<Program>> {
+    let mut programs = manifest()?;
+    programs.retain(|program| program.device == Device::Any);
+    Ok(programs)
 }
 
 /// Every test program, in the order in which a person would want to see them run.
@@ -45,12 +66,22 @@ pub fn manifest() -> Result<Vec<Program>> {
     Ok(manifest.program)
 }
 
-/// Makes a module of tests, one for each program, each of which runs it the given [`Way`].
+/// Makes a module of tests, one for each program that runs on any device: what the given function says to it.
+///
+/// With `and gpu` behind it, also for those that need a GPU of NVIDIA's.
 #[macro_export]
 macro_rules! program_tests {
-    ($module:ident, $way:expr) => {
+    ($module:ident, $check:expr) => {
+        $crate::program_tests! { $module, $check, $crate::programs::portable, }
+    };
+    ($module:ident, $check:expr, and gpu) => {
         $crate::program_tests! {
-            $module, $way,
+            $module, $check, $crate::programs::manifest,
+        }
+    };
+    ($module:ident, $check:expr, $list:expr, $($more:ident)*) => {
+        $crate::program_tests! {
+            @each $module, $check, $list,
             device_list nvml vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies
             memcpy_batch alloc_churn streams_events stream_attributes stream_memory held_streams fair_streams threads threads_ptds
             two_processes errors driver_ptx link_ptx launch_storm idle exit_held exit_destructors kill_me device_printf device_assert pinned_bulk
@@ -58,22 +89,23 @@ macro_rules! program_tests {
             managed_variables managed_api managed_files mapped_memory array_copies textures surfaces
             graph_explicit graph_child graph_host graph_inspect graph_update graph_memory_nodes
             graph_conditional graph_capture_modes vmm vmm_export ipc_memory ipc_events callback_load
+            $($more)*
         }
     };
-    ($module:ident, $way:expr, $($name:ident)*) => {
+    (@each $module:ident, $check:expr, $list:expr, $($name:ident)*) => {
         #[allow(non_snake_case, reason = "the tests are called like the programs")]
         mod $module {
             $(
                 #[test]
                 fn $name() -> anyhow::Result<()> {
-                    $crate::programs::passes(stringify!($name), $way, &[]).map(drop)
+                    $check(stringify!($name))
                 }
             )*
 
             #[test]
             fn every_program_has_a_test() -> anyhow::Result<()> {
                 let tested: std::collections::BTreeSet<_> = [$(stringify!($name).to_owned()),*].into();
-                let listed = $crate::programs::manifest()?.into_iter().map(|program| program.name).collect();
+                let listed = $list()?.into_iter().map(|program| program.name).collect();
                 assert_eq!(tested, listed);
                 Ok(())
             }
@@ -124,6 +156,8 @@ pub enum Way {
     Native,
     /// As a native client of a private server: rgpuctl's words for its backend and transport.
     Client(&'static str, &'static str),
+    /// As such a client, with NVIDIA's runtime inside the program.
+    Inside(&'static str, &'static str),
 }
 
 impl Way {
@@ -132,6 +166,15 @@ impl Way {
         match self {
             Self::Native => "native".to_owned(),
             Self::Client(backend, transport) => format!("{backend}-{transport}"),
+            Self::Inside(backend, transport) => format!("{backend}-{transport}-static"),
+        }
+    }
+
+    /// The build of a program that runs this way.
+    fn build(self, name: &str) -> Result<PathBuf> {
+        match self {
+            Self::Inside(..) => found(tree::programs_static().join(name)),
+            _ => built(name),
         }
     }
 
@@ -143,7 +186,7 @@ impl Way {
                 command.env("LD_LIBRARY_PATH", tree::cuda_runtime());
                 command
             }
-            Self::Client(backend, transport) => {
+            Self::Client(backend, transport) | Self::Inside(backend, transport) => {
                 let mut command = Command::new(tree::binaries().join("rgpuctl"));
                 command
                     .args(["run", "--backend", backend, "--transport", transport, "--log-dir"])
@@ -168,7 +211,7 @@ pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str
     let program = manifest.iter().find(|program| program.name == name);
     let program = program.with_context(|| format!("{name} is not in the manifest"))?;
     let logs = tree::logs().join("programs").join(format!("{name}-{}", way.name()));
-    let mut command = way.command(&built(name)?, &logs);
+    let mut command = way.command(&way.build(name)?, &logs);
     command.args(&program.args).args(more).envs(variables.iter().copied());
     let outcome = run(&mut command, LIMIT)?;
     outcome.verdict(name).with_context(|| format!("the daemons' logs are in {}", logs.display()))?;
@@ -177,9 +220,22 @@ pub fn passes_with(name: &str, way: Way, more: &[&str], variables: &[(&str, &str
 
 /// The built program `name`; an error that says how to build it if it is not there.
 pub fn built(name: &str) -> Result<PathBuf> {
-    let path = tree::programs().join(name);
+    found(tree::programs().join(name))
+}
+
+fn found(path: PathBuf) -> Result<PathBuf> {
     ensure!(path.is_file(), "{} does not exist: run `cargo xtask programs`", path.display());
     Ok(path)
+}
+
+/// Runs one program natively and in each of the given ways, and requires that all pass and print the same.
+pub fn same_as_native(name: &str, ways: &[Way]) -> Result<()> {
+    let native = passes(name, Way::Native, &[])?.stdout;
+    for way in ways {
+        let found = passes(name, *way, &[])?.stdout;
+        ensure!(found == native, "{name} prints something else as {}: {found}natively: {native}", way.name());
+    }
+    Ok(())
 }
 
 /// Runs a command to its end, or until `limit` has passed: then everything it started is killed.

@@ -36,6 +36,11 @@ pub fn programs() -> PathBuf {
     target().join("programs")
 }
 
+/// Where `cargo xtask programs` leaves them with NVIDIA's runtime inside.
+pub fn programs_static() -> PathBuf {
+    target().join("programs-static")
+}
+
 /// NVIDIA's own CUDA runtime library, for running a program natively, where `cargo xtask toolchain` leaves it.
 pub fn cuda_runtime() -> PathBuf {
     root().join("build/cuda13/nvidia/cu13/lib")

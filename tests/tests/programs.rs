@@ -1,11 +1,19 @@
-//! Every CUDA test program as a native client on the software GPU, over both transports.
+//! Every CUDA test program as a native client on the software GPU, over both transports, and with NVIDIA's own runtime inside
+//! the program, as nvcc builds it by default. Programs that need a GPU of NVIDIA's are in `gpu.rs` alone.
 //!
 //! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and daemon.
 
 use rgpu_tests::program_tests;
+use rgpu_tests::programs::{Way, passes};
 
-program_tests!(local, rgpu_tests::programs::Way::Client("software", "local"));
-program_tests!(tcp, rgpu_tests::programs::Way::Client("software", "tcp"));
+program_tests!(local, |name| super::passes(name, super::Way::Client("software", "local"), &[]).map(drop));
+program_tests!(tcp, |name| super::passes(name, super::Way::Client("software", "tcp"), &[]).map(drop));
+program_tests!(with_nvidias_runtime, |name| super::passes(
+    name,
+    super::Way::Inside("software", "local"),
+    &[]
+)
+.map(drop));
 
 /// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
 mod by_page_protection {

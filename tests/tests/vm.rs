@@ -84,7 +84,7 @@ impl Bed {
 }
 
 fn boot(host: &Host) -> Result<Machine> {
-    guest::builder(&programs::manifest()?).rgpu_socket(host.socket()).boot()
+    guest::builder(&programs::portable()?).rgpu_socket(host.socket()).boot()
 }
 
 fn passed(name: &str, output: &Output) -> Result<()> {
@@ -122,7 +122,7 @@ fn all_programs_pass(transport: &'static str) -> Result<()> {
     let bed = Bed::start("programs", transport)?;
     let before = bed.base_line()?;
     let mut failures = Vec::new();
-    for Program { name, args, .. } in programs::manifest()? {
+    for Program { name, args, .. } in programs::portable()? {
         let begin = Instant::now();
         let output = bed.machine.run(&format!("{name} {}", args.join(" ")), LONG);
         let result = output.and_then(|output| passed(&name, &output));
@@ -415,7 +415,7 @@ fn what_is_missing_is_said_in_one_line() -> Result<()> {
     let nobody = guest::free_port()?;
     let _down = daemon("down", format!("tcp:127.0.0.1:{nobody}"))?;
     let _other = daemon("other", format!("tcp:127.0.0.1:{}", server_of_another_version()?))?;
-    let machine = guest::builder(&programs::manifest()?)
+    let machine = guest::builder(&programs::portable()?)
         .rgpu_socket(host.socket())
         .rgpu_socket(folder.path().join("down"))
         .rgpu_socket(folder.path().join("other"))
@@ -459,7 +459,7 @@ fn the_readconfig_file_gives_a_guest_its_device() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("rgpu.cfg");
     std::fs::write(&file, text)?;
-    let machine = guest::builder(&programs::manifest()?).hardware_from_config(file).boot()?;
+    let machine = guest::builder(&programs::portable()?).hardware_from_config(file).boot()?;
     passed("vectorAdd", &machine.run("vectorAdd", LONG)?)
 }
 
@@ -468,7 +468,7 @@ fn the_script_gives_a_guest_its_device() -> Result<()> {
     let host = Host::start("vm/script", Options::software("local"))?;
     let socket = host.socket().display().to_string();
     let environment = [("RGPU_SOCKET_PATH", socket), ("MEMORY", "1G".to_owned())];
-    let machine = guest::builder(&programs::manifest()?)
+    let machine = guest::builder(&programs::portable()?)
         .hardware_from_script(configs().join("qemu.sh"), environment)
         .boot()?;
     passed("vectorAdd", &machine.run("vectorAdd", LONG)?)

@@ -49,7 +49,7 @@ impl Runtime {
     fn folder(self) -> PathBuf {
         match self {
             Self::Shared => tree::programs(),
-            Self::Static => tree::target().join("programs-static"),
+            Self::Static => tree::programs_static(),
         }
     }
 }

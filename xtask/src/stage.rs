@@ -55,8 +55,10 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
     staging.put(&tests, "gpu-tests", true)?;
     staging.put(&tree::binaries().join("gpu-table"), "gpu-table", true)?;
     for program in &programs {
-        let to = format!("target/programs/{}", program.name);
-        staging.put(&tree::programs().join(&program.name), &to, false)?;
+        for folder in [tree::programs(), tree::programs_static()] {
+            let to = format!("target/{}/{}", folder.file_name().unwrap_or_default().display(), program.name);
+            staging.put(&folder.join(&program.name), &to, false)?;
+        }
     }
     for file in ["tests/programs/programs.toml", "tests/gpu/nvidia-smi.sh"] {
         staging.put(&tree::root().join(file), file, false)?;

@@ -60,7 +60,9 @@ impl Side {
         }
         if self.device {
             memory::check(driver, self.address, span).map(|_| ())
-        } else if memory::is_reserved(driver, self.address) {
+        } else if memory::is_reserved(driver, self.address)
+            && !memory::find(driver, self.address).is_some_and(|found| found.managed)
+        {
             Err(Status::INVALID_VALUE)
         } else {
             Ok(())
@@ -104,6 +106,9 @@ impl Copier {
                 (true, false) => self.rows_to_device(dst, src, e),
                 (false, true) if packed => self.to_host(dst.address as *mut u8, src.address, bytes),
                 (false, true) => self.rows_to_host(dst, src, e),
+                (false, false) if packed => {
+                    self.on_host(dst.address as *mut u8, src.address as *const u8, bytes)
+                }
                 (false, false) => {
                     self.stream.synchronize(self.driver)?;
                     for (z, y) in rows(&e) {

@@ -181,12 +181,24 @@ pub(crate) fn owns(module: &Arc<Module>) -> bool {
     LIBRARIES.all().iter().any(|library| lock(&library.instances).iter().any(|(_, m)| Arc::ptr_eq(m, module)))
 }
 
+/// The library that a function is of, and its module.
+fn owner_of(function: &Arc<Function>) -> Option<(Arc<Library>, Arc<Module>)> {
+    let holds = |module: &Module| module.functions.iter().any(|f| Arc::ptr_eq(f, function));
+    LIBRARIES.all().into_iter().find_map(|library| {
+        let module =
+            lock(&library.instances).iter().find(|(_, module)| holds(module)).map(|(_, m)| m.clone());
+        Some((library, module?))
+    })
+}
+
 /// The module of a kernel's function.
 pub(crate) fn module_of(function: &Arc<Function>) -> Option<Arc<Module>> {
-    let holds = |module: &Module| module.functions.iter().any(|f| Arc::ptr_eq(f, function));
-    LIBRARIES.all().iter().find_map(|library| {
-        lock(&library.instances).iter().find(|(_, module)| holds(module)).map(|(_, module)| module.clone())
-    })
+    Some(owner_of(function)?.1)
+}
+
+/// The kernel that a function is of, unless it is a module's own.
+pub(crate) fn kernel_of(function: &Arc<Function>) -> Option<usize> {
+    Some(owner_of(function)?.0.kernel(&function.name).ok()?.handle)
 }
 
 fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
@@ -198,6 +210,13 @@ fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
 pub(crate) fn variable(handle: usize, name: &CStr) -> Result<Variable> {
     let (driver, library) = library(handle)?;
     library.in_context(driver, context::current()?)?.global(driver, name)
+}
+
+/// A managed variable of a library: it has one address in all contexts, and needs none that is current.
+pub(crate) fn managed_variable(handle: usize, name: &CStr) -> Result<Variable> {
+    let (driver, library) = library(handle)?;
+    let variable = library.anywhere(driver)?.global(driver, name)?;
+    if variable.managed { Ok(variable) } else { Err(Status::NOT_FOUND) }
 }
 
 /// The handle of a kernel's function in the current context.

@@ -8,7 +8,7 @@ use super::conditional::Conditional;
 use super::memory::GraphMemory;
 use crate::context::{self, Context};
 use crate::function::{self, Function};
-use crate::library::KERNELS;
+use crate::library::{self, KERNELS};
 use crate::state::Driver;
 use crate::stream_memory::Operations;
 use crate::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
@@ -124,8 +124,8 @@ impl Kernel {
                 let kernel = KERNELS.get(kern).ok_or(Status::INVALID_HANDLE)?;
                 (kern, kernel.in_context(driver, context)?)
             }
-            (func, 0) => (func, function::of(func)?),
-            _ => return Err(Status::INVALID_VALUE),
+            // Beside a function the kernel is not looked at: NVIDIA's runtime leaves something there.
+            (func, _) => (func, function::of(func)?),
         };
         let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
         launch::check_all(driver, &function, &shape, &attributes)?;
@@ -143,8 +143,11 @@ impl Kernel {
 
     /// What the program is told of it.
     pub fn describe(&self) -> KernelNodeParams {
-        let (func, kern) =
-            if KERNELS.get(self.handle).is_some() { (0, self.handle) } else { (self.handle, 0) };
+        // NVIDIA's runtime knows its kernels again by the kernel alone.
+        let (func, kern) = match KERNELS.get(self.handle) {
+            Some(_) => (0, self.handle),
+            None => (self.handle, library::kernel_of(&self.function).unwrap_or(0)),
+        };
         KernelNodeParams {
             func,
             grid: self.grid,

@@ -451,11 +451,7 @@ api! {
 
     fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
         non_null(name)?;
-        let variable = library::variable(handle, CStr::from_ptr(name))?;
-        if !variable.managed {
-            return Err(Status::NOT_FOUND);
-        }
-        variable.put(address, size)
+        library::managed_variable(handle, CStr::from_ptr(name))?.put(address, size)
     }
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
