@@ -450,6 +450,10 @@ impl Client for TcpClient {
         true
     }
 
+    fn copied(&self) -> u64 {
+        self.inbox.copied.load(Ordering::Relaxed)
+    }
+
     fn traffic(&self) -> (u64, u64) {
         (self.inbox.bytes.load(Ordering::Relaxed), self.outbox.bytes.load(Ordering::Relaxed))
     }
