@@ -10,6 +10,7 @@ pub mod drafts;
 pub mod graph;
 pub mod output;
 pub mod rows;
+pub mod slots;
 pub mod software;
 pub mod space;
 

@@ -104,8 +104,10 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     };
     let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices() };
     ipc::send(daemon.as_fd(), &ready, &[])?;
-    let polling = poll_us
-        .map_or_else(Polling::default, |us| Polling { most: Duration::from_micros(us.min(10_000_000)) });
+    let polling = poll_us.map_or_else(Polling::default, |us| {
+        let most = Duration::from_micros(us.min(10_000_000));
+        Polling { most, while_due: most }
+    });
 
     let Some((ToWorker::Session { transport, program, client: name }, fds)) = ipc::receive(daemon.as_fd())?
     else {

@@ -26,9 +26,21 @@ use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
+use crate::bridge::polling::cores;
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
+/// How long a connection's thread looks for its next piece, and for the command of the one that it has, before it sleeps; not at all where that would take a processor from
+/// those that it waits for. The pieces of one transfer come one soon after the other.
+const LINGER: Duration = Duration::from_micros(50);
+/// Processors from which on it does.
+const MANY: usize = 8;
+
+fn linger() -> Duration {
+    static TIME: OnceLock<Duration> = OnceLock::new();
+    *TIME.get_or_init(|| if cores() >= MANY { LINGER } else { Duration::ZERO })
+}
+
 /// Pieces of data that a bridge may have asked for ahead of their commands' turn.
 const MAX_ASKED: usize = 1 << 16;
 
@@ -279,7 +291,11 @@ pub(super) struct Inbox {
     /// looks after it has executed, so one sees the other.
     waiting: AtomicUsize,
     bridge: OnceLock<Weak<dyn Bridge>>,
+    /// Raised whenever a thread that waits for a command or for room may look again.
+    changes: AtomicU64,
     pub(super) bytes: AtomicU64,
+    /// Bytes that were set aside and then copied to where they belong.
+    pub(super) copied: AtomicU64,
 }
 
 /// Eager bytes that were set aside, with their offset.
@@ -334,7 +350,9 @@ impl Inbox {
             executed: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             bridge: OnceLock::new(),
+            changes: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
         })
     }
 
@@ -364,6 +382,7 @@ impl Inbox {
 
     /// Wakes the threads that wait for a command or for room. (Waking nobody would be a system call all the same.)
     fn wake(&self) {
+        self.changes.fetch_add(1, Ordering::Release);
         if self.waiting.load(Ordering::SeqCst) > 0 {
             self.changed.notify_all();
         }
@@ -536,7 +555,9 @@ impl Inbox {
         left: usize,
     ) -> io::Result<Place> {
         let key = (header.seq, header.piece);
-        let deadline = eager.then(|| Instant::now() + BRIEFLY);
+        let begun = Instant::now();
+        let deadline = eager.then(|| begun + BRIEFLY);
+        let mut seen = self.changes.load(Ordering::Acquire);
         let mut state = self.lock();
         loop {
             if state.over {
@@ -550,6 +571,15 @@ impl Inbox {
                     let n = (expected.granted - offset).min(left as u64) as usize;
                     return Ok(Place::Room(Arc::clone(&expected.landing), n));
                 }
+            }
+            if begun.elapsed() < linger() {
+                drop(state);
+                while self.changes.load(Ordering::Acquire) == seen && begun.elapsed() < linger() {
+                    std::hint::spin_loop();
+                }
+                seen = self.changes.load(Ordering::Acquire);
+                state = self.lock();
+                continue;
             }
             self.waiting.fetch_add(1, Ordering::SeqCst);
             let unknown = !state.expected.contains_key(&key);
@@ -617,6 +647,7 @@ impl Inbox {
             let landing = Arc::clone(&expected.landing);
             drop(state);
             copy_in(&*landing, offset, &bytes[..now]);
+            self.copied.fetch_add(now as u64, Ordering::Relaxed);
             self.landed(key, now as u64);
             self.eager_placed(now as u64);
         }
@@ -637,6 +668,7 @@ impl Inbox {
         let mut waste = Vec::new();
         loop {
             let mut header = DataHeader::new_zeroed();
+            look_for_some(stream);
             match receive_whole(stream, header.as_mut_bytes())? {
                 0 => return Ok(()),
                 n if n < size_of::<DataHeader>() => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -703,6 +735,18 @@ impl Expected {
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         Ok(())
+    }
+}
+
+/// Looks for the next bytes of a connection for a while.
+fn look_for_some(stream: &TcpStream) {
+    let begun = Instant::now();
+    while begun.elapsed() < linger() {
+        match recv(stream.as_raw_fd(), &mut [0], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
+            Err(nix::Error::EAGAIN | nix::Error::EINTR) => std::hint::spin_loop(),
+            // Something, or an end: whoever receives will see.
+            _ => return,
+        }
     }
 }
 

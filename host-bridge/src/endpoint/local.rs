@@ -9,11 +9,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::Status;
-use protocol::channel::{Consumer, Header, MAX_PAYLOAD, Record};
+use protocol::channel::{Consumer, Header, MAX_PAYLOAD, NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::device::{Answer, Extent};
 use protocol::handle::{ContextId, StreamId};
@@ -24,6 +24,7 @@ use protocol::link::{
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::patience::{Answers, Patience};
 use super::region::{Regions, Released};
 use super::wake::{self, Bell, Watch};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
@@ -43,7 +44,7 @@ pub struct LocalCommands {
     consumer: Consumer<'static>,
     client: Arc<LocalClient>,
     watch: Watch,
-    polling: Polling,
+    patience: Patience,
     since_wake: u32,
 }
 
@@ -67,6 +68,7 @@ pub struct LocalClient {
     /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
     executed: AtomicU64,
     has_read: AtomicBool,
+    answers: Answers,
 }
 
 /// How the client's threads are reached.
@@ -136,6 +138,7 @@ impl LocalCommands {
             written: AtomicU64::new(0),
             executed: AtomicU64::new(0),
             has_read: AtomicBool::new(false),
+            answers: Answers::default(),
         });
         // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
         // drops the consumer first).
@@ -148,7 +151,9 @@ impl LocalCommands {
             .name("rgpu-control".into())
             .spawn(move || served.serve(&control))
             .map_err(failed)?;
-        let commands = LocalCommands { consumer, client: Arc::clone(&client), watch, polling, since_wake: 0 };
+        let patience = Patience::new(polling);
+        let commands =
+            LocalCommands { consumer, client: Arc::clone(&client), watch, patience, since_wake: 0 };
         Ok((commands, client))
     }
 
@@ -162,7 +167,7 @@ impl LocalCommands {
     fn wake_waiters(&mut self) {
         self.since_wake = 0;
         let header = self.client.view.header();
-        if header.ring_sleep.take() {
+        if self.consumer.has_room() && header.ring_sleep.take() {
             self.client.wake_word(Header::RING_SLEEP_OFFSET as usize);
         }
         self.client.wake_progress();
@@ -232,13 +237,19 @@ impl Commands for LocalCommands {
             if let Some(record) = self.try_next(body)? {
                 return Ok(Some(record));
             }
-            let until = Instant::now() + self.polling.most;
-            while !self.consumer.has_work() && self.client.end.get().is_none() && Instant::now() < until {
+            let answers = &self.client.answers;
+            let mut looking = self.patience.begin(answers);
+            while !self.consumer.has_work()
+                && self.client.end.get().is_none()
+                && self.patience.lasts(&mut looking, answers)
+            {
                 for _ in 0..32 {
                     std::hint::spin_loop();
                 }
             }
-            if self.consumer.has_work() {
+            let found = self.consumer.has_work();
+            self.patience.end(&looking, found);
+            if found {
                 continue;
             }
             let client = &self.client;
@@ -260,6 +271,9 @@ impl Commands for LocalCommands {
                 return Err(lost);
             }
         };
+        if record.is_some_and(|record| record.reply_slot != NO_SLOT) {
+            self.client.answers.asked();
+        }
         self.since_wake += 1;
         if record.is_none() || self.since_wake >= BATCH {
             if record.is_none() {
@@ -400,6 +414,7 @@ impl Client for LocalClient {
         let (status, payload) =
             if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         RECORDER.note(Stage::Answered, seq, 0);
+        self.answers.given();
         if place.complete(seq, status, payload) {
             self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
         }

@@ -27,6 +27,7 @@ use thiserror::Error;
 pub mod incoming;
 pub mod local;
 pub mod outgoing;
+mod patience;
 pub mod region;
 pub mod ring;
 mod stream;
@@ -171,12 +172,18 @@ pub enum Sink {
 pub struct Polling {
     /// The longest time for which [`Commands::next`] polls an empty ring or a silent connection.
     pub most: Duration,
+    /// The same while an answer is due, so that the client is going to call again (`local`, `tcp`).
+    pub while_due: Duration,
 }
 
+/// With at least so many processors, a thread that polls for long stands in nobody's way.
+const MANY: usize = 8;
+
 impl Default for Polling {
-    /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for.
+    /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for; 10 ms while an answer is due on one with eight or more.
     fn default() -> Self {
         let cpus = crate::bridge::polling::cores();
-        Polling { most: Duration::from_micros(if cpus <= 2 { 5 } else { 50 }) }
+        let most = Duration::from_micros(if cpus <= 2 { 5 } else { 50 });
+        Polling { most, while_due: if cpus >= MANY { Duration::from_millis(10) } else { most } }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
-use protocol::channel::Record;
+use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame, progress};
 use protocol::trace::{RECORDER, Stage};
@@ -21,6 +21,7 @@ use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
+use super::patience::{Answers, Patience};
 use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
@@ -39,7 +40,7 @@ pub struct TcpCommands {
     reader: FrameReader,
     /// Those of the COMMANDS frame at hand.
     records: Records,
-    polling: Polling,
+    patience: Patience,
 }
 
 /// The side of every other thread.
@@ -54,6 +55,7 @@ pub struct TcpClient {
     end: OnceLock<Option<Lost>>,
     stop: Bell,
     keeper: Keeper,
+    answers: Answers,
 }
 
 /// When the keeper is needed. See [`TcpClient::keep_alive`].
@@ -157,6 +159,7 @@ impl TcpCommands {
             end: OnceLock::new(),
             stop,
             keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
+            answers: Answers::default(),
         });
         let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
         client.inbox.tell(bridge);
@@ -166,7 +169,7 @@ impl TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
             records: Records::default(),
-            polling,
+            patience: Patience::new(polling),
         };
         Ok((commands, client))
     }
@@ -215,6 +218,9 @@ impl TcpCommands {
             }
             if let Some(record) = self.records.take(body).map_err(End::Lost)? {
                 RECORDER.note(Stage::Received, record.seq, record.opcode);
+                if record.reply_slot != NO_SLOT {
+                    self.client.answers.asked();
+                }
                 return Ok(Some(record));
             }
             if !self.frames()? && !self.fill()? {
@@ -229,13 +235,16 @@ impl TcpCommands {
                 return Ok(record);
             }
             self.client.flush_executed();
-            let until = Instant::now() + self.polling.most;
-            while Instant::now() < until {
+            let client = Arc::clone(&self.client);
+            let mut looking = self.patience.begin(&client.answers);
+            while self.patience.lasts(&mut looking, &client.answers) {
                 if let Some(record) = self.poll(body)? {
+                    self.patience.end(&looking, true);
                     return Ok(record);
                 }
                 std::hint::spin_loop();
             }
+            self.patience.end(&looking, false);
             let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
             self.client.keeper.rest();
             let woken = wake::readable(&fds, None);
@@ -375,6 +384,7 @@ impl Client for TcpClient {
         match check_slot(seq, slot, self.slot_count) {
             Ok(()) => {
                 RECORDER.note(Stage::Answered, seq, 0);
+                self.answers.given();
                 self.send(|sending| put_reply(&mut sending.buffer, seq, slot, status, payload));
             }
             Err(wrong) => self.lose(&wrong),
@@ -438,6 +448,10 @@ impl Client for TcpClient {
 
     fn streams_data(&self) -> bool {
         true
+    }
+
+    fn copied(&self) -> u64 {
+        self.inbox.copied.load(Ordering::Relaxed)
     }
 
     fn traffic(&self) -> (u64, u64) {

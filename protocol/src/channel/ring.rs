@@ -227,9 +227,18 @@ impl<'m> Consumer<'m> {
         self.cursors.tail.load(Ordering::Acquire) != self.head
     }
 
+    /// Whether half of the ring is free, so that a producer that waits for room is to be woken. Woken for each record that was taken, it would fill that place and
+    /// wait again, at the price of a system call for each; half a ring is work for much longer than it takes to wake. An empty ring always has room: nobody who asks
+    /// before it sleeps leaves a producer asleep.
+    #[inline]
+    pub fn has_room(&self) -> bool {
+        self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.head) <= self.memory.size() / 2
+    }
+
     /// Copies the next record out: its header is returned and `body` filled with its body, padding included. `None`: the ring is empty.
     ///
-    /// The record's place in the ring is free at once. After one call or several the caller asks [`Header::ring_sleep`] whether to wake the client.
+    /// The record's place in the ring is free at once. After one call or several the caller asks, if the ring [has room](Self::has_room), [`Header::ring_sleep`] whether to
+    /// wake the client.
     #[inline]
     pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         loop {
@@ -307,6 +316,27 @@ mod tests {
         consumer.pop(&mut body).unwrap().unwrap();
         assert_eq!(producer.push(7, NO_SLOT, &[2; 48]), Ok(5));
         assert_eq!(producer.push(7, NO_SLOT, &[]), Err(Full));
+    }
+
+    #[test]
+    fn a_producer_of_a_full_ring_is_woken_once_for_half_a_ring() {
+        let ring = Ring::new(1 << 16);
+        let (mut producer, mut consumer) = ring.ends();
+        let (mut body, mut wakes) = (Vec::new(), 0);
+        let mut fill = |producer: &mut Producer<'_>| while producer.push(7, NO_SLOT, &[1; 48]).is_ok() {};
+        fill(&mut producer);
+        let mut asleep = true;
+        for _ in 0..10_000 {
+            consumer.pop(&mut body).unwrap().unwrap();
+            if asleep && consumer.has_room() {
+                wakes += 1;
+                fill(&mut producer);
+                asleep = producer.push(7, NO_SLOT, &[1; 48]).is_err();
+            }
+        }
+        assert!((19..=20).contains(&wakes), "{wakes} for 10000 records, of which the ring holds 1024");
+        while consumer.pop(&mut body).unwrap().is_some() {}
+        assert!(consumer.has_room());
     }
 
     #[test]

@@ -19,7 +19,7 @@ use protocol::wire::Bytes;
 use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration::in_place;
-use super::staging::{SLOT, Transfer};
+use super::staging::{ANSWER, Transfer};
 use super::streams::Place;
 use crate::driver::call::{Call, Input};
 use crate::driver::rows::{Part, Rows};
@@ -34,6 +34,13 @@ enum Feed {
     /// The network.
     Incoming(Incoming),
 }
+
+/// Where a device writes an answer: page-locked memory, which stays.
+#[derive(Clone, Copy)]
+struct Answered(NonNull<u8>);
+
+// SAFETY: plain memory, which one command uses at a time.
+unsafe impl Send for Answered {}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Direction {
@@ -119,13 +126,13 @@ pub(super) fn blank() -> CUDA_MEMCPY3D {
     }
 }
 
-/// Bytes of a staged chunk: whole rows where that is possible; shorter for a short transfer, whose first chunk can then leave earlier.
-fn chunk_of(rows: &Rows, packed: u64) -> usize {
+/// Bytes of a staged chunk in a slot of `slot` bytes: whole rows where that is possible; shorter for a short transfer, whose first chunk can then leave earlier.
+fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
     let most = match packed {
-        0..=0x10_0000 => 256 << 10,
-        0x10_0001..=0x80_0000 => 512 << 10,
-        _ => SLOT as u64,
-    };
+        0..=0x10_0000 => slot.min(256 << 10),
+        0x10_0001..=0x100_0000 => slot.min(512 << 10),
+        _ => slot,
+    } as u64;
     let whole = most / rows.width.max(1) * rows.width;
     if whole == 0 || rows.height * rows.depth == 1 { most as usize } else { whole as usize }
 }
@@ -223,7 +230,8 @@ impl Cuda {
         packed: u64,
         feed: Feed,
     ) -> Result<(), Status> {
-        let transfer = self.staging.begin(packed, chunk_of(to, packed), &place.health)?;
+        let chunk_in = |slot| chunk_of(to, packed, slot);
+        let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
         let grants = match feed {
             Feed::Mapped(mapped) => {
                 transfer.feed(mapped)?;
@@ -232,23 +240,24 @@ impl Cuda {
             Feed::Incoming(incoming) => {
                 let landing: Arc<dyn Landing> = Arc::<Transfer>::clone(&transfer);
                 let late = incoming.is_late();
-                let grants = incoming.land(landing, transfer.window());
+                let window = if late { transfer.window() } else { transfer.room_now() };
+                let grants = incoming.land(landing, window);
                 if late {
                     // The bytes may be read when what is before them on the stream is done.
-                    let (granted, window, held) = (grants.clone(), transfer.window(), Arc::clone(&transfer));
+                    let (granted, held) = (grants.clone(), Arc::clone(&transfer));
                     let come = move |status: Status| {
                         if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
                     };
                     self.fence(place, cx.seq, come)?;
                     self.lane_is_dirty(place.id)?;
                 }
-                Some(grants)
+                Some((grants, window))
             }
         };
         let enqueued = self.enqueue_upload(place, to, &transfer);
-        if let Some(grants) = grants {
+        if let Some((grants, window)) = grants {
             match enqueued {
-                Ok(()) => transfer.grant_as_taken(&self.completer, &grants),
+                Ok(()) => transfer.grant_as_taken(&self.completer, grants, window),
                 Err(_) => transfer.abandon(&grants),
             }
         }
@@ -315,7 +324,8 @@ impl Cuda {
                 });
             }
         }
-        let transfer = self.staging.begin(packed, chunk_of(&from, packed), &place.health)?;
+        let chunk_in = |slot| chunk_of(&from, packed, slot);
+        let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
         for chunk in transfer.outbound() {
             // SAFETY: as in `upload_staged`.
@@ -376,23 +386,40 @@ impl CopyOps<Call> for Cuda {
         if len == 0 {
             return Ok(Answer::Now(MemcpyDtoHInlineReply { bytes: Bytes(Vec::new()) }));
         }
-        let transfer = self.staging.begin(len as u64, SLOT, &place.health)?;
-        let Some(chunk) = transfer.outbound().next() else { return Err(Status::UNKNOWN) };
-        // SAFETY: the range was checked; the slot is the transfer's until the fence below.
-        let copied = unsafe { self.api.copy_dtoh(chunk.at.as_ptr().cast(), op.src, len, place.stream) };
+        // A slot of the flow's may be under way still: only the answers' own places are free at once.
+        let staged = match self.staging.answer(cx.slot) {
+            Some(_) => None,
+            None => Some(self.staging.begin(place.flows.outbound, len as u64, |_| ANSWER, &place.health)?),
+        };
+        let at = match &staged {
+            None => self.staging.answer(cx.slot),
+            Some(transfer) => transfer
+                .outbound()
+                .next()
+                .map(|chunk| {
+                    // SAFETY: registered words that the transfer holds until its fence.
+                    let waits = unsafe {
+                        self.api.stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
+                    };
+                    self.note(place.context, waits).map(|()| chunk.at)
+                })
+                .transpose()?,
+        };
+        let at = Answered(at.ok_or(Status::UNKNOWN)?);
+        // SAFETY: the range was checked; the place is the command's until the fence below.
+        let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), op.src, len, place.stream) };
         self.note(place.context, copied)?;
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
         self.fence(&place, cx.seq, move |status| {
             progress.complain(status);
+            let at = at;
             pending.answer(status.ok().map(|()| {
-                let slot = transfer.outbound().next().map(|chunk| chunk.at);
-                let mut bytes = vec![0; slot.map_or(0, |_| len)];
-                if let Some(at) = slot {
-                    // SAFETY: the stream has written the slot's first `len` bytes, and the transfer still holds it.
-                    unsafe { std::ptr::copy_nonoverlapping(at.as_ptr(), bytes.as_mut_ptr(), len) };
-                }
+                let mut bytes = vec![0; len];
+                // SAFETY: the stream has written the place's first `len` bytes, and it is still the command's.
+                unsafe { std::ptr::copy_nonoverlapping(at.0.as_ptr(), bytes.as_mut_ptr(), len) };
                 MemcpyDtoHInlineReply { bytes: Bytes(bytes) }
             }));
+            drop(staged);
         })?;
         Ok(Answer::Later)
     }

@@ -1,6 +1,6 @@
 //! Page-locked buffers between devices and data that comes or goes over the network (or lies where no device can reach it).
 //!
-//! A transfer borrows some slots of the pool and uses them in turn: chunk *c* takes slot *c mod k*. All its device work is enqueued at once, in its stream;
+//! A transfer knows from the beginning which slot each of its chunks will use ([`slots`](crate::driver::slots)). All its device work is enqueued at once, in its stream;
 //! what orders it against the network are two words for each slot, counting that slot's uses:
 //!
 //! ```text
@@ -8,11 +8,11 @@
 //!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ lane sends it ─ host word = n ─▶ the stream may fill it again
 //! ```
 //!
-//! So a stream waits for nothing but the network, the dispatcher waits for nothing but a free slot, and a stream whose data is late holds back only itself.
+//! So a stream waits for nothing but the network, the dispatcher waits for nothing, and a stream whose data is late, or that is held up, holds back only itself.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
@@ -22,12 +22,12 @@ use std::ptr::NonNull;
 
 use super::api::{Api, CUdeviceptr};
 use super::fence::{Completer, Health, Pinned, Word, Words};
+use crate::driver::slots::{self, Flow, Slots, Use};
 
-/// Bytes of a slot.
-pub(super) const SLOT: usize = 1 << 20;
-const SLOTS: usize = 32;
-/// Slots of one transfer at most.
-const MOST: usize = 8;
+/// Answers of a few bytes have places of their own, one for each of so many reply slots.
+const ANSWERS: usize = 64;
+/// Bytes of such a place.
+pub(super) const ANSWER: usize = 4 << 10;
 /// Threads that send, and so data connections that one transfer can fill.
 const LANES: usize = 4;
 /// A lane naps this long between looks when nothing is ready.
@@ -37,14 +37,13 @@ const NAP: Duration = Duration::from_micros(20);
 pub(super) struct Staging {
     memory: Mutex<Pinned>,
     base: NonNull<u8>,
-    slots: Vec<Slot>,
-    free: Mutex<Vec<(usize, u64)>>,
-    freed: Condvar,
+    words: Vec<Slot>,
+    slots: Slots,
     lanes: Vec<Mutex<Sender<Arc<Departure>>>>,
     over: AtomicBool,
 }
 
-// SAFETY: `base` points into memory that is never unmapped; who uses which slot is the pool's and the words' protocol.
+// SAFETY: `base` points into memory that is never unmapped; who uses which slot is the protocol of `slots` and of the words.
 unsafe impl Send for Staging {}
 // SAFETY: as above.
 unsafe impl Sync for Staging {}
@@ -59,18 +58,17 @@ struct Slot {
 impl Staging {
     /// The pool; the current context registers it.
     pub(super) fn new(api: &Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
-        let memory = Pinned::new(api, SLOT * SLOTS)?;
+        let memory = Pinned::new(api, slots::BYTES + ANSWERS * ANSWER)?;
         let base = memory.host(0);
-        let slots = (0..SLOTS)
+        let words = (0..slots::COUNT)
             .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
             .collect::<Result<_, Status>>()?;
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..LANES).map(|_| channel()).unzip();
         let staging = Arc::new(Staging {
             memory: Mutex::new(memory),
             base,
-            slots,
-            free: Mutex::new((0..SLOTS).map(|i| (i, 0)).collect()),
-            freed: Condvar::new(),
+            words,
+            slots: Slots::default(),
             lanes: senders.into_iter().map(Mutex::new).collect(),
             over: AtomicBool::new(false),
         });
@@ -89,41 +87,55 @@ impl Staging {
 
     /// The pool's memory, which stays to the process's end.
     pub(super) fn area(&self) -> (NonNull<u8>, usize) {
-        (self.base, SLOT * SLOTS)
+        (self.base, slots::BYTES)
     }
 
     /// Nobody waits in here any more.
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::Release);
-        self.freed.notify_all();
+        self.slots.stop();
     }
 
-    /// Slots for a transfer of `len` bytes in chunks of `chunk`. Waits for at least one: those that are taken are given back by transfers that wait only
-    /// for their own data.
+    /// The place for the answer in a reply slot, [`ANSWER`] bytes: its command's alone until it is answered. `None`: that slot has none.
+    pub(super) fn answer(&self, slot: u16) -> Option<NonNull<u8>> {
+        // SAFETY: inside the pool's memory, behind the slots.
+        (usize::from(slot) < ANSWERS)
+            .then(|| unsafe { self.base.add(slots::BYTES + usize::from(slot) * ANSWER) })
+    }
+
+    /// Slots for a transfer of `len` bytes, the next of its flow, whose chunks are as long as `chunk_in` says for slots of a length.
     pub(super) fn begin(
         self: &Arc<Staging>,
+        flow: Flow,
         len: u64,
-        chunk: usize,
+        chunk_in: impl Fn(usize) -> usize,
         health: &Arc<Health>,
     ) -> Result<Arc<Transfer>, Status> {
-        let chunks = len.div_ceil(chunk as u64);
-        let wanted = chunks.min(MOST as u64).max(1) as usize;
-        let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
-        while free.is_empty() {
-            if self.over.load(Ordering::Acquire) {
-                return Err(Status::DEVICE_UNAVAILABLE);
+        let mut chunk = 0;
+        let cut = |slot: usize| {
+            chunk = chunk_in(slot).min(slot);
+            len.div_ceil(chunk as u64)
+        };
+        let uses = self.slots.take(flow, cut).ok_or(Status::DEVICE_UNAVAILABLE)?;
+        let mut last: Vec<Use> = Vec::new();
+        for used in uses.iter().rev() {
+            if last.len() == slots::KINDS[0].count {
+                break;
             }
-            free = self.freed.wait(free).unwrap_or_else(|e| e.into_inner());
+            if !last.iter().any(|known| known.slot == used.slot) {
+                last.push(*used);
+            }
         }
-        let keep = free.len().saturating_sub(wanted);
-        let slots = free.split_off(keep);
-        let filled = (0..slots.len()).map(|_| Mutex::new(0)).collect();
+        let first_again =
+            uses.iter().enumerate().position(|(i, used)| uses[..i].iter().any(|u| u.slot == used.slot));
         Ok(Arc::new(Transfer {
             staging: Arc::clone(self),
-            slots,
-            filled,
+            flow,
+            own: first_again.unwrap_or(uses.len()) as u64,
+            filled: uses.iter().map(|_| AtomicU32::new(0)).collect(),
+            uses,
+            last,
             chunk,
-            chunks,
             len,
             health: Arc::clone(health),
             abandoned: AtomicBool::new(false),
@@ -132,7 +144,7 @@ impl Staging {
 
     /// Sends what the transfer's stream puts into its slots to `sink`.
     pub(super) fn send(&self, transfer: Arc<Transfer>, sink: Sink) {
-        let left = transfer.chunks as usize;
+        let left = transfer.uses.len();
         let job = Arc::new(Departure {
             transfer,
             sink: Mutex::new(Some(Arc::new(sink))),
@@ -167,11 +179,11 @@ impl Staging {
             }
             let mut worked = false;
             active.retain_mut(|(job, next)| {
-                while *next < job.transfer.chunks && job.try_send(lane, *next) {
+                while *next < job.transfer.chunks() && job.try_send(lane, *next) {
                     *next += LANES as u64;
                     worked = true;
                 }
-                *next < job.transfer.chunks
+                *next < job.transfer.chunks()
             });
             if worked {
                 moved = Instant::now();
@@ -184,15 +196,19 @@ impl Staging {
     }
 }
 
-/// A transfer's use of its slots. They go back to the pool with it.
+/// A transfer's use of its slots. They go back to the pool with its flow's last transfer.
 pub(super) struct Transfer {
     staging: Arc<Staging>,
-    /// Slots, with the count of their uses before.
-    slots: Vec<(usize, u64)>,
-    /// Bytes landed of the chunk that each slot is being filled with.
-    filled: Vec<Mutex<usize>>,
+    flow: Flow,
+    /// What each chunk uses.
+    uses: Vec<Use>,
+    /// The last use of each slot.
+    last: Vec<Use>,
+    /// Chunks before the first that uses a slot of this transfer's again.
+    own: u64,
+    /// Bytes landed of each chunk.
+    filled: Box<[AtomicU32]>,
     chunk: usize,
-    chunks: u64,
     len: u64,
     health: Arc<Health>,
     /// The stream does not come to all of it.
@@ -214,10 +230,13 @@ pub(super) struct ChunkPlace {
 }
 
 impl Transfer {
+    fn chunks(&self) -> u64 {
+        self.uses.len() as u64
+    }
+
     fn place(&self, chunk: u64) -> (usize, u64) {
-        let k = self.slots.len() as u64;
-        let (slot, before) = self.slots[(chunk % k) as usize];
-        (slot, before + chunk / k + 1)
+        let used = self.uses[chunk as usize];
+        (used.slot, used.number)
     }
 
     fn bytes_of(&self, chunk: u64) -> usize {
@@ -225,28 +244,28 @@ impl Transfer {
     }
 
     fn slot(&self, index: usize) -> &Slot {
-        &self.staging.slots[index]
+        &self.staging.words[index]
     }
 
     fn at(&self, slot: usize) -> NonNull<u8> {
-        // SAFETY: slot < SLOTS, so inside the pool's memory.
-        unsafe { self.staging.base.add(slot * SLOT) }
+        // SAFETY: a slot of the pool's, so inside its memory.
+        unsafe { self.staging.base.add(slots::offset(slot)) }
     }
 
-    /// Uses of slot number `i` of this transfer, counted to the end of it.
-    fn last_use(&self, i: usize) -> u64 {
-        let k = self.slots.len() as u64;
-        self.slots[i].1 + (self.chunks + k - 1 - i as u64) / k
+    /// Whether the stream has taken what was in a chunk's slot before.
+    fn is_free(&self, chunk: u64) -> bool {
+        let (slot, uses) = self.place(chunk);
+        self.slot(slot).gpu.get() + 1 >= uses
     }
 
     /// The chunks, for a transfer towards the device.
     pub(super) fn inbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
-        (0..self.chunks).map(|c| self.describe(c, 0))
+        (0..self.chunks()).map(|c| self.describe(c, 0))
     }
 
     /// The chunks, for a transfer from the device.
     pub(super) fn outbound(&self) -> impl Iterator<Item = ChunkPlace> + '_ {
-        (0..self.chunks).map(|c| self.describe(c, 1))
+        (0..self.chunks()).map(|c| self.describe(c, 1))
     }
 
     fn describe(&self, chunk: u64, behind: u64) -> ChunkPlace {
@@ -262,34 +281,46 @@ impl Transfer {
 
     /// Words and values that a stream waits for until everything has been sent.
     pub(super) fn all_sent(&self) -> impl Iterator<Item = (CUdeviceptr, u64)> + '_ {
-        (0..self.slots.len()).map(|i| (self.slot(self.slots[i].0).host.address(), self.last_use(i)))
+        self.last.iter().map(|last| (self.slot(last.slot).host.address(), last.number))
     }
 
-    /// Bytes for which there is room before the stream has taken any.
+    /// Bytes for which there is room before the stream has come to any, when what is before them on it is done.
     pub(super) fn window(&self) -> u64 {
-        self.slots.len() as u64 * self.chunk as u64
+        (self.own * self.chunk as u64).min(self.len)
     }
 
-    /// Grants the network room for more as the stream takes what has come.
-    pub(super) fn grant_as_taken(self: &Arc<Transfer>, completer: &Completer, grants: &Grants) {
-        let k = self.slots.len() as u64;
-        for taken in 0..self.chunks.saturating_sub(k) {
-            // Two at a time where that leaves enough under way, so that not every chunk costs a message.
-            if k >= 4 && taken % 2 == 0 && taken + k + 1 < self.chunks {
-                continue;
-            }
-            let (slot, uses) = self.place(taken);
-            let (grants, upto) = (grants.clone(), (taken + k + 1) * self.chunk as u64);
-            let transfer = Arc::clone(self);
-            let granted = move |status: Status| {
-                if status.is_success() {
-                    grants.upto(upto);
-                } else {
-                    transfer.abandon(&grants);
-                }
-            };
-            completer.when(&self.slot(slot).gpu, uses, &self.health, Box::new(granted));
+    /// Bytes for which there is room now. What the flow's transfers before have in their slots may take a part of the [`window`](Self::window).
+    pub(super) fn room_now(&self) -> u64 {
+        let free = (0..self.own).take_while(|chunk| self.is_free(*chunk)).count();
+        (free as u64 * self.chunk as u64).min(self.len)
+    }
+
+    /// Grants the network room for more as the stream takes what has come, from the chunk that begins at `granted` on.
+    pub(super) fn grant_as_taken(
+        self: &Arc<Transfer>,
+        completer: &Arc<Completer>,
+        grants: Grants,
+        granted: u64,
+    ) {
+        let next = granted.div_ceil(self.chunk as u64);
+        if next >= self.chunks() {
+            return;
         }
+        // Two at a time where that leaves enough under way, so that not every chunk costs a message.
+        let until = if self.own >= 4 { (next + 1).min(self.chunks() - 1) } else { next };
+        let (slot, uses) = self.place(until);
+        let (transfer, more) = (Arc::clone(self), Arc::clone(completer));
+        let granted = move |status: Status| {
+            if !status.is_success() {
+                return transfer.abandon(&grants);
+            }
+            // One chunk is free after the other.
+            let free = (until + 1..transfer.chunks()).take_while(|chunk| transfer.is_free(*chunk)).count();
+            let upto = (until + 1 + free as u64) * transfer.chunk as u64;
+            grants.upto(upto);
+            transfer.grant_as_taken(&more, grants, upto);
+        };
+        completer.when(&self.slot(slot).gpu, uses - 1, &self.health, Box::new(granted));
     }
 
     /// The stream will not take all of it: what is still to come is thrown away.
@@ -300,9 +331,8 @@ impl Transfer {
 
     /// Waits until the stream has taken what was in a chunk's slot before. False: it will not.
     fn await_slot(&self, offset: u64) -> bool {
-        let (slot, uses) = self.place(offset / self.chunk as u64);
         let begun = Instant::now();
-        while self.slot(slot).gpu.get() + 1 < uses {
+        while !self.is_free(offset / self.chunk as u64) {
             if self.health.check().is_err() || self.staging.over.load(Ordering::Acquire) {
                 return false;
             }
@@ -335,49 +365,45 @@ impl Transfer {
 impl Landing for Transfer {
     fn room(&self, offset: u64, len: usize) -> Option<(NonNull<u8>, usize)> {
         let chunk = offset / self.chunk as u64;
-        let (slot, uses) = self.place(chunk);
-        // The slot's bytes of the chunk before are on the device, or this one would not have been granted; unless the stream will not take any more.
-        if self.abandoned.load(Ordering::Acquire) || self.slot(slot).gpu.get() + 1 < uses {
+        // The slot's bytes of the use before are on the device, or this one would not have been granted; unless the stream will not take any more.
+        if self.abandoned.load(Ordering::Acquire) || !self.is_free(chunk) {
             return None;
         }
+        let (slot, _) = self.place(chunk);
         let within = (offset % self.chunk as u64) as usize;
         let room = self.bytes_of(chunk).saturating_sub(within).min(len);
-        // SAFETY: within < chunk <= SLOT.
+        // SAFETY: within < chunk, which a slot holds.
         (room > 0).then(|| (unsafe { self.at(slot).add(within) }, room))
     }
 
     fn landed(&self, offset: u64, len: usize) {
         let chunk = offset / self.chunk as u64;
         let (slot, uses) = self.place(chunk);
-        let number = (chunk % self.slots.len() as u64) as usize;
-        let mut filled = self.filled[number].lock().unwrap_or_else(|e| e.into_inner());
-        *filled += len;
-        if *filled >= self.bytes_of(chunk) {
-            *filled = 0;
+        // Whoever brings the last bytes has seen the others' counts, and so their bytes.
+        let filled = self.filled[chunk as usize].fetch_add(len as u32, Ordering::AcqRel) as usize + len;
+        if filled >= self.bytes_of(chunk) {
             self.slot(slot).host.set(uses);
         }
     }
 
     fn lost(&self) {
         // The session is over. Streams that wait for the rest go on, with whatever is in the slots. (They compare differences, as signed numbers.)
-        for (slot, _) in &self.slots {
-            self.slot(*slot).host.set(i64::MAX as u64);
+        for last in &self.last {
+            self.slot(last.slot).host.set(i64::MAX as u64);
         }
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        let mut back = Vec::with_capacity(self.slots.len());
-        for (i, (slot, _)) in self.slots.iter().enumerate() {
-            let uses = self.last_use(i);
-            // Where all went well they hold that already; where a context failed, nobody waits for them any more.
-            self.slot(*slot).host.set(uses);
-            self.slot(*slot).gpu.set(uses);
-            back.push((*slot, uses));
+        for last in &self.last {
+            // Where all went well they hold that already, or more; where a context failed, nobody waits for them any more.
+            let slot = self.slot(last.slot);
+            [&slot.host, &*slot.gpu].into_iter().filter(|word| word.get() < last.number).for_each(|word| {
+                word.set(last.number);
+            });
         }
-        self.staging.free.lock().unwrap_or_else(|e| e.into_inner()).extend(back);
-        self.staging.freed.notify_all();
+        self.staging.slots.give_back(self.flow);
     }
 }
 
@@ -412,15 +438,15 @@ impl Departure {
                 None => {}
             }
         }
-        let last_of_slot = chunk + transfer.slots.len() as u64 >= transfer.chunks;
+        let last_of_slot = transfer.last.contains(&Use { slot, number: uses });
         if !last_of_slot {
             transfer.slot(slot).host.set(uses);
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             // First the client is told, then the stream goes on: so nothing that depends on the data is told before.
             drop(self.sink.lock().unwrap_or_else(|e| e.into_inner()).take());
-            for (i, (slot, _)) in transfer.slots.iter().enumerate() {
-                transfer.slot(*slot).host.set(transfer.last_use(i));
+            for last in &transfer.last {
+                transfer.slot(last.slot).host.set(last.number);
             }
         }
         true

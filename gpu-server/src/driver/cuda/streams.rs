@@ -14,6 +14,7 @@ use super::Cuda;
 use super::api::{CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
 use crate::driver::call::{Call, Errors};
+use crate::driver::slots::Flow;
 
 const EVENT_DISABLE_TIMING: u32 = 2;
 const EVENT_INTERPROCESS: u32 = 4;
@@ -28,6 +29,14 @@ pub(super) struct Lane {
     dirty: bool,
     /// Value of its last fence.
     last: u64,
+    flows: Flows,
+}
+
+/// What the staging buffers know a stream's transfers by.
+#[derive(Clone, Copy)]
+pub(super) struct Flows {
+    pub(super) inbound: Flow,
+    pub(super) outbound: Flow,
 }
 
 /// A stream's progress word, as this side publishes it.
@@ -79,6 +88,7 @@ pub(super) struct Place {
     pub(super) context: ContextId,
     pub(super) health: Arc<Health>,
     pub(super) progress: Arc<Publisher>,
+    pub(super) flows: Flows,
 }
 
 /// Points at which streams wait for the client.
@@ -146,6 +156,7 @@ impl Cuda {
             progress: Arc::new(progress),
             dirty: false,
             last: 0,
+            flows: Flows { inbound: Flow::fresh(), outbound: Flow::fresh() },
         })
     }
 
@@ -154,9 +165,10 @@ impl Cuda {
         let lane = self.lane(id)?;
         lane.dirty = true;
         let (stream, context, progress) = (lane.handle, ContextId(lane.context), Arc::clone(&lane.progress));
+        let flows = lane.flows;
         cx.context = context;
         let health = Arc::clone(&self.enter_context(context)?.health);
-        Ok(Place { id, stream, context, health, progress })
+        Ok(Place { id, stream, context, health, progress, flows })
     }
 
     /// As [`enter`](Self::enter), for what goes on a stream without a fence of its own: launches, above all.
@@ -232,6 +244,7 @@ impl Cuda {
             let Some(lane) = self.lanes.get(&id) else { continue };
             let (context, stream, progress) =
                 (ContextId(lane.context), lane.handle, Arc::clone(&lane.progress));
+            let flows = lane.flows;
             let health = match self.enter_context(context) {
                 Ok(context) => Arc::clone(&context.health),
                 Err(status) => {
@@ -240,7 +253,8 @@ impl Cuda {
                     continue;
                 }
             };
-            let place = Place { id: StreamId(id), stream, context, health, progress: Arc::clone(&progress) };
+            let place =
+                Place { id: StreamId(id), stream, context, health, progress: Arc::clone(&progress), flows };
             let told = Arc::clone(&gather);
             let fenced = self.fence(&place, seq, move |status| {
                 progress.complain(status);

@@ -343,7 +343,7 @@ impl<'c> Relay<'c> {
         for (seq, piece) in self.inputs.take_asks() {
             self.control.frame(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
         }
-        if self.core.header().ring_sleep.take() {
+        if self.consumer.has_room() && self.core.header().ring_sleep.take() {
             self.core.waker().wake(Header::RING_SLEEP_OFFSET);
         }
         self.publish_released();

@@ -15,6 +15,8 @@ use crate::memory::Pieces;
 const MIN_CHUNK: u64 = 256 << 10;
 /// Bytes of a piece on a data connection at most.
 const MAX_CHUNK: u64 = 1 << 20;
+/// Data of more bytes than this is not sent eagerly behind other data of its stream: its grant will be here by the time of its turn, and what comes before its room is copied once more.
+const SHORT: u64 = 64 << 10;
 
 /// A registered region. How many hold it says whether anything is under way in it.
 #[derive(Debug)]
@@ -114,8 +116,10 @@ impl Job {
     fn next(&self) -> (bool, u64) {
         let eager = self.at < self.eager;
         let left = if eager { self.eager } else { self.granted } - self.at;
+        // The eager part of a long transfer is cut for all connections to have some of it.
+        let chunk = if eager { MIN_CHUNK } else { self.chunk };
         // What would remain is not worth a piece of its own.
-        (eager, if left <= self.chunk + self.chunk / 4 { left } else { self.chunk })
+        (eager, if left <= chunk + chunk / 4 { left } else { chunk })
     }
 }
 
@@ -181,15 +185,16 @@ impl Inputs {
             return;
         }
         *self.left.entry(seq).or_default() += len;
+        let queue = self.flows.entry(flow).or_default();
         let wish = len.min(EAGER_PIECE);
-        let eager = if when == When::Now && self.eager >= wish { wish } else { 0 };
+        let at_once = when == When::Now && (len <= SHORT || queue.is_empty());
+        let eager = if at_once && self.eager >= wish { wish } else { 0 };
         self.eager -= eager;
         if eager == 0 && when == When::Now && len <= EAGER_PIECE {
             // Of longer ones, and of late ones, the server tells without being asked.
             self.asks.push((seq, piece));
         }
         let job = Job { seq, piece, span, at: 0, chunk: chunk(len, lanes), eager, granted: 0 };
-        let queue = self.flows.entry(flow).or_default();
         if queue.is_empty() && job.may_send() {
             self.turns.push_back(flow);
         }
@@ -278,7 +283,7 @@ impl Inputs {
 
 /// Bytes of a piece on a data connection, for a transfer of `len` bytes over `lanes` connections.
 fn chunk(len: u64, lanes: usize) -> u64 {
-    (len / (4 * lanes as u64)).clamp(MIN_CHUNK, MAX_CHUNK)
+    (len / (8 * lanes as u64)).clamp(MIN_CHUNK, MAX_CHUNK)
 }
 
 /// `Out` data of one command.
@@ -443,6 +448,22 @@ mod tests {
         asks.iter().for_each(|(seq, piece)| inputs.grant(*seq, *piece, EAGER_PIECE));
         drain(&mut inputs);
         assert_eq!((inputs.len(), inputs.flows.len(), inputs.places.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn long_data_behind_other_data_of_its_stream_waits_for_its_grant_and_short_data_does_not() {
+        let mut inputs = Inputs::default();
+        inputs.push(1, 1, 0, span(4 << 20), When::Now, 4);
+        inputs.push(1, 2, 0, span(512 << 10), When::Now, 4);
+        inputs.push(1, 3, 0, span(SHORT), When::Now, 4);
+        assert_eq!(inputs.take_asks(), [(2, 0)]);
+        // Each of four connections has something of the first eager megabyte.
+        let eager = drain(&mut inputs);
+        assert_eq!(eager.iter().map(|(seq, _, len)| (*seq, *len)).collect::<Vec<_>>(), [(1, 256 << 10); 4]);
+        inputs.grant(1, 0, 4 << 20);
+        drain(&mut inputs);
+        inputs.grant(2, 0, 512 << 10);
+        assert_eq!(drain(&mut inputs).iter().map(|(_, _, len)| len).sum::<u64>(), (512 << 10) + SHORT);
     }
 
     #[test]

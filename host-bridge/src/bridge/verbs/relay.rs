@@ -391,7 +391,7 @@ impl<'c> Relay<'c> {
             self.finish(begun);
         }
         if worked {
-            if self.core.header().ring_sleep.take() {
+            if self.consumer.has_room() && self.core.header().ring_sleep.take() {
                 self.core.waker().wake(Header::RING_SLEEP_OFFSET);
             }
             self.publish_released();

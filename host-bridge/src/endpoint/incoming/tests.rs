@@ -212,3 +212,27 @@ fn the_end_lets_everybody_go() {
     thread.join().unwrap().ok();
     assert!(queue.next_chunk().is_err());
 }
+
+#[test]
+fn a_cpu_copies_only_what_came_before_there_was_room() {
+    let inbox = Inbox::new();
+    let (mut a, b) = pair();
+    let reader = Arc::clone(&inbox);
+    let thread = std::thread::spawn(move || reader.read_connection(&b));
+    let mut granted = inbox.incoming(1, 0, 2 << 20).into_queue(4 << 20);
+    for offset in [0, 1 << 20] {
+        send_eagerly(&mut a, 1, offset, &vec![7; 1 << 20]);
+    }
+    while granted.next_chunk().unwrap().is_some() {}
+    assert_eq!(inbox.copied.load(Ordering::Relaxed), 0);
+    send_eagerly(&mut a, 2, 0, &[7; 100]);
+    // Behind what it passes on: once that is here, the first is set aside.
+    let mut behind = inbox.incoming(3, 0, 1).into_queue(1);
+    send(&mut a, 3, 0, b"x");
+    behind.next_chunk().unwrap().unwrap();
+    let mut early = inbox.incoming(2, 0, 100).into_queue(100);
+    assert_eq!(early.next_chunk().unwrap().unwrap().bytes.len(), 100);
+    assert_eq!(inbox.copied.load(Ordering::Relaxed), 100);
+    drop(a);
+    thread.join().unwrap().unwrap();
+}
