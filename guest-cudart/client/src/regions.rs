@@ -16,6 +16,8 @@ pub struct Region<T> {
     pub id: Option<u32>,
     /// What the owner keeps with it.
     pub tag: T,
+    /// The host has its bytes elsewhere: it is not copied from or to in place.
+    elsewhere: bool,
     /// The memory itself, if it was made here.
     memory: Option<Pinned>,
 }
@@ -63,7 +65,7 @@ impl<T: Clone> Regions<T> {
         })?;
         let pinned = port.pin_new(rounded)?;
         let address = pinned.mapping.base() as usize;
-        let region = Region { size, id: Some(pinned.region), tag, memory: Some(pinned) };
+        let region = Region { size, id: Some(pinned.region), tag, elsewhere: false, memory: Some(pinned) };
         self.map.write().unwrap_or_else(PoisonError::into_inner).insert(address, region);
         Ok(address)
     }
@@ -82,7 +84,7 @@ impl<T: Clone> Regions<T> {
             return Err(RegisterError::Already);
         }
         let id = port.pin(address, size).transpose().map_err(RegisterError::Port)?;
-        map.insert(address, Region { size, id, tag, memory: None });
+        map.insert(address, Region { size, id, tag, elsewhere: false, memory: None });
         Ok(())
     }
 
@@ -108,18 +110,35 @@ impl<T: Clone> Regions<T> {
         map.get(&address).is_some_and(|region| region.is_allocated() == allocated)
     }
 
-    /// The piece that an address lies in: where it begins, its size, its tag.
-    pub fn find(&self, address: usize) -> Option<(usize, usize, T)> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-        let (base, region) = map.range(..=address).next_back()?;
-        (address - base < region.size).then(|| (*base, region.size, region.tag.clone()))
+    /// The piece that an address lies in, wherever its bytes are: where it begins, its size, its tag.
+    pub fn any(&self, address: usize) -> Option<(usize, usize, T)> {
+        self.of(address, |_| true)
     }
 
-    /// How a command names `len` bytes at `address`, if all of them lie in one piece that the host knows.
+    /// As [`any`](Self::any), of pieces whose bytes are in place.
+    pub fn find(&self, address: usize) -> Option<(usize, usize, T)> {
+        self.of(address, |region| !region.elsewhere)
+    }
+
+    fn of(&self, address: usize, which: impl Fn(&Region<T>) -> bool) -> Option<(usize, usize, T)> {
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let (base, region) = map.range(..=address).next_back()?;
+        (address - base < region.size && which(region)).then(|| (*base, region.size, region.tag.clone()))
+    }
+
+    /// Says of the piece that begins at `address` whether the host has its bytes elsewhere.
+    pub fn set_elsewhere(&self, address: usize, elsewhere: bool) {
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(region) = map.get_mut(&address) {
+            region.elsewhere = elsewhere;
+        }
+    }
+
+    /// How a command names `len` bytes at `address`, if all of them lie in place in one piece that the host knows.
     #[inline]
     pub fn range(&self, address: usize, len: usize) -> Option<HostRange> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-        let (base, region) = map.range(..=address).next_back()?;
+        let (base, region) = map.range(..=address).next_back().filter(|(_, region)| !region.elsewhere)?;
         let offset = address - base;
         let id = region.id?;
         (offset.checked_add(len)? <= region.size).then_some(HostRange {

@@ -257,6 +257,11 @@ impl Session {
         self.record(op, NO_SLOT)
     }
 
+    /// The `seq` of the record that was appended last, by any thread; 0 before the first.
+    pub fn last_seq(&self) -> u64 {
+        lock(&self.producer).last_seq()
+    }
+
     #[inline]
     fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
         self.check()?;

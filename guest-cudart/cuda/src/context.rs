@@ -275,7 +275,7 @@ impl Context {
 
     /// Everything in the context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
     /// destroy the objects by itself.
-    fn forget_contents(&'static self, driver: &Driver, with_server: bool) {
+    fn forget_contents(&'static self, driver: &'static Driver, with_server: bool) {
         // What the work comes to is nobody's concern any more; that it is over is.
         self.quiesce(driver);
         let stored: Vec<(usize, Stored)> = lock(&self.storage).drain().collect();
@@ -292,7 +292,7 @@ impl Context {
         graph::forget(self);
         texture::forget(driver, self, with_server);
         array::forget(driver, self, with_server);
-        host::forget(self);
+        host::forget(driver, self);
         let now = self.last_work.load(Ordering::Acquire);
         self.is_synced(now);
     }

@@ -22,7 +22,7 @@ use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
 use crate::types::memory_type::{DEVICE, HOST};
-use crate::{Result, managed, memory, vmm};
+use crate::{Result, host, managed, memory, vmm};
 use client::Status;
 use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
@@ -147,10 +147,16 @@ impl Copier {
         let stream = self.stream.id;
         let session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
-            let src = late::source(self.driver, &self.stream, range, src as usize, len)?;
+            let from = late::source(self.driver, &self.stream, range, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
-                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src })?);
+                let steady = host::steady();
+                if REGIONS.range(src as usize, len).is_none() {
+                    drop(steady);
+                    return self.on_device(dst, src as u64, len);
+                }
+                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: from })?);
+                drop(steady);
                 return self.finish();
             }
         }
@@ -222,11 +228,17 @@ impl Copier {
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         let session = self.driver.session;
         let stream = self.stream.id;
-        let pinned = REGIONS.range(dst as usize, len);
-        if let Some(range) = pinned.filter(|_| self.mode == Mode::Async || len > MAX_PAYLOAD - 4) {
+        let in_place = self.mode == Mode::Async || len > MAX_PAYLOAD - 4;
+        if in_place && REGIONS.range(dst as usize, len).is_some() {
+            let steady = host::steady();
+            let Some(range) = REGIONS.range(dst as usize, len) else {
+                drop(steady);
+                return self.on_device(dst as u64, src, len);
+            };
             let seq = session.append(&MemcpyDtoH { stream, src, dst: HostOut(range) })?;
             self.stream.worked(seq);
             late::writes(self.driver, &self.stream, seq, dst as usize, len);
+            drop(steady);
             return self.finish();
         }
         if len <= MAX_PAYLOAD - 4 {

@@ -1,15 +1,20 @@
 //! Pinned host memory.
+//!
+//! With unified addressing a kernel may be given the address of any pinned memory as it is, whatever the flags say (PyTorch does so with small arrays of pointers). A device that shares this
+//! process's memory has all of it mapped from the start. For one that does not, a piece is [mirrored](managed::pinned) when its address first appears where a kernel finds it: among a launch's
+//! parameters, or in the program's hands ([`reach`]).
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::context::{self, Context};
 use crate::state::{Driver, driver, unique_id};
-use crate::{Result, code, managed, memory, non_null, put, refuse_form};
+use crate::{Result, code, late, managed, non_null, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
+use client::pages::PAGE;
 use client::regions::{Regions, RegisterError};
 use client::{Status, lock, log};
 
@@ -31,19 +36,87 @@ pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
 /// The pieces that kernels can reach, by address, each with the context that it was mapped in.
 static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::new());
 
-/// Whether kernels can reach what is at an address of pinned memory.
+/// The pieces that kernels cannot reach yet and may, by address, with their sizes.
+static UNREACHED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+/// The addresses that [`UNREACHED`] lies within: what every launch compares its parameters with, without a lock.
+static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
+static HIGHEST: AtomicU64 = AtomicU64::new(0);
+
+/// Written while a piece goes from this process's hands into both sides'.
+static CHANGING: RwLock<()> = RwLock::new(());
+
+/// While the guard lives, what [`Regions::range`] says stays true.
+pub(crate) fn steady() -> RwLockReadGuard<'static, ()> {
+    CHANGING.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn with_unreached<R>(change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R {
+    let mut unreached = lock(&UNREACHED);
+    let result = change(&mut unreached);
+    let end = unreached.last_key_value().map_or(0, |(base, size)| base + size);
+    LOWEST.store(unreached.first_key_value().map_or(usize::MAX, |(base, _)| *base) as u64, Ordering::Release);
+    HIGHEST.store(end as u64, Ordering::Release);
+    result
+}
+
+/// Whether kernels can reach what is at an address of pinned memory where it is.
 pub(crate) fn is_mapped(pointer: u64) -> bool {
     REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
 }
 
 /// Pinned memory that an address lies in: first address, size, and what is known of it.
-pub(crate) fn find(driver: &Driver, pointer: u64) -> Option<(usize, usize, HostTag)> {
-    REGIONS.find(pointer as usize).or_else(|| managed::as_host(driver, pointer))
+pub(crate) fn find(pointer: u64) -> Option<(usize, usize, HostTag)> {
+    REGIONS.any(pointer as usize)
 }
 
-/// As [`is_mapped`], for memory that kernels reach by taking turns with the host as well.
-pub(crate) fn is_reached(driver: &Driver, pointer: u64) -> bool {
-    is_mapped(pointer) || managed::as_host(driver, pointer).is_some()
+/// Whether a kernel that is given the address reaches what is there.
+pub(crate) fn is_reached(pointer: u64) -> bool {
+    is_mapped(pointer) || managed::pinned::is_here(pointer) || unreached_at(pointer).is_some()
+}
+
+/// The piece at an address that kernels cannot reach yet.
+fn unreached_at(pointer: u64) -> Option<(usize, usize)> {
+    let unreached = lock(&UNREACHED);
+    let (base, size) = unreached.range(..=pointer as usize).next_back()?;
+    (pointer as usize - base < *size).then_some((*base, *size))
+}
+
+/// Lets kernels reach the pinned memory whose addresses are among a launch's parameters.
+#[inline]
+pub(crate) fn reach(driver: &'static Driver, parameters: &[u8]) {
+    let within = LOWEST.load(Ordering::Acquire)..HIGHEST.load(Ordering::Acquire);
+    if within.is_empty() {
+        return;
+    }
+    for word in parameters.chunks_exact(8) {
+        let word = u64::from_ne_bytes(word.try_into().unwrap_or_default());
+        if within.contains(&word) {
+            reach_at(driver, word);
+        }
+    }
+}
+
+/// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that cannot be, the log says why, and kernels find nothing there.
+#[cold]
+fn reach_at(driver: &'static Driver, pointer: u64) {
+    let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
+    let Some((base, size)) = unreached_at(pointer) else { return };
+    let Some((_, _, tag)) = REGIONS.find(base) else { return };
+    let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
+    if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
+        log::warn(format_args!(
+            "kernels do not reach the {size} bytes of pinned memory at {base:#x}: {status}"
+        ));
+    }
+    with_unreached(|unreached| unreached.remove(&base));
+}
+
+/// Lets kernels reach the piece that begins at `base` by mirroring it. Copies that are under way end first.
+fn mirror(driver: &'static Driver, context: &'static Context, base: usize, size: usize) -> Result {
+    late::settle_all(driver, base, size)?;
+    REGIONS.set_elsewhere(base, true);
+    managed::pinned::adopt(driver, context, base as u64, size as u64)
+        .inspect_err(|_| REGIONS.set_elsewhere(base, false))
 }
 
 /// Lets kernels reach the piece that begins at `base`.
@@ -59,26 +132,31 @@ fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> 
     Ok(())
 }
 
-/// Lets kernels reach the piece that begins at `base` if the device can: with unified addressing a kernel may be given the address of any pinned memory as it is, whatever the flags say
-/// (PyTorch does so with small arrays of pointers). Where it cannot, such a kernel fails, and `cuMemHostGetDevicePointer` says why.
-fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize) {
+/// Lets kernels reach the piece that begins at `base` if the device shares it; otherwise notes that they do not, if they may. Mirrored memory is whole pages, so that nothing else is in them.
+fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, whole: bool) {
     let device = driver.devices.get(context.device as usize);
-    if device.is_some_and(|device| device.shares_host_memory) {
-        // Pinned memory is of use without.
-        let _ = map(driver, context, base, size);
+    let shares = device.is_some_and(|device| device.shares_host_memory);
+    if (!shares || map(driver, context, base, size).is_err()) && whole {
+        with_unreached(|unreached| unreached.insert(base, size));
     }
 }
 
-/// The piece that begins at `base` is about to go.
-fn unmap(driver: &Driver, base: usize) {
+/// The piece that begins at `base` is about to go. `keep`: its memory stays the program's.
+fn unmap(driver: &'static Driver, base: usize, keep: bool) {
+    with_unreached(|unreached| unreached.remove(&base));
+    managed::pinned::release(driver, base as u64, keep);
     if let Some(context) = lock(&MAPPED).remove(&base) {
         // A lost session has nothing mapped.
         let _ = driver.session.append(&HostUnmap { context: context.id, address: base as u64 });
     }
 }
 
-/// What was mapped in a context is so no more: it is gone on the server.
-pub(crate) fn forget(context: &'static Context) {
+/// What was mapped in a context is so no more: it is about to go on the server.
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    for base in managed::pinned::of_context(context) {
+        managed::pinned::release(driver, base, true);
+        REGIONS.set_elsewhere(base as usize, false);
+    }
     lock(&MAPPED).retain(|_, other| !std::ptr::eq(*other, context));
 }
 
@@ -106,14 +184,10 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
-    offer(driver, context, address, size);
-    if flags & DEVICEMAP != 0 && !is_mapped(address as u64) {
-        // The GPU's machine does not share this memory: kernels reach it as they do managed memory.
-        if let Ok(at) = managed::alloc(driver, context, size as u64, Some(tag)) {
-            REGIONS.remove(driver.session.port(), address, true);
-            // SAFETY: as below.
-            return unsafe { put(pp, at as *mut c_void) };
-        }
+    offer(driver, context, address, size, true);
+    if flags & DEVICEMAP != 0 {
+        // Asked for by name, it is reached also by kernels that find its address in other memory.
+        reach_at(driver, address as u64);
     }
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(pp, address as *mut c_void) }
@@ -133,17 +207,11 @@ api! {
         if p.is_null() {
             return Ok(());
         }
-        if let Some((base, ..)) = managed::as_host(driver, p as u64) {
-            settle_all()?;
-            let device = memory::device_of(driver, p as u64).ok_or(Status::INVALID_VALUE)?;
-            let freed = base == p as usize && managed::free(driver, device, p as u64)?;
-            return if freed { Ok(()) } else { Err(Status::INVALID_VALUE) };
-        }
         if !REGIONS.begins_at(p as usize, true) {
             return Err(Status::INVALID_VALUE);
         }
         settle_all()?;
-        unmap(driver, p as usize);
+        unmap(driver, p as usize, false);
         REGIONS.remove(driver.session.port(), p as usize, true).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
@@ -164,7 +232,8 @@ api! {
                 Status::OUT_OF_MEMORY
             }
         })?;
-        offer(driver, context, p as usize, size);
+        let whole = (p as usize).is_multiple_of(PAGE) && size.is_multiple_of(PAGE);
+        offer(driver, context, p as usize, size, whole);
         Ok(())
     }
     alias cuMemHostRegister = cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32);
@@ -178,12 +247,13 @@ api! {
             return Err(code::HOST_MEMORY_NOT_REGISTERED);
         }
         settle_all()?;
-        unmap(driver, p as usize);
+        unmap(driver, p as usize, true);
         REGIONS.remove(driver.session.port(), p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
     }
 
     fn cuMemHostGetFlags(flags: *mut u32, p: *mut c_void) {
-        let (_, _, tag) = find(driver()?, p as u64).ok_or(Status::INVALID_VALUE)?;
+        driver()?;
+        let (_, _, tag) = find(p as u64).ok_or(Status::INVALID_VALUE)?;
         // With unified addressing all of it is mapped and portable; NVIDIA's driver says the one and leaves the other out.
         put(flags, tag.flags & !PORTABLE | DEVICEMAP)
     }
@@ -192,16 +262,18 @@ api! {
         static SAID: AtomicBool = AtomicBool::new(false);
         non_null(dptr)?;
         let (driver, context) = context::ready()?;
-        let found = find(driver, p as u64).filter(|_| flags == 0);
+        let found = find(p as u64).filter(|_| flags == 0);
         let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
-        if managed::as_host(driver, p as u64).is_some() {
+        reach_at(driver, p as u64);
+        if managed::pinned::is_here(p as u64) {
             return put(dptr, p as u64);
         }
         match map(driver, context, base, size) {
             Ok(()) => put(dptr, p as u64),
-            Err(Status::NOT_SUPPORTED) => {
-                refuse_form("cuMemHostGetDevicePointer of memory that the GPU's machine does not share", &SAID)
-            }
+            Err(Status::NOT_SUPPORTED) => refuse_form(
+                "cuMemHostGetDevicePointer of registered memory that is not whole pages, or is no memory to share, to a GPU in another machine,",
+                &SAID,
+            ),
             Err(status) => Err(status),
         }
     }

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use crate::state::Driver;
 use crate::stream::Stream;
-use crate::{Result, host, refuse_form};
+use crate::{Result, context, host, refuse_form};
 use client::data::{HostIn, HostRange};
-use client::lock;
+use client::{Status, lock};
 
 /// A copy to the host that may be under way.
 struct Write {
@@ -74,19 +74,13 @@ fn released(driver: &Driver, stream: &Stream) -> Result {
         other.mark(driver)?;
     }
     let held = || waiting.iter().any(|(other, seq)| !other.has_passed(driver, *seq));
-    let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
-    while held() {
-        driver.session.check()?;
-        if begin.elapsed() > PATIENCE {
-            return refuse_form(
-                "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,",
-                &SAID,
-            );
-        }
-        std::thread::sleep(nap);
-        nap = (nap * 2).min(Duration::from_millis(1));
+    if patiently(driver, held)? {
+        return Ok(());
     }
-    Ok(())
+    refuse_form(
+        "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,",
+        &SAID,
+    )
 }
 
 /// How a stream's next copy names `range`, which are the `len` bytes at `at` of this process.
@@ -114,6 +108,44 @@ pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) ->
     }
     released(driver, stream)?;
     if may_change(driver, at, len) { stream.synchronize(driver) } else { Ok(()) }
+}
+
+/// Waits until nothing that is under way copies from or to `len` bytes of pinned memory in place.
+///
+/// # Errors
+/// `NOT_READY` when something still may after a while: a stream that waits for this very thread may hold it up.
+pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
+    if !context::any_busy() {
+        return Ok(());
+    }
+    let overlaps = |write: &Write| at < write.at + write.len && write.at < at + len;
+    let writing: Vec<(Arc<Stream>, u64)> = {
+        let writes = lock(&WRITES);
+        writes.iter().filter(|write| overlaps(write)).map(|write| (write.stream.clone(), write.seq)).collect()
+    };
+    for (stream, _) in &writing {
+        stream.mark(driver)?;
+    }
+    let last = driver.session.last_seq();
+    let busy = || {
+        driver.session.progress().released() < last
+            || writing.iter().any(|(stream, seq)| !stream.has_passed(driver, *seq))
+    };
+    patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
+}
+
+/// Waits a while for something to end; says whether it has.
+fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool> {
+    let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
+    while goes_on() {
+        driver.session.check()?;
+        if begin.elapsed() > PATIENCE {
+            return Ok(false);
+        }
+        std::thread::sleep(nap);
+        nap = (nap * 2).min(Duration::from_millis(1));
+    }
+    Ok(true)
 }
 
 /// Whether what is under way may write bytes that a copy reads.

@@ -11,7 +11,7 @@ use crate::graph::Work;
 use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
-use crate::{Result, code, context, managed, non_null, refuse_form, stream, stream_attributes};
+use crate::{Result, code, context, host, managed, non_null, refuse_form, stream, stream_attributes};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -219,6 +219,7 @@ unsafe fn launch(
         let mut block = Vec::new();
         // SAFETY: as the caller says.
         unsafe { parameters(&function, params, extra, &mut block) }?;
+        host::reach(driver, &block);
         let attributes = stream_attributes::of_captured(&stream, attributes);
         let kernel = Kernel::new(handle, function, shape, attributes, &block);
         return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
@@ -227,6 +228,7 @@ unsafe fn launch(
         // Parameters are read first: they may stand in managed memory, which then is the host's once more.
         // SAFETY: as the caller says.
         unsafe { parameters(&function, params, extra, block) }?;
+        host::reach(driver, block);
         let _order = managed::before_work(driver)?;
         let op = Launch {
             function: function.id,

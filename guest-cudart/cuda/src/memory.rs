@@ -7,7 +7,7 @@ use crate::context::{self, Context};
 use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, capture, managed, non_null, pool, put, vmm};
+use crate::{Result, capture, host, managed, non_null, pool, put, vmm};
 use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, is_managed, window};
 use client::{Status, lock};
@@ -83,6 +83,18 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
             pool: tag.pool,
             sync_memops: tag.sync_memops,
             managed: is_managed(address),
+        });
+    }
+    if managed::pinned::is_here(address) {
+        let (base, size, tag) = host::find(address)?;
+        return Some(Found {
+            base: base as u64,
+            size: size as u64,
+            context: tag.context,
+            buffer: tag.buffer,
+            pool: 0,
+            sync_memops: false,
+            managed: true,
         });
     }
     let globals = driver.globals.read().unwrap_or_else(PoisonError::into_inner);
@@ -328,9 +340,7 @@ api! {
             found.context.synchronize()?;
         }
         if found.managed {
-            // What was asked for as pinned memory is not this call's.
-            let ours = managed::as_host(driver, dptr).is_none() && managed::free(driver, device, dptr)?;
-            return if ours { Ok(()) } else { Err(Status::INVALID_VALUE) };
+            return if managed::free(driver, device, dptr)? { Ok(()) } else { Err(Status::INVALID_VALUE) };
         }
         if graph_memory::freed(dptr)? {
             return Ok(());

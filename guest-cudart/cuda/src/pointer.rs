@@ -19,7 +19,7 @@ enum Behind {
 }
 
 fn behind(driver: &Driver, pointer: u64) -> Behind {
-    match host::find(driver, pointer) {
+    match host::find(pointer) {
         Some((base, size, tag)) => Behind::Host { base, size, tag },
         None => memory::find(driver, pointer).map_or(Behind::Nothing, Behind::Device),
     }
@@ -57,7 +57,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             3 if device => word(pointer)?,
             4 if !device || managed => word(pointer)?,
             // Pinned memory that the device reaches it reaches at the same address.
-            3 if host::is_reached(driver, pointer) => word(pointer)?,
+            3 if host::is_reached(pointer) => word(pointer)?,
             // The host cannot reach a device's memory.
             3 | 4 => {
                 word(0)?;

@@ -215,20 +215,14 @@ fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> R
 
 /// Where an operation's word is.
 fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
-    static SAID: AtomicBool = AtomicBool::new(false);
     if op.width() == 0 {
         return Ok(Where::Device);
     }
     match memory::check(driver, op.address, op.width()) {
         Ok(found) if !found.managed => Ok(Where::Device),
+        Ok(_) if managed::pinned::is_here(op.address) => Ok(Where::InTurn),
         // CUDA has no such operations on managed memory.
-        Ok(_) if managed::as_host(driver, op.address).is_none() => Err(Status::INVALID_VALUE),
-        // The program would write the word while the stream waits, and would have to wait for its turn until the stream is done.
-        Ok(_) if op.is_wait() => refuse_form(
-            "a wait for mapped memory that the program has in turn with a GPU in another machine",
-            &SAID,
-        ),
-        Ok(_) => Ok(Where::InTurn),
+        Ok(_) => Err(Status::INVALID_VALUE),
         Err(_) if host::is_mapped(op.address) => Ok(Where::Device),
         Err(_) if is_pinned(op) => Ok(Where::Here),
         Err(status) => Err(status),

@@ -3,6 +3,7 @@
 //! The session has one window of addresses for each device: [`window`]. The client asks the server to back a piece of it with memory
 //! ([`MemGrow`]) and then places allocations inside what is backed by itself ([`MemAlloc`], no answer).
 
+use crate::Status;
 use crate::channel::MAX_DEVICES;
 use crate::data::HostOut;
 use crate::handle::{ContextId, EventId, MemoryId};
@@ -32,6 +33,49 @@ pub const SPACE: u64 = 0x4000_0000_0000;
 pub const SPACE_SIZE: u64 = 16 << 40;
 /// What the first address of a reservation is a multiple of: NVIDIA's driver has smaller ranges reserved already, and gives those instead of the addresses asked for.
 pub const SPACE_ALIGN: u64 = 1 << 30;
+
+/// Words of one [`HostPatch`] at most.
+pub const MOST_PATCHES: usize = 256;
+
+crate::wire_struct! {
+    /// A change of a word of 8 bytes.
+    pub struct WordPatch {
+        /// Address of the word, a multiple of 8.
+        address: u64,
+        /// Ones where bits change.
+        mask: u64,
+        /// Their new values.
+        value: u64,
+    }
+}
+
+/// Pages of memory that is mirrored, in bytes.
+pub const MIRROR_PAGE: u64 = 4096;
+
+impl HostMirror {
+    /// Checks that the range is whole pages of a process's lower half, outside all windows and [`SPACE`].
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` if not.
+    pub fn check(&self) -> Result<(), Status> {
+        const LOWEST: u64 = 1 << 20;
+        const HIGHEST: u64 = 1 << 47;
+        let whole = self.address.is_multiple_of(MIRROR_PAGE) && self.size.is_multiple_of(MIRROR_PAGE);
+        let end = self.address.checked_add(self.size).filter(|end| *end <= HIGHEST);
+        let end = end.ok_or(Status::INVALID_VALUE)?;
+        let apart = |start: u64, size: u64| end <= start || start + size <= self.address;
+        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE) && apart(SPACE, SPACE_SIZE);
+        let good = self.size > 0 && whole && self.address >= LOWEST && windows;
+        if good { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+}
+
+impl WordPatch {
+    /// The word as it is afterwards.
+    pub fn apply(&self, word: u64) -> u64 {
+        word & !self.mask | self.value & self.mask
+    }
+}
 
 ops! {
     /// Device memory.
@@ -94,12 +138,32 @@ ops! {
         memory: HostOut,
     } -> HostMapReply {}
 
-    /// What [`HostMap`] made is gone. The client has already waited for the work that may use it.
+    /// What [`HostMap`] or [`HostMirror`] made is gone. The client has already waited for the work that may use it.
     async 0x0307 host_unmap: HostUnmap {
         /// Context that it was mapped in.
         context: ContextId,
         /// The memory's address in the program.
         address: u64,
+    }
+
+    /// Lets kernels use a piece of pinned program memory that the server does not share: memory of the server's, zero at first, at the address that the piece has in the
+    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and [`SPACE`].
+    /// Answered `CUDA_ERROR_NOT_SUPPORTED` when the server's process has something else there. Counts against the session's memory limit.
+    sync 0x0308 host_mirror: HostMirror {
+        /// A context of the device; every device of the session reaches the memory afterwards.
+        context: ContextId,
+        /// Its address in the program.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    } -> HostMirrorReply {}
+
+    /// Changes words of a [`HostMirror`] here and now, whatever streams do: what the program has written while kernels that use the memory may be running.
+    async 0x0309 host_patch: HostPatch {
+        /// Context that it was made in.
+        context: ContextId,
+        /// Words of one mirror, at most [`MOST_PATCHES`].
+        words: Vec<WordPatch>,
     }
 
     /// Keeps addresses for later mappings: `cuMemAddressReserve`. The client chooses them, inside [`SPACE`]: the first a multiple of [`SPACE_ALIGN`], the

@@ -16,12 +16,15 @@ impl Cuda {
         (ordinal < self.devices.len() as u64).then_some(ordinal as u32)
     }
 
-    /// Checks that `len` bytes from `address` are one allocation's, or one variable's of this session.
+    /// Checks that `len` bytes from `address` are one allocation's, one variable's, or of one piece of pinned memory of this session.
     pub(super) fn check_range(&self, address: u64, len: u64) -> Result<(), Status> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => self.device(ordinal)?.allocations.holds(address, len),
             None if Space::<u64>::is_here(address) => self.space.reached_by(address, len, 0).is_some(),
-            None => self.modules.values().any(|m| m.globals.holds(address, len)),
+            None => {
+                self.modules.values().any(|m| m.globals.holds(address, len))
+                    || self.is_host_view(address, len)
+            }
         };
         if found || len == 0 { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
@@ -146,6 +149,14 @@ impl MemoryOps<Call> for Cuda {
 
     fn host_map(&mut self, cx: &mut Call, op: HostMap) -> Result<Answer<HostMapReply>, Status> {
         self.map_host(cx, op)
+    }
+
+    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
+        self.mirror_host(cx, &op).map(|()| Answer::Now(HostMirrorReply {}))
+    }
+
+    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
+        self.patch_host(cx, &op)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

@@ -411,7 +411,8 @@ impl super::Backend for Cuda {
     }
 
     fn device_memory(&self) -> u64 {
-        self.space.held() + self.devices.iter().map(|d| d.backed.total()).sum::<u64>() + self.arrays.bytes()
+        let backed: u64 = self.devices.iter().map(|d| d.backed.total()).sum();
+        self.space.held() + backed + self.arrays.bytes() + self.mirrored()
     }
 
     fn end(&mut self) {

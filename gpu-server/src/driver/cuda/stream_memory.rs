@@ -28,9 +28,7 @@ impl Cuda {
                 ..BatchMemOp::default()
             });
         }
-        if !self.host_views.values().any(|view| view.holds(address, width)) {
-            self.check_range(address, width)?;
-        }
+        self.check_range(address, width)?;
         Ok(BatchMemOp {
             operation: op.operation,
             address,

@@ -3,7 +3,7 @@
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
-//! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses;
+//! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses; [`mirror`]: pinned memory that kernels use;
 //! - [`kernels`]: modules and launches; [`link`]: the linker;
 //! - [`properties`]: what a device says of itself.
 //!
@@ -14,6 +14,7 @@ mod conditional;
 mod graph;
 mod kernels;
 mod link;
+mod mirror;
 mod nvml;
 mod properties;
 mod stream_attributes;
@@ -38,6 +39,7 @@ use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::kernels::LoadedModule;
+use self::mirror::Mirrors;
 use self::stream_memory::Bell;
 use self::streams::{Lane, Moment, Tickets};
 use super::call::{Call, Errors, check_selection};
@@ -61,6 +63,7 @@ pub struct Software {
     modules: HashMap<u32, LoadedModule>,
     links: HashMap<u32, link::Link>,
     arrays: Arrays,
+    mirrors: Mirrors,
     space: Space<OwnedFd>,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
@@ -176,6 +179,7 @@ impl Software {
             modules: HashMap::new(),
             links: HashMap::new(),
             arrays: Arrays::default(),
+            mirrors: Mirrors::default(),
             space: Space::default(),
             broker: None,
             graphs: graph::Graphs::default(),
@@ -228,6 +232,7 @@ impl Software {
         self.modules.retain(|_, module| module.context != context);
         self.links.retain(|_, link| link.context != context);
         self.forget_arrays(context);
+        self.forget_mirrors(context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
@@ -248,7 +253,8 @@ impl super::Backend for Software {
     }
 
     fn device_memory(&self) -> u64 {
-        self.space.held() + self.devices.iter().map(Device::used).sum::<u64>() + self.arrays.bytes()
+        let backed: u64 = self.devices.iter().map(Device::used).sum();
+        self.space.held() + backed + self.arrays.bytes() + self.mirrors.bytes()
     }
 
     fn share(&mut self, broker: Arc<Broker>) {
@@ -478,6 +484,19 @@ impl MemoryOps<Call> for Software {
     fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
         let gpu = self.window_gpu(cx, op.address)?;
         gpu.release(op.address).map(|_| ()).map_err(|e| code(&e))
+    }
+
+    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
+        self.mirror_host(cx, &op).map(|()| Answer::Now(HostMirrorReply {}))
+    }
+
+    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
+        self.patch_host(cx, &op)
+    }
+
+    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
+        cx.context = op.context;
+        self.unmirror_host(op.address)
     }
 
     fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {

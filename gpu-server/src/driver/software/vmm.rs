@@ -28,7 +28,7 @@ impl Software {
     }
 
     /// Whether the session may hold so many bytes more.
-    fn may_hold(&self, bytes: u64) -> Result<(), Status> {
+    pub(super) fn may_hold(&self, bytes: u64) -> Result<(), Status> {
         let held = Backend::device_memory(self);
         if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
             tracing::info!(
@@ -223,7 +223,7 @@ pub(super) fn unback(gpu: &Gpu, address: u64, size: u64) -> Result<(), Status> {
 }
 
 /// A file in memory that cannot shrink: whoever maps it may touch all of it for as long as it is mapped.
-fn file(size: u64) -> std::io::Result<OwnedFd> {
+pub(super) fn file(size: u64) -> std::io::Result<OwnedFd> {
     use nix::fcntl::{FcntlArg, SealFlag, fcntl};
     let fd = memfd_create(c"rgpu device memory", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     let file = std::fs::File::from(fd);

@@ -115,6 +115,24 @@ impl Pages {
         either!(self, m => m.unmap(address, len));
     }
 
+    /// Takes over whole pages that the process has and uses. They stay present, with what is in them; no change is under way when this returns, and from then on
+    /// each one is a [`Fault`]. Children of the process do not inherit them.
+    ///
+    /// # Errors
+    /// The pages are such as the mechanism cannot watch; they are as they were.
+    ///
+    /// # Safety
+    /// The pages may be read and written, and stay until they are [given back](Self::release) or unmapped.
+    pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
+        // SAFETY: as the caller says.
+        unsafe { either!(self, m => m.adopt(address, len)) }
+    }
+
+    /// Lets go of pages that [`adopt`](Self::adopt) took over, with what is in them: present pages are ordinary ones, absent pages are zero.
+    pub fn release(&self, address: usize, len: usize) {
+        either!(self, m => m.release(address, len));
+    }
+
     /// From now on accesses to the range, which is absent, are [`Fault`]s; before they end the program, as those to memory that is not there do.
     pub fn open_range(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.open_range(address, len))
@@ -279,6 +297,41 @@ mod tests {
                 assert_eq!(pages.bytes(base + 5 * PAGE + 3).read_volatile(), 78);
             }
             assert_eq!(served.asked(), 2);
+        });
+    }
+
+    #[test]
+    fn pages_of_the_process_are_watched_from_their_adoption_to_their_release() {
+        each(|served| {
+            let pages = &served.pages;
+            for flags in [libc::MAP_PRIVATE, libc::MAP_SHARED] {
+                let flags = flags | libc::MAP_ANONYMOUS;
+                let (len, protection) = (8 * PAGE, libc::PROT_READ | libc::PROT_WRITE);
+                // SAFETY: a mapping of this test's own, which stays, so that the thread above meets no address twice.
+                unsafe {
+                    let base = libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0);
+                    let at = |n: usize| base.cast::<u8>().add(n);
+                    at(PAGE).write_volatile(9);
+                    at(2 * PAGE).write_volatile(10);
+                    pages.adopt(base as usize, len).unwrap();
+                    assert_eq!(
+                        (at(PAGE).read_volatile(), pages.bytes(at(PAGE) as usize).read_volatile()),
+                        (9, 9)
+                    );
+                    // Absent pages are asked for; those that were present are until they are cleared.
+                    pages.clear(base as usize, len);
+                    let number = |n: usize| ((at(n) as usize) % APART / PAGE) as u8;
+                    assert_eq!(at(PAGE + 7).read_volatile(), number(PAGE));
+                    at(3 * PAGE).write_volatile(33);
+                    pages.release(base as usize, len);
+                    assert_eq!(
+                        (at(PAGE + 7).read_volatile(), at(3 * PAGE).read_volatile()),
+                        (number(PAGE), 33)
+                    );
+                    at(5 * PAGE).write_volatile(1);
+                    assert_eq!(at(5 * PAGE + 1).read_volatile(), 0);
+                }
+            }
         });
     }
 

@@ -82,7 +82,7 @@ impl Signal {
         mapping.dont_fork();
         super::place(address, len, libc::MAP_SHARED, memory.as_raw_fd())?;
         let mut aliases = lock(&self.aliases);
-        let known = match (0..MOST_RANGES).find(|n| RANGES[*n].end.load(Ordering::Acquire) == 0) {
+        let known = match free_range() {
             Some(known) => known,
             None => {
                 super::unplace(address, len);
@@ -94,6 +94,61 @@ impl Signal {
         USED.fetch_max(known + 1, Ordering::AcqRel);
         aliases.push(Alias { start: address, len, known, mapping, memory });
         Ok(())
+    }
+
+    pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
+        let memory = memfd(len)?;
+        let mapping = Mapping::shared(memory.as_fd(), len)?;
+        mapping.dont_fork();
+        let to = mapping.base();
+        let known = {
+            let mut aliases = lock(&self.aliases);
+            let known = free_range().ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+            RANGES[known].start.store(address, Ordering::Release);
+            RANGES[known].end.store(address + len, Ordering::Release);
+            USED.fetch_max(known + 1, Ordering::AcqRel);
+            aliases.push(Alias { start: address, len, known, mapping, memory });
+            known
+        };
+        let taken = super::protection(address, len, libc::PROT_READ).and_then(|()| {
+            // SAFETY: pages that may be read, as the caller says, and that nobody changes now; as many of this mechanism's own.
+            unsafe { ptr::copy_nonoverlapping(address as *const u8, to, len) };
+            self.replace(address, len, libc::PROT_READ)
+        });
+        if taken.is_err() {
+            let _ = super::protection(address, len, libc::PROT_READ | libc::PROT_WRITE);
+            lock(&self.aliases).retain(|alias| alias.known != known);
+            RANGES[known].end.store(0, Ordering::Release);
+        }
+        taken
+    }
+
+    /// Puts a range's memory in the place of what the process has there.
+    fn replace(&self, address: usize, len: usize, protection: libc::c_int) -> io::Result<()> {
+        let aliases = lock(&self.aliases);
+        let alias = aliases.iter().find(|alias| alias.start == address).ok_or(io::ErrorKind::InvalidInput)?;
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: pages that the caller has taken over; what they hold is in the file.
+        let at = unsafe {
+            libc::mmap(address as *mut libc::c_void, len, protection, flags, alias.memory.as_raw_fd(), 0)
+        };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the mapping that was just made.
+        unsafe { libc::madvise(at, len, libc::MADV_DONTFORK) };
+        Ok(())
+    }
+
+    pub fn release(&self, address: usize, len: usize) {
+        let _ = super::protection(address, len, libc::PROT_READ | libc::PROT_WRITE);
+        let mut aliases = lock(&self.aliases);
+        if let Some(at) = aliases.iter().position(|alias| alias.start == address) {
+            let alias = aliases.swap_remove(at);
+            RANGES[alias.known].end.store(0, Ordering::Release);
+        }
+        // SAFETY: pages that were adopted, and are the program's again.
+        unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DOFORK) };
     }
 
     pub fn unmap(&self, address: usize, len: usize) {
@@ -177,6 +232,11 @@ impl Signal {
     pub fn refuse(&self, fault: &Fault) {
         answer(fault, REFUSED);
     }
+}
+
+/// An entry that no range has; to be taken under the lock of the aliases.
+fn free_range() -> Option<usize> {
+    (0..MOST_RANGES).find(|n| RANGES[*n].end.load(Ordering::Acquire) == 0)
 }
 
 fn answer(fault: &Fault, answer: u32) {

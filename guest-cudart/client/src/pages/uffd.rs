@@ -1,19 +1,24 @@
-//! userfaultfd(2), in missing and write-protect mode, on private memory. `linux/userfaultfd.h` has the structures.
+//! userfaultfd(2), in missing and write-protect mode, on private memory, and on shared memory that is [adopted](Uffd::adopt). `linux/userfaultfd.h` has the structures.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Mutex;
 
 use super::Fault;
+use crate::lock;
 
 const API: u64 = 0xaa;
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`.
 const WRITE_PROTECT: u64 = 1;
+/// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: shared memory as well, from Linux 5.19 on.
+const WRITE_PROTECT_SHARED: u64 = 1 << 12;
 /// `UFFD_USER_MODE_ONLY`.
 const USER_MODE_ONLY: libc::c_int = 1;
 
 const IOCTL_NEW: libc::c_ulong = 0xaa00;
 const IOCTL_API: libc::c_ulong = 0xc018_aa3f;
 const IOCTL_REGISTER: libc::c_ulong = 0xc020_aa00;
+const IOCTL_UNREGISTER: libc::c_ulong = 0x8010_aa01;
 const IOCTL_WAKE: libc::c_ulong = 0x8010_aa02;
 const IOCTL_COPY: libc::c_ulong = 0xc028_aa03;
 const IOCTL_WRITEPROTECT: libc::c_ulong = 0xc018_aa06;
@@ -80,6 +85,8 @@ struct Message {
 pub struct Uffd {
     fd: OwnedFd,
     system_calls: bool,
+    /// Adopted ranges of shared memory: where they begin and end. Their pages are absent only when the memory itself has none.
+    shared: Mutex<Vec<(usize, usize)>>,
 }
 
 fn syscall(flags: libc::c_int) -> io::Result<OwnedFd> {
@@ -110,9 +117,11 @@ impl Uffd {
             Ok(fd) => (fd, true),
             Err(_) => (syscall(USER_MODE_ONLY)?, false),
         };
-        let uffd = Uffd { fd, system_calls };
-        let mut handshake = Handshake { api: API, features: WRITE_PROTECT, ioctls: 0 };
-        uffd.ioctl(IOCTL_API, &mut handshake)?;
+        let uffd = Uffd { fd, system_calls, shared: Mutex::default() };
+        let handshake = |features| Handshake { api: API, features, ioctls: 0 };
+        // A kernel that lacks a feature refuses, and may be asked again.
+        uffd.ioctl(IOCTL_API, &mut handshake(WRITE_PROTECT | WRITE_PROTECT_SHARED))
+            .or_else(|_| uffd.ioctl(IOCTL_API, &mut handshake(WRITE_PROTECT)))?;
         Ok(uffd)
     }
 
@@ -135,6 +144,45 @@ impl Uffd {
         let range = Range { start: address as u64, len: len as u64 };
         let mut register = Register { range, mode: REGISTER_MISSING | REGISTER_WP, ioctls: 0 };
         self.ioctl(IOCTL_REGISTER, &mut register).inspect_err(|_| self.unmap(address, len))
+    }
+
+    pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
+        // SAFETY: pages that may be read, as the caller says. Each is there afterwards: nobody is stopped at it before it is cleared.
+        let shared = unsafe {
+            libc::madvise(address as *mut libc::c_void, len, libc::MADV_NOHUGEPAGE);
+            for page in (address..address + len).step_by(super::PAGE) {
+                (page as *const u8).read_volatile();
+            }
+            // An old size of 0 maps shared memory once more, and is refused for private memory.
+            let again = libc::mremap(address as *mut libc::c_void, 0, super::PAGE, libc::MREMAP_MAYMOVE);
+            if again != libc::MAP_FAILED {
+                libc::munmap(again, super::PAGE);
+            }
+            again != libc::MAP_FAILED
+        };
+        let range = || Range { start: address as u64, len: len as u64 };
+        self.ioctl(
+            IOCTL_REGISTER,
+            &mut Register { range: range(), mode: REGISTER_MISSING | REGISTER_WP, ioctls: 0 },
+        )?;
+        if let Err(error) = self.protect(address, len, true) {
+            let _ = self.ioctl(IOCTL_UNREGISTER, &mut range());
+            return Err(error);
+        }
+        if shared {
+            lock(&self.shared).push((address, address + len));
+        }
+        // SAFETY: the same pages. A failure leaves them inherited.
+        unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DONTFORK) };
+        Ok(())
+    }
+
+    pub fn release(&self, address: usize, len: usize) {
+        lock(&self.shared).retain(|(start, _)| *start != address);
+        // Whoever is stopped there goes on.
+        let _ = self.ioctl(IOCTL_UNREGISTER, &mut Range { start: address as u64, len: len as u64 });
+        // SAFETY: pages that were adopted, and are the program's again.
+        unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DOFORK) };
     }
 
     pub fn unmap(&self, address: usize, len: usize) {
@@ -212,8 +260,10 @@ impl Uffd {
     }
 
     pub fn clear(&self, address: usize, len: usize) {
-        // SAFETY: private pages whose content is wanted no more, as the caller says.
-        unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DONTNEED) };
+        let shared = lock(&self.shared).iter().any(|(start, end)| (*start..*end).contains(&address));
+        let advice = if shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        // SAFETY: pages whose content is wanted no more, as the caller says.
+        unsafe { libc::madvise(address as *mut libc::c_void, len, advice) };
     }
 
     pub fn bytes(&self, address: usize) -> *const u8 {

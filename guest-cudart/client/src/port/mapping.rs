@@ -5,6 +5,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use protocol::channel::MAX_DEVICES;
+use protocol::ops::memory::{SPACE, window};
+
 /// A mapping of `len` bytes, readable and writable.
 #[derive(Debug)]
 pub struct Mapping {
@@ -32,7 +35,8 @@ impl Mapping {
     /// that shares it maps it at the same address.
     pub fn pinned(fd: Option<BorrowedFd<'_>>, len: usize) -> io::Result<Mapping> {
         /// Above the devices' windows, below where the kernel places what may be anywhere.
-        static NEXT: AtomicUsize = AtomicUsize::new(0x3000_0000_0000);
+        static NEXT: AtomicUsize = AtomicUsize::new(0x3200_0000_0000);
+        const { assert!(0x3200_0000_0000 >= window(MAX_DEVICES) && 0x3200_0000_0000 < SPACE) };
         let hint = NEXT.fetch_add(len.next_multiple_of(2 << 20), Ordering::Relaxed);
         match fd {
             Some(fd) => Self::map_near(hint, len, libc::MAP_SHARED, fd.as_raw_fd()),

@@ -12,7 +12,7 @@ use crate::library::{self, KERNELS};
 use crate::state::Driver;
 use crate::stream_memory::Operations;
 use crate::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
-use crate::{Result, copy3d, launch, memset, non_null};
+use crate::{Result, copy3d, host, launch, memset, non_null};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::Op;
@@ -132,6 +132,7 @@ impl Kernel {
         let mut block = Vec::new();
         // SAFETY: as the caller says.
         unsafe { launch::parameters(&function, p.kernelParams, p.extra, &mut block) }?;
+        host::reach(driver, &block);
         Ok(Kernel::new(handle, function, shape, attributes, &block))
     }
 

@@ -3,7 +3,7 @@
 use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 
 use super::blocks::{Answer, Run};
-use super::{ORDER, STATE};
+use super::{ORDER, STATE, State, together};
 use crate::state::Driver;
 use crate::{Result, callback, context, stream_memory};
 use client::counters::{self, COUNTERS};
@@ -27,7 +27,10 @@ pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
         };
         for fault in faults {
             counters::add(&COUNTERS.page_faults, 1);
-            if is_waited_for() {
+            if super::pinned::is_here(fault.address as u64) {
+                let idle = idle_now();
+                together::answer(driver, pages, &fault, &mut buffer, idle.is_none());
+            } else if is_waited_for() {
                 answer(driver, pages, &fault, &mut buffer);
             } else if let Some(_order) = idle_now() {
                 answer(driver, pages, &fault, &mut buffer);
@@ -68,8 +71,13 @@ fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::R
     }
 }
 
-fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
-    match give(driver, pages, fault, buffer) {
+pub(super) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    finish(pages, fault, give(driver, pages, fault, buffer));
+}
+
+/// Lets the stopped access go on, or end the program.
+pub(super) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
+    match given {
         Ok(true) => pages.retry(fault),
         Ok(false) => pages.refuse(fault),
         Err(status) => {
@@ -105,18 +113,8 @@ fn give(driver: &'static Driver, pages: &Pages, fault: &Fault, buffer: &mut Vec<
             run
         }
         Answer::Fetch(run) => {
-            let context = piece.context;
-            let copier = state.mover(driver, context)?;
-            let bytes = zeroed(buffer, run);
-            if let Some((_, piece)) = state.pieces.get(&base) {
-                for part in piece.parts_in(&run) {
-                    let to =
-                        &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
-                    // SAFETY: a buffer of this thread's.
-                    unsafe { copier.receive(to.as_mut_ptr(), part.start, to.len()) }?;
-                }
-            }
-            fill(pages, run, bytes, fault.write)?;
+            state.fetch(driver, base, run, buffer)?;
+            fill(pages, run, buffer, fault.write)?;
             run
         }
     };
@@ -126,6 +124,28 @@ fn give(driver: &'static Driver, pages: &Pages, fault: &Fault, buffer: &mut Vec<
         state.counted();
     }
     Ok(true)
+}
+
+impl State {
+    /// The device's bytes of a run.
+    pub(super) fn fetch(
+        &mut self,
+        driver: &'static Driver,
+        base: u64,
+        run: Run,
+        buffer: &mut Vec<u8>,
+    ) -> Result {
+        let bytes = zeroed(buffer, run);
+        let Some(context) = self.pieces.get(&base).map(|(_, piece)| piece.context) else { return Ok(()) };
+        let copier = self.mover(driver, context)?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        for part in piece.parts_in(&run) {
+            let to = &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
+            // SAFETY: a buffer of the caller's.
+            unsafe { copier.receive(to.as_mut_ptr(), part.start, to.len()) }?;
+        }
+        Ok(())
+    }
 }
 
 fn zeroed(buffer: &mut Vec<u8>, run: Run) -> &mut [u8] {
@@ -138,7 +158,7 @@ fn fill(pages: &Pages, run: Run, bytes: &[u8], write: bool) -> Result {
     pages.fill(run.address as usize, bytes, write).map_err(failed)
 }
 
-fn failed(error: std::io::Error) -> Status {
+pub(super) fn failed(error: std::io::Error) -> Status {
     log::error(format_args!("managed memory: {error}"));
     Status::UNKNOWN
 }

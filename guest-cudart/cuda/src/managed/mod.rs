@@ -13,11 +13,15 @@
 //! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
 //! and the device gets everything back before it goes on ([`before_going_on`]).
 //!
+//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time ([`together`]).
+//!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 
 mod advice;
 mod blocks;
 mod faults;
+pub(crate) mod pinned;
+mod together;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char};
@@ -27,7 +31,6 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::context::{self, Context};
 use crate::copy::{Copier, Mode};
-use crate::host::HostTag;
 use crate::memory::{self, Tag};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
@@ -39,6 +42,7 @@ use client::ops::copy::Memset;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
+use together::Together;
 
 /// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
 const ATTACH: [u32; 3] = [1, 2, 4];
@@ -50,8 +54,8 @@ struct Piece {
     /// Where bytes are: all of an allocation, the variables of some pages.
     parts: Vec<Range<u64>>,
     advised: Advised,
-    /// It was asked for as pinned memory that kernels reach.
-    host: Option<HostTag>,
+    /// It is pinned memory, which host and device may use at the same time.
+    pinned: bool,
 }
 
 #[derive(Default)]
@@ -62,10 +66,16 @@ struct State {
     held: BTreeSet<u64>,
     /// For each context the stream on which blocks travel: beside all others, since what they may wait for may wait for these.
     movers: Vec<(&'static Context, Arc<Stream>)>,
+    /// What the host has had of pinned memory while the device worked.
+    together: Vec<Together>,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { pieces: BTreeMap::new(), held: BTreeSet::new(), movers: Vec::new() });
+static STATE: Mutex<State> = Mutex::new(State {
+    pieces: BTreeMap::new(),
+    held: BTreeSet::new(),
+    movers: Vec::new(),
+    together: Vec::new(),
+});
 /// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 static HELD: AtomicUsize = AtomicUsize::new(0);
@@ -139,6 +149,7 @@ impl State {
 
     fn remove(&mut self, base: u64) -> Option<(u64, Piece)> {
         self.held.remove(&base);
+        self.together.retain(|together| together.base != base);
         let piece = self.pieces.remove(&base);
         self.counted();
         piece
@@ -160,6 +171,7 @@ impl State {
 
     /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
     fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
+        self.part(driver, |together| together.base == base && together.touches(range))?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         let (dirty, held) = (piece.blocks.dirty(range), piece.blocks.held(range));
         let pages = pages(driver)?;
@@ -258,46 +270,20 @@ pub(crate) fn is_here(address: u64) -> bool {
     PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
 }
 
-/// What stands at an address as pinned memory that kernels reach: first address, size, and what is known of it.
-pub(crate) fn as_host(driver: &Driver, address: u64) -> Option<(usize, usize, HostTag)> {
-    if PIECES.load(Ordering::Acquire) == 0 {
-        return None;
-    }
-    let (base, tag) = {
-        let state = lock(&STATE);
-        let (base, _) = state.find(address)?;
-        (base, state.pieces.get(&base).and_then(|(_, piece)| piece.host)?)
-    };
-    let found = memory::find(driver, address).filter(|found| found.base == base)?;
-    Some((base as usize, found.size as usize, tag))
-}
-
-/// Allocates in the current device; zero, as the first touch finds it. `host`: as pinned memory that kernels reach.
-pub(crate) fn alloc(
-    driver: &'static Driver,
-    context: &'static Context,
-    size: u64,
-    host: Option<HostTag>,
-) -> Result<u64> {
+/// Allocates in the current device; zero, as the first touch finds it.
+fn alloc(driver: &'static Driver, context: &'static Context, size: u64) -> Result<u64> {
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let buffer = host.map_or_else(unique_id, |tag| tag.buffer);
-    let tag = Tag { context, buffer, pool: 0, sync_memops: false, freed: false };
+    let tag = Tag { context, buffer: unique_id(), pool: 0, sync_memops: false, freed: false };
     let address = memory::place(driver, device, &device.managed, size, tag, &Both(driver))?;
     let reserved = size.next_multiple_of(PAGE as u64);
-    prepare(driver, context, address, reserved, host).inspect_err(|_| {
+    prepare(driver, context, address, reserved).inspect_err(|_| {
         lock(&device.managed).free(address, &Both(driver));
     })?;
     Ok(address)
 }
 
-fn prepare(
-    driver: &'static Driver,
-    context: &'static Context,
-    address: u64,
-    size: u64,
-    host: Option<HostTag>,
-) -> Result {
+fn prepare(driver: &'static Driver, context: &'static Context, address: u64, size: u64) -> Result {
     let pages = pages(driver)?;
     let mut state = lock(&STATE);
     let copier = state.mover(driver, context)?;
@@ -311,7 +297,7 @@ fn prepare(
     state.insert(
         address,
         size,
-        Piece { context, blocks, parts: vec![all], advised: Advised::default(), host },
+        Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: false },
     );
     Ok(())
 }
@@ -336,7 +322,8 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     }
     let Ok(pages) = pages(driver) else { return };
     let mut state = lock(&STATE);
-    let of_device = |(_, (_, piece)): &(&u64, &(u64, Piece))| piece.context.device == device.ordinal;
+    let of_device =
+        |(_, (_, piece)): &(&u64, &(u64, Piece))| piece.context.device == device.ordinal && !piece.pinned;
     let gone: Vec<u64> = state.pieces.iter().filter(of_device).map(|(base, _)| *base).collect();
     for base in gone {
         // What lies in the window goes with its backing, below.
@@ -400,7 +387,8 @@ pub(crate) fn variable(
             }
             let part = part.start..part.end.min(at + len);
             let blocks = Blocks::new(at, len, false);
-            let piece = Piece { context, blocks, parts: vec![part], advised: Advised::default(), host: None };
+            let piece =
+                Piece { context, blocks, parts: vec![part], advised: Advised::default(), pinned: false };
             state.insert(at, len, piece);
             at += len;
             continue;
@@ -446,7 +434,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         capture::unsafe_call()?;
-        put(dptr, alloc(driver, context, size as u64, None)?)
+        put(dptr, alloc(driver, context, size as u64)?)
     }
 
     fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {

@@ -1,0 +1,209 @@
+//! Pinned memory that host and device use at the same time: a program waits for a word that a kernel writes, or a kernel for one that the program does.
+//!
+//! An access of the host while the device works is answered at once, with the bytes as they are, and those are remembered. A thread takes the blocks away again after a moment: what differs from the
+//! remembered bytes by then is what the program has written, and goes to the device word by word; what the device has written is found at the next access. So a change is seen on the
+//! other side within about a millisecond, and neither side waits for the other.
+//!
+//! What one side wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away.
+
+use std::ops::Range;
+use std::sync::{Condvar, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::blocks::{Answer, Run};
+use super::{STATE, State, faults, pages};
+use crate::Result;
+use crate::state::Driver;
+use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
+use client::pages::{Fault, Pages};
+use client::{lock, log};
+
+/// What the host keeps a block for, at least.
+const WHILE: Duration = Duration::from_micros(100);
+/// Runs that the host has at once at most.
+const MOST: usize = 4;
+
+/// What the host was given while the device worked.
+pub(super) struct Together {
+    /// Of the piece.
+    pub base: u64,
+    run: Run,
+    /// The bytes as they were.
+    before: Vec<u8>,
+}
+
+impl Together {
+    pub fn touches(&self, range: &Range<u64>) -> bool {
+        self.run.address < range.end && range.start < self.run.address + self.run.len
+    }
+}
+
+/// There is something to be taken away.
+static CAME: Condvar = Condvar::new();
+
+/// Answers an access to pinned memory. `busy`: the device may be using it.
+pub(super) fn answer(
+    driver: &'static Driver,
+    pages: &'static Pages,
+    fault: &Fault,
+    buffer: &mut Vec<u8>,
+    busy: bool,
+) {
+    if !busy {
+        return faults::answer(driver, pages, fault, buffer);
+    }
+    static START: Once = Once::new();
+    START.call_once(|| {
+        let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
+        if let Err(error) = thread.spawn(move || serve(driver)) {
+            log::error(format_args!("no thread for pinned memory: {error}"));
+        }
+    });
+    let mut state = lock(&STATE);
+    let given = state.give_together(driver, pages, fault, buffer);
+    drop(state);
+    faults::finish(pages, fault, given);
+}
+
+/// The thread that takes away what the host was given while the device worked.
+fn serve(driver: &'static Driver) {
+    let mut pause = WHILE;
+    loop {
+        let mut state = lock(&STATE);
+        while state.together.is_empty() {
+            state = CAME.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        std::thread::sleep(pause);
+        let begin = Instant::now();
+        if let Err(status) = lock(&STATE).part(driver, |_| true) {
+            log::error(format_args!("pinned memory does not reach the device: {status}"));
+        }
+        // The program has at least as much time for a block as it takes to move it.
+        pause = WHILE.max(begin.elapsed() * 2);
+    }
+}
+
+impl State {
+    /// Takes away what the host was given while the device worked, of those that `which` chooses; what the program has changed goes to the device.
+    pub(super) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
+        let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
+        self.together = rest;
+        let gone: Vec<Together> = gone;
+        for together in gone {
+            self.take_away(driver, &together)?;
+        }
+        Ok(())
+    }
+
+    fn take_away(&mut self, driver: &'static Driver, together: &Together) -> Result {
+        let pages = pages(driver)?;
+        let Together { base, run, before } = together;
+        let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
+        let range = run.address..run.address + run.len;
+        let (at, len) = (run.address as usize, run.len as usize);
+        if !piece.blocks.dirty(&range).is_empty() {
+            pages.forbid_writes(at, len).map_err(faults::failed)?;
+            // SAFETY: present pages that nobody changes now.
+            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+            for words in changes(run.address, before, now).chunks(MOST_PATCHES) {
+                driver.session.append(&HostPatch { context: piece.context.id, words: words.to_vec() })?;
+            }
+        }
+        pages.clear(at, len);
+        piece.blocks.taken(&range);
+        if !piece.blocks.is_held() {
+            self.held.remove(base);
+            self.counted();
+        }
+        Ok(())
+    }
+
+    fn give_together(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
+        let run = match piece.blocks.fault(fault.address as u64, fault.write) {
+            Answer::Nothing => return Ok(true),
+            Answer::Allow(run) => {
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(faults::failed)?;
+                run
+            }
+            Answer::Zeroes(run) | Answer::Fetch(run) => {
+                self.fetch(driver, base, run, buffer)?;
+                let before = buffer.clone();
+                self.look_again(driver, buffer)?;
+                pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
+                self.together.push(Together { base, run, before });
+                CAME.notify_one();
+                run
+            }
+        };
+        if let Some((_, piece)) = self.pieces.get_mut(&base) {
+            piece.blocks.given(run, fault.write);
+            self.held.insert(base);
+            self.counted();
+        }
+        Ok(true)
+    }
+
+    /// Takes away what the device has changed since the host was given it, and what is too much.
+    fn look_again(&mut self, driver: &'static Driver, buffer: &mut Vec<u8>) -> Result {
+        let oldest = self.together.len().saturating_sub(MOST - 1);
+        let mut gone: Vec<Together> = self.together.drain(..oldest).collect();
+        for together in std::mem::take(&mut self.together) {
+            self.fetch(driver, together.base, together.run, buffer)?;
+            if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
+        }
+        gone.iter().try_for_each(|together| self.take_away(driver, together))
+    }
+}
+
+/// The words of 8 bytes in which bytes differ, from `address` on, a multiple of 8.
+fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
+    let words = |bytes: &[u8]| -> Vec<u64> {
+        bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
+    };
+    let (before, now) = (words(before), words(now));
+    let differ = |&(_, (before, now)): &(usize, (&u64, &u64))| before != now;
+    let patch = |(i, (before, now)): (usize, (&u64, &u64))| {
+        let bytes = (before ^ now).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
+        WordPatch { address: address + 8 * i as u64, mask: u64::from_le_bytes(bytes), value: *now }
+    };
+    before.iter().zip(&now).enumerate().filter(differ).map(patch).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn changes_carry_what_one_side_wrote_and_keep_what_the_other_did(
+            before in proptest::collection::vec(any::<u8>(), 64),
+            writes in proptest::collection::vec((0usize..64, any::<u8>(), any::<bool>()), 0..20),
+        ) {
+            let (mut host, mut device, mut both) = (before.clone(), before.clone(), before.clone());
+            let mut whose = [None; 64];
+            for (at, value, by_host) in writes {
+                // One byte is written by one side.
+                if *whose[at].get_or_insert(by_host) == by_host {
+                    both[at] = value;
+                    if by_host { host[at] = value } else { device[at] = value }
+                }
+            }
+            for patch in changes(0x1000, &before, &host) {
+                let at = (patch.address - 0x1000) as usize;
+                let word: [u8; 8] = device[at..at + 8].try_into().unwrap();
+                device[at..at + 8].copy_from_slice(&patch.apply(u64::from_le_bytes(word)).to_le_bytes());
+            }
+            prop_assert_eq!(device, both);
+        }
+    }
+}

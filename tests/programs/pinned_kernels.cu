@@ -1,0 +1,126 @@
+// Pinned memory of every kind whose addresses kernels are simply given, as unified addressing allows: no flag, no device pointer.
+#define PROGRAM "pinned_kernels"
+#include "common.h"
+#include <stdlib.h>
+#include <string.h>
+
+struct Both {
+    int scale;
+    const int *in;
+    int *out;
+};
+
+__global__ void add(Both both, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) both.out[i] += both.in[i] * both.scale;
+}
+
+// Waits for the program, then answers it.
+__global__ void answer(volatile int *asked, volatile int *answered, volatile int *data, long long patience) {
+    long long begin = clock64();
+    while (*asked == 0 && clock64() - begin < patience) {}
+    data[100] = *asked * 3;
+    __threadfence_system();
+    *answered = *asked == 0 ? -1 : *asked + 1;
+}
+
+static const int n = 70000;
+
+static void turns(int *in, int *out, const char *what) {
+    for (int i = 0; i < n; i++) out[i] = 0;
+    int sum = 0;
+    for (int round = 1; round <= 4; round++) {
+        for (int i = 0; i < n; i++) in[i] = i * round;
+        sum += round * 2;
+        add<<<(n + 255) / 256, 256>>>(Both{2, in, out}, n);
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < n; i++) REQUIRE(out[i] == i * sum, "%s: element %d in round %d is %d", what, i, round, out[i]);
+    }
+}
+
+// Its own words, one after the other, while a kernel of another stream never ends without them.
+static void together(int *words) {
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    volatile int *asked = words, *answered = words + 1;
+    for (int round = 1; round <= 5; round++) {
+        *asked = *answered = words[100] = 0;
+        answer<<<1, 1, 0, stream>>>(asked, answered, words, 20000000000ll);
+        CHECK(cudaGetLastError());
+        words[200] = round;
+        *asked = round;
+        while (*answered == 0) {}
+        REQUIRE(*answered == round + 1, "round %d: answered %d", round, *answered);
+        REQUIRE(words[100] == round * 3, "round %d: what was written before the answer is %d", round, words[100]);
+        REQUIRE(words[200] == round, "round %d: a word of the program's own is %d", round, words[200]);
+        CHECK(cudaStreamSynchronize(stream));
+        REQUIRE(words[100] == round * 3 && words[200] == round, "round %d: afterwards %d and %d", round, words[100], words[200]);
+    }
+    CHECK(cudaStreamDestroy(stream));
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    const size_t bytes = n * sizeof(int);
+    int *in, *out, *device;
+    CHECK(cudaMalloc(&device, bytes));
+    CHECK(cudaMallocHost(&in, bytes));
+    CHECK(cudaHostAlloc(&out, bytes, cudaHostAllocPortable));
+    // Copies before, in between and after.
+    for (int i = 0; i < n; i++) in[i] = 7 * i;
+    CHECK(cudaMemcpyAsync(device, in, bytes, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpyAsync(out, device, bytes, cudaMemcpyDeviceToHost));
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(out[1000] == 7000, "copied: %d", out[1000]);
+    turns(in, out, "allocated");
+    CHECK(cudaMemcpyAsync(device, out, bytes, cudaMemcpyHostToDevice));
+    CHECK(cudaMemsetAsync(in, 0x11, bytes));
+    CHECK(cudaMemcpyAsync(in, device, bytes / 2, cudaMemcpyDeviceToHost));
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(in[1000] == 20000 && in[n - 1] == 0x11111111, "after copies: %d %x", in[1000], in[n - 1]);
+    cudaPointerAttributes attributes;
+    CHECK(cudaPointerGetAttributes(&attributes, in + 5));
+    REQUIRE(attributes.type == cudaMemoryTypeHost && attributes.devicePointer == in + 5, "type %d, device pointer %p", attributes.type, attributes.devicePointer);
+
+    // Registered memory keeps what kernels wrote when it is the program's alone again.
+    const size_t whole = (bytes + 4095) / 4096 * 4096;
+    int *mine = (int *)aligned_alloc(4096, whole);
+    memset(mine, 0, whole);
+    CHECK(cudaHostRegister(mine, whole, cudaHostRegisterDefault));
+    turns(in, mine, "registered");
+    CHECK(cudaHostUnregister(mine));
+    REQUIRE(mine[1234] == 1234 * 20 && mine[n - 1] == (n - 1) * 20, "unregistered: %d %d", mine[1234], mine[n - 1]);
+    mine[5] = 1;
+    free(mine);
+
+    // A graph's kernel.
+    int *third;
+    CHECK(cudaMallocHost(&third, bytes));
+    memset(third, 0, bytes);
+    for (int i = 0; i < n; i++) in[i] = i;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamCreate(&stream));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    add<<<(n + 255) / 256, 256, 0, stream>>>(Both{1, in, third}, n);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int round = 0; round < 3; round++) CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(third[321] == 963, "a graph's kernel: %d", third[321]);
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaStreamDestroy(stream));
+
+    int *words;
+    CHECK(cudaMallocHost(&words, 8192));
+    memset(words, 0, 8192);
+    together(words);
+    CHECK(cudaFreeHost(words));
+    CHECK(cudaFreeHost(third));
+    CHECK(cudaFreeHost(in));
+    CHECK(cudaFreeHost(out));
+    CHECK(cudaFree(device));
+    return pass("read and written by kernels, in turn and at the same time");
+}
