@@ -323,7 +323,7 @@ mod tests {
         let ring = Ring::new(1 << 16);
         let (mut producer, mut consumer) = ring.ends();
         let (mut body, mut wakes) = (Vec::new(), 0);
-        let mut fill = |producer: &mut Producer<'_>| while producer.push(7, NO_SLOT, &[1; 48]).is_ok() {};
+        let fill = |producer: &mut Producer<'_>| while producer.push(7, NO_SLOT, &[1; 48]).is_ok() {};
         fill(&mut producer);
         let mut asleep = true;
         for _ in 0..10_000 {
