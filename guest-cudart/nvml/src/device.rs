@@ -48,10 +48,14 @@ ask! {
     versioned nvmlDeviceGetAddressingMode = [ADDRESSING_MODE];
     words nvmlDeviceGetGspFirmwareMode() [is_enabled, default_mode] = GSP_FIRMWARE_MODE;
     block nvmlDeviceGetAPIRestriction(api_type) = API_RESTRICTION;
+    block nvmlDeviceGetAccountingMode() = ACCOUNTING_MODE;
+    block nvmlDeviceGetAccountingBufferSize() = ACCOUNTING_BUFFER_SIZE;
+    block nvmlDeviceGetConfComputeProtectedMemoryUsage() = PROTECTED_MEMORY;
 }
 
 // What it does now.
 ask! {
+    block nvmlDeviceGetGpuUptime_v1() = UPTIME;
     block nvmlDeviceGetUtilizationRates() = UTILIZATION_RATES;
     words nvmlDeviceGetEncoderUtilization() [utilization, sampling_period_us] = ENCODER_UTILIZATION;
     words nvmlDeviceGetDecoderUtilization() [utilization, sampling_period_us] = DECODER_UTILIZATION;
@@ -116,7 +120,9 @@ ask! {
     list nvmlDeviceGetRetiredPages(cause) = RETIRED_PAGES;
     block nvmlDeviceGetRetiredPagesPendingStatus() = RETIRED_PAGES_PENDING_STATUS;
     words nvmlDeviceGetRemappedRows() [corr_rows, unc_rows, is_pending, failure_occurred] = REMAPPED_ROWS;
+    block nvmlDeviceGetRemappedRows_v2() = REMAPPED_ROWS_V2;
     block nvmlDeviceGetRowRemapperHistogram() = ROW_REMAPPER_HISTOGRAM;
+    block nvmlDeviceGetUnrepairableMemoryFlag_v1() = UNREPAIRABLE_MEMORY;
     versioned nvmlDeviceGetSramEccErrorStatus = [SRAM_ECC_ERROR_STATUS];
     versioned nvmlDeviceGetRepairStatus = [REPAIR_STATUS];
 }

@@ -68,8 +68,9 @@ pub(crate) unsafe fn front(
 /// # Safety
 /// Each pointer is NULL or may be written.
 pub(crate) unsafe fn words<const N: usize>(device: Handle, query: &Query, out: [*mut u32; N]) -> Result {
-    out.into_iter().try_for_each(|to| non_null(to))?;
+    // A device that has no answer says so whatever the pointers are.
     let answer = ask(device, query, &[], &[])?;
+    out.into_iter().try_for_each(|to| non_null(to))?;
     if answer.len() != 4 * N {
         return Err(status::UNKNOWN);
     }

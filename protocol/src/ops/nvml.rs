@@ -222,6 +222,12 @@ queries! {
     112 CURRENT_CLOCK_FREQS = "nvmlDeviceGetCurrentClockFreqs" 0 version(2052, 1);
     113 FIELD_VALUES = "nvmlDeviceGetFieldValues" 0 Fields;
     114 VALIDATE_INFOROM = "nvmlDeviceValidateInforom" 0 Words(0);
+    115 ACCOUNTING_MODE = "nvmlDeviceGetAccountingMode" 0 Block(4);
+    116 ACCOUNTING_BUFFER_SIZE = "nvmlDeviceGetAccountingBufferSize" 0 Block(4);
+    117 PROTECTED_MEMORY = "nvmlDeviceGetConfComputeProtectedMemoryUsage" 0 Block(24);
+    118 REMAPPED_ROWS_V2 = "nvmlDeviceGetRemappedRows_v2" 0 Block(24);
+    119 UNREPAIRABLE_MEMORY = "nvmlDeviceGetUnrepairableMemoryFlag_v1" 0 Block(4);
+    120 UPTIME = "nvmlDeviceGetGpuUptime_v1" 0 Block(4);
 }
 
 /// A UUID as NVML writes it behind `GPU-` or `MIG-`.
