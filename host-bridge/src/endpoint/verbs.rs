@@ -25,19 +25,20 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::{DataUse, HostRange, Place};
 use protocol::link::{
-    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, chunk_len,
-    frame, progress,
+    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataNext, DataSent, FrameHeader, ProgressUpdate, Queues,
+    RegionKey, SLOT_DATA, chunk_len, frame, progress,
 };
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Lent, Outgoing};
-use super::ring::{Arrivals, Freed, Ring};
+use super::ring::{Arrivals, Freed, Ring, Takes};
 use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
-use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{
     Access, Device, DeviceEvent, Domain, Event, Link, Put, Registration, Settings, Slab, Unconnected,
     VerbsError,
@@ -57,7 +58,7 @@ const SENDS: usize = 64;
 const SIGNALLED: usize = 32 << 10;
 /// Records that wait for the dispatcher, in bytes, before the bridge is held off.
 const MAX_WAITING: usize = 1 << 20;
-/// A peer that says nothing for this long, not even that it is alive, is lost.
+/// A bridge that takes or says nothing for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
@@ -76,6 +77,15 @@ pub struct VerbsCommands {
     poll: PollTime,
 }
 
+/// Takes granted data out of slots for the inbox.
+struct Granted(Arc<Inbox>);
+
+impl Takes for Granted {
+    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+        self.0.bring(header, bytes)
+    }
+}
+
 /// The side of every other thread.
 pub struct VerbsClient {
     this: Weak<VerbsClient>,
@@ -92,6 +102,8 @@ pub struct VerbsClient {
     peer: String,
     slot_count: u32,
     ring: Arc<Ring>,
+    /// Data that waits for grants.
+    inbox: Arc<Inbox>,
     arrived: Mutex<Vec<u8>>,
     /// Bytes in `arrived`, to be polled.
     waiting: AtomicUsize,
@@ -112,6 +124,9 @@ struct Engine {
     link: Link,
     reader: FrameReader,
     control_reader: FrameReader,
+    /// Records that have come, to be looked at for their data.
+    records: Records,
+    body: Vec<u8>,
     /// The client's memories that may be written.
     keys: HashMap<u32, RegionKey>,
     /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
@@ -120,11 +135,6 @@ struct Engine {
     free_buffers: Vec<usize>,
     /// `executed` as the client was last told.
     told: u64,
-    said: Instant,
-    heard: Instant,
-    /// When something last came over the queue pairs, and how long ago that may be.
-    link_heard: Instant,
-    loss: Duration,
 }
 
 /// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
@@ -144,6 +154,7 @@ impl VerbsCommands {
         control.set_nodelay(true).map_err(failed)?;
         control.set_read_timeout(Some(SILENCE)).map_err(failed)?;
         control.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+        watch_peer(&control);
         let mut body = Vec::new();
         let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)?;
         if kind != Some(frame::QUEUES) {
@@ -160,28 +171,29 @@ impl VerbsCommands {
         control.set_nonblocking(true).map_err(failed)?;
         let stop = Bell::new().map_err(failed)?;
         let peer = control.peer_addr().map_err(failed)?.to_string();
-        let (now, queues) = (Instant::now(), link.data_queues());
+        let queues = link.data_queues();
         let engine = Engine {
             link,
             reader: FrameReader::new(),
             control_reader: FrameReader::new(),
+            records: Records::default(),
+            body: Vec::new(),
             keys: HashMap::new(),
             sends: vec![0; SENDS],
             free_sends: (0..SENDS).collect(),
             free_buffers: (0..BUFFERS).collect(),
             told: 0,
-            said: now,
-            heard: now,
-            link_heard: now,
-            loss: settings.loss,
         };
         let Some(at) = slots.pointer(0, slots.registration().len()) else {
             return Err(Lost::new("the slots have no memory"));
         };
+        let inbox = Inbox::new();
         let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
             let freed: Weak<dyn Freed> = this.clone();
+            inbox.tell(this.clone());
+            let takes = Arc::new(Granted(Arc::clone(&inbox)));
             // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
-            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
+            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed, takes) };
             VerbsClient {
                 this: this.clone(),
                 engine: Mutex::new(engine),
@@ -193,6 +205,7 @@ impl VerbsCommands {
                 peer,
                 slot_count,
                 ring,
+                inbox: Arc::clone(&inbox),
                 arrived: Mutex::default(),
                 waiting: AtomicUsize::new(0),
                 came: Condvar::new(),
@@ -234,25 +247,7 @@ impl VerbsCommands {
                 self.client.flush(engine);
             }
         }
-        let Some(record) = self.records.take(body)? else { return Ok(None) };
-        self.plan(&record, body)?;
-        Ok(Some(record))
-    }
-
-    /// Notes where the data that a record names will lie.
-    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), Lost> {
-        // The dispatcher judges what there is no such thing as.
-        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
-        let (mut piece, mut planned) = (0, Ok(()));
-        let mut visit = |data: DataUse| {
-            if let (DataUse::In(range), Ok(())) = (data, &planned) {
-                planned = self.client.ring.plan(record.seq, piece, range.len);
-            }
-            piece += 1;
-        };
-        (info.visit_data)(body, &mut visit)
-            .map_err(|e| Lost::new(format!("command {} ({}) does not decode: {e}", record.seq, info.name)))?;
-        planned.map_err(Lost::new)
+        self.records.take(body)
     }
 }
 
@@ -461,8 +456,6 @@ impl VerbsClient {
             Ok(())
         })?;
         if worked {
-            engine.heard = Instant::now();
-            engine.link_heard = engine.heard;
             self.frames(engine)?;
         }
         self.announce(engine);
@@ -502,8 +495,22 @@ impl VerbsClient {
         while let Some((kind, body)) = engine.reader.next_frame().map_err(broken)? {
             match kind {
                 frame::COMMANDS => {
+                    engine.records.refill().extend_from_slice(body);
+                    while let Some(record) =
+                        engine.records.take(&mut engine.body).map_err(|lost| End::Lost(lost.reason))?
+                    {
+                        self.plan(&record, &engine.body).map_err(End::Lost)?;
+                    }
                     lock(&self.arrived).extend_from_slice(body);
                     came += body.len();
+                }
+                frame::DATA_ASK => {
+                    let (DataAsk { seq, piece, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.inbox.ask_ahead((seq, piece)).map_err(End::Lost)?;
+                }
+                frame::DATA_NEXT => {
+                    let (DataNext { seq, piece, offset, len, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.ring.plan_granted(seq, piece, offset, len).map_err(End::Lost)?;
                 }
                 frame::REGION_KEY => {
                     let (key, _) = split_struct::<RegionKey>(body).map_err(broken)?;
@@ -512,7 +519,12 @@ impl VerbsClient {
                     }
                     engine.keys.insert(key.region, key);
                 }
-                frame::ALIVE => {}
+                frame::ALIVE => {
+                    // One that asks again and again, and takes no answers, gets no more of them.
+                    if engine.link.has_room() {
+                        put(engine.link.out(), frame::ALIVE, &[]);
+                    }
+                }
                 _ => return Err(End::Lost(format!("the bridge sent a frame of kind {kind}"))),
             }
         }
@@ -526,7 +538,26 @@ impl VerbsClient {
         Ok(())
     }
 
-    /// Sleeps until something happens, a second at most; says that we are alive.
+    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is what the bridge has done wrong.
+    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), String> {
+        // The dispatcher judges what there is no such thing as.
+        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
+        let (mut piece, mut planned) = (0, Ok(()));
+        let mut visit = |data: DataUse| {
+            if let (DataUse::In(range), Ok(())) = (data, &planned)
+                && !self.inbox.is_asked((record.seq, piece))
+            {
+                planned = self.ring.plan(record.seq, piece, range.len);
+            }
+            piece += 1;
+        };
+        (info.visit_data)(body, &mut visit)
+            .map_err(|e| format!("command {} ({}) does not decode: {e}", record.seq, info.name))?;
+        planned
+    }
+
+    /// Sleeps until something happens. Nothing is said meanwhile, nor expected: a bridge to which something is due asks whether we are there, and ends the session if it hears nothing;
+    /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
         let device = {
             let mut engine = self.lock();
@@ -538,8 +569,8 @@ impl VerbsClient {
         };
         let completions = self.lock().link.fd().try_clone_to_owned().map_err(|e| End::Lost(e.to_string()))?;
         let fds = [completions.as_fd(), self.control.as_fd(), device.event_fd(), self.stop.as_fd()];
-        let patience = Duration::from_millis(if self.ring.awaits_device() { 1 } else { 1000 });
-        wake::readable(&fds, Some(patience)).map_err(|e| End::Lost(format!("waiting: {e}")))?;
+        let patience = self.ring.awaits_device().then_some(Duration::from_millis(1));
+        wake::readable(&fds, patience).map_err(|e| End::Lost(format!("waiting: {e}")))?;
         let mut engine = self.lock();
         engine.link.disarm();
         while let Some(event) = device.next_event() {
@@ -555,29 +586,6 @@ impl VerbsClient {
             }
         }
         self.look(&mut engine)?;
-        if engine.heard.elapsed() > SILENCE {
-            return Err(End::Gone(format!("it said nothing for {} s", SILENCE.as_secs())));
-        }
-        let silent = engine.link_heard.elapsed();
-        if silent > engine.loss {
-            let (name, port) = (device.name(), device.port().number);
-            let what = format!(
-                "nothing came over RDMA device {name} port {port} for {} s: is the link down?",
-                silent.as_secs()
-            );
-            return Err(End::Gone(what));
-        }
-        if engine.said.elapsed() >= Duration::from_secs(1) {
-            engine.said = Instant::now();
-            if engine.link.has_room() {
-                put(engine.link.out(), frame::ALIVE, &[]);
-                engine.link.flush()?;
-            }
-            let alive = FrameHeader { kind: frame::ALIVE, len: 0 };
-            (&self.control)
-                .write_all(alive.as_bytes())
-                .map_err(|e| End::Gone(format!("its control connection: {e}")))?;
-        }
         Ok(())
     }
 
@@ -586,7 +594,7 @@ impl VerbsClient {
         loop {
             match engine.control_reader.fill(&mut &self.control) {
                 Ok(0) => return Err(End::Asked),
-                Ok(_) => engine.heard = Instant::now(),
+                Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Err(End::Asked),
@@ -808,6 +816,7 @@ impl VerbsClient {
         let _ = self.end.set(end);
         self.stop.ring();
         self.ring.close();
+        self.inbox.close();
         // Under the locks, so that nobody misses it between a look and a wait.
         drop(lock(&self.arrived));
         self.came.notify_all();
@@ -831,6 +840,7 @@ impl Client for VerbsClient {
 
     fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
+        self.inbox.executed(seq);
         if self.ring.executed(seq) {
             self.freed();
         }
@@ -840,6 +850,9 @@ impl Client for VerbsClient {
     }
 
     fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status> {
+        if self.inbox.is_asked((seq, piece)) {
+            return Ok(Source::Incoming(self.inbox.incoming(seq, piece, range.len)));
+        }
         let placed = self.ring.ask(seq, piece, range.len);
         placed.map(Source::Placed).ok_or(Status::INVALID_VALUE)
     }
@@ -867,6 +880,16 @@ impl Client for VerbsClient {
         self.data_sent(seq, 0);
     }
 
+    fn nothing_read(&self, seq: u64, piece: u32) {
+        if self.inbox.is_asked((seq, piece)) {
+            self.inbox.unwanted((seq, piece));
+        }
+    }
+
+    fn reads_late(&self) -> bool {
+        true
+    }
+
     fn lose(&self, reason: &str) {
         self.finish(Some(Lost::new(reason)));
     }
@@ -884,7 +907,7 @@ impl Client for VerbsClient {
     }
 
     fn copied(&self) -> u64 {
-        self.copied.load(Ordering::Relaxed)
+        self.copied.load(Ordering::Relaxed) + self.inbox.copied.load(Ordering::Relaxed)
     }
 
     fn staging(&self) -> Option<StagingArea> {
@@ -903,6 +926,18 @@ impl Client for VerbsClient {
         let registration = unsafe { domain.register(at, len, Access::Read) };
         let registration = registration.map_err(|e| Lost::new(e.to_string()))?;
         self.adopted.set(registration).map_err(|_| Lost::new("memory is adopted once"))
+    }
+}
+
+impl Bridge for VerbsClient {
+    fn grant(&self, grant: DataGrant) {
+        self.say(|engine| put(engine.link.out(), frame::DATA_GRANT, &[grant.as_bytes()]));
+    }
+
+    fn placed(&self, _bytes: u64) {}
+
+    fn wrong(&self, what: &str) {
+        self.lose(&format!("the bridge sent {what}"));
     }
 }
 

@@ -12,9 +12,11 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use protocol::channel::{Consumer, Header, NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
 use protocol::link::{
-    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame,
+    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataNext, DataSent, FrameHeader, ProgressUpdate, Queues,
+    RegionKey, SLOT_DATA, frame,
 };
-use protocol::ops::{self, Class};
+use protocol::ops::stream::{StreamBatchMemOp, StreamHostSignal, StreamHostWait};
+use protocol::ops::{self, Class, Op};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::transfer::{Inputs, Outputs, Region, Span};
@@ -30,7 +32,7 @@ use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// Commands with data under way, each way, above which no more records are taken.
 const MAX_UNDER_WAY: usize = 1 << 16;
-/// Silence after which a side says that it is there.
+/// Silence after which a server that is waited for is asked whether it is there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -69,9 +71,8 @@ pub(super) struct Relay<'c> {
     epoll: Epoll,
     poll: PollTime,
     silence: Duration,
+    /// When something last came over the queue pairs, and when the server was last asked whether it is there.
     heard: Instant,
-    /// When something last came over the queue pairs.
-    link_heard: Instant,
     said: Instant,
     looked: Instant,
     last_seq: u64,
@@ -79,6 +80,33 @@ pub(super) struct Relay<'c> {
     taken_bytes: u64,
     body: Vec<u8>,
     uses: Vec<DataUse>,
+    holds: Holds,
+}
+
+/// Whether the session's streams may be held up for as long as the program likes: by its host functions, or by words of memory.
+#[derive(Debug, Default)]
+struct Holds {
+    /// Points at which streams wait for the client, less those that were let go.
+    host: u64,
+    /// Some stream has waited for a word.
+    word: bool,
+}
+
+impl Holds {
+    fn note(&mut self, opcode: u16) {
+        let is = |info: &'static ops::OpInfo| info.opcode == opcode;
+        if is(&<StreamHostWait as Op>::INFO) {
+            self.host += 1;
+        } else if is(&<StreamHostSignal as Op>::INFO) {
+            self.host = self.host.saturating_sub(1);
+        } else if opcode == <StreamBatchMemOp as Op>::INFO.opcode {
+            self.word = true;
+        }
+    }
+
+    fn any(&self) -> bool {
+        self.word || self.host > 0
+    }
 }
 
 fn broken(e: nix::Error) -> EndReason {
@@ -136,7 +164,6 @@ impl<'c> Relay<'c> {
             poll: PollTime::giving_way(config.poll, cores()),
             silence: config.silence,
             heard: now,
-            link_heard: now,
             said: now,
             looked: now,
             last_seq: 0,
@@ -144,6 +171,7 @@ impl<'c> Relay<'c> {
             taken_bytes: 0,
             body: Vec::with_capacity(protocol::channel::MAX_RECORD),
             uses: Vec::new(),
+            holds: Holds::default(),
             link,
             queues,
         })
@@ -223,13 +251,28 @@ impl<'c> Relay<'c> {
         self.link.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
     }
 
-    /// Sleeps until something happens or it is time to say that we are alive.
+    /// Whether something is due from the server. Only then does its silence mean anything; one that is gone meanwhile shows by its control connection, which the kernel watches, and a
+    /// link that is down as soon as it is used.
+    fn awaits(&self) -> bool {
+        self.inputs.len() > 0
+            || self.outputs.len() > 0
+            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.waiting.iter().any(|seq| *seq != 0)
+    }
+
+    /// Sleeps until something happens or it is time to ask whether the server is there.
     fn sleep(&mut self, events: &mut [EpollEvent]) -> Result<(), EndReason> {
         let now = Instant::now();
         self.looked = now;
         self.keep_alive(now)?;
-        let next = (self.said + ALIVE_EVERY).min(self.heard + self.silence);
-        let millis = next.saturating_duration_since(now).as_millis() as u16 + 1;
+        let awaits = self.awaits();
+        let timeout = if awaits {
+            let next = (self.said.max(self.heard) + ALIVE_EVERY).min(self.heard + self.silence);
+            let millis = next.saturating_duration_since(now).as_millis() + 1;
+            EpollTimeout::from(millis.min(u128::from(u16::MAX)) as u16)
+        } else {
+            EpollTimeout::NONE
+        };
         let core = self.core;
         let sleep = &core.header().host_sleep;
         // While the link is behind, records must wait anyway: only its progress wakes us.
@@ -242,7 +285,7 @@ impl<'c> Relay<'c> {
             (listen && self.consumer.has_work()) || self.mailbox.has_messages() || self.poll_link(now)?;
         if !late {
             core.counters.sleeps.add(1);
-            match self.epoll.wait(events, EpollTimeout::from(millis)) {
+            match self.epoll.wait(events, timeout) {
                 Ok(count) => {
                     let bells = events[..count].iter().filter(|e| e.data() == DOORBELL).count();
                     core.counters.doorbells.add(bells as u64);
@@ -255,6 +298,10 @@ impl<'c> Relay<'c> {
             sleep.cancel();
         }
         self.link.disarm();
+        if !awaits {
+            // A silence begins when something is awaited.
+            self.heard = Instant::now();
+        }
         self.look()?;
         self.device_events()
     }
@@ -281,7 +328,6 @@ impl<'c> Relay<'c> {
         })?;
         if heard {
             self.heard = now;
-            self.link_heard = now;
             self.take_frames()?;
         }
         if completed {
@@ -294,6 +340,7 @@ impl<'c> Relay<'c> {
         let core = self.core;
         let mut waker = core.waker();
         let mut published = false;
+        let mut granted: Vec<DataGrant> = Vec::new();
         loop {
             if let Some(held) = self.held {
                 if !self.outputs.settle(held.seq, held.bytes)? {
@@ -339,8 +386,21 @@ impl<'c> Relay<'c> {
                         }
                     }
                 }
+                frame::DATA_GRANT => {
+                    let (grant, _) =
+                        split_struct::<DataGrant>(body).map_err(|e| EndReason::Server(e.to_string()))?;
+                    granted.push(grant);
+                }
                 frame::ALIVE => {}
                 other => return Err(EndReason::Server(format!("it sent a frame of unknown kind {other}"))),
+            }
+        }
+        for DataGrant { seq, piece, upto, .. } in granted {
+            if let Some((offset, len)) = self.inputs.grant(seq, piece, upto) {
+                let next = self.begin(frame::DATA_NEXT);
+                let body = DataNext { seq, piece, reserved: 0, offset, len };
+                self.link.out().extend_from_slice(body.as_bytes());
+                self.finish(next);
             }
         }
         if published && core.header().progress_sleep.take() {
@@ -427,6 +487,7 @@ impl<'c> Relay<'c> {
                 }
             },
         }
+        self.holds.note(opcode);
         if !info.carries_data {
             return Ok(());
         }
@@ -447,7 +508,20 @@ impl<'c> Relay<'c> {
                     ))
                 })?;
             if !write {
-                self.inputs.push(seq, piece as u32, span);
+                // Slots become free in the order in which they were given out: what may lie for long takes none before its stream has come to it.
+                let late = matches!(self.uses[piece], DataUse::Late(_)) || self.holds.any();
+                if !late {
+                    self.inputs.push(seq, piece as u32, span);
+                } else if span.len > 0 {
+                    if let Some(begun) = begun.take() {
+                        self.finish(begun);
+                    }
+                    let ask = self.begin(frame::DATA_ASK);
+                    let body = DataAsk { seq, piece: piece as u32, reserved: 0 };
+                    self.link.out().extend_from_slice(body.as_bytes());
+                    self.finish(ask);
+                    self.inputs.push_later(seq, piece as u32, span);
+                }
                 continue;
             }
             if span.region.grant() {
@@ -514,7 +588,7 @@ impl<'c> Relay<'c> {
     fn look(&mut self) -> Result<bool, EndReason> {
         match self.control_reader.fill(&mut self.control) {
             Ok(0) => return Err(EndReason::Gone("the server closed the connection".into())),
-            Ok(_) => self.heard = Instant::now(),
+            Ok(_) => {}
             Err(e)
                 if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) =>
             {
@@ -555,21 +629,22 @@ impl<'c> Relay<'c> {
         Ok(())
     }
 
-    /// Says a frame on the control connection, which is never behind: it carries a few bytes a second.
+    /// Says a frame on the control connection, which is never behind: it carries a farewell.
     fn say(&mut self, kind: u32, body: &[u8]) -> Result<(), EndReason> {
         let header = FrameHeader { kind, len: body.len() as u32 };
         let frame = [header.as_bytes(), body].concat();
-        self.said = Instant::now();
         self.control.write_all(&frame).map_err(|e| EndReason::Gone(e.to_string()))
     }
 
     fn keep_alive(&mut self, now: Instant) -> Result<(), EndReason> {
         let silent = now.saturating_duration_since(self.heard);
-        if silent > self.silence {
-            return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
+        if silent < ALIVE_EVERY.min(self.silence) {
+            return Ok(());
         }
-        // The control connection may go another way, and a device may wait for ever for what it has lost: so the queue pairs have a sign of life of their own.
-        let silent = now.saturating_duration_since(self.link_heard);
+        if !self.awaits() {
+            self.heard = now;
+            return Ok(());
+        }
         if silent > self.silence {
             let device = self.link.domain().device();
             let (name, port) = (device.name(), device.port().number);
@@ -578,13 +653,14 @@ impl<'c> Relay<'c> {
                 silent.as_secs()
             )));
         }
+        // Over the queue pairs: the control connection may go another way, and a device may wait for ever for what it has lost.
         if now.saturating_duration_since(self.said) >= ALIVE_EVERY {
+            self.said = now;
             if self.link.has_room() {
                 let alive = self.begin(frame::ALIVE);
                 self.finish(alive);
                 self.link.flush()?;
             }
-            self.say(frame::ALIVE, &[])?;
         }
         Ok(())
     }
