@@ -241,7 +241,7 @@ fn image(address: u64, size: [u32; 3], format: ChannelFormat, channels: u32) -> 
 }
 
 fn sampler(address: AddressMode, linear: bool, normalized: bool) -> Sampler {
-    Sampler { address: [address; 3], linear, normalized, normalized_read: false, border: [0.0; 4] }
+    Sampler { address: [address; 3], linear, normalized, ..Sampler::default() }
 }
 
 #[test]

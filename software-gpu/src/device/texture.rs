@@ -34,7 +34,8 @@ pub struct Image {
     pub address: u64,
     /// Texels in each direction; a direction that the image does not have counts as 1.
     pub size: [u32; 3],
-    /// Layers, each of them `size` large; 1 if it is not layered. A cube map has six for each cube.
+    /// Layers, each of them `size` large; 1 if it is not layered. A cube map has six for each cube: the faces toward
+    /// +x, -x, +y, -y, +z and -z.
     pub layers: u32,
     /// Bytes from one row to the next.
     pub row_pitch: u64,
@@ -73,9 +74,10 @@ impl Image {
 }
 
 /// What a coordinate outside the image means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AddressMode {
     /// The image again. Without normalised coordinates as [`AddressMode::Clamp`].
+    #[default]
     Wrap,
     /// The nearest texel.
     Clamp,
@@ -85,10 +87,10 @@ pub enum AddressMode {
     Border,
 }
 
-/// How a texture is read.
+/// How a texture is read. The default reads the nearest texel, of any level, and wraps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampler {
-    /// For each direction.
+    /// For each direction. Cube maps have no use for it.
     pub address: [AddressMode; 3],
     /// Between texels in linear proportion, else the nearest.
     pub linear: bool,
@@ -96,13 +98,55 @@ pub struct Sampler {
     pub normalized: bool,
     /// Whole numbers of 8 or 16 bits are read as floats from 0 (or -1) to 1.
     pub normalized_read: bool,
+    /// Red, green and blue are sRGB. Only for unsigned channels of 8 bits with a normalised read.
+    pub srgb: bool,
     /// The colour outside.
     pub border: [f32; 4],
+    /// Between levels in linear proportion, else the nearest level.
+    pub mip_linear: bool,
+    /// Added to the level that an instruction gives or that its gradients come to.
+    pub level_bias: f32,
+    /// The least and the greatest level that is looked at.
+    pub level_range: [f32; 2],
+    /// Linear filtering goes on beyond the edge of a cube map's face on the neighbouring face.
+    pub seamless: bool,
+}
+
+impl Default for Sampler {
+    fn default() -> Sampler {
+        Sampler {
+            address: [AddressMode::Wrap; 3],
+            linear: false,
+            normalized: false,
+            normalized_read: false,
+            srgb: false,
+            border: [0.0; 4],
+            mip_linear: false,
+            level_bias: 0.0,
+            level_range: [0.0, f32::MAX],
+            seamless: false,
+        }
+    }
+}
+
+impl Sampler {
+    /// Whether texels of this format can be read so.
+    fn check(&self, format: ChannelFormat) -> Result<()> {
+        let whole = !matches!(format, ChannelFormat::Float(_));
+        if self.linear && whole && !(self.normalized_read && format.bits() < 32) {
+            return Err(Error::InvalidArgument(format!("whole numbers ({format:?}) are not filtered")));
+        }
+        if self.srgb && !(format == ChannelFormat::Unsigned(8) && self.normalized_read) {
+            return Err(Error::InvalidArgument(format!("{format:?} is not read as sRGB")));
+        }
+        Ok(())
+    }
 }
 
 /// A texture, or a surface: then the sampler has no meaning.
 pub(crate) struct Texture {
-    pub image: Image,
+    /// One at least; the largest first.
+    pub levels: Vec<Image>,
     pub sampler: Sampler,
 }
 
@@ -129,20 +173,33 @@ impl Gpu {
     /// Makes a texture; the handle is what a kernel gets (`cudaTextureObject_t`). The memory stays the caller's: reading a
     /// texture whose memory is gone is an illegal address.
     pub fn create_texture(&self, image: Image, sampler: Sampler) -> Result<u64> {
-        image.check()?;
-        Ok(self.inner.textures.add(Texture { image, sampler }))
+        self.create_mipmapped_texture(&[image], sampler)
     }
 
-    /// Makes a surface (`cudaSurfaceObject_t`).
-    pub fn create_surface(&self, image: Image) -> Result<u64> {
-        let sampler = Sampler {
-            address: [AddressMode::Clamp; 3],
-            linear: false,
-            normalized: false,
-            normalized_read: false,
-            border: [0.0; 4],
+    /// Makes a texture of several levels, the largest first: each is half as large as the one before in every direction, rounded
+    /// down, but 1 at least; layers do not become fewer. An instruction without a level reads the first one, or the least of
+    /// [`Sampler::level_range`].
+    pub fn create_mipmapped_texture(&self, levels: &[Image], sampler: Sampler) -> Result<u64> {
+        let Some(first) = levels.first() else {
+            return Err(Error::InvalidArgument("a texture without a level".into()));
         };
-        self.create_texture(image, sampler)
+        sampler.check(first.format)?;
+        for (n, level) in levels.iter().enumerate() {
+            level.check()?;
+            let smaller = first.size.map(|size| size.checked_shr(n as u32).unwrap_or(0).max(1));
+            let like = (level.size, level.format, level.channels, level.layers);
+            if like != (smaller, first.format, first.channels, first.layers) {
+                return Err(Error::InvalidArgument(format!(
+                    "level {n} is {level:?}, not of size {smaller:?}"
+                )));
+            }
+        }
+        Ok(self.inner.textures.add(Texture { levels: levels.to_vec(), sampler }))
+    }
+
+    /// Makes a surface (`cudaSurfaceObject_t`), of one level of a mipmapped array too.
+    pub fn create_surface(&self, image: Image) -> Result<u64> {
+        self.create_texture(image, Sampler::default())
     }
 
     /// Ends a texture or a surface.

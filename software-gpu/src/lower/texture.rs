@@ -8,15 +8,40 @@ use crate::error::Result;
 use crate::exec::texture::{QUERY, SAMPLE, SURFACE_LOAD, SURFACE_STORE, field};
 use crate::ptx::ast::{Inst, Operand};
 
-/// Directions of a geometry, and whether it is layered.
-fn geometry(mods: &mut Modifiers<'_>) -> Option<(usize, bool)> {
-    Some(match mods.one_of(&["1d", "2d", "3d", "a1d", "a2d"])? {
-        "1d" => (1, false),
-        "2d" => (2, false),
-        "3d" => (3, false),
-        "a1d" => (1, true),
-        _ => (2, true),
-    })
+/// What a texture or surface looks like to an instruction.
+#[derive(Clone, Copy)]
+struct Geometry {
+    /// Coordinates besides the layer.
+    directions: usize,
+    layered: bool,
+    cube: bool,
+}
+
+impl Geometry {
+    fn take(mods: &mut Modifiers<'_>) -> Option<Geometry> {
+        let (directions, layered, cube) =
+            match mods.one_of(&["1d", "2d", "3d", "a1d", "a2d", "cube", "acube"])? {
+                "1d" => (1, false, false),
+                "2d" => (2, false, false),
+                "3d" => (3, false, false),
+                "a1d" => (1, true, false),
+                "a2d" => (2, true, false),
+                "cube" => (3, false, true),
+                _ => (3, true, true),
+            };
+        Some(Geometry { directions, layered, cube })
+    }
+
+    /// Coordinates with the layer.
+    fn count(self) -> usize {
+        self.directions + usize::from(self.layered)
+    }
+
+    fn flags(self) -> i64 {
+        self.directions as i64
+            | if self.layered { field::LAYERED } else { 0 }
+            | if self.cube { field::CUBE } else { 0 }
+    }
 }
 
 impl<'a> Lowering<'a, '_> {
@@ -59,23 +84,41 @@ impl<'a> Lowering<'a, '_> {
         }
         let gather = inst.name == "tld4";
         let channel = if gather { mods.one_of(&["r", "g", "b", "a"]) } else { None };
-        // There is one level only, which any level of detail comes to.
-        let level = mods.has("level");
+        let detail = mods.one_of(&["level", "grad"]);
         mods.has("base");
-        let Some((directions, layered)) = geometry(&mut mods) else { return self.unknown(inst) };
-        if !mods.has("v4") || (gather && (channel.is_none() || directions != 2 || layered)) {
+        let Some(geometry) = Geometry::take(&mut mods) else { return self.unknown(inst) };
+        let flat = geometry.directions == 2 && !geometry.layered;
+        if !mods.has("v4") || (gather && (channel.is_none() || !flat || detail.is_some())) {
             return self.unknown(inst);
         }
         let coordinate = mods.last();
         let result = mods.last();
+        let whole = coordinate == "s32";
         let known = matches!(coordinate, "s32" | "f32") && matches!(result, "f32" | "s32" | "u32");
-        if !known || !mods.done() || inst.operands.len() != 2 + usize::from(level) {
+        let more = match detail {
+            Some("level") => 1,
+            Some(_) => 2,
+            None => 0,
+        };
+        let fits = !(whole && (geometry.cube || gather || more == 2));
+        if !known || !fits || !mods.done() || inst.operands.len() != 2 + more {
             return self.unknown(inst);
         }
-        let Operand::Vector(list) = self.operand(inst, 0)? else { return self.unknown(inst) };
-        let whole = coordinate == "s32";
-        let count = directions + usize::from(layered);
-        let (handle, rows) = self.point(self.operand(inst, 1)?, count, whole, layered)?;
+        // A texture that is partly backed by memory tells so by a predicate; here all of it is.
+        let (vector, resident) = match self.operand(inst, 0)? {
+            Operand::Pair(vector, resident) => (vector.as_ref(), Some(resident.as_ref())),
+            vector => (vector, None),
+        };
+        let Operand::Vector(list) = vector else { return self.unknown(inst) };
+        let (handle, mut rows) =
+            self.point(self.operand(inst, 1)?, geometry.count(), whole, geometry.layered)?;
+        if more == 1 {
+            rows.push(self.source(self.operand(inst, 2)?, if whole { "b32" } else { "f32" })?);
+        } else {
+            for n in 0..more {
+                rows.extend(self.gradient(self.operand(inst, 2 + n)?, geometry.directions)?);
+            }
+        }
         let mut ext = vec![NONE; 4];
         for (slot, op) in ext.iter_mut().zip(list) {
             *slot = if *op == Operand::Sink { NONE } else { self.destination(op, 32)? };
@@ -89,13 +132,33 @@ impl<'a> Lowering<'a, '_> {
             Some("a") => 3,
             _ => 0,
         };
-        let imm = directions as i64
-            | if layered { field::LAYERED } else { 0 }
+        let imm = geometry.flags()
             | if whole { field::WHOLE } else { 0 }
             | if gather { field::GATHER } else { 0 }
+            | [0, field::LEVEL, field::GRADIENT][more]
             | number << field::CHANNEL;
-        self.emit(SAMPLE, [at, handle, 0, 0, 0, 0], imm);
+        let resident = match resident {
+            Some(Operand::Sink) | None => NONE,
+            Some(p) => self.destination(p, 1)?,
+        };
+        self.emit(SAMPLE, [at, handle, resident, 0, 0, 0], imm);
         Ok(())
+    }
+
+    /// The rows of a vector that says how far each coordinate moves.
+    fn gradient(&mut self, op: &Operand<'a>, directions: usize) -> Result<Vec<u32>> {
+        let single;
+        let list: &[Operand<'a>] = match op {
+            Operand::Vector(list) => list,
+            one => {
+                single = [one.clone()];
+                &single
+            }
+        };
+        if list.len() < directions {
+            return self.error(format!("a gradient of {} parts, {directions} are needed", list.len()));
+        }
+        list.iter().take(directions).map(|op| self.source(op, "f32")).collect()
     }
 
     pub fn lower_surface(&mut self, inst: &Inst<'a>) -> Result<()> {
@@ -109,7 +172,7 @@ impl<'a> Lowering<'a, '_> {
             Some("zero") => 2,
             _ => 0,
         };
-        let Some((directions, layered)) = geometry(&mut mods) else { return self.unknown(inst) };
+        let Some(geometry) = Geometry::take(&mut mods).filter(|g| !g.cube) else { return self.unknown(inst) };
         let count: usize = match mods.one_of(&["v2", "v4"]) {
             Some("v2") => 2,
             Some(_) => 4,
@@ -119,8 +182,8 @@ impl<'a> Lowering<'a, '_> {
         let ty = mods.last();
         let Some(bits) = type_bits(ty).filter(|b| *b >= 8 && mods.done()) else { return self.unknown(inst) };
         let (values, place) = if store { (1, 0) } else { (0, 1) };
-        let coordinates = directions + usize::from(layered);
-        let (handle, rows) = self.point(self.operand(inst, place)?, coordinates, true, layered)?;
+        let (handle, rows) =
+            self.point(self.operand(inst, place)?, geometry.count(), true, geometry.layered)?;
         let single;
         let list: &[Operand<'a>] = match self.operand(inst, values)? {
             Operand::Vector(list) => list,
@@ -144,8 +207,7 @@ impl<'a> Lowering<'a, '_> {
         ext.extend(rows);
         let at = self.ext.len() as u32;
         self.ext.extend(ext);
-        let imm = directions as i64
-            | if layered { field::LAYERED } else { 0 }
+        let imm = geometry.flags()
             | i64::from(bits / 8) << field::BYTES
             | (count as i64) << field::COUNT
             | outside << field::OUTSIDE;
@@ -155,12 +217,20 @@ impl<'a> Lowering<'a, '_> {
     }
 
     fn lower_query(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>) -> Result<()> {
-        let property = match mods.one_of(&["width", "height", "depth", "array_size", "normalized_coords"]) {
+        let property = match mods.one_of(&[
+            "width",
+            "height",
+            "depth",
+            "array_size",
+            "normalized_coords",
+            "num_mipmap_levels",
+        ]) {
             Some("width") => 0,
             Some("height") => 1,
             Some("depth") => 2,
             Some("array_size") => 3,
-            Some(_) => 4,
+            Some("normalized_coords") => 4,
+            Some(_) => 5,
             None => return self.unknown(inst),
         };
         if !mods.has("b32") || !mods.done() {

@@ -128,6 +128,7 @@ fn sampler(s: &Sampling, format: ChannelFormat) -> Result<Sampler, Status> {
         normalized: s.flags & NORMALIZED_COORDINATES != 0,
         normalized_read,
         border: s.border.map(f32::from_bits),
+        ..Sampler::default()
     })
 }
 
