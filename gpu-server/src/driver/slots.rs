@@ -13,7 +13,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 
 /// Slots of each kind: how many, bytes of each, and how many of them a flow takes at most.
 pub const KINDS: [Kind; 2] =
-    [Kind { count: 24, size: 1 << 20, most: 8 }, Kind { count: 32, size: 256 << 10, most: 2 }];
+    [Kind { count: 48, size: 1 << 20, most: 16 }, Kind { count: 32, size: 256 << 10, most: 2 }];
 
 /// See [`KINDS`].
 #[derive(Debug, Clone, Copy)]
@@ -183,12 +183,12 @@ mod tests {
     }
 
     #[test]
-    fn a_flow_that_begins_with_little_grows_and_one_alone_has_a_window_of_eight_megabytes() {
+    fn a_flow_that_begins_with_little_grows_and_one_alone_has_a_window_of_sixteen_megabytes() {
         let (slots, flow) = (Slots::default(), Flow::fresh());
         slots.take(flow, cut(1)).unwrap();
         let uses = slots.take(flow, cut(256 << 20)).unwrap();
         let distinct: std::collections::HashSet<usize> = uses.iter().map(|u| u.slot).collect();
-        assert_eq!((uses.len(), distinct.len()), (256, 8));
+        assert_eq!((uses.len(), distinct.len()), (256, 16));
         slots.give_back(flow);
         slots.give_back(flow);
         assert_eq!(slots.lock().free[0].len(), KINDS[0].count);
