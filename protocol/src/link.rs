@@ -27,7 +27,8 @@
 //! reliable connections stand between them: queue 0 for messages, the others for data. A message is a [`MessageHeader`] and some bytes; the bytes of all
 //! messages one way, put together, are a stream of the same frames as on a control connection. The bridge *writes* `In` data, each piece a [`DataHeader`] and its bytes,
 //! into slots of the server's memory that it knows to be free, and takes them in turn: cut as [`chunk_len`] says, the session's n-th piece goes to slot n modulo their number, so that
-//! the server knows where data will lie before it comes. The server *writes* `Out` data to where the command says in the client's memory, by the key that a
+//! the server knows where data will lie before it comes. Data that its stream may not come to for long (while a host function is under way, or once a stream has waited for a word
+//! of memory) and late data wait for grants instead ([`frame::DATA_ASK`]), and take slots when they are sent ([`frame::DATA_NEXT`]). The server *writes* `Out` data to where the command says in the client's memory, by the key that a
 //! [`frame::REGION_KEY`] has given it. Immediate data says what was written.
 //! To end, the bridge sends [`frame::BYE`] and shuts its direction down; the worker lets go of all memory and then closes the socket. A worker that ends the session by itself does the
 //! same: `BYE` with the reason, memory let go, socket closed. Whoever sees the socket closed may rely on the memory being touched no more.
@@ -144,12 +145,15 @@ pub mod frame {
     pub const REGION_KEY: u32 = 12;
     /// Server → bridge, `verbs`: one or more u32: slots that are free again, in the order in which they are to be written.
     pub const SLOTS_FREE: u32 = 13;
-    /// Server → bridge, `tcp`: one or more [`super::DataGrant`]s.
+    /// Server → bridge, `tcp`, `verbs`: one or more [`super::DataGrant`]s.
     pub const DATA_GRANT: u32 = 14;
     /// Server → bridge, `tcp`: u64: so many bytes more of eager data have found their place, or were thrown away.
     pub const DATA_PLACED: u32 = 15;
-    /// Bridge → server, `tcp`: u64 seq, u32 piece, u32 0: that piece of data, of no more than [`super::EAGER_PIECE`] bytes, waits for a grant.
+    /// Bridge → server: [`super::DataAsk`]: that piece of data waits for a grant. `tcp`: it has no more than [`super::EAGER_PIECE`] bytes. `verbs`: sent before the command; the piece
+    /// has no place among the slots until [`DATA_NEXT`] says so.
     pub const DATA_ASK: u32 = 16;
+    /// Bridge → server, `verbs`: [`super::DataNext`]: these bytes, which were granted, come next in the slots, behind the data of all commands sent before.
+    pub const DATA_NEXT: u32 = 17;
 }
 
 /// Of each piece of `In` data a bridge may send this many bytes eagerly, at most: without a grant.
@@ -183,6 +187,22 @@ pub struct DataAsk {
     pub piece: u32,
     /// Zero.
     pub reserved: u32,
+}
+
+/// Body of [`frame::DATA_NEXT`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DataNext {
+    /// The command.
+    pub seq: u64,
+    /// Which of its pieces of data.
+    pub piece: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Where in the piece they begin.
+    pub offset: u64,
+    /// How many bytes.
+    pub len: u64,
 }
 
 /// Body of [`frame::REPLY`]; the payload follows.

@@ -392,7 +392,7 @@ impl Rgpu {
     }
 }
 
-const PROGRAMS: [&str; 16] = [
+const PROGRAMS: [&str; 19] = [
     "vectorAdd",
     "copies",
     "streams_events",
@@ -409,6 +409,9 @@ const PROGRAMS: [&str; 16] = [
     "templates",
     "driver_ptx",
     "device_list",
+    "held_streams",
+    "held_by_value",
+    "fair_streams",
 ];
 
 /// Page-locked memory goes from the program's pages into the buffers that the device reads, and back, with no CPU in between on either host.

@@ -464,6 +464,42 @@ impl Inbox {
         Ok(())
     }
 
+    /// As [`ask`](Self::ask), where that comes before the command.
+    pub(super) fn ask_ahead(&self, key: (u64, u32)) -> Result<(), String> {
+        let mut state = self.lock();
+        if state.expected.contains_key(&key) || key.0 <= self.executed.load(Ordering::SeqCst) {
+            return Err(format!("it asks for data of command {} behind it", key.0));
+        }
+        if state.asked.len() >= MAX_ASKED {
+            return Err(format!("it waits for grants for more than {MAX_ASKED} pieces of data"));
+        }
+        state.asked.insert(key);
+        Ok(())
+    }
+
+    /// Whether the bridge waits for a grant of a piece that no driver has asked for yet.
+    pub(super) fn is_asked(&self, key: (u64, u32)) -> bool {
+        self.lock().asked.contains(&key)
+    }
+
+    /// Granted bytes of a piece, which this thread brings by a copy. The error is what the bridge has done wrong.
+    pub(super) fn bring(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+        let key = (header.seq, header.piece);
+        let mut state = self.lock();
+        // Nobody wants it any more.
+        let Some(expected) = state.expected.get_mut(&key) else { return Ok(()) };
+        expected.announce(header).map_err(|e| e.to_string())?;
+        if header.offset + u64::from(header.len) > expected.granted {
+            return Err(format!("data of command {} beyond what was granted", header.seq));
+        }
+        let landing = Arc::clone(&expected.landing);
+        drop(state);
+        copy_in(&*landing, header.offset, bytes);
+        self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.landed(key, bytes.len() as u64);
+        Ok(())
+    }
+
     /// A command that is being executed does not want this piece.
     pub(super) fn unwanted(&self, key: (u64, u32)) {
         let mut state = self.lock();

@@ -38,6 +38,12 @@ pub trait Arrivals: Send + Sync {
     fn lost(&self);
 }
 
+/// Who takes data that was granted ([`protocol::link::frame::DATA_NEXT`]) out of its slots as it lands. Called with a lock held: it must not block. The error is what the bridge has
+/// done wrong.
+pub(super) trait Takes: Send + Sync {
+    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String>;
+}
+
 /// Who is to be told when slots may have become free.
 pub(super) trait Freed: Send + Sync {
     fn freed(&self);
@@ -61,6 +67,7 @@ pub(super) struct Ring {
     /// Bytes landed.
     pub(super) bytes: AtomicU64,
     freed: Weak<dyn Freed>,
+    takes: Arc<dyn Takes>,
 }
 
 // SAFETY: `at` points to memory that its owner keeps as long as this; who uses which slot is the rounds' protocol.
@@ -95,13 +102,15 @@ struct Piece {
     count: u64,
     landed: u64,
     asked: bool,
+    /// Where in the piece these bytes begin, if they were granted and are taken as they land.
+    granted: Option<u64>,
 }
 
 impl Piece {
     fn header(&self, chunk: u64) -> DataHeader {
         let offset = (chunk - self.first) * self.chunk;
         let len = (self.len - offset).min(self.chunk) as u32;
-        DataHeader { seq: self.seq, offset, piece: self.piece, len }
+        DataHeader { seq: self.seq, offset: self.granted.unwrap_or(0) + offset, piece: self.piece, len }
     }
 }
 
@@ -116,6 +125,7 @@ impl Ring {
         count: usize,
         queues: usize,
         freed: Weak<dyn Freed>,
+        takes: Arc<dyn Takes>,
     ) -> Arc<Ring> {
         let zeros = || (0..count).map(|_| AtomicU64::new(0)).collect();
         let state = State {
@@ -142,6 +152,7 @@ impl Ring {
             over: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
             freed,
+            takes,
         })
     }
 
@@ -161,6 +172,18 @@ impl Ring {
 
     /// A command with `len` bytes of `In` data has come; commands come in order. The error is what the bridge has done wrong before.
     pub(super) fn plan(&self, seq: u64, piece: u32, len: u64) -> Result<(), String> {
+        self.plan_part(seq, piece, None, len)
+    }
+
+    /// Bytes that were granted come next. The error is what the bridge has done wrong.
+    pub(super) fn plan_granted(&self, seq: u64, piece: u32, offset: u64, len: u64) -> Result<(), String> {
+        if offset.checked_add(len).is_none() {
+            return Err(format!("{len} bytes at {offset} of command {seq}"));
+        }
+        self.plan_part(seq, piece, Some(offset), len)
+    }
+
+    fn plan_part(&self, seq: u64, piece: u32, granted: Option<u64>, len: u64) -> Result<(), String> {
         if len == 0 {
             return Ok(());
         }
@@ -174,9 +197,10 @@ impl Ring {
         let Some(next) = first.checked_add(count).filter(|_| state.plan.len() < MAX_OWED) else {
             return Err(format!("command {seq} names {len} bytes more than the bridge can be waited for"));
         };
-        state.plan.push_back(Piece { seq, piece, len, chunk, first, count, landed: 0, asked: false });
+        let asked = granted.is_some();
+        state.plan.push_back(Piece { seq, piece, len, chunk, first, count, landed: 0, asked, granted });
         state.next = next;
-        self.unasked.fetch_add(1, Ordering::AcqRel);
+        self.unasked.fetch_add(usize::from(!asked), Ordering::AcqRel);
         for chunk in first..state.next.min(state.told + self.count) {
             if let Some(header) = state.early[(chunk % self.count) as usize].take() {
                 self.land(state, chunk, &header)?;
@@ -211,8 +235,21 @@ impl Ring {
             return Err(format!("the bridge wrote {header:?} into slot {slot}, where {due:?} was due"));
         };
         piece.landed += 1;
+        let granted = piece.granted.is_some();
         state.arrived += 1;
         self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
+        if granted {
+            // SAFETY: inside the slot, which the bridge has written and may write again only when it is told that it is free. One that writes it all the same spoils its own
+            // session's data.
+            let bytes = unsafe {
+                let at = self.at.add(slot * self.slot_size + SLOT_DATA as usize);
+                std::slice::from_raw_parts(at.as_ptr(), header.len as usize)
+            };
+            self.takes.take(header, bytes)?;
+            self.landed[slot].store(round, Ordering::Release);
+            self.passed[slot].fetch_max(round, Ordering::AcqRel);
+            return Ok(());
+        }
         self.landed[slot].store(round, Ordering::Release);
         if let Some(device) = self.device.get() {
             device.landed(slot, round);
@@ -420,7 +457,43 @@ mod tests {
         let at = NonNull::new(memory.as_mut_ptr()).unwrap();
         let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
         // SAFETY: the tests keep the memory as long as the ring.
-        (unsafe { Ring::new(at, SLOT, count, 1, freed) }, memory)
+        (unsafe { Ring::new(at, SLOT, count, 1, freed, Arc::new(Taken::default())) }, memory)
+    }
+
+    /// What was taken out of slots.
+    #[derive(Default)]
+    struct Taken(Mutex<Vec<(u64, u64, usize)>>);
+    impl Takes for Taken {
+        fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+            self.0.lock().unwrap().push((header.seq, header.offset, bytes.len()));
+            if header.seq == 99 { Err("not granted".into()) } else { Ok(()) }
+        }
+    }
+
+    #[test]
+    fn what_was_granted_is_taken_as_it_lands_and_its_slots_are_free_at_once() {
+        let mut memory = vec![0u8; 2 * SLOT];
+        let at = NonNull::new(memory.as_mut_ptr()).unwrap();
+        let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
+        let taken = Arc::new(Taken::default());
+        // SAFETY: the memory outlives the ring.
+        let ring = unsafe { Ring::new(at, SLOT, 2, 1, freed, taken.clone()) };
+        ring.plan_granted(1, 0, 1000, 100_000).unwrap();
+        ring.arrived(1, header(1, 1000 + (64 << 10), 100_000 - (64 << 10))).unwrap();
+        ring.arrived(0, header(1, 1000, 64 << 10)).unwrap();
+        assert_eq!(told(&ring), [0, 1]);
+        // One that comes before it is announced; commands that are executed meanwhile do not matter.
+        ring.arrived(0, header(2, 5, 10)).unwrap();
+        ring.executed(2);
+        ring.plan_granted(2, 0, 5, 10).unwrap();
+        assert_eq!(told(&ring), [0]);
+        assert_eq!(
+            *taken.0.lock().unwrap(),
+            [(1, 1000 + (64 << 10), 34464), (1, 1000, 64 << 10), (2, 5, 10)]
+        );
+        ring.plan_granted(99, 0, 0, 10).unwrap();
+        assert!(ring.arrived(1, header(99, 0, 10)).is_err());
+        assert!(ring.plan_granted(3, 0, u64::MAX, 10).is_err());
     }
 
     fn header(seq: u64, offset: u64, len: u32) -> DataHeader {

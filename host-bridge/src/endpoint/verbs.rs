@@ -25,14 +25,15 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::{DataUse, HostRange, Place};
 use protocol::link::{
-    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, chunk_len,
-    frame, progress,
+    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataNext, DataSent, FrameHeader, ProgressUpdate, Queues,
+    RegionKey, SLOT_DATA, chunk_len, frame, progress,
 };
 use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Lent, Outgoing};
-use super::ring::{Arrivals, Freed, Ring};
+use super::ring::{Arrivals, Freed, Ring, Takes};
 use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
@@ -76,6 +77,15 @@ pub struct VerbsCommands {
     poll: PollTime,
 }
 
+/// Takes granted data out of slots for the inbox.
+struct Granted(Arc<Inbox>);
+
+impl Takes for Granted {
+    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+        self.0.bring(header, bytes)
+    }
+}
+
 /// The side of every other thread.
 pub struct VerbsClient {
     this: Weak<VerbsClient>,
@@ -92,6 +102,8 @@ pub struct VerbsClient {
     peer: String,
     slot_count: u32,
     ring: Arc<Ring>,
+    /// Data that waits for grants.
+    inbox: Arc<Inbox>,
     arrived: Mutex<Vec<u8>>,
     /// Bytes in `arrived`, to be polled.
     waiting: AtomicUsize,
@@ -112,6 +124,9 @@ struct Engine {
     link: Link,
     reader: FrameReader,
     control_reader: FrameReader,
+    /// Records that have come, to be looked at for their data.
+    records: Records,
+    body: Vec<u8>,
     /// The client's memories that may be written.
     keys: HashMap<u32, RegionKey>,
     /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
@@ -165,6 +180,8 @@ impl VerbsCommands {
             link,
             reader: FrameReader::new(),
             control_reader: FrameReader::new(),
+            records: Records::default(),
+            body: Vec::new(),
             keys: HashMap::new(),
             sends: vec![0; SENDS],
             free_sends: (0..SENDS).collect(),
@@ -178,10 +195,13 @@ impl VerbsCommands {
         let Some(at) = slots.pointer(0, slots.registration().len()) else {
             return Err(Lost::new("the slots have no memory"));
         };
+        let inbox = Inbox::new();
         let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
             let freed: Weak<dyn Freed> = this.clone();
+            inbox.tell(this.clone());
+            let takes = Arc::new(Granted(Arc::clone(&inbox)));
             // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
-            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
+            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed, takes) };
             VerbsClient {
                 this: this.clone(),
                 engine: Mutex::new(engine),
@@ -193,6 +213,7 @@ impl VerbsCommands {
                 peer,
                 slot_count,
                 ring,
+                inbox: Arc::clone(&inbox),
                 arrived: Mutex::default(),
                 waiting: AtomicUsize::new(0),
                 came: Condvar::new(),
@@ -234,25 +255,7 @@ impl VerbsCommands {
                 self.client.flush(engine);
             }
         }
-        let Some(record) = self.records.take(body)? else { return Ok(None) };
-        self.plan(&record, body)?;
-        Ok(Some(record))
-    }
-
-    /// Notes where the data that a record names will lie.
-    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), Lost> {
-        // The dispatcher judges what there is no such thing as.
-        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
-        let (mut piece, mut planned) = (0, Ok(()));
-        let mut visit = |data: DataUse| {
-            if let (DataUse::In(range), Ok(())) = (data, &planned) {
-                planned = self.client.ring.plan(record.seq, piece, range.len);
-            }
-            piece += 1;
-        };
-        (info.visit_data)(body, &mut visit)
-            .map_err(|e| Lost::new(format!("command {} ({}) does not decode: {e}", record.seq, info.name)))?;
-        planned.map_err(Lost::new)
+        self.records.take(body)
     }
 }
 
@@ -502,8 +505,22 @@ impl VerbsClient {
         while let Some((kind, body)) = engine.reader.next_frame().map_err(broken)? {
             match kind {
                 frame::COMMANDS => {
+                    engine.records.refill().extend_from_slice(body);
+                    while let Some(record) =
+                        engine.records.take(&mut engine.body).map_err(|lost| End::Lost(lost.reason))?
+                    {
+                        self.plan(&record, &engine.body).map_err(End::Lost)?;
+                    }
                     lock(&self.arrived).extend_from_slice(body);
                     came += body.len();
+                }
+                frame::DATA_ASK => {
+                    let (DataAsk { seq, piece, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.inbox.ask_ahead((seq, piece)).map_err(End::Lost)?;
+                }
+                frame::DATA_NEXT => {
+                    let (DataNext { seq, piece, offset, len, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.ring.plan_granted(seq, piece, offset, len).map_err(End::Lost)?;
                 }
                 frame::REGION_KEY => {
                     let (key, _) = split_struct::<RegionKey>(body).map_err(broken)?;
@@ -524,6 +541,24 @@ impl VerbsClient {
             self.came.notify_one();
         }
         Ok(())
+    }
+
+    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is what the bridge has done wrong.
+    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), String> {
+        // The dispatcher judges what there is no such thing as.
+        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
+        let (mut piece, mut planned) = (0, Ok(()));
+        let mut visit = |data: DataUse| {
+            if let (DataUse::In(range), Ok(())) = (data, &planned)
+                && !self.inbox.is_asked((record.seq, piece))
+            {
+                planned = self.ring.plan(record.seq, piece, range.len);
+            }
+            piece += 1;
+        };
+        (info.visit_data)(body, &mut visit)
+            .map_err(|e| format!("command {} ({}) does not decode: {e}", record.seq, info.name))?;
+        planned
     }
 
     /// Sleeps until something happens, a second at most; says that we are alive.
@@ -808,6 +843,7 @@ impl VerbsClient {
         let _ = self.end.set(end);
         self.stop.ring();
         self.ring.close();
+        self.inbox.close();
         // Under the locks, so that nobody misses it between a look and a wait.
         drop(lock(&self.arrived));
         self.came.notify_all();
@@ -831,6 +867,7 @@ impl Client for VerbsClient {
 
     fn executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
+        self.inbox.executed(seq);
         if self.ring.executed(seq) {
             self.freed();
         }
@@ -840,6 +877,9 @@ impl Client for VerbsClient {
     }
 
     fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status> {
+        if self.inbox.is_asked((seq, piece)) {
+            return Ok(Source::Incoming(self.inbox.incoming(seq, piece, range.len)));
+        }
         let placed = self.ring.ask(seq, piece, range.len);
         placed.map(Source::Placed).ok_or(Status::INVALID_VALUE)
     }
@@ -867,6 +907,16 @@ impl Client for VerbsClient {
         self.data_sent(seq, 0);
     }
 
+    fn nothing_read(&self, seq: u64, piece: u32) {
+        if self.inbox.is_asked((seq, piece)) {
+            self.inbox.unwanted((seq, piece));
+        }
+    }
+
+    fn reads_late(&self) -> bool {
+        true
+    }
+
     fn lose(&self, reason: &str) {
         self.finish(Some(Lost::new(reason)));
     }
@@ -884,7 +934,7 @@ impl Client for VerbsClient {
     }
 
     fn copied(&self) -> u64 {
-        self.copied.load(Ordering::Relaxed)
+        self.copied.load(Ordering::Relaxed) + self.inbox.copied.load(Ordering::Relaxed)
     }
 
     fn staging(&self) -> Option<StagingArea> {
@@ -903,6 +953,18 @@ impl Client for VerbsClient {
         let registration = unsafe { domain.register(at, len, Access::Read) };
         let registration = registration.map_err(|e| Lost::new(e.to_string()))?;
         self.adopted.set(registration).map_err(|_| Lost::new("memory is adopted once"))
+    }
+}
+
+impl Bridge for VerbsClient {
+    fn grant(&self, grant: DataGrant) {
+        self.say(|engine| put(engine.link.out(), frame::DATA_GRANT, &[grant.as_bytes()]));
+    }
+
+    fn placed(&self, _bytes: u64) {}
+
+    fn wrong(&self, what: &str) {
+        self.lose(&format!("the bridge sent {what}"));
     }
 }
 

@@ -12,9 +12,11 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use protocol::channel::{Consumer, Header, NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
 use protocol::link::{
-    ARENA_KEY, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame,
+    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataNext, DataSent, FrameHeader, ProgressUpdate, Queues,
+    RegionKey, SLOT_DATA, frame,
 };
-use protocol::ops::{self, Class};
+use protocol::ops::stream::{StreamBatchMemOp, StreamHostSignal, StreamHostWait};
+use protocol::ops::{self, Class, Op};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::transfer::{Inputs, Outputs, Region, Span};
@@ -79,6 +81,33 @@ pub(super) struct Relay<'c> {
     taken_bytes: u64,
     body: Vec<u8>,
     uses: Vec<DataUse>,
+    holds: Holds,
+}
+
+/// Whether the session's streams may be held up for as long as the program likes: by its host functions, or by words of memory.
+#[derive(Debug, Default)]
+struct Holds {
+    /// Points at which streams wait for the client, less those that were let go.
+    host: u64,
+    /// Some stream has waited for a word.
+    word: bool,
+}
+
+impl Holds {
+    fn note(&mut self, opcode: u16) {
+        let is = |info: &'static ops::OpInfo| info.opcode == opcode;
+        if is(&<StreamHostWait as Op>::INFO) {
+            self.host += 1;
+        } else if is(&<StreamHostSignal as Op>::INFO) {
+            self.host = self.host.saturating_sub(1);
+        } else if opcode == <StreamBatchMemOp as Op>::INFO.opcode {
+            self.word = true;
+        }
+    }
+
+    fn any(&self) -> bool {
+        self.word || self.host > 0
+    }
 }
 
 fn broken(e: nix::Error) -> EndReason {
@@ -144,6 +173,7 @@ impl<'c> Relay<'c> {
             taken_bytes: 0,
             body: Vec::with_capacity(protocol::channel::MAX_RECORD),
             uses: Vec::new(),
+            holds: Holds::default(),
             link,
             queues,
         })
@@ -294,6 +324,7 @@ impl<'c> Relay<'c> {
         let core = self.core;
         let mut waker = core.waker();
         let mut published = false;
+        let mut granted: Vec<DataGrant> = Vec::new();
         loop {
             if let Some(held) = self.held {
                 if !self.outputs.settle(held.seq, held.bytes)? {
@@ -339,8 +370,21 @@ impl<'c> Relay<'c> {
                         }
                     }
                 }
+                frame::DATA_GRANT => {
+                    let (grant, _) =
+                        split_struct::<DataGrant>(body).map_err(|e| EndReason::Server(e.to_string()))?;
+                    granted.push(grant);
+                }
                 frame::ALIVE => {}
                 other => return Err(EndReason::Server(format!("it sent a frame of unknown kind {other}"))),
+            }
+        }
+        for DataGrant { seq, piece, upto, .. } in granted {
+            if let Some((offset, len)) = self.inputs.grant(seq, piece, upto) {
+                let next = self.begin(frame::DATA_NEXT);
+                let body = DataNext { seq, piece, reserved: 0, offset, len };
+                self.link.out().extend_from_slice(body.as_bytes());
+                self.finish(next);
             }
         }
         if published && core.header().progress_sleep.take() {
@@ -427,6 +471,7 @@ impl<'c> Relay<'c> {
                 }
             },
         }
+        self.holds.note(opcode);
         if !info.carries_data {
             return Ok(());
         }
@@ -447,7 +492,20 @@ impl<'c> Relay<'c> {
                     ))
                 })?;
             if !write {
-                self.inputs.push(seq, piece as u32, span);
+                // Slots become free in the order in which they were given out: what may lie for long takes none before its stream has come to it.
+                let late = matches!(self.uses[piece], DataUse::Late(_)) || self.holds.any();
+                if !late {
+                    self.inputs.push(seq, piece as u32, span);
+                } else if span.len > 0 {
+                    if let Some(begun) = begun.take() {
+                        self.finish(begun);
+                    }
+                    let ask = self.begin(frame::DATA_ASK);
+                    let body = DataAsk { seq, piece: piece as u32, reserved: 0 };
+                    self.link.out().extend_from_slice(body.as_bytes());
+                    self.finish(ask);
+                    self.inputs.push_later(seq, piece as u32, span);
+                }
                 continue;
             }
             if span.region.grant() {

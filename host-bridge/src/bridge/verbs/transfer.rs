@@ -76,7 +76,16 @@ struct Job {
     ticket: u64,
     span: Span,
     at: u64,
+    end: u64,
     chunk: u64,
+}
+
+/// A piece that waits for grants.
+#[derive(Debug)]
+struct Later {
+    ticket: u64,
+    span: Span,
+    granted: u64,
 }
 
 /// A write to be posted.
@@ -101,10 +110,12 @@ struct Posted {
     _span: Span,
 }
 
-/// `In` data in the commands' order, and which commands' data has all been read.
+/// `In` data in the order of its places among the slots, and which commands' data has all been read.
 #[derive(Debug)]
 pub(super) struct Inputs {
     jobs: VecDeque<Job>,
+    /// By command and piece: what has no place among the slots yet.
+    later: HashMap<(u64, u32), Later>,
     /// For each command with data under way: its seq, and how many bytes the server does not have yet.
     tickets: VecDeque<(u64, u64)>,
     /// Ticket number of the front.
@@ -122,7 +133,8 @@ impl Inputs {
         let posted = std::iter::repeat_with(|| None).take(under_way).collect();
         let free = (0..under_way).rev().collect();
         let (jobs, tickets) = (VecDeque::with_capacity(1024), VecDeque::with_capacity(1024));
-        Inputs { jobs, tickets, first: 0, posted, free, most, queues: queues as u64 }
+        let later = HashMap::new();
+        Inputs { jobs, later, tickets, first: 0, posted, free, most, queues: queues as u64 }
     }
 
     /// Commands whose data is under way.
@@ -134,29 +146,63 @@ impl Inputs {
         !self.jobs.is_empty()
     }
 
+    /// The ticket of command `seq`, which has `len` bytes more.
+    fn ticket(&mut self, seq: u64, len: u64) -> u64 {
+        match self.tickets.back_mut() {
+            Some((last, left)) if *last == seq => *left += len,
+            _ => self.tickets.push_back((seq, len)),
+        }
+        self.first + self.tickets.len() as u64 - 1
+    }
+
+    fn queue(&mut self, seq: u64, piece: u32, ticket: u64, span: Span, at: u64, end: u64) {
+        let chunk = chunk_len(end - at, self.queues, self.most);
+        self.jobs.push_back(Job { seq, piece, ticket, span, at, end, chunk });
+    }
+
     /// Queues one piece of data of command `seq`; pieces come in the commands' order.
     pub(super) fn push(&mut self, seq: u64, piece: u32, span: Span) {
         if span.len == 0 {
             return;
         }
-        match self.tickets.back_mut() {
-            Some((last, left)) if *last == seq => *left += span.len,
-            _ => self.tickets.push_back((seq, span.len)),
+        let (ticket, end) = (self.ticket(seq, span.len), span.len);
+        self.queue(seq, piece, ticket, span, 0, end);
+    }
+
+    /// As [`push`](Self::push), for a piece that waits for grants.
+    pub(super) fn push_later(&mut self, seq: u64, piece: u32, span: Span) {
+        if span.len > 0 {
+            let ticket = self.ticket(seq, span.len);
+            self.later.insert((seq, piece), Later { ticket, span, granted: 0 });
         }
-        let ticket = self.first + self.tickets.len() as u64 - 1;
-        let chunk = chunk_len(span.len, self.queues, self.most);
-        self.jobs.push_back(Job { seq, piece, ticket, span, at: 0, chunk });
+    }
+
+    /// The server has room for a piece's bytes before `upto`: queues those that it had not granted before, and gives their offset and length. One that it has granted already is of no
+    /// interest.
+    pub(super) fn grant(&mut self, seq: u64, piece: u32, upto: u64) -> Option<(u64, u64)> {
+        let later = self.later.get_mut(&(seq, piece))?;
+        let (at, end) = (later.granted, upto.min(later.span.len));
+        if end <= at {
+            return None;
+        }
+        later.granted = end;
+        let (ticket, span) = (later.ticket, later.span.clone());
+        if end == span.len {
+            self.later.remove(&(seq, piece));
+        }
+        self.queue(seq, piece, ticket, span, at, end);
+        Some((at, end - at))
     }
 
     /// The next write.
     pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
         let job = self.jobs.front_mut()?;
-        let len = (job.span.len - job.at).min(job.chunk);
+        let len = (job.end - job.at).min(job.chunk);
         let source = job.span.segment(job.at, len as u32)?;
         let (seq, piece, offset, ticket) = (job.seq, job.piece, job.at, job.ticket);
         let span = job.span.clone();
         job.at += len;
-        if job.at == job.span.len {
+        if job.at == job.end {
             self.jobs.pop_front();
         }
         let signal = len > SIGNALLED || self.jobs.is_empty();
