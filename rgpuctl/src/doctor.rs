@@ -12,6 +12,7 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::Args;
+use host_bridge::verbs::Settings;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::{AccessFlags, access};
 
@@ -28,7 +29,7 @@ pub struct Arguments {
     #[arg(long, value_name = "HOST:PORT")]
     server: Option<String>,
     #[command(flatten)]
-    rdma: rdma::Choice,
+    rdma: Settings,
 }
 
 /// What a check found.

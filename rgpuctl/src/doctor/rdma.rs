@@ -6,7 +6,7 @@ use std::fs;
 use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 
-use clap::Args;
+use host_bridge::verbs::Settings;
 
 use super::Finding::{self, Good, Note, Wrong};
 
@@ -17,29 +17,12 @@ const HEADERS: u32 = 96;
 /// Below this a daemon cannot even register the memory of one session.
 const LOCKED: u64 = 1 << 30;
 
-/// The daemons' settings of the same names.
-#[derive(Args, Clone, Debug)]
-pub struct Choice {
-    /// Check this RDMA device for transport `verbs`
-    #[arg(long, value_name = "NAME")]
-    rdma_device: Option<String>,
-    /// Its port
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    rdma_port: u8,
-    /// Entry of the port's GID table
-    #[arg(long, value_name = "N")]
-    rdma_gid_index: Option<u8>,
-    /// MTU in bytes
-    #[arg(long, value_name = "BYTES")]
-    rdma_mtu: Option<u32>,
-}
-
 /// The checks. `root` is `/`, `library` where the loader finds libibverbs. None: there is no RDMA here and nobody asked for it.
-pub fn check(root: &Path, choice: &Choice, library: Option<PathBuf>) -> Vec<Finding> {
+pub fn check(root: &Path, choice: &Settings, library: Option<PathBuf>) -> Vec<Finding> {
     let mut devices = names(&root.join("sys/class/infiniband"));
     devices.sort();
     if devices.is_empty() {
-        return match &choice.rdma_device {
+        return match &choice.device {
             None => Vec::new(),
             Some(name) => vec![Wrong(
                 format!("there is no RDMA device {name}, nor any other: /sys/class/infiniband is empty"),
@@ -55,7 +38,7 @@ pub fn check(root: &Path, choice: &Choice, library: Option<PathBuf>) -> Vec<Find
             "apt install libibverbs1 ibverbs-providers".into(),
         ),
     }];
-    let chosen = match &choice.rdma_device {
+    let chosen = match &choice.device {
         Some(name) if devices.contains(name) => vec![name.clone()],
         Some(name) => {
             findings.push(Wrong(
@@ -69,7 +52,7 @@ pub fn check(root: &Path, choice: &Choice, library: Option<PathBuf>) -> Vec<Find
     // Of several, which one is meant is not known: a port that is down is then worth a note only.
     let certain = chosen.len() == 1;
     for name in &chosen {
-        let port = Port { root, device: name, number: choice.rdma_port };
+        let port = Port { root, device: name, number: choice.port };
         match port.check(choice) {
             Wrong(text, step) if !certain => findings.push(Note(text, Some(step))),
             finding => findings.push(finding),
@@ -103,7 +86,7 @@ impl Port<'_> {
     }
 
     /// Where packets go from here, in words, or what is in the way.
-    fn check(&self, choice: &Choice) -> Finding {
+    fn check(&self, choice: &Settings) -> Finding {
         let Port { root, device, number } = *self;
         let mut ports = names(&root.join("sys/class/infiniband").join(device).join("ports"));
         ports.sort();
@@ -125,15 +108,15 @@ impl Port<'_> {
             };
             return Wrong(format!("port {number} of RDMA device {device} is {word}"), step.into());
         }
-        let path = if ethernet || choice.rdma_gid_index.is_some() {
-            match self.gid(choice.rdma_gid_index) {
+        let path = if ethernet || choice.gid_index.is_some() {
+            match self.gid(choice.gid_index) {
                 Ok(found) => found,
                 Err(wrong) => return wrong,
             }
         } else {
             format!("LID {}", self.file("lid").unwrap_or_default())
         };
-        let mtu = match self.mtu(ethernet, choice.rdma_mtu) {
+        let mtu = match self.mtu(ethernet, choice.mtu) {
             Ok(mtu) => mtu,
             Err(wrong) => return wrong,
         };
@@ -303,14 +286,14 @@ mod tests {
             fs::write(path, format!("{text}\n")).unwrap();
         }
 
-        fn check(&self, change: impl FnOnce(&mut Choice)) -> Vec<Finding> {
-            let mut choice = Choice { rdma_device: None, rdma_port: 1, rdma_gid_index: None, rdma_mtu: None };
+        fn check(&self, change: impl FnOnce(&mut Settings)) -> Vec<Finding> {
+            let mut choice = Settings::default();
             change(&mut choice);
             check(&self.0, &choice, Some("/lib/libibverbs.so.1".into()))
         }
 
         /// The one thing that is wrong.
-        fn wrong(&self, change: impl FnOnce(&mut Choice)) -> (String, String) {
+        fn wrong(&self, change: impl FnOnce(&mut Settings)) -> (String, String) {
             let findings = self.check(change);
             let wrong: Vec<_> = findings
                 .iter()
@@ -342,18 +325,18 @@ mod tests {
     fn a_host_without_rdma_is_no_matter_unless_asked() {
         let tree = Tree(std::env::temp_dir().join("rgpuctl-rdma-none"));
         assert!(tree.check(|_| {}).is_empty());
-        assert!(tree.wrong(|c| c.rdma_device = Some("mlx5_0".into())).0.contains("mlx5_0"));
+        assert!(tree.wrong(|c| c.device = Some("mlx5_0".into())).0.contains("mlx5_0"));
     }
 
     #[test]
     fn a_wrong_name_is_answered_with_the_right_ones() {
-        let (text, _) = Tree::new("name").wrong(|c| c.rdma_device = Some("mlx4_0".into()));
+        let (text, _) = Tree::new("name").wrong(|c| c.device = Some("mlx4_0".into()));
         assert!(text.contains("mlx4_0") && text.contains("has mlx5_0"), "{text}");
     }
 
     #[test]
     fn a_wrong_port_is_named() {
-        let (text, _) = Tree::new("port").wrong(|c| c.rdma_port = 2);
+        let (text, _) = Tree::new("port").wrong(|c| c.port = 2);
         assert!(text.contains("no port 2, but 1"), "{text}");
     }
 
@@ -377,9 +360,9 @@ mod tests {
     #[test]
     fn gids_that_cannot_be_used_are_told_apart() {
         let tree = Tree::new("gid");
-        assert!(tree.wrong(|c| c.rdma_gid_index = Some(7)).0.contains("in use: 0, 1"));
-        assert!(tree.wrong(|c| c.rdma_gid_index = Some(2)).0.contains("is empty"));
-        assert!(tree.wrong(|c| c.rdma_gid_index = Some(0)).0.contains("RoCE v1"));
+        assert!(tree.wrong(|c| c.gid_index = Some(7)).0.contains("in use: 0, 1"));
+        assert!(tree.wrong(|c| c.gid_index = Some(2)).0.contains("is empty"));
+        assert!(tree.wrong(|c| c.gid_index = Some(0)).0.contains("RoCE v1"));
         tree.put("sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/1", "IB/RoCE v1");
         assert!(tree.wrong(|_| {}).1.contains("IP address"));
     }
@@ -387,11 +370,11 @@ mod tests {
     #[test]
     fn an_mtu_that_the_interface_cannot_carry_is_wrong() {
         let tree = Tree::new("mtu");
-        assert!(tree.wrong(|c| c.rdma_mtu = Some(1500)).0.contains("no MTU"));
+        assert!(tree.wrong(|c| c.mtu = Some(1500)).0.contains("no MTU"));
         tree.put("sys/class/net/eth0/mtu", "1500");
-        let (text, step) = tree.wrong(|c| c.rdma_mtu = Some(4096));
+        let (text, step) = tree.wrong(|c| c.mtu = Some(4096));
         assert!(text.contains("can do 1024") && step.contains("eth0 mtu 4200"), "{text} {step}");
-        assert!(tree.check(|c| c.rdma_mtu = Some(1024)).iter().all(|f| matches!(f, Good(_))));
+        assert!(tree.check(|c| c.mtu = Some(1024)).iter().all(|f| matches!(f, Good(_))));
     }
 
     #[test]
