@@ -126,9 +126,8 @@ pub mod frame {
     pub const DATA_SENT: u32 = 4;
     /// Either way: the sender ends the session; the body says why, as text. Empty: as asked.
     pub const BYE: u32 = 5;
-    /// Either way, empty: still here. `tcp`: a bridge to which something is due asks so after a second of silence, and the server answers; a server that is silent on all of its
-    /// connections for ten while something is due from it is lost. `verbs`: sent after a second of silence; a peer silent for ten is lost. `local` needs none (a worker's
-    /// death closes its socket); one that comes is ignored.
+    /// Either way, empty: still here. A bridge to which something is due asks so after a second of silence, and the server answers; a server that is silent on all of its connections
+    /// (`verbs`: its queue pairs) for ten while something is due from it is lost. `local` needs none (a worker's death closes its socket); one that comes is ignored.
     pub const ALIVE: u32 = 6;
     /// Bridge → worker, `local`: [`super::Attach`], then its memories, then its extents; descriptors: one for each memory, then the doorbell eventfd, then, unless
     /// [`super::ATTACH_FUTEX`], the wake eventfd.

@@ -414,6 +414,43 @@ const PROGRAMS: [&str; 19] = [
     "fair_streams",
 ];
 
+/// While a session has nothing to do no thread of the daemons and of the worker is scheduled, and afterwards it goes on.
+fn an_idle_session_takes_no_processor(rgpu: &Rgpu) -> Result<()> {
+    rgpu.nothing_left()?;
+    let idle = rgpu.machine.spawn(&format!(
+        "{ENVIRONMENT} rm -f go; mkfifo go; exec /opt/rgpu/programs/idle wait < go > idle.out"
+    ))?;
+    let opened =
+        rgpu.machine.spawn("cd /tmp; while [ ! -p go ]; do sleep 0.1; done; exec sleep 1000 > go")?;
+    rgpu.machine.check(
+        "cd /tmp; for i in $(seq 600); do grep -q IDLE idle.out && exit 0; sleep 0.1; done; exit 1",
+        SHORT,
+    )?;
+    let switches = || -> Result<Vec<String>> {
+        let said = rgpu.machine.check(
+            "for p in $(pidof rgpu-server) $(pidof vhost-rgpu); do for t in /proc/$p/task/*; do echo $t $(cat $t/comm) $(grep ctxt $t/status); done; done",
+            SHORT,
+        )?;
+        Ok(said.lines().map(str::to_owned).collect())
+    };
+    let mut moved = Vec::new();
+    // What the start has left to do is done soon.
+    for _ in 0..5 {
+        let before = switches()?;
+        std::thread::sleep(Duration::from_secs(6));
+        let after = switches()?;
+        moved = after.iter().filter(|line| !before.contains(line)).cloned().collect();
+        if moved.is_empty() && before.len() > 4 {
+            break;
+        }
+    }
+    ensure!(moved.is_empty(), "in six seconds of quiet:\n{}", moved.join("\n"));
+    opened.kill()?;
+    let output = idle.wait(SHORT)?;
+    ensure!(output.success(), "after its rest: {output}\n{}", rgpu.logs());
+    Ok(())
+}
+
 /// Page-locked memory goes from the program's pages into the buffers that the device reads, and back, with no CPU in between on either host.
 fn bulk_data_is_copied_by_no_cpu(rgpu: &Rgpu, program: &str) -> Result<()> {
     no_cpu_copies(rgpu, program, || rgpu.passes(program))
@@ -629,6 +666,7 @@ fn every_program_runs_over_verbs_and_nobody_harms_another() -> Result<()> {
     for program in ["pinned_bulk", "copies"] {
         parts.run(&format!("no copy of {program}"), || bulk_data_is_copied_by_no_cpu(&rgpu, program));
     }
+    parts.run("an idle session", || an_idle_session_takes_no_processor(&rgpu));
     parts.run("nothing is left", || rgpu.nothing_left());
     parts.run("eight programs at once", || eight_programs_at_once_pass(&rgpu));
     parts.run("a killed program", || a_killed_program_takes_nobody_along(&rgpu));

@@ -38,7 +38,7 @@ use super::stream::{Records, check_slot, put, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
-use crate::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{
     Access, Device, DeviceEvent, Domain, Event, Link, Put, Registration, Settings, Slab, Unconnected,
     VerbsError,
@@ -58,7 +58,7 @@ const SENDS: usize = 64;
 const SIGNALLED: usize = 32 << 10;
 /// Records that wait for the dispatcher, in bytes, before the bridge is held off.
 const MAX_WAITING: usize = 1 << 20;
-/// A peer that says nothing for this long, not even that it is alive, is lost.
+/// A bridge that takes or says nothing for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
@@ -135,11 +135,6 @@ struct Engine {
     free_buffers: Vec<usize>,
     /// `executed` as the client was last told.
     told: u64,
-    said: Instant,
-    heard: Instant,
-    /// When something last came over the queue pairs, and how long ago that may be.
-    link_heard: Instant,
-    loss: Duration,
 }
 
 /// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
@@ -159,6 +154,7 @@ impl VerbsCommands {
         control.set_nodelay(true).map_err(failed)?;
         control.set_read_timeout(Some(SILENCE)).map_err(failed)?;
         control.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+        watch_peer(&control);
         let mut body = Vec::new();
         let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)?;
         if kind != Some(frame::QUEUES) {
@@ -175,7 +171,7 @@ impl VerbsCommands {
         control.set_nonblocking(true).map_err(failed)?;
         let stop = Bell::new().map_err(failed)?;
         let peer = control.peer_addr().map_err(failed)?.to_string();
-        let (now, queues) = (Instant::now(), link.data_queues());
+        let queues = link.data_queues();
         let engine = Engine {
             link,
             reader: FrameReader::new(),
@@ -187,10 +183,6 @@ impl VerbsCommands {
             free_sends: (0..SENDS).collect(),
             free_buffers: (0..BUFFERS).collect(),
             told: 0,
-            said: now,
-            heard: now,
-            link_heard: now,
-            loss: settings.loss,
         };
         let Some(at) = slots.pointer(0, slots.registration().len()) else {
             return Err(Lost::new("the slots have no memory"));
@@ -464,8 +456,6 @@ impl VerbsClient {
             Ok(())
         })?;
         if worked {
-            engine.heard = Instant::now();
-            engine.link_heard = engine.heard;
             self.frames(engine)?;
         }
         self.announce(engine);
@@ -529,7 +519,12 @@ impl VerbsClient {
                     }
                     engine.keys.insert(key.region, key);
                 }
-                frame::ALIVE => {}
+                frame::ALIVE => {
+                    // One that asks again and again, and takes no answers, gets no more of them.
+                    if engine.link.has_room() {
+                        put(engine.link.out(), frame::ALIVE, &[]);
+                    }
+                }
                 _ => return Err(End::Lost(format!("the bridge sent a frame of kind {kind}"))),
             }
         }
@@ -561,7 +556,8 @@ impl VerbsClient {
         planned
     }
 
-    /// Sleeps until something happens, a second at most; says that we are alive.
+    /// Sleeps until something happens. Nothing is said meanwhile, nor expected: a bridge to which something is due asks whether we are there, and ends the session if it hears nothing;
+    /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
         let device = {
             let mut engine = self.lock();
@@ -573,8 +569,8 @@ impl VerbsClient {
         };
         let completions = self.lock().link.fd().try_clone_to_owned().map_err(|e| End::Lost(e.to_string()))?;
         let fds = [completions.as_fd(), self.control.as_fd(), device.event_fd(), self.stop.as_fd()];
-        let patience = Duration::from_millis(if self.ring.awaits_device() { 1 } else { 1000 });
-        wake::readable(&fds, Some(patience)).map_err(|e| End::Lost(format!("waiting: {e}")))?;
+        let patience = self.ring.awaits_device().then_some(Duration::from_millis(1));
+        wake::readable(&fds, patience).map_err(|e| End::Lost(format!("waiting: {e}")))?;
         let mut engine = self.lock();
         engine.link.disarm();
         while let Some(event) = device.next_event() {
@@ -590,29 +586,6 @@ impl VerbsClient {
             }
         }
         self.look(&mut engine)?;
-        if engine.heard.elapsed() > SILENCE {
-            return Err(End::Gone(format!("it said nothing for {} s", SILENCE.as_secs())));
-        }
-        let silent = engine.link_heard.elapsed();
-        if silent > engine.loss {
-            let (name, port) = (device.name(), device.port().number);
-            let what = format!(
-                "nothing came over RDMA device {name} port {port} for {} s: is the link down?",
-                silent.as_secs()
-            );
-            return Err(End::Gone(what));
-        }
-        if engine.said.elapsed() >= Duration::from_secs(1) {
-            engine.said = Instant::now();
-            if engine.link.has_room() {
-                put(engine.link.out(), frame::ALIVE, &[]);
-                engine.link.flush()?;
-            }
-            let alive = FrameHeader { kind: frame::ALIVE, len: 0 };
-            (&self.control)
-                .write_all(alive.as_bytes())
-                .map_err(|e| End::Gone(format!("its control connection: {e}")))?;
-        }
         Ok(())
     }
 
@@ -621,7 +594,7 @@ impl VerbsClient {
         loop {
             match engine.control_reader.fill(&mut &self.control) {
                 Ok(0) => return Err(End::Asked),
-                Ok(_) => engine.heard = Instant::now(),
+                Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Err(End::Asked),

@@ -29,7 +29,7 @@ use super::core::{ChannelMemory, Core};
 use super::relayed::{Relayed, dial};
 use super::session::{Handshake, hello, welcome};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{recv_frame, send_frame, send_message, split_struct};
+use crate::framing::{recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 
 /// The connections of a session after the handshake.
@@ -138,5 +138,6 @@ impl Transport for Verbs {
 fn quiet(control: OwnedFd) -> std::io::Result<TcpStream> {
     let control = TcpStream::from(control);
     control.set_nonblocking(true)?;
+    watch_peer(&control);
     Ok(control)
 }

@@ -32,7 +32,7 @@ use crate::verbs::{DeviceEvent, Event, Link, Put, RegisteredRegion, VerbsError};
 
 /// Commands with data under way, each way, above which no more records are taken.
 const MAX_UNDER_WAY: usize = 1 << 16;
-/// Silence after which a side says that it is there.
+/// Silence after which a server that is waited for is asked whether it is there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// How often the control connection and the device's events are looked at while there is work.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -71,9 +71,8 @@ pub(super) struct Relay<'c> {
     epoll: Epoll,
     poll: PollTime,
     silence: Duration,
+    /// When something last came over the queue pairs, and when the server was last asked whether it is there.
     heard: Instant,
-    /// When something last came over the queue pairs.
-    link_heard: Instant,
     said: Instant,
     looked: Instant,
     last_seq: u64,
@@ -165,7 +164,6 @@ impl<'c> Relay<'c> {
             poll: PollTime::giving_way(config.poll, cores()),
             silence: config.silence,
             heard: now,
-            link_heard: now,
             said: now,
             looked: now,
             last_seq: 0,
@@ -253,13 +251,28 @@ impl<'c> Relay<'c> {
         self.link.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
     }
 
-    /// Sleeps until something happens or it is time to say that we are alive.
+    /// Whether something is due from the server. Only then does its silence mean anything; one that is gone meanwhile shows by its control connection, which the kernel watches, and a
+    /// link that is down as soon as it is used.
+    fn awaits(&self) -> bool {
+        self.inputs.len() > 0
+            || self.outputs.len() > 0
+            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.waiting.iter().any(|seq| *seq != 0)
+    }
+
+    /// Sleeps until something happens or it is time to ask whether the server is there.
     fn sleep(&mut self, events: &mut [EpollEvent]) -> Result<(), EndReason> {
         let now = Instant::now();
         self.looked = now;
         self.keep_alive(now)?;
-        let next = (self.said + ALIVE_EVERY).min(self.heard + self.silence);
-        let millis = next.saturating_duration_since(now).as_millis() as u16 + 1;
+        let awaits = self.awaits();
+        let timeout = if awaits {
+            let next = (self.said.max(self.heard) + ALIVE_EVERY).min(self.heard + self.silence);
+            let millis = next.saturating_duration_since(now).as_millis() + 1;
+            EpollTimeout::from(millis.min(u128::from(u16::MAX)) as u16)
+        } else {
+            EpollTimeout::NONE
+        };
         let core = self.core;
         let sleep = &core.header().host_sleep;
         // While the link is behind, records must wait anyway: only its progress wakes us.
@@ -272,7 +285,7 @@ impl<'c> Relay<'c> {
             (listen && self.consumer.has_work()) || self.mailbox.has_messages() || self.poll_link(now)?;
         if !late {
             core.counters.sleeps.add(1);
-            match self.epoll.wait(events, EpollTimeout::from(millis)) {
+            match self.epoll.wait(events, timeout) {
                 Ok(count) => {
                     let bells = events[..count].iter().filter(|e| e.data() == DOORBELL).count();
                     core.counters.doorbells.add(bells as u64);
@@ -285,6 +298,10 @@ impl<'c> Relay<'c> {
             sleep.cancel();
         }
         self.link.disarm();
+        if !awaits {
+            // A silence begins when something is awaited.
+            self.heard = Instant::now();
+        }
         self.look()?;
         self.device_events()
     }
@@ -311,7 +328,6 @@ impl<'c> Relay<'c> {
         })?;
         if heard {
             self.heard = now;
-            self.link_heard = now;
             self.take_frames()?;
         }
         if completed {
@@ -572,7 +588,7 @@ impl<'c> Relay<'c> {
     fn look(&mut self) -> Result<bool, EndReason> {
         match self.control_reader.fill(&mut self.control) {
             Ok(0) => return Err(EndReason::Gone("the server closed the connection".into())),
-            Ok(_) => self.heard = Instant::now(),
+            Ok(_) => {}
             Err(e)
                 if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted) =>
             {
@@ -613,21 +629,22 @@ impl<'c> Relay<'c> {
         Ok(())
     }
 
-    /// Says a frame on the control connection, which is never behind: it carries a few bytes a second.
+    /// Says a frame on the control connection, which is never behind: it carries a farewell.
     fn say(&mut self, kind: u32, body: &[u8]) -> Result<(), EndReason> {
         let header = FrameHeader { kind, len: body.len() as u32 };
         let frame = [header.as_bytes(), body].concat();
-        self.said = Instant::now();
         self.control.write_all(&frame).map_err(|e| EndReason::Gone(e.to_string()))
     }
 
     fn keep_alive(&mut self, now: Instant) -> Result<(), EndReason> {
         let silent = now.saturating_duration_since(self.heard);
-        if silent > self.silence {
-            return Err(EndReason::Gone(format!("nothing was heard of it for {} s", silent.as_secs())));
+        if silent < ALIVE_EVERY.min(self.silence) {
+            return Ok(());
         }
-        // The control connection may go another way, and a device may wait for ever for what it has lost: so the queue pairs have a sign of life of their own.
-        let silent = now.saturating_duration_since(self.link_heard);
+        if !self.awaits() {
+            self.heard = now;
+            return Ok(());
+        }
         if silent > self.silence {
             let device = self.link.domain().device();
             let (name, port) = (device.name(), device.port().number);
@@ -636,13 +653,14 @@ impl<'c> Relay<'c> {
                 silent.as_secs()
             )));
         }
+        // Over the queue pairs: the control connection may go another way, and a device may wait for ever for what it has lost.
         if now.saturating_duration_since(self.said) >= ALIVE_EVERY {
+            self.said = now;
             if self.link.has_room() {
                 let alive = self.begin(frame::ALIVE);
                 self.finish(alive);
                 self.link.flush()?;
             }
-            self.say(frame::ALIVE, &[])?;
         }
         Ok(())
     }
