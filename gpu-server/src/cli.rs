@@ -70,6 +70,9 @@ pub struct Serve {
     /// Sessions at a time
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
+    /// Seconds that a new session waits for a worker, behind those that came before it; a client of ours gives up after 15
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    pub wait_seconds: u64,
     /// Where to answer `rgpuctl status`: each connection gets one JSON object
     #[arg(long, value_name = "PATH")]
     pub status_socket: Option<PathBuf>,

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::send_frame;
@@ -14,14 +14,12 @@ use protocol::link::{Hello, MAGIC, Welcome, frame, purpose};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::pool::Worker;
-use super::{Server, Session, Token};
+use super::{Server, Session, State, Token};
 use crate::ipc::{Counters, ToWorker, Transport};
 use crate::share::random_token;
 
 /// A client has this long to say hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// A session waits this long for a worker.
-const WORKER_WITHIN: Duration = Duration::from_secs(60);
 /// Data connections of a session, if the client has no wish; and at most.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
@@ -253,32 +251,108 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
     }
 }
 
-/// A ready worker, out of the pool. Waits for one.
+/// A ready worker, out of the pool. Waits for one, behind those that came before.
 fn take_worker(server: &Server) -> Result<Arc<Worker>, Refused> {
-    let deadline = Instant::now() + WORKER_WITHIN;
     let mut state = server.lock();
+    let most = server.options.max_sessions;
+    // Those that wait will be sessions; so no more wait than may begin.
+    let taken = state.sessions.len() + state.line.waiting.len();
+    if taken >= most {
+        let reason = format!("the server already has its {most} sessions (--max-sessions)");
+        return Err(Refused(Answer::NoResources, reason));
+    }
+    let place = state.line.join();
+    let (mut state, taken) = wait_for_worker(server, state, place);
+    state.line.leave(place);
+    // The next in the line may have its turn now.
+    server.changed.notify_all();
+    taken
+}
+
+fn wait_for_worker<'s>(
+    server: &'s Server,
+    mut state: MutexGuard<'s, State>,
+    place: u64,
+) -> (MutexGuard<'s, State>, Result<Arc<Worker>, Refused>) {
+    let begun = Instant::now();
+    let patience = Duration::from_secs(server.options.wait_seconds);
+    let mut said = false;
     loop {
         if state.draining {
-            return Err(Refused(Answer::Denied, "the server is shutting down".into()));
+            return (state, Err(Refused(Answer::Denied, "the server is shutting down".into())));
         }
-        let most = server.options.max_sessions;
-        if state.sessions.len() >= most {
-            return Err(Refused(
-                Answer::NoResources,
-                format!("the server already has its {most} sessions (--max-sessions)"),
-            ));
+        let before = state.line.before(place);
+        if before == 0
+            && let Some(worker) = state.idle.pop_front()
+        {
+            return (state, Ok(worker));
         }
-        if let Some(worker) = state.idle.pop_front() {
-            server.changed.notify_all();
-            return Ok(worker);
+        if !std::mem::replace(&mut said, true) {
+            tracing::info!(before, starting = state.starting, "a session waits for a worker");
         }
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = patience.saturating_sub(begun.elapsed());
         if left.is_zero() {
-            return Err(Refused(
-                Answer::NoResources,
-                format!("no worker became ready within {} s", WORKER_WITHIN.as_secs()),
-            ));
+            let reason = format!(
+                "no worker became ready within {} s (--wait-seconds), and {before} sessions that came before wait too; more workers can be kept ready (--workers)",
+                patience.as_secs()
+            );
+            return (state, Err(Refused(Answer::NoResources, reason)));
         }
         state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use std::sync::{Condvar, Mutex};
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        serve: crate::cli::Serve,
+    }
+
+    fn server(arguments: &[&str]) -> Arc<Server> {
+        let command = Command::parse_from(std::iter::once("rgpu-server").chain(arguments.iter().copied()));
+        Arc::new(Server { options: command.serve, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    fn refusal(result: Result<Arc<Worker>, Refused>) -> String {
+        result.err().map(|Refused(_, reason)| reason).unwrap_or_default()
+    }
+
+    #[test]
+    fn sessions_that_wait_for_workers_are_served_in_the_order_in_which_they_came() {
+        let server = server(&["--wait-seconds", "600", "--max-sessions", "9"]);
+        let (served, order) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            for number in 0..8 {
+                let (waits, served) = (Arc::clone(&server), served.clone());
+                scope.spawn(move || {
+                    served.send((number, take_worker(&waits).ok().unwrap().pid())).unwrap();
+                });
+                while server.lock().line.waiting.len() <= number as usize {
+                    std::thread::yield_now();
+                }
+            }
+            // They count as sessions to come: there is room for one more.
+            for number in 0..8u32 {
+                server.lock().idle.push_back(Worker::made_up(number));
+                server.changed.notify_all();
+                assert_eq!(order.recv().unwrap(), (number, number));
+            }
+        });
+        assert!(server.lock().line.waiting.is_empty() && server.lock().idle.is_empty());
+    }
+
+    #[test]
+    fn who_waits_in_vain_and_who_comes_too_many_is_told_why() {
+        let server = server(&["--wait-seconds", "0", "--max-sessions", "1"]);
+        let text = refusal(take_worker(&server));
+        assert!(text.contains("within 0 s (--wait-seconds), and 0 sessions"), "{text}");
+        server.lock().line.join();
+        assert!(refusal(take_worker(&server)).contains("--max-sessions"));
     }
 }

@@ -38,6 +38,8 @@ struct Server {
 struct State {
     /// Workers that wait for a session.
     idle: VecDeque<Arc<Worker>>,
+    /// Sessions that wait for one of these.
+    line: Line,
     /// Workers that prepare.
     starting: usize,
     /// Every worker process, by its id.
@@ -56,6 +58,31 @@ struct State {
     sessions_begun: u64,
     sessions_lost: u64,
     workers_crashed: u64,
+}
+
+/// Sessions that wait for a worker: first come, first served.
+#[derive(Debug, Default)]
+struct Line {
+    waiting: VecDeque<u64>,
+    next: u64,
+}
+
+impl Line {
+    /// Takes a place at the end; its number.
+    fn join(&mut self) -> u64 {
+        self.next += 1;
+        self.waiting.push_back(self.next);
+        self.next
+    }
+
+    /// How many have come before, and still wait.
+    fn before(&self, place: u64) -> usize {
+        self.waiting.partition_point(|other| *other < place)
+    }
+
+    fn leave(&mut self, place: u64) {
+        self.waiting.retain(|other| *other != place);
+    }
 }
 
 /// A session, as the daemon knows it.

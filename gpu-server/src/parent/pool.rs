@@ -27,6 +27,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
+    /// One that is no process.
+    #[cfg(test)]
+    pub(super) fn made_up(pid: u32) -> Arc<Worker> {
+        Arc::new(Worker { pid, socket: ipc::pair().unwrap().0 })
+    }
+
     /// Its process id.
     pub(super) fn pid(&self) -> u32 {
         self.pid

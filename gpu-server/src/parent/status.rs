@@ -46,6 +46,7 @@ fn describe(server: &Server) -> serde_json::Value {
         "devices": devices.join(", "),
         "workers_ready": state.idle.len(),
         "workers_starting": state.starting,
+        "sessions_waiting": state.line.waiting.len(),
         "draining": state.draining,
         "max_sessions": server.options.max_sessions,
         "sessions_begun": state.sessions_begun,

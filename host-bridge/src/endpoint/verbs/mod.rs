@@ -1,0 +1,524 @@
+//! The worker's end of a `verbs` session.
+//!
+//! ```text
+//!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
+//!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//! ```
+//!
+//! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
+//! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
+//! ([`Client::copied`]).
+//!
+//! In reading order: the session here, then [`pump`], the one thread that takes completions, and [`send`], data on its way out.
+
+mod pump;
+mod send;
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use protocol::Status;
+use protocol::channel::Record;
+use protocol::data::{HostRange, Place};
+use protocol::link::{
+    ARENA_KEY, DataGrant, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, frame,
+    progress,
+};
+use zerocopy::IntoBytes;
+
+use super::incoming::{Bridge, Inbox};
+use super::outgoing::Outgoing;
+use super::ring::{Arrivals, Freed, Ring, Takes};
+use super::stream::{Records, check_slot, put, put_reply};
+use super::wake::Bell;
+use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use crate::bridge::polling::{PollTime, cores};
+use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
+use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
+
+/// Bytes of a slot: half a MiB of data, and a page for the header before it.
+const SLOT_SIZE: u32 = (512 << 10) + 4096;
+/// Slots of a session.
+const SLOTS: u32 = 48;
+/// Bytes of one write to the client at most, and of a buffer that is lent out.
+const CHUNK: usize = 512 << 10;
+/// Such buffers.
+const BUFFERS: usize = 16;
+/// Calls of [`VerbsClient::send`] at once that wait for adopted memory to have left.
+const SENDS: usize = 64;
+/// Writes longer than this are signalled each: their completion is nothing beside their transfer.
+const SIGNALLED: usize = 32 << 10;
+/// Records that wait for the dispatcher, in bytes, before the bridge is held off.
+const MAX_WAITING: usize = 1 << 20;
+/// A bridge that takes or says nothing for this long before the session begins is lost.
+const SILENCE: Duration = Duration::from_secs(30);
+/// Executed commands after which the client is told even while there is more to do.
+const BATCH: u64 = 64;
+
+/// The dispatcher's side.
+pub struct VerbsCommands {
+    client: Arc<VerbsClient>,
+    /// Taken over from the pump.
+    records: Records,
+    poll: PollTime,
+}
+
+/// Takes granted data out of slots for the inbox.
+struct Granted(Arc<Inbox>);
+
+impl Takes for Granted {
+    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+        self.0.bring(header, bytes)
+    }
+}
+
+/// The side of every other thread.
+pub struct VerbsClient {
+    this: Weak<VerbsClient>,
+    /// Dropped before the memory that it uses.
+    engine: Mutex<Engine>,
+    /// Room has come: queues, credits, buffers.
+    room: Condvar,
+    /// Memory of the driver's that writes may go out of directly.
+    adopted: OnceLock<Registration>,
+    buffers: Slab,
+    slots: Slab,
+    control: TcpStream,
+    /// Where the client is, for people.
+    peer: String,
+    slot_count: u32,
+    ring: Arc<Ring>,
+    /// Data that waits for grants.
+    inbox: Arc<Inbox>,
+    arrived: Mutex<Vec<u8>>,
+    /// Bytes in `arrived`, to be polled.
+    waiting: AtomicUsize,
+    came: Condvar,
+    executed: AtomicU64,
+    sent: AtomicU64,
+    copied: AtomicU64,
+    /// How often the dispatcher has taken completions.
+    helped: AtomicU64,
+    pump: OnceLock<Thread>,
+    /// Somebody is ending the session.
+    ending: AtomicBool,
+    end: OnceLock<Option<Lost>>,
+    stop: Bell,
+}
+
+struct Engine {
+    link: Link,
+    reader: FrameReader,
+    control_reader: FrameReader,
+    /// Records that have come, to be looked at for their data.
+    records: Records,
+    body: Vec<u8>,
+    /// The client's memories that may be written.
+    keys: HashMap<u32, RegionKey>,
+    /// Writes under way for each call of [`VerbsClient::send`] that waits for them, and the places that are free.
+    sends: Vec<usize>,
+    free_sends: Vec<usize>,
+    free_buffers: Vec<usize>,
+    /// `executed` as the client was last told.
+    told: u64,
+}
+
+/// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
+const SEND: u64 = 1 << 32;
+
+impl VerbsCommands {
+    /// Begins a session on a control connection whose welcome has been sent: makes queue pairs as the bridge wishes and `settings` allow. On failure the bridge has
+    /// been told why. `slot_count`: the channel's reply slots, as the hello said.
+    pub fn start(
+        control: TcpStream,
+        slot_count: u32,
+        settings: &Settings,
+        polling: Polling,
+    ) -> Result<(VerbsCommands, Arc<VerbsClient>), Lost> {
+        let failed = |e: io::Error| Lost::new(format!("preparing the connection: {e}"));
+        control.set_nonblocking(false).map_err(failed)?;
+        control.set_nodelay(true).map_err(failed)?;
+        control.set_read_timeout(Some(SILENCE)).map_err(failed)?;
+        control.set_write_timeout(Some(SILENCE)).map_err(failed)?;
+        watch_peer(&control);
+        let mut body = Vec::new();
+        let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)?;
+        if kind != Some(frame::QUEUES) {
+            return Err(Lost::new(format!("frame of kind {kind:?} where QUEUES was due")));
+        }
+        let peer = split_struct::<Queues>(&body).map_err(failed)?.0;
+        let made = connect(&control, settings, &peer);
+        let (link, slots, buffers) = made.map_err(|e| {
+            let lost = Lost::new(format!("verbs: {e}"));
+            // The bridge may be gone already.
+            let _ = send_frame(control.as_fd(), frame::BYE, &[lost.reason.as_bytes()], &[]);
+            lost
+        })?;
+        control.set_nonblocking(true).map_err(failed)?;
+        let stop = Bell::new().map_err(failed)?;
+        let peer = control.peer_addr().map_err(failed)?.to_string();
+        let queues = link.data_queues();
+        let engine = Engine {
+            link,
+            reader: FrameReader::new(),
+            control_reader: FrameReader::new(),
+            records: Records::default(),
+            body: Vec::new(),
+            keys: HashMap::new(),
+            sends: vec![0; SENDS],
+            free_sends: (0..SENDS).collect(),
+            free_buffers: (0..BUFFERS).collect(),
+            told: 0,
+        };
+        let Some(at) = slots.pointer(0, slots.registration().len()) else {
+            return Err(Lost::new("the slots have no memory"));
+        };
+        let inbox = Inbox::new();
+        let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
+            let freed: Weak<dyn Freed> = this.clone();
+            inbox.tell(this.clone());
+            let takes = Arc::new(Granted(Arc::clone(&inbox)));
+            // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
+            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed, takes) };
+            VerbsClient {
+                this: this.clone(),
+                engine: Mutex::new(engine),
+                room: Condvar::new(),
+                adopted: OnceLock::new(),
+                buffers,
+                slots,
+                control,
+                peer,
+                slot_count,
+                ring,
+                inbox: Arc::clone(&inbox),
+                arrived: Mutex::default(),
+                waiting: AtomicUsize::new(0),
+                came: Condvar::new(),
+                executed: AtomicU64::new(0),
+                sent: AtomicU64::new(0),
+                copied: AtomicU64::new(0),
+                helped: AtomicU64::new(0),
+                pump: OnceLock::new(),
+                ending: AtomicBool::new(false),
+                end: OnceLock::new(),
+                stop,
+            }
+        });
+        let poll = PollTime::giving_way(polling.most, cores());
+        let pump = Arc::clone(&client);
+        let pump = std::thread::Builder::new()
+            .name("rgpu-pump".into())
+            .spawn(move || pump.pump(poll))
+            .map_err(failed)?;
+        let _ = client.pump.set(pump.thread().clone());
+        let commands = VerbsCommands { client: Arc::clone(&client), records: Records::default(), poll };
+        Ok((commands, client))
+    }
+
+    /// The next record at hand.
+    fn take(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        if self.records.is_empty() {
+            let into = self.records.refill();
+            if self.client.waiting.load(Ordering::Acquire) == 0 {
+                return Ok(None);
+            }
+            let mut arrived = lock(&self.client.arrived);
+            std::mem::swap(&mut *arrived, into);
+            let held = self.client.waiting.swap(0, Ordering::AcqRel) > MAX_WAITING;
+            drop(arrived);
+            if held {
+                let mut engine = self.client.lock();
+                engine.link.hold(false);
+                self.client.flush(engine);
+            }
+        }
+        self.records.take(body)
+    }
+}
+
+/// Makes and connects the queue pairs, and answers the bridge.
+fn connect(
+    control: &TcpStream,
+    settings: &Settings,
+    peer: &Queues,
+) -> Result<(Link, Slab, Slab), VerbsError> {
+    let domain = Domain::new(Device::open(settings)?)?;
+    let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
+    let buffers = Slab::new(&domain, CHUNK * BUFFERS, Access::Read)?;
+    let unconnected = Unconnected::answering(&domain, settings, peer)?;
+    let offer = unconnected.offer(Some((&slots, SLOT_SIZE)));
+    let link = unconnected.connect(peer)?;
+    send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[])
+        .map_err(|e| VerbsError::Broken(format!("answering the bridge: {e}")))?;
+    Ok((link, slots, buffers))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Commands for VerbsCommands {
+    fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        'next: loop {
+            if let Some(record) = self.try_next(body)? {
+                return Ok(Some(record));
+            }
+            let client = Arc::clone(&self.client);
+            if client.end.get() == Some(&None) {
+                return Ok(None);
+            }
+            client.flush_executed();
+            let until = Instant::now() + self.poll.get();
+            loop {
+                if client.waiting.load(Ordering::Acquire) > 0 || client.end.get().is_some() {
+                    self.poll.paid();
+                    continue 'next;
+                }
+                if Instant::now() >= until {
+                    break;
+                }
+                if self.poll.gives_way() {
+                    client.help();
+                }
+                self.poll.pause();
+            }
+            // From here on nobody else takes completions.
+            if let Some(pump) = client.pump.get().filter(|_| self.poll.gives_way()) {
+                pump.unpark();
+            }
+            let asleep = Instant::now();
+            let mut arrived = lock(&client.arrived);
+            while arrived.is_empty() && client.end.get().is_none() {
+                arrived = client.came.wait(arrived).unwrap_or_else(|e| e.into_inner());
+            }
+            drop(arrived);
+            self.poll.slept(asleep.elapsed());
+        }
+    }
+
+    fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+        if let Some(Some(lost)) = self.client.end.get() {
+            return Err(lost.clone());
+        }
+        self.take(body).inspect_err(|lost| self.client.lose(&lost.reason))
+    }
+}
+
+impl VerbsClient {
+    fn lock(&self) -> MutexGuard<'_, Engine> {
+        lock(&self.engine)
+    }
+
+    /// Appends to the stream and sends what can go. Waits while more than enough is waiting already.
+    fn say(&self, fill: impl FnOnce(&mut Engine)) {
+        let mut engine = self.lock();
+        while !engine.link.has_room() && self.end.get().is_none() {
+            engine = self
+                .room
+                .wait_timeout(engine, Duration::from_millis(100))
+                .unwrap_or_else(|e| e.into_inner())
+                .0;
+        }
+        if self.end.get().is_none() {
+            fill(&mut engine);
+            self.flush(engine);
+        }
+    }
+
+    fn flush(&self, mut engine: MutexGuard<'_, Engine>) {
+        if let Err(e) = engine.link.flush() {
+            drop(engine);
+            self.failed(e);
+        }
+    }
+
+    fn flush_executed(&self) {
+        let now = self.executed.load(Ordering::Acquire);
+        let mut engine = self.lock();
+        if now > engine.told && self.end.get().is_none() {
+            engine.told = now;
+            let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: now, value: 0 };
+            put(engine.link.out(), frame::PROGRESS, &[update.as_bytes()]);
+            self.flush(engine);
+        }
+    }
+
+    pub(super) fn data_sent(&self, seq: u64, bytes: u64) {
+        self.say(|engine| put(engine.link.out(), frame::DATA_SENT, &[DataSent { seq, bytes }.as_bytes()]));
+    }
+
+    fn over(&self) -> Lost {
+        self.end.get().cloned().flatten().unwrap_or_else(|| Lost::new("the session is over"))
+    }
+
+    /// Waits until `take` gives something, which it tries when there may be room. `None`: the session has ended.
+    fn wait_for<T>(&self, mut take: impl FnMut(&mut Engine) -> Option<T>) -> Option<T> {
+        let mut engine = self.lock();
+        while self.end.get().is_none() {
+            if let Some(taken) = take(&mut engine) {
+                return Some(taken);
+            }
+            let waited = self.room.wait_timeout(engine, Duration::from_millis(100));
+            engine = waited.unwrap_or_else(|e| e.into_inner()).0;
+        }
+        None
+    }
+
+    /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.
+    fn finish(&self, end: Option<Lost>) {
+        if self.ending.swap(true, Ordering::AcqRel) {
+            // Another thread is at it, and waits for nothing before it is done.
+            self.end.wait();
+            return;
+        }
+        if let Some(Lost { reason }) = &end {
+            let header = FrameHeader { kind: frame::BYE, len: reason.len() as u32 };
+            // The peer may be the one that is gone.
+            let _ = (&self.control).write_all(&[header.as_bytes(), reason.as_bytes()].concat());
+        }
+        let _ = self.control.shutdown(Shutdown::Both);
+        let _ = self.end.set(end);
+        self.stop.ring();
+        self.ring.close();
+        self.inbox.close();
+        // Under the locks, so that nobody misses it between a look and a wait.
+        drop(lock(&self.arrived));
+        self.came.notify_all();
+        self.room.notify_all();
+    }
+}
+
+impl Client for VerbsClient {
+    fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+        match check_slot(seq, slot, self.slot_count) {
+            Ok(()) => self.say(|engine| put_reply(engine.link.out(), seq, slot, status, payload)),
+            Err(wrong) => self.lose(&wrong),
+        }
+    }
+
+    fn publish(&self, updates: &[ProgressUpdate]) {
+        if !updates.is_empty() {
+            self.say(|engine| put(engine.link.out(), frame::PROGRESS, &[updates.as_bytes()]));
+        }
+    }
+
+    fn executed(&self, seq: u64) {
+        self.executed.store(seq, Ordering::Release);
+        self.inbox.executed(seq);
+        if self.ring.executed(seq) {
+            self.freed();
+        }
+        if seq.is_multiple_of(BATCH) {
+            self.flush_executed();
+        }
+    }
+
+    fn source(&self, seq: u64, piece: u32, range: HostRange) -> Result<Source, Status> {
+        if self.inbox.is_asked((seq, piece)) {
+            return Ok(Source::Incoming(self.inbox.incoming(seq, piece, range.len)));
+        }
+        let placed = self.ring.ask(seq, piece, range.len);
+        placed.map(Source::Placed).ok_or(Status::INVALID_VALUE)
+    }
+
+    fn sink(&self, seq: u64, _piece: u32, range: HostRange) -> Result<Sink, Status> {
+        let region = match range.place {
+            Place::Arena => ARENA_KEY,
+            Place::Region(id) => id,
+        };
+        let key = *self.lock().keys.get(&region).ok_or(Status::INVALID_VALUE)?;
+        let inside = range.offset.checked_add(range.len).is_some_and(|end| end <= key.size);
+        if !inside {
+            return Err(Status::INVALID_VALUE);
+        }
+        Ok(Sink::Outgoing(Outgoing::over_verbs(
+            self.this.clone(),
+            seq,
+            key.address + range.offset,
+            key.key,
+            range.len,
+        )))
+    }
+
+    fn nothing_sent(&self, seq: u64) {
+        self.data_sent(seq, 0);
+    }
+
+    fn nothing_read(&self, seq: u64, piece: u32) {
+        if self.inbox.is_asked((seq, piece)) {
+            self.inbox.unwanted((seq, piece));
+        }
+    }
+
+    fn reads_late(&self) -> bool {
+        true
+    }
+
+    fn lose(&self, reason: &str) {
+        self.finish(Some(Lost::new(reason)));
+    }
+
+    fn close(&self) {
+        self.finish(None);
+    }
+
+    fn streams_data(&self) -> bool {
+        true
+    }
+
+    fn traffic(&self) -> (u64, u64) {
+        (self.ring.bytes.load(Ordering::Relaxed), self.sent.load(Ordering::Relaxed))
+    }
+
+    fn copied(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed) + self.inbox.copied.load(Ordering::Relaxed)
+    }
+
+    fn staging(&self) -> Option<StagingArea> {
+        let len = self.slots.registration().len();
+        let at = self.slots.pointer(0, len)?;
+        Some(StagingArea { at, len, slots: SLOTS as usize })
+    }
+
+    fn watch(&self, arrivals: Arc<dyn Arrivals>) {
+        self.ring.watch(arrivals);
+    }
+
+    unsafe fn adopt(&self, at: NonNull<u8>, len: usize) -> Result<(), Lost> {
+        let domain = Arc::clone(self.lock().link.domain());
+        // SAFETY: the caller's promise.
+        let registration = unsafe { domain.register(at, len, Access::Read) };
+        let registration = registration.map_err(|e| Lost::new(e.to_string()))?;
+        self.adopted.set(registration).map_err(|_| Lost::new("memory is adopted once"))
+    }
+}
+
+impl Bridge for VerbsClient {
+    fn grant(&self, grant: DataGrant) {
+        self.say(|engine| put(engine.link.out(), frame::DATA_GRANT, &[grant.as_bytes()]));
+    }
+
+    fn placed(&self, _bytes: u64) {}
+
+    fn wrong(&self, what: &str) {
+        self.lose(&format!("the bridge sent {what}"));
+    }
+}
+
+impl Freed for VerbsClient {
+    fn freed(&self) {
+        if self.end.get().is_none() {
+            let mut engine = self.lock();
+            self.announce(&mut engine);
+            self.flush(engine);
+        }
+    }
+}

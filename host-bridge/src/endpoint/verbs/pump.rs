@@ -1,0 +1,329 @@
+//! The pump: the one thread that takes completions, and acts on the frames that they bring. It polls for a while, then sleeps on the completion channel.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use protocol::channel::Record;
+use protocol::data::DataUse;
+use protocol::link::{DataAsk, DataHeader, DataNext, RegionKey, SLOT_DATA, frame};
+use protocol::ops;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{Client, Engine, MAX_WAITING, SEND, SLOT_SIZE, VerbsClient, lock};
+use crate::bridge::polling::PollTime;
+use crate::endpoint::stream::put;
+use crate::endpoint::wake;
+use crate::framing::split_struct;
+use crate::verbs::{DeviceEvent, Event, VerbsError};
+
+/// How long the pump naps between looks at slots that a device reads.
+const NAP: Duration = Duration::from_micros(20);
+/// How long it naps at a time while the dispatcher takes completions in its place.
+const HELPED: Duration = Duration::from_millis(1);
+/// How long it does either before it looks at everything else.
+const NAPS: Duration = Duration::from_millis(100);
+
+pub(super) enum End {
+    Asked,
+    /// The connection broke.
+    Gone(String),
+    /// Anything else.
+    Lost(String),
+}
+
+impl From<VerbsError> for End {
+    fn from(e: VerbsError) -> End {
+        match e {
+            VerbsError::Broken(what) => End::Gone(what),
+            other => End::Lost(other.to_string()),
+        }
+    }
+}
+
+impl VerbsClient {
+    /// Takes completions until the session ends.
+    pub(super) fn pump(&self, mut poll: PollTime) {
+        let mut idle: Option<Instant> = None;
+        let (mut slept, mut helped) = (Instant::now(), 0);
+        let end = loop {
+            if self.end.get().is_some() {
+                break None;
+            }
+            match self.try_turn() {
+                Ok(true) => {
+                    if idle.take().is_some() {
+                        poll.paid();
+                    }
+                }
+                Ok(false) if self.helped.load(Ordering::Relaxed) != helped && slept.elapsed() < NAPS => {
+                    std::thread::park_timeout(HELPED);
+                    helped = self.helped.load(Ordering::Relaxed);
+                }
+                Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < poll.get() => {
+                    // Now and then the lock is there for who has something to say.
+                    for _ in 0..if poll.gives_way() { 1 } else { 64 } {
+                        poll.pause();
+                    }
+                }
+                // Nothing but a look shows that a device has read a slot.
+                Ok(false) if self.ring.awaits_device() && slept.elapsed() < NAPS => std::thread::sleep(NAP),
+                Ok(false) => {
+                    let asleep = Instant::now();
+                    if let Err(end) = self.sleep() {
+                        break Some(end);
+                    }
+                    poll.slept(asleep.elapsed());
+                    (idle, slept) = (None, Instant::now());
+                }
+                Err(end) => break Some(end),
+            }
+        };
+        if let Some(end) = end {
+            self.ended(end);
+        }
+        self.lock().link.stop();
+    }
+
+    /// A turn of the link, unless another thread is at it. True: there was something.
+    pub(super) fn try_turn(&self) -> Result<bool, End> {
+        match self.engine.try_lock() {
+            Ok(mut engine) => self.turn(&mut engine),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// What the dispatcher does while it waits, where threads must share processors: then what comes need not wait for one more thread to have its turn.
+    pub(super) fn help(&self) {
+        self.helped.fetch_add(1, Ordering::Relaxed);
+        if let Err(end) = self.try_turn() {
+            self.ended(end);
+        }
+    }
+
+    pub(super) fn ended(&self, end: End) {
+        match end {
+            End::Gone(what) => {
+                // Queue pairs break before a farewell on the other connection is read: its words are the better ones.
+                std::thread::sleep(Duration::from_millis(50));
+                let last = self.look(&mut self.lock());
+                match last {
+                    Err(End::Asked) => self.close(),
+                    Err(End::Lost(reason)) => self.lose(&reason),
+                    _ => self.lose(&self.gone(&what)),
+                }
+            }
+            End::Lost(reason) => self.lose(&reason),
+            End::Asked => self.close(),
+        }
+    }
+
+    pub(super) fn gone(&self, what: &str) -> String {
+        format!("connection to the client at {} lost: {what}", self.peer)
+    }
+
+    /// The link has failed a thread that is not the pump.
+    pub(super) fn failed(&self, e: VerbsError) {
+        match End::from(e) {
+            End::Gone(what) => self.lose(&self.gone(&what)),
+            End::Lost(reason) => self.lose(&reason),
+            End::Asked => {}
+        }
+    }
+
+    /// One turn of the link. True: there was something.
+    fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
+        let Engine { link, reader, sends, free_buffers, .. } = engine;
+        let mut freed = false;
+        let worked = link.poll::<End>(&mut |event| {
+            match event {
+                Event::Bytes(mut bytes) => {
+                    while !bytes.is_empty() {
+                        reader.fill(&mut bytes).map_err(|e| End::Lost(e.to_string()))?;
+                    }
+                }
+                Event::Placed { immediate: slot, len, .. } => {
+                    let header = self.header(slot, len)?;
+                    self.ring.arrived(slot, header).map_err(End::Lost)?;
+                }
+                Event::Written { token } => {
+                    match token & SEND {
+                        0 => free_buffers.push(token as usize),
+                        _ => sends[(token ^ SEND) as usize] -= 1,
+                    }
+                    freed = true;
+                }
+            }
+            Ok(())
+        })?;
+        if worked {
+            self.frames(engine)?;
+        }
+        self.announce(engine);
+        engine.link.flush()?;
+        if freed || worked {
+            self.room.notify_all();
+        }
+        Ok(worked)
+    }
+
+    /// Tells the bridge of free slots, if it is time to.
+    pub(super) fn announce(&self, engine: &mut Engine) {
+        self.ring.take_free(|slots| put(engine.link.out(), frame::SLOTS_FREE, &[slots.as_bytes()]));
+    }
+
+    /// The header of a piece in a slot, judged against the slot and the length that the device reports.
+    fn header(&self, slot: u32, len: u32) -> Result<DataHeader, End> {
+        let wrong = || {
+            End::Lost(format!("the bridge wrote {len} bytes into slot {slot}, which are no piece of data"))
+        };
+        let begin = (slot as usize).checked_mul(SLOT_SIZE as usize).ok_or_else(wrong)? + SLOT_DATA as usize
+            - size_of::<DataHeader>();
+        let at = self.slots.pointer(begin, size_of::<DataHeader>()).ok_or_else(wrong)?;
+        // Copied once: the bridge could write it again.
+        // SAFETY: inside the slab; a concurrent write by the device spoils the value and nothing else, and the value is checked.
+        let bytes = unsafe { at.cast::<[u8; size_of::<DataHeader>()]>().as_ptr().read_volatile() };
+        let header = DataHeader::read_from_bytes(&bytes).map_err(|_| wrong())?;
+        let fits = header.len > 0
+            && header.len <= SLOT_SIZE - SLOT_DATA
+            && header.len as usize + bytes.len() == len as usize;
+        if fits { Ok(header) } else { Err(wrong()) }
+    }
+
+    fn frames(&self, engine: &mut Engine) -> Result<(), End> {
+        let broken = |e: io::Error| End::Lost(format!("the bridge sent {e}"));
+        let mut came = 0;
+        while let Some((kind, body)) = engine.reader.next_frame().map_err(broken)? {
+            match kind {
+                frame::COMMANDS => {
+                    engine.records.refill().extend_from_slice(body);
+                    while let Some(record) =
+                        engine.records.take(&mut engine.body).map_err(|lost| End::Lost(lost.reason))?
+                    {
+                        self.plan(&record, &engine.body).map_err(End::Lost)?;
+                    }
+                    lock(&self.arrived).extend_from_slice(body);
+                    came += body.len();
+                }
+                frame::DATA_ASK => {
+                    let (DataAsk { seq, piece, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.inbox.ask_ahead((seq, piece)).map_err(End::Lost)?;
+                }
+                frame::DATA_NEXT => {
+                    let (DataNext { seq, piece, offset, len, .. }, _) = split_struct(body).map_err(broken)?;
+                    self.ring.plan_granted(seq, piece, offset, len).map_err(End::Lost)?;
+                }
+                frame::REGION_KEY => {
+                    let (key, _) = split_struct::<RegionKey>(body).map_err(broken)?;
+                    if engine.keys.len() > 1 << 16 || key.address.checked_add(key.size).is_none() {
+                        return Err(End::Lost("the bridge gave a key that cannot be".into()));
+                    }
+                    engine.keys.insert(key.region, key);
+                }
+                frame::ALIVE => {
+                    // One that asks again and again, and takes no answers, gets no more of them.
+                    if engine.link.has_room() {
+                        put(engine.link.out(), frame::ALIVE, &[]);
+                    }
+                }
+                _ => return Err(End::Lost(format!("the bridge sent a frame of kind {kind}"))),
+            }
+        }
+        if came > 0 {
+            let waiting = self.waiting.fetch_add(came, Ordering::AcqRel) + came;
+            if waiting > MAX_WAITING {
+                engine.link.hold(true);
+            }
+            self.came.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Notes where the data that a record names will lie, if it has a place among the slots. The error is what the bridge has done wrong.
+    fn plan(&self, record: &Record, body: &[u8]) -> Result<(), String> {
+        // The dispatcher judges what there is no such thing as.
+        let Some(info) = ops::info(record.opcode).filter(|info| info.carries_data) else { return Ok(()) };
+        let (mut piece, mut planned) = (0, Ok(()));
+        let mut visit = |data: DataUse| {
+            if let (DataUse::In(range), Ok(())) = (data, &planned)
+                && !self.inbox.is_asked((record.seq, piece))
+            {
+                planned = self.ring.plan(record.seq, piece, range.len);
+            }
+            piece += 1;
+        };
+        (info.visit_data)(body, &mut visit)
+            .map_err(|e| format!("command {} ({}) does not decode: {e}", record.seq, info.name))?;
+        planned
+    }
+
+    /// Sleeps until something happens. Nothing is said meanwhile, nor expected: a bridge to which something is due asks whether we are there, and ends the session if it hears nothing;
+    /// one that is gone shows by its control connection, which the kernel watches.
+    fn sleep(&self) -> Result<(), End> {
+        let device = {
+            let mut engine = self.lock();
+            engine.link.arm()?;
+            if self.turn(&mut engine)? {
+                return Ok(());
+            }
+            Arc::clone(engine.link.domain().device())
+        };
+        let completions = self.lock().link.fd().try_clone_to_owned().map_err(|e| End::Lost(e.to_string()))?;
+        let fds = [completions.as_fd(), self.control.as_fd(), device.event_fd(), self.stop.as_fd()];
+        let patience = self.ring.awaits_device().then_some(Duration::from_millis(1));
+        wake::readable(&fds, patience).map_err(|e| End::Lost(format!("waiting: {e}")))?;
+        let mut engine = self.lock();
+        engine.link.disarm();
+        while let Some(event) = device.next_event() {
+            match event {
+                DeviceEvent::PortDown(port) => {
+                    tracing::warn!(device = device.name(), port, "RDMA port went down")
+                }
+                DeviceEvent::PortUp(port) => {
+                    tracing::info!(device = device.name(), port, "RDMA port came up")
+                }
+                DeviceEvent::Fatal(what) => return Err(End::Gone(what)),
+                DeviceEvent::Other => {}
+            }
+        }
+        self.look(&mut engine)?;
+        Ok(())
+    }
+
+    /// Looks at the control connection.
+    pub(super) fn look(&self, engine: &mut Engine) -> Result<(), End> {
+        loop {
+            match engine.control_reader.fill(&mut &self.control) {
+                Ok(0) => return Err(End::Asked),
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Err(End::Asked),
+                Err(e) => return Err(End::Gone(format!("its control connection: {e}"))),
+            }
+            while let Some((kind, body)) =
+                engine.control_reader.next_frame().map_err(|e| End::Lost(e.to_string()))?
+            {
+                match kind {
+                    frame::ALIVE => {}
+                    frame::BYE if body.is_empty() => return Err(End::Asked),
+                    frame::BYE => {
+                        let (device, why) = (engine.link.domain().device(), String::from_utf8_lossy(body));
+                        let (name, port) = (device.name(), device.port().number);
+                        return Err(End::Lost(format!(
+                            "the client at {}, reached over RDMA device {name} port {port}, ended the session: {why}",
+                            self.peer
+                        )));
+                    }
+                    _ => {
+                        return Err(End::Lost(format!(
+                            "the bridge sent a frame of kind {kind} on the control connection"
+                        )));
+                    }
+                }
+            }
+        }
+    }
+}

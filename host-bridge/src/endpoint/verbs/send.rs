@@ -1,0 +1,140 @@
+//! Data on its way out: writes into the client's memory, out of the driver's own or out of lent buffers.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use protocol::link::chunk_len;
+
+use super::{BUFFERS, CHUNK, SEND, SIGNALLED, VerbsClient};
+use crate::endpoint::Lost;
+use crate::endpoint::outgoing::Lent;
+use crate::verbs::{Put, Registration, VerbsError};
+
+impl VerbsClient {
+    /// Writes `bytes` to `address` of the client's memory. Returns when they may be changed: at once when they had to be copied into registered memory, else when the
+    /// device is done with them.
+    pub(in crate::endpoint) fn send(
+        &self,
+        seq: u64,
+        address: u64,
+        key: u32,
+        bytes: &[u8],
+    ) -> Result<(), Lost> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let offset = self.adopted.get().and_then(|adopted| {
+            let offset = (bytes.as_ptr() as u64).checked_sub(adopted.address())?;
+            adopted.slice(offset, u32::try_from(bytes.len()).ok()?).map(|_| (adopted, offset))
+        });
+        if let Some((adopted, offset)) = offset {
+            return self.send_adopted(seq, address, key, adopted, offset, bytes.len());
+        }
+        for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
+            let mut lent = self.this.upgrade().ok_or_else(|| self.over())?.lend(chunk.len())?;
+            lent.bytes().copy_from_slice(chunk);
+            self.copied.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+            lent.send(seq, address + (number * CHUNK) as u64, key, chunk.len())?;
+        }
+        Ok(())
+    }
+
+    /// Posts writes out of adopted memory, spread over the queues, all that there is room for under one lock, and waits until they have left.
+    fn send_adopted(
+        &self,
+        seq: u64,
+        address: u64,
+        key: u32,
+        adopted: &Registration,
+        offset: u64,
+        len: usize,
+    ) -> Result<(), Lost> {
+        let place = self.wait_for(|engine| engine.free_sends.pop()).ok_or_else(|| self.over())?;
+        let (mut at, mut failed) = (0, None);
+        let done = self.wait_for(|engine| {
+            let queues = engine.link.data_queues() as u64;
+            let chunk = chunk_len(len as u64, queues, CHUNK as u64) as usize;
+            while at < len && failed.is_none() {
+                let queue = engine.link.next_queue()?;
+                let bytes = chunk.min(len - at);
+                let posted = adopted.slice(offset + at as u64, bytes as u32).map(|source| {
+                    engine.link.put(&Put {
+                        queue,
+                        source,
+                        header: None,
+                        address: address + at as u64,
+                        key,
+                        immediate: seq as u32,
+                        token: SEND | place as u64,
+                        signal: bytes > SIGNALLED || at + bytes == len,
+                    })
+                });
+                match posted {
+                    Some(Ok(())) => engine.sends[place] += 1,
+                    Some(Err(e)) => failed = Some(e),
+                    None => failed = Some(VerbsError::Peer("data outside adopted memory".into())),
+                }
+                at += bytes;
+            }
+            (engine.sends[place] == 0 || failed.is_some()).then(|| engine.free_sends.push(place))
+        });
+        if let Some(e) = failed {
+            // Nothing of the session is used any more, the place above included.
+            self.failed(e);
+        }
+        self.sent.fetch_add(len as u64, Ordering::Relaxed);
+        done.filter(|()| self.end.get().is_none()).ok_or_else(|| self.over())
+    }
+
+    /// Lends a buffer of `len` bytes, or of as many as it has. Waits for one.
+    pub(in crate::endpoint) fn lend(self: &Arc<Self>, len: usize) -> Result<Lent, Lost> {
+        let number = self.wait_for(|engine| engine.free_buffers.pop()).ok_or_else(|| self.over())?;
+        let len = len.min(CHUNK);
+        let at = self.buffers.pointer(number * CHUNK, len).ok_or_else(|| self.over())?;
+        // SAFETY: a buffer of the slab, zeroed when it was made, taken off the list of the free ones.
+        Ok(unsafe { Lent::new(Arc::clone(self), number, at, len) })
+    }
+
+    /// A buffer that was lent is not needed.
+    pub(in crate::endpoint) fn give_back(&self, number: usize) {
+        self.lock().free_buffers.push(number);
+        self.room.notify_all();
+    }
+
+    /// Writes a lent buffer's first `len` bytes to `address` of the client's memory. The buffer is free again when they have left.
+    pub(in crate::endpoint) fn send_buffer(
+        &self,
+        seq: u64,
+        address: u64,
+        key: u32,
+        number: usize,
+        len: usize,
+    ) -> Result<(), Lost> {
+        let source = self.buffers.registration().slice((number * CHUNK) as u64, len as u32);
+        let source = source.ok_or_else(|| Lost::new("data outside a buffer"))?;
+        let posted = self.wait_for(|engine| {
+            Some(engine.link.put(&Put {
+                queue: engine.link.next_queue()?,
+                source,
+                header: None,
+                address,
+                key,
+                immediate: seq as u32,
+                token: number as u64,
+                // Buffers whose writes are not signalled come back with a later one: only as long as enough are left.
+                signal: len > SIGNALLED || engine.free_buffers.len() < BUFFERS / 2,
+            }))
+        });
+        match posted {
+            Some(Ok(())) => {
+                self.sent.fetch_add(len as u64, Ordering::Relaxed);
+                Ok(())
+            }
+            Some(Err(e)) => {
+                self.failed(e);
+                Err(self.over())
+            }
+            None => Err(self.over()),
+        }
+    }
+}
