@@ -59,6 +59,30 @@ static void together(int *words) {
     CHECK(cudaStreamDestroy(stream));
 }
 
+__global__ void hold(volatile int *word, int *out, long long patience) {
+    long long begin = clock64();
+    while (*word == 0 && clock64() - begin < patience) {}
+    *out = *word;
+}
+
+// One word, which a kernel waits for.
+static void released(int *words) {
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    volatile int *word = words;
+    for (int round = 1; round <= 5; round++) {
+        *word = 0;
+        hold<<<1, 1, 0, stream>>>(words, words + 200, 20000000000ll);
+        CHECK(cudaGetLastError());
+        REQUIRE(cudaStreamQuery(stream) == cudaErrorNotReady, "the kernel is over");
+        cudaGetLastError();
+        *word = round;
+        CHECK(cudaStreamSynchronize(stream));
+        REQUIRE(words[200] == round, "round %d: the kernel has seen %d", round, words[200]);
+    }
+    CHECK(cudaStreamDestroy(stream));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     const size_t bytes = n * sizeof(int);
@@ -92,6 +116,30 @@ int main(int argc, char **argv) {
     REQUIRE(mine[1234] == 1234 * 20 && mine[n - 1] == (n - 1) * 20, "unregistered: %d %d", mine[1234], mine[n - 1]);
     mine[5] = 1;
     free(mine);
+
+    // Registered memory need not be whole pages: a word of the heap, and pages with two ragged ends, between bytes that nobody may change.
+    char *heap = (char *)malloc(4 * 4096 + n * sizeof(int) + 8192);
+    memset(heap, 0x77, 4 * 4096 + n * sizeof(int) + 8192);
+    int *words_of_heap = (int *)(((size_t)heap + 255) / 256 * 256);
+    CHECK(cudaHostRegister(words_of_heap, 1000, cudaHostRegisterPortable));
+    int *ragged = words_of_heap + 3 * 1024 + 20;
+    CHECK(cudaHostRegister(ragged, bytes, cudaHostRegisterPortable));
+    memset(words_of_heap, 0, 1000);
+    released(words_of_heap);
+    turns(ragged, out, "ragged in");
+    turns(in, ragged, "ragged out");
+    CHECK(cudaMemcpy(device, ragged, bytes, cudaMemcpyDefault));
+    CHECK(cudaMemset(device, 0x22, 64));
+    CHECK(cudaMemcpyAsync(ragged + 1, device, bytes - 4, cudaMemcpyDefault));
+    CHECK(cudaDeviceSynchronize());
+    REQUIRE(ragged[0] == 0 && ragged[1] == 0x22222222 && ragged[16] == 0x22222222 && ragged[17] == 16 * 20, "a copy to ragged memory: %d %x %x %d", ragged[0], ragged[1], ragged[16], ragged[17]);
+    CHECK(cudaHostUnregister(ragged));
+    CHECK(cudaHostUnregister(words_of_heap));
+    REQUIRE(ragged[n - 1] == (n - 2) * 20 && words_of_heap[200] == 5, "unregistered: %d %d", ragged[n - 1], words_of_heap[200]);
+    for (char *p = heap; p < (char *)words_of_heap; p++) REQUIRE(*p == 0x77, "a byte before");
+    for (char *p = (char *)words_of_heap + 1000; p < (char *)ragged; p++) REQUIRE(*p == 0x77, "a byte between");
+    for (char *p = (char *)(ragged + n); p < heap + 4 * 4096 + bytes + 8192; p++) REQUIRE(*p == 0x77, "a byte behind");
+    free(heap);
 
     // A graph's kernel.
     int *third;

@@ -12,7 +12,8 @@ use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
 use crate::{
-    Result, array, capture, code, event, graph, host, library, memory, module, non_null, put, texture,
+    Result, array, capture, code, event, graph, host, library, managed, memory, module, non_null, put,
+    texture,
 };
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
@@ -383,6 +384,14 @@ fn push(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
 }
 
+/// Waits for all work of a context, on the program's behalf.
+fn wait_for(context: &'static Context) -> Result {
+    capture::forbid_all(context)?;
+    let result = context.synchronize();
+    managed::edges::after_wait(driver()?);
+    result
+}
+
 api! {
     fn cuCtxCreate_v4(pctx: *mut usize, params: *const CtxCreateParams, flags: u32, dev: i32) {
         if let Some(params) = params.as_ref()
@@ -497,15 +506,11 @@ api! {
     }
 
     fn cuCtxSynchronize() {
-        let context = current()?;
-        capture::forbid_all(context)?;
-        context.synchronize()
+        wait_for(current()?)
     }
 
     fn cuCtxSynchronize_v2(ctx: usize) {
-        let context = of(ctx)?;
-        capture::forbid_all(context)?;
-        context.synchronize()
+        wait_for(of(ctx)?)
     }
 
     fn cuCtxGetLimit(value: *mut usize, limit: u32) {

@@ -55,6 +55,16 @@ pub(crate) struct Copier {
     pub driver: &'static Driver,
     pub stream: Arc<Stream>,
     pub mode: Mode,
+    /// It is this library's own: no call of the program's waits for it.
+    pub own: bool,
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        if self.mode == Mode::Sync && !self.own {
+            managed::edges::after_wait(self.driver);
+        }
+    }
 }
 
 /// Bytes of one chunk of a transfer.
@@ -84,7 +94,7 @@ impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context) = context::ready()?;
-        Ok(Copier { driver, stream: stream::any(driver, context, handle, per_thread)?, mode })
+        Ok(Copier { driver, stream: stream::any(driver, context, handle, per_thread)?, mode, own: false })
     }
 
     /// The capture that the copy becomes part of.

@@ -12,7 +12,7 @@ use crate::device::attr;
 use crate::graph::Work;
 use crate::state::{self, Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, code, non_null, put};
+use crate::{Result, code, managed, non_null, put};
 use client::handle::EventId;
 use client::handles::Slab;
 use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
@@ -259,6 +259,7 @@ api! {
         if !done {
             return Err(Status::NOT_READY);
         }
+        managed::edges::after_wait(driver);
         event.context.deferred(driver)
     }
 
@@ -271,10 +272,12 @@ api! {
         event.context.deferred(driver)?;
         if event.is_shared() {
             let result = event.await_shared(driver);
+            managed::edges::after_wait(driver);
             return event.context.settle(driver, result);
         }
         if event.is_done(driver) {
             driver.session.show_output();
+            managed::edges::after_wait(driver);
             return event.context.deferred(driver);
         }
         let last = event.last();
@@ -282,6 +285,7 @@ api! {
         if let (Ok(()), Some((stream, seq))) = (&result, last) {
             stream.is_synced(seq);
         }
+        managed::edges::after_wait(driver);
         event.context.settle(driver, result)
     }
 

@@ -14,7 +14,6 @@ use crate::state::{Driver, driver, unique_id};
 use crate::{Result, code, late, managed, non_null, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
-use client::pages::PAGE;
 use client::regions::{Regions, RegisterError};
 use client::{Status, lock, log};
 
@@ -29,6 +28,8 @@ pub(crate) struct HostTag {
 /// `CU_MEMHOSTALLOC_PORTABLE`, `CU_MEMHOSTALLOC_DEVICEMAP`.
 const PORTABLE: u32 = 1;
 const DEVICEMAP: u32 = 2;
+/// `CU_MEMHOSTREGISTER_READ_ONLY`.
+const READ_ONLY: u32 = 8;
 
 /// The process's pinned memory.
 pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
@@ -132,11 +133,11 @@ fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> 
     Ok(())
 }
 
-/// Lets kernels reach the piece that begins at `base` if the device shares it; otherwise notes that they do not, if they may. Mirrored memory is whole pages, so that nothing else is in them.
-fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, whole: bool) {
+/// Lets kernels reach the piece that begins at `base` if the device shares it; otherwise notes that they do not, if they may.
+fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, flags: u32) {
     let device = driver.devices.get(context.device as usize);
     let shares = device.is_some_and(|device| device.shares_host_memory);
-    if (!shares || map(driver, context, base, size).is_err()) && whole {
+    if (!shares || map(driver, context, base, size).is_err()) && flags & READ_ONLY == 0 {
         with_unreached(|unreached| unreached.insert(base, size));
     }
 }
@@ -184,7 +185,7 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
-    offer(driver, context, address, size, true);
+    offer(driver, context, address, size, 0);
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
         reach_at(driver, address as u64);
@@ -232,8 +233,7 @@ api! {
                 Status::OUT_OF_MEMORY
             }
         })?;
-        let whole = (p as usize).is_multiple_of(PAGE) && size.is_multiple_of(PAGE);
-        offer(driver, context, p as usize, size, whole);
+        offer(driver, context, p as usize, size, flags);
         Ok(())
     }
     alias cuMemHostRegister = cuMemHostRegister_v2(p: *mut c_void, size: usize, flags: u32);
@@ -271,7 +271,7 @@ api! {
         match map(driver, context, base, size) {
             Ok(()) => put(dptr, p as u64),
             Err(Status::NOT_SUPPORTED) => refuse_form(
-                "cuMemHostGetDevicePointer of registered memory that is not whole pages, or is no memory to share, to a GPU in another machine,",
+                "cuMemHostGetDevicePointer of memory that cannot be mirrored for a GPU that does not share it",
                 &SAID,
             ),
             Err(status) => Err(status),

@@ -16,7 +16,7 @@ use crate::context::{self, Context};
 use crate::event::{self, Event};
 use crate::graph::Work;
 use crate::state::{self, Driver, driver, unique_id};
-use crate::{Result, code, non_null, put};
+use crate::{Result, code, managed, non_null, put};
 use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use client::handle::StreamId;
 use client::handles::Slab;
@@ -546,6 +546,7 @@ api! {
         if !stream.is_done(driver)? {
             return Err(Status::NOT_READY);
         }
+        managed::edges::after_wait(driver);
         stream.context.deferred(driver)
     }
 
@@ -554,7 +555,9 @@ api! {
         driver.session.check()?;
         capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
-        stream.synchronize(driver)
+        let result = stream.synchronize(driver);
+        managed::edges::after_wait(driver);
+        result
     }
 }
 

@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::{self, Driver};
 use crate::error::{Error, Result};
@@ -165,12 +165,16 @@ pub(crate) fn handle(driver: &Driver, ordinal: c_int) -> Result<CUdevice> {
     Ok(device)
 }
 
-/// How many devices there are.
+/// How many devices there are. It is asked once: a child of a process that knows is told as well, as by NVIDIA's runtime, though the driver tells it nothing.
 pub(crate) fn device_count(driver: &Driver) -> Result<c_int> {
+    static KNOWN: OnceLock<c_int> = OnceLock::new();
+    if let Some(count) = KNOWN.get() {
+        return Ok(*count);
+    }
     let mut count = 0;
     // SAFETY: the count is written to a live local variable.
     unsafe { driver.cuDeviceGetCount(&mut count)? };
-    if count > 0 { Ok(count) } else { Err(Error::NO_DEVICE) }
+    if count > 0 { Ok(*KNOWN.get_or_init(|| count)) } else { Err(Error::NO_DEVICE) }
 }
 
 /// The device that the thread's calls go to: that of its current context, else the one it chose, else the default.

@@ -141,14 +141,26 @@ impl Signal {
     }
 
     pub fn release(&self, address: usize, len: usize) {
-        let _ = super::protection(address, len, libc::PROT_READ | libc::PROT_WRITE);
+        let usable = libc::PROT_READ | libc::PROT_WRITE;
+        let _ = super::protection(address, len, libc::PROT_READ);
+        // SAFETY: a new mapping, filled from this mechanism's own pages and moved to where the program has those; shared ones are not to be left there,
+        // since a child of the process would share them.
+        unsafe {
+            let fresh =
+                libc::mmap(ptr::null_mut(), len, usable, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
+            if fresh == libc::MAP_FAILED {
+                let _ = super::protection(address, len, usable);
+            } else {
+                ptr::copy_nonoverlapping(self.bytes(address), fresh.cast(), len);
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                libc::mremap(fresh, len, len, flags, address as *mut libc::c_void);
+            }
+        }
         let mut aliases = lock(&self.aliases);
         if let Some(at) = aliases.iter().position(|alias| alias.start == address) {
             let alias = aliases.swap_remove(at);
             RANGES[alias.known].end.store(0, Ordering::Release);
         }
-        // SAFETY: pages that were adopted, and are the program's again.
-        unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DOFORK) };
     }
 
     pub fn unmap(&self, address: usize, len: usize) {

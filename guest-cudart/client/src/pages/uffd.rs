@@ -89,6 +89,11 @@ pub struct Uffd {
     shared: Mutex<Vec<(usize, usize)>>,
 }
 
+/// Whether a range was refused because the kernel keeps it as several mappings, as it may do with memory that the process made; a page is always one's.
+fn is_of_several(error: &io::Error, len: usize) -> bool {
+    error.raw_os_error() == Some(libc::ENOENT) && len > super::PAGE
+}
+
 fn syscall(flags: libc::c_int) -> io::Result<OwnedFd> {
     // SAFETY: makes a descriptor and touches no memory.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags | libc::O_CLOEXEC) };
@@ -149,7 +154,6 @@ impl Uffd {
     pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
         // SAFETY: pages that may be read, as the caller says. Each is there afterwards: nobody is stopped at it before it is cleared.
         let shared = unsafe {
-            libc::madvise(address as *mut libc::c_void, len, libc::MADV_NOHUGEPAGE);
             for page in (address..address + len).step_by(super::PAGE) {
                 (page as *const u8).read_volatile();
             }
@@ -243,6 +247,12 @@ impl Uffd {
                 Ok(()) => return Ok(()),
                 // Another thread was changing the address space: some pages may be there, the rest is asked for again.
                 Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => done += copy.copy.max(0) as usize,
+                Err(error) if is_of_several(&error, rest.len()) => {
+                    for (at, page) in rest.chunks(super::PAGE).enumerate() {
+                        self.fill(address + done + at * super::PAGE, page, writable)?;
+                    }
+                    return Ok(());
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -250,6 +260,15 @@ impl Uffd {
     }
 
     pub fn protect(&self, address: usize, len: usize, on: bool) -> io::Result<()> {
+        match self.protect_at_once(address, len, on) {
+            Err(error) if is_of_several(&error, len) => (address..address + len)
+                .step_by(super::PAGE)
+                .try_for_each(|page| self.protect_at_once(page, super::PAGE, on)),
+            other => other,
+        }
+    }
+
+    fn protect_at_once(&self, address: usize, len: usize, on: bool) -> io::Result<()> {
         let range = || Range { start: address as u64, len: len as u64 };
         loop {
             match self.ioctl(IOCTL_WRITEPROTECT, &mut WriteProtect { range: range(), mode: on.into() }) {

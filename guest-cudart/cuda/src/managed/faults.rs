@@ -27,7 +27,7 @@ pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
         };
         for fault in faults {
             counters::add(&COUNTERS.page_faults, 1);
-            if super::pinned::is_here(fault.address as u64) {
+            if is_pinned(fault.address as u64) {
                 let idle = idle_now();
                 together::answer(driver, pages, &fault, &mut buffer, idle.is_none());
             } else if is_waited_for() {
@@ -39,6 +39,12 @@ pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
             }
         }
     }
+}
+
+fn is_pinned(address: u64) -> bool {
+    let state = lock(&STATE);
+    let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
+    piece.is_some_and(|(_, piece)| piece.pinned)
 }
 
 /// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.

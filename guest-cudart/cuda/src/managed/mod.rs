@@ -19,6 +19,7 @@
 
 mod advice;
 mod blocks;
+pub(crate) mod edges;
 mod faults;
 pub(crate) mod pinned;
 mod together;
@@ -42,6 +43,8 @@ use client::ops::copy::Memset;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
+use edges::Edge;
+use pinned::Mirrors;
 use together::Together;
 
 /// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
@@ -58,7 +61,6 @@ struct Piece {
     pinned: bool,
 }
 
-#[derive(Default)]
 struct State {
     /// By first address.
     pieces: BTreeMap<u64, (u64, Piece)>,
@@ -68,6 +70,10 @@ struct State {
     movers: Vec<(&'static Context, Arc<Stream>)>,
     /// What the host has had of pinned memory while the device worked.
     together: Vec<Together>,
+    /// Pinned memory that cannot be watched.
+    edges: Vec<Edge>,
+    /// What the server has at the addresses of pinned memory.
+    mirrors: Mirrors,
 }
 
 static STATE: Mutex<State> = Mutex::new(State {
@@ -75,6 +81,8 @@ static STATE: Mutex<State> = Mutex::new(State {
     held: BTreeSet::new(),
     movers: Vec::new(),
     together: Vec::new(),
+    edges: Vec::new(),
+    mirrors: Mirrors::new(),
 });
 /// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
@@ -135,8 +143,9 @@ impl State {
     }
 
     fn counted(&self) {
-        PIECES.store(self.pieces.len(), Ordering::Release);
-        HELD.store(self.held.len(), Ordering::Release);
+        PIECES.store(self.pieces.len() + self.edges.len(), Ordering::Release);
+        // What is not watched may have been changed at any time.
+        HELD.store(self.held.len() + self.edges.len(), Ordering::Release);
     }
 
     fn insert(&mut self, base: u64, size: u64, piece: Piece) {
@@ -166,7 +175,7 @@ impl State {
                 stream
             }
         };
-        Ok(Copier { driver, stream, mode: Mode::Sync })
+        Ok(Copier { driver, stream, mode: Mode::Sync, own: true })
     }
 
     /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
@@ -235,10 +244,14 @@ pub(crate) fn before_going_on(driver: &'static Driver) {
 
 #[cold]
 fn give_all(driver: &'static Driver) -> Result {
+    let all = 0..u64::MAX;
     let mut state = lock(&STATE);
     for base in state.held.clone() {
-        state.give(driver, base, &(0..u64::MAX))?;
+        state.give(driver, base, &all)?;
     }
+    state.send_edges(driver, &all)?;
+    drop(state);
+    edges::work_begins();
     Ok(())
 }
 
@@ -261,6 +274,9 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     for base in touched {
         state.give(driver, base, &range)?;
     }
+    state.send_edges(driver, &range)?;
+    drop(state);
+    edges::work_begins();
     Ok(())
 }
 

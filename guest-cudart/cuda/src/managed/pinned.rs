@@ -1,54 +1,91 @@
 //! Pinned memory of the program's that kernels use, where the device is in another machine or shares no memory: the server has memory of its own at the same address, in the host memory of
-//! its machine as the program's is in its own. It is a piece like those of managed memory, made of pages that the program has already.
+//! its machine as the program's is in its own. Its whole pages are a piece like those of managed memory, made of pages that the program has already; what lies in pages that other memory has a part in is
+//! compared ([`edges`](super::edges)).
 
+use std::collections::BTreeMap;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::blocks::{Answer, BLOCK, Blocks, Run};
-use super::{Advised, ORDER, Piece, STATE, State, pages};
+use super::edges::{self, Edge};
+use super::{Advised, ORDER, Piece, STATE, State, faults, pages, together};
 use crate::Result;
 use crate::context::Context;
+use crate::host::REGIONS;
 use crate::state::Driver;
 use client::ops::memory::{HostMirror, HostUnmap};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
-/// How many pieces there are.
+/// Pinned memory that kernels use, by first address: its size, and the mirror that it lies in.
+pub(super) struct Mirrors {
+    regions: BTreeMap<u64, Region>,
+    /// By first address: their sizes, and how many regions lie in each.
+    mirrors: BTreeMap<u64, (u64, usize)>,
+}
+
+#[derive(Clone, Copy)]
+struct Region {
+    size: u64,
+    context: &'static Context,
+    mirror: u64,
+}
+
+impl Mirrors {
+    pub(super) const fn new() -> Mirrors {
+        Mirrors { regions: BTreeMap::new(), mirrors: BTreeMap::new() }
+    }
+
+    fn find(&self, address: u64) -> Option<(u64, Region)> {
+        let (base, region) = self.regions.range(..=address).next_back()?;
+        (address - base < region.size).then_some((*base, *region))
+    }
+}
+
+/// How many regions there are.
 static PINNED: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether an address is one of such memory.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
-    PINNED.load(Ordering::Acquire) != 0 && {
-        let state = lock(&STATE);
-        state
-            .find(address)
-            .is_some_and(|(base, _)| state.pieces.get(&base).is_some_and(|(_, piece)| piece.pinned))
-    }
+    PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
 }
 
 /// Where those that were made in a context begin.
 pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
     let state = lock(&STATE);
-    let chosen =
-        state.pieces.iter().filter(|(_, (_, piece))| piece.pinned && std::ptr::eq(piece.context, context));
+    let chosen = state.mirrors.regions.iter().filter(|(_, region)| std::ptr::eq(region.context, context));
     chosen.map(|(base, _)| *base).collect()
 }
 
-/// Lets kernels use the pages of the `size` bytes at `base`, which nothing copies from or to in place.
+/// Lets kernels use the `size` bytes at `base`, which nothing copies from or to in place.
 ///
 /// # Errors
 /// What the server says; `NOT_SUPPORTED` where this process cannot watch its pages. All is as it was.
 pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
-    let pages = pages(driver)?;
-    let size = size.next_multiple_of(PAGE as u64);
-    driver.session.call(&HostMirror { context: context.id, address: base, size })?;
+    const PAGE: u64 = client::pages::PAGE as u64;
+    let (first, end) = (base & !(PAGE - 1), (base + size).next_multiple_of(PAGE));
+    // Allocated memory has all bytes of its pages.
+    let owned =
+        if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
+    let (parts, whole) = edges::cut(base..owned);
     // A fault that comes before the piece is known waits for this lock.
     let state = &mut *lock(&STATE);
-    state.adopt(driver, pages, context, base, size).inspect_err(|_| {
-        // With the session lost, there is nothing to undo.
-        let _ = driver.session.append(&HostUnmap { context: context.id, address: base });
-    })
+    let mirror = state.mirror(driver, context, first, end - first)?;
+    let adopted = match &whole {
+        Some(whole) => state.adopt(driver, pages(driver)?, context, whole.start, whole.end - whole.start),
+        None => Ok(()),
+    };
+    if let Err(status) = adopted {
+        state.unmirror(driver, context, mirror);
+        return Err(status);
+    }
+    state.add_edges(parts.into_iter().map(|bytes| Edge::new(base, context, bytes)));
+    state.counted();
+    state.mirrors.regions.insert(base, Region { size, context, mirror });
+    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    together::start(driver);
+    Ok(())
 }
 
 /// The piece that begins at `base`, if there is one, is the program's alone again. `keep`: with the bytes that the device has; otherwise nobody uses them any more.
@@ -56,26 +93,55 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     if PINNED.load(Ordering::Acquire) == 0 {
         return;
     }
-    let Ok(pages) = pages(driver) else { return };
     let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
     let state = &mut *lock(&STATE);
-    let Some((size, context)) =
-        state.pieces.get(&base).filter(|(_, p)| p.pinned).map(|(s, p)| (*s, p.context))
-    else {
-        return;
-    };
-    if keep && let Err(status) = state.fetch_all(driver, pages, base, size) {
+    let Some(Region { size, context, mirror }) = state.mirrors.regions.remove(&base) else { return };
+    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    if keep && let Err(status) = state.fetch_all(driver, base, size) {
         log::error(format_args!(
             "pinned memory at {base:#x}: what kernels wrote there last is lost ({status})"
         ));
     }
-    state.remove(base);
-    PINNED.fetch_sub(1, Ordering::AcqRel);
-    pages.release(base as usize, size as usize);
-    let _ = driver.session.append(&HostUnmap { context: context.id, address: base });
+    let pieces: Vec<u64> = state.pieces.range(base..base + size).map(|(at, _)| *at).collect();
+    for at in pieces {
+        if let (Some((size, _)), Ok(pages)) = (state.remove(at), pages(driver)) {
+            pages.release(at as usize, size as usize);
+        }
+    }
+    state.drop_edges(base);
+    state.counted();
+    state.unmirror(driver, context, mirror);
 }
 
 impl State {
+    /// Has the server mirror whole pages, if it does not yet; says where the mirror begins.
+    fn mirror(&mut self, driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
+        let before = self.mirrors.mirrors.range_mut(..first + size).next_back();
+        if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
+            if *at > first || at + *has < first + size {
+                log::warn(format_args!(
+                    "pinned memory at {first:#x} has a page of other pinned memory that kernels use"
+                ));
+                return Err(Status::NOT_SUPPORTED);
+            }
+            *users += 1;
+            return Ok(*at);
+        }
+        driver.session.call(&HostMirror { context: context.id, address: first, size })?;
+        self.mirrors.mirrors.insert(first, (size, 1));
+        Ok(first)
+    }
+
+    fn unmirror(&mut self, driver: &Driver, context: &Context, mirror: u64) {
+        let Some((_, users)) = self.mirrors.mirrors.get_mut(&mirror) else { return };
+        *users -= 1;
+        if *users == 0 {
+            self.mirrors.mirrors.remove(&mirror);
+            // A lost session has none.
+            let _ = driver.session.append(&HostUnmap { context: context.id, address: mirror });
+        }
+    }
+
     fn adopt(
         &mut self,
         driver: &'static Driver,
@@ -99,7 +165,6 @@ impl State {
         let all = base..base + size;
         let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };
         self.insert(base, size, piece);
-        PINNED.fetch_add(1, Ordering::AcqRel);
         Ok(())
     }
 
@@ -130,28 +195,31 @@ impl State {
         copier.stream.synchronize(driver)
     }
 
-    /// Gives the host every byte of a piece, to change as it likes.
-    fn fetch_all(&mut self, driver: &'static Driver, pages: &Pages, base: u64, size: u64) -> Result {
-        self.part(driver, |together| together.base == base)?;
+    /// Gives the host every byte of a region, to change as it likes.
+    fn fetch_all(&mut self, driver: &'static Driver, region: u64, size: u64) -> Result {
+        self.part(driver, |together| (region..region + size).contains(&together.base))?;
+        self.compare_edges(driver)?;
         let mut buffer = Vec::new();
-        let mut at = base;
-        while at < base + size {
-            let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let mut at = region.next_multiple_of(PAGE as u64);
+        while let Some((base, _)) = self.find(at) {
+            let Some((size, piece)) = self.pieces.get(&base) else { return Ok(()) };
+            let end = base + size;
             let run = match piece.blocks.fault(at, true) {
                 Answer::Zeroes(run) | Answer::Fetch(run) => {
                     self.fetch(driver, base, run, &mut buffer)?;
-                    pages.fill(run.address as usize, &buffer, true).map_err(super::faults::failed)?;
+                    pages(driver)?.fill(run.address as usize, &buffer, true).map_err(faults::failed)?;
                     run
                 }
                 Answer::Allow(run) => run,
-                Answer::Nothing => {
-                    Run { address: at, len: (BLOCK - (at - base) % BLOCK).min(base + size - at) }
-                }
+                Answer::Nothing => Run { address: at, len: (BLOCK - (at - base) % BLOCK).min(end - at) },
             };
             if let Some((_, piece)) = self.pieces.get_mut(&base) {
                 piece.blocks.given(run, true);
             }
             at = run.address + run.len;
+            if at >= end {
+                break;
+            }
         }
         Ok(())
     }

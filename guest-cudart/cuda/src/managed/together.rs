@@ -4,15 +4,17 @@
 //! remembered bytes by then is what the program has written, and goes to the device word by word; what the device has written is found at the next access. So a change is seen on the
 //! other side within about a millisecond, and neither side waits for the other.
 //!
-//! What one side wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away.
+//! What the device wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away. What the
+//! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
 
 use std::ops::Range;
 use std::sync::{Condvar, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::blocks::{Answer, Run};
-use super::{STATE, State, faults, pages};
+use super::{STATE, State, edges, faults, pages};
 use crate::Result;
+use crate::context::Context;
 use crate::state::Driver;
 use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
 use client::pages::{Fault, Pages};
@@ -38,8 +40,26 @@ impl Together {
     }
 }
 
-/// There is something to be taken away.
+/// There is something to be taken away, or compared.
 static CAME: Condvar = Condvar::new();
+
+/// What changes seldom is looked at so often at least.
+const SELDOM: Duration = Duration::from_millis(5);
+
+/// Lets the thread look; it is started if it does not run yet.
+pub(super) fn start(driver: &'static Driver) {
+    static START: Once = Once::new();
+    START.call_once(|| {
+        let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
+        if let Err(error) = thread.spawn(move || serve(driver)) {
+            log::error(format_args!("no thread for pinned memory: {error}"));
+        }
+    });
+}
+
+pub(super) fn wake() {
+    CAME.notify_one();
+}
 
 /// Answers an access to pinned memory. `busy`: the device may be using it.
 pub(super) fn answer(
@@ -52,35 +72,34 @@ pub(super) fn answer(
     if !busy {
         return faults::answer(driver, pages, fault, buffer);
     }
-    static START: Once = Once::new();
-    START.call_once(|| {
-        let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
-        if let Err(error) = thread.spawn(move || serve(driver)) {
-            log::error(format_args!("no thread for pinned memory: {error}"));
-        }
-    });
+    start(driver);
     let mut state = lock(&STATE);
     let given = state.give_together(driver, pages, fault, buffer);
     drop(state);
     faults::finish(pages, fault, given);
 }
 
-/// The thread that takes away what the host was given while the device worked.
+/// The thread that takes away what the host was given while the device worked, and compares what cannot be watched.
 fn serve(driver: &'static Driver) {
-    let mut pause = WHILE;
+    let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
         let mut state = lock(&STATE);
-        while state.together.is_empty() {
+        while state.together.is_empty() && !edges::is_due() {
+            seldom = WHILE;
             state = CAME.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        let given = !state.together.is_empty();
         drop(state);
-        std::thread::sleep(pause);
+        std::thread::sleep(if given { pause } else { seldom });
         let begin = Instant::now();
         if let Err(status) = lock(&STATE).part(driver, |_| true) {
             log::error(format_args!("pinned memory does not reach the device: {status}"));
         }
         // The program has at least as much time for a block as it takes to move it.
         pause = WHILE.max(begin.elapsed() * 2);
+        if edges::is_due() {
+            seldom = if edges::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
+        }
     }
 }
 
@@ -106,15 +125,31 @@ impl State {
             pages.forbid_writes(at, len).map_err(faults::failed)?;
             // SAFETY: present pages that nobody changes now.
             let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-            for words in changes(run.address, before, now).chunks(MOST_PATCHES) {
-                driver.session.append(&HostPatch { context: piece.context.id, words: words.to_vec() })?;
-            }
+            send(driver, piece.context, changes(run.address, before, now))?;
         }
         pages.clear(at, len);
         piece.blocks.taken(&range);
         if !piece.blocks.is_held() {
             self.held.remove(base);
             self.counted();
+        }
+        Ok(())
+    }
+
+    /// Sends what the program has changed so far: it is about to change another block, and the device sees the changes of two blocks in their order.
+    fn publish(&mut self, driver: &'static Driver, pages: &Pages) -> Result {
+        for Together { base, run, before } in &mut self.together {
+            let Some((_, piece)) = self.pieces.get(base) else { continue };
+            let (at, len) = (run.address as usize, run.len as usize);
+            if piece.blocks.dirty(&(run.address..run.address + run.len)).is_empty() {
+                continue;
+            }
+            pages.forbid_writes(at, len).map_err(faults::failed)?;
+            // SAFETY: present pages that nobody changes now.
+            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+            send(driver, piece.context, changes(run.address, before, now))?;
+            before.copy_from_slice(now);
+            pages.allow_writes(at, len).map_err(faults::failed)?;
         }
         Ok(())
     }
@@ -131,6 +166,7 @@ impl State {
         let run = match piece.blocks.fault(fault.address as u64, fault.write) {
             Answer::Nothing => return Ok(true),
             Answer::Allow(run) => {
+                self.publish(driver, pages)?;
                 pages.allow_writes(run.address as usize, run.len as usize).map_err(faults::failed)?;
                 run
             }
@@ -138,6 +174,9 @@ impl State {
                 self.fetch(driver, base, run, buffer)?;
                 let before = buffer.clone();
                 self.look_again(driver, buffer)?;
+                if fault.write {
+                    self.publish(driver, pages)?;
+                }
                 pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
                 self.together.push(Together { base, run, before });
                 CAME.notify_one();
@@ -164,18 +203,32 @@ impl State {
     }
 }
 
+/// Sends changed words. Which of them the program changed last is not known; most likely those that stand alone, as words that say something of others do: they go last.
+pub(super) fn send(driver: &Driver, context: &Context, mut words: Vec<WordPatch>) -> Result {
+    words.sort_by_key(|patch| patch.address);
+    let mut rows: Vec<&[WordPatch]> = words.chunk_by(|a, b| a.address + 8 == b.address).collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
+    for words in rows.concat().chunks(MOST_PATCHES) {
+        driver.session.append(&HostPatch { context: context.id, words: words.to_vec() })?;
+    }
+    Ok(())
+}
+
 /// The words of 8 bytes in which bytes differ, from `address` on, a multiple of 8.
 fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
     };
     let (before, now) = (words(before), words(now));
-    let differ = |&(_, (before, now)): &(usize, (&u64, &u64))| before != now;
-    let patch = |(i, (before, now)): (usize, (&u64, &u64))| {
-        let bytes = (before ^ now).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
-        WordPatch { address: address + 8 * i as u64, mask: u64::from_le_bytes(bytes), value: *now }
-    };
-    before.iter().zip(&now).enumerate().filter(differ).map(patch).collect()
+    let each = before.iter().zip(&now).enumerate();
+    each.filter_map(|(i, (before, now))| change(address + 8 * i as u64, *before, *now, u64::MAX)).collect()
+}
+
+/// What makes one word of another, in the bytes of a mask; `None`: nothing.
+pub(super) fn change(address: u64, before: u64, now: u64, mask: u64) -> Option<WordPatch> {
+    let bytes = ((before ^ now) & mask).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
+    let mask = u64::from_le_bytes(bytes);
+    (mask != 0).then_some(WordPatch { address, mask, value: now })
 }
 
 #[cfg(test)]

@@ -83,7 +83,7 @@ unsafe fn run_copy(
     copy: &Memcpy3D,
     bounce: &mut Option<Arc<Bounce>>,
 ) -> Result {
-    let copier = Copier { driver, stream: stream.clone(), mode: Mode::Async };
+    let copier = Copier { driver, stream: stream.clone(), mode: Mode::Async, own: true };
     if copy3d::is_on_host(copy) {
         let copy = *copy;
         return call(driver, stream, move || {
