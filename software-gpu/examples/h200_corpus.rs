@@ -34,5 +34,23 @@ fn main() -> std::io::Result<()> {
     }
     std::fs::File::create(folder.join("corpus.bin"))?.write_all(&out)?;
     println!("{} cases, {bytes} bytes of results", cases.len());
+
+    let cases = corpus::textures::cases();
+    let kernels = corpus::textures::kernels(&cases);
+    let mut text = corpus::textures::ptx(&kernels).into_bytes();
+    std::fs::write(folder.join("textures.ptx"), &text)?;
+    text.push(0);
+    let mut out = Vec::new();
+    word(&mut out, text.len());
+    out.extend(text);
+    word(&mut out, cases.len());
+    for case in &cases {
+        let body = case.body();
+        let kernel = kernels.iter().position(|k| *k == body).unwrap_or(0);
+        out.extend(case.hash().to_le_bytes());
+        out.extend(case.bytes(kernel as u32));
+    }
+    std::fs::File::create(folder.join("textures.bin"))?.write_all(&out)?;
+    println!("{} cases of textures, {} kernels, {} bytes", cases.len(), kernels.len(), out.len());
     Ok(())
 }

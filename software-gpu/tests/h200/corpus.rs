@@ -4,6 +4,7 @@
 //! kernels here and compares. Everything is derived from a fixed seed, so both sides see the same.
 
 mod rare;
+pub mod textures;
 mod together;
 
 use rare::rare;

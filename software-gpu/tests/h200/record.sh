@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds what records a real GPU's answers, into the folder carry/h200 of the repository (which git ignores). Needs nvcc 13.0 on the
-# PATH. Then, on a machine with an H200 and from the repository's root: sh carry/h200/run.sh FILE writes FILE, which belongs
-# into software-gpu/tests/h200/results.bin.
+# PATH. Then, on a machine with an H200 and from the repository's root: sh carry/h200/run.sh FOLDER writes results.bin and
+# textures-results.bin into FOLDER, which belong into software-gpu/tests/h200.
 set -eu
 cd "$(dirname "$0")/../../.."
 folder=carry/h200
@@ -9,10 +9,13 @@ mkdir -p $folder
 cargo run -q -p software-gpu --example h200_corpus -- $folder
 rm -f $folder/*.ptx
 toolkit=$(dirname "$(dirname "$(command -v nvcc)")")
-nvcc -O1 -std=c++17 -arch=sm_90 -cudart static -L"$toolkit/lib" software-gpu/tests/h200/runner.cu -o $folder/runner
+for name in runner textures; do
+    nvcc -O1 -std=c++17 -arch=sm_90 -cudart static -L"$toolkit/lib" software-gpu/tests/h200/$name.cu -o $folder/$name
+done
 cat > $folder/run.sh <<'END'
 #!/bin/sh
-exec timeout 300 "$(dirname "$0")/runner" "$(dirname "$0")/corpus.bin" "$1"
+here=$(dirname "$0")
+timeout 300 "$here/runner" "$here/corpus.bin" "$1/results.bin" && timeout 300 "$here/textures" "$here/textures.bin" "$1/textures-results.bin"
 END
-chmod +x $folder/run.sh $folder/runner
+chmod +x $folder/run.sh $folder/runner $folder/textures
 ls -l $folder

@@ -16,7 +16,7 @@ pub(super) struct Share {
 }
 
 /// The nearest whole number of 1/256 of a product of two weights.
-fn product(a: u32, b: u32) -> u32 {
+pub(super) fn product(a: u32, b: u32) -> u32 {
     (a * b + 128) >> 8
 }
 

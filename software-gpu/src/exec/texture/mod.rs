@@ -99,7 +99,8 @@ unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
                     Detail::Base
                 };
                 let point = point.map(f32::from_bits);
-                reader.sample(w, &Look { directions, cube: has(field::CUBE), layer, point, detail })
+                let (cube, layered) = (has(field::CUBE), has(field::LAYERED));
+                reader.sample(w, &Look { directions, cube, layered, layer, point, detail })
             };
             let values = match result {
                 Ok(values) => values,

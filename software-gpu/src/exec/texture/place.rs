@@ -1,7 +1,6 @@
 //! Where a coordinate lies: texels and the weights between them.
 //!
-//! A normalised coordinate is cut off after 21 binary digits, or as many as give a texel's 256th, before it is multiplied by the
-//! size; a position is then rounded to 1/256 of a texel for linear filtering, a half going up. Subnormal numbers and NaNs are
+//! A normalised coordinate is cut off after 21 binary digits (22 and 23 in large images) before it is multiplied by the size; a position is then rounded to 1/256 of a texel for linear filtering, a half going up. Subnormal numbers and NaNs are
 //! zero, and so are infinities where the image repeats.
 
 use crate::device::texture::AddressMode;
@@ -24,7 +23,11 @@ pub(super) struct Axis {
 impl Axis {
     /// Digits of a normalised coordinate.
     fn digits(self) -> u32 {
-        (self.size.next_power_of_two().trailing_zeros() + 8).max(21)
+        match self.size {
+            ..=8192 => 21,
+            8193..=65536 => 22,
+            _ => 23,
+        }
     }
 
     /// Without normalised coordinates nothing repeats.

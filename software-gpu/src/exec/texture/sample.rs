@@ -1,10 +1,12 @@
 //! One thread's look at a texture: levels, layers, faces, texels, and what they come to.
 
 use super::cube;
-use super::filter::{Float, Fraction, MOST, SRGB, Share, plane};
+use super::filter::{Float, Fraction, MOST, SRGB, Share, plane, product};
 use super::place::{Axis, Pair};
 use crate::device::texture::{AddressMode, ChannelFormat, Image, Texture};
 use crate::error::Fault;
+use crate::exec::float::flag;
+use crate::exec::half;
 use crate::exec::memory::{Global, Place};
 use crate::exec::warp::Warp;
 
@@ -27,6 +29,7 @@ pub(super) struct Look {
     /// 1 to 3; a cube map's direction counts as 3.
     pub directions: usize,
     pub cube: bool,
+    pub layered: bool,
     /// Layer, or cube.
     pub layer: u32,
     pub point: [f32; 3],
@@ -143,7 +146,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The border's colour as a texel: nearest of what the format has, or, of whole numbers, the float's lowest bits.
+    /// The border's colour as a texel: what the format has of it, or, of whole numbers, the float's lowest bits.
     fn border(&self) -> Bits {
         let colour = self.texture.sampler.border;
         let mut out = [0; 4];
@@ -153,7 +156,7 @@ impl Reader<'_> {
                 (Kind::Fraction(f), _) => f.of(v) as u32 & (u32::MAX >> (32 - f.bits)),
                 (Kind::Srgb, _) => Fraction { bits: 8, signed: false }.of(v) as u32,
                 (_, ChannelFormat::Float(16)) => {
-                    let bits = crate::exec::half::to_f16(f64::from(v.clamp(-65504.0, 65504.0)), 0);
+                    let bits = half::to_f16(f64::from(v.clamp(-65504.0, 65504.0)), flag::RZ);
                     u32::from(bits)
                 }
                 (_, ChannelFormat::Unsigned(bits) | ChannelFormat::Signed(bits)) => {
@@ -311,14 +314,18 @@ impl Reader<'_> {
         let [x, row] = [0, 1]
             .map(|d| if look.cube { self.face_axis(slice.image, d) } else { self.axis(slice.image, d) });
         let x = x.pair(look.point[0]);
-        // One row is a picture whose second coordinate is zero.
-        let y = row.pair(if look.directions > 1 { look.point[1] } else { 0.0 });
+        let y = match look.directions {
+            // One row is a picture whose second coordinate is zero; rows in layers are not.
+            1 if look.layered => Pair { texels: [Some(0); 2], weight: 0 },
+            1 => row.pair(0.0),
+            _ => row.pair(look.point[1]),
+        };
         let z = match look.directions {
             3 => self.axis(slice.image, 2).pair(look.point[2]),
             _ => Pair { texels: [Some(0); 2], weight: 0 },
         };
-        let back = (z.weight * whole + 128) >> 8;
-        for (n, whole) in [whole - back, back].into_iter().enumerate() {
+        let front = product(256 - z.weight, whole);
+        for (n, whole) in [front, whole - front].into_iter().enumerate() {
             let weights = plane(x.weight, y.weight, whole);
             for (corner, weight) in weights.into_iter().enumerate() {
                 if [x, y, z]
@@ -425,10 +432,9 @@ impl Reader<'_> {
     ) -> Result<Bits, Fault> {
         let Some(image) = self.texture.levels.get(level as usize) else { return Ok([0; 4]) };
         let outside = (0..directions).any(|d| at[d] < 0 || at[d] as u32 >= image.size[d]);
-        if outside {
+        if outside || layer >= image.layers {
             return Ok([0; 4]);
         }
-        let layer = layer.min(image.layers - 1);
         let bits = self.stored(w, Slice { image, layer }, at.map(|v| v as u32))?;
         Ok(self.read(bits))
     }
