@@ -84,7 +84,7 @@ macro_rules! program_tests {
             @each $module, $check, $list,
             device_list nvml vectorAdd matrixMul reduction atomics templates globals multi multi_rdc copies
             memcpy_batch alloc_churn streams_events stream_attributes stream_memory held_streams held_by_value fair_streams threads threads_ptds
-            two_processes errors driver_ptx link_ptx launch_storm idle exit_held exit_destructors kill_me device_printf device_assert pinned_bulk pinned_kernels
+            two_processes forks errors driver_ptx link_ptx launch_storm idle exit_held exit_destructors kill_me device_printf device_assert pinned_bulk pinned_kernels
             pinned_memset managed_memory
             managed_variables managed_api managed_files mapped_memory array_copies textures surfaces
             graph_explicit graph_child graph_host graph_inspect graph_update graph_memory_nodes
