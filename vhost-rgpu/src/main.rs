@@ -29,7 +29,7 @@ mod vm;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -44,7 +44,9 @@ use registry::Registry;
 use sockets::{Activated, Stopper};
 
 /// How long sessions may take to end when the daemon does.
-const DRAIN: Duration = Duration::from_secs(8);
+const DRAIN: Duration = Duration::from_secs(3);
+/// How often it is looked whether they have.
+const LOOK: Duration = Duration::from_millis(5);
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -159,16 +161,24 @@ impl Daemon {
         Ok(())
     }
 
-    /// Stops listening, ends all sessions, removes the sockets.
+    /// Stops listening, ends all sessions, removes the sockets. What has not ended within [`DRAIN`] is said and left to the end of the process.
     fn drain(&mut self) {
+        let deadline = Instant::now() + DRAIN;
         self.stoppers.iter().for_each(Stopper::stop);
         self.vms.iter().for_each(|vm| vm.stop());
         if let Some(native) = &self.native {
             native.drain(DRAIN);
         }
+        while self.threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(LOOK);
+        }
         for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("a thread failed; its message stands on standard error");
+            let name = thread.thread().name().unwrap_or("?").to_owned();
+            if !thread.is_finished() {
+                // A server that does not let go of a guest's memory must not keep the daemon: with this process its connections end, and its part of that memory goes.
+                tracing::error!("the thread {name} has not ended within {} s; left behind", DRAIN.as_secs());
+            } else if thread.join().is_err() {
+                tracing::error!("the thread {name} failed; its message stands on standard error");
             }
         }
     }

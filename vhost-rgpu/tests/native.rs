@@ -26,15 +26,15 @@ use protocol::channel::{Geometry, Header, NO_SLOT, Producer, RingMemory, SlotSta
 use protocol::data::{HostIn, HostOut};
 use protocol::device::{Answer, Extent, Response, request};
 use protocol::handle::StreamId;
-use protocol::link::Memory;
+use protocol::link::{Ack, Hello, Memory, Welcome, frame};
 use protocol::native::{MAGIC, Request};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::ops::{Op, encode};
-use rgpu_host_bridge::framing::recv_some;
+use rgpu_host_bridge::framing::{recv_frame, recv_some, recv_struct, send_frame, send_message};
 use rgpu_host_bridge::memory::{ChannelView, Memories};
 use support::{FakeServer, Manners, PATIENCE, arena, eventually, pattern, region};
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// A memfd, sealed as the protocol asks.
 fn sealed(size: u64) -> OwnedFd {
@@ -363,6 +363,40 @@ fn sigterm_ends_sessions_removes_sockets_and_exits_with_zero() {
         assert!(channel.native.closed());
         assert!(!daemon.native().exists() && !daemon.status_path().exists() && !daemon.vm().exists());
     }
+}
+
+/// A server on this host that takes a session and its memory, and then does nothing more, whatever it is told.
+fn stuck_server(path: &Path) {
+    let listener = std::os::unix::net::UnixListener::bind(path).unwrap();
+    std::thread::spawn(move || {
+        let (socket, _) = listener.accept().unwrap();
+        recv_struct::<Hello>(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
+        let mut welcome = Welcome::new_zeroed();
+        (welcome.magic, welcome.version) = (protocol::link::MAGIC, protocol::VERSION);
+        send_message(socket.as_fd(), &[welcome.as_bytes()], &[]).unwrap();
+        let mut fds = Vec::new();
+        recv_frame(socket.as_fd(), &mut Vec::new(), &mut fds).unwrap().unwrap();
+        send_frame(socket.as_fd(), frame::ACK, &[Ack { status: 0, reserved: 0 }.as_bytes()], &[]).unwrap();
+        std::thread::park();
+        drop((socket, fds));
+    });
+}
+
+#[test]
+fn a_server_that_never_lets_go_does_not_keep_the_daemon() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("server.sock");
+    stuck_server(&path);
+    let mut daemon =
+        Daemon::start(&["--server", &format!("unix:{}", path.display()), "--transport", "local"]);
+    let channel = Channel::open(&daemon.native());
+    assert!(daemon.end(Signal::SIGTERM).success());
+    assert!(
+        daemon.log().contains("1 native clients' sessions have not ended within 3 s"),
+        "{}",
+        daemon.log()
+    );
+    assert!(channel.native.closed() && !daemon.native().exists());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use protocol::Status;
 use protocol::channel::{MAX_PAYLOAD, MAX_RECORD, NO_SLOT, PAD, RECORD_HEADER, Record};
-use protocol::link::{FrameHeader, ReplyHeader, frame};
+use protocol::link::{FrameHeader, ProgressUpdate, ReplyHeader, frame, progress};
 use zerocopy::IntoBytes;
 
 use super::Lost;
@@ -68,6 +68,12 @@ pub(super) fn put(out: &mut Vec<u8>, kind: u32, parts: &[&[u8]]) {
     let len = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
     out.extend_from_slice(FrameHeader { kind, len }.as_bytes());
     parts.iter().for_each(|p| out.extend_from_slice(p));
+}
+
+/// Appends that every command up to `seq` has been executed.
+pub(super) fn put_executed(out: &mut Vec<u8>, seq: u64) {
+    let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq, value: 0 };
+    put(out, frame::PROGRESS, &[update.as_bytes()]);
 }
 
 /// What is wrong with the reply slot that a command names, where the channel has `count`.

@@ -15,14 +15,14 @@ use nix::sys::socket::{MsgFlags, recv};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
-use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame, progress};
+use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame};
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
 use super::patience::{Answers, Patience};
-use super::stream::{Records, check_slot, put, put_reply};
+use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, Bell};
 use super::{Client, Commands, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
@@ -236,7 +236,6 @@ impl TcpCommands {
             if let Some(record) = self.poll(body)? {
                 return Ok(record);
             }
-            self.client.flush_executed();
             let client = Arc::clone(&self.client);
             let mut looking = self.patience.begin(&client.answers);
             while self.patience.lasts(&mut looking, &client.answers) {
@@ -247,6 +246,7 @@ impl TcpCommands {
                 std::hint::spin_loop();
             }
             self.patience.end(&looking, false);
+            self.client.flush_executed();
             let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
             self.client.keeper.rest();
             let woken = wake::readable(&fds, None);
@@ -303,13 +303,28 @@ impl TcpClient {
     }
 
     fn send(&self, fill: impl FnOnce(&mut Sending)) {
+        self.say(false, fill);
+    }
+
+    /// Sends what `fill` puts into the buffer. What was executed goes along with it, and by itself only if `executed` says so.
+    fn say(&self, executed: bool, fill: impl FnOnce(&mut Sending)) {
         if self.end.get().is_some() {
             return;
         }
         let mut sending = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         sending.buffer.clear();
+        let (now, told) = (self.executed.load(Ordering::Acquire), sending.told);
+        if now > told {
+            put_executed(&mut sending.buffer, now);
+            sending.told = now;
+        }
+        let along = sending.buffer.len();
         fill(&mut sending);
-        if sending.buffer.is_empty() {
+        if along == 0 && sending.buffer.is_empty() {
+            return;
+        }
+        if sending.buffer.len() == along && !executed {
+            sending.told = told;
             return;
         }
         let sent = (&self.control).write_all(&sending.buffer);
@@ -320,15 +335,9 @@ impl TcpClient {
         }
     }
 
+    /// Tells what was executed, if that is not known yet.
     fn flush_executed(&self) {
-        self.send(|sending| {
-            let now = self.executed.load(Ordering::Acquire);
-            if now > sending.told {
-                sending.told = now;
-                let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: now, value: 0 };
-                put(&mut sending.buffer, frame::PROGRESS, &[update.as_bytes()]);
-            }
-        });
+        self.say(true, |_| {});
     }
 
     pub(super) fn data_sent(&self, seq: u64, bytes: u64) {
@@ -458,5 +467,46 @@ impl Client for TcpClient {
 
     fn traffic(&self) -> (u64, u64) {
         (self.inbox.bytes.load(Ordering::Relaxed), self.outbox.bytes.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use protocol::link::progress;
+    use std::net::TcpListener;
+
+    /// The kinds of the frames that have come.
+    fn kinds(stream: &mut TcpStream) -> Vec<u32> {
+        let mut reader = FrameReader::new();
+        reader.fill(stream).unwrap();
+        let mut all = Vec::new();
+        while let Some((kind, body)) = reader.next_frame().unwrap() {
+            assert!(kind != frame::PROGRESS || body[0] == progress::EXECUTED as u8);
+            all.push(kind);
+        }
+        assert_eq!(reader.buffered(), 0);
+        all
+    }
+
+    #[test]
+    fn what_was_executed_goes_along_with_an_answer_and_alone_only_when_it_is_to_be_told() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut bridge = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let control = listener.accept().unwrap().0;
+        let (_commands, client) = TcpCommands::start(control, 64, 1, Polling::default()).unwrap();
+        client.executed(1);
+        client.executed(2);
+        client.reply(3, 0, Status::SUCCESS, &[]);
+        assert_eq!(kinds(&mut bridge), [frame::PROGRESS, frame::REPLY]);
+        client.flush_executed();
+        client.executed(3);
+        client.publish(&[]);
+        client.flush_executed();
+        assert_eq!(kinds(&mut bridge), [frame::PROGRESS]);
+        client.flush_executed();
+        client.reply(4, 0, Status::SUCCESS, &[]);
+        assert_eq!(kinds(&mut bridge), [frame::REPLY]);
+        client.close();
     }
 }

@@ -29,14 +29,13 @@ use protocol::channel::Record;
 use protocol::data::{HostRange, Place};
 use protocol::link::{
     ARENA_KEY, DataGrant, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, frame,
-    progress,
 };
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::Outgoing;
 use super::ring::{Arrivals, Freed, Ring, Takes};
-use super::stream::{Records, check_slot, put, put_reply};
+use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::Bell;
 use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
@@ -275,7 +274,6 @@ impl Commands for VerbsCommands {
             if client.end.get() == Some(&None) {
                 return Ok(None);
             }
-            client.flush_executed();
             let until = Instant::now() + self.poll.get();
             loop {
                 if client.waiting.load(Ordering::Acquire) > 0 || client.end.get().is_some() {
@@ -290,6 +288,7 @@ impl Commands for VerbsCommands {
                 }
                 self.poll.pause();
             }
+            client.flush_executed();
             // From here on nobody else takes completions.
             if let Some(pump) = client.pump.get().filter(|_| self.poll.gives_way()) {
                 pump.unpark();
@@ -328,9 +327,22 @@ impl VerbsClient {
                 .0;
         }
         if self.end.get().is_none() {
+            // What was executed goes along: a message of its own only before the dispatcher sleeps.
+            self.put_executed(&mut engine);
             fill(&mut engine);
             self.flush(engine);
         }
+    }
+
+    /// Appends what was executed, if the bridge does not know it. True: it did not.
+    fn put_executed(&self, engine: &mut Engine) -> bool {
+        let now = self.executed.load(Ordering::Acquire);
+        let news = now > engine.told;
+        if news {
+            engine.told = now;
+            put_executed(engine.link.out(), now);
+        }
+        news
     }
 
     fn flush(&self, mut engine: MutexGuard<'_, Engine>) {
@@ -341,12 +353,8 @@ impl VerbsClient {
     }
 
     fn flush_executed(&self) {
-        let now = self.executed.load(Ordering::Acquire);
         let mut engine = self.lock();
-        if now > engine.told && self.end.get().is_none() {
-            engine.told = now;
-            let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: now, value: 0 };
-            put(engine.link.out(), frame::PROGRESS, &[update.as_bytes()]);
+        if self.end.get().is_none() && self.put_executed(&mut engine) {
             self.flush(engine);
         }
     }
