@@ -96,14 +96,19 @@ impl KernelRun {
                 p.shared_per_block_optin
             )));
         }
-        let wanted = info.param_bytes;
-        if params.len() < wanted as usize {
-            return Err(Error::InvalidArgument(format!(
-                "{} bytes of parameters, {} takes {wanted}",
-                params.len(),
-                info.name
+        // As CUDA has it: more than the kernel takes is too much, none at all is a mistake, and what is missing is zero.
+        let wanted = info.param_bytes as usize;
+        if params.len() > wanted {
+            let (given, name) = (params.len(), &info.name);
+            return Err(Error::LaunchOutOfResources(format!(
+                "{given} bytes of parameters, {name} takes {wanted}"
             )));
         }
+        if params.is_empty() && wanted > 0 {
+            return Err(Error::InvalidArgument(format!("no parameters, {} takes {wanted} bytes", info.name)));
+        }
+        let mut params = params.to_vec();
+        params.resize(wanted, 0);
         let blocks: u64 = config.grid.iter().map(|&n| u64::from(n)).product();
         let resident_limit = u64::from(function.max_active_blocks(threads as u32, config.dynamic_shared))
             * u64::from(p.multiprocessors);
@@ -117,7 +122,7 @@ impl KernelRun {
             program: Arc::clone(function.program()),
             code: Arc::clone(function.code()),
             config,
-            params: params[..wanted as usize].to_vec(),
+            params,
             shared_bytes: shared_bytes as u32,
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
             blocks,

@@ -44,6 +44,7 @@ pub(crate) mod moves;
 pub(crate) mod rows;
 pub(crate) mod special;
 pub(crate) mod texture;
+pub(crate) mod video;
 pub(crate) mod warp;
 pub(crate) mod warp_ops;
 

@@ -139,6 +139,8 @@ impl<'a> Lowering<'a, '_> {
             "movmatrix" => self.lower_movmatrix(inst),
             "tex" | "tld4" | "txq" | "suq" => self.lower_texture(inst),
             "suld" | "sust" => self.lower_surface(inst),
+            "vadd2" | "vadd4" | "vsub2" | "vsub4" | "vavrg2" | "vavrg4" | "vabsdiff2" | "vabsdiff4"
+            | "vmin2" | "vmin4" | "vmax2" | "vmax4" | "vset2" | "vset4" => self.lower_video(inst),
             "cp" => self.lower_copy_async(inst),
             "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),

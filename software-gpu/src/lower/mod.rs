@@ -10,6 +10,7 @@ mod inst;
 mod matrix;
 pub(crate) mod program;
 mod texture;
+mod video;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
