@@ -1,75 +1,64 @@
 #!/usr/bin/env python3
 """What CuPy does with a GPU, one line a case, the same natively and remotely.
 
-    cupy_ops.py
+    cupy_ops.py [CASE...]
 """
-
-import hashlib
-import sys
 
 import cupy as cp
 import numpy as np
 
-CASES = []
-
-
-def case(f):
-    CASES.append(f)
-    return f
+import cases
 
 
 def digest(*arrays):
-    h = hashlib.sha256()
-    for a in arrays:
-        h.update(np.ascontiguousarray(cp.asnumpy(a)).tobytes())
-    return h.hexdigest()[:16]
+    return cases.digest(*map(cp.asnumpy, arrays))
 
 
-@case
+@cases.case
 def random():
     rng = cp.random.RandomState(7)
     return digest(rng.rand(1000), rng.randn(1000), rng.randint(0, 100, 1000), cp.random.default_rng(3).standard_normal(1000))
 
 
-@case
+@cases.case
 def elementwise():
     x = cp.linspace(-3, 3, 10001, dtype=cp.float64)
     return digest(cp.sin(x), cp.exp(x), cp.arctan2(x, 2 - x), cp.special.erf(x) if hasattr(cp, "special") else x, x.astype(cp.float16))
 
 
-@case
+@cases.case
 def reductions():
     x = cp.arange(1 << 20, dtype=cp.float64).reshape(1024, 1024)
     return digest(x.sum(0), x.max(1), x.cumsum(1), x.var(), cp.argmax(x % 977, axis=1), cp.median(x, axis=0))
 
 
-@case
+@cases.case
 def sorting():
     x = cp.random.RandomState(1).randint(0, 1 << 30, 100000)
     values, counts = cp.unique(x % 1000, return_counts=True)
     return digest(cp.sort(x), cp.argsort(x), values, counts, cp.searchsorted(values, x % 1000), cp.partition(x, 500)[:500].sum())
 
 
-@case
+@cases.case
 def blas():
     rng = cp.random.RandomState(2)
     return digest(*(a @ b for a, b in [(rng.rand(128, 64).astype(t), rng.rand(64, 96).astype(t)) for t in (np.float32, np.float64, np.complex64)]))
 
 
-@case
+@cases.case
 def solver():
     a = cp.random.RandomState(3).rand(100, 100) + 100 * cp.eye(100)
     q, r = cp.linalg.qr(a)
     return digest(cp.linalg.solve(a, cp.ones(100)), cp.linalg.svd(a)[1], cp.linalg.eigh(a + a.T)[0], cp.linalg.inv(a), cp.linalg.cholesky(a @ a.T), q @ r)
 
 
-@case
+@cases.case
 def fourier():
     x = cp.random.RandomState(4).rand(64, 1000)
     return digest(cp.fft.fft(x), cp.fft.rfft2(x), cp.fft.irfft(cp.fft.rfft(x)), cp.fft.fftn(x.reshape(4, 16, 1000)))
 
 
-@case
+@cases.case
 def sparse():
     from cupyx.scipy import sparse
 
@@ -78,7 +67,7 @@ def sparse():
     return digest((a @ b).toarray(), a @ cp.ones(500), (a + b).tocsc().toarray())
 
 
-@case
+@cases.case
 def raw_kernel():
     kernel = cp.RawKernel(
         r"""
@@ -99,7 +88,7 @@ extern "C" __global__ void smooth(const float *x, float *y, int n, float w) {
     return f"{digest(y)} {kernel.num_regs > 0} {kernel.max_threads_per_block}"
 
 
-@case
+@cases.case
 def raw_module():
     module = cp.RawModule(
         code=r"""
@@ -119,7 +108,7 @@ template <typename T> __global__ void scale(T *x, int n) { int i = threadIdx.x; 
     return digest(*out)
 
 
-@case
+@cases.case
 def streams():
     a, b = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(priority=-1)
     start, end = cp.cuda.Event(), cp.cuda.Event()
@@ -136,7 +125,7 @@ def streams():
     return f"{digest(y)} {called} {cp.cuda.get_elapsed_time(start, end) > 0}"
 
 
-@case
+@cases.case
 def capture():
     stream = cp.cuda.Stream(non_blocking=True)
     x = cp.zeros(1000, cp.float32)
@@ -151,7 +140,7 @@ def capture():
     return digest(x)
 
 
-@case
+@cases.case
 def memory():
     pools = []
     for pool in (cp.cuda.MemoryPool(), cp.cuda.MemoryAsyncPool(), cp.cuda.MemoryPool(cp.cuda.malloc_managed)):
@@ -163,7 +152,7 @@ def memory():
     return f"{pools} {digest(host)}"
 
 
-@case
+@cases.case
 def textures():
     runtime, texture = cp.cuda.runtime, cp.cuda.texture
     channel = texture.ChannelFormatDescriptor(32, 0, 0, 0, runtime.cudaChannelFormatKindFloat)
@@ -184,7 +173,7 @@ extern "C" __global__ void look(float *y, cudaTextureObject_t t) {
     return digest(y)
 
 
-@case
+@cases.case
 def images():
     from cupyx.scipy import ndimage, signal
 
@@ -192,7 +181,7 @@ def images():
     return digest(ndimage.gaussian_filter(x, 2), ndimage.rotate(x, 30, order=1), ndimage.label(x > 0.6)[0], signal.convolve2d(x, x[:5, :5]))
 
 
-@case
+@cases.case
 def jit():
     from cupyx import jit
 
@@ -208,18 +197,11 @@ def jit():
     return digest(y)
 
 
-@case
+@cases.case
 def device():
     d = cp.cuda.Device()
     p = cp.cuda.runtime.getDeviceProperties(0)
     return f"{d.compute_capability} {p['name']} {p['totalGlobalMem']} {p['multiProcessorCount']} {d.attributes['MaxBlockDimX']} {cp.cuda.runtime.runtimeGetVersion()}"
 
 
-failed = 0
-for f in CASES:
-    try:
-        print(f"{f.__name__}: {f()}", flush=True)
-    except Exception as e:
-        failed += 1
-        print(f"{f.__name__} fails: {type(e).__name__}: {e}", flush=True)
-sys.exit(failed)
+cases.run()

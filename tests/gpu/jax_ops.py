@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
 """What JAX does with a GPU, one line a case, the same natively and remotely.
 
-    jax_ops.py
+    jax_ops.py [CASE...]
 
 XLA chooses algorithms by timing them; the flag below has it take the first that works, so that two runs can be compared.
 """
 
-import hashlib
 import os
-import sys
 
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -17,64 +15,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CASES = []
-
-
-def case(f):
-    CASES.append(f)
-    return f
+import cases
 
 
 def digest(*arrays):
-    h = hashlib.sha256()
-    for a in jax.tree.leaves(arrays):
-        h.update(np.ascontiguousarray(np.asarray(a)).tobytes())
-    return h.hexdigest()[:16]
+    return cases.digest(*jax.tree.leaves(arrays))
 
 
 KEY = jax.random.key(0)
 
 
-@case
+@cases.case
 def devices():
     return f"{jax.default_backend()} {[d.device_kind for d in jax.devices()]}"
 
 
-@case
+@cases.case
 def random():
     return digest(jax.random.normal(KEY, (1000,)), jax.random.permutation(KEY, 1000))
 
 
-@case
+@cases.case
 def jit():
     return digest(jax.jit(lambda x: jnp.sin(x) ** 2 + jnp.cumsum(x))(jnp.linspace(0, 9, 10000)))
 
 
-@case
+@cases.case
 def matrices():
     a = jax.random.normal(KEY, (200, 200))
     return digest(a @ a, (a.astype(jnp.bfloat16) @ a.astype(jnp.bfloat16)).astype(jnp.float32), jnp.einsum("ij,kj->ik", a, a))
 
 
-@case
+@cases.case
 def linalg():
     a = jax.random.normal(KEY, (64, 64))
     s = a @ a.T + 64 * jnp.eye(64)
     return digest(jnp.linalg.cholesky(s), jnp.linalg.svd(a, compute_uv=False), jnp.linalg.eigh(s)[0], jnp.linalg.solve(s, a), jnp.linalg.qr(a)[1])
 
 
-@case
+@cases.case
 def fourier():
     return digest(jnp.fft.fft(jax.random.normal(KEY, (32, 500))), jnp.fft.irfft2(jnp.fft.rfft2(jax.random.normal(KEY, (64, 64)))))
 
 
-@case
+@cases.case
 def convolution():
     x, w = jax.random.normal(KEY, (4, 8, 32, 32)), jax.random.normal(KEY, (16, 8, 3, 3))
     return f"{float(jnp.abs(jax.lax.conv(x, w, (1, 1), 'SAME')).sum()):.1f}"
 
 
-@case
+@cases.case
 def control():
     def step(carry, x):
         return carry * 0.9 + x, carry
@@ -85,13 +75,13 @@ def control():
     return digest(scanned, looped, chosen)
 
 
-@case
+@cases.case
 def sorting():
     x = jax.random.randint(KEY, (10000,), 0, 1 << 30)
     return digest(jnp.sort(x), jnp.argsort(x), jax.lax.top_k(x, 10))
 
 
-@case
+@cases.case
 def training():
     def loss(w, x, y):
         return jnp.mean((jax.nn.gelu(x @ w[0]) @ w[1] - y) ** 2)
@@ -107,7 +97,7 @@ def training():
     return f"{losses[0]:.6f} {losses[-1]:.6f}"
 
 
-@case
+@cases.case
 def callbacks():
     def host(x):
         return np.asarray(x) * 2
@@ -115,18 +105,11 @@ def callbacks():
     return digest(jax.jit(lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1)(jnp.arange(100.0)))
 
 
-@case
+@cases.case
 def printing():
     jax.jit(lambda x: jax.debug.print("x is {}", x))(jnp.float32(3))
     jax.effects_barrier()
     return "printed"
 
 
-failed = 0
-for f in CASES:
-    try:
-        print(f"{f.__name__}: {f()}", flush=True)
-    except Exception as e:
-        failed += 1
-        print(f"{f.__name__} fails: {type(e).__name__}: {e}", flush=True)
-sys.exit(failed)
+cases.run()

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Numba's CUDA target: what it compiles, launches, copies and shares. One line a case, the same natively and remotely.
 
-    numba_ops.py
+    numba_ops.py [CASE...]
 """
 
-import hashlib
 import math
 import sys
 
 import numpy as np
+
+import cases
+from cases import digest
 
 # Numba is often older than the NumPy beside it.
 for old, new in (("row_stack", "vstack"), ("in1d", "isin"), ("trapz", "trapezoid")):
@@ -19,21 +21,6 @@ from numba import cuda, float32, guvectorize, vectorize
 from numba.cuda.random import create_xoroshiro128p_states, xoroshiro128p_uniform_float32
 
 
-def digest(*arrays):
-    h = hashlib.sha256()
-    for a in arrays:
-        h.update(np.ascontiguousarray(a).tobytes())
-    return h.hexdigest()[:16]
-
-
-CASES = []
-
-
-def case(f):
-    CASES.append(f)
-    return f
-
-
 @cuda.jit
 def axpy(a, x, y):
     i = cuda.grid(1)
@@ -41,7 +28,7 @@ def axpy(a, x, y):
         y[i] = a * x[i] + y[i]
 
 
-@case
+@cases.case
 def launch():
     x = np.arange(100000, dtype=np.float32)
     y = np.ones_like(x)
@@ -70,7 +57,7 @@ def matmul(A, B, C):
     C[y, x] = acc
 
 
-@case
+@cases.case
 def shared():
     rng = np.random.default_rng(1)
     A, B = (rng.random((256, 256), dtype=np.float32) for _ in range(2))
@@ -89,7 +76,7 @@ def hist(x, h):
         cuda.atomic.max(h, 255, i)
 
 
-@case
+@cases.case
 def atomics():
     x = np.random.default_rng(2).integers(0, 255, 1 << 18).astype(np.int32)
     h = np.zeros(256, np.int32)
@@ -103,7 +90,7 @@ def add(a, b):
     return a + b
 
 
-@case
+@cases.case
 def reduce():
     x = np.arange(1 << 17, dtype=np.float64)
     assert add(x) == x.sum()
@@ -115,7 +102,7 @@ def hypot(a, b):
     return math.sqrt(a * a + b * b)
 
 
-@case
+@cases.case
 def ufunc():
     x = np.linspace(0, 5, 10007, dtype=np.float64)
     return digest(hypot(x, x[::-1].copy()))
@@ -131,13 +118,13 @@ def gmul(A, B, C):
             C[i, j] = s
 
 
-@case
+@cases.case
 def gufunc():
     r = np.random.default_rng(3)
     return digest(gmul(r.random((20, 5, 7), dtype=np.float32), r.random((20, 7, 3), dtype=np.float32)))
 
 
-@case
+@cases.case
 def streams():
     stream = cuda.stream()
     x = cuda.pinned_array(1 << 20, np.float32)
@@ -152,7 +139,7 @@ def streams():
     return digest(y)
 
 
-@case
+@cases.case
 def events():
     a, b = cuda.event(), cuda.event()
     x, y = (cuda.to_device(np.ones(1 << 20, np.float32)) for _ in range(2))
@@ -165,7 +152,7 @@ def events():
     return str(b.query())
 
 
-@case
+@cases.case
 def mapped():
     x = cuda.mapped_array(4096, np.float32)
     x[:] = 2
@@ -177,7 +164,7 @@ def mapped():
     return digest(np.asarray(y))
 
 
-@case
+@cases.case
 def managed():
     x = cuda.managed_array(1 << 16, np.float32)
     x[:] = 2
@@ -201,7 +188,7 @@ def pi(states, n, out):
     out[i] = inside
 
 
-@case
+@cases.case
 def random():
     states = create_xoroshiro128p_states(64 * 24, seed=1)
     out = np.zeros(64 * 24, np.int32)
@@ -219,7 +206,7 @@ def grid_steps(a):
         g.sync()
 
 
-@case
+@cases.case
 def cooperative():
     a = np.zeros((6, 1024), np.int64)
     a[0] = np.arange(1024)
@@ -240,7 +227,7 @@ def warps(x, out):
     out[i] = v + cuda.popc(cuda.ballot_sync(0xffffffff, x[i] & 1))
 
 
-@case
+@cases.case
 def shuffles():
     x = np.arange(256, dtype=np.int32)
     out = np.zeros_like(x)
@@ -262,7 +249,7 @@ def maths(x, out):
         out[i, 6] = math.fmod(v, 0.3)
 
 
-@case
+@cases.case
 def libdevice():
     x = np.linspace(0.01, 4, 5000)
     out = np.zeros((5000, 7))
@@ -282,7 +269,7 @@ def says(n):
         print("thread", cuda.grid(1))
 
 
-@case
+@cases.case
 def printing():
     sys.stdout.flush()
     says[1, 4](3)
@@ -298,7 +285,7 @@ def structs(rec):
         rec[i]["y"] = rec[i]["x"] * 0.5
 
 
-@case
+@cases.case
 def records():
     rec = np.zeros(1000, np.dtype([("x", np.int32), ("y", np.float64)], align=True))
     structs[4, 256](rec)
@@ -306,26 +293,26 @@ def records():
     return digest(rec["x"], rec["y"])
 
 
-@case
+@cases.case
 def slices():
     x = cuda.to_device(np.arange(10000, dtype=np.int32).reshape(100, 100))
     return digest(x[10:20, ::3].copy_to_host(), x.T.copy_to_host() if hasattr(x, "T") else x.copy_to_host())
 
 
-@case
+@cases.case
 def info():
     device = cuda.get_current_device()
     free, total = cuda.current_context().get_memory_info()
     return f"{device.name} {device.compute_capability} {device.MULTIPROCESSOR_COUNT} {total} {free < total} {cuda.runtime.get_version()}"
 
 
-@case
+@cases.case
 def occupancy():
     compiled = next(iter(axpy.overloads.values()))
     return f"regs {axpy.get_regs_per_thread(compiled.signature)} max {axpy.get_max_threads_per_block(compiled.signature)}"
 
 
-@case
+@cases.case
 def fault():
     x = cuda.to_device(np.zeros(16))
     try:
@@ -335,11 +322,4 @@ def fault():
         return str(e).splitlines()[0]
     return "no error"
 
-failed = 0
-for f in CASES:
-    try:
-        print(f"{f.__name__}: {f()}", flush=True)
-    except Exception as e:
-        failed += 1
-        print(f"{f.__name__} fails: {type(e).__name__}: {e}", flush=True)
-sys.exit(failed)
+cases.run()

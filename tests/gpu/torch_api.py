@@ -11,28 +11,22 @@ import sys
 import torch
 import torch.nn.functional as F
 
+import cases
+
 torch.manual_seed(0)
-CASES = []
-
-
-def case(f):
-    CASES.append(f)
-    return f
-
-
-@case
+@cases.case
 def properties():
     p = torch.cuda.get_device_properties(0)
     return " ".join(f"{name}={getattr(p, name)}" for name in dir(p) if not name.startswith("_") and not callable(getattr(p, name)))
 
 
-@case
+@cases.case
 def nvml():
     names = ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate", "device_memory_used"]
     return " ".join(f"{name} {type(getattr(torch.cuda, name)()).__name__}" for name in names)
 
 
-@case
+@cases.case
 def ranges():
     with torch.cuda.nvtx.range("a range"):
         torch.cuda.nvtx.mark("a mark")
@@ -41,7 +35,7 @@ def ranges():
     return "marked"
 
 
-@case
+@cases.case
 def compiled_kernel():
     kernel = torch.cuda._compile_kernel(
         """
@@ -57,14 +51,14 @@ extern "C" __global__ void scale(const float *a, float *b, int by, int n) {
     return b.sum().item()
 
 
-@case
+@cases.case
 def jiterator():
     f = torch.cuda.jiterator._create_jit_fn("template <typename T> T f(T x, T y, T alpha) { return x * alpha + y; }", alpha=2.0)
     a = torch.arange(100.0, device="cuda")
     return f(a, a).sum().item()
 
 
-@case
+@cases.case
 def flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -74,7 +68,7 @@ def flex_attention():
     return torch.allclose(got.float(), F.scaled_dot_product_attention(q, k, v, is_causal=True).float(), atol=2e-2)
 
 
-@case
+@cases.case
 def float8():
     a = torch.randn(64, 128, device="cuda").to(torch.float8_e4m3fn)
     b = torch.randn(96, 128, device="cuda").to(torch.float8_e4m3fn).t()
@@ -82,7 +76,7 @@ def float8():
     return f"{torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16).float().sum().item():.3f}"
 
 
-@case
+@cases.case
 def memory_pool():
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -90,7 +84,7 @@ def memory_pool():
     return f"{x.sum().item()} {len(pool.snapshot()) > 0}"
 
 
-@case
+@cases.case
 def green_context():
     from torch.cuda.green_contexts import GreenContext
 
@@ -101,7 +95,7 @@ def green_context():
     return total
 
 
-@case
+@cases.case
 def streams():
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.cuda_stream)):
@@ -113,7 +107,7 @@ def streams():
     return f"{x.item()} {stream.priority} {event.query()}"
 
 
-@case
+@cases.case
 def graphed_callables():
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
     graphed = torch.cuda.make_graphed_callables(net, (torch.randn(16, 64, device="cuda"),))
@@ -122,14 +116,14 @@ def graphed_callables():
     return f"{y.item():.4f} {net[0].weight.grad.abs().sum().item():.3f}"
 
 
-@case
+@cases.case
 def compiled_to_graphs():
     f = torch.compile(lambda x: F.gelu(x @ x).relu().sum(), mode="reduce-overhead")
     x = torch.eye(128, device="cuda")
     return " ".join(f"{f(x * i).item():.4f}" for i in range(5))
 
 
-@case
+@cases.case
 def kept_graph():
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     x = torch.zeros(10, device="cuda")
@@ -141,7 +135,7 @@ def kept_graph():
     return x.sum().item()
 
 
-@case
+@cases.case
 def pinned():
     x = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
     y = torch.empty_like(x, pin_memory=True)
@@ -152,7 +146,7 @@ def pinned():
     return f"{(y == x * 2).all().item()} {registered} {int(runtime.cudaHostUnregister(z.data_ptr()))}"
 
 
-@case
+@cases.case
 def history():
     torch.cuda.memory._record_memory_history()
     x = torch.ones(1 << 22, device="cuda")
@@ -161,7 +155,7 @@ def history():
     return f"{len(snapshot['segments']) > 0} {len(snapshot['device_traces'][0]) > 0} {x.numel()}"
 
 
-@case
+@cases.case
 def out_of_memory():
     try:
         torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
@@ -169,7 +163,7 @@ def out_of_memory():
         return str(e)[:60]
 
 
-@case
+@cases.case
 def linalg():
     a = torch.randn(3, 50, 50, device="cuda", dtype=torch.float64)
     a = a @ a.mT + 50 * torch.eye(50, device="cuda", dtype=torch.float64)
@@ -177,7 +171,7 @@ def linalg():
     return " ".join(f"{s.sum().item():.9f}" for s in sums)
 
 
-@case
+@cases.case
 def recurrent():
     # cuDNN keeps the dropout's state, with an event that a static object's destructor destroys.
     net = torch.nn.LSTM(32, 64, 2, bidirectional=True, dropout=0.1).cuda()
@@ -186,14 +180,14 @@ def recurrent():
     return f"{tuple(y.shape)} {net.weight_ih_l0.grad.isfinite().all().item()}"
 
 
-@case
+@cases.case
 def loaders():
     data = torch.utils.data.TensorDataset(torch.arange(256.0))
     loader = torch.utils.data.DataLoader(data, 32, num_workers=2, pin_memory=True)
     return sum(b.cuda(non_blocking=True).sum().item() for (b,) in loader)
 
 
-@case
+@cases.case
 def forked_child():
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -211,20 +205,11 @@ def forked_child():
     return answer
 
 
-@case
+@cases.case
 def device_assert():
     text = "import torch\nx = torch.zeros(3, device='cuda')\nx[torch.tensor([5], device='cuda')].cpu()"
     child = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     return f"{child.returncode} {'Assertion' in child.stderr} {'device-side assert triggered' in child.stderr}"
 
 
-failed = 0
-for f in CASES:
-    if sys.argv[1:] and f.__name__ not in sys.argv[1:]:
-        continue
-    try:
-        print(f"{f.__name__}: {f()}", flush=True)
-    except Exception as e:
-        failed += 1
-        print(f"{f.__name__} fails: {type(e).__name__}: {str(e).splitlines()[:1]}", flush=True)
-sys.exit(failed)
+cases.run()
