@@ -22,7 +22,7 @@ use client::ops::context::{
     ContextCreate, ContextDestroy, ContextGetLimit, ContextSetLimit, ContextSynchronize, PrimaryReset,
     PrimarySetFlags,
 };
-use client::{Status, lock};
+use client::{Status, lock, session};
 
 /// A context.
 pub(crate) struct Context {
@@ -483,6 +483,9 @@ api! {
     }
 
     fn cuCtxGetDevice(device: *mut i32) {
+        if session::forked() {
+            return Err(Status::NOT_INITIALIZED);
+        }
         put(device, current()?.device as i32)
     }
 
