@@ -18,8 +18,8 @@ use protocol::ops::context::{ContextGetLimit, ContextSynchronize, DeviceOutput};
 use protocol::ops::copy::MemcpyDtoHInline;
 use protocol::ops::event::EventRecord;
 use protocol::ops::memory::{
-    AddressReserve, HostMap, HostMirror, HostPatch, MemAlloc, MemFree, MemGetInfo, MemGrow, MemShrink,
-    MemoryAccess, MemoryCreate, MemoryMap,
+    AddressReserve, HostMap, HostMirror, HostPatch, HostRead, HostWrite, MemAlloc, MemFree, MemGetInfo,
+    MemGrow, MemShrink, MemoryAccess, MemoryCreate, MemoryMap,
 };
 use protocol::ops::module::{
     FunctionAttributes, ModuleGetGlobal, ModuleInfo, ModuleLoad, OccupancyMaxActiveBlocks,
@@ -68,7 +68,7 @@ fn kind(opcode: u16) -> Kind {
         _ if is!(ContextSynchronize) => Kind::Look,
         _ if is!(ModuleLoad) => Kind::Load,
         _ if is!(
-            MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror HostPatch AddressReserve MemoryCreate MemoryMap MemoryAccess
+            MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror HostPatch HostRead HostWrite AddressReserve MemoryCreate MemoryMap MemoryAccess
             ArrayCreate TextureCreate SurfaceCreate ContextGetLimit DeviceOutput ModuleInfo ModuleGetGlobal FunctionAttributes
             OccupancyMaxActiveBlocks OccupancyMaxActiveClusters OccupancyMaxPotentialClusterSize
         ) =>

@@ -23,7 +23,7 @@ use client::ops::context::{
     PrimarySetFlags,
 };
 use client::thread::Lasting;
-use client::{Status, lock};
+use client::{Status, lock, session};
 
 /// A context.
 pub(crate) struct Context {
@@ -481,6 +481,9 @@ api! {
     }
 
     fn cuCtxGetDevice(device: *mut i32) {
+        if session::forked() {
+            return Err(Status::NOT_INITIALIZED);
+        }
         put(device, current()?.device as i32)
     }
 

@@ -8,6 +8,7 @@ use crate::channel::MAX_DEVICES;
 use crate::data::HostOut;
 use crate::handle::{ContextId, EventId, MemoryId};
 use crate::ops::ops;
+use crate::wire::Bytes;
 
 /// Bytes of one device's window.
 pub const WINDOW_SIZE: u64 = 1 << 40;
@@ -164,6 +165,29 @@ ops! {
         context: ContextId,
         /// Words of one mirror, at most [`MOST_PATCHES`].
         words: Vec<WordPatch>,
+    }
+
+    /// The bytes of a [`HostMirror`] as they are now, whatever streams do. By no stream, since a stream's copy between two places of the server's memory may wait for host functions of others.
+    sync 0x030a host_read: HostRead {
+        /// Context that it was made in.
+        context: ContextId,
+        /// First address.
+        address: u64,
+        /// Bytes: as many as fit into an answer.
+        len: u32,
+    } -> HostReadReply {
+        /// The bytes.
+        bytes: Bytes,
+    }
+
+    /// Changes bytes of a [`HostMirror`] here and now, as [`HostPatch`] does words.
+    async 0x030b host_write: HostWrite<'a> {
+        /// Context that it was made in.
+        context: ContextId,
+        /// First address.
+        address: u64,
+        /// Their new values.
+        bytes: &'a [u8],
     }
 
     /// Keeps addresses for later mappings: `cuMemAddressReserve`. The client chooses them, inside [`SPACE`]: the first a multiple of [`SPACE_ALIGN`], the

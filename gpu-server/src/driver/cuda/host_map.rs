@@ -6,14 +6,18 @@
 //! For those, a *mirror*: memory of this process at the same address, which the client keeps equal to its own. Kernels use it over the bus, as they use pinned memory on a machine of their own.
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 
 use host_bridge::endpoint::{Mapped, Sink};
 use protocol::Status;
+use protocol::channel::MAX_PAYLOAD;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::Cuda;
+use super::api::{Api, CUcontext};
 use crate::driver::call::Call;
 
 const PAGE: usize = 4096;
@@ -30,7 +34,64 @@ pub(super) struct HostView {
     pub(super) context: u32,
     first: usize,
     len: usize,
-    mirror: bool,
+    mirror: Option<Mirror>,
+}
+
+/// What makes a view a mirror.
+struct Mirror {
+    /// Whether it is there.
+    ready: Arc<AtomicBool>,
+    helper: Helper,
+    /// `CUcontext`.
+    context: usize,
+    api: &'static Api,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// The thread that makes mirrors and takes them away, one after the other: the driver may do so only once all work is over, and work may wait for the client's host functions, and those
+/// for what the dispatcher does.
+#[derive(Clone)]
+pub(super) struct Helper(mpsc::Sender<Job>);
+
+impl Helper {
+    fn start() -> Result<Helper, Status> {
+        let (sender, jobs) = mpsc::channel::<Job>();
+        let thread = std::thread::Builder::new().name("rgpu-mirrors".into());
+        thread.spawn(move || jobs.into_iter().for_each(|job| job())).map_err(|e| {
+            tracing::error!("no thread for mirrors: {e}");
+            Status::OUT_OF_MEMORY
+        })?;
+        Ok(Helper(sender))
+    }
+
+    fn run(&self, job: impl FnOnce() + Send + 'static) {
+        // It ends with its last owner.
+        let _ = self.0.send(Box::new(job));
+    }
+}
+
+/// Has the driver let devices reach a view's pages, at the pages' own address.
+///
+/// # Safety
+/// A context is current, and the pages stay mapped until they are unregistered or the context is gone.
+unsafe fn register(api: &Api, view: &HostView) -> Result<(), Status> {
+    let first = view.first as *mut c_void;
+    let mut device = 0;
+    // SAFETY: as the caller says.
+    unsafe {
+        api.host_register(first, view.len, FLAGS)?;
+        let found = api.host_device_pointer(&mut device, first, 0);
+        if found.is_err() || device != view.first as u64 {
+            let _ = api.host_unregister(first);
+        }
+        found?;
+    }
+    if device != view.first as u64 {
+        tracing::warn!("this device reaches host memory only at other addresses than the host");
+        return Err(Status::NOT_SUPPORTED);
+    }
+    Ok(())
 }
 
 fn machine_memory() -> u64 {
@@ -41,8 +102,26 @@ fn machine_memory() -> u64 {
 
 impl Drop for HostView {
     fn drop(&mut self) {
+        let (first, len) = (self.first, self.len);
         // SAFETY: mapped by `at`; the registration, if there is one still, keeps the pages, not the addresses.
-        unsafe { libc::munmap(self.first as *mut c_void, self.len) };
+        let unmap = move || unsafe { libc::munmap(first as *mut c_void, len) };
+        let Some(Mirror { ready, helper, context, api }) = self.mirror.take() else {
+            unmap();
+            return;
+        };
+        helper.run(move || {
+            if ready.load(Ordering::Acquire) {
+                // SAFETY: registered by `make_mirror`; a context that is gone by now has let go of it.
+                let gone = unsafe {
+                    api.context_set(context as CUcontext)
+                        .and_then(|()| api.host_unregister(first as *mut c_void))
+                };
+                if let Err(status) = gone {
+                    tracing::debug!("unregistering a mirror at {first:#x}: {status}");
+                }
+                unmap();
+            }
+        });
     }
 }
 
@@ -66,27 +145,33 @@ impl HostView {
             );
             return Err(Status::MAP_FAILED);
         }
-        let view = HostView { context, first: got as usize, len, mirror: false };
+        let view = HostView { context, first: got as usize, len, mirror: None };
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
-    /// Fresh memory at these pages.
-    fn mirror(context: u32, op: &HostMirror) -> Result<HostView, Status> {
-        let mut view = HostView::reserve(context, op.address as usize, op.size as usize)?;
-        // SAFETY: the reservation, which nobody uses yet.
-        let opened = unsafe {
-            libc::mprotect(view.first as *mut c_void, view.len, libc::PROT_READ | libc::PROT_WRITE)
-        };
-        if opened < 0 {
-            return Err(Status::OUT_OF_MEMORY);
+    /// Makes fresh memory at these pages, which devices reach.
+    fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result<(), Status> {
+        let view = HostView::reserve(0, first, len)?;
+        // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they are unregistered.
+        unsafe {
+            if libc::mprotect(first as *mut c_void, len, libc::PROT_READ | libc::PROT_WRITE) < 0 {
+                return Err(Status::OUT_OF_MEMORY);
+            }
+            api.context_set(context as CUcontext)?;
+            register(api, &view)?;
         }
-        view.mirror = true;
-        Ok(view)
+        std::mem::forget(view);
+        Ok(())
+    }
+
+    /// Whether it is a mirror that is there.
+    fn is_mirror(&self) -> bool {
+        self.mirror.as_ref().is_some_and(|mirror| mirror.ready.load(Ordering::Acquire))
     }
 
     /// Changes a word of a mirror.
     fn patch(&self, patch: &WordPatch) -> Result<(), Status> {
-        if !self.mirror || !patch.address.is_multiple_of(8) || !self.holds(patch.address, 8) {
+        if !self.is_mirror() || !patch.address.is_multiple_of(8) || !self.holds(patch.address, 8) {
             return Err(Status::INVALID_VALUE);
         }
         let word = patch.address as *mut u64;
@@ -149,36 +234,41 @@ impl Cuda {
 
     /// Registers pages with the driver; devices reach them at their own address from then on.
     fn let_devices_reach(&mut self, context: ContextId, address: u64, view: HostView) -> Result<(), Status> {
-        let mut device = 0;
         // SAFETY: whole pages that `view` keeps mapped until they are unregistered, or the context is gone.
-        let registered = unsafe {
-            self.api.host_register(view.first as *mut c_void, view.len, FLAGS).and_then(|()| {
-                self.api.host_device_pointer(&mut device, view.first as *mut c_void, 0).inspect_err(|_| {
-                    let _ = self.api.host_unregister(view.first as *mut c_void);
-                })
-            })
-        };
+        let registered = unsafe { register(self.api, &view) };
         self.note(context, registered)?;
-        if device != view.first as u64 {
-            tracing::warn!("this device reaches host memory only at other addresses than the host");
-            // SAFETY: registered above.
-            let _ = unsafe { self.api.host_unregister(view.first as *mut c_void) };
-            return Err(Status::NOT_SUPPORTED);
-        }
         self.host_views.insert(address, view);
         Ok(())
     }
 
-    pub(super) fn mirror_host(&mut self, cx: &mut Call, op: &HostMirror) -> Result<(), Status> {
+    pub(super) fn mirror_host(
+        &mut self,
+        cx: &mut Call,
+        op: &HostMirror,
+    ) -> Result<Answer<HostMirrorReply>, Status> {
         cx.context = op.context;
         op.check()?;
         if self.host_views.contains_key(&op.address) {
             return Err(Status::INVALID_VALUE);
         }
         self.may_mirror(op.size)?;
-        self.enter_context(op.context)?;
-        let view = HostView::mirror(op.context.0, op)?;
-        self.let_devices_reach(op.context, op.address, view)
+        let context = self.enter_context(op.context)?.handle as usize;
+        let helper = match &self.mirrors {
+            Some(helper) => helper.clone(),
+            None => self.mirrors.insert(Helper::start()?).clone(),
+        };
+        let (first, len, api) = (op.address as usize, op.size as usize, self.api);
+        let ready = Arc::new(AtomicBool::new(false));
+        let mirror = Mirror { ready: Arc::clone(&ready), helper: helper.clone(), context, api };
+        let view = HostView { context: op.context.0, first, len, mirror: Some(mirror) };
+        self.host_views.insert(op.address, view);
+        let pending = cx.later();
+        helper.run(move || {
+            let made = HostView::make_mirror(api, context, first, len);
+            ready.store(made.is_ok(), Ordering::Release);
+            pending.answer(made.map(|()| HostMirrorReply {}));
+        });
+        Ok(Answer::Later)
     }
 
     /// Whether the session may have so many bytes more of this machine's memory: as much as its memory limit leaves, and a quarter of what the machine has.
@@ -195,12 +285,38 @@ impl Cuda {
 
     /// Bytes of mirrors.
     pub(super) fn mirrored(&self) -> u64 {
-        self.host_views.values().filter(|view| view.mirror).map(|view| view.len as u64).sum()
+        self.host_views.values().filter(|view| view.mirror.is_some()).map(|view| view.len as u64).sum()
     }
 
     /// Whether `len` bytes from `address` are memory of the client's, or a mirror of it, that devices reach.
     pub(super) fn is_host_view(&self, address: u64, len: u64) -> bool {
         self.host_views.values().any(|view| view.holds(address, len))
+    }
+
+    /// The place of a mirror's bytes.
+    fn mirrored_at(&self, address: u64, len: u64) -> Result<*mut u8, Status> {
+        let found = self.host_views.values().any(|view| view.is_mirror() && view.holds(address, len));
+        if found && len > 0 { Ok(address as *mut u8) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    pub(super) fn read_host(&mut self, cx: &mut Call, op: &HostRead) -> Result<Vec<u8>, Status> {
+        cx.context = op.context;
+        if op.len as usize > MAX_PAYLOAD - 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let from = self.mirrored_at(op.address, op.len.into())?;
+        let mut bytes = vec![0; op.len as usize];
+        // SAFETY: inside a mapping that its owner keeps, readable; a device may change it meanwhile, so that the bytes are some of each time.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(bytes)
+    }
+
+    pub(super) fn write_host(&mut self, cx: &mut Call, op: &HostWrite<'_>) -> Result<(), Status> {
+        cx.context = op.context;
+        let to = self.mirrored_at(op.address, op.bytes.len() as u64)?;
+        // SAFETY: as above, and writable.
+        unsafe { std::ptr::copy_nonoverlapping(op.bytes.as_ptr(), to, op.bytes.len()) };
+        Ok(())
     }
 
     pub(super) fn patch_host(&mut self, cx: &mut Call, op: &HostPatch) -> Result<(), Status> {
@@ -214,6 +330,9 @@ impl Cuda {
     pub(super) fn unmap_host(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
         cx.context = op.context;
         let view = self.host_views.remove(&op.address).ok_or(Status::INVALID_VALUE)?;
+        if view.mirror.is_some() {
+            return Ok(());
+        }
         self.enter_context(ContextId(view.context))?;
         // SAFETY: registered when it was made; the client has waited for the work that used it.
         let unregistered = unsafe { self.api.host_unregister(view.first as *mut c_void) };

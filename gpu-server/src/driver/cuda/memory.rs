@@ -4,6 +4,7 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::*;
+use protocol::wire::Bytes;
 
 use super::Cuda;
 use crate::driver::call::Call;
@@ -152,11 +153,19 @@ impl MemoryOps<Call> for Cuda {
     }
 
     fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
-        self.mirror_host(cx, &op).map(|()| Answer::Now(HostMirrorReply {}))
+        self.mirror_host(cx, &op)
     }
 
     fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
         self.patch_host(cx, &op)
+    }
+
+    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
+        self.read_host(cx, &op).map(|bytes| Answer::Now(HostReadReply { bytes: Bytes(bytes) }))
+    }
+
+    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
+        self.write_host(cx, &op)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

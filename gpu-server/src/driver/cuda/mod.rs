@@ -85,6 +85,8 @@ pub struct Cuda {
     arrays: Arrays,
     /// Client memory mapped for kernels, by its address in the client.
     host_views: HashMap<u64, HostView>,
+    /// Makes mirrors of client memory; started with the first.
+    mirrors: Option<host_map::Helper>,
     tickets: Tickets,
     words: Arc<Words>,
     completer: Arc<Completer>,
@@ -224,6 +226,7 @@ impl Cuda {
             drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
             host_views: HashMap::new(),
+            mirrors: None,
             tickets: Tickets::default(),
             words,
             completer,

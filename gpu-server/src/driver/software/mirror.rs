@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 
 use protocol::Status;
-use protocol::ops::memory::{HostMirror, HostPatch};
+use protocol::channel::MAX_PAYLOAD;
+use protocol::ops::memory::{HostMirror, HostPatch, HostRead, HostWrite};
 use software_gpu::{GRANULE, Gpu};
 
 use super::{Software, code, vmm};
@@ -86,14 +87,33 @@ impl Software {
         Ok(())
     }
 
+    /// The device that has a mirror's bytes: all have the same.
+    fn mirrored_at(&self, address: u64, len: u64) -> Result<&Gpu, Status> {
+        let found = self.mirrors.pieces.range(..=address).next_back();
+        let (start, (size, _)) = found.ok_or(Status::INVALID_VALUE)?;
+        let inside = address - start < *size && len > 0 && len <= size - (address - start);
+        if inside { self.device(0).map(|device| &device.gpu) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    pub(super) fn read_host(&mut self, cx: &mut Call, op: &HostRead) -> Result<Vec<u8>, Status> {
+        cx.context = op.context;
+        if op.len as usize > MAX_PAYLOAD - 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let mut bytes = vec![0; op.len as usize];
+        self.mirrored_at(op.address, op.len.into())?.read(op.address, &mut bytes).map_err(|e| code(&e))?;
+        Ok(bytes)
+    }
+
+    pub(super) fn write_host(&mut self, cx: &mut Call, op: &HostWrite<'_>) -> Result<(), Status> {
+        cx.context = op.context;
+        self.mirrored_at(op.address, op.bytes.len() as u64)?.write(op.address, op.bytes).map_err(|e| code(&e))
+    }
+
     pub(super) fn patch_host(&mut self, cx: &mut Call, op: &HostPatch) -> Result<(), Status> {
         cx.context = op.context;
-        let gpu = &self.device(0)?.gpu;
         for patch in &op.words {
-            let known = self.mirrors.pieces.range(..=patch.address).next_back();
-            if known.is_none_or(|(start, (size, _))| patch.address - start >= *size) {
-                return Err(Status::INVALID_VALUE);
-            }
+            let gpu = self.mirrored_at(patch.address, 8)?;
             let word = gpu.load(patch.address, true).map_err(|e| code(&e))?;
             gpu.store(patch.address, true, patch.apply(word)).map_err(|e| code(&e))?;
         }

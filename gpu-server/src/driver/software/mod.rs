@@ -35,6 +35,7 @@ use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
+use protocol::wire::Bytes;
 use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
@@ -492,6 +493,14 @@ impl MemoryOps<Call> for Software {
 
     fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
         self.patch_host(cx, &op)
+    }
+
+    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
+        self.read_host(cx, &op).map(|bytes| Answer::Now(HostReadReply { bytes: Bytes(bytes) }))
+    }
+
+    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
+        self.write_host(cx, &op)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

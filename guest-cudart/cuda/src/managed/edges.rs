@@ -5,9 +5,9 @@
 //! two comparisons.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::{STATE, State, together};
+use super::{STATE, State, pinned, together};
 use crate::Result;
 use crate::context::{self, Context};
 use crate::state::Driver;
@@ -16,8 +16,8 @@ use client::{lock, log};
 
 /// How many there are.
 static EDGES: AtomicUsize = AtomicUsize::new(0);
-/// Whether the device may have changed some since they were last compared.
-static WORK: AtomicBool = AtomicBool::new(false);
+/// The last command when they were compared and no work was under way.
+static COMPARED: AtomicU64 = AtomicU64::new(0);
 
 /// Bytes that are compared.
 pub(super) struct Edge {
@@ -105,20 +105,20 @@ impl Edge {
 
 /// Before work of the device: it may change what is compared.
 pub(super) fn work_begins() {
-    if EDGES.load(Ordering::Acquire) != 0 && !WORK.swap(true, Ordering::AcqRel) {
+    if EDGES.load(Ordering::Acquire) != 0 {
         together::wake();
     }
 }
 
-/// Whether there is something to compare every now and then.
-pub(super) fn is_due() -> bool {
-    EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire)
+/// Whether there is something to compare.
+pub(super) fn is_due(driver: &Driver) -> bool {
+    EDGES.load(Ordering::Acquire) != 0 && driver.session.last_seq() > COMPARED.load(Ordering::Acquire)
 }
 
 /// After the program has learnt that work is over, and before it is told.
 #[inline]
 pub(crate) fn after_wait(driver: &'static Driver) {
-    if is_due() {
+    if is_due(driver) {
         compare_all(driver);
     }
 }
@@ -126,11 +126,15 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 /// Compares all of them; says whether either side had changed something.
 #[cold]
 pub(super) fn compare_all(driver: &'static Driver) -> bool {
+    let mut state = lock(&STATE);
     let over = !context::any_busy();
-    let compared = lock(&STATE).compare_edges(driver);
-    if over || compared.is_err() {
-        WORK.store(false, Ordering::Release);
+    let compared = state.compare_edges(driver);
+    // Work that was appended meanwhile is seen here; what is about to be has a later number.
+    let last = driver.session.last_seq();
+    if over && !context::any_busy() || compared.is_err() {
+        COMPARED.store(last, Ordering::Release);
     }
+    drop(state);
     compared.unwrap_or_else(|status| {
         log::error(format_args!("pinned memory cannot be had from the device ({status})"));
         false
@@ -160,20 +164,14 @@ impl State {
     }
 
     pub(super) fn compare_edges(&mut self, driver: &'static Driver) -> Result<bool> {
-        /// Bytes that are fetched at once: few enough for an answer.
-        const AT_ONCE: usize = 2048;
         let mut changed = self.send_edges(driver, &(0..u64::MAX))?;
         for n in 0..self.edges.len() {
             let (context, first, len) = {
                 let edge = &self.edges[n];
                 (edge.context, edge.first(), edge.words() * 8)
             };
-            let copier = self.mover(driver, context)?;
             let mut bytes = vec![0; len];
-            for (i, part) in bytes.chunks_mut(AT_ONCE).enumerate() {
-                // SAFETY: a buffer of this function's.
-                unsafe { copier.receive(part.as_mut_ptr(), first + (i * AT_ONCE) as u64, part.len()) }?;
-            }
+            pinned::read(driver, context, first, &mut bytes)?;
             let words: Vec<u64> =
                 bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
             changed |= self.edges[n].take(&words);

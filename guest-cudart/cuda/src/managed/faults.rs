@@ -3,7 +3,7 @@
 use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 
 use super::blocks::{Answer, Run};
-use super::{ORDER, STATE, State, together};
+use super::{ORDER, STATE, State, pinned, together};
 use crate::state::Driver;
 use crate::{Result, callback, context, stream_memory};
 use client::counters::{self, COUNTERS};
@@ -142,7 +142,11 @@ impl State {
         buffer: &mut Vec<u8>,
     ) -> Result {
         let bytes = zeroed(buffer, run);
-        let Some(context) = self.pieces.get(&base).map(|(_, piece)| piece.context) else { return Ok(()) };
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let context = piece.context;
+        if piece.pinned {
+            return pinned::read(driver, context, run.address, bytes);
+        }
         let copier = self.mover(driver, context)?;
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(&run) {

@@ -184,7 +184,15 @@ impl State {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         let (dirty, held) = (piece.blocks.dirty(range), piece.blocks.held(range));
         let pages = pages(driver)?;
-        if !dirty.is_empty() {
+        if piece.pinned {
+            for run in &dirty {
+                let (at, len) = (run.address as usize, run.len as usize);
+                pages.forbid_writes(at, len).map_err(|_| Status::UNKNOWN)?;
+                // SAFETY: blocks that the host has, and that nobody changes.
+                let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+                pinned::write(driver, piece.context, run.address, bytes)?;
+            }
+        } else if !dirty.is_empty() {
             let copier = self.mover(driver, piece.context)?;
             let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
             for run in &dirty {

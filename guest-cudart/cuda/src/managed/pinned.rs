@@ -13,7 +13,7 @@ use crate::Result;
 use crate::context::Context;
 use crate::host::REGIONS;
 use crate::state::Driver;
-use client::ops::memory::{HostMirror, HostUnmap};
+use client::ops::memory::{HostMirror, HostRead, HostUnmap, HostWrite};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
 
@@ -69,9 +69,9 @@ pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u6
     let owned =
         if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
     let (parts, whole) = edges::cut(base..owned);
+    let mirror = mirror(driver, context, first, end - first)?;
     // A fault that comes before the piece is known waits for this lock.
     let state = &mut *lock(&STATE);
-    let mirror = state.mirror(driver, context, first, end - first)?;
     let adopted = match &whole {
         Some(whole) => state.adopt(driver, pages(driver)?, context, whole.start, whole.end - whole.start),
         None => Ok(()),
@@ -113,10 +113,11 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     state.unmirror(driver, context, mirror);
 }
 
-impl State {
-    /// Has the server mirror whole pages, if it does not yet; says where the mirror begins.
-    fn mirror(&mut self, driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
-        let before = self.mirrors.mirrors.range_mut(..first + size).next_back();
+/// Has the server mirror whole pages, if it does not yet; says where the mirror begins. Callers take turns. Not under the lock: the server may have to wait for work that waits for the answer to a fault.
+fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
+    {
+        let mirrors = &mut lock(&STATE).mirrors.mirrors;
+        let before = mirrors.range_mut(..first + size).next_back();
         if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
             if *at > first || at + *has < first + size {
                 log::warn(format_args!(
@@ -127,11 +128,52 @@ impl State {
             *users += 1;
             return Ok(*at);
         }
-        driver.session.call(&HostMirror { context: context.id, address: first, size })?;
-        self.mirrors.mirrors.insert(first, (size, 1));
-        Ok(first)
     }
+    if let Err(status) = driver.session.call(&HostMirror { context: context.id, address: first, size }) {
+        // A server that has made a note of it forgets it.
+        let _ = driver.session.append(&HostUnmap { context: context.id, address: first });
+        return Err(status);
+    }
+    lock(&STATE).mirrors.mirrors.insert(first, (size, 1));
+    Ok(first)
+}
 
+/// Bytes of one command to a mirror, and of one answer.
+const TO_MIRROR: usize = 8 << 10;
+const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
+/// Answers that are asked for at once.
+const AT_ONCE: usize = 16;
+
+/// The bytes of a mirror as they are now.
+pub(super) fn read(driver: &'static Driver, context: &Context, address: u64, to: &mut [u8]) -> Result {
+    for (group, bytes) in to.chunks_mut(AT_ONCE * FROM_MIRROR).enumerate() {
+        let first = address + (group * AT_ONCE * FROM_MIRROR) as u64;
+        let ask = |(i, part): (usize, &mut [u8])| {
+            let address = first + (i * FROM_MIRROR) as u64;
+            driver.session.submit(&HostRead { context: context.id, address, len: part.len() as u32 })
+        };
+        let asked: Vec<_> = bytes.chunks_mut(FROM_MIRROR).enumerate().map(ask).collect::<Result<_>>()?;
+        for (pending, part) in asked.into_iter().zip(bytes.chunks_mut(FROM_MIRROR)) {
+            let answer = pending.wait()?.bytes.0;
+            if answer.len() != part.len() {
+                return Err(Status::UNKNOWN);
+            }
+            part.copy_from_slice(&answer);
+        }
+    }
+    Ok(())
+}
+
+/// Changes the bytes of a mirror, before anything that is appended later.
+pub(super) fn write(driver: &Driver, context: &Context, address: u64, bytes: &[u8]) -> Result {
+    for (i, bytes) in bytes.chunks(TO_MIRROR).enumerate() {
+        let address = address + (i * TO_MIRROR) as u64;
+        driver.session.append(&HostWrite { context: context.id, address, bytes })?;
+    }
+    Ok(())
+}
+
+impl State {
     fn unmirror(&mut self, driver: &Driver, context: &Context, mirror: u64) {
         let Some((_, users)) = self.mirrors.mirrors.get_mut(&mirror) else { return };
         *users -= 1;
@@ -157,42 +199,22 @@ impl State {
             ));
             Status::NOT_SUPPORTED
         })?;
-        // SAFETY: the pages are there, and nobody changes them.
-        unsafe { self.send_all(driver, pages, context, base, size) }
-            .inspect_err(|_| pages.release(base as usize, size as usize))?;
+        for at in (base..base + size).step_by(BLOCK as usize) {
+            let len = BLOCK.min(base + size - at) as usize;
+            // SAFETY: the pages are there, and nobody changes them.
+            let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
+            // The mirror is zero.
+            if bytes.iter().any(|byte| *byte != 0) {
+                write(driver, context, at, bytes)
+                    .inspect_err(|_| pages.release(base as usize, size as usize))?;
+            }
+        }
         pages.clear(base as usize, size as usize);
         let blocks = Blocks::new(base, size, false);
         let all = base..base + size;
         let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };
         self.insert(base, size, piece);
         Ok(())
-    }
-
-    /// Sends what is not zero.
-    ///
-    /// # Safety
-    /// The range is adopted, and all of it present.
-    unsafe fn send_all(
-        &mut self,
-        driver: &'static Driver,
-        pages: &Pages,
-        context: &'static Context,
-        base: u64,
-        size: u64,
-    ) -> Result {
-        let copier = self.mover(driver, context)?;
-        let step = 64 * BLOCK;
-        for at in (base..base + size).step_by(step as usize) {
-            let len = step.min(base + size - at) as usize;
-            let from = pages.bytes(at as usize);
-            // SAFETY: as the caller says.
-            unsafe {
-                if std::slice::from_raw_parts(from, len).iter().any(|byte| *byte != 0) {
-                    copier.send(at, from, len)?;
-                }
-            }
-        }
-        copier.stream.synchronize(driver)
     }
 
     /// Gives the host every byte of a region, to change as it likes.

@@ -84,7 +84,7 @@ fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
         let mut state = lock(&STATE);
-        while state.together.is_empty() && !edges::is_due() {
+        while state.together.is_empty() && !edges::is_due(driver) {
             seldom = WHILE;
             state = CAME.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -97,7 +97,7 @@ fn serve(driver: &'static Driver) {
         }
         // The program has at least as much time for a block as it takes to move it.
         pause = WHILE.max(begin.elapsed() * 2);
-        if edges::is_due() {
+        if edges::is_due(driver) {
             seldom = if edges::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
         }
     }
