@@ -108,6 +108,13 @@ impl<T: Clone> Regions<T> {
         map.get(&address).is_some_and(|region| region.is_allocated() == allocated)
     }
 
+    /// Whether an address lies in a piece that was allocated here.
+    pub fn is_allocated(&self, address: usize) -> bool {
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let piece = map.range(..=address).next_back();
+        piece.is_some_and(|(base, region)| address - base < region.size && region.is_allocated())
+    }
+
     /// The piece that an address lies in: where it begins, its size, its tag.
     pub fn find(&self, address: usize) -> Option<(usize, usize, T)> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);

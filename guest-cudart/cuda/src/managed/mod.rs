@@ -258,6 +258,13 @@ pub(crate) fn is_here(address: u64) -> bool {
     PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
 }
 
+/// Whether an address only shares a page with managed memory: a module's other variables do, beside its managed ones.
+pub(crate) fn is_beside(address: u64) -> bool {
+    let state = lock(&STATE);
+    let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
+    piece.is_some_and(|(_, piece)| !piece.parts.iter().any(|part| part.contains(&address)))
+}
+
 /// What stands at an address as pinned memory that kernels reach: first address, size, and what is known of it.
 pub(crate) fn as_host(driver: &Driver, address: u64) -> Option<(usize, usize, HostTag)> {
     if PIECES.load(Ordering::Acquire) == 0 {
