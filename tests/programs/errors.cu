@@ -1,50 +1,11 @@
 // Every error that a user meets, with exactly the code that CUDA gives on a GPU in the same machine. All cases run,
 // each mismatch gets a line, and the verdict comes last. Errors that end a context have a process each.
 #define PROGRAM "errors"
-#include "common.h"
+#include "cases.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
-
-static int cases = 0, mismatches = 0;
-static std::string first_mismatch;
-
-static void expect_(const char *what, cudaError_t want, cudaError_t got) {
-    cases++;
-    if (want == got) return;
-    char line[400];
-    snprintf(line, sizeof line, "%s: expected %s (%d), got %s (%d)", what, cudaGetErrorName(want), (int)want,
-             cudaGetErrorName(got), (int)got);
-    printf("  %s\n", line);
-    if (mismatches++ == 0) first_mismatch = line;
-}
-
-// The call returns `want`, which also becomes the last error.
-#define RETURNS(want, call)                                                                                              \
-    do {                                                                                                                 \
-        cudaGetLastError();                                                                                              \
-        cudaError_t got_ = (call);                                                                                       \
-        expect_(#call, want, got_);                                                                                      \
-        if (want != cudaErrorNotReady) expect_("the last error after " #call, want, cudaGetLastError());                 \
-    } while (0)
-
-// The launch leaves `want` as the last error.
-#define LAUNCH_LEAVES(want, ...)                                                                                         \
-    do {                                                                                                                 \
-        cudaGetLastError();                                                                                              \
-        __VA_ARGS__;                                                                                                     \
-        expect_(#__VA_ARGS__, want, cudaGetLastError());                                                                 \
-    } while (0)
-
-#define TRUE_THAT(condition)                                                                                             \
-    do {                                                                                                                 \
-        cases++;                                                                                                         \
-        if (!(condition)) {                                                                                              \
-            printf("  not so: %s\n", #condition);                                                                        \
-            if (mismatches++ == 0) first_mismatch = "not so: " #condition;                                               \
-        }                                                                                                                \
-    } while (0)
 
 __global__ void nothing() {}
 __global__ void store(int *target, int value) { *target = value; }
@@ -310,10 +271,7 @@ static void run_child(const char *self, const char *part) {
     int status;
     REQUIRE(waitpid(child, &status, 0) == child, "waitpid failed");
     cases++;
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-        printf("  the part %s failed (wait status 0x%x)\n", part, status);
-        if (mismatches++ == 0) first_mismatch = std::string("the part ") + part;
-    }
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) not_met((std::string("the part failed: ") + part).c_str());
 }
 
 int main(int argc, char **argv) {
@@ -331,6 +289,5 @@ int main(int argc, char **argv) {
     devices();
     handles();
     last_error();
-    if (mismatches) fail("%d of %d: %s", mismatches, cases, first_mismatch.c_str());
-    return pass("%d cases", cases);
+    return verdict();
 }

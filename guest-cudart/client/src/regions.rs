@@ -110,6 +110,11 @@ impl<T: Clone> Regions<T> {
         map.get(&address).is_some_and(|region| region.is_allocated() == allocated)
     }
 
+    /// Whether an address lies in a piece that was allocated here.
+    pub fn is_allocated(&self, address: usize) -> bool {
+        self.of(address, Region::is_allocated).is_some()
+    }
+
     /// The piece that an address lies in, wherever its bytes are: where it begins, its size, its tag.
     pub fn any(&self, address: usize) -> Option<(usize, usize, T)> {
         self.of(address, |_| true)

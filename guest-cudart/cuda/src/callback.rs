@@ -3,6 +3,7 @@
 //! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. A thread looks for marks
 //! that were passed, calls the function and signals the ticket.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -60,6 +61,21 @@ static CALLING: AtomicUsize = AtomicUsize::new(0);
 /// Whether a function of the program is being called, so that its stream waits for this process.
 pub(crate) fn is_calling() -> bool {
     CALLING.load(Ordering::Acquire) != 0
+}
+
+thread_local! {
+    /// Whether this thread is in a function of the program's, called for a stream.
+    static CALLED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Such a function makes no calls of CUDA's.
+///
+/// # Errors
+/// `NOT_PERMITTED` inside of one.
+#[inline]
+pub(crate) fn forbid() -> Result {
+    // A thread that ends is in none.
+    if CALLED.try_with(Cell::get).unwrap_or(false) { Err(Status::NOT_PERMITTED) } else { Ok(()) }
 }
 
 /// A ticket that no stream of this process has waited for.
@@ -131,6 +147,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             (None, Ok(())) => continue,
         };
         CALLING.fetch_add(1, Ordering::AcqRel);
+        CALLED.set(!matches!(call.function, Function::Own(_)));
         match call.function {
             // A host function is not called when its context has failed, as CUDA says.
             Function::Host(function) if status == Status::SUCCESS => {
@@ -142,6 +159,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             // SAFETY: as above.
             Function::Callback(function, handle) => unsafe { function(handle, status.0, call.data) },
         }
+        CALLED.set(false);
         CALLING.fetch_sub(1, Ordering::AcqRel);
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.

@@ -12,8 +12,7 @@ use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
 use crate::{
-    Result, array, capture, code, event, graph, host, library, managed, memory, module, non_null, put,
-    texture,
+    Result, array, capture, event, graph, host, library, managed, memory, module, non_null, put, texture,
 };
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
@@ -324,6 +323,9 @@ pub(crate) fn any_busy() -> bool {
     CONTEXTS.all().iter().any(|context| context.is_alive() && context.is_busy())
 }
 
+/// The last `CUlimit`.
+const LAST_LIMIT: u32 = 9;
+
 /// The calling thread's current context.
 ///
 /// # Errors
@@ -345,6 +347,7 @@ pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     let context = current()?;
     driver.session.check()?;
     context.deferred(driver)?;
+    crate::callback::forbid()?;
     Ok((driver, context))
 }
 
@@ -519,16 +522,16 @@ api! {
     fn cuCtxGetLimit(value: *mut usize, limit: u32) {
         non_null(value)?;
         let (driver, context) = ready()?;
-        if limit > 9 {
-            return Err(code::UNSUPPORTED_LIMIT);
+        if limit > LAST_LIMIT {
+            return Err(Status::INVALID_VALUE);
         }
         put(value, driver.session.call(&ContextGetLimit { context: context.id, limit })?.value as usize)
     }
 
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let (driver, context) = ready()?;
-        if limit > 9 {
-            return Err(code::UNSUPPORTED_LIMIT);
+        if limit > LAST_LIMIT {
+            return Err(Status::INVALID_VALUE);
         }
         driver.session.call(&ContextSetLimit { context: context.id, limit, value: value as u64 }).map(|_| ())
     }

@@ -308,7 +308,7 @@ impl Described {
         } else {
             self.height as u64
         };
-        if (e.height > 1 || e.depth > 1) && pitch < (self.x as u64).saturating_add(e.width)
+        if pitch < (self.x as u64).saturating_add(e.width)
             || e.depth > 1 && height < (self.y as u64).saturating_add(e.height)
         {
             return Err(Status::INVALID_VALUE);

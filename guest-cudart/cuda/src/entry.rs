@@ -51,6 +51,9 @@ use table::ENTRIES;
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 1 is the legacy stream, 0 the default, which is that.
 const PER_THREAD: u64 = 2;
 
+/// The version since which there are forms for it.
+const PER_THREAD_SINCE: i32 = 7000;
+
 /// `CUdriverProcAddressQueryResult`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
@@ -68,6 +71,10 @@ fn find(name: &str, version: i32, flags: u64) -> (*const c_void, Query) {
     for entry in forms {
         if entry.version <= version {
             let per_thread = flags & PER_THREAD != 0 && !entry.per_thread.is_null();
+            if per_thread && version < PER_THREAD_SINCE {
+                found.1 = Query::VersionNotSufficient;
+                continue;
+            }
             found = (if per_thread { entry.per_thread } else { entry.function }, Query::Success);
         } else if found.1 == Query::Missing {
             found.1 = Query::VersionNotSufficient;
@@ -138,6 +145,9 @@ mod tests {
     #[test]
     fn what_is_not_there_is_told_from_what_is_too_new() {
         assert_eq!(find("cuLibraryGetKernel", 11000, 0).1, Query::VersionNotSufficient);
+        assert_eq!(find("cuLaunchKernel", 4000, 2).1, Query::VersionNotSufficient);
+        assert_eq!(find("cuLaunchKernel", 4000, 0).1, Query::Success);
+        assert_eq!(find("cuMemAlloc", 4000, 2).1, Query::Success);
         assert_eq!(find("cuNoSuchThing", 13000, 0).1, Query::Missing);
         assert_eq!(find("", 13000, 0).1, Query::Missing);
     }

@@ -25,8 +25,7 @@ pub(crate) struct HostTag {
     pub buffer: u64,
 }
 
-/// `CU_MEMHOSTALLOC_PORTABLE`, `CU_MEMHOSTALLOC_DEVICEMAP`.
-const PORTABLE: u32 = 1;
+/// `CU_MEMHOSTALLOC_DEVICEMAP`.
 const DEVICEMAP: u32 = 2;
 /// `CU_MEMHOSTREGISTER_READ_ONLY`.
 const READ_ONLY: u32 = 8;
@@ -177,8 +176,12 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
     non_null(pp)?;
     let (driver, context) = context::ready()?;
     // PORTABLE, DEVICEMAP, WRITECOMBINED.
-    if size == 0 || flags & !7 != 0 {
+    if flags & !7 != 0 {
         return Err(Status::INVALID_VALUE);
+    }
+    if size == 0 {
+        // SAFETY: as below.
+        return unsafe { put(pp, std::ptr::null_mut()) };
     }
     let tag = HostTag { context, flags, buffer: unique_id() };
     let address = REGIONS.alloc(driver.session.port(), size, tag).map_err(|error| {
@@ -225,6 +228,9 @@ api! {
         if flags & 4 != 0 {
             return Err(Status::NOT_PERMITTED);
         }
+        if REGIONS.is_allocated(p as usize) {
+            return Err(Status::INVALID_VALUE);
+        }
         let tag = HostTag { context, flags, buffer: unique_id() };
         REGIONS.register(driver.session.port(), p as usize, size, tag).map_err(|error| match error {
             RegisterError::Already => code::HOST_MEMORY_ALREADY_REGISTERED,
@@ -244,7 +250,9 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         if !REGIONS.begins_at(p as usize, false) {
-            return Err(code::HOST_MEMORY_NOT_REGISTERED);
+            // Allocated, or inside of what is registered.
+            let known = find(p as u64).is_some();
+            return Err(if known { Status::INVALID_VALUE } else { code::HOST_MEMORY_NOT_REGISTERED });
         }
         settle_all()?;
         unmap(driver, p as usize, true);
@@ -254,8 +262,8 @@ api! {
     fn cuMemHostGetFlags(flags: *mut u32, p: *mut c_void) {
         driver()?;
         let (_, _, tag) = find(p as u64).ok_or(Status::INVALID_VALUE)?;
-        // With unified addressing all of it is mapped and portable; NVIDIA's driver says the one and leaves the other out.
-        put(flags, tag.flags & !PORTABLE | DEVICEMAP)
+        // With unified addressing all of it is mapped.
+        put(flags, tag.flags | DEVICEMAP)
     }
 
     fn cuMemHostGetDevicePointer_v2(dptr: *mut u64, p: *mut c_void, flags: u32) {

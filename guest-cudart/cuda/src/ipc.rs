@@ -67,8 +67,7 @@ api! {
         non_null(handle)?;
         let (driver, context) = context::ready()?;
         let found = memory::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
-        // Memory of a pool, of a module or without an address of its own is shared by other means, or not at all.
-        if found.pool != 0 || memory::device_of(driver, dptr).is_none() {
+        if !found.is_exportable(driver) {
             return Err(Status::INVALID_VALUE);
         }
         vmm::share(driver, context)?;

@@ -11,7 +11,7 @@ use crate::graph::Work;
 use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
-use crate::{Result, code, context, host, managed, non_null, refuse_form, stream, stream_attributes};
+use crate::{Result, code, context, event, host, managed, non_null, refuse_form, stream, stream_attributes};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -145,15 +145,32 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
         let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
         match id {
             launch_attr::IGNORE => {}
-            launch_attr::PROGRAMMATIC_EVENT
-            | launch_attr::LAUNCH_COMPLETION_EVENT
-            | launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
-                return refuse_form("a launch attribute that names an event or a graph node", &SAID);
+            // Events are recorded behind the launch, see `events`.
+            launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT => {}
+            launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
+                return refuse_form("a launch attribute that names a graph node", &SAID);
             }
             _ => out.push(LaunchAttribute { id, value: value.0 }),
         }
     }
     Ok(out)
+}
+
+/// The events that a launch is to record: when its blocks have begun, or have said that what depends on them may begin. CUDA gives both as a best effort; here they are recorded when the kernel
+/// is done, which is never too early.
+///
+/// # Safety
+/// As for [`attributes`].
+unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
+    let mut found = Vec::new();
+    for i in 0..config.numAttrs as usize {
+        // SAFETY: as the caller says; `attributes` has found the array not to be NULL.
+        let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
+        if matches!(id, launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT) {
+            found.push(value.0.first_chunk().map_or(0, |bytes| usize::from_le_bytes(*bytes)));
+        }
+    }
+    Ok(found)
 }
 
 /// A grid is made of whole clusters.
@@ -265,10 +282,28 @@ api! {
     fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
         config: *const LaunchConfig, function: usize, params: *const *const c_void, extra: *const *mut c_void
     ) |pt| {
+        static SAID: AtomicBool = AtomicBool::new(false);
         non_null(config)?;
         let c = *config;
         let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
-        launch(function, shape, c.hStream, pt, attributes(&c)?, params, extra)
+        let attributes = attributes(&c)?;
+        let events = events(&c)?;
+        if attributes.iter().any(|attribute| attribute.id == launch_attr::COOPERATIVE && attribute.value[0] != 0) {
+            let (driver, context) = context::ready()?;
+            let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+            crate::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
+        }
+        if events.is_empty() {
+            return launch(function, shape, c.hStream, pt, attributes, params, extra);
+        }
+        let (driver, context) = context::ready()?;
+        let stream = stream::any(driver, context, c.hStream, pt)?;
+        if stream.capture().is_some() {
+            return refuse_form("a captured launch that records an event", &SAID);
+        }
+        let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
+        launch(function, shape, c.hStream, pt, attributes, params, extra)?;
+        events.iter().try_for_each(|event| event::record_on(driver, event, stream.clone()))
     }
 
     fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(

@@ -80,8 +80,8 @@ pub(crate) type Result<T = ()> = std::result::Result<T, Status>;
 /// Codes that [`Status`] has no name for.
 pub(crate) mod code {
     use client::Status;
-    pub const UNSUPPORTED_LIMIT: Status = Status(215);
     pub const PEER_ACCESS_UNSUPPORTED: Status = Status(217);
+    pub const PEER_ACCESS_NOT_ENABLED: Status = Status(705);
     pub const HOST_MEMORY_ALREADY_REGISTERED: Status = Status(712);
     pub const HOST_MEMORY_NOT_REGISTERED: Status = Status(713);
     pub const ILLEGAL_STATE: Status = Status(401);

@@ -43,6 +43,13 @@ pub(crate) struct Found {
     pub managed: bool,
 }
 
+impl Found {
+    /// Whether it is shared with other processes by `cuIpcGetMemHandle`: not memory of a pool, of a module or without an address of its own.
+    pub fn is_exportable(&self, driver: &Driver) -> bool {
+        self.pool == 0 && !self.managed && device_of(driver, self.base).is_some()
+    }
+}
+
 /// Freed in stream order, and used again when the stream has passed the mark.
 struct Leaving {
     address: u64,

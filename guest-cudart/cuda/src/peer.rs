@@ -15,7 +15,7 @@ fn pair(
         return Err(Status::INVALID_CONTEXT);
     }
     let other = context::of(peer)?;
-    if !other.is_alive() || std::ptr::eq(other, context) {
+    if !other.is_alive() {
         return Err(Status::INVALID_CONTEXT);
     }
     Ok((driver, context, other))
@@ -55,6 +55,9 @@ api! {
 
     fn cuCtxDisablePeerAccess(peer: usize) {
         let (driver, context, other) = pair(peer)?;
+        if other.device == context.device {
+            return Err(code::PEER_ACCESS_NOT_ENABLED);
+        }
         driver.session.call(&PeerDisable { context: context.id, peer: other.id }).map(|_| ())
     }
 }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::state::{Driver, driver};
-use crate::{Result, host, memory, non_null, put};
+use crate::{Result, host, managed, memory, non_null, put};
 use client::{Status, lock};
 
 /// What lies behind a pointer.
@@ -50,9 +50,12 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             }
         };
         let device = matches!(behind, Behind::Device(_));
-        let managed = matches!(&behind, Behind::Device(found) if found.managed);
+        let managed =
+            matches!(&behind, Behind::Device(found) if found.managed && !managed::is_beside(pointer));
+        let pooled = matches!(&behind, Behind::Device(found) if found.pool != 0);
         match number {
-            1 => word(context.handle as u64)?,
+            // A pool's memory belongs to a device.
+            1 => word(if pooled { 0 } else { context.handle as u64 })?,
             2 => number32(if device { 2 } else { 1 })?,
             3 if device => word(pointer)?,
             4 if !device || managed => word(pointer)?,
@@ -67,7 +70,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             7 => word(buffer)?,
             8 => flag(managed)?,
             9 => number32(context.device)?,
-            10 => flag(false)?,
+            10 => flag(matches!(&behind, Behind::Device(found) if found.is_exportable(driver)))?,
             11 | 19 => word(match &behind {
                 Behind::Device(found) => found.base,
                 Behind::Host { base, .. } => *base as u64,

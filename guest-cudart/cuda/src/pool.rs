@@ -94,7 +94,8 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
     };
     let (_, pool) = of(pool_handle)?;
     if size == 0 {
-        return Err(Status::INVALID_VALUE);
+        // SAFETY: checked above not to be NULL; the program says that it may be written.
+        return unsafe { put(dptr, 0) };
     }
     memory::collect(driver);
     if let Some(capture) = stream.capture() {

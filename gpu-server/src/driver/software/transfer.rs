@@ -217,7 +217,12 @@ impl CopyOps<Call> for Software {
         }
         let gpu = self.checked(op.src, op.len.into(), place.device)?;
         let pending = cx.later();
+        let (errors, context) = place.errors();
         step(&place.stream, &place.gpu, move |status| {
+            if !status.is_success() {
+                // Before the answer: who has that finds the context failed.
+                errors.publish(context, status, 0);
+            }
             let mut bytes = vec![0; op.len as usize];
             let read = status.ok().and_then(|()| gpu.read(op.src, &mut bytes).map_err(|e| code(&e)));
             pending.answer(read.map(|()| MemcpyDtoHInlineReply { bytes: Bytes(bytes) }));

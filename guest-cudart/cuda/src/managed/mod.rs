@@ -294,6 +294,13 @@ pub(crate) fn is_here(address: u64) -> bool {
     PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
 }
 
+/// Whether an address only shares a page with managed memory: a module's other variables do, beside its managed ones.
+pub(crate) fn is_beside(address: u64) -> bool {
+    let state = lock(&STATE);
+    let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
+    piece.is_some_and(|(_, piece)| !piece.parts.iter().any(|part| part.contains(&address)))
+}
+
 /// Allocates in the current device; zero, as the first touch finds it.
 fn alloc(driver: &'static Driver, context: &'static Context, size: u64) -> Result<u64> {
     pages(driver)?;

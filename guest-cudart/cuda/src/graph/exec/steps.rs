@@ -40,11 +40,21 @@ impl Bounce {
 impl Drop for Bounce {
     fn drop(&mut self) {
         let Ok(driver) = driver() else { return };
-        if let Some((stream, mark)) = lock(&self.last).take() {
-            // The host of the GPU may be reading it, or writing; with a lost session, nobody is.
-            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
+        let address = self.address;
+        let remove = move || {
+            REGIONS.remove(driver.session.port(), address, true);
+        };
+        // The host of the GPU may be reading it, or writing. This may be the very thread whose calls the stream waits for, so it goes when the stream comes here;
+        // with a lost session, nobody uses it.
+        let last = lock(&self.last).take();
+        match last.filter(|(stream, mark)| !stream.has_passed(driver, *mark)) {
+            Some((stream, _)) if !stream.is_finished() => {
+                if call(driver, &stream, remove).is_err() {
+                    remove();
+                }
+            }
+            _ => remove(),
         }
-        REGIONS.remove(driver.session.port(), self.address, true);
     }
 }
 

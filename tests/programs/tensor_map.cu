@@ -1,16 +1,14 @@
-// A tensor map encoded by the driver API, and a kernel that loads tiles of a matrix through it (Hopper and later).
-//
-//   nvcc -cudart shared -arch=native -o tensor_map tensor_map.cu -lcuda
-
-#include <cstdio>
+// A tensor map that the driver API encodes, and a kernel that loads tiles of a matrix through it, those over the edge filled with
+// zeros.
+#define PROGRAM "tensor_map"
+#include "common.h"
 #include <cuda.h>
-#include <cuda_runtime.h>
 #include <vector>
 
 constexpr int WIDTH = 96, HEIGHT = 50, TILE_X = 32, TILE_Y = 8;
 
-__global__ void load(const __grid_constant__ CUtensorMap map, float *out)
-{
+__global__ void load(const __grid_constant__ CUtensorMap map, float *out) {
+#if __CUDA_ARCH__ >= 900
     __shared__ alignas(128) float tile[TILE_Y * TILE_X];
     __shared__ alignas(8) unsigned long long barrier;
     unsigned bar = (unsigned)__cvta_generic_to_shared(&barrier), to = (unsigned)__cvta_generic_to_shared(tile);
@@ -33,36 +31,38 @@ __global__ void load(const __grid_constant__ CUtensorMap map, float *out)
     int block = blockIdx.y * gridDim.x + blockIdx.x;
     for (int i = threadIdx.x; i < TILE_Y * TILE_X; i += blockDim.x)
         out[block * TILE_Y * TILE_X + i] = tile[i];
+#endif
 }
 
-int main()
-{
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
     std::vector<float> in(WIDTH * HEIGHT);
-    for (size_t i = 0; i < in.size(); i++)
-        in[i] = float(i) + 0.5f;
+    for (size_t i = 0; i < in.size(); i++) in[i] = float(i) + 0.5f;
     float *matrix, *out;
     dim3 grid(WIDTH / TILE_X, (HEIGHT + TILE_Y - 1) / TILE_Y);
     std::vector<float> got(grid.x * grid.y * TILE_X * TILE_Y);
-    if (cudaMalloc(&matrix, in.size() * 4) || cudaMalloc(&out, got.size() * 4) || cudaMemcpy(matrix, in.data(), in.size() * 4, cudaMemcpyDefault))
-        return printf("FAIL allocation\n"), 1;
+    CHECK(cudaMalloc(&matrix, in.size() * 4));
+    CHECK(cudaMalloc(&out, got.size() * 4));
+    CHECK(cudaMemcpy(matrix, in.data(), in.size() * 4, cudaMemcpyDefault));
     alignas(64) CUtensorMap map, other;
     cuuint64_t sizes[] = {WIDTH, HEIGHT}, strides[] = {WIDTH * 4};
     cuuint32_t box[] = {TILE_X, TILE_Y}, steps[] = {1, 1};
-    CUresult result = cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps,
-                                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result)
-        return printf("FAIL cuTensorMapEncodeTiled: %d\n", result), 1;
+    auto encode = [&](CUtensorMap *to) {
+        return cuTensorMapEncodeTiled(to, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = encode(&map);
+    REQUIRE(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: %d", (int)result);
     box[0] = 1000;
-    CUresult refused = cuTensorMapEncodeTiled(&other, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, sizes, strides, box, steps,
-                                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (refused != CUDA_ERROR_INVALID_VALUE)
-        return printf("FAIL a box of 1000 elements: %d\n", refused), 1;
+    result = encode(&other);
+    REQUIRE(result == CUDA_ERROR_INVALID_VALUE, "a box of 1000 elements: %d", (int)result);
+    box[0] = TILE_X;
+    // The same map at another address.
+    other = map;
+    result = cuTensorMapReplaceAddress(&other, out);
+    REQUIRE(result == CUDA_SUCCESS, "cuTensorMapReplaceAddress: %d", (int)result);
     load<<<grid, 64>>>(map, out);
-    cudaError_t error = cudaMemcpy(got.data(), out, got.size() * 4, cudaMemcpyDefault);
-    if (error)
-        return printf("FAIL the kernel: %s\n", cudaGetErrorName(error)), 1;
+    CHECK(cudaMemcpy(got.data(), out, got.size() * 4, cudaMemcpyDefault));
     for (unsigned by = 0; by < grid.y; by++)
         for (unsigned bx = 0; bx < grid.x; bx++)
             for (int y = 0; y < TILE_Y; y++)
@@ -70,9 +70,7 @@ int main()
                     int row = by * TILE_Y + y;
                     float want = row < HEIGHT ? in[row * WIDTH + bx * TILE_X + x] : 0;
                     float is = got[((by * grid.x + bx) * TILE_Y + y) * TILE_X + x];
-                    if (is != want)
-                        return printf("FAIL tile %u,%u element %d,%d: %g instead of %g\n", bx, by, x, y, is, want), 1;
+                    REQUIRE(is == want, "tile %u,%u element %d,%d: %g instead of %g", bx, by, x, y, is, want);
                 }
-    printf("PASS tensor_map %u tiles, those over the edge filled with zeros\n", grid.x * grid.y);
-    return 0;
+    return pass("%u tiles, those over the edge filled with zeros", grid.x * grid.y);
 }

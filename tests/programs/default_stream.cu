@@ -1,0 +1,78 @@
+// The default stream: the legacy one waits for the blocking streams and they for it, one that does not block goes its own way;
+// with per-thread default streams (the same file, compiled so) it is a stream like others.
+#ifndef PROGRAM
+#define PROGRAM "default_stream"
+#endif
+#include "common.h"
+#include <atomic>
+
+static std::atomic<bool> go;
+static void CUDART_CB hold(void *) {
+    while (!go) {}
+}
+
+__global__ void set(int *p, int value) { *p = value; }
+
+// Whether work put on `behind` waits for what holds `ahead`.
+static bool waits(cudaStream_t ahead, cudaStream_t behind, int *p, bool want) {
+    cudaEvent_t done;
+    CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    CHECK(cudaDeviceSynchronize());
+    go = false;
+    CHECK(cudaLaunchHostFunc(ahead, hold, nullptr));
+    set<<<1, 1, 0, ahead>>>(p, 1);
+    set<<<1, 1, 0, behind>>>(p + 1, 2);
+    CHECK(cudaEventRecord(done, behind));
+    // What waits would wait for ever; what is free to run has run before long.
+    bool waited = true;
+    for (int i = 0; i < (want ? 30 : 10000) && waited; i++) {
+        cudaError_t status = cudaEventQuery(done);
+        REQUIRE(status == cudaSuccess || status == cudaErrorNotReady, "%s", cudaGetErrorName(status));
+        waited = status == cudaErrorNotReady;
+        struct timespec nap = {0, 1000000};
+        if (waited) nanosleep(&nap, nullptr);
+    }
+    go = true;
+    CHECK(cudaEventSynchronize(done));
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaEventDestroy(done));
+    return waited;
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    int *p;
+    CHECK(cudaMalloc(&p, 8));
+    set<<<1, 1>>>(p, 0);
+    cudaStream_t blocking, free_one, other;
+    CHECK(cudaStreamCreate(&blocking));
+    CHECK(cudaStreamCreate(&other));
+    CHECK(cudaStreamCreateWithFlags(&free_one, cudaStreamNonBlocking));
+#ifdef CUDA_API_PER_THREAD_DEFAULT_STREAM
+    const bool zero_is_legacy = false;
+#else
+    const bool zero_is_legacy = true;
+#endif
+    struct { const char *what; cudaStream_t ahead, behind; bool want; } pairs[] = {
+        {"blocking, then legacy", blocking, cudaStreamLegacy, true},
+        {"legacy, then blocking", cudaStreamLegacy, blocking, true},
+        {"free, then legacy", free_one, cudaStreamLegacy, false},
+        {"legacy, then free", cudaStreamLegacy, free_one, false},
+        {"per thread, then legacy", cudaStreamPerThread, cudaStreamLegacy, true},
+        {"legacy, then per thread", cudaStreamLegacy, cudaStreamPerThread, true},
+        {"blocking, then per thread", blocking, cudaStreamPerThread, false},
+        {"per thread, then free", cudaStreamPerThread, free_one, false},
+        {"blocking, then blocking", blocking, other, false},
+        {"blocking, then default", blocking, nullptr, zero_is_legacy},
+        {"default, then blocking", nullptr, blocking, zero_is_legacy},
+        {"free, then default", free_one, nullptr, false},
+    };
+    for (auto &pair : pairs) {
+        bool waited = waits(pair.ahead, pair.behind, p, pair.want);
+        REQUIRE(waited == pair.want, "%s: it %s", pair.what, waited ? "waited" : "did not wait");
+    }
+    int got[2];
+    CHECK(cudaMemcpy(got, p, sizeof got, cudaMemcpyDeviceToHost));
+    REQUIRE(got[0] == 1 && got[1] == 2, "%d %d", got[0], got[1]);
+    return pass("%zu pairs of streams", sizeof pairs / sizeof *pairs);
+}

@@ -1,0 +1,88 @@
+// Programmatic dependent launch: kernels that may begin before the one ahead has ended, and wait for it in the middle; also by
+// events that the kernel fires, and captured.
+#define PROGRAM "programmatic_launch"
+#include "common.h"
+#include <vector>
+
+constexpr int N = 1 << 14;
+
+__global__ void stage(int *p, int factor, int addend) {
+#if __CUDA_ARCH__ >= 900
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    // Everything from here on sees what the kernel ahead has done.
+    cudaGridDependencySynchronize();
+    int value = p[i] * factor + addend;
+    cudaTriggerProgrammaticLaunchCompletion();
+    p[i] = value;
+#endif
+}
+
+static void put(cudaStream_t stream, int *p, int factor, int addend) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = N / 256;
+    config.blockDim = 256;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    CHECK(cudaLaunchKernelEx(&config, stage, p, factor, addend));
+}
+
+static void check(cudaStream_t stream, int *p, unsigned want, const char *what) {
+    std::vector<int> host(N);
+    CHECK(cudaMemcpyAsync(host.data(), p, N * 4, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    for (int value : host) REQUIRE((unsigned)value == want, "%s: %d instead of %u", what, value, want);
+}
+
+int main(int argc, char **argv) {
+    parse_options(argc, argv);
+    cudaStream_t stream;
+    int *p;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaMalloc(&p, N * 4));
+    CHECK(cudaMemsetAsync(p, 0, N * 4, stream));
+    unsigned want = 0;
+    for (int i = 0; i < 50; i++) {
+        put(stream, p, 3, i);
+        want = want * 3 + i;
+    }
+    check(stream, p, want, "a chain of 50");
+
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < 5; i++) put(stream, p, 5, i);
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int round = 0; round < 4; round++) {
+        CHECK(cudaGraphLaunch(exec, stream));
+        for (int i = 0; i < 5; i++) want = want * 5 + i;
+    }
+    check(stream, p, want, "a graph of 5, four times");
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+
+    // An event that is done when the kernel's blocks have said so; another stream waits for it.
+    cudaStream_t other;
+    cudaEvent_t fired;
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&fired, cudaEventDisableTiming));
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
+    attribute.val.launchCompletionEvent.event = fired;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = N / 256;
+    config.blockDim = 256;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    CHECK(cudaLaunchKernelEx(&config, stage, p, 1, 1));
+    CHECK(cudaStreamWaitEvent(other, fired, 0));
+    CHECK(cudaStreamSynchronize(other));
+    CHECK(cudaEventQuery(fired));
+    check(stream, p, want + 1, "a launch with an event");
+    return pass("a chain, a graph, an event");
+}
