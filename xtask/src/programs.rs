@@ -1,7 +1,7 @@
 //! The CUDA test programs, compiled by NVIDIA's own compiler.
 //!
-//! Every program is built twice: in `target/programs/` with the CUDA runtime as a shared library, and in
-//! `target/programs-static/` with the runtime inside the program, as nvcc does unless told otherwise. A program is
+//! Every program is compiled once and linked twice: in `target/programs/` with the CUDA runtime as a shared library, and
+//! in `target/programs-static/` with the runtime inside the program, as nvcc does unless told otherwise. A program is
 //! built again only when its sources, the headers, its flags or the compiler's version have changed.
 
 use std::collections::hash_map::DefaultHasher;
@@ -39,6 +39,8 @@ enum Runtime {
 }
 
 impl Runtime {
+    const BOTH: [Runtime; 2] = [Self::Shared, Self::Static];
+
     fn flag(self) -> &'static str {
         match self {
             Self::Shared => "shared",
@@ -59,15 +61,14 @@ pub fn build() -> Result<Vec<Program>> {
     let programs = manifest()?;
     let toolkit = toolchain::cuda()?;
     let headers = headers()?;
+    for folder in [tree::programs().join(".hash"), tree::programs_static()] {
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    }
     let mut jobs = Vec::new();
-    for runtime in [Runtime::Shared, Runtime::Static] {
-        std::fs::create_dir_all(runtime.folder().join(".hash"))
-            .with_context(|| format!("cannot create {}", runtime.folder().display()))?;
-        for program in &programs {
-            let hash = content_hash(program, runtime, &headers)?;
-            if !is_current(program, runtime, &hash) {
-                jobs.push((program, runtime, hash));
-            }
+    for program in &programs {
+        let hash = content_hash(program, &headers)?;
+        if !is_current(program, &hash) {
+            jobs.push((program, hash));
         }
     }
     if jobs.is_empty() {
@@ -85,9 +86,9 @@ pub fn build() -> Result<Vec<Program>> {
                 loop {
                     // A statement of its own, so that the lock is not held while the program is compiled.
                     let job = lock(&jobs).next();
-                    let Some((program, runtime, hash)) = job else { return };
+                    let Some((program, hash)) = job else { return };
                     step.note(&program.name);
-                    match compile(program, runtime, &toolkit, &hash) {
+                    match compile(program, &toolkit, &hash) {
                         Ok(()) => step.advance(),
                         Err(error) => {
                             lock(&first_error).get_or_insert(error);
@@ -129,9 +130,9 @@ fn headers() -> Result<Vec<(PathBuf, Vec<u8>)>> {
     Ok(headers)
 }
 
-fn content_hash(program: &Program, runtime: Runtime, headers: &[(PathBuf, Vec<u8>)]) -> Result<String> {
+fn content_hash(program: &Program, headers: &[(PathBuf, Vec<u8>)]) -> Result<String> {
     let mut hasher = DefaultHasher::new();
-    (toolchain::CUDA, FLAGS, runtime.flag(), &program.flags, program.driver).hash(&mut hasher);
+    (toolchain::CUDA, FLAGS, &program.flags, program.driver).hash(&mut hasher);
     for (_, text) in headers {
         text.hash(&mut hasher);
     }
@@ -143,26 +144,22 @@ fn content_hash(program: &Program, runtime: Runtime, headers: &[(PathBuf, Vec<u8
     Ok(format!("{:016x}", hasher.finish()))
 }
 
-fn hash_file(program: &Program, runtime: Runtime) -> PathBuf {
-    runtime.folder().join(".hash").join(&program.name)
+fn hash_file(program: &Program) -> PathBuf {
+    tree::programs().join(".hash").join(&program.name)
 }
 
-fn is_current(program: &Program, runtime: Runtime, hash: &str) -> bool {
-    runtime.folder().join(&program.name).is_file()
-        && std::fs::read_to_string(hash_file(program, runtime)).is_ok_and(|found| found == hash)
+fn is_current(program: &Program, hash: &str) -> bool {
+    Runtime::BOTH.iter().all(|runtime| runtime.folder().join(&program.name).is_file())
+        && std::fs::read_to_string(hash_file(program)).is_ok_and(|found| found == hash)
 }
 
-fn compile(program: &Program, runtime: Runtime, toolkit: &Path, hash: &str) -> Result<()> {
-    let log = process::log(&format!("nvcc-{}-{}", program.name, runtime.flag()))?;
-    let scratch = runtime.folder().join(".objects").join(&program.name);
+fn compile(program: &Program, toolkit: &Path, hash: &str) -> Result<()> {
+    let log = process::log(&format!("nvcc-{}", program.name))?;
+    let scratch = tree::programs().join(".objects").join(&program.name);
     std::fs::create_dir_all(&scratch).with_context(|| format!("cannot create {}", scratch.display()))?;
     let nvcc = || {
         let mut command = Command::new(toolkit.join("bin/nvcc"));
-        command
-            .args(FLAGS)
-            .args(["-cudart", runtime.flag()])
-            .args(&program.flags)
-            .current_dir(source_folder());
+        command.args(FLAGS).args(&program.flags).current_dir(source_folder());
         command
     };
 
@@ -172,14 +169,18 @@ fn compile(program: &Program, runtime: Runtime, toolkit: &Path, hash: &str) -> R
         process::run(nvcc().arg("-c").arg(source).arg("-o").arg(&object), &log)?;
         objects.push(object);
     }
-    let mut link = nvcc();
-    link.args(&objects).arg("-L").arg(toolkit.join("lib"));
     if program.driver {
         driver_stub(&objects, &scratch, &log)?;
-        link.arg("-L").arg(&scratch).arg("-lcuda");
     }
-    process::run(link.arg("-o").arg(runtime.folder().join(&program.name)), &log)?;
-    std::fs::write(hash_file(program, runtime), hash).context("cannot record what was built")
+    for runtime in Runtime::BOTH {
+        let mut link = nvcc();
+        link.args(["-cudart", runtime.flag()]).args(&objects).arg("-L").arg(toolkit.join("lib"));
+        if program.driver {
+            link.arg("-L").arg(&scratch).arg("-lcuda");
+        }
+        process::run(link.arg("-o").arg(runtime.folder().join(&program.name)), &log)?;
+    }
+    std::fs::write(hash_file(program), hash).context("cannot record what was built")
 }
 
 /// A `libcuda.so` to link against, with just the functions that the objects call. The wheels hold none, and the real
