@@ -83,12 +83,46 @@ static void released(int *words) {
     CHECK(cudaStreamDestroy(stream));
 }
 
+struct Seen {
+    const int *words;
+    int sum;
+};
+
+static void look(void *data) {
+    Seen *seen = (Seen *)data;
+    seen->sum = seen->words[0] + seen->words[n - 1];
+}
+
+// Functions of the program's in a stream's order find what kernels and copies before them have written.
+static void functions(int *in, int *out, int *device) {
+    cudaStream_t streams[2];
+    for (cudaStream_t &stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    Seen seen[2][8];
+    for (int i = 0; i < n; i++) in[i] = i + 1;
+    memset(out, 0, n * sizeof *out);
+    for (int round = 0; round < 8; round++) {
+        add<<<(n + 255) / 256, 256, 0, streams[0]>>>(Both{1, in, out}, n);
+        seen[0][round] = Seen{out, 0};
+        CHECK(cudaLaunchHostFunc(streams[0], look, &seen[0][round]));
+        CHECK(cudaMemsetAsync(device, round, n * sizeof *device, streams[1]));
+        CHECK(cudaMemcpyAsync(in + n, device, n * sizeof *device, cudaMemcpyDeviceToHost, streams[1]));
+        seen[1][round] = Seen{in + n, 0};
+        CHECK(cudaLaunchHostFunc(streams[1], look, &seen[1][round]));
+    }
+    CHECK(cudaDeviceSynchronize());
+    for (int round = 0; round < 8; round++) {
+        REQUIRE(seen[0][round].sum == (n + 1) * (round + 1), "a function behind kernel %d has seen %d", round, seen[0][round].sum);
+        REQUIRE(seen[1][round].sum == round * 0x01010101 * 2, "a function behind copy %d has seen %x", round, seen[1][round].sum);
+    }
+    for (cudaStream_t stream : streams) CHECK(cudaStreamDestroy(stream));
+}
+
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     const size_t bytes = n * sizeof(int);
     int *in, *out, *device;
     CHECK(cudaMalloc(&device, bytes));
-    CHECK(cudaMallocHost(&in, bytes));
+    CHECK(cudaMallocHost(&in, 2 * bytes));
     CHECK(cudaHostAlloc(&out, bytes, cudaHostAllocPortable));
     // Copies before, in between and after.
     for (int i = 0; i < n; i++) in[i] = 7 * i;
@@ -105,6 +139,8 @@ int main(int argc, char **argv) {
     cudaPointerAttributes attributes;
     CHECK(cudaPointerGetAttributes(&attributes, in + 5));
     REQUIRE(attributes.type == cudaMemoryTypeHost && attributes.devicePointer == in + 5, "type %d, device pointer %p", attributes.type, attributes.devicePointer);
+
+    functions(in, out, device);
 
     // Registered memory keeps what kernels wrote when it is the program's alone again.
     const size_t whole = (bytes + 4095) / 4096 * 4096;

@@ -207,6 +207,15 @@ fn nvml() -> Table {
     table
 }
 
+/// Functions that are served by doing no more than is said here, which is what NVIDIA's driver 580 was seen to do on Linux.
+const NOTES: &[(&str, &str)] = &[
+    ("cuDeviceGetLuid", "answers `CUDA_ERROR_NOT_SUPPORTED` for every device, as on any Linux"),
+    ("cuProfilerStart", "finds that a context is current; there is no profiler to be started"),
+    ("cuProfilerStop", "finds that a context is current; there is no profiler to be stopped"),
+    ("cudaProfilerStart", "finds that a context is current; there is no profiler to be started"),
+    ("cudaProfilerStop", "finds that a context is current; there is no profiler to be stopped"),
+];
+
 /// Variants for another default stream stand with their function.
 fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     let mut rows: BTreeMap<&str, (&How, Vec<&str>)> = BTreeMap::new();
@@ -233,7 +242,10 @@ fn section(text: &mut String, title: &str, table: &Table) {
     for (name, (how, variants)) in rows {
         let variants: String = variants.iter().map(|suffix| format!(", `{suffix}`")).collect();
         let how = match how {
-            How::Served => "served".to_owned(),
+            How::Served => match NOTES.iter().find(|(noted, _)| *noted == name) {
+                Some((_, note)) => format!("served: {note}"),
+                None => "served".to_owned(),
+            },
             How::Refused(why) => format!("**not supported**: {why}"),
         };
         let _ = writeln!(text, "| `{name}`{variants} | {how} |");

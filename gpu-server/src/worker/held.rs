@@ -52,6 +52,8 @@ enum Kind {
     Look,
     /// It lets a stream go on.
     Signal,
+    /// It reads or writes memory that no command orders, and what a stream waits for may need it: the answer to a fault of a host function.
+    Beside,
     /// Anything else: it keeps the session's order.
     Ordered,
 }
@@ -65,10 +67,11 @@ fn kind(opcode: u16) -> Kind {
         0x01 | 0x09 => Kind::Free,
         // Copies, launches, streams, events, and what graphs and arrays put on streams; the rest of these names no stream.
         _ if is!(StreamHostSignal) => Kind::Signal,
+        _ if is!(HostRead HostWrite HostPatch) => Kind::Beside,
         _ if is!(ContextSynchronize) => Kind::Look,
         _ if is!(ModuleLoad) => Kind::Load,
         _ if is!(
-            MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror HostPatch HostRead HostWrite AddressReserve MemoryCreate MemoryMap MemoryAccess
+            MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror AddressReserve MemoryCreate MemoryMap MemoryAccess
             ArrayCreate TextureCreate SurfaceCreate ContextGetLimit DeviceOutput ModuleInfo ModuleGetGlobal FunctionAttributes
             OccupancyMaxActiveBlocks OccupancyMaxActiveClusters OccupancyMaxPotentialClusterSize
         ) =>
@@ -217,7 +220,7 @@ impl Held {
     fn holds_back(&self, kind: Kind, opcode: u16, touched: &Touched, may_wait: bool) -> bool {
         let waiting = !self.waits.is_empty();
         match kind {
-            Kind::Signal => false,
+            Kind::Signal | Kind::Beside => false,
             Kind::Free => self.blocked.all,
             Kind::Look | Kind::Ordered => !self.aside.is_empty() || (may_wait && waiting),
             Kind::Load => self.blocked.all || (may_wait && waiting),
@@ -367,6 +370,7 @@ mod tests {
     use protocol::channel::NO_SLOT;
     use protocol::handle::{ContextId, ModuleId};
     use protocol::ops::event::{EventCreate, EventDestroy};
+    use protocol::ops::memory::HostUnmap;
     use protocol::ops::module::ModuleUnload;
     use protocol::ops::stream::{StreamMark, StreamSynchronize};
     use std::collections::BTreeSet;
@@ -427,6 +431,20 @@ mod tests {
         fn did(&self, seq: u64) -> bool {
             self.executed.contains(&seq)
         }
+    }
+
+    #[test]
+    fn what_answers_a_fault_of_a_host_function_is_never_set_aside() {
+        let mut fake = Fake::default();
+        let stream = fake.stream(100, NON_BLOCKING);
+        fake.wait(stream, 1);
+        fake.marks(stream, AHEAD + 1);
+        // It keeps the session's order, so that all that come later come after it.
+        let unmap = fake.push(&HostUnmap { context: ContextId(0), address: 4096 });
+        let read = fake.push(&HostRead { context: ContextId(0), address: 8192, len: 8 });
+        assert!(!fake.executed.contains(&unmap) && fake.executed.contains(&read));
+        fake.push(&StreamHostSignal { ticket: TicketId(1) });
+        assert!(fake.executed.contains(&unmap));
     }
 
     #[test]

@@ -91,16 +91,15 @@ mod tools {
     }
 }
 
-/// The oldest forms: 32-bit sizes and addresses, launches by parameter lists, and what CUDA itself has taken out of use.
+/// The oldest forms: 32-bit sizes and addresses, and what CUDA itself has taken out of use.
 mod legacy {
     unsupported! {
         cuCtxDetach, cuDeviceGetHostAtomicCapabilities, cuDeviceGetP2PAtomicCapabilities, cuDeviceTotalMem,
-        cuFlushGPUDirectRDMAWrites, cuFuncSetBlockShape, cuFuncSetSharedSize, cuLaunch,
-        cuLaunchCooperativeKernelMultiDevice, cuLaunchGrid, cuLaunchGridAsync, cuLibraryGetUnifiedFunction, cuMemAlloc,
+        cuFlushGPUDirectRDMAWrites,
+        cuLaunchCooperativeKernelMultiDevice, cuLibraryGetUnifiedFunction, cuMemAlloc,
         cuMemAllocHost, cuMemAllocPitch, cuMemFree, cuMemGetAddressRange, cuMemGetInfo, cuMemHostGetDevicePointer,
         cuMemcpy2D, cuMemcpy2DAsync, cuMemcpy2DUnaligned, cuMemcpy3D, cuMemcpy3DAsync, cuMemcpyDtoD, cuMemcpyDtoDAsync,
         cuMemcpyDtoH, cuMemcpyDtoHAsync, cuMemcpyHtoD, cuMemcpyHtoDAsync, cuMemsetD16, cuMemsetD2D16, cuMemsetD2D32,
         cuMemsetD2D8, cuMemsetD32, cuMemsetD8, cuModuleGetGlobal,
-         cuParamSetSize, cuParamSetf, cuParamSeti, cuParamSetv,
     }
 }

@@ -213,7 +213,11 @@ pub(crate) unsafe fn parameters(
     unsafe { if extra.is_null() { gather(function, params, block) } else { unpack(function, extra, block) } }
 }
 
-unsafe fn launch(
+/// Launches a function, or makes it part of a capture.
+///
+/// # Safety
+/// As for [`parameters`].
+pub(crate) unsafe fn launch(
     handle: usize,
     shape: Shape,
     stream: usize,

@@ -8,7 +8,7 @@
 //! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
 //! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `managed`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
-//! - `image`, `module`, `library`, `link`, `function`, `launch`, `occupancy`: code;
+//! - `image`, `module`, `library`, `link`, `function`, `launch`, `parameter_list`, `occupancy`: code;
 //! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
 //! - `later`: chapters of the API that are exported and refused.
@@ -62,6 +62,7 @@ mod memset;
 mod misc;
 mod module;
 mod occupancy;
+mod parameter_list;
 mod peer;
 mod pointer;
 mod pool;
