@@ -44,3 +44,17 @@ fn relu_may_stand_behind_the_type() {
         assert_eq!(answer(&format!("{form} %d, %a, %b;"), [0xffff_0003, 0xfffe_0002, 0]), 0x0000_0003);
     }
 }
+
+#[test]
+fn the_flag_of_a_subtraction_is_a_carry() {
+    // What 128-bit division looks at: set when nothing was borrowed.
+    let flag = "sub.cc.u32 %d, %a, %b; addc.u32 %d, 0, 0;";
+    assert_eq!(answer(flag, [5, 5, 0]), 1);
+    assert_eq!(answer(flag, [5, 6, 0]), 0);
+    let borrow = "sub.cc.u32 %d, %a, %b; subc.u32 %d, %c, 0;";
+    assert_eq!(answer(borrow, [5, 5, 7]), 7);
+    assert_eq!(answer(borrow, [5, 6, 7]), 6);
+    let both = "add.cc.u32 %d, %a, %b; subc.u32 %d, %c, 0;";
+    assert_eq!(answer(both, [u32::MAX, 1, 7]), 7);
+    assert_eq!(answer(both, [1, 1, 7]), 6);
+}
