@@ -90,7 +90,7 @@ pub enum AddressMode {
 /// How a texture is read. The default reads the nearest texel, of any level, and wraps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampler {
-    /// For each direction. Cube maps have no use for it.
+    /// For each direction; of a seamless cube map it has no meaning.
     pub address: [AddressMode; 3],
     /// Between texels in linear proportion, else the nearest.
     pub linear: bool,

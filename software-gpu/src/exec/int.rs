@@ -438,9 +438,11 @@ macro_rules! carry {
                 (s, o | p)
             })),
             "sub" => handler!(|w, i, m| with_carry::<$t>(w, i, m, |a, b, _, c| {
+                // The flag is the carry of `a + !b + 1`: set when nothing was borrowed.
+                let borrowed = i.imm & 1 != 0 && !c;
                 let (s, o) = a.overflowing_sub(b);
-                let (s, p) = s.overflowing_sub(<$t>::from(c));
-                (s, o | p)
+                let (s, p) = s.overflowing_sub(<$t>::from(borrowed));
+                (s, !(o | p))
             })),
             _ => return None,
         })

@@ -1,17 +1,17 @@
-//! Instructions that compute: arithmetic, logic, comparisons, conversions, warp operations, control flow.
+//! An instruction's modifiers, which module lowers it, and those that compute: moves, arithmetic, logic.
 
-use super::function::{Lowering, Symbol, unsigned};
-use super::program::{Handler, Kind, NONE, barrier, joint};
+use super::function::{Lowering, unsigned};
+use super::program::{Handler, NONE};
 use super::type_bits;
 use crate::error::Result;
 use crate::exec::float::flag;
 use crate::exec::int::combine;
-use crate::exec::{convert, float, half, int, moves, special, warp_ops};
+use crate::exec::{convert, float, half, int, moves};
 use crate::ptx::ast::{Inst, Operand};
 
 /// An instruction's modifiers, taken one by one: what is left at the end is unknown.
 pub(crate) struct Modifiers<'a> {
-    left: Vec<&'a str>,
+    pub(super) left: Vec<&'a str>,
 }
 
 impl<'a> Modifiers<'a> {
@@ -67,7 +67,7 @@ impl<'a> Modifiers<'a> {
 
 impl<'a> Lowering<'a, '_> {
     /// The instruction as the PTX has it, for error messages.
-    fn spelled(inst: &Inst<'_>) -> String {
+    pub(super) fn spelled(inst: &Inst<'_>) -> String {
         let mut text = inst.name.to_string();
         for m in &inst.modifiers {
             text.push('.');
@@ -201,6 +201,10 @@ impl<'a> Lowering<'a, '_> {
 
     fn lower_arithmetic(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
+        // The CUDA headers write `max.s16x2.relu`; elsewhere the type comes last.
+        if mods.left.last() == Some(&"relu") {
+            mods.left.rotate_right(1);
+        }
         let ty = mods.last();
         let float = matches!(ty, "f32" | "f64" | "f16" | "f16x2" | "bf16" | "bf16x2" | "f32x2");
         if float {
@@ -442,209 +446,6 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    fn lower_select(&mut self, inst: &Inst<'a>) -> Result<()> {
-        let mut mods = Modifiers::new(inst);
-        let ty = mods.last();
-        let Some(bits) = type_bits(ty) else { return self.unknown(inst) };
-        match inst.name {
-            "selp" => {
-                let handler = self.found(inst, int::bits("selp", bits), &mods)?;
-                let (p, negated) = self.predicate(self.operand(inst, 3)?)?;
-                let a = self.source(self.operand(inst, 1)?, ty)?;
-                let b = self.source(self.operand(inst, 2)?, ty)?;
-                let to = self.destination(self.operand(inst, 0)?, bits)?;
-                let (a, b) = if negated { (b, a) } else { (a, b) };
-                self.emit(handler, [to, a, b, p, 0, 0], 0);
-                Ok(())
-            }
-            "slct" => {
-                // The last modifier is the type of the selector, the one before that of the values.
-                let selector = ty;
-                let value = mods.last();
-                let ftz = if mods.has("ftz") { "ftz." } else { "" };
-                let Some(bits) = type_bits(value) else { return self.unknown(inst) };
-                let handler = self.found(inst, int::bits(&format!("slct.{ftz}{selector}"), bits), &mods)?;
-                self.simple(inst, handler, bits, &[value, value, selector], 0)
-            }
-            "testp" => {
-                let test = mods.last();
-                let handler = self.found(inst, float::testp(test, ty), &mods)?;
-                let a = self.source(self.operand(inst, 1)?, ty)?;
-                let p = self.destination(self.operand(inst, 0)?, 1)?;
-                self.emit(handler, [p, NONE, a, a, 0, 0], 0);
-                Ok(())
-            }
-            "setp" => {
-                let (p, q) = match self.operand(inst, 0)? {
-                    Operand::Pair(p, q) => {
-                        let p = if **p == Operand::Sink { NONE } else { self.destination(p, 1)? };
-                        (p, if **q == Operand::Sink { NONE } else { self.destination(q, 1)? })
-                    }
-                    p => (self.destination(p, 1)?, NONE),
-                };
-                self.lower_compare(inst, mods, ty, p, q)
-            }
-            _ => {
-                // `set.cmp.dst.src`: all ones or zero, or 1.0 or zero.
-                let to_type = mods.one_of(&["u32", "s32", "f32", "f16", "bf16", "u16", "s16"]);
-                let p = self.allocate_row(1);
-                let (handler, width, one) = match to_type {
-                    Some("u32" | "s32") => (int::FROM_PRED_32, 32, 0xffff_ffff),
-                    Some("f32") => (int::FROM_PRED_32, 32, 0x3f80_0000),
-                    Some("u16" | "s16") => (int::FROM_PRED_16, 16, 0xffff),
-                    Some("f16") => (int::FROM_PRED_16, 16, 0x3c00),
-                    Some("bf16") => (int::FROM_PRED_16, 16, 0x3f80),
-                    _ => return self.unknown(inst),
-                };
-                self.lower_compare(inst, mods, ty, p, NONE)?;
-                let to = self.destination(self.operand(inst, 0)?, width)?;
-                self.emit(handler, [to, p, 0, 0, 0, 0], one);
-                Ok(())
-            }
-        }
-    }
-
-    fn lower_compare(
-        &mut self,
-        inst: &Inst<'a>,
-        mut mods: Modifiers<'a>,
-        ty: &'a str,
-        p: u32,
-        q: u32,
-    ) -> Result<()> {
-        let ftz = mods.has("ftz");
-        let join = mods.one_of(&["and", "or", "xor"]);
-        let cmp = if mods.left.is_empty() { "" } else { mods.left.remove(0) };
-        let (a, b) = (self.operand(inst, 1)?, self.operand(inst, 2)?);
-        let handler = match ty {
-            "f32" | "f64" => float::setp(cmp, ty, ftz),
-            // Exact as f32, where the subnormals of f16 are normal: so they are flushed before, if they are to be.
-            "f16" | "bf16" | "f16x2" | "bf16x2" => float::setp(cmp, "f32", false),
-            _ => int::setp(cmp, ty),
-        };
-        let handler = self.found(inst, handler, &mods)?;
-        let (mut ra, mut rb) = (self.source(a, ty)?, self.source(b, ty)?);
-        let mut upper = None;
-        if ty.contains("16") && ty.contains('f') {
-            let pair = ty.ends_with("x2");
-            let bf16 = ty.starts_with('b');
-            let flags = if ftz { flag::FTZ } else { 0 };
-            let widen = |s: &mut Self, from: u32, high: bool| {
-                let to = s.allocate_row(32);
-                s.emit(half::widen(bf16, pair, high), [to, from, 0, 0, 0, 0], flags);
-                to
-            };
-            let rows = (widen(self, ra, false), widen(self, rb, false));
-            if pair {
-                upper = Some((widen(self, ra, true), widen(self, rb, true)));
-            }
-            (ra, rb) = rows;
-        }
-        let (mut imm, mut other) = (combine::NONE, 0);
-        if let Some(join) = join {
-            let (row, negated) = self.predicate(self.operand(inst, 3)?)?;
-            other = row;
-            imm = match join {
-                "and" => combine::AND,
-                "or" => combine::OR,
-                _ => combine::XOR,
-            } | if negated { combine::NOT } else { 0 };
-        }
-        match upper {
-            // The two halves of a pair have a predicate each.
-            Some((ha, hb)) => {
-                self.emit(handler, [p, NONE, ra, rb, other, 0], imm);
-                self.emit(handler, [q, NONE, ha, hb, other, 0], imm);
-            }
-            None => self.emit(handler, [p, q, ra, rb, other, 0], imm),
-        }
-        Ok(())
-    }
-
-    fn lower_cvt(&mut self, inst: &Inst<'a>) -> Result<()> {
-        let mut mods = Modifiers::new(inst);
-        let src = mods.last();
-        let dst = mods.last();
-        let mut flags = mods.float_flags();
-        flags |= match mods.one_of(&["rni", "rzi", "rmi", "rpi"]) {
-            Some("rni") => convert::integer::RNI,
-            Some("rzi") => convert::integer::RZI,
-            Some("rmi") => convert::integer::RMI,
-            Some("rpi") => convert::integer::RPI,
-            _ => 0,
-        };
-        flags |= if mods.has("relu") { convert::integer::RELU } else { 0 };
-        if matches!(dst, "f16x2" | "bf16x2") && src == "f32" {
-            if !mods.done() || flags & !(flag::RZ | convert::integer::RELU) != 0 {
-                return self.unknown(inst);
-            }
-            let handler = moves::pack_halves(dst == "bf16x2");
-            return self.simple(inst, handler, 32, &["f32", "f32"], flags);
-        }
-        if let Some(result) = self.lower_special_cvt(inst, dst, src, flags, &mut mods) {
-            return result;
-        }
-        let handler = self.found(inst, convert::cvt(dst, src, flags != 0), &mods)?;
-        let (Some(dst_bits), Some(src_bits)) = (type_bits(dst), type_bits(src)) else {
-            return self.unknown(inst);
-        };
-        let op = self.operand(inst, 1)?;
-        let from = if self.register_bits(op).is_some_and(|b| b < src_bits) {
-            return self.error(format!("the source of {} is too narrow", Self::spelled(inst)));
-        } else {
-            self.source(op, src)?
-        };
-        self.write_wider(inst, dst_bits, dst.starts_with('s'), |s, to| {
-            s.emit(handler, [to, from, 0, 0, 0, 0], flags);
-        })
-    }
-
-    /// Conversions with formats that have no registers of their own: tf32, pairs of 8-bit floats, `cvt.pack`.
-    fn lower_special_cvt(
-        &mut self,
-        inst: &Inst<'a>,
-        dst: &str,
-        src: &'a str,
-        flags: i64,
-        mods: &mut Modifiers<'a>,
-    ) -> Option<Result<()>> {
-        let relu = flags & convert::integer::RELU;
-        if mods.has("pack") {
-            // With a third source the two values are bytes, and the last type is that source's.
-            let packed = inst.operands.len() == 4;
-            let name = if packed { mods.last() } else { dst };
-            if flags != flag::SAT || !mods.done() || (packed && (src != "b32" || dst != "s32")) {
-                return Some(self.unknown(inst));
-            }
-            let Some(handler) = convert::pack(name, packed) else { return Some(self.unknown(inst)) };
-            let sources = ["s32", "s32", "b32"];
-            return Some(self.simple(inst, handler, 32, &sources[..if packed { 3 } else { 2 }], 0));
-        }
-        if dst == "tf32" && src == "f32" {
-            let mode = if mods.has("rna") { flag::RP } else { flags & flag::ROUND };
-            mods.has("satfinite");
-            if !mods.done() {
-                return Some(self.unknown(inst));
-            }
-            return Some(self.simple(inst, convert::TF32, 32, &["f32"], mode | relu));
-        }
-        let eight = |name: &str| matches!(name, "e4m3x2" | "e5m2x2");
-        if eight(dst) || eight(src) {
-            let saturates = mods.has("satfinite");
-            if flags & !convert::integer::RELU != 0 || !mods.done() || saturates != eight(dst) {
-                return Some(self.unknown(inst));
-            }
-            let Some(handler) = convert::eights(dst, src) else { return Some(self.unknown(inst)) };
-            let (bits, sources): (u32, &[&str]) = match src {
-                "f32" => (16, &["f32", "f32"]),
-                "f16x2" => (16, &["b32"]),
-                _ => (32, &["b16"]),
-            };
-            return Some(self.simple(inst, handler, bits, sources, relu));
-        }
-        None
-    }
-
     /// Emits something that writes `bits` bits to the first operand, which may be a wider register: then the value
     /// is extended.
     pub fn write_wider(
@@ -682,205 +483,6 @@ impl<'a> Lowering<'a, '_> {
                 emit(self, to);
             }
         }
-        Ok(())
-    }
-
-    fn lower_warp(&mut self, inst: &Inst<'a>) -> Result<()> {
-        let mut mods = Modifiers::new(inst);
-        let last = inst.operands.len().saturating_sub(1);
-        if inst.name == "activemask" {
-            let to = self.destination(self.operand(inst, 0)?, 32)?;
-            self.emit(warp_ops::ACTIVEMASK, [to, 0, 0, 0, 0, 0], 0);
-            return Ok(());
-        }
-        if !mods.has("sync") {
-            return self.unknown(inst);
-        }
-        match inst.name {
-            "shfl" => {
-                mods.has("b32");
-                let mode = mods.last();
-                let handler = self.found(inst, warp_ops::shuffle(mode), &mods)?;
-                let members = self.source(self.operand(inst, 4)?, "b32")?;
-                let a = self.source(self.operand(inst, 1)?, "b32")?;
-                let b = self.source(self.operand(inst, 2)?, "b32")?;
-                let c = self.source(self.operand(inst, 3)?, "b32")?;
-                let (to, p) = match self.operand(inst, 0)? {
-                    Operand::Pair(d, p) => (self.destination(d, 32)?, self.destination(p, 1)?),
-                    d => (self.destination(d, 32)?, NONE),
-                };
-                self.converge(joint::SHUFFLE, handler, [to, a, b, c, p, members], 0);
-            }
-            "vote" => {
-                mods.one_of(&["pred", "b32"]);
-                let mode = mods.last();
-                let handler = self.found(inst, warp_ops::vote(mode), &mods)?;
-                let members = self.source(self.operand(inst, 2)?, "b32")?;
-                let (p, negated) = self.predicate(self.operand(inst, 1)?)?;
-                let to = self.destination(self.operand(inst, 0)?, if mode == "ballot" { 32 } else { 1 })?;
-                let shape = if mode == "ballot" { joint::BALLOT } else { joint::VOTE };
-                self.converge(shape, handler, [to, p, 0, 0, 0, members], i64::from(negated));
-            }
-            "match" => {
-                let ty = mods.last();
-                let mode = mods.last();
-                let handler = self.found(inst, warp_ops::matching(mode, ty), &mods)?;
-                let members = self.source(self.operand(inst, last)?, "b32")?;
-                let a = self.source(self.operand(inst, 1)?, ty)?;
-                let (to, p) = match self.operand(inst, 0)? {
-                    Operand::Pair(d, p) => (self.destination(d, 32)?, self.destination(p, 1)?),
-                    d => (self.destination(d, 32)?, NONE),
-                };
-                let shape = if ty == "b64" { joint::MATCH_64 } else { joint::MATCH_32 };
-                self.converge(shape, handler, [to, a, p, 0, 0, members], 0);
-            }
-            "redux" => {
-                let ty = mods.last();
-                let op = mods.last();
-                let handler = self.found(inst, warp_ops::redux(op, ty), &mods)?;
-                let members = self.source(self.operand(inst, 2)?, "b32")?;
-                let a = self.source(self.operand(inst, 1)?, ty)?;
-                let to = self.destination(self.operand(inst, 0)?, 32)?;
-                self.converge(joint::REDUX, handler, [to, a, 0, 0, 0, members], 0);
-            }
-            _ => {
-                let members = self.source(self.operand(inst, 1)?, "b32")?;
-                let Operand::Pair(d, p) = self.operand(inst, 0)? else { return self.unknown(inst) };
-                let (to, p) = (self.destination(d, 32)?, self.destination(p, 1)?);
-                self.converge(joint::ELECT, warp_ops::ELECT, [to, p, 0, 0, 0, members], 0);
-            }
-        }
-        Ok(())
-    }
-
-    fn lower_control(&mut self, inst: &Inst<'a>) -> Result<()> {
-        let mut mods = Modifiers::new(inst);
-        match inst.name {
-            "bra" => {
-                mods.has("uni");
-                let Operand::Name(label, 0) = self.operand(inst, 0)? else { return self.unknown(inst) };
-                self.branch(label);
-            }
-            "brx" => {
-                mods.has("uni");
-                mods.has("idx");
-                let Operand::Name(list, 0) = self.operand(inst, 1)? else { return self.unknown(inst) };
-                let Some(Symbol::Targets(targets)) = self.lookup(list).cloned() else {
-                    return self.error(format!("no targets {list}"));
-                };
-                let index = self.source(self.operand(inst, 0)?, "u32")?;
-                let at = self.target_list(&targets);
-                self.control(Kind::BranchIndexed, [at, index, 0, 0, 0, 0]);
-            }
-            "call" => return self.lower_call(inst),
-            "ret" => {
-                mods.has("uni");
-                self.control(Kind::Return, [0; 6]);
-            }
-            "exit" => self.control(Kind::Exit, [0; 6]),
-            "trap" => self.emit(special::TRAP, [0; 6], 0),
-            "brkpt" | "pmevent" | "griddepcontrol" => {
-                mods.one_of(&["wait", "launch_dependents", "mask"]);
-                self.emit(special::NOTHING, [0; 6], 0);
-            }
-            "membar" => {
-                if mods.one_of(&["cta", "gl", "sys"]).is_none() {
-                    return self.unknown(inst);
-                }
-                self.emit(crate::exec::memory::FENCE, [0; 6], 0);
-            }
-            "fence" => {
-                self.take_fence(&mut mods);
-                self.emit(crate::exec::memory::FENCE, [0; 6], 0);
-            }
-            "nanosleep" => {
-                mods.has("u32");
-                let ns = self.source(self.operand(inst, 0)?, "u32")?;
-                self.emit(special::NANOSLEEP, [0, ns, 0, 0, 0, 0], 0);
-            }
-            _ => return self.lower_barrier(inst, mods),
-        }
-        if mods.done() { Ok(()) } else { self.unknown(inst) }
-    }
-
-    /// Takes what a fence may say; all fences are the strongest here. Operations that other proxies name (asynchronous
-    /// copies, constants, textures) are seen in program order anyway.
-    fn take_fence(&self, mods: &mut Modifiers<'a>) {
-        if mods.has("proxy") {
-            if mods.one_of(&["alias", "async", "async::generic", "tensormap::generic"]).is_some() {
-                mods.one_of(&["acquire", "release"]);
-                mods.has("sync_restrict::shared::cta");
-                mods.has("sync_restrict::shared::cluster");
-                mods.one_of(&["global", "shared::cta", "shared::cluster"]);
-            } else {
-                // Nothing was named: what is left is the error.
-                mods.left.push("proxy");
-                return;
-            }
-        } else if mods.has("mbarrier_init") {
-            mods.has("release");
-        } else {
-            mods.one_of(&["sc", "acq_rel", "acquire", "release"]);
-            mods.one_of(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster"]);
-        }
-        mods.one_of(&["cta", "cluster", "gpu", "sys"]);
-    }
-
-    fn lower_barrier(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>) -> Result<()> {
-        if mods.has("warp") {
-            if !mods.has("sync") || !mods.done() {
-                return self.unknown(inst);
-            }
-            let members = self.source(self.operand(inst, 0)?, "b32")?;
-            self.control(Kind::WarpSync, [0, 0, 0, 0, 0, members]);
-            return Ok(());
-        }
-        mods.has("cta");
-        mods.has("aligned");
-        if mods.has("cluster") {
-            // A cluster is one block here: arriving is enough, and waiting is the block's own barrier.
-            let arrive = mods.has("arrive");
-            mods.has("wait");
-            mods.one_of(&["acquire", "release", "relaxed"]);
-            if !mods.done() {
-                return self.unknown(inst);
-            }
-            self.emit(crate::exec::memory::FENCE, [0; 6], 0);
-            if !arrive {
-                let id = self.constant(32, 15);
-                self.control(Kind::Barrier, [id, NONE, barrier::SYNC, 0, 0, 0]);
-            }
-            return Ok(());
-        }
-        if mods.has("red") {
-            let ty = mods.last();
-            let kind = match mods.last() {
-                "popc" if ty == "u32" => barrier::RED_POPC,
-                "and" if ty == "pred" => barrier::RED_AND,
-                "or" if ty == "pred" => barrier::RED_OR,
-                _ => return self.unknown(inst),
-            };
-            let id = self.source(self.operand(inst, 1)?, "u32")?;
-            let count =
-                if inst.operands.len() > 3 { self.source(self.operand(inst, 2)?, "u32")? } else { NONE };
-            let last = self.operand(inst, inst.operands.len() - 1)?;
-            let (p, negated) = self.predicate(last)?;
-            let to =
-                self.destination(self.operand(inst, 0)?, if kind == barrier::RED_POPC { 32 } else { 1 })?;
-            self.emit_kind(Kind::Barrier, special::NOTHING, [id, count, kind, p, to, 0], i64::from(negated));
-            return if mods.done() { Ok(()) } else { self.unknown(inst) };
-        }
-        let kind = match mods.one_of(&["sync", "arrive"]) {
-            Some("sync") => barrier::SYNC,
-            Some(_) => barrier::ARRIVE,
-            None => return self.unknown(inst),
-        };
-        if !mods.done() {
-            return self.unknown(inst);
-        }
-        let id = self.source(self.operand(inst, 0)?, "u32")?;
-        let count = if inst.operands.len() > 1 { self.source(self.operand(inst, 1)?, "u32")? } else { NONE };
-        self.control(Kind::Barrier, [id, count, kind, 0, 0, 0]);
         Ok(())
     }
 }

@@ -5,10 +5,12 @@
 
 mod access;
 mod asynchronous;
+mod control;
 mod function;
 mod inst;
 mod matrix;
 pub(crate) mod program;
+mod select;
 mod texture;
 mod video;
 

@@ -5,11 +5,19 @@
 //! run, the one deepest in calls and then the one at the lowest instruction goes first, which lets the others
 //! catch up and reconverge; one that jumps backwards many times while others wait makes room for them,
 //! so that threads of a warp may wait for each other (locks), as independent thread scheduling promises.
+//!
+//! `meet` is where groups wait for each other, `calls` has their calls and stacks, `local` their memory. Here they are chosen and run.
+
+mod calls;
+mod local;
+mod meet;
+
+pub(crate) use local::LocalMemory;
 
 use crate::error::Fault;
 use crate::exec::block::BlockContext;
 use crate::exec::rows::{self, LANES};
-use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE, barrier, joint};
+use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE};
 
 /// Turns (see [`Group`]) after which a group lets the warp's others run.
 const PATIENCE: u32 = 4096;
@@ -69,43 +77,6 @@ pub(crate) enum Turn {
     Paused,
     /// The warp's fault is set.
     Fault,
-}
-
-/// Local memory of a warp's threads.
-#[derive(Default)]
-pub(crate) struct LocalMemory {
-    bytes: Vec<u64>,
-    /// Bytes of each thread.
-    pub stride: u32,
-}
-
-impl LocalMemory {
-    /// Makes room for `size` bytes in each thread.
-    fn reserve(&mut self, size: u32) {
-        if size <= self.stride {
-            return;
-        }
-        let stride = size.next_power_of_two().max(64);
-        let words = stride as usize / 8;
-        let mut bytes = vec![0u64; words * LANES];
-        let old = self.stride as usize / 8;
-        for l in 0..LANES {
-            bytes[l * words..l * words + old].copy_from_slice(&self.bytes[l * old..(l + 1) * old]);
-        }
-        self.bytes = bytes;
-        self.stride = stride;
-    }
-
-    /// The host address of a thread's byte `offset`, if `size` bytes are there.
-    #[inline(always)]
-    pub fn at(&mut self, lane: usize, offset: u64, size: u32) -> Option<*mut u8> {
-        if offset + u64::from(size) > u64::from(self.stride) || offset > u64::from(u32::MAX) {
-            return None;
-        }
-        let index = lane * self.stride as usize + offset as usize;
-        // SAFETY: `lane` is below 32 and the offset below the stride, so the byte is in `bytes`.
-        Some(unsafe { self.bytes.as_mut_ptr().cast::<u8>().add(index) })
-    }
 }
 
 /// The state of a warp.
@@ -261,115 +232,6 @@ impl Warp {
         None
     }
 
-    /// Executes the warp-wide instruction at which group `first` waits, if all its members wait at such an instruction,
-    /// be it at several places of the program.
-    fn finish_converging(&mut self, first: usize, members: u32) {
-        let there = self.groups[first];
-        let inst = self.instruction_of(&there).clone();
-        let joined: Vec<usize> = (0..self.groups.len())
-            .filter(|&i| {
-                let group = self.groups[i];
-                let other = self.instruction_of(&group);
-                let same = i == first
-                    || (inst.flags >> 4 != joint::ALIGNED
-                        && other.kind == inst.kind
-                        && other.flags == inst.flags
-                        && std::ptr::fn_addr_eq(other.exec, inst.exec));
-                group.state == State::Converge(members) && same
-            })
-            .collect();
-        let lanes = joined.iter().fold(0, |m, &i| m | self.groups[i].mask);
-        if members & self.live & !lanes != 0 {
-            return;
-        }
-        if inst.kind == Kind::Converge {
-            let saved = self.current;
-            if joined.len() == 1 {
-                self.current = first;
-                self.enter();
-                // SAFETY: the lowering made the instruction's operands for its handler.
-                unsafe { (inst.exec)(self, &inst, lanes) };
-            } else {
-                self.execute_jointly(&inst, &joined, lanes);
-            }
-            self.current = saved;
-        }
-        for i in joined {
-            self.groups[i].pc += 1;
-            self.groups[i].state = State::Ready;
-        }
-    }
-
-    /// The instruction at which a group stands.
-    fn instruction_of(&self, group: &Group) -> &Inst {
-        // SAFETY: the launch holds the program; a group that waits stands at an instruction.
-        unsafe { &(&(*self.frames[group.frame as usize].code).insts)[group.pc as usize] }
-    }
-
-    /// Executes a warp-wide instruction for groups at different places: their operands are gathered in rows of its own,
-    /// and the results given back.
-    fn execute_jointly(&mut self, inst: &Inst, joined: &[usize], lanes: u32) {
-        const ROW: usize = 256;
-        let roles = joint::roles(inst.flags);
-        let mut scratch = vec![Line([0; 64]); roles.len() * ROW / 64];
-        let base: *mut u8 = scratch.as_mut_ptr().cast();
-        let groups: Vec<(Group, Inst)> =
-            joined.iter().map(|&i| (self.groups[i], self.instruction_of(&self.groups[i]).clone())).collect();
-        // SAFETY: each role names the width of the rows that the lowering gave for it; a row of the scratch memory has room for
-        // the widest, and is aligned for it.
-        unsafe {
-            for (&index, (group, own)) in joined.iter().zip(&groups) {
-                self.current = index;
-                self.enter();
-                for (n, role) in roles.iter().enumerate() {
-                    let to = base.add(n * ROW);
-                    match role {
-                        joint::Role::In32 => {
-                            let row: [u32; LANES] = rows::get(self, own.r[n]);
-                            for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
-                                to.cast::<u32>().add(l).write(row[l]);
-                            }
-                        }
-                        joint::Role::In64 => {
-                            let row: [u64; LANES] = rows::get(self, own.r[n]);
-                            for l in (0..LANES).filter(|l| group.mask >> l & 1 != 0) {
-                                to.cast::<u64>().add(l).write(row[l]);
-                            }
-                        }
-                        joint::Role::InPred => {
-                            // The one immediate of such an instruction negates its predicate.
-                            let bits = rows::pred(self, own.r[n]);
-                            let bits = if own.imm == 1 { !bits } else { bits };
-                            *to.cast::<u32>() |= bits & group.mask;
-                        }
-                        _ => {}
-                    }
-                }
-            }
-            let mut all = inst.clone();
-            all.imm = 0;
-            for n in 0..roles.len() {
-                all.r[n] = (n * ROW) as u32;
-            }
-            self.bases[0] = base;
-            (inst.exec)(self, &all, lanes);
-            for (&index, (group, own)) in joined.iter().zip(&groups) {
-                self.current = index;
-                self.enter();
-                for (n, role) in roles.iter().enumerate().filter(|(n, _)| own.r[*n] != NONE) {
-                    let from = base.add(n * ROW).cast::<u32>();
-                    match role {
-                        joint::Role::Out32 => {
-                            rows::put(self, own.r[n], group.mask, &from.cast::<[u32; LANES]>().read());
-                        }
-                        joint::Role::OutPred => rows::put_pred(self, own.r[n], group.mask, from.read()),
-                        _ => {}
-                    }
-                }
-            }
-        }
-    }
-
     fn pick(&mut self) -> bool {
         for attempt in 0..2 {
             let mut best: Option<(usize, (u32, u32))> = None;
@@ -396,35 +258,6 @@ impl Warp {
             }
         }
         false
-    }
-
-    /// Wakes a group whose barrier is complete.
-    fn finish_barrier(&mut self, index: usize, id: u32) {
-        let group = self.groups[index];
-        let frame = &mut self.frames[group.frame as usize];
-        // SAFETY: the launch holds the program.
-        let inst = unsafe { &(&(*frame.code).insts)[group.pc as usize] };
-        let kind = inst.r[2];
-        if kind >= barrier::RED_POPC {
-            let done = self.block().barriers[id as usize];
-            let saved = self.current;
-            self.current = index;
-            self.enter();
-            // SAFETY: the lowering gives a reduction a row of u32 (popc) or a predicate.
-            unsafe {
-                match kind {
-                    barrier::RED_POPC => rows::put(self, inst.r[4], group.mask, &[done.popc; LANES]),
-                    _ => {
-                        let holds = if kind == barrier::RED_AND { done.all } else { done.popc != 0 };
-                        rows::put_pred(self, inst.r[4], group.mask, if holds { u32::MAX } else { 0 });
-                    }
-                }
-            }
-            self.current = saved;
-        }
-        let group = &mut self.groups[index];
-        group.pc += 1;
-        group.state = State::Ready;
     }
 
     /// Splits `mask` off the present group, to go on at `pc`; the rest stays the present group.
@@ -670,210 +503,6 @@ impl Warp {
                     }
                 }
                 Step::Continue
-            }
-        }
-    }
-
-    /// Takes local memory for the rest of a call: the same places for all lanes, as much as the greediest wants.
-    fn alloca(&mut self, inst: &Inst, mask: u32) -> Step {
-        let frame = self.groups[self.current].frame as usize;
-        // SAFETY: the lowering gives rows of 64 bits, or of 32 if `r[2]` is 1.
-        let sizes: [u64; LANES] = unsafe {
-            if inst.r[2] == 1 {
-                let row: [u32; LANES] = rows::get(self, inst.r[1]);
-                row.map(u64::from)
-            } else {
-                rows::get(self, inst.r[1])
-            }
-        };
-        let largest = (0..LANES).filter(|l| mask >> l & 1 != 0).map(|l| sizes[l]).max().unwrap_or(0);
-        let base = u64::from(self.local_base + self.code().local_bytes + self.frames[frame].extra);
-        let at = base.next_multiple_of(inst.imm as u64);
-        let end = at.saturating_add(largest).saturating_add(15) & !15;
-        let limit = u64::from(self.block().local_limit);
-        if end > limit {
-            let lane = mask.trailing_zeros() as usize;
-            self.set_fault(Fault::StackOverflow { bytes: end, limit }, lane);
-            return Step::Fault;
-        }
-        self.local.reserve(end as u32);
-        self.frames[frame].extra = end as u32 - self.local_base - self.code().local_bytes;
-        // SAFETY: as above.
-        unsafe {
-            if inst.r[2] == 1 {
-                rows::put(self, inst.r[0], mask, &[at as u32; LANES]);
-            } else {
-                rows::put(self, inst.r[0], mask, &[at; LANES]);
-            }
-        }
-        Step::Continue
-    }
-
-    fn barrier(&mut self, inst: &Inst, mask: u32, active: u32) -> Step {
-        let pc = self.pc;
-        // SAFETY: the lowering gives rows of u32, and a predicate to a reduction.
-        let (ids, counts, bits) = unsafe {
-            let ids: [u32; LANES] = rows::get(self, inst.r[0]);
-            let counts: [u32; LANES] =
-                if inst.r[1] == NONE { [0; LANES] } else { rows::get(self, inst.r[1]) };
-            let bits = if inst.r[2] >= barrier::RED_POPC { rows::pred(self, inst.r[3]) } else { 0 };
-            (ids, counts, if inst.imm == 1 { !bits } else { bits })
-        };
-        let lane = mask.trailing_zeros() as usize;
-        let (id, count) = (ids[lane], counts[lane]);
-        let same = lanes_equal(&ids, id, mask) & lanes_equal(&counts, count, mask);
-        if same != mask {
-            // Lanes that name different barriers come to them one after the other.
-            self.split(mask & !same, pc);
-            if active != mask {
-                self.split(active & !mask, pc + 1);
-            }
-            self.groups[self.current].mask = same;
-            return match self.barrier(inst, same, same) {
-                Step::Continue => {
-                    self.groups[self.current].pc = pc + 1;
-                    Step::Schedule
-                }
-                other => other,
-            };
-        }
-        if id >= 16 {
-            self.set_fault(Fault::IllegalInstruction(format!("barrier {id}")), lane);
-            return Step::Fault;
-        }
-        if count % 32 != 0 {
-            self.set_fault(Fault::IllegalInstruction(format!("barrier of {count} threads")), lane);
-            return Step::Fault;
-        }
-        let phase = self.block().barriers[id as usize].phase;
-        let set = bits & mask;
-        self.block().arrive(id, count, mask.count_ones(), set.count_ones());
-        if inst.r[2] == barrier::ARRIVE {
-            return Step::Continue;
-        }
-        if mask != active {
-            self.split(active & !mask, pc + 1);
-        }
-        self.groups[self.current].state = State::Barrier { id, phase };
-        Step::Schedule
-    }
-
-    fn exit(&mut self, mask: u32) {
-        self.live &= !mask;
-        self.groups[self.current].mask &= !mask;
-        let mut frame = self.groups[self.current].frame;
-        while frame != NONE {
-            self.frames[frame as usize].lanes &= !mask;
-            let parent = self.frames[frame as usize].parent;
-            if self.frames[frame as usize].lanes == 0 && parent != NONE {
-                self.frames[frame as usize].rows = Vec::new();
-                self.free_frames.push(frame);
-            }
-            frame = parent;
-        }
-        self.block().exit(mask.count_ones());
-    }
-
-    /// Starts a call for the lanes of `mask` of the present group, which stays at the instruction after it.
-    fn call(&mut self, function: usize, ext: u32, mask: u32) -> Step {
-        let Some(callee) = self.block().program().functions.get(function).map(std::sync::Arc::as_ptr) else {
-            self.set_fault(Fault::InvalidPc(format!("function {function}")), 0);
-            return Step::Fault;
-        };
-        let caller = self.groups[self.current];
-        // SAFETY: the launch holds the program.
-        let (callee, code) = unsafe { (&*callee, &*self.frames[caller.frame as usize].code) };
-        let lane = mask.trailing_zeros() as usize;
-        let depth = self.frames[caller.frame as usize].depth + 1;
-        let parent = &self.frames[caller.frame as usize];
-        let local_base = parent.local_base + code.local_bytes + parent.extra;
-        let needed = u64::from(local_base) + u64::from(callee.local_bytes);
-        let limit = u64::from(self.block().local_limit);
-        if needed > limit || depth > MAX_DEPTH {
-            self.set_fault(Fault::StackOverflow { bytes: needed, limit }, lane);
-            return Step::Fault;
-        }
-        self.local.reserve(needed as u32);
-        let list = &code.ext[ext as usize..];
-        let (args, rets) = (list[0] as usize, list[1] as usize);
-        if args != callee.params.len() || rets > callee.returns.len() {
-            let what = format!("call of {} with {args} arguments and {rets} results", callee.name);
-            self.set_fault(Fault::InvalidPc(what), lane);
-            return Step::Fault;
-        }
-        let from = self.frames[caller.frame as usize].local_base;
-        for (&src, &(dst, size)) in list[2..2 + args].iter().zip(&callee.params) {
-            self.copy_local(mask, from + src, local_base + dst, size);
-        }
-        if let Some(builtin) = callee.builtin {
-            let result = callee.returns.first().map_or(0, |r| local_base + r.0);
-            if super::builtin::run(self, builtin, mask, local_base, &callee.params, result) == Flow::Fault {
-                return Step::Fault;
-            }
-            for (&dst, &(src, size)) in list[2 + args..2 + args + rets].iter().zip(&callee.returns) {
-                self.copy_local(mask, local_base + src, from + dst, size);
-            }
-            return Step::Schedule;
-        }
-        let frame = Frame {
-            code: callee,
-            rows: vec![Line([0; 64]); callee.frame_bytes as usize / 64],
-            parent: caller.frame,
-            return_pc: caller.pc,
-            call_ext: ext,
-            depth,
-            local_base,
-            extra: 0,
-            lanes: mask,
-        };
-        let id = match self.free_frames.pop() {
-            Some(id) => {
-                self.frames[id as usize] = frame;
-                id
-            }
-            None => {
-                self.frames.push(frame);
-                self.frames.len() as u32 - 1
-            }
-        };
-        self.groups[self.current].mask &= !mask;
-        self.groups.push(Group { pc: 0, mask, frame: id, state: State::Ready, turns: caller.turns });
-        Step::Schedule
-    }
-
-    /// Returns the present group, which is all of `mask`, to its caller.
-    fn leave(&mut self, mask: u32) {
-        let id = self.groups[self.current].frame;
-        let frame = &self.frames[id as usize];
-        let (parent, return_pc, ext, base) =
-            (frame.parent, frame.return_pc, frame.call_ext, frame.local_base);
-        // SAFETY: the launch holds the program.
-        let (callee, code) = unsafe { (&*frame.code, &*self.frames[parent as usize].code) };
-        let to = self.frames[parent as usize].local_base;
-        let list = &code.ext[ext as usize..];
-        let (args, rets) = (list[0] as usize, list[1] as usize);
-        for (&dst, &(src, size)) in list[2 + args..2 + args + rets].iter().zip(&callee.returns) {
-            self.copy_local(mask, base + src, to + dst, size);
-        }
-        let frame = &mut self.frames[id as usize];
-        frame.lanes &= !mask;
-        if frame.lanes == 0 {
-            frame.rows = Vec::new();
-            self.free_frames.push(id);
-        }
-        let group = &mut self.groups[self.current];
-        group.frame = parent;
-        group.pc = return_pc;
-    }
-
-    fn copy_local(&mut self, mask: u32, src: u32, dst: u32, size: u32) {
-        for l in 0..LANES {
-            if mask >> l & 1 != 0
-                && let (Some(s), Some(d)) =
-                    (self.local.at(l, u64::from(src), size), self.local.at(l, u64::from(dst), size))
-            {
-                // SAFETY: `at` answers for `size` bytes each; a caller's and its callee's frames are apart.
-                unsafe { std::ptr::copy(s, d, size as usize) };
             }
         }
     }

@@ -1,0 +1,165 @@
+//! Calls, returns, exits, and the stack that `alloca` takes from.
+
+use super::{Frame, Group, MAX_DEPTH, State, Step, Warp};
+use crate::error::Fault;
+use crate::exec::rows::{self, LANES};
+use crate::lower::program::{Flow, Inst, Line, NONE};
+
+impl Warp {
+    /// Takes local memory for the rest of a call: the same places for all lanes, as much as the greediest wants.
+    pub(super) fn alloca(&mut self, inst: &Inst, mask: u32) -> Step {
+        let frame = self.groups[self.current].frame as usize;
+        // SAFETY: the lowering gives rows of 64 bits, or of 32 if `r[2]` is 1.
+        let sizes: [u64; LANES] = unsafe {
+            if inst.r[2] == 1 {
+                let row: [u32; LANES] = rows::get(self, inst.r[1]);
+                row.map(u64::from)
+            } else {
+                rows::get(self, inst.r[1])
+            }
+        };
+        let largest = (0..LANES).filter(|l| mask >> l & 1 != 0).map(|l| sizes[l]).max().unwrap_or(0);
+        let base = u64::from(self.local_base + self.code().local_bytes + self.frames[frame].extra);
+        let at = base.next_multiple_of(inst.imm as u64);
+        let end = at.saturating_add(largest).saturating_add(15) & !15;
+        let limit = u64::from(self.block().local_limit);
+        if end > limit {
+            let lane = mask.trailing_zeros() as usize;
+            self.set_fault(Fault::StackOverflow { bytes: end, limit }, lane);
+            return Step::Fault;
+        }
+        self.local.reserve(end as u32);
+        self.frames[frame].extra = end as u32 - self.local_base - self.code().local_bytes;
+        // SAFETY: as above.
+        unsafe {
+            if inst.r[2] == 1 {
+                rows::put(self, inst.r[0], mask, &[at as u32; LANES]);
+            } else {
+                rows::put(self, inst.r[0], mask, &[at; LANES]);
+            }
+        }
+        Step::Continue
+    }
+
+    pub(super) fn exit(&mut self, mask: u32) {
+        self.live &= !mask;
+        self.groups[self.current].mask &= !mask;
+        let mut frame = self.groups[self.current].frame;
+        while frame != NONE {
+            self.frames[frame as usize].lanes &= !mask;
+            let parent = self.frames[frame as usize].parent;
+            if self.frames[frame as usize].lanes == 0 && parent != NONE {
+                self.frames[frame as usize].rows = Vec::new();
+                self.free_frames.push(frame);
+            }
+            frame = parent;
+        }
+        self.block().exit(mask.count_ones());
+    }
+
+    /// Starts a call for the lanes of `mask` of the present group, which stays at the instruction after it.
+    pub(super) fn call(&mut self, function: usize, ext: u32, mask: u32) -> Step {
+        let Some(callee) = self.block().program().functions.get(function).map(std::sync::Arc::as_ptr) else {
+            self.set_fault(Fault::InvalidPc(format!("function {function}")), 0);
+            return Step::Fault;
+        };
+        let caller = self.groups[self.current];
+        // SAFETY: the launch holds the program.
+        let (callee, code) = unsafe { (&*callee, &*self.frames[caller.frame as usize].code) };
+        let lane = mask.trailing_zeros() as usize;
+        let depth = self.frames[caller.frame as usize].depth + 1;
+        let parent = &self.frames[caller.frame as usize];
+        let local_base = parent.local_base + code.local_bytes + parent.extra;
+        let needed = u64::from(local_base) + u64::from(callee.local_bytes);
+        let limit = u64::from(self.block().local_limit);
+        if needed > limit || depth > MAX_DEPTH {
+            self.set_fault(Fault::StackOverflow { bytes: needed, limit }, lane);
+            return Step::Fault;
+        }
+        self.local.reserve(needed as u32);
+        let list = &code.ext[ext as usize..];
+        let (args, rets) = (list[0] as usize, list[1] as usize);
+        if args != callee.params.len() || rets > callee.returns.len() {
+            let what = format!("call of {} with {args} arguments and {rets} results", callee.name);
+            self.set_fault(Fault::InvalidPc(what), lane);
+            return Step::Fault;
+        }
+        let from = self.frames[caller.frame as usize].local_base;
+        for (&src, &(dst, size)) in list[2..2 + args].iter().zip(&callee.params) {
+            self.copy_local(mask, from + src, local_base + dst, size);
+        }
+        if let Some(builtin) = callee.builtin {
+            let result = callee.returns.first().map_or(0, |r| local_base + r.0);
+            if crate::exec::builtin::run(self, builtin, mask, local_base, &callee.params, result)
+                == Flow::Fault
+            {
+                return Step::Fault;
+            }
+            for (&dst, &(src, size)) in list[2 + args..2 + args + rets].iter().zip(&callee.returns) {
+                self.copy_local(mask, local_base + src, from + dst, size);
+            }
+            return Step::Schedule;
+        }
+        let frame = Frame {
+            code: callee,
+            rows: vec![Line([0; 64]); callee.frame_bytes as usize / 64],
+            parent: caller.frame,
+            return_pc: caller.pc,
+            call_ext: ext,
+            depth,
+            local_base,
+            extra: 0,
+            lanes: mask,
+        };
+        let id = match self.free_frames.pop() {
+            Some(id) => {
+                self.frames[id as usize] = frame;
+                id
+            }
+            None => {
+                self.frames.push(frame);
+                self.frames.len() as u32 - 1
+            }
+        };
+        self.groups[self.current].mask &= !mask;
+        self.groups.push(Group { pc: 0, mask, frame: id, state: State::Ready, turns: caller.turns });
+        Step::Schedule
+    }
+
+    /// Returns the present group, which is all of `mask`, to its caller.
+    pub(super) fn leave(&mut self, mask: u32) {
+        let id = self.groups[self.current].frame;
+        let frame = &self.frames[id as usize];
+        let (parent, return_pc, ext, base) =
+            (frame.parent, frame.return_pc, frame.call_ext, frame.local_base);
+        // SAFETY: the launch holds the program.
+        let (callee, code) = unsafe { (&*frame.code, &*self.frames[parent as usize].code) };
+        let to = self.frames[parent as usize].local_base;
+        let list = &code.ext[ext as usize..];
+        let (args, rets) = (list[0] as usize, list[1] as usize);
+        for (&dst, &(src, size)) in list[2 + args..2 + args + rets].iter().zip(&callee.returns) {
+            self.copy_local(mask, base + src, to + dst, size);
+        }
+        let frame = &mut self.frames[id as usize];
+        frame.lanes &= !mask;
+        if frame.lanes == 0 {
+            frame.rows = Vec::new();
+            self.free_frames.push(id);
+        }
+        let group = &mut self.groups[self.current];
+        group.frame = parent;
+        group.pc = return_pc;
+    }
+
+    pub(super) fn copy_local(&mut self, mask: u32, src: u32, dst: u32, size: u32) {
+        for l in 0..LANES {
+            if mask >> l & 1 != 0
+                && let (Some(s), Some(d)) =
+                    (self.local.at(l, u64::from(src), size), self.local.at(l, u64::from(dst), size))
+            {
+                // SAFETY: `at` answers for `size` bytes each; a caller's and its callee's frames are apart.
+                unsafe { std::ptr::copy(s, d, size as usize) };
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! The local memory of a warp's threads.
+
+use crate::exec::rows::LANES;
+
+/// Local memory of a warp's threads.
+#[derive(Default)]
+pub(crate) struct LocalMemory {
+    bytes: Vec<u64>,
+    /// Bytes of each thread.
+    pub stride: u32,
+}
+
+impl LocalMemory {
+    /// Makes room for `size` bytes in each thread.
+    pub fn reserve(&mut self, size: u32) {
+        if size <= self.stride {
+            return;
+        }
+        let stride = size.next_power_of_two().max(64);
+        let words = stride as usize / 8;
+        let mut bytes = vec![0u64; words * LANES];
+        let old = self.stride as usize / 8;
+        for l in 0..LANES {
+            bytes[l * words..l * words + old].copy_from_slice(&self.bytes[l * old..(l + 1) * old]);
+        }
+        self.bytes = bytes;
+        self.stride = stride;
+    }
+
+    /// The host address of a thread's byte `offset`, if `size` bytes are there.
+    #[inline(always)]
+    pub fn at(&mut self, lane: usize, offset: u64, size: u32) -> Option<*mut u8> {
+        if offset + u64::from(size) > u64::from(self.stride) || offset > u64::from(u32::MAX) {
+            return None;
+        }
+        let index = lane * self.stride as usize + offset as usize;
+        // SAFETY: `lane` is below 32 and the offset below the stride, so the byte is in `bytes`.
+        Some(unsafe { self.bytes.as_mut_ptr().cast::<u8>().add(index) })
+    }
+}

@@ -1,0 +1,60 @@
+//! Forms of instructions that CUDA's headers write and that were once refused.
+
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code)]
+mod common;
+
+use common::Bench;
+use software_gpu::LaunchConfig;
+
+/// What `work` leaves in `%d` for `%a`, `%b` and `%c`.
+fn answer(work: &str, [a, b, c]: [u32; 3]) -> u32 {
+    let text = format!(
+        ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(.param .u64 o)\n{{\n .reg .b64 %o;\n .reg .b32 %a, %b, %c, %d;\n \
+         mov.b32 %a, {a};\n mov.b32 %b, {b};\n mov.b32 %c, {c};\n {work}\n ld.param.u64 %o, [o];\n st.global.b32 [%o], %d;\n ret;\n}}\n"
+    );
+    let bench = Bench::new();
+    let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+    let out = bench.upload(&[0u32]);
+    bench.run(&module, "k", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
+    bench.download::<u32>(out, 1)[0]
+}
+
+#[test]
+fn bytes_differ_side_by_side() {
+    assert_eq!(answer("vabsdiff4.u32.u32.u32 %d, %a, %b, %c;", [0x01ff_0080, 0x0300_017f, 9]), 0x02ff_0101);
+    assert_eq!(answer("vabsdiff4.u32.u32.u32.add %d, %a, %b, %c;", [0x01ff_0080, 0x0300_017f, 9]), 9 + 259);
+    assert_eq!(answer("vset2.s32.s32.gt %d, %a, %b, %c;", [0x0001_8000, 0xffff_7fff, 0]), 0x0001_0000);
+}
+
+#[test]
+fn halves_are_compared_side_by_side() {
+    // 1 and NaN against 1 and NaN.
+    let values = [0x3c00_7e00, 0x3c00_7e00, 0];
+    assert_eq!(answer("set.eq.f16x2.f16x2 %d, %a, %b;", values), 0x3c00_0000);
+    assert_eq!(answer("set.neu.f16x2.f16x2 %d, %a, %b;", values), 0x0000_3c00);
+    assert_eq!(answer("set.le.u32.f16x2 %d, %a, %b;", values), 0xffff_0000);
+    assert_eq!(answer("set.gt.bf16x2.bf16x2 %d, %a, %b;", [0x4000_3f80, 0x3f80_4000, 0]), 0x3f80_0000);
+}
+
+#[test]
+fn relu_may_stand_behind_the_type() {
+    for form in ["max.relu.s16x2", "max.s16x2.relu"] {
+        assert_eq!(answer(&format!("{form} %d, %a, %b;"), [0xffff_0003, 0xfffe_0002, 0]), 0x0000_0003);
+    }
+}
+
+#[test]
+fn the_flag_of_a_subtraction_is_a_carry() {
+    // What 128-bit division looks at: set when nothing was borrowed.
+    let flag = "sub.cc.u32 %d, %a, %b; addc.u32 %d, 0, 0;";
+    assert_eq!(answer(flag, [5, 5, 0]), 1);
+    assert_eq!(answer(flag, [5, 6, 0]), 0);
+    let borrow = "sub.cc.u32 %d, %a, %b; subc.u32 %d, %c, 0;";
+    assert_eq!(answer(borrow, [5, 5, 7]), 7);
+    assert_eq!(answer(borrow, [5, 6, 7]), 6);
+    let both = "add.cc.u32 %d, %a, %b; subc.u32 %d, %c, 0;";
+    assert_eq!(answer(both, [u32::MAX, 1, 7]), 7);
+    assert_eq!(answer(both, [1, 1, 7]), 6);
+}
