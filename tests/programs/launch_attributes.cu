@@ -94,8 +94,7 @@ int main(int argc, char **argv) {
     cudaLaunchAttribute unknown = {};
     unknown.id = (cudaLaunchAttributeID)60;
     wrong = config(stream, &unknown, 1);
-    printf("an unknown attribute: %d\n", (int)cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
-    cudaGetLastError();
+    RETURNS(cudaErrorInvalidValue, cudaLaunchKernelExC(&wrong, (const void *)step, arguments));
     // More blocks at once than the device holds.
     wrong = config(stream, &together, 1);
     wrong.gridDim = 1 << 20;
