@@ -66,6 +66,8 @@ int main(int argc, char **argv) {
         if (host[i] != (3 * 5 + 1) * 2 + 7) fail("element %d is %d", i, host[i]);
     for (int i = 0; i < N; i++) host[i] = i;
     RETURNS(cudaSuccess, cudaMemcpy(p, host, sizeof host, cudaMemcpyHostToDevice));
+    // The stream does not wait for the default one, and of pageable memory no more may be done yet than reading it.
+    RETURNS(cudaSuccess, cudaDeviceSynchronize());
     cudaLaunchConfig_t whole = config(stream, &together, 1);
     RETURNS(cudaSuccess, cudaLaunchKernelEx(&whole, turn, p, N));
     RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
