@@ -77,7 +77,7 @@ macro_rules! program_tests {
     ($module:ident, $check:expr, and gpu) => {
         $crate::program_tests! {
             $module, $check, $crate::programs::manifest,
-            dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds device_heap cublas cufft cusolver cusparse
+            thrust_cub dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds device_heap cublas cufft cusolver cusparse
             curand
         }
     };
@@ -85,7 +85,7 @@ macro_rules! program_tests {
         $crate::program_tests! {
             @each $module, $check, $list,
             device_list device_properties device_limits nvml vectorAdd matrixMul reduction grids atomics warp_intrinsics
-            cooperative_tiles cooperative_grid sync_primitives thrust_cub templates device_functions device_functions_debug half_maths
+            cooperative_tiles cooperative_grid sync_primitives templates device_functions device_functions_debug half_maths
             complex_numbers tensor_cores globals symbol_copies multi multi_rdc copies zero_sizes copies_3d memory_fills memcpy_batch
             alloc_churn stream_ordered pointer_attributes streams_events event_flags default_stream default_stream_ptds
             stream_attributes stream_callbacks stream_lifetimes stream_memory held_by_value exit_held exit_destructors graph_explicit
