@@ -39,7 +39,7 @@ compare() { # name, then the command
     done
 }
 
-[ $# -gt 0 ] || set -- mapped_host tensor_map clusters graph_capture torch_ops
+[ $# -gt 0 ] || set -- mapped_host graph_capture torch_ops
 for name in "$@"; do
     if [ -f "$here/$name.cu" ]; then
         nvcc -cudart shared -arch=native -o "$work/$name" "$here/$name.cu" -lcuda || { failed=$((failed + 1)); continue; }

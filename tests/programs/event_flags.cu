@@ -76,8 +76,8 @@ int main(int argc, char **argv) {
     RETURNS(cudaErrorInvalidValue, cudaEventRecordWithFlags(timed, stream, 0x10));
     RETURNS(cudaErrorInvalidValue, cudaStreamWaitEvent(stream, timed, 0x10));
     // External records and waits are meant for captures.
-    printf("external, outside of a capture: %d", (int)cudaEventRecordWithFlags(timed, stream, cudaEventRecordExternal));
-    printf(", %d\n", (int)cudaStreamWaitEvent(stream, timed, cudaEventWaitExternal));
+    RETURNS(cudaErrorIllegalState, cudaEventRecordWithFlags(timed, stream, cudaEventRecordExternal));
+    RETURNS(cudaErrorIllegalState, cudaStreamWaitEvent(stream, timed, cudaEventWaitExternal));
     for (cudaEvent_t event : {timed, later, blocking, both}) RETURNS(cudaSuccess, cudaEventDestroy(event));
     RETURNS(cudaErrorInvalidResourceHandle, cudaEventRecord(nullptr, stream));
     RETURNS(cudaSuccess, cudaStreamDestroy(stream));

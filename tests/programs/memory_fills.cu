@@ -21,6 +21,7 @@ int main(int argc, char **argv) {
         Bytes want(size), got(size);
         random.fill(want.data(), size);
         RETURNS(cudaSuccess, cudaMemcpy(memory, want.data(), size, cudaMemcpyDefault));
+        RETURNS(cudaSuccess, cudaDeviceSynchronize());
         for (int round = 0; round < 40; round++) {
             unsigned unit = 1u << random.below(3), value = (unsigned)random.next();
             bool rows = random.below(2), async = random.below(2);

@@ -77,7 +77,7 @@ macro_rules! program_tests {
     ($module:ident, $check:expr, and gpu) => {
         $crate::program_tests! {
             $module, $check, $crate::programs::manifest,
-            dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds cublas cufft cusolver cusparse
+            thrust_cub dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds device_heap cublas cufft cusolver cusparse
             curand
         }
     };
@@ -85,14 +85,14 @@ macro_rules! program_tests {
         $crate::program_tests! {
             @each $module, $check, $list,
             device_list device_properties device_limits nvml vectorAdd matrixMul reduction grids atomics warp_intrinsics
-            cooperative_tiles cooperative_grid sync_primitives thrust_cub templates device_functions device_functions_debug half_maths
+            cooperative_tiles cooperative_grid sync_primitives templates device_functions device_functions_debug half_maths
             complex_numbers tensor_cores globals symbol_copies multi multi_rdc copies zero_sizes copies_3d memory_fills memcpy_batch
             alloc_churn stream_ordered pointer_attributes streams_events event_flags default_stream default_stream_ptds
             stream_attributes stream_callbacks stream_lifetimes stream_memory held_by_value exit_held exit_destructors graph_explicit
             graph_child graph_host graph_inspect graph_printed graph_update graph_memory_nodes graph_conditional graph_capture_modes
             graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
             error_texts driver_ptx link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
-            idle kill_me device_printf device_assert device_heap pinned_bulk host_registration array_copies textures surfaces vmm
+            idle kill_me device_printf device_assert pinned_bulk host_registration array_copies textures surfaces vmm
             ipc_memory callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
             pinned_kernels forks ipc_events vmm_export
             $($more)*

@@ -44,7 +44,6 @@ pub(crate) struct Context {
     /// All work up to this `seq` is known to be done.
     synced: AtomicU64,
     cache_config: AtomicU32,
-    shared_config: AtomicU32,
     /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
 }
@@ -88,7 +87,6 @@ impl Context {
                 last_free_work: AtomicU64::new(0),
                 synced: AtomicU64::new(0),
                 cache_config: AtomicU32::new(0),
-                shared_config: AtomicU32::new(0),
                 storage: Mutex::default(),
             }));
             made = Some(context);
@@ -495,7 +493,10 @@ api! {
     }
 
     fn cuCtxGetFlags(flags: *mut u32) {
-        put(flags, current()?.flags.load(Ordering::Relaxed))
+        /// `CU_CTX_MAP_HOST`, which NVIDIA's driver tells of primary contexts alone.
+        const MAP_HOST: u32 = 8;
+        let context = current()?;
+        put(flags, context.flags.load(Ordering::Relaxed) | if context.primary { MAP_HOST } else { 0 })
     }
 
     fn cuCtxSetFlags(flags: u32) {
@@ -550,16 +551,17 @@ api! {
     }
 
     fn cuCtxGetSharedMemConfig(config: *mut u32) {
-        put(config, current()?.shared_config.load(Ordering::Relaxed))
+        // Four bytes, on every device since Maxwell.
+        current()?;
+        put(config, 1)
     }
 
     fn cuCtxSetSharedMemConfig(config: u32) {
-        // Banks are 4 bytes wide on every device since Maxwell, whatever is asked for.
+        // Without effect, as NVIDIA's driver has it.
         if config > 2 {
             return Err(Status::INVALID_VALUE);
         }
-        current()?.shared_config.store(config, Ordering::Relaxed);
-        Ok(())
+        current().map(|_| ())
     }
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {

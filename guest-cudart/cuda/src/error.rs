@@ -106,7 +106,7 @@ const ERRORS: &[(u32, &CStr, &CStr)] = &[
     (913, c"CUDA_ERROR_FUNCTION_NOT_LOADED", c"the function handle is not loaded when calling an API that requires a loaded function"),
     (914, c"CUDA_ERROR_INVALID_RESOURCE_TYPE", c"one or more resources passed in are not valid resource types for the operation"),
     (915, c"CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION", c"one or more resources are insufficient or non-applicable for the operation"),
-    (916, c"CUDA_ERROR_KEY_ROTATION", c"an error occurred in key rotation sequence"),
+    (916, c"CUDA_ERROR_KEY_ROTATION", c"an error happened during the key rotation sequence"),
     (999, c"CUDA_ERROR_UNKNOWN", c"unknown error"),
 ];
 

@@ -170,7 +170,7 @@ pub(crate) fn import(driver: &Driver, context: &'static Context, token: [u8; 16]
 
 fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
     let event = of(handle)?;
-    // 1 is CU_EVENT_RECORD_EXTERNAL, which says something only in a capture.
+    // 1 is CU_EVENT_RECORD_EXTERNAL, which is for captures alone.
     if flags & !1 != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -191,6 +191,9 @@ fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result 
         let point = capture.point(&stream);
         *lock(&event.captured) = Some((capture, point));
         return Ok(());
+    }
+    if flags != 0 {
+        return Err(code::ILLEGAL_STATE);
     }
     record_on(driver, &event, stream)
 }

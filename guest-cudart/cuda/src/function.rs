@@ -24,6 +24,9 @@ pub(crate) mod func {
     pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
     pub const PREFERRED_SHARED_MEMORY_CARVEOUT: u32 = 9;
     pub const REQUIRED_CLUSTER_WIDTH: u32 = 11;
+    pub const REQUIRED_CLUSTER_HEIGHT: u32 = 12;
+    pub const REQUIRED_CLUSTER_DEPTH: u32 = 13;
+    pub const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: u32 = 14;
     pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 15;
     /// Known so far.
     pub const MAX: u32 = 16;

@@ -23,7 +23,12 @@ mod launch_attr {
     pub const PROGRAMMATIC_EVENT: u32 = 7;
     pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
     pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
+    /// `CU_LAUNCH_ATTRIBUTE_MAX`.
+    pub const END: u32 = 17;
 }
+
+/// Blocks of a cluster that every device of the architecture can have.
+const PORTABLE_CLUSTER: u32 = 8;
 
 thread_local! {
     static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -150,6 +155,7 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
             launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
                 return refuse_form("a launch attribute that names a graph node", &SAID);
             }
+            launch_attr::END.. => return Err(Status::INVALID_VALUE),
             _ => out.push(LaunchAttribute { id, value: value.0 }),
         }
     }
@@ -173,13 +179,25 @@ unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
     Ok(found)
 }
 
-/// A grid is made of whole clusters.
-fn check_clusters(attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
-    for attribute in attributes.iter().filter(|attribute| attribute.id == launch_attr::CLUSTER_DIMENSION) {
-        let dim = |i: usize| attribute.value[4 * i..].first_chunk().map_or(0, |b| u32::from_le_bytes(*b));
-        if (0..3).any(|i| dim(i) == 0 || !grid[i].is_multiple_of(dim(i))) {
-            return Err(code::INVALID_CLUSTER_SIZE);
+/// A grid is made of whole clusters, of the size that the function was compiled for, if any; more than eight blocks only a function has that allows it.
+fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
+    let own = [func::REQUIRED_CLUSTER_WIDTH, func::REQUIRED_CLUSTER_HEIGHT, func::REQUIRED_CLUSTER_DEPTH]
+        .map(|number| function.attribute(number).max(0) as u32);
+    let given = attributes.iter().find(|attribute| attribute.id == launch_attr::CLUSTER_DIMENSION);
+    let size = match given {
+        Some(given) => {
+            [0, 4, 8].map(|at| given.value[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes)))
         }
+        None if own[0] != 0 => own,
+        None => return Ok(()),
+    };
+    let blocks = size.iter().fold(1, |all: u32, n| all.saturating_mul(*n));
+    let portable = function.attribute(func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED) == 0;
+    if (0..3).any(|i| size[i] == 0 || !grid[i].is_multiple_of(size[i]))
+        || own[0] != 0 && size != own
+        || portable && blocks > PORTABLE_CLUSTER
+    {
+        return Err(code::INVALID_CLUSTER_SIZE);
     }
     Ok(())
 }
@@ -193,7 +211,7 @@ pub(crate) fn check_all(
 ) -> Result {
     let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     check(device, function, shape)?;
-    check_clusters(attributes, &shape.grid)
+    check_clusters(function, attributes, &shape.grid)
 }
 
 /// The parameter block of a launch, in either form.

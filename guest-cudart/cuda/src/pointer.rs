@@ -40,7 +40,11 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             Behind::Host { tag, .. } => (tag.context, tag.buffer),
             Behind::Nothing => {
                 match number {
-                    1 | 3 | 4 | 7 | 11 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
+                    // The host reaches its own memory where it is; NVIDIA's runtime takes that from here.
+                    4 => word(pointer)?,
+                    // As NVIDIA's driver does.
+                    11 => {}
+                    1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
                     2 | 16 => number32(0)?,
                     9 => number32(-2i32 as u32)?,
                     6 | 8 | 10 | 13 | 15 => flag(false)?,

@@ -518,10 +518,8 @@ api! {
         if flags & !EXTERNAL != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        if flags & EXTERNAL != 0
-            && let Some(capture) = stream.capture()
-        {
-            return capture.add(&stream, Work::Wait(handle));
+        if flags & EXTERNAL != 0 {
+            return stream.capture().ok_or(code::ILLEGAL_STATE)?.add(&stream, Work::Wait(handle));
         }
         if let Some((capture, point)) = event.captured() {
             return if capture.is_ended() { Err(code::CAPTURED_EVENT) } else { capture.join(&stream, &point) };

@@ -206,7 +206,12 @@ impl Software {
     /// The place in a stream where the next operation goes, in its right order with the context's legacy default stream. A failed device refuses.
     pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
         let place = self.look(cx, id)?;
-        place.gpu.status().map_err(|e| code(&e))?;
+        if let Err(error) = place.gpu.status() {
+            // Before the answer: who has that finds the context failed.
+            let (status, (errors, context)) = (code(&error), place.errors());
+            errors.publish(context, status, 0);
+            return Err(status);
+        }
         let context = place.context.0;
         let failed = |e: software_gpu::Error| code(&e);
         if id.0 == context {
