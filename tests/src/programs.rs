@@ -91,7 +91,7 @@ macro_rules! program_tests {
             stream_attributes stream_callbacks stream_lifetimes stream_memory held_by_value exit_held exit_destructors graph_explicit
             graph_child graph_host graph_inspect graph_printed graph_update graph_memory_nodes graph_conditional graph_capture_modes
             graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
-            error_texts driver_ptx link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
+            error_texts driver_ptx parameter_list link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
             idle kill_me device_printf device_assert pinned_bulk host_registration array_copies textures surfaces vmm
             ipc_memory callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
             pinned_kernels forks ipc_events vmm_export
