@@ -155,6 +155,7 @@ impl Stream {
     pub fn worked(&self, seq: u64) {
         self.last_work.fetch_max(seq, Ordering::AcqRel);
         self.context.worked(seq, self.is_free());
+        managed::edges::work_came();
     }
 
     /// Notes that record `seq` on this stream publishes: an event's record. It is work too.

@@ -16,7 +16,9 @@ use client::{lock, log};
 
 /// How many there are.
 static EDGES: AtomicUsize = AtomicUsize::new(0);
-/// The last command when they were compared and no work was under way.
+/// How often work of the device has begun since there are any.
+static WORK: AtomicU64 = AtomicU64::new(0);
+/// What [`WORK`] was when they were compared last and no work was under way.
 static COMPARED: AtomicU64 = AtomicU64::new(0);
 
 /// Bytes that are compared.
@@ -103,22 +105,24 @@ impl Edge {
     }
 }
 
-/// Before work of the device: it may change what is compared.
-pub(super) fn work_begins() {
+/// After work of the device was put on a stream: it may change what is compared.
+#[inline]
+pub(crate) fn work_came() {
     if EDGES.load(Ordering::Acquire) != 0 {
+        WORK.fetch_add(1, Ordering::AcqRel);
         together::wake();
     }
 }
 
 /// Whether there is something to compare.
-pub(super) fn is_due(driver: &Driver) -> bool {
-    EDGES.load(Ordering::Acquire) != 0 && driver.session.last_seq() > COMPARED.load(Ordering::Acquire)
+pub(super) fn is_due() -> bool {
+    EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
 }
 
 /// After the program has learnt that work is over, and before it is told.
 #[inline]
 pub(crate) fn after_wait(driver: &'static Driver) {
-    if is_due(driver) {
+    if is_due() {
         compare_all(driver);
     }
 }
@@ -127,12 +131,12 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 pub(super) fn compare_all(driver: &'static Driver) -> bool {
     let mut state = lock(&STATE);
+    // Work that comes from here on is counted, and compared for once more.
+    let work = WORK.load(Ordering::Acquire);
     let over = !context::any_busy();
     let compared = state.compare_edges(driver);
-    // Work that was appended meanwhile is seen here; what is about to be has a later number.
-    let last = driver.session.last_seq();
-    if over && !context::any_busy() || compared.is_err() {
-        COMPARED.store(last, Ordering::Release);
+    if over || compared.is_err() {
+        COMPARED.store(work, Ordering::Release);
     }
     drop(state);
     compared.unwrap_or_else(|status| {
@@ -145,6 +149,7 @@ impl State {
     pub(super) fn add_edges(&mut self, edges: impl IntoIterator<Item = Edge>) {
         self.edges.extend(edges);
         EDGES.store(self.edges.len(), Ordering::Release);
+        work_came();
     }
 
     pub(super) fn drop_edges(&mut self, region: u64) {

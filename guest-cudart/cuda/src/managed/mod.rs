@@ -257,10 +257,7 @@ fn give_all(driver: &'static Driver) -> Result {
     for base in state.held.clone() {
         state.give(driver, base, &all)?;
     }
-    state.send_edges(driver, &all)?;
-    drop(state);
-    edges::work_begins();
-    Ok(())
+    state.send_edges(driver, &all).map(drop)
 }
 
 /// Before work on a range of managed memory: the device gets what the host has of it.
@@ -282,10 +279,7 @@ pub(crate) fn lend(address: u64, len: u64) -> Result {
     for base in touched {
         state.give(driver, base, &range)?;
     }
-    state.send_edges(driver, &range)?;
-    drop(state);
-    edges::work_begins();
-    Ok(())
+    state.send_edges(driver, &range).map(drop)
 }
 
 /// Whether an address is one of managed memory, whatever it was asked for as.

@@ -8,7 +8,7 @@
 //! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
 
 use std::ops::Range;
-use std::sync::{Condvar, Once, PoisonError};
+use std::sync::{Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::blocks::{Answer, Run};
@@ -40,8 +40,8 @@ impl Together {
     }
 }
 
-/// There is something to be taken away, or compared.
-static CAME: Condvar = Condvar::new();
+/// There may be something to be taken away, or compared, since the thread last looked.
+static CAME: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
 /// What changes seldom is looked at so often at least.
 const SELDOM: Duration = Duration::from_millis(5);
@@ -58,7 +58,8 @@ pub(super) fn start(driver: &'static Driver) {
 }
 
 pub(super) fn wake() {
-    CAME.notify_one();
+    *lock(&CAME.0) = true;
+    CAME.1.notify_one();
 }
 
 /// Answers an access to pinned memory. `busy`: the device may be using it.
@@ -83,13 +84,13 @@ pub(super) fn answer(
 fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
-        let mut state = lock(&STATE);
-        while state.together.is_empty() && !edges::is_due(driver) {
+        let given = !lock(&STATE).together.is_empty();
+        if !given && !edges::is_due() {
             seldom = WHILE;
-            state = CAME.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let came = CAME.1.wait_while(lock(&CAME.0), |came| !*came);
+            *came.unwrap_or_else(PoisonError::into_inner) = false;
+            continue;
         }
-        let given = !state.together.is_empty();
-        drop(state);
         std::thread::sleep(if given { pause } else { seldom });
         let begin = Instant::now();
         if let Err(status) = lock(&STATE).part(driver, |_| true) {
@@ -97,7 +98,7 @@ fn serve(driver: &'static Driver) {
         }
         // The program has at least as much time for a block as it takes to move it.
         pause = WHILE.max(begin.elapsed() * 2);
-        if edges::is_due(driver) {
+        if edges::is_due() {
             seldom = if edges::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
         }
     }
@@ -179,7 +180,7 @@ impl State {
                 }
                 pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
                 self.together.push(Together { base, run, before });
-                CAME.notify_one();
+                wake();
                 run
             }
         };
