@@ -107,32 +107,35 @@ fn give(driver: &'static Driver, pages: &Pages, fault: &Fault, buffer: &mut Vec<
     let state = &mut *lock(&STATE);
     let Some((base, _)) = state.find(fault.address as u64) else { return Ok(false) };
     let Some((_, piece)) = state.pieces.get(&base) else { return Ok(false) };
-    let answer = piece.blocks.fault(fault.address as u64, fault.write);
-    let run = match answer {
-        Answer::Nothing => return Ok(true),
+    match piece.blocks.fault(fault.address as u64, fault.write) {
+        Answer::Nothing => {}
         Answer::Allow(run) => {
+            state.given(base, run, true);
             pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
-            run
         }
         Answer::Zeroes(run) => {
+            state.given(base, run, fault.write);
             fill(pages, run, zeroed(buffer, run), fault.write)?;
-            run
         }
         Answer::Fetch(run) => {
             state.fetch(driver, base, run, buffer)?;
+            state.given(base, run, fault.write);
             fill(pages, run, buffer, fault.write)?;
-            run
         }
-    };
-    if let Some((_, piece)) = state.pieces.get_mut(&base) {
-        piece.blocks.given(run, fault.write);
-        state.held.insert(base);
-        state.counted();
     }
     Ok(true)
 }
 
 impl State {
+    /// Notes that the host is about to have a run. Before it has: its thread goes on as soon as the pages are there, and may put work on a stream that needs what it writes.
+    pub(super) fn given(&mut self, base: u64, run: Run, write: bool) {
+        if let Some((_, piece)) = self.pieces.get_mut(&base) {
+            piece.blocks.given(run, write);
+            self.held.insert(base);
+            self.counted();
+        }
+    }
+
     /// The device's bytes of a run.
     pub(super) fn fetch(
         &mut self,

@@ -164,12 +164,12 @@ impl State {
     ) -> Result<bool> {
         let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
-        let run = match piece.blocks.fault(fault.address as u64, fault.write) {
-            Answer::Nothing => return Ok(true),
+        match piece.blocks.fault(fault.address as u64, fault.write) {
+            Answer::Nothing => {}
             Answer::Allow(run) => {
                 self.publish(driver, pages)?;
+                self.given(base, run, true);
                 pages.allow_writes(run.address as usize, run.len as usize).map_err(faults::failed)?;
-                run
             }
             Answer::Zeroes(run) | Answer::Fetch(run) => {
                 self.fetch(driver, base, run, buffer)?;
@@ -178,16 +178,11 @@ impl State {
                 if fault.write {
                     self.publish(driver, pages)?;
                 }
+                self.given(base, run, fault.write);
                 pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
                 self.together.push(Together { base, run, before });
                 wake();
-                run
             }
-        };
-        if let Some((_, piece)) = self.pieces.get_mut(&base) {
-            piece.blocks.given(run, fault.write);
-            self.held.insert(base);
-            self.counted();
         }
         Ok(true)
     }
