@@ -56,6 +56,17 @@ static void together(int *words) {
         CHECK(cudaStreamSynchronize(stream));
         REQUIRE(words[100] == round * 3 && words[200] == round, "round %d: afterwards %d and %d", round, words[100], words[200]);
     }
+    // What was read while the kernel worked is read anew once it is known to be over.
+    for (int round = 1; round <= 20; round++) {
+        *asked = *answered = words[100] = 0;
+        answer<<<1, 1, 0, stream>>>(asked, answered, words, 20000000000ll);
+        CHECK(cudaGetLastError());
+        *asked = round;
+        while (cudaStreamQuery(stream) == cudaErrorNotReady) words[200] += ((volatile int *)words)[300];
+        cudaGetLastError();
+        CHECK(cudaStreamSynchronize(stream));
+        REQUIRE(*answered == round + 1 && words[100] == round * 3, "round %d: found %d and %d when it was over", round, *answered, words[100]);
+    }
     CHECK(cudaStreamDestroy(stream));
 }
 

@@ -389,7 +389,7 @@ fn push(context: &'static Context) {
 fn wait_for(context: &'static Context) -> Result {
     capture::forbid_all(context)?;
     let result = context.synchronize();
-    managed::edges::after_wait(driver()?);
+    managed::together::after_wait(driver()?);
     result
 }
 

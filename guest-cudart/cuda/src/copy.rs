@@ -62,7 +62,7 @@ pub(crate) struct Copier {
 impl Drop for Copier {
     fn drop(&mut self) {
         if self.mode == Mode::Sync && !self.own {
-            managed::edges::after_wait(self.driver);
+            managed::together::after_wait(self.driver);
         }
     }
 }

@@ -262,7 +262,7 @@ api! {
         if !done {
             return Err(Status::NOT_READY);
         }
-        managed::edges::after_wait(driver);
+        managed::together::after_wait(driver);
         event.context.deferred(driver)
     }
 
@@ -275,12 +275,12 @@ api! {
         event.context.deferred(driver)?;
         if event.is_shared() {
             let result = event.await_shared(driver);
-            managed::edges::after_wait(driver);
+            managed::together::after_wait(driver);
             return event.context.settle(driver, result);
         }
         if event.is_done(driver) {
             driver.session.show_output();
-            managed::edges::after_wait(driver);
+            managed::together::after_wait(driver);
             return event.context.deferred(driver);
         }
         let last = event.last();
@@ -288,7 +288,7 @@ api! {
         if let (Ok(()), Some((stream, seq))) = (&result, last) {
             stream.is_synced(seq);
         }
-        managed::edges::after_wait(driver);
+        managed::together::after_wait(driver);
         event.context.settle(driver, result)
     }
 

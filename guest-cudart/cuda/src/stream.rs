@@ -545,7 +545,7 @@ api! {
         if !stream.is_done(driver)? {
             return Err(Status::NOT_READY);
         }
-        managed::edges::after_wait(driver);
+        managed::together::after_wait(driver);
         stream.context.deferred(driver)
     }
 
@@ -555,7 +555,7 @@ api! {
         capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
         let result = stream.synchronize(driver);
-        managed::edges::after_wait(driver);
+        managed::together::after_wait(driver);
         result
     }
 }

@@ -119,14 +119,6 @@ pub(super) fn is_due() -> bool {
     EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
 }
 
-/// After the program has learnt that work is over, and before it is told.
-#[inline]
-pub(crate) fn after_wait(driver: &'static Driver) {
-    if is_due() {
-        compare_all(driver);
-    }
-}
-
 /// Compares all of them; says whether either side had changed something.
 #[cold]
 pub(super) fn compare_all(driver: &'static Driver) -> bool {

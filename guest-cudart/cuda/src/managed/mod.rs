@@ -22,7 +22,7 @@ mod blocks;
 pub(crate) mod edges;
 mod faults;
 pub(crate) mod pinned;
-mod together;
+pub(crate) mod together;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char};

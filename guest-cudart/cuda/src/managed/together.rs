@@ -8,6 +8,7 @@
 //! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,9 +94,7 @@ fn serve(driver: &'static Driver) {
         }
         std::thread::sleep(if given { pause } else { seldom });
         let begin = Instant::now();
-        if let Err(status) = lock(&STATE).part(driver, |_| true) {
-            log::error(format_args!("pinned memory does not reach the device: {status}"));
-        }
+        take_all(driver);
         // The program has at least as much time for a block as it takes to move it.
         pause = WHILE.max(begin.elapsed() * 2);
         if edges::is_due() {
@@ -104,11 +103,33 @@ fn serve(driver: &'static Driver) {
     }
 }
 
+/// How many runs the host was given while the device worked.
+static GIVEN: AtomicUsize = AtomicUsize::new(0);
+
+/// After the program has learnt that work is over, and before it is told: it is to find what that work has written.
+#[inline]
+pub(crate) fn after_wait(driver: &'static Driver) {
+    if GIVEN.load(Ordering::Acquire) != 0 {
+        take_all(driver);
+    }
+    if edges::is_due() {
+        edges::compare_all(driver);
+    }
+}
+
+#[cold]
+fn take_all(driver: &'static Driver) {
+    if let Err(status) = lock(&STATE).part(driver, |_| true) {
+        log::error(format_args!("pinned memory does not reach the device: {status}"));
+    }
+}
+
 impl State {
     /// Takes away what the host was given while the device worked, of those that `which` chooses; what the program has changed goes to the device.
     pub(super) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
+        GIVEN.store(self.together.len(), Ordering::Release);
         let gone: Vec<Together> = gone;
         for together in gone {
             self.take_away(driver, &together)?;
@@ -179,6 +200,7 @@ impl State {
                     self.publish(driver, pages)?;
                 }
                 self.given(base, run, fault.write);
+                GIVEN.store(self.together.len() + 1, Ordering::Release);
                 pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
                 self.together.push(Together { base, run, before });
                 wake();
