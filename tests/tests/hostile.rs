@@ -339,9 +339,18 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
             ensure!(again.is_err(), "a module name in use");
             c.tell(&launch(5, 1, &[0; 12]))?;
             ensure!(error(c)?.is_some(), "a function beyond the module's table");
-            for params in [&[][..], &[0; 3], &[0; 11]] {
+            for params in [&[][..], &[0; 13], &[0; 4096]] {
                 c.tell(&launch(5, 0, params))?;
                 ensure!(error(c)?.is_some(), "{} bytes of parameters where 12 were due", params.len());
+            }
+            // To CUDA what is missing at the end is zero.
+            for params in [&[0; 3][..], &[0; 11]] {
+                c.tell(&launch(5, 0, params))?;
+                ensure!(
+                    error(c)?.is_none(),
+                    "{} bytes of parameters where 12 were due are refused",
+                    params.len()
+                );
             }
             // After all that, what is right still works.
             c.tell(&launch(5, 0, &[0; 12]))?;
