@@ -77,7 +77,7 @@ macro_rules! program_tests {
     ($module:ident, $check:expr, and gpu) => {
         $crate::program_tests! {
             $module, $check, $crate::programs::manifest,
-            thrust_cub dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds device_heap cublas cufft cusolver cusparse
+            dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink surface_kinds device_heap cublas cufft cusolver cusparse
             curand
         }
     };
@@ -88,7 +88,7 @@ macro_rules! program_tests {
             cooperative_tiles cooperative_grid sync_primitives templates device_functions device_functions_debug half_maths
             complex_numbers tensor_cores globals symbol_copies multi multi_rdc copies zero_sizes copies_3d memory_fills memcpy_batch
             alloc_churn stream_ordered pointer_attributes streams_events event_flags default_stream default_stream_ptds
-            stream_attributes stream_callbacks stream_lifetimes stream_memory held_by_value exit_held exit_destructors graph_explicit
+            stream_attributes stream_callbacks stream_lifetimes stream_memory copy_promises held_by_value thrust_cub exit_held exit_destructors graph_explicit
             graph_child graph_host graph_inspect graph_printed graph_update graph_memory_nodes graph_conditional graph_capture_modes
             graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
             error_texts driver_ptx parameter_list link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy

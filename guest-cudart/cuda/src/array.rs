@@ -251,7 +251,8 @@ impl Copier {
             unsafe {
                 if to_array {
                     self.to_device(between.address, memory as *const u8, bytes)?;
-                    copy(between)
+                    copy(between)?;
+                    self.copied()
                 } else {
                     copy(between)?;
                     self.to_host(memory as *mut u8, between.address, bytes)

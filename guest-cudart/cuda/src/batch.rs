@@ -56,7 +56,7 @@ fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
         return Err(Status::INVALID_VALUE);
     }
     capture::forbid(&stream)?;
-    Ok(Copier { driver, stream, mode: Mode::Async, own: false })
+    Ok(Copier::on(driver, stream, Mode::Async, false))
 }
 
 /// A copy of bytes in a row.

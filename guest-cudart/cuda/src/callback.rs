@@ -14,7 +14,7 @@ use crate::graph::work::Data;
 use crate::state::Driver;
 use crate::stream::{self, Stream};
 use crate::types::{HostFn, StreamCallback};
-use crate::{Result, capture, context, late, managed};
+use crate::{Result, capture, context, late, managed, promise};
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::{Status, lock, log};
@@ -92,6 +92,7 @@ pub(crate) fn on(
     data: *mut c_void,
 ) -> Result {
     let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
+    promise::host_sees();
     let ticket = ticket();
     queue.start.call_once(|| {
         let started =

@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::promise::Fences;
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
@@ -43,6 +44,10 @@ pub(crate) struct Context {
     last_free_work: AtomicU64,
     /// All work up to this `seq` is known to be done.
     synced: AtomicU64,
+    /// Whether it ever had a stream that does not wait for the legacy default stream.
+    free_streams: AtomicBool,
+    /// The copies that streams beside theirs come behind.
+    pub fences: Fences,
     cache_config: AtomicU32,
     /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
@@ -86,6 +91,8 @@ impl Context {
                 last_work: AtomicU64::new(0),
                 last_free_work: AtomicU64::new(0),
                 synced: AtomicU64::new(0),
+                free_streams: AtomicBool::new(false),
+                fences: Fences::new(),
                 cache_config: AtomicU32::new(0),
                 storage: Mutex::default(),
             }));
@@ -140,6 +147,21 @@ impl Context {
     pub fn has_synced(&self, seq: u64, free: bool) -> bool {
         self.synced.load(Ordering::Acquire) >= seq
             || !free && self.legacy_synced.load(Ordering::Acquire) >= seq
+    }
+
+    /// Notes that it has a stream that does not wait for the legacy default stream.
+    pub fn has_free_stream(&self) {
+        self.free_streams.store(true, Ordering::Release);
+    }
+
+    /// Whether it ever had such a stream.
+    pub fn has_free_streams(&self) -> bool {
+        self.free_streams.load(Ordering::Acquire)
+    }
+
+    /// Whether the legacy default stream has promised that record `seq` of a stream that it waits for is done.
+    pub fn legacy_has_promised(&self, seq: u64) -> bool {
+        self.legacy.get().is_some_and(|legacy| legacy.promise.covers(seq))
     }
 
     /// Whether work may be under way.

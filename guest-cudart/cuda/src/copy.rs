@@ -18,11 +18,12 @@ use crate::context::{self, Context};
 use crate::graph::Work;
 use crate::host::REGIONS;
 use crate::late;
+use crate::promise;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
 use crate::types::memory_type::{DEVICE, HOST};
-use crate::{Result, host, managed, memory, vmm};
+use crate::{Result, host, managed, memory};
 use client::Status;
 use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
@@ -57,6 +58,8 @@ pub(crate) struct Copier {
     pub mode: Mode,
     /// It is this library's own: no call of the program's waits for it.
     pub own: bool,
+    /// The last record that the stream had to pass when the copier was made.
+    pub before: u64,
 }
 
 impl Drop for Copier {
@@ -94,7 +97,13 @@ impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context) = context::ready()?;
-        Ok(Copier { driver, stream: stream::any(driver, context, handle, per_thread)?, mode, own: false })
+        Ok(Copier::on(driver, stream::any(driver, context, handle, per_thread)?, mode, false))
+    }
+
+    /// A copier for a stream; `own`: for copies of this library's own.
+    pub fn on(driver: &'static Driver, stream: Arc<Stream>, mode: Mode, own: bool) -> Copier {
+        let before = stream.due();
+        Copier { driver, stream, mode, own, before }
     }
 
     /// The capture that the copy becomes part of.
@@ -113,9 +122,13 @@ impl Copier {
         if self.mode == Mode::Sync { self.stream.synchronize(self.driver) } else { Ok(()) }
     }
 
-    /// After a copy whose source has been read: another process that shares the memory must find what a synchronous copy has put there.
-    fn arrive(&self) -> Result {
-        if self.mode == Mode::Sync && vmm::shares() { self.finish() } else { Ok(()) }
+    /// After a copy to the device whose source has been read: what a synchronous one promises is kept.
+    pub fn copied(&self) -> Result {
+        if self.mode == Mode::Sync && !self.own {
+            promise::copied(self.driver, &self.stream, self.before)
+        } else {
+            Ok(())
+        }
     }
 
     /// Host to device.
@@ -180,7 +193,7 @@ impl Copier {
             // SAFETY: readable, as the caller says.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) })?);
-            return self.arrive();
+            return self.copied();
         }
         let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
         let mut at = 0;
@@ -198,7 +211,7 @@ impl Copier {
             self.stream.worked(seq);
             at += n;
         }
-        self.arrive()
+        self.copied()
     }
 
     /// Device to host.

@@ -159,7 +159,7 @@ impl Copier {
             block.release_after(seq, self.stream.unique());
             self.stream.worked(seq);
         }
-        Ok(())
+        self.copied()
     }
 
     unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
@@ -362,7 +362,8 @@ impl Copier {
                 }
                 (Linear::Not(dst), Linear::Side(src)) => self.by_way_of(extent, |between| {
                     self.boxes(packed(between), src, e)?;
-                    self.with_array(&dst, &End::Device(between.clone()), extent)
+                    self.with_array(&dst, &End::Device(between.clone()), extent)?;
+                    self.copied()
                 }),
                 (Linear::Side(dst), Linear::Not(src)) => self.by_way_of(extent, |between| {
                     self.with_array(&End::Device(between.clone()), &src, extent)?;

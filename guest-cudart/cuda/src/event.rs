@@ -95,6 +95,27 @@ impl Event {
     fn is_done(&self, driver: &Driver) -> bool {
         lock(&self.last).as_ref().is_none_or(|(stream, seq)| stream.has_passed(driver, *seq))
     }
+
+    /// Whether its last record is done; waits for it if the program was told that it is.
+    fn is_over(&self, driver: &Driver) -> Result<bool> {
+        if self.is_done(driver) {
+            return Ok(true);
+        }
+        match self.last() {
+            Some((stream, seq)) if stream.has_promised(seq) => self.synchronize(driver).map(|()| true),
+            _ => Ok(false),
+        }
+    }
+
+    /// Waits for its last record.
+    fn synchronize(&self, driver: &Driver) -> Result {
+        let last = self.last();
+        let result = driver.session.call(&EventSynchronize { event: self.id }).map(|_| ());
+        if let (Ok(()), Some((stream, seq))) = (&result, last) {
+            stream.is_synced(seq);
+        }
+        self.context.settle(driver, result)
+    }
 }
 
 /// The event that a handle names.
@@ -133,10 +154,10 @@ pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Event> {
     make(driver, context, DISABLE_TIMING)
 }
 
-/// The end of an event of this library's own.
-pub(crate) fn end(driver: &Driver, event: &Event) {
+/// The end of an event of this library's own. `with_server`: the server destroys it by itself.
+pub(crate) fn end(driver: &Driver, event: &Event, with_server: bool) {
     // A lost session has no events.
-    if driver.session.append(&EventDestroy { event: event.id }).is_ok() {
+    if with_server || driver.session.append(&EventDestroy { event: event.id }).is_ok() {
         lock(&IDS).push(event.id.0);
     }
 }
@@ -212,7 +233,7 @@ fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
     if start.context.device != end.context.device {
         return Err(Status::INVALID_HANDLE);
     }
-    if !start.is_done(driver) || !end.is_done(driver) {
+    if !start.is_over(driver)? || !end.is_over(driver)? {
         return Err(Status::NOT_READY);
     }
     let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
@@ -258,7 +279,7 @@ api! {
         event.check()?;
         capture::unsafe_call()?;
         event.context.deferred(driver)?;
-        let done = if event.is_shared() { event.ask(driver)? } else { event.is_done(driver) };
+        let done = if event.is_shared() { event.ask(driver)? } else { event.is_over(driver)? };
         if !done {
             return Err(Status::NOT_READY);
         }
@@ -283,13 +304,9 @@ api! {
             managed::together::after_wait(driver);
             return event.context.deferred(driver);
         }
-        let last = event.last();
-        let result = driver.session.call(&EventSynchronize { event: event.id }).map(|_| ());
-        if let (Ok(()), Some((stream, seq))) = (&result, last) {
-            stream.is_synced(seq);
-        }
+        let result = event.synchronize(driver);
         managed::together::after_wait(driver);
-        event.context.settle(driver, result)
+        result
     }
 
     fn cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize) {

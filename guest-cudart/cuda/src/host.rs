@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::context::{self, Context};
 use crate::state::{Driver, driver, unique_id};
-use crate::{Result, code, late, managed, non_null, put, refuse_form};
+use crate::{Result, code, late, managed, non_null, promise, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
@@ -134,6 +134,7 @@ fn map(driver: &Driver, context: &'static Context, base: usize, size: usize) -> 
 
 /// Lets kernels reach the piece that begins at `base` if the device shares it; otherwise notes that they do not, if they may.
 fn offer(driver: &Driver, context: &'static Context, base: usize, size: usize, flags: u32) {
+    promise::host_sees();
     let device = driver.devices.get(context.device as usize);
     let shares = device.is_some_and(|device| device.shares_host_memory);
     if (!shares || map(driver, context, base, size).is_err()) && flags & READ_ONLY == 0 {

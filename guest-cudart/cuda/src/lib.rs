@@ -66,6 +66,7 @@ mod parameter_list;
 mod peer;
 mod pointer;
 mod pool;
+mod promise;
 mod state;
 mod stream;
 mod stream_attributes;

@@ -15,6 +15,7 @@ use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::event::{self, Event};
 use crate::graph::Work;
+use crate::promise::{self, Promise};
 use crate::state::{self, Driver, driver, unique_id};
 use crate::{Result, code, managed, non_null, put};
 use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
@@ -57,6 +58,8 @@ pub(crate) struct Stream {
     finished: AtomicBool,
     /// The capture that it is in, or was in last.
     capturing: Mutex<Option<Arc<Capture>>>,
+    /// What its synchronous copies have promised.
+    pub promise: Promise,
 }
 
 static STREAMS: Slab<Stream> = Slab::new(2);
@@ -103,6 +106,7 @@ impl Stream {
             forgotten: AtomicU64::new(0),
             finished: AtomicBool::new(false),
             capturing: Mutex::default(),
+            promise: Promise::new(),
         }
     }
 
@@ -165,13 +169,33 @@ impl Stream {
     }
 
     /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
-    fn due(&self) -> u64 {
+    pub fn due(&self) -> u64 {
         if self.legacy { self.context.last_work() } else { self.last_work.load(Ordering::Acquire) }
+    }
+
+    /// Whether the stream is known, without asking, to be done up to record `seq`.
+    pub fn is_known_done(&self, seq: u64) -> bool {
+        self.synced.load(Ordering::Acquire) >= seq || self.context.has_synced(seq, self.is_free())
+    }
+
+    /// Whether work of its context may be put on streams that do not wait for this one by themselves.
+    pub fn has_others_beside(&self) -> bool {
+        !self.legacy || self.context.has_free_streams()
+    }
+
+    /// Whether work on this stream waits for the work before it on another, of the same context, by itself.
+    pub fn waits_by_itself(&self, other: &Stream) -> bool {
+        (self.legacy || other.legacy) && !self.is_free() && !other.is_free()
+    }
+
+    /// Whether a copy that the program was told is done stands behind record `seq`: then the program knows that this is done, too.
+    pub fn has_promised(&self, seq: u64) -> bool {
+        self.promise.covers(seq) || !self.is_free() && self.context.legacy_has_promised(seq)
     }
 
     /// Whether the stream has passed the publishing record `seq`.
     pub fn has_passed(&self, driver: &Driver, seq: u64) -> bool {
-        if self.synced.load(Ordering::Acquire) >= seq || self.context.has_synced(seq, self.is_free()) {
+        if self.is_known_done(seq) {
             return true;
         }
         // The word may be another stream's by now, but then it was zeroed after `finished` was set.
@@ -191,7 +215,7 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Whether everything on the stream is done; no round trip.
+    /// Whether everything on the stream is done; no round trip, unless the program was told so already.
     pub fn is_done(&self, driver: &Driver) -> Result<bool> {
         let due = self.due();
         if due <= self.synced.load(Ordering::Acquire) {
@@ -199,7 +223,10 @@ impl Stream {
         }
         let mark = self.mark(driver)?;
         if !self.has_passed(driver, mark) {
-            return Ok(false);
+            if !self.has_promised(due) {
+                return Ok(false);
+            }
+            self.synchronize(driver)?;
         }
         self.is_synced(mark);
         Ok(true)
@@ -302,6 +329,9 @@ pub(crate) fn any(
 ) -> Result<Arc<Stream>> {
     let stream = plain(driver, context, handle, per_thread)?;
     capture::implicit(&stream)?;
+    if stream.capture().is_none() {
+        promise::respect(driver, &stream)?;
+    }
     Ok(stream)
 }
 
@@ -389,6 +419,7 @@ pub(crate) fn reap(driver: &Driver) {
         if stream.due() > stream.synced.load(Ordering::Acquire) && !stream.has_passed(driver, mark) {
             return true;
         }
+        promise::forget(driver, stream, false);
         if driver.session.append(&StreamDestroy { stream: stream.id }).is_ok() {
             stream.finished.store(true, Ordering::Release);
             lock(&IDS).push(stream.id.0);
@@ -414,6 +445,11 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
         }
         other => other.is_some(),
     });
+    let legacy = context.legacy();
+    promise::forget(driver, legacy, with_server);
+    for stream in &gone {
+        promise::forget(driver, stream, with_server);
+    }
     let mut ids = lock(&IDS);
     for stream in gone {
         if !stream.finished.swap(true, Ordering::AcqRel) {
@@ -423,7 +459,6 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
             ids.push(stream.id.0);
         }
     }
-    let legacy = context.legacy();
     legacy.synced.store(context.last_work(), Ordering::Release);
 }
 
@@ -450,6 +485,10 @@ fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
     let (driver, context) = context::ready()?;
     let [least, greatest] = state::device(context.device as i32)?.info.stream_priorities;
     let priority = priority.clamp(greatest.min(least), least.max(greatest));
+    if flags & NON_BLOCKING != 0 {
+        promise::before_stream(driver, context)?;
+        context.has_free_stream();
+    }
     let new = make(driver, context, flags, priority)?;
     let handle = STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)?;
     // SAFETY: checked above not to be NULL; the program says that it may be written.

@@ -625,7 +625,7 @@ impl Drop for Exec {
         let Ok(driver) = driver() else { return };
         destroy(driver, &state.steps);
         if let Some(event) = &state.event {
-            event::end(driver, event);
+            event::end(driver, event, false);
         }
         let held = std::mem::take(&mut self.held);
         if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {

@@ -35,7 +35,7 @@ use crate::copy::{Copier, Mode};
 use crate::memory::{self, Tag};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
-use crate::{Result, capture, library, non_null, put};
+use crate::{Result, capture, library, non_null, promise, put};
 use advice::Advised;
 use blocks::{Blocks, Run};
 use client::memory::Backing;
@@ -149,6 +149,7 @@ impl State {
     }
 
     fn insert(&mut self, base: u64, size: u64, piece: Piece) {
+        promise::host_sees();
         if piece.blocks.is_held() {
             self.held.insert(base);
         }
@@ -175,7 +176,7 @@ impl State {
                 stream
             }
         };
-        Ok(Copier { driver, stream, mode: Mode::Sync, own: true })
+        Ok(Copier::on(driver, stream, Mode::Sync, true))
     }
 
     /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.

@@ -93,7 +93,7 @@ unsafe fn run_copy(
     copy: &Memcpy3D,
     bounce: &mut Option<Arc<Bounce>>,
 ) -> Result {
-    let copier = Copier { driver, stream: stream.clone(), mode: Mode::Async, own: true };
+    let copier = Copier::on(driver, stream.clone(), Mode::Async, true);
     if copy3d::is_on_host(copy) {
         let copy = *copy;
         return call(driver, stream, move || {
