@@ -63,7 +63,11 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (43, 2048),
         (50, 0xffff),
         (51, 32),
-        // Surfaces: 1D; 2D; 3D; layered 1D and 2D. Cube maps and mipmaps: none.
+        // Cube maps; layers of them.
+        (52, 32_768),
+        (53, 32_768),
+        (54, 2046),
+        // Surfaces: 1D; 2D; 3D; layered 1D and 2D; cube maps; layers of them.
         (55, 32_768),
         (56, 131_072),
         (57, 65_536),
@@ -75,13 +79,20 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (63, 32_768),
         (64, 32_768),
         (65, 2048),
+        (66, 32_768),
+        (67, 32_768),
+        (68, 2046),
         // Textures over linear memory: 1D; width, height and pitch of 2D.
         (69, 1 << 28),
         (70, 131_072),
         (71, 65_000),
         (72, 2_097_120),
+        // Mipmapped: 2D, 1D.
+        (73, 32_768),
+        (74, 32_768),
         (75, major),
         (76, minor),
+        (77, 32_768),
         (78, 1),
         (79, 1),
         (80, 1),
