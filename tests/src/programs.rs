@@ -93,7 +93,7 @@ macro_rules! program_tests {
             graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
             error_texts driver_ptx parameter_list link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
             idle kill_me device_printf device_assert pinned_bulk host_registration array_copies textures surfaces surface_kinds vmm
-            mipmaps mipmap_kinds mipmap_surfaces cube_maps cube_layers texture_views ipc_memory callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
+            mipmaps mipmap_kinds mipmap_surfaces cube_maps cube_layers texture_views ipc_memory pool_ipc callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
             pinned_kernels forks ipc_events vmm_export
             $($more)*
         }
