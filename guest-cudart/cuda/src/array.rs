@@ -120,12 +120,10 @@ fn shape(context: &Context, d: &Array3DDescriptor) -> Result<ArrayShape> {
     let at_most = |n: u64, number: usize| n <= device.attribute(number).max(0) as u64;
     let (layered, cube) = (d.flags & flag::LAYERED != 0, d.flags & flag::CUBEMAP != 0);
     let fits = if cube {
-        let faces = if layered { depth.is_multiple_of(6) && depth > 0 } else { depth == 6 };
         let most = if layered { limit::TEXTURE_CUBEMAP_LAYERED[0] } else { limit::TEXTURE_CUBEMAP };
-        faces
-            && width == height
+        shape.is_whole_cubes()
             && at_most(width, most)
-            && (!layered || at_most(depth / 6, limit::TEXTURE_CUBEMAP_LAYERED[1]))
+            && (!layered || at_most(depth, limit::TEXTURE_CUBEMAP_LAYERED[1]))
     } else if layered && height == 0 {
         depth > 0
             && at_most(width, limit::TEXTURE_1D_LAYERED[0])
@@ -330,10 +328,8 @@ api! {
         non_null(desc)?;
         let (driver, context) = context::ready()?;
         let shape = shape(context, &*desc)?;
-        let layered = shape.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
-        let longest = shape.width.max(shape.height).max(if layered { 0 } else { shape.depth });
         // More levels than halvings are as many as there are.
-        let levels = levels.clamp(1, longest.ilog2() + 1);
+        let levels = levels.clamp(1, shape.most_levels());
         let id = new_id();
         driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
         let made = MIPMAPPED.insert(Arc::new(Mipmapped { id, context, shape, levels, told: Mutex::default() }));

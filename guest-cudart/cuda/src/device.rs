@@ -42,6 +42,7 @@ pub(crate) mod attr {
     pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
     pub const RESERVED_SHARED_MEMORY_PER_BLOCK: usize = 111;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
+    pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
     pub const IPC_EVENT_SUPPORTED: usize = 125;
@@ -65,7 +66,6 @@ const NOT_HERE: &[usize] = &[
     116, // GPU_DIRECT_RDMA_SUPPORTED
     117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
     118, // GPU_DIRECT_RDMA_WRITES_ORDERING
-    119, // MEMPOOL_SUPPORTED_HANDLE_TYPES
     121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
     124, // DMA_BUF_SUPPORTED
     128, // HANDLE_TYPE_FABRIC_SUPPORTED
@@ -94,6 +94,8 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     for value in &mut attributes[1..=LAST] {
         value.get_or_insert(0);
     }
+    // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, where memory can be exported so.
+    let pool_handles = attributes[attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR].unwrap_or(0).clamp(0, 1);
     let mut set = |number: usize, value| {
         if let Some(place) = attributes.get_mut(number).filter(|place| place.is_some()) {
             *place = Some(value);
@@ -109,6 +111,7 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::UNIFIED_ADDRESSING, 1);
     set(attr::HOST_REGISTER_SUPPORTED, 1);
     set(attr::MEMORY_POOLS_SUPPORTED, 1);
+    set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
     // No NUMA node of this machine is near the GPU: −1 says so.
     set(131, -1);
     set(134, -1);

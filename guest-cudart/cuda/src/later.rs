@@ -33,20 +33,12 @@ mod texture {
     }
 }
 
-/// Pools shared between processes, and multicast: not built yet.
+/// Multicast, and descriptors for other drivers: not built yet.
 mod virtual_memory {
     unsupported! {
         cuMemGetHandleForAddressRange,
-        cuMemPoolExportToShareableHandle, cuMemPoolImportFromShareableHandle,
         cuMulticastAddDevice,
         cuMulticastBindAddr, cuMulticastBindMem, cuMulticastCreate, cuMulticastGetGranularity, cuMulticastUnbind,
-    }
-}
-
-/// Memory of pools shared between processes: not built yet.
-mod sharing {
-    unsupported! {
-        cuMemPoolExportPointer, cuMemPoolImportPointer,
     }
 }
 

@@ -7,7 +7,7 @@ use crate::context::{self, Context};
 use crate::graph::memory as graph_memory;
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, capture, host, managed, non_null, pool, put, vmm};
+use crate::{Result, capture, host, managed, non_null, pool, pool_share, put, vmm};
 use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, is_managed, window};
 use client::{Status, lock};
@@ -206,7 +206,7 @@ pub(crate) fn let_go(driver: &Driver, address: u64, stream: Arc<Stream>) -> Resu
         }
         (size, pool)
     };
-    pool::account(pool, size, false);
+    pool::gone(pool, size);
     let mark = stream.mark(driver)?;
     lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
     collect(driver);
@@ -236,6 +236,7 @@ pub(crate) fn reuse(
 
 /// Gives back what streams have let go of.
 pub(crate) fn collect(driver: &Driver) {
+    pool_share::collect(driver);
     let gone: Vec<Leaving> = {
         let mut leaving = lock(&LEAVING);
         if leaving.is_empty() {
@@ -275,12 +276,13 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
 /// Gives back the memory of a context that ends.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     managed::forget(driver, context);
+    pool_share::forget(driver, context);
     lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
     for device in &driver.devices {
         let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
         for address in addresses {
             if let Some(found) = find(driver, address) {
-                pool::account(found.pool, found.size, false);
+                pool::gone(found.pool, found.size);
             }
             release(driver, device, address);
         }
@@ -339,6 +341,10 @@ api! {
         if dptr == 0 {
             return Ok(());
         }
+        if vmm::is_here(dptr) {
+            capture::unsafe_call()?;
+            return pool_share::free(driver, dptr);
+        }
         let device = device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         let found = find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
         capture::unsafe_call()?;
@@ -358,7 +364,7 @@ api! {
         }
         driver.session.append(&MemFree { address: dptr })?;
         memory.free(dptr, driver);
-        pool::account(found.pool, found.size, false);
+        pool::gone(found.pool, found.size);
         Ok(())
     }
 

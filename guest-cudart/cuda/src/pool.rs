@@ -7,11 +7,13 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::device::attr;
 use crate::graph::Work;
 use crate::graph::memory::GraphMemory;
+use crate::pool_share::{self, POSIX_FD, PoolName};
 use crate::state::{self, Driver, driver};
 use crate::types::{MemAccessDesc, MemLocation, MemPoolProps};
-use crate::{Result, context, memory, non_null, put, stream};
+use crate::{Result, context, memory, non_null, put, refuse_form, stream, vmm};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -20,9 +22,15 @@ const LOCATION_DEVICE: u32 = 1;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 const PINNED: u32 = 1;
 
-struct Pool {
-    device: u32,
+pub(crate) struct Pool {
+    pub device: u32,
     default: bool,
+    /// Under which other processes know it, if it is shared.
+    pub name: Option<PoolName>,
+    /// It is another process's: memory of it is opened, not allocated.
+    pub imported: bool,
+    /// Bytes of its allocations at most; 0: as many as the device has.
+    limit: u64,
     /// The three kinds of reuse, and the release threshold: kept and given back. Reuse is always the strictest.
     reuse: [AtomicI32; 3],
     threshold: AtomicU64,
@@ -31,18 +39,50 @@ struct Pool {
     used_high: AtomicU64,
 }
 
-/// Notes that an allocation of a pool came or went. A pool that is gone, or none, is nobody's account.
-pub(crate) fn account(pool: usize, size: u64, came: bool) {
-    if pool == 0 {
-        return;
+impl Pool {
+    fn new(device: u32) -> Pool {
+        Pool {
+            device,
+            default: false,
+            name: None,
+            imported: false,
+            limit: 0,
+            reuse: [const { AtomicI32::new(1) }; 3],
+            threshold: AtomicU64::new(0),
+            used: AtomicU64::new(0),
+            used_high: AtomicU64::new(0),
+        }
     }
-    let Some(pool) = POOLS.get(pool) else { return };
-    if came {
-        let used = pool.used.fetch_add(size, Ordering::Relaxed) + size;
-        pool.used_high.fetch_max(used, Ordering::Relaxed);
-    } else {
-        pool.used.fetch_sub(size, Ordering::Relaxed);
+
+    /// Another process's pool.
+    pub fn imported(device: u32, name: PoolName) -> Pool {
+        Pool { name: Some(name), imported: true, ..Pool::new(device) }
     }
+
+    /// Counts an allocation, if there is room for it.
+    fn take(&self, size: u64) -> Result {
+        let with = |used: u64| used.checked_add(size).filter(|all| self.limit == 0 || *all <= self.limit);
+        let before = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with);
+        let used = before.map_err(|_| Status::OUT_OF_MEMORY)? + size;
+        self.used_high.fetch_max(used, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn give_back(&self, size: u64) {
+        self.used.fetch_sub(size, Ordering::Relaxed);
+    }
+}
+
+/// Notes that an allocation of a pool has gone. A pool that is gone, or none, is nobody's account.
+pub(crate) fn gone(pool: usize, size: u64) {
+    if let Some(pool) = POOLS.get(pool).filter(|_| pool != 0) {
+        pool.give_back(size);
+    }
+}
+
+/// The handle of a new pool.
+pub(crate) fn insert(pool: Pool) -> Result<usize> {
+    POOLS.insert(Arc::new(pool)).ok_or(Status::OUT_OF_MEMORY)
 }
 
 static POOLS: Slab<Pool> = Slab::new(8);
@@ -51,23 +91,12 @@ static DEFAULTS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 static CURRENT: [AtomicUsize; client::channel::MAX_DEVICES as usize] =
     [const { AtomicUsize::new(0) }; client::channel::MAX_DEVICES as usize];
 
-fn new_pool(device: u32, default: bool) -> Arc<Pool> {
-    Arc::new(Pool {
-        device,
-        default,
-        reuse: [const { AtomicI32::new(1) }; 3],
-        threshold: AtomicU64::new(0),
-        used: AtomicU64::new(0),
-        used_high: AtomicU64::new(0),
-    })
-}
-
 fn default_pool(device: i32) -> Result<usize> {
     let device = state::device(device)?;
     let mut defaults = lock(&DEFAULTS);
     while defaults.len() <= device.ordinal as usize {
         let next = defaults.len() as u32;
-        defaults.push(POOLS.insert(new_pool(next, true)).ok_or(Status::OUT_OF_MEMORY)?);
+        defaults.push(insert(Pool { default: true, ..Pool::new(next) })?);
     }
     Ok(defaults[device.ordinal as usize])
 }
@@ -79,7 +108,8 @@ fn current_pool(device: i32) -> Result<usize> {
     if chosen != 0 && POOLS.get(chosen).is_some() { Ok(chosen) } else { default_pool(device) }
 }
 
-fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
+/// The pool that a program's handle names.
+pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
     let driver = driver()?;
     Ok((driver, POOLS.get(handle).ok_or(Status::INVALID_VALUE)?))
 }
@@ -93,6 +123,9 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         None => current_pool(stream.context.device as i32)?,
     };
     let (_, pool) = of(pool_handle)?;
+    if pool.imported {
+        return Err(Status::INVALID_VALUE);
+    }
     if size == 0 {
         // SAFETY: checked above not to be NULL; the program says that it may be written.
         return unsafe { put(dptr, 0) };
@@ -105,11 +138,12 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         // SAFETY: as below.
         return unsafe { put(dptr, address) };
     }
+    pool.take(size as u64)?;
     let address = match memory::reuse(driver, &stream, pool.device, size as u64, pool_handle) {
         Some(address) => address,
-        None => memory::alloc(driver, stream.context, pool.device, size as u64, pool_handle)?,
+        None => memory::alloc(driver, stream.context, pool.device, size as u64, pool_handle)
+            .inspect_err(|_| pool.give_back(size as u64))?,
     };
-    account(pool_handle, size as u64, true);
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(dptr, address) }
 }
@@ -121,7 +155,7 @@ pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
     let location = unsafe { *location };
     static SAID: AtomicBool = AtomicBool::new(false);
     if location.kind != LOCATION_DEVICE {
-        return crate::refuse_form("a memory pool that is not in device memory", &SAID);
+        return refuse_form("a memory pool that is not in device memory", &SAID);
     }
     state::device(location.id)?;
     Ok(location.id)
@@ -130,7 +164,7 @@ pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
 unsafe fn set_current(device: i32, pool: usize) -> Result {
     state::device(device)?;
     let (_, found) = of(pool)?;
-    if found.device != device as u32 {
+    if found.device != device as u32 || found.imported {
         return Err(Status::INVALID_VALUE);
     }
     if let Some(current) = CURRENT.get(device as usize) {
@@ -159,7 +193,7 @@ pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count:
                 return Err(Status::INVALID_VALUE);
             }
         } else if access.flags != 0 {
-            return crate::refuse_form("access of another device to a memory pool", &SAID);
+            return refuse_form("access of another device to a memory pool", &SAID);
         }
     }
     Ok(())
@@ -182,6 +216,9 @@ api! {
         }
         if let Some(capture) = stream.capture() {
             return capture.add(&stream, Work::Free(dptr));
+        }
+        if vmm::is_here(dptr) {
+            return pool_share::free_in_order(driver, dptr, stream);
         }
         memory::free_in_order(driver, dptr, stream)
     }
@@ -225,18 +262,25 @@ api! {
     }
 
     fn cuMemPoolCreate(pool: *mut usize, props: *const MemPoolProps) {
+        static SAID: AtomicBool = AtomicBool::new(false);
         non_null(pool)?;
         non_null(props)?;
-        driver()?;
+        let driver = driver()?;
         let props = *props;
         if props.allocType != PINNED {
             return Err(Status::INVALID_VALUE);
         }
-        if props.handleTypes != 0 {
-            return Err(Status::NOT_SUPPORTED);
+        let device = location(&raw const props.location)? as u32;
+        let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let shared = props.handleTypes & POSIX_FD != 0;
+        let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
+        if props.handleTypes & !supported != 0 {
+            return refuse_form("a memory pool for these handles", &SAID);
         }
-        let device = location(&raw const props.location)?;
-        put(pool, POOLS.insert(new_pool(device as u32, false)).ok_or(Status::OUT_OF_MEMORY)?)
+        let name = if shared { Some(pool_share::new_name()?) } else { None };
+        let limit = (props.maxSize as u64).checked_next_multiple_of(device.info.granule.max(1));
+        let made = Pool { name, limit: limit.unwrap_or(0), ..Pool::new(device.ordinal) };
+        put(pool, insert(made)?)
     }
 
     fn cuMemPoolDestroy(pool: usize) {

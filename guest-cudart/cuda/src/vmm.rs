@@ -5,10 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::fs::File;
-use std::io::{Seek, SeekFrom, Write};
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -17,7 +14,7 @@ use crate::device::attr;
 use crate::memory::Found;
 use crate::state::{self, Driver, driver, unique_id};
 use crate::types::MemLocation;
-use crate::{Result, non_null, put, refuse_form};
+use crate::{Result, descriptor, non_null, put, refuse_form};
 use client::Status;
 use client::handle::MemoryId;
 use client::handles::Slab;
@@ -55,7 +52,7 @@ const DEVICE: u32 = 1;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const POSIX_FD: u32 = 1;
 /// What a descriptor of exported memory begins with; a token follows.
-const MAGIC: [u8; 8] = *b"rgpu:mem";
+const MAGIC: descriptor::Magic = *b"rgpu:mem";
 /// Addresses that are tried when the server's process has something else at those chosen.
 const ATTEMPTS: usize = 16;
 
@@ -367,34 +364,6 @@ fn wanted(prop: &AllocationProp) -> Result<&'static state::Device> {
     state::device(prop.location.id)
 }
 
-/// A descriptor that says which memory is meant, to be passed to other processes.
-fn descriptor(token: &[u8; 16]) -> std::io::Result<RawFd> {
-    // SAFETY: a name with its NUL; gives a new descriptor or −1.
-    let fd = unsafe { libc::memfd_create(c"rgpu memory".as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: just made, and nobody else's.
-    let mut file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-    file.write_all(&MAGIC)?;
-    file.write_all(token)?;
-    file.seek(SeekFrom::Start(0))?;
-    Ok(file.into_raw_fd())
-}
-
-/// The token in a descriptor that [`descriptor`] has made in some process. The descriptor stays the program's.
-fn token_in(fd: RawFd) -> Option<[u8; 16]> {
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: not owned: it is forgotten below. A number that is no descriptor gives an error when read.
-    let file = std::mem::ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
-    let mut bytes = [0; 24];
-    file.read_exact_at(&mut bytes, 0).ok()?;
-    let token = bytes.strip_prefix(&MAGIC)?;
-    token.try_into().ok()
-}
-
 api! {
     fn cuMemAddressReserve(ptr: *mut u64, size: usize, alignment: usize, wish: u64, flags: u64) {
         non_null(ptr)?;
@@ -561,8 +530,7 @@ api! {
         }
         share(driver, context::current()?)?;
         let token = driver.session.call(&MemoryExport { memory: memory.id })?.token;
-        let fd = descriptor(&token).map_err(|_| Status::OPERATING_SYSTEM)?;
-        put(shareable.cast::<RawFd>(), fd)
+        put(shareable.cast::<RawFd>(), descriptor::make(&MAGIC, &token)?)
     }
 
     fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
@@ -572,7 +540,7 @@ api! {
         if kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }
-        let token = RawFd::try_from(shareable).ok().and_then(token_in).ok_or(Status::INVALID_VALUE)?;
+        let token = descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         share(driver, context)?;
         put(handle, import(driver, token, POSIX_FD)?.0 as u64)
     }

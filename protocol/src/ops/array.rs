@@ -63,6 +63,27 @@ impl ArrayShape {
         row.checked_mul(rows)?.checked_mul(slices)
     }
 
+    /// Levels of a mipmapped array of this shape at most: the last one has one element in each direction.
+    pub fn most_levels(&self) -> u32 {
+        let layers = self.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
+        let longest = self.width.max(self.height).max(if layers { 0 } else { self.depth });
+        longest.checked_ilog2().map_or(0, |halvings| halvings + 1)
+    }
+
+    /// Bytes of all elements of a mipmapped array of this shape and so many levels.
+    pub fn bytes_of_levels(&self, levels: u32) -> Option<u64> {
+        (0..levels.min(u64::BITS)).try_fold(0u64, |sum, level| sum.checked_add(self.level(level).bytes()?))
+    }
+
+    /// Whether its faces make cubes, where it is a cube map: squares, six of them, or a multiple of six in layers.
+    pub fn is_whole_cubes(&self) -> bool {
+        let cubes = match self.flags & flag::LAYERED {
+            0 => self.depth == 6,
+            _ => self.depth > 0 && self.depth.is_multiple_of(6),
+        };
+        self.flags & flag::CUBEMAP == 0 || (cubes && self.width == self.height)
+    }
+
     /// The shape of a level of a mipmapped array of this shape.
     pub fn level(&self, level: u32) -> ArrayShape {
         let half = |size: u64| if size == 0 { 0 } else { (size.checked_shr(level).unwrap_or(0)).max(1) };
@@ -247,5 +268,59 @@ ops! {
         size: u64,
         /// Bytes.
         alignment: u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(width: u64, height: u64, depth: u64, flags: u32) -> ArrayShape {
+        ArrayShape { width, height, depth, format: 0x20, channels: 1, flags }
+    }
+
+    #[test]
+    fn levels_halve_what_is_not_a_layer() {
+        let sizes = |s: &ArrayShape, level| {
+            let l = s.level(level);
+            [l.width, l.height, l.depth]
+        };
+        assert_eq!(sizes(&shape(40, 24, 9, 0), 3), [5, 3, 1]);
+        assert_eq!(sizes(&shape(40, 24, 9, flag::LAYERED), 3), [5, 3, 9]);
+        assert_eq!(sizes(&shape(40, 0, 9, flag::LAYERED), 9), [1, 0, 9]);
+        assert_eq!(sizes(&shape(16, 16, 6, flag::CUBEMAP), 1), [8, 8, 6]);
+        assert_eq!(sizes(&shape(40, 24, 9, 0), u32::MAX), [1, 1, 1]);
+    }
+
+    #[test]
+    fn the_last_level_has_one_element_in_each_direction() {
+        for (s, most) in [
+            (shape(1, 0, 0, 0), 1),
+            (shape(40, 24, 9, 0), 6),
+            (shape(3, 2, 100, 0), 7),
+            (shape(3, 2, 100, flag::LAYERED), 2),
+            (shape(u64::MAX, 0, 0, 0), 64),
+        ] {
+            assert_eq!(s.most_levels(), most, "{s:?}");
+        }
+    }
+
+    #[test]
+    fn all_levels_are_counted() {
+        assert_eq!(shape(8, 0, 0, 0).bytes_of_levels(4), Some((8 + 4 + 2 + 1) * 4));
+        assert_eq!(shape(4, 4, 6, flag::CUBEMAP).bytes_of_levels(3), Some((16 + 4 + 1) * 6 * 4));
+        assert_eq!(shape(u64::MAX, 0, 0, 0).bytes_of_levels(2), None);
+    }
+
+    #[test]
+    fn cubes_have_six_square_faces() {
+        let layered = flag::LAYERED | flag::CUBEMAP;
+        assert!(shape(8, 8, 6, flag::CUBEMAP).is_whole_cubes() && shape(8, 8, 12, layered).is_whole_cubes());
+        for other in
+            [shape(8, 8, 5, flag::CUBEMAP), shape(8, 8, 12, flag::CUBEMAP), shape(8, 4, 6, flag::CUBEMAP)]
+        {
+            assert!(!other.is_whole_cubes(), "{other:?}");
+        }
+        assert!(!shape(8, 8, 0, layered).is_whole_cubes() && !shape(8, 8, 7, layered).is_whole_cubes());
     }
 }

@@ -46,7 +46,12 @@ struct Array {
 
 enum Kind {
     Plain(CUarray),
-    Mipmapped(CUmipmappedArray, u32),
+    /// Of so many levels; a bit for each that has a name.
+    Mipmapped {
+        handle: CUmipmappedArray,
+        levels: u32,
+        named: u64,
+    },
     /// A level of the mipmapped array of this name.
     Level(CUarray, u32),
 }
@@ -72,7 +77,7 @@ impl Arrays {
         let array = self.get(id)?;
         match array.kind {
             Kind::Plain(handle) | Kind::Level(handle, _) => Ok((handle, &array.shape)),
-            Kind::Mipmapped(..) => Err(Status::INVALID_HANDLE),
+            Kind::Mipmapped { .. } => Err(Status::INVALID_HANDLE),
         }
     }
 }
@@ -95,7 +100,7 @@ impl Cuda {
                 }
                 desc.words[0] = match array.kind {
                     Kind::Plain(handle) | Kind::Level(handle, _) if r.kind == OF_ARRAY => handle as u64,
-                    Kind::Mipmapped(handle, _) if r.kind == OF_MIPMAPPED => handle as u64,
+                    Kind::Mipmapped { handle, .. } if r.kind == OF_MIPMAPPED => handle as u64,
                     _ => return Err(Status::INVALID_VALUE),
                 };
             }
@@ -127,12 +132,13 @@ impl Cuda {
 impl ArrayOps<Call> for Cuda {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
-        if self.arrays.arrays.contains_key(&op.array.0) || op.shape.flags & !flag::KNOWN != 0 {
+        if self.arrays.arrays.contains_key(&op.array.0)
+            || op.shape.flags & !flag::KNOWN != 0
+            || op.levels > op.shape.most_levels()
+        {
             return Err(Status::INVALID_VALUE);
         }
-        // All levels together are less than a third more than the first one.
-        let first = op.shape.bytes().ok_or(Status::INVALID_VALUE)?;
-        let bytes = if op.levels == 0 { first } else { first.saturating_add(first / 3) };
+        let bytes = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
         let held = crate::driver::Backend::device_memory(self);
         if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
             return Err(Status::OUT_OF_MEMORY);
@@ -158,7 +164,7 @@ impl ArrayOps<Call> for Cuda {
             // SAFETY: as above.
             let made = unsafe { self.api.mipmapped_create(&mut handle, &desc, op.levels) };
             self.note(op.context, made)?;
-            Kind::Mipmapped(handle, op.levels)
+            Kind::Mipmapped { handle, levels: op.levels, named: 0 }
         };
         let array = Array { context: op.context.0, shape: op.shape, bytes, kind };
         self.arrays.arrays.insert(op.array.0, array);
@@ -168,8 +174,11 @@ impl ArrayOps<Call> for Cuda {
     fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
         let whole = self.arrays.get(op.mipmapped)?;
         cx.context = ContextId(whole.context);
-        let Kind::Mipmapped(handle, levels) = whole.kind else { return Err(Status::INVALID_HANDLE) };
-        if op.level >= levels || self.arrays.arrays.contains_key(&op.array.0) {
+        let Kind::Mipmapped { handle, levels, named } = whole.kind else {
+            return Err(Status::INVALID_HANDLE);
+        };
+        // A level has one name: so there are no more names than levels.
+        if op.level >= levels || named >> op.level & 1 != 0 || self.arrays.arrays.contains_key(&op.array.0) {
             return Err(Status::INVALID_VALUE);
         }
         let (context, shape) = (whole.context, whole.shape.level(op.level));
@@ -180,6 +189,10 @@ impl ArrayOps<Call> for Cuda {
         self.note(cx.context, found)?;
         let array = Array { context, shape, bytes: 0, kind: Kind::Level(level, op.mipmapped.0) };
         self.arrays.arrays.insert(op.array.0, array);
+        let whole = self.arrays.arrays.get_mut(&op.mipmapped.0);
+        if let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = whole {
+            *named |= 1 << op.level;
+        }
         Ok(Answer::Now(ArrayLevelReply {}))
     }
 
@@ -191,7 +204,7 @@ impl ArrayOps<Call> for Cuda {
         let destroyed = unsafe {
             match array.kind {
                 Kind::Plain(handle) => self.api.array_destroy(handle),
-                Kind::Mipmapped(handle, _) => self.api.mipmapped_destroy(handle),
+                Kind::Mipmapped { handle, .. } => self.api.mipmapped_destroy(handle),
                 Kind::Level(..) => Ok(()),
             }
         };
@@ -353,7 +366,7 @@ impl ArrayOps<Call> for Cuda {
                 Kind::Plain(handle) | Kind::Level(handle, _) => {
                     self.api.array_requirements(&mut found, handle, device)
                 }
-                Kind::Mipmapped(handle, _) => self.api.mipmapped_requirements(&mut found, handle, device),
+                Kind::Mipmapped { handle, .. } => self.api.mipmapped_requirements(&mut found, handle, device),
             }
         };
         self.note(cx.context, asked)?;

@@ -1,4 +1,4 @@
-//! Arrays, textures and surfaces: elements row after row in memory of the device's own, which no client can name.
+//! Arrays, textures and surfaces: elements row after row in memory of the device's own, which no client can name; levels of a mipmapped array one after the other.
 
 use std::collections::HashMap;
 
@@ -15,13 +15,19 @@ use crate::driver::rows::Rows;
 
 /// `CUresourcetype`.
 const OF_ARRAY: u32 = 0;
+const OF_MIPMAPPED: u32 = 1;
 const OF_LINEAR: u32 = 2;
 const OF_ROWS: u32 = 3;
 /// `CU_TRSF_…`.
 const READ_AS_INTEGER: u32 = 1;
 const NORMALIZED_COORDINATES: u32 = 2;
-const KNOWN_FLAGS: u32 = READ_AS_INTEGER | NORMALIZED_COORDINATES | DISABLE_TRILINEAR;
+const SRGB: u32 = 0x10;
 const DISABLE_TRILINEAR: u32 = 0x20;
+const SEAMLESS_CUBEMAP: u32 = 0x40;
+const KNOWN_FLAGS: u32 =
+    READ_AS_INTEGER | NORMALIZED_COORDINATES | SRGB | DISABLE_TRILINEAR | SEAMLESS_CUBEMAP;
+/// Levels of a mipmapped array begin at multiples of this.
+const LEVEL_ALIGN: u64 = 512;
 /// Texels of a texture of linear memory: what CUDA reports for every GPU of today.
 const MAX_LINEAR: u64 = 1 << 28;
 
@@ -38,7 +44,28 @@ struct Array {
     device: u32,
     shape: ArrayShape,
     address: u64,
+    /// Bytes of memory that is its own: a level has none.
     bytes: u64,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Plain,
+    /// Of so many levels; a bit for each that has a name.
+    Mipmapped {
+        levels: u32,
+        named: u64,
+    },
+    /// A level of the mipmapped array of this name.
+    Level(u32),
+}
+
+/// Bytes before a level of a mipmapped array; before the one after the last: of all of it.
+fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
+    (0..level).try_fold(0u64, |sum, n| {
+        sum.checked_add(shape.level(n).bytes()?)?.checked_next_multiple_of(LEVEL_ALIGN)
+    })
 }
 
 impl Arrays {
@@ -49,6 +76,12 @@ impl Arrays {
     fn get(&self, id: ArrayId) -> Result<&Array, Status> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
+
+    /// An array that has elements of its own.
+    fn plain(&self, id: ArrayId) -> Result<&Array, Status> {
+        let array = self.get(id)?;
+        if matches!(array.kind, Kind::Mipmapped { .. }) { Err(Status::INVALID_HANDLE) } else { Ok(array) }
+    }
 }
 
 impl Array {
@@ -56,6 +89,22 @@ impl Array {
     fn extent(&self) -> [u64; 3] {
         // Checked when the array was made.
         self.shape.extent().unwrap_or_default()
+    }
+
+    /// A level of a mipmapped array.
+    fn level(&self, of: u32, level: u32) -> Result<Array, Status> {
+        let Kind::Mipmapped { levels, .. } = self.kind else { return Err(Status::INVALID_HANDLE) };
+        if level >= levels {
+            return Err(Status::INVALID_VALUE);
+        }
+        let before = before_level(&self.shape, level).ok_or(Status::INVALID_VALUE)?;
+        Ok(Array {
+            shape: self.shape.level(level),
+            address: self.address + before,
+            bytes: 0,
+            kind: Kind::Level(of),
+            ..*self
+        })
     }
 
     /// A box in it as memory, if it lies inside.
@@ -67,6 +116,16 @@ impl Array {
         }
         let (pitch, slice) = (whole[0], whole[0] * whole[1]);
         Ok(Pitched { address: self.address + at[2] * slice + at[1] * pitch + at[0], pitch, slice })
+    }
+
+    /// What textures and surfaces of it look at: its levels, or its only one.
+    fn images(&self) -> Result<Vec<Image>, Status> {
+        match self.kind {
+            Kind::Mipmapped { levels, .. } => {
+                (0..levels).map(|level| self.level(0, level)?.image()).collect()
+            }
+            _ => Ok(vec![self.image()?]),
+        }
     }
 
     fn image(&self) -> Result<Image, Status> {
@@ -100,9 +159,63 @@ fn format(format: u32) -> Result<ChannelFormat, Status> {
     })
 }
 
-fn sampler(s: &Sampling, format: ChannelFormat) -> Result<Sampler, Status> {
-    // sRGB, seamless cube maps, anisotropy and levels are not made here.
-    if s.flags & !KNOWN_FLAGS != 0 || s.anisotropy > 1 {
+/// The format and the channels of a `CUresourceViewFormat`; block-compressed ones are not made here.
+fn view_format(format: u32) -> Result<(ChannelFormat, u32), Status> {
+    let kind = format.checked_sub(1).ok_or(Status::INVALID_VALUE)?;
+    let channels = [1, 2, 4][kind as usize % 3];
+    let format = match kind / 3 {
+        0 => ChannelFormat::Unsigned(8),
+        1 => ChannelFormat::Signed(8),
+        2 => ChannelFormat::Unsigned(16),
+        3 => ChannelFormat::Signed(16),
+        4 => ChannelFormat::Unsigned(32),
+        5 => ChannelFormat::Signed(32),
+        6 => ChannelFormat::Float(16),
+        7 => ChannelFormat::Float(32),
+        _ => return Err(Status::NOT_SUPPORTED),
+    };
+    Ok((format, channels))
+}
+
+/// The levels, and the layers of them, that a view shows, in the format that it gives them.
+fn viewed(images: &[Image], view: &View, cube: bool) -> Result<Vec<Image>, Status> {
+    let first = images.first().ok_or(Status::INVALID_VALUE)?;
+    let [from, to] = view.levels;
+    let [top, bottom] = match view.layers {
+        // The six faces of a cube are no layers.
+        [0, 0] if cube && first.layers == 6 => [0, 5],
+        _ if cube => return Err(Status::NOT_SUPPORTED),
+        layers => layers,
+    };
+    if from > to || top > bottom || to as usize >= images.len() || bottom >= first.layers {
+        return Err(Status::INVALID_VALUE);
+    }
+    // A direction that the array does not have is 0 or 1.
+    let directions = if first.size[2] > 1 { 3 } else { 2 };
+    if (0..directions).any(|d| view.extent[d].max(1) != u64::from(first.size[d])) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let (format, channels) =
+        if view.format == 0 { (first.format, first.channels) } else { view_format(view.format)? };
+    let mut seen = images[from as usize..=to as usize].to_vec();
+    for image in &mut seen {
+        let stored = image.texel_bytes();
+        (image.format, image.channels) = (format, channels);
+        if image.texel_bytes() != stored {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        image.address += u64::from(top) * image.slice_pitch;
+        image.layers = bottom - top + 1;
+    }
+    Ok(seen)
+}
+
+fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampler, Status> {
+    if s.flags & !KNOWN_FLAGS != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    // What would be read of it is not known here.
+    if s.anisotropy > 1 {
         return Err(Status::NOT_SUPPORTED);
     }
     let mode = |mode: u32| {
@@ -116,19 +229,32 @@ fn sampler(s: &Sampling, format: ChannelFormat) -> Result<Sampler, Status> {
     };
     let whole = !matches!(format, ChannelFormat::Float(_));
     let normalized_read = whole && s.flags & READ_AS_INTEGER == 0 && format.bits() < 32;
-    let linear = match s.filter {
-        0 => false,
-        1 if whole && !normalized_read => return Err(Status::INVALID_VALUE),
-        1 => true,
-        _ => return Err(Status::INVALID_VALUE),
+    let linear = |filter: u32| match filter {
+        0 => Ok(false),
+        1 if whole && !normalized_read => Err(Status::INVALID_VALUE),
+        1 => Ok(true),
+        _ => Err(Status::INVALID_VALUE),
     };
-    Ok(Sampler {
+    let sampler = Sampler {
         address: [mode(s.address[0])?, mode(s.address[1])?, mode(s.address[2])?],
-        linear,
+        linear: linear(s.filter)?,
         normalized: s.flags & NORMALIZED_COORDINATES != 0,
         normalized_read,
+        srgb: s.flags & SRGB != 0,
         border: s.border.map(f32::from_bits),
+        seamless: s.flags & SEAMLESS_CUBEMAP != 0,
         ..Sampler::default()
+    };
+    // Where there is one level, nothing is said of levels.
+    Ok(if mipmapped {
+        Sampler {
+            mip_linear: linear(s.level_filter)?,
+            level_bias: f32::from_bits(s.level_bias),
+            level_range: s.level_clamp.map(f32::from_bits),
+            ..sampler
+        }
+    } else {
+        sampler
     })
 }
 
@@ -151,6 +277,9 @@ impl Software {
     }
 
     fn free(&self, array: &Array) {
+        if array.bytes == 0 {
+            return;
+        }
         if let Ok(device) = self.device(array.device)
             && let Err(error) = device.gpu.free(array.address)
         {
@@ -158,15 +287,19 @@ impl Software {
         }
     }
 
-    fn image(&self, context: ContextId, r: &Resource) -> Result<Image, Status> {
+    /// What a texture is of: one level, or several.
+    fn images(&self, context: ContextId, r: &Resource) -> Result<Vec<Image>, Status> {
         let device = self.context(context)?.device;
         match r.kind {
-            OF_ARRAY => {
+            OF_ARRAY | OF_MIPMAPPED => {
                 let array = self.arrays.get(r.array)?;
                 if array.context != context.0 {
                     return Err(Status::INVALID_HANDLE);
                 }
-                array.image()
+                if matches!(array.kind, Kind::Mipmapped { .. }) != (r.kind == OF_MIPMAPPED) {
+                    return Err(Status::INVALID_VALUE);
+                }
+                array.images()
             }
             OF_LINEAR | OF_ROWS => {
                 let shape = ArrayShape {
@@ -183,7 +316,7 @@ impl Software {
                     Rows { at: r.address, pitch, slice: 0, width: row, height: rows, depth: 1 }.sizes()?.1;
                 self.checked(r.address, span, device)?;
                 let size = |n: u64| u32::try_from(n).map_err(|_| Status::INVALID_VALUE);
-                Ok(Image {
+                Ok(vec![Image {
                     address: r.address,
                     size: [size(r.width)?, size(rows)?, 1],
                     layers: 1,
@@ -191,9 +324,8 @@ impl Software {
                     slice_pitch: pitch.saturating_mul(rows),
                     format: format(r.format)?,
                     channels: r.channels,
-                })
+                }])
             }
-            1 => Err(Status::NOT_SUPPORTED),
             _ => Err(Status::INVALID_VALUE),
         }
     }
@@ -211,33 +343,59 @@ impl ArrayOps<Call> for Software {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
-        if self.arrays.arrays.contains_key(&op.array.0) || op.shape.flags & !flag::KNOWN != 0 {
+        if self.arrays.arrays.contains_key(&op.array.0)
+            || op.shape.flags & !flag::KNOWN != 0
+            || op.levels > op.shape.most_levels()
+            || !op.shape.is_whole_cubes()
+        {
             return Err(Status::INVALID_VALUE);
         }
-        let bytes = op.shape.bytes().ok_or(Status::INVALID_VALUE)?;
-        if op.levels != 0 || op.shape.flags & flag::CUBEMAP != 0 {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        let held = super::super::Backend::device_memory(self);
-        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
+        format(op.shape.format)?;
+        let (kind, bytes) = match op.levels {
+            0 => (Kind::Plain, op.shape.bytes()),
+            levels => (Kind::Mipmapped { levels, named: 0 }, before_level(&op.shape, levels)),
+        };
+        let bytes = bytes.ok_or(Status::INVALID_VALUE)?;
+        self.may_hold(bytes)?;
+        let gpu = &self.device(device)?.gpu;
+        if bytes > gpu.properties().total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
-        let address = self.device(device)?.gpu.allocate(bytes).map_err(|e| code(&e))?;
-        let array = Array { context: op.context.0, device, shape: op.shape, address, bytes };
+        let address = gpu.allocate(bytes).map_err(|e| code(&e))?;
+        let array = Array { context: op.context.0, device, shape: op.shape, address, bytes, kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
+    }
+
+    fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+        if self.arrays.arrays.contains_key(&op.array.0) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let whole = self.arrays.arrays.get_mut(&op.mipmapped.0).ok_or(Status::INVALID_HANDLE)?;
+        cx.context = ContextId(whole.context);
+        let level = whole.level(op.mipmapped.0, op.level)?;
+        // A level has one name: so there are no more names than levels.
+        let Kind::Mipmapped { named, .. } = &mut whole.kind else { return Err(Status::INVALID_HANDLE) };
+        if *named >> op.level & 1 != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        *named |= 1 << op.level;
+        self.arrays.arrays.insert(op.array.0, level);
+        Ok(Answer::Now(ArrayLevelReply {}))
     }
 
     fn array_destroy(&mut self, cx: &mut Call, op: ArrayDestroy) -> Result<(), Status> {
         cx.context = ContextId(self.arrays.get(op.array)?.context);
         let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
         self.free(&array);
+        // Its levels go with it.
+        self.arrays.arrays.retain(|_, level| level.kind != Kind::Level(op.array.0));
         Ok(())
     }
 
     fn memcpy_array(&mut self, cx: &mut Call, op: MemcpyArray) -> Result<(), Status> {
         let memory = |end: &ArrayPlace| match end.array {
-            Some(id) => self.arrays.get(id)?.memory(end.at, op.extent),
+            Some(id) => self.arrays.plain(id)?.memory(end.at, op.extent),
             None => Ok(end.memory.clone()),
         };
         let (src, dst) = (memory(&op.src)?, memory(&op.dst)?);
@@ -250,13 +408,17 @@ impl ArrayOps<Call> for Software {
         op: TextureCreate,
     ) -> Result<Answer<TextureCreateReply>, Status> {
         cx.context = op.context;
-        let image = self.image(op.context, &op.resource)?;
-        if op.view.as_ref().is_some_and(|view| view.format != 0) {
-            return Err(Status::NOT_SUPPORTED);
+        let mut images = self.images(op.context, &op.resource)?;
+        if let Some(view) = &op.view {
+            let array = self.arrays.get(op.resource.array);
+            let cube = array.is_ok_and(|array| array.shape.flags & flag::CUBEMAP != 0);
+            images = viewed(&images, view, cube)?;
         }
-        let sampler = sampler(&op.sampling, image.format)?;
+        let format = images.first().ok_or(Status::INVALID_VALUE)?.format;
+        let sampler = sampler(&op.sampling, format, op.resource.kind == OF_MIPMAPPED)?;
         let device = self.context(op.context)?.device;
-        let texture = self.device(device)?.gpu.create_texture(image, sampler).map_err(|e| code(&e))?;
+        let texture =
+            self.device(device)?.gpu.create_mipmapped_texture(&images, sampler).map_err(|e| code(&e))?;
         self.arrays.handles.insert((device, texture), op.context.0);
         Ok(Answer::Now(TextureCreateReply { texture }))
     }
@@ -271,7 +433,7 @@ impl ArrayOps<Call> for Software {
         op: SurfaceCreate,
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
-        let array = self.arrays.get(op.array)?;
+        let array = self.arrays.plain(op.array)?;
         if array.context != op.context.0 {
             return Err(Status::INVALID_VALUE);
         }

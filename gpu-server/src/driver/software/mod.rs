@@ -283,7 +283,7 @@ impl DeviceOps<Call> for Software {
 
     fn device_info(&mut self, _cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
         let device = self.device(op.device)?;
-        Ok(Answer::Now(properties::describe(op.device, device.gpu.properties())))
+        Ok(Answer::Now(properties::describe(device.number, device.gpu.properties())))
     }
 
     fn peer_info(&mut self, _cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {

@@ -8,10 +8,10 @@ pub(super) const MAX_WINDOW: u32 = 128 << 20;
 /// Domains in which fences order memory: here each orders all of it.
 pub(super) const MEM_SYNC_DOMAINS: u32 = 4;
 
-/// Everything that is told of device `ordinal`.
-pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
+/// Everything that is told of a device, which is the server's `number`: the same for every session, whatever ordinal it has there.
+pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     let mut uuid = *b"rgpu-software-\0\0";
-    uuid[14..].copy_from_slice(&(ordinal as u16).to_be_bytes());
+    uuid[14..].copy_from_slice(&(number as u16).to_be_bytes());
     let (major, minor) = p.compute_capability;
     let optin = p.shared_per_block_optin;
     // Number in `CUdevice_attribute`, value.
@@ -50,7 +50,7 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (31, 1),
         (32, 0),
         (33, 0),
-        (34, ordinal),
+        (34, number),
         (35, 0),
         (36, 1_000_000),
         (37, 64),
@@ -63,7 +63,11 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (43, 2048),
         (50, 0xffff),
         (51, 32),
-        // Surfaces: 1D; 2D; 3D; layered 1D and 2D. Cube maps and mipmaps: none.
+        // Cube maps; layers of them.
+        (52, 32_768),
+        (53, 32_768),
+        (54, 2046),
+        // Surfaces: 1D; 2D; 3D; layered 1D and 2D; cube maps; layers of them.
         (55, 32_768),
         (56, 131_072),
         (57, 65_536),
@@ -75,13 +79,20 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (63, 32_768),
         (64, 32_768),
         (65, 2048),
+        (66, 32_768),
+        (67, 32_768),
+        (68, 2046),
         // Textures over linear memory: 1D; width, height and pitch of 2D.
         (69, 1 << 28),
         (70, 131_072),
         (71, 65_000),
         (72, 2_097_120),
+        // Mipmapped: 2D, 1D.
+        (73, 32_768),
+        (74, 32_768),
         (75, major),
         (76, minor),
+        (77, 32_768),
         (78, 1),
         (79, 1),
         (80, 1),
@@ -89,7 +100,7 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         (82, p.registers_per_block),
         (83, 1),
         (84, 0),
-        (85, ordinal),
+        (85, number),
         (86, 0),
         (87, 2),
         (88, 0),
@@ -123,7 +134,7 @@ pub(super) fn describe(ordinal: u32, p: &Properties) -> DeviceInfoReply {
         name: p.name.clone(),
         uuid,
         // No PCI device at all: a domain that no machine has.
-        pci: [0xffff, 0, ordinal],
+        pci: [0xffff, 0, number],
         total_memory: p.total_memory,
         granule: GRANULE,
         stream_priorities: [0, 0],

@@ -398,7 +398,9 @@ impl Reader<'_> {
         let wanted = match look.detail {
             Detail::Base => 0,
             Detail::Level(level) => fixed(level).saturating_add(fixed(sampler.level_bias)),
-            Detail::Gradient(change) => self.extent(look.directions, change) + fixed(sampler.level_bias),
+            Detail::Gradient(change) => {
+                self.extent(look.directions, change).saturating_add(fixed(sampler.level_bias))
+            }
         };
         let [least, most] = sampler.level_range.map(fixed);
         let top = (self.texture.levels.len() as i64 - 1) << 8;

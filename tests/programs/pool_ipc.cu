@@ -1,0 +1,177 @@
+// A pool shared with another process: its descriptor goes over a socket, its allocations by 64 bytes each. The other process reads them, writes them, and frees them at once or in a
+// stream's order before their owner does.
+#define PROGRAM "pool_ipc"
+#include "common.h"
+
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <vector>
+
+__global__ void turn(unsigned *data, size_t n) {
+    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    if (i < n) data[i] = ~data[i];
+}
+__global__ void fill(unsigned *data, size_t n, unsigned of) {
+    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    if (i < n) data[i] = (unsigned)i * 2654435761u + of;
+}
+
+const int COUNT = 5;
+static size_t words_of(int i) { return 1000 + i * 70001; }
+
+static void send_fd(int socket, int fd) {
+    char space[CMSG_SPACE(sizeof fd)] = {}, byte = 'f';
+    iovec part = {&byte, 1};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = space;
+    message.msg_controllen = sizeof space;
+    cmsghdr *head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(head), &fd, sizeof fd);
+    REQUIRE(sendmsg(socket, &message, 0) == 1, "the descriptor cannot be sent");
+}
+
+static int receive_fd(int socket) {
+    int fd;
+    char space[CMSG_SPACE(sizeof fd)] = {}, byte;
+    iovec part = {&byte, 1};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = space;
+    message.msg_controllen = sizeof space;
+    REQUIRE(recvmsg(socket, &message, 0) == 1, "the other process is gone");
+    cmsghdr *head = CMSG_FIRSTHDR(&message);
+    REQUIRE(head && head->cmsg_type == SCM_RIGHTS, "no descriptor came");
+    memcpy(&fd, CMSG_DATA(head), sizeof fd);
+    return fd;
+}
+
+static void give(int to, const void *data, size_t len) { REQUIRE(write(to, data, len) == (ssize_t)len, "the socket is broken"); }
+static void take(int from, void *data, size_t len) { REQUIRE(recv(from, data, len, MSG_WAITALL) == (ssize_t)len, "the other process is gone"); }
+
+static int other(int socket) {
+    int fds[2] = {receive_fd(socket), receive_fd(socket)};
+    cudaMemPool_t pool, another;
+    CHECK(cudaMemPoolImportFromShareableHandle(&pool, (void *)(uintptr_t)fds[0], cudaMemHandleTypePosixFileDescriptor, 0));
+    CHECK(cudaMemPoolImportFromShareableHandle(&another, (void *)(uintptr_t)fds[1], cudaMemHandleTypePosixFileDescriptor, 0));
+    close(fds[0]);
+    close(fds[1]);
+    cudaMemLocation here = {cudaMemLocationTypeDevice, {0}};
+    cudaMemAccessFlags access;
+    CHECK(cudaMemPoolGetAccess(&access, pool, &here));
+    if (access != cudaMemAccessFlagsProtReadWrite) {
+        cudaMemAccessDesc wanted = {here, cudaMemAccessFlagsProtReadWrite};
+        CHECK(cudaMemPoolSetAccess(pool, &wanted, 1));
+    }
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    void *none;
+    EXPECT(cudaErrorInvalidValue, cudaMallocFromPoolAsync(&none, 4096, pool, stream));
+    EXPECT(cudaErrorInvalidValue, cudaDeviceSetMemPool(0, pool));
+    cudaMemPoolPtrExportData data[COUNT];
+    take(socket, data, sizeof data);
+    cudaMemPoolPtrExportData wrong = {};
+    REQUIRE(cudaMemPoolImportPointer(&none, pool, &wrong) != cudaSuccess, "an import of nothing");
+    cudaGetLastError();
+    unsigned *at[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        const size_t n = words_of(i);
+        CHECK(cudaMemPoolImportPointer((void **)&at[i], pool, &data[i]));
+        cudaPointerAttributes known;
+        CHECK(cudaPointerGetAttributes(&known, at[i]));
+        REQUIRE(known.type == cudaMemoryTypeDevice && known.device == 0, "allocation %d is of type %d", i, known.type);
+        std::vector<unsigned> words(n);
+        CHECK(cudaMemcpyAsync(words.data(), at[i], n * 4, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        for (size_t w = 0; w < n; w++) REQUIRE(words[w] == (unsigned)w * 2654435761u + i, "word %zu of allocation %d in the other process", w, i);
+        turn<<<(n + 255) / 256, 256, 0, stream>>>(at[i], n);
+        LAUNCHED();
+    }
+    // At once, and in the order of the stream that has used them.
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaFree(at[0]));
+    for (int i = 1; i < COUNT; i++) CHECK(cudaFreeAsync(at[i], stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaMemPoolDestroy(pool));
+    CHECK(cudaMemPoolDestroy(another));
+    CHECK(cudaStreamDestroy(stream));
+    give(socket, "ok", 2);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
+    parse_options(argc, argv);
+    int ends[2];
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "no sockets");
+    pid_t child = fork();
+    REQUIRE(child >= 0, "no process");
+    if (child == 0) {
+        close(ends[0]);
+        execl("/proc/self/exe", argv[0], "other", std::to_string(ends[1]).c_str(), (char *)nullptr);
+        _exit(127);
+    }
+    close(ends[1]);
+    int kinds = 0;
+    CHECK(cudaDeviceGetAttribute(&kinds, cudaDevAttrMemoryPoolSupportedHandleTypes, 0));
+    REQUIRE(kinds & cudaMemHandleTypePosixFileDescriptor, "pools cannot be shared by descriptors");
+    cudaMemPoolProps properties = {};
+    properties.allocType = cudaMemAllocationTypePinned;
+    properties.location = {cudaMemLocationTypeDevice, {0}};
+    cudaMemPool_t pool, another, own;
+    CHECK(cudaMemPoolCreate(&own, &properties));
+    properties.handleTypes = cudaMemHandleTypePosixFileDescriptor;
+    CHECK(cudaMemPoolCreate(&pool, &properties));
+    CHECK(cudaMemPoolCreate(&another, &properties));
+    int fds[2] = {-1, -1};
+    EXPECT(cudaErrorInvalidValue, cudaMemPoolExportToShareableHandle(&fds[0], own, cudaMemHandleTypePosixFileDescriptor, 0));
+    CHECK(cudaMemPoolExportToShareableHandle(&fds[0], pool, cudaMemHandleTypePosixFileDescriptor, 0));
+    CHECK(cudaMemPoolExportToShareableHandle(&fds[1], another, cudaMemHandleTypePosixFileDescriptor, 0));
+    for (int fd : fds) {
+        send_fd(ends[0], fd);
+        close(fd);
+    }
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    unsigned *at[COUNT];
+    cudaMemPoolPtrExportData data[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        const size_t n = words_of(i);
+        CHECK(cudaMallocFromPoolAsync((void **)&at[i], n * 4, pool, stream));
+        fill<<<(n + 255) / 256, 256, 0, stream>>>(at[i], n, i);
+        LAUNCHED();
+        CHECK(cudaMemPoolExportPointer(&data[i], at[i]));
+    }
+    void *unshared, *plain;
+    cudaMemPoolPtrExportData none;
+    CHECK(cudaMallocFromPoolAsync(&unshared, 4096, own, stream));
+    CHECK(cudaMalloc(&plain, 4096));
+    EXPECT(cudaErrorInvalidValue, cudaMemPoolExportPointer(&none, unshared));
+    EXPECT(cudaErrorInvalidValue, cudaMemPoolExportPointer(&none, plain));
+    CHECK(cudaFree(plain));
+    CHECK(cudaFreeAsync(unshared, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    give(ends[0], data, sizeof data);
+    char answer[2];
+    take(ends[0], answer, 2);
+    for (int i = 0; i < COUNT; i++) {
+        const size_t n = words_of(i);
+        std::vector<unsigned> words(n);
+        CHECK(cudaMemcpyAsync(words.data(), at[i], n * 4, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        for (size_t w = 0; w < n; w++) REQUIRE(words[w] == ~((unsigned)w * 2654435761u + i), "word %zu of allocation %d after the other process", w, i);
+        CHECK(cudaFreeAsync(at[i], stream));
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    int status;
+    REQUIRE(waitpid(child, &status, 0) == child && status == 0, "the other process ended with %d", status);
+    for (cudaMemPool_t each : {pool, another, own}) CHECK(cudaMemPoolDestroy(each));
+    return pass("%d allocations of a pool through two processes", COUNT);
+}
