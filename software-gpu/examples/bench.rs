@@ -69,8 +69,13 @@ fn programs() -> [Program; 4] {
     const REDUCED: u64 = 64 << 20;
     const BODIES: u64 = 16384;
     const OPTIONS: u64 = 4 << 20;
-    let square =
-        LaunchConfig { grid: [32, 32, 1], block: [32, 32, 1], dynamic_shared: 0, cooperative: false };
+    let square = LaunchConfig {
+        grid: [32, 32, 1],
+        block: [32, 32, 1],
+        dynamic_shared: 0,
+        cooperative: false,
+        cluster: None,
+    };
     [
         Program {
             name: "matrixMul",

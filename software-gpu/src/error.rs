@@ -165,6 +165,9 @@ pub enum Error {
         /// Blocks that can be resident.
         limit: u64,
     },
+    /// A grid cannot be made of such clusters.
+    #[error("invalid clusters: {0}")]
+    InvalidClusterSize(String),
     /// An event that was never recorded, or without time, was asked for its time.
     #[error("the event has no time: {0}")]
     NoTime(&'static str),
@@ -194,6 +197,7 @@ impl Error {
             Error::NoTime(_) => 400,
             Error::LaunchOutOfResources(_) => 701,
             Error::CooperativeLaunchTooLarge { .. } => 720,
+            Error::InvalidClusterSize(_) => 912,
             Error::Operation(e) => e.cuda_code(),
             Error::Kernel { fault, .. } => match fault {
                 Fault::IllegalAddress { .. } => 700,

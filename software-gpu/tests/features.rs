@@ -50,6 +50,37 @@ fn wmma_of_halves_is_the_matrix_product() {
 }
 
 #[test]
+fn products_of_doubles_are_chains_of_fused_additions() {
+    both(|b, m| {
+        let value = |i: usize| ((i * 37 % 101) as f64 - 50.0) / 7.0 * 2f64.powi((i * 13 % 9) as i32 * 4 - 16);
+        let (x, y): (Vec<f64>, Vec<f64>) = (0..256).map(|i| (value(i), value(3 * i + 1))).unzip();
+        let (da, db, dd) = (b.upload(&x), b.upload(&y), b.upload(&[0f64; 128]));
+        let p = Params::default().u64(dd).u64(da).u64(db).i32(16);
+        b.run(m, "wmma_doubles", LaunchConfig::linear(1, 32), &p.0).unwrap();
+        let want: Vec<f64> = (0..64)
+            .map(|n| (0..16).fold(0.5, |sum, k| x[n / 8 * 16 + k].mul_add(y[n % 8 * 16 + k], sum)))
+            .collect();
+        assert_eq!(b.download::<f64>(dd, 64), want);
+        let p = Params::default().u64(dd).u64(da).u64(db);
+        b.run(m, "mma_doubles", LaunchConfig::linear(1, 32), &p.0).unwrap();
+        let want: Vec<f64> = (0..128)
+            .map(|n| (0..16).fold(0.0, |sum, k| x[n / 8 * 16 + k].mul_add(y[k * 8 + n % 8], sum)))
+            .collect();
+        assert_eq!(b.download::<f64>(dd, 128), want);
+    });
+}
+
+#[test]
+fn sixteen_bytes_are_stored_and_loaded_as_one() {
+    both(|b, m| {
+        let (cells, torn) = (b.upload(&[0u64; 128]), b.upload(&[0u32]));
+        let p = Params::default().u64(cells).u64(torn).i32(100_000);
+        b.run(m, "pairs", LaunchConfig::linear(8, 64), &p.0).unwrap();
+        assert_eq!(b.download::<u32>(torn, 1), [0]);
+    });
+}
+
+#[test]
 fn wmma_of_bytes_is_the_matrix_product() {
     both(|b, m| {
         let x: Vec<i8> = (0..32 * 16).map(|i| (i * 37 % 251) as u8 as i8).collect();

@@ -64,6 +64,8 @@ pub struct Properties {
     pub warp_size: u32,
     /// Threads of a block at most.
     pub max_threads_per_block: u32,
+    /// Blocks of a cluster at most; 8 are what every GPU with clusters has.
+    pub max_cluster_blocks: u32,
     /// Threads that can be resident on a multiprocessor.
     pub max_threads_per_multiprocessor: u32,
     /// Blocks that can be resident on a multiprocessor.
@@ -140,6 +142,7 @@ impl Gpu {
             multiprocessors: workers as u32,
             warp_size: 32,
             max_threads_per_block: 1024,
+            max_cluster_blocks: crate::lower::MAX_CLUSTER,
             max_threads_per_multiprocessor: 2048,
             max_blocks_per_multiprocessor: 32,
             max_block: [1024, 1024, 64],
@@ -221,7 +224,7 @@ impl Gpu {
         self.memory().release(addr)
     }
 
-    /// Allocates memory at an address of the GPU's own choice, apart from what [`Gpu::map`] maps: where kernels' own `malloc` allocates.
+    /// Allocates memory at an address of the GPU's own choice, apart from what [`Gpu::map`] maps.
     pub fn allocate(&self, size: u64) -> Result<u64> {
         self.inner.memory.allocate_module(size)
     }
@@ -229,6 +232,12 @@ impl Gpu {
     /// Frees memory of [`Gpu::allocate`].
     pub fn free(&self, addr: u64) -> Result<()> {
         self.inner.memory.free_module(addr)
+    }
+
+    /// Bytes that kernels' `malloc` may hand out at a time, with what each allocation costs beside its size (16 bytes, rounded
+    /// up to 16). It is 8 MiB until this is called (`cudaLimitMallocHeapSize`). What is handed out already stays.
+    pub fn set_heap_limit(&self, bytes: u64) {
+        self.memory().set_heap_limit(bytes);
     }
 
     /// The allocation that holds `addr`: its first address and its size.

@@ -1,6 +1,6 @@
 //! Launches: what a launch must satisfy, and the workers that run its blocks.
 //!
-//! A worker takes one block at a time and runs it until it is done or has had its time slice, then puts it
+//! A worker takes one block, or one cluster of them, at a time and runs it until it is done or has had its time slice, then puts it
 //! aside and takes another, of this kernel or of one from another stream. So blocks that wait for each
 //! other (cooperative launches, look-back scans, flags set by another stream) always get on.
 
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use crate::device::gpu::{Gpu, Inner};
-use crate::device::module::Function;
+use crate::device::module::{Function, FunctionInfo};
 use crate::error::{Error, Fault, Location, Result};
-use crate::exec::block::{Block, Outcome, Scratch};
-use crate::lower::program::{Code, Program};
+use crate::exec::cluster::{Cluster, Outcome, Scratch};
+use crate::lower::program::{Code, Line, Program};
 
 /// Warp instructions after which a block makes room for others.
 const SLICE: u64 = 1 << 20;
@@ -28,12 +28,20 @@ pub struct LaunchConfig {
     pub dynamic_shared: u32,
     /// All blocks must be resident together, so that they may wait for each other.
     pub cooperative: bool,
+    /// Blocks of a cluster in each dimension; `None`: as many as the kernel requires, or clusters of one block.
+    pub cluster: Option<[u32; 3]>,
 }
 
 impl LaunchConfig {
     /// A one-dimensional launch without dynamic shared memory.
     pub fn linear(blocks: u32, threads: u32) -> LaunchConfig {
-        LaunchConfig { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared: 0, cooperative: false }
+        LaunchConfig {
+            grid: [blocks, 1, 1],
+            block: [threads, 1, 1],
+            dynamic_shared: 0,
+            cooperative: false,
+            cluster: None,
+        }
     }
 }
 
@@ -43,17 +51,22 @@ pub(crate) struct KernelRun {
     pub program: Arc<Program>,
     pub code: Arc<Code>,
     pub config: LaunchConfig,
-    pub params: Vec<u8>,
+    pub params: Vec<Line>,
+    pub param_bytes: u32,
     pub shared_bytes: u32,
+    /// Blocks of a cluster in each dimension, and whether the launch or the kernel said so.
+    pub cluster: [u32; 3],
+    pub explicit_cluster: bool,
     pub grid_id: u64,
     /// Device memory in which a cooperative grid's blocks meet; 0 for other launches.
     pub workspace: u64,
-    blocks: u64,
+    /// Of the grid; the numbers below count them, too.
+    all_clusters: u64,
     resident_limit: u64,
     next: AtomicU64,
     started: AtomicU64,
     finished: AtomicU64,
-    suspended: Mutex<VecDeque<Box<Block>>>,
+    suspended: Mutex<VecDeque<Box<Cluster>>>,
     failed: AtomicBool,
     result: Mutex<(bool, Option<Error>)>,
     done: Condvar,
@@ -65,7 +78,6 @@ impl KernelRun {
     pub fn new(gpu: &Gpu, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<KernelRun> {
         let p = gpu.properties();
         let info = function.info();
-        let threads: u64 = config.block.iter().map(|&n| u64::from(n)).product();
         for i in 0..3 {
             if config.block[i] == 0 || config.block[i] > p.max_block[i] {
                 return Err(Error::InvalidArgument(format!("block dimensions {:?}", config.block)));
@@ -74,6 +86,7 @@ impl KernelRun {
                 return Err(Error::InvalidArgument(format!("grid dimensions {:?}", config.grid)));
             }
         }
+        let threads: u64 = config.block.iter().map(|&n| u64::from(n)).product();
         if threads > u64::from(p.max_threads_per_block) {
             return Err(Error::InvalidArgument(format!("{threads} threads in a block")));
         }
@@ -89,6 +102,7 @@ impl KernelRun {
                 config.block, info.name, info.required_block
             )));
         }
+        let cluster = cluster_size(&config, info)?;
         let shared_bytes = u64::from(info.shared_bytes) + u64::from(config.dynamic_shared);
         if shared_bytes > u64::from(p.shared_per_block_optin) {
             return Err(Error::InvalidArgument(format!(
@@ -107,11 +121,14 @@ impl KernelRun {
         if params.is_empty() && wanted > 0 {
             return Err(Error::InvalidArgument(format!("no parameters, {} takes {wanted} bytes", info.name)));
         }
-        let mut params = params.to_vec();
-        params.resize(wanted, 0);
+        let mut lines = vec![Line([0; 64]); wanted.div_ceil(size_of::<Line>())];
+        for (line, bytes) in lines.iter_mut().zip(params.chunks(size_of::<Line>())) {
+            line.0[..bytes.len()].copy_from_slice(bytes);
+        }
+        // No more than 2^63, as the dimensions are bounded.
         let blocks: u64 = config.grid.iter().map(|&n| u64::from(n)).product();
-        let resident_limit = u64::from(function.max_active_blocks(threads as u32, config.dynamic_shared))
-            * u64::from(p.multiprocessors);
+        let size = u64::from(cluster.iter().product::<u32>());
+        let resident_limit = u64::from(function.max_resident_blocks(threads as u32, config.dynamic_shared));
         if config.cooperative && blocks > resident_limit {
             return Err(Error::CooperativeLaunchTooLarge { blocks, limit: resident_limit });
         }
@@ -122,11 +139,14 @@ impl KernelRun {
             program: Arc::clone(function.program()),
             code: Arc::clone(function.code()),
             config,
-            params,
+            params: lines,
+            param_bytes: wanted as u32,
             shared_bytes: shared_bytes as u32,
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
-            blocks,
-            resident_limit: resident_limit.max(1),
+            cluster,
+            explicit_cluster: config.cluster.is_some() || info.required_cluster != [0; 3],
+            all_clusters: blocks / size,
+            resident_limit: (resident_limit / size).max(1),
             next: AtomicU64::new(0),
             started: AtomicU64::new(0),
             finished: AtomicU64::new(0),
@@ -161,24 +181,29 @@ impl KernelRun {
         Error::Kernel { fault, location: Arc::new(location) }
     }
 
-    fn block_index(&self, linear: u64) -> [u32; 3] {
-        let (x, y) = (u64::from(self.config.grid[0]), u64::from(self.config.grid[1]));
+    /// Clusters of the grid in one dimension.
+    pub fn clusters(&self, dimension: usize) -> u32 {
+        self.config.grid[dimension] / self.cluster[dimension]
+    }
+
+    fn cluster_index(&self, linear: u64) -> [u32; 3] {
+        let (x, y) = (u64::from(self.clusters(0)), u64::from(self.clusters(1)));
         [(linear % x) as u32, (linear / x % y) as u32, (linear / x / y) as u32]
     }
 
-    fn suspended(&self) -> MutexGuard<'_, VecDeque<Box<Block>>> {
+    fn suspended(&self) -> MutexGuard<'_, VecDeque<Box<Cluster>>> {
         self.suspended.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The next block to work on: a fresh one as long as they may be resident, else one put aside.
-    fn take(&self, scratch: &mut Scratch) -> Option<Box<Block>> {
+    /// The next cluster to work on: a fresh one as long as they may be resident, else one put aside.
+    fn take(&self, scratch: &mut Scratch) -> Option<Box<Cluster>> {
         let resident = self.started.load(Ordering::Relaxed)
             - self.finished.load(Ordering::Relaxed).min(self.started.load(Ordering::Relaxed));
-        if resident < self.resident_limit && self.next.load(Ordering::Relaxed) < self.blocks {
+        if resident < self.resident_limit && self.next.load(Ordering::Relaxed) < self.all_clusters {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index < self.blocks {
+            if index < self.all_clusters {
                 self.started.fetch_add(1, Ordering::Relaxed);
-                return Some(Block::new(self, self.block_index(index), scratch));
+                return Some(Cluster::new(self, self.cluster_index(index), scratch));
             }
         }
         self.suspended().pop_front()
@@ -186,12 +211,12 @@ impl KernelRun {
 
     /// Whether a worker could do something for this kernel.
     fn has_work(&self) -> bool {
-        self.next.load(Ordering::Relaxed) < self.blocks || !self.suspended().is_empty()
+        self.next.load(Ordering::Relaxed) < self.all_clusters || !self.suspended().is_empty()
     }
 
-    /// Counts a block as done; true for the last one.
-    fn finish_block(&self) -> bool {
-        self.finished.fetch_add(1, Ordering::AcqRel) + 1 == self.blocks
+    /// Counts a cluster as done; true for the last one.
+    fn finish_cluster(&self) -> bool {
+        self.finished.fetch_add(1, Ordering::AcqRel) + 1 == self.all_clusters
     }
 
     fn complete(&self) {
@@ -209,6 +234,31 @@ impl KernelRun {
             None => Ok(()),
         }
     }
+}
+
+/// The clusters that a launch is made of.
+fn cluster_size(config: &LaunchConfig, info: &FunctionInfo) -> Result<[u32; 3]> {
+    let required = Some(info.required_cluster).filter(|&r| r != [0; 3]);
+    let Some(size) = config.cluster.or(required) else {
+        if info.cluster_must_be_given {
+            return Err(Error::InvalidClusterSize(format!(
+                "{} needs the launch to say how large they are",
+                info.name
+            )));
+        }
+        return Ok([1; 3]);
+    };
+    let blocks = size.iter().fold(1, |all: u32, &n| all.saturating_mul(n));
+    let divides = (0..3).all(|i| size[i] > 0 && config.grid[i].is_multiple_of(size[i]));
+    if !divides || blocks > info.max_cluster_blocks || required.is_some_and(|r| r != size) {
+        let (grid, most) = (config.grid, info.max_cluster_blocks);
+        let requires =
+            required.map_or(String::new(), |r| format!(", which {} requires to be {r:?}", info.name));
+        return Err(Error::InvalidClusterSize(format!(
+            "{size:?}, in a grid of {grid:?} blocks, {most} in a cluster at most{requires}"
+        )));
+    }
+    Ok(size)
 }
 
 impl Drop for KernelRun {
@@ -285,26 +335,26 @@ impl Pool {
         let mut scratch = Scratch::default();
         while let Some(kernel) = self.next_kernel() {
             let mut budget: u64 = SLICE;
-            while let Some(mut block) = kernel.take(&mut scratch) {
+            while let Some(mut cluster) = kernel.take(&mut scratch) {
                 let outcome = if kernel.failed.load(Ordering::Acquire) {
                     Outcome::Finished
                 } else {
                     // A mistake of this crate's own ends the kernel, not whoever waits for it.
-                    let turn = std::panic::AssertUnwindSafe(|| block.run(&kernel, budget));
+                    let turn = std::panic::AssertUnwindSafe(|| cluster.run(&kernel, budget));
                     std::panic::catch_unwind(turn).unwrap_or_else(|_| Outcome::Failed(kernel.broken()))
                 };
                 match outcome {
                     Outcome::Yielded => {
-                        kernel.suspended().push_back(block);
+                        kernel.suspended().push_back(cluster);
                         self.work.notify_one();
                         break;
                     }
-                    Outcome::Finished => budget = budget.saturating_sub(block.executed()).max(1 << 12),
+                    Outcome::Finished => budget = budget.saturating_sub(cluster.executed()).max(1 << 12),
                     Outcome::Failed(error) => kernel.fail(error),
                 }
-                kernel.gpu.executed.fetch_add(block.executed(), Ordering::Relaxed);
-                scratch.recycle(block);
-                if kernel.finish_block() {
+                kernel.gpu.executed.fetch_add(cluster.executed(), Ordering::Relaxed);
+                scratch.recycle(cluster);
+                if kernel.finish_cluster() {
                     self.lock().kernels.retain(|k| !Arc::ptr_eq(k, &kernel));
                     kernel.complete();
                     break;

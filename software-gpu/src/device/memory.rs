@@ -15,20 +15,24 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
+use crate::device::region::Region;
 use crate::error::{Error, Result};
 
 /// Mappings begin and end at multiples of this many bytes.
 pub const GRANULE: u64 = 2 << 20;
 /// Host address space is reserved in aligned pieces of this many bytes.
-const WINDOW: u64 = 1 << 40;
+pub(super) const WINDOW: u64 = 1 << 40;
 /// First address that a caller may map. Below lie the GPU's own windows (shared, local, constant and
 /// module memory).
 pub const FIRST_ADDRESS: u64 = 0x1000_0000_0000;
 /// End of the addresses that a caller may map: 47 bits, as on a real GPU.
 pub const LAST_ADDRESS: u64 = 1 << 47;
-/// Where modules' globals, constants and in-kernel heaps live.
+/// Where modules' globals and constants live; the heap of kernels' `malloc` comes next.
 pub(crate) const MODULE_BASE: u64 = 0x0200_0000_0000;
-const MODULE_END: u64 = MODULE_BASE + WINDOW;
+const HEAP_BASE: u64 = MODULE_BASE + WINDOW;
+const HEAP_END: u64 = HEAP_BASE + WINDOW;
+/// Bytes that kernels may allocate if nobody says otherwise, as with CUDA.
+const HEAP_LIMIT: u64 = 8 << 20;
 
 /// An allocation found for an address: its bounds on the device and where its first byte is on the host.
 #[derive(Clone, Copy)]
@@ -49,8 +53,9 @@ struct Maps {
     allocations: BTreeMap<u64, u64>,
     /// Allocations that follow their mappings ([`Memory::show`]) and are joined with such neighbours.
     shown: BTreeSet<u64>,
-    module_next: u64,
-    module_free: Vec<(u64, u64)>,
+    modules: Region,
+    heap: Region,
+    heap_limit: u64,
     used: u64,
 }
 
@@ -77,8 +82,9 @@ impl Memory {
                 files: BTreeSet::new(),
                 allocations: BTreeMap::new(),
                 shown: BTreeSet::new(),
-                module_next: MODULE_BASE,
-                module_free: Vec::new(),
+                modules: Region::new(MODULE_BASE, HEAP_BASE, 512, 0),
+                heap: Region::new(HEAP_BASE, HEAP_END, 16, 16),
+                heap_limit: HEAP_LIMIT,
                 used: 0,
             }),
             peers: RwLock::default(),
@@ -106,7 +112,7 @@ impl Memory {
                  within {FIRST_ADDRESS:#x}..{LAST_ADDRESS:#x}"
             )));
         }
-        self.map_any(addr, size, None)
+        map_any(&mut self.maps.write().unwrap_or_else(poisoned), self.total, addr, size, None)
     }
 
     /// See [`crate::Gpu::map_file`].
@@ -118,7 +124,8 @@ impl Memory {
                 "mapping of {size:#x} bytes of a file from {offset:#x} at {addr:#x}"
             )));
         }
-        self.map_any(addr, size, Some((file, offset)))
+        let file = Some((file, offset));
+        map_any(&mut self.maps.write().unwrap_or_else(poisoned), self.total, addr, size, file)
     }
 
     /// See [`crate::Gpu::charge`].
@@ -200,49 +207,6 @@ impl Memory {
         GENERATION.fetch_add(1, Ordering::AcqRel);
     }
 
-    fn map_any(&self, addr: u64, size: u64, file: Option<(BorrowedFd<'_>, u64)>) -> Result<()> {
-        let mut maps = self.maps.write().unwrap_or_else(poisoned);
-        if let Some((&a, &s)) = maps.mappings.range(..addr + size).next_back()
-            && a + s > addr
-        {
-            return Err(Error::InvalidArgument(format!(
-                "mapping of {size:#x} bytes at {addr:#x} overlaps {s:#x} bytes mapped at {a:#x}"
-            )));
-        }
-        if file.is_none() && size > self.total - maps.used {
-            let free = self.total - maps.used;
-            return Err(Error::OutOfMemory { requested: size, free, total: self.total });
-        }
-        let first = addr / WINDOW;
-        let last = (addr + size - 1) / WINDOW;
-        if first != last {
-            return Err(Error::InvalidArgument(format!(
-                "mapping of {size:#x} bytes at {addr:#x} crosses a boundary of {WINDOW:#x} bytes"
-            )));
-        }
-        let base = match maps.windows.get(&first) {
-            Some(&base) => base,
-            None => {
-                let base = reserve(WINDOW)?;
-                maps.windows.insert(first, base);
-                base
-            }
-        };
-        let host = base + (addr % WINDOW) as usize;
-        match file {
-            Some((file, offset)) => {
-                attach(host, size, file, offset)?;
-                maps.files.insert(addr);
-            }
-            None => {
-                commit(host, size)?;
-                maps.used += size;
-            }
-        }
-        maps.mappings.insert(addr, size);
-        Ok(())
-    }
-
     /// See [`crate::Gpu::unmap`].
     pub fn unmap(&self, addr: u64, size: u64) -> Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
@@ -311,67 +275,81 @@ impl Memory {
         Ok(size)
     }
 
-    /// Takes zeroed memory from the module range: for globals, constants and in-kernel heaps.
-    /// 512-byte aligned; mapped by itself, so it takes whole granules only once they are used up.
+    /// Takes zeroed memory from the module range: for globals and constants. 512-byte aligned.
     pub fn allocate_module(&self, size: u64) -> Result<u64> {
-        let size = size.max(1).next_multiple_of(512);
-        let taken = {
-            let mut maps = self.maps.write().unwrap_or_else(poisoned);
-            let found = maps.module_free.iter().position(|&(_, s)| s >= size);
-            found.map(|i| {
-                let (a, s) = maps.module_free[i];
-                if s == size {
-                    maps.module_free.swap_remove(i);
-                } else {
-                    maps.module_free[i] = (a + size, s - size);
-                }
-                maps.allocations.insert(a, size);
-                let base = maps.windows[&(a / WINDOW)];
-                (a, base + (a % WINDOW) as usize)
-            })
-        };
-        if let Some((addr, host)) = taken {
-            // SAFETY: the range lies in a window, was committed when its granule was mapped, and is
-            // free: no allocation that anyone may use holds it.
-            unsafe { std::ptr::write_bytes(host as *mut u8, 0, size as usize) };
-            return Ok(addr);
-        }
-        let whole = size.next_multiple_of(GRANULE);
-        let addr = {
-            let mut maps = self.maps.write().unwrap_or_else(poisoned);
-            let addr = maps.module_next;
-            if addr + whole > MODULE_END {
-                return Err(Error::OutOfMemory { requested: size, free: 0, total: WINDOW });
-            }
-            maps.module_next += whole;
-            addr
-        };
-        self.map_any(addr, whole, None)?;
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
-        maps.allocations.insert(addr, size);
-        if whole > size {
-            maps.module_free.push((addr + size, whole - size));
-        }
+        let (addr, dirty) = self.hand_out(&mut maps, size, |maps| &mut maps.modules)?;
+        let host = maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize;
+        drop(maps);
+        // SAFETY: the range lies in a window, was committed when its granule was mapped, and was free until now.
+        unsafe { std::ptr::write_bytes(host as *mut u8, 0, dirty as usize) };
         Ok(addr)
     }
 
     /// Gives back what [`Memory::allocate_module`] gave.
     pub fn free_module(&self, addr: u64) -> Result<()> {
-        if !(MODULE_BASE..MODULE_END).contains(&addr) {
-            return Err(Error::NotAllocated { address: addr, size: 0 });
-        }
-        let size = self.release(addr)?;
+        self.take_back(addr, |maps| &mut maps.modules)
+    }
+
+    /// A kernel's `malloc`: 16-byte aligned, the contents whatever they are. `None` once the heap is used up.
+    pub fn allocate_heap(&self, size: u64) -> Option<u64> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
-        maps.module_free.push((addr, size));
-        maps.module_free.sort_unstable();
-        let mut joined: Vec<(u64, u64)> = Vec::with_capacity(maps.module_free.len());
-        for &(a, s) in &maps.module_free {
-            match joined.last_mut() {
-                Some(last) if last.0 + last.1 == a => last.1 += s,
-                _ => joined.push((a, s)),
-            }
+        let piece = maps.heap.piece(size)?;
+        if maps.heap_limit.checked_sub(maps.heap.used)? < piece {
+            return None;
         }
-        maps.module_free = joined;
+        self.hand_out(&mut maps, size, |maps| &mut maps.heap).ok().map(|(addr, _)| addr)
+    }
+
+    /// A kernel's `free`.
+    pub fn free_heap(&self, addr: u64) -> Result<()> {
+        self.take_back(addr, |maps| &mut maps.heap)
+    }
+
+    /// See [`crate::Gpu::set_heap_limit`].
+    pub fn set_heap_limit(&self, bytes: u64) {
+        self.maps.write().unwrap_or_else(poisoned).heap_limit = bytes;
+    }
+
+    /// Makes an allocation in one of the GPU's own regions; its address, and how many bytes of it
+    /// may have been used before.
+    fn hand_out(
+        &self,
+        maps: &mut Maps,
+        size: u64,
+        region: fn(&mut Maps) -> &mut Region,
+    ) -> Result<(u64, u64)> {
+        let too_much = || Error::OutOfMemory { requested: size, free: 0, total: WINDOW };
+        let piece = region(maps).piece(size).ok_or_else(too_much)?;
+        let (addr, dirty) = match region(maps).take(piece) {
+            Some(addr) => (addr, piece),
+            None => {
+                let whole = piece.checked_next_multiple_of(GRANULE).ok_or_else(too_much)?;
+                let fresh = region(maps).extend(whole).ok_or_else(too_much)?;
+                map_any(maps, self.total, fresh, whole, None)?;
+                region(maps).extended(whole);
+                // It may begin in a free piece before what was mapped.
+                let addr = region(maps).take(piece).ok_or_else(too_much)?;
+                (addr, fresh.saturating_sub(addr).min(piece))
+            }
+        };
+        maps.allocations.insert(addr, size.max(1));
+        Ok((addr, dirty))
+    }
+
+    /// Ends an allocation in one of the GPU's own regions.
+    fn take_back(&self, addr: u64, region: fn(&mut Maps) -> &mut Region) -> Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(poisoned);
+        let size = maps.allocations.get(&addr).copied();
+        let Some(size) = size.filter(|_| region(&mut maps).holds(addr)) else {
+            return Err(Error::NotAllocated { address: addr, size: 0 });
+        };
+        maps.allocations.remove(&addr);
+        let region = region(&mut maps);
+        if let Some(piece) = region.piece(size) {
+            region.give(addr, piece);
+        }
+        GENERATION.fetch_add(1, Ordering::AcqRel);
         Ok(())
     }
 
@@ -419,6 +397,55 @@ impl Drop for Memory {
             unsafe { libc::munmap(base as *mut libc::c_void, WINDOW as usize) };
         }
     }
+}
+
+/// Maps memory, a file's or of its own: then `total` limits how much there may be.
+fn map_any(
+    maps: &mut Maps,
+    total: u64,
+    addr: u64,
+    size: u64,
+    file: Option<(BorrowedFd<'_>, u64)>,
+) -> Result<()> {
+    if let Some((&a, &s)) = maps.mappings.range(..addr + size).next_back()
+        && a + s > addr
+    {
+        return Err(Error::InvalidArgument(format!(
+            "mapping of {size:#x} bytes at {addr:#x} overlaps {s:#x} bytes mapped at {a:#x}"
+        )));
+    }
+    if file.is_none() && size > total - maps.used {
+        let free = total - maps.used;
+        return Err(Error::OutOfMemory { requested: size, free, total });
+    }
+    let first = addr / WINDOW;
+    let last = (addr + size - 1) / WINDOW;
+    if first != last {
+        return Err(Error::InvalidArgument(format!(
+            "mapping of {size:#x} bytes at {addr:#x} crosses a boundary of {WINDOW:#x} bytes"
+        )));
+    }
+    let base = match maps.windows.get(&first) {
+        Some(&base) => base,
+        None => {
+            let base = reserve(WINDOW)?;
+            maps.windows.insert(first, base);
+            base
+        }
+    };
+    let host = base + (addr % WINDOW) as usize;
+    match file {
+        Some((file, offset)) => {
+            attach(host, size, file, offset)?;
+            maps.files.insert(addr);
+        }
+        None => {
+            commit(host, size)?;
+            maps.used += size;
+        }
+    }
+    maps.mappings.insert(addr, size);
+    Ok(())
 }
 
 fn reserve(size: u64) -> Result<usize> {

@@ -5,6 +5,7 @@ pub(crate) mod gpu;
 pub(crate) mod launch;
 pub(crate) mod memory;
 pub(crate) mod module;
+mod region;
 pub(crate) mod stream;
 pub(crate) mod texture;
 pub(crate) mod transfer;

@@ -38,6 +38,12 @@ pub struct FunctionInfo {
     pub max_threads: u32,
     /// Exact block dimensions that the kernel requires (`.reqntid`), or zeros.
     pub required_block: [u32; 3],
+    /// Exact dimensions of clusters that the kernel requires (`.reqnctapercluster`, `__cluster_dims__`), or zeros.
+    pub required_cluster: [u32; 3],
+    /// It is for clusters whose size each launch must give (`.explicitcluster` alone).
+    pub cluster_must_be_given: bool,
+    /// Blocks of a cluster at most.
+    pub max_cluster_blocks: u32,
     /// PTX version times ten, as `CU_FUNC_ATTRIBUTE_PTX_VERSION` counts: that of the `.target`.
     pub ptx_version: u32,
 }
@@ -190,8 +196,17 @@ impl Function {
         let p = self.inner.gpu.properties();
         let warps = threads.max(1).div_ceil(p.warp_size);
         let by_threads = p.max_threads_per_multiprocessor / p.warp_size / warps;
-        let shared = self.info().shared_bytes + dynamic_shared + p.shared_reserved_per_block;
+        let shared = self
+            .info()
+            .shared_bytes
+            .saturating_add(dynamic_shared)
+            .saturating_add(p.shared_reserved_per_block);
         by_threads.min(p.max_blocks_per_multiprocessor).min(p.shared_per_multiprocessor / shared)
+    }
+
+    /// As [`Function::max_active_blocks`], on all multiprocessors.
+    pub fn max_resident_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
+        self.max_active_blocks(threads, dynamic_shared) * self.inner.gpu.properties().multiprocessors
     }
 
     pub(crate) fn program(&self) -> &Arc<Program> {

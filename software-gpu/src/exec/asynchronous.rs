@@ -9,7 +9,7 @@ use crate::error::Fault;
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, NONE};
+use crate::lower::program::{Flow, Handler, Inst, NONE, RANK, WINDOW_SIZE};
 use crate::ptx::ast::Space;
 
 const COUNT: u64 = (1 << 20) - 1;
@@ -215,7 +215,8 @@ unsafe fn copy(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
 }
 
 /// `cp.async.bulk`: bytes in row `r[2]` to the address in `r[4]` from that in row `r[1]`; the barrier's address, if any, in row
-/// `r[3]`, learns of them. Addresses are of 64 bits.
+/// `r[3]`, learns of them. Addresses are of 64 bits. If row `r[0]` (16 bits) is there, the copy is made for the blocks of the cluster
+/// whose ranks its bits name, each at these places of its own.
 pub(crate) fn bulk(to: Space) -> Option<Handler> {
     match to {
         Space::Shared => Some(handler!(|w, i, m| copy_bulk::<Shared, Generic>(w, i, m))),
@@ -248,14 +249,24 @@ unsafe fn copy_bulk<D: Place, S: Place>(w: &mut Warp, i: &Inst, mask: u32) -> Fl
             let Some(s) = S::find(w, lane, from[lane], size) else {
                 return w.set_fault(outside("read", S::SPACE, from[lane]), lane);
             };
-            let Some(d) = D::find(w, lane, to[lane], size) else {
-                return w.set_fault(outside("write", D::SPACE, to[lane]), lane);
+            let (named, ranks) = match i.r[0] {
+                NONE => (false, 1),
+                row => (true, (*rows::row::<u16>(w, row))[lane]),
             };
-            std::ptr::copy(s, d, size as usize);
-            if i.r[3] != NONE {
-                let barrier = (*rows::row::<u64>(w, i.r[3]))[lane];
-                if bytes_arrive(w, lane, barrier, i64::from(size)) == Flow::Fault {
-                    return Flow::Fault;
+            for rank in (0..16).filter(|n| ranks >> n & 1 != 0) {
+                let of_block = |address: u64| match named {
+                    false => address,
+                    true => address - address % WINDOW_SIZE + address % RANK + (rank + 1) * RANK,
+                };
+                let Some(d) = D::find(w, lane, of_block(to[lane]), size) else {
+                    return w.set_fault(outside("write", D::SPACE, of_block(to[lane])), lane);
+                };
+                std::ptr::copy(s, d, size as usize);
+                if i.r[3] != NONE {
+                    let barrier = (*rows::row::<u64>(w, i.r[3]))[lane];
+                    if bytes_arrive(w, lane, of_block(barrier), i64::from(size)) == Flow::Fault {
+                        return Flow::Fault;
+                    }
                 }
             }
         }

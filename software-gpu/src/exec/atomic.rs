@@ -5,12 +5,12 @@
 use std::sync::Mutex;
 use std::sync::atomic::{
     AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
-    Ordering::Release,
+    Ordering::SeqCst, fence,
 };
 
 use crate::exec::float::{flush, pass_nan};
 use crate::exec::half::{Bf16, F16, Half};
-use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate, refresh};
+use crate::exec::memory::{Element, Generic, Global, Place, Shared, addresses, locate, refresh};
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst, NONE};
@@ -45,21 +45,66 @@ cell!(u16, AtomicU16);
 cell!(u32, AtomicU32);
 cell!(u64, AtomicU64);
 
-/// Those of 128 bits are atomic among each other: one at a time, in the whole process.
-static WIDE: Mutex<()> = Mutex::new(());
-
 impl Cell for u128 {
     unsafe fn update(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
-        let _turn = WIDE.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: as the trait's contract says; halves are read and written as others read them.
-        unsafe {
-            let cell = [AtomicU64::from_ptr(p.cast()), AtomicU64::from_ptr(p.add(8).cast())];
-            let old = u128::from(cell[0].load(Acquire)) | u128::from(cell[1].load(Acquire)) << 64;
-            let new = f(old);
-            cell[0].store(new as u64, Release);
-            cell[1].store((new >> 64) as u64, Release);
-            old
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("cmpxchg16b") {
+            // SAFETY: as the trait's contract says; the CPU has the instruction.
+            unsafe {
+                let mut old = u128::load(p);
+                loop {
+                    let now = exchange_wide(p, old, f(old));
+                    if now == old {
+                        return old;
+                    }
+                    old = now;
+                }
+            }
         }
+        // SAFETY: as the trait's contract says.
+        unsafe { update_in_turn(p, f) }
+    }
+}
+
+/// Puts `new` in the place of `old`, if that is there; gives what was. The intrinsic is of no use: LLVM inlines it where the feature
+/// is not enabled, and there makes it a call of a library's function.
+///
+/// # Safety
+/// `p` is valid for 16 bytes and a multiple of 16; the CPU has the instruction.
+#[cfg(target_arch = "x86_64")]
+unsafe fn exchange_wide(p: *mut u8, old: u128, new: u128) -> u128 {
+    let (mut low, mut high) = (old as u64, (old >> 64) as u64);
+    // SAFETY: as above. `rbx` is LLVM's own, so it is put back.
+    unsafe {
+        std::arch::asm!(
+            "xchg {saved}, rbx",
+            "lock cmpxchg16b [rdi]",
+            "mov rbx, {saved}",
+            saved = inout(reg) new as u64 => _,
+            in("rcx") (new >> 64) as u64,
+            in("rdi") p,
+            inout("rax") low,
+            inout("rdx") high,
+            options(nostack)
+        );
+    }
+    u128::from(low) | u128::from(high) << 64
+}
+
+/// Where the CPU has no such instruction: those of 128 bits are atomic among each other, one at a time, in the whole process.
+///
+/// # Safety
+/// As [`Cell::update`].
+unsafe fn update_in_turn(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    fence(SeqCst);
+    // SAFETY: as above.
+    unsafe {
+        let old = u128::load(p);
+        u128::store(p, f(old));
+        fence(SeqCst);
+        old
     }
 }
 

@@ -1,16 +1,14 @@
-//! A block: its warps, its shared memory and its barriers.
+//! A block: its shared memory and its barriers.
 
 use std::sync::Arc;
 
 use crate::device::launch::KernelRun;
 use crate::device::memory::{Hit, Memory};
 use crate::error::{Error, Fault, Location};
+use crate::exec::cluster::ClusterContext;
 use crate::exec::rows::LANES;
-use crate::exec::warp::{Turn, Warp};
-use crate::lower::program::Program;
-
-/// Instructions that a warp runs before the block's next warp has its turn.
-const QUANTUM: u64 = 20_000;
+use crate::exec::warp::Warp;
+use crate::lower::program::{Line, Program};
 
 /// One of a block's 16 barriers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -32,8 +30,11 @@ pub(crate) struct BlockContext {
     run: *const KernelRun,
     /// `blockIdx`.
     pub index: [u32; 3],
+    /// The cluster that it is part of, and its place there.
+    pub cluster: *mut ClusterContext,
+    pub rank: u32,
     /// Shared memory, static then dynamic.
-    pub shared: Vec<u64>,
+    pub shared: Vec<Line>,
     /// Bytes of it.
     pub shared_bytes: u32,
     pub barriers: [Barrier; 16],
@@ -48,11 +49,47 @@ pub(crate) struct BlockContext {
 }
 
 impl BlockContext {
+    /// A block at its start, with memory that another block used.
+    pub fn new(
+        run: &KernelRun,
+        index: [u32; 3],
+        cluster: *mut ClusterContext,
+        rank: u32,
+        mut shared: Vec<Line>,
+    ) -> BlockContext {
+        shared.clear();
+        shared.resize((run.shared_bytes as usize).div_ceil(size_of::<Line>()), Line([0; 64]));
+        BlockContext {
+            run,
+            index,
+            cluster,
+            rank,
+            shared,
+            shared_bytes: run.shared_bytes,
+            barriers: [Barrier::default(); 16],
+            live: run.config.block.iter().product(),
+            local_limit: run.gpu.properties.max_local_per_thread,
+            hit: Hit { start: 1, end: 0, delta: 0 },
+            generation: 0,
+        }
+    }
+
+    /// Begins a turn; the launch must outlive it.
+    pub fn begin(&mut self, run: &KernelRun) {
+        self.run = run;
+    }
+
     /// The launch.
     #[inline(always)]
     pub fn run(&self) -> &KernelRun {
-        // SAFETY: `Block::run` sets the pointer from a reference that outlives the turn.
+        // SAFETY: `begin` sets the pointer from a reference that outlives the turn.
         unsafe { &*self.run }
+    }
+
+    /// The cluster.
+    pub fn cluster(&mut self) -> &mut ClusterContext {
+        // SAFETY: the cluster owns its blocks and outlives them, and only the worker that runs it touches it.
+        unsafe { &mut *self.cluster }
     }
 
     /// The module.
@@ -97,119 +134,9 @@ impl BlockContext {
             }
         }
     }
-}
 
-/// How a turn of a block ended.
-pub(crate) enum Outcome {
-    /// Every thread has exited.
-    Finished,
-    /// Its time is up.
-    Yielded,
-    /// A thread faulted.
-    Failed(Error),
-}
-
-/// Memory that blocks leave for the next.
-#[derive(Default)]
-pub(crate) struct Scratch {
-    shared: Vec<u64>,
-}
-
-impl Scratch {
-    /// Takes a finished block's memory.
-    #[expect(clippy::boxed_local, reason = "the box is what the caller has, and what goes")]
-    pub fn recycle(&mut self, mut block: Box<Block>) {
-        self.shared = std::mem::take(&mut block.context.shared);
-    }
-}
-
-/// A block that runs or waits to run.
-pub(crate) struct Block {
-    context: Box<BlockContext>,
-    warps: Vec<Warp>,
-    executed: u64,
-}
-
-// SAFETY: the raw pointers in a block and its warps lead to its own boxed context, its own frames, and the launch
-// and program, which are shared read-only and outlive it; nothing is tied to a thread.
-unsafe impl Send for Block {}
-
-impl Block {
-    /// A block at its start.
-    pub fn new(run: &KernelRun, index: [u32; 3], scratch: &mut Scratch) -> Box<Block> {
-        let dim = run.config.block;
-        let threads: u32 = dim.iter().product();
-        let mut shared = std::mem::take(&mut scratch.shared);
-        shared.clear();
-        shared.resize((run.shared_bytes as usize).div_ceil(16) * 2, 0);
-        let mut context = Box::new(BlockContext {
-            run,
-            index,
-            shared,
-            shared_bytes: run.shared_bytes,
-            barriers: [Barrier::default(); 16],
-            live: threads,
-            local_limit: run.gpu.properties.max_local_per_thread,
-            hit: Hit { start: 1, end: 0, delta: 0 },
-            generation: 0,
-        });
-        let pointer: *mut BlockContext = &mut *context;
-        let warps =
-            (0..threads.div_ceil(LANES as u32)).map(|i| Warp::new(pointer, i, dim, &run.code)).collect();
-        Box::new(Block { context, warps, executed: 0 })
-    }
-
-    /// Warp instructions executed so far.
-    pub fn executed(&self) -> u64 {
-        self.executed
-    }
-
-    /// Runs the block for about `budget` warp instructions.
-    pub fn run(&mut self, run: &KernelRun, budget: u64) -> Outcome {
-        self.context.run = run;
-        let end = self.executed + budget;
-        loop {
-            let mut progress = false;
-            let phases: u64 = self.context.barriers.iter().map(|b| b.phase).sum();
-            let mut i = 0;
-            while i < self.warps.len() {
-                if run.stopping() {
-                    let warp = &self.warps[0];
-                    return Outcome::Failed(self.context.report(warp, Fault::Cancelled, 0));
-                }
-                match self.warps[i].run(QUANTUM, &mut self.executed) {
-                    Turn::Done => {
-                        self.warps.remove(i);
-                        progress = true;
-                        continue;
-                    }
-                    Turn::Paused => progress = true,
-                    Turn::Blocked => {}
-                    Turn::Fault => {
-                        let warp = &mut self.warps[i];
-                        let (fault, lane) = warp.fault.take().unwrap_or((Fault::Trap, 0));
-                        let error = self.context.report(&self.warps[i], fault, lane);
-                        return Outcome::Failed(error);
-                    }
-                }
-                i += 1;
-            }
-            if self.warps.is_empty() {
-                return Outcome::Finished;
-            }
-            let now: u64 = self.context.barriers.iter().map(|b| b.phase).sum();
-            if !progress && now == phases {
-                return Outcome::Failed(self.context.report(&self.warps[0], Fault::Deadlock, 0));
-            }
-            if self.executed >= end {
-                return Outcome::Yielded;
-            }
-        }
-    }
-}
-
-impl BlockContext {
-    fn report(&self, warp: &Warp, fault: Fault, lane: u32) -> Error {
+    /// The error of a fault of one of its warps' threads.
+    pub fn report(&self, warp: &Warp, fault: Fault, lane: u32) -> Error {
         let code = warp.code();
         let lane = lane as usize % LANES;
         Error::Kernel {

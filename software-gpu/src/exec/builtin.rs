@@ -59,9 +59,9 @@ pub(crate) fn run(
                 };
                 return w.set_fault(fault, lane);
             }
-            Builtin::Malloc => w.block().memory().allocate_module(values[0]).unwrap_or(0),
+            Builtin::Malloc => w.block().memory().allocate_heap(values[0]).unwrap_or(0),
             Builtin::Free => {
-                if values[0] != 0 && w.block().memory().free_module(values[0]).is_err() {
+                if values[0] != 0 && w.block().memory().free_heap(values[0]).is_err() {
                     return w.set_fault(
                         Fault::IllegalAddress {
                             access: "free",

@@ -6,6 +6,8 @@
 //!
 //! A product is summed in f64 and rounded once, which is nearer to the exact result than hardware comes.
 
+use crate::exec::exact;
+use crate::exec::float::flag;
 use crate::exec::half::{from_bf16, from_f16, to_f16};
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
 use crate::exec::rows::{self, LANES};
@@ -187,6 +189,8 @@ pub(crate) struct Shape {
     pub xor: bool,
     /// Fragments as `wmma` has them.
     pub wmma: bool,
+    /// How sums of f64 are rounded: see [`flag`].
+    pub rounding: i64,
 }
 
 impl Shape {
@@ -202,6 +206,7 @@ impl Shape {
             | i64::from(self.saturate) << 48
             | i64::from(self.xor) << 49
             | i64::from(self.wmma) << 50
+            | self.rounding << ROUNDING
     }
 
     fn decode(v: i64) -> Shape {
@@ -214,9 +219,13 @@ impl Shape {
             saturate: v >> 48 & 1 != 0,
             xor: v >> 49 & 1 != 0,
             wmma: v >> 50 & 1 != 0,
+            rounding: v >> ROUNDING & flag::ROUND,
         }
     }
 }
+
+/// Where the rounding begins in `imm`.
+const ROUNDING: u32 = 56;
 
 /// Which operand's layout.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -314,7 +323,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                     u64::from(sum as u32)
                 } else if a.element == Element::F64 {
                     let sum = pairs.fold(f64::from_bits(start), |sum, (x, y)| {
-                        f64::from_bits(x).mul_add(f64::from_bits(y), sum)
+                        exact::fma(f64::from_bits(x), f64::from_bits(y), sum, shape.rounding)
                     });
                     d.element.encode(sum)
                 } else {

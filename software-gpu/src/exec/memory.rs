@@ -1,8 +1,8 @@
 //! Loads and stores in every state space.
 //!
 //! Addresses are in row `r[4]` (64 bits, or 32 if the instruction's flag says so) plus `imm`; the values' rows are
-//! `r[0]` to `r[3]`. Global memory is read and written with relaxed atomic accesses of the element's
-//! width, as other threads may do the same at any time; shared and local memory belong to one worker at a time.
+//! `r[0]` to `r[3]`. Global memory is read and written with relaxed atomic accesses, as other threads may do the same at any
+//! time: a lane's elements by one access (see `whole`). Shared and local memory belong to one worker at a time.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -10,7 +10,10 @@ use crate::device::memory::MODULE_BASE;
 use crate::error::Fault;
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW_SIZE};
+use crate::exec::whole::{self, Quad};
+use crate::lower::program::{
+    Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE,
+};
 use crate::ptx::ast::Space;
 
 /// Bit of [`Inst::flags`]: addresses are 32-bit rows.
@@ -52,24 +55,19 @@ element!(u64, AtomicU64);
 impl Element for u128 {
     #[inline(always)]
     unsafe fn load(p: *const u8) -> u128 {
-        // SAFETY: as the trait's contract says; PTX treats 128-bit accesses that are not atomic as two.
-        unsafe { u128::from(u64::load(p)) | u128::from(u64::load(p.add(8))) << 64 }
+        // SAFETY: as the trait's contract says.
+        unsafe { std::mem::transmute(Quad::load(p)) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut u8, value: u128) {
-        // SAFETY: as in `load`.
-        unsafe {
-            u64::store(p, value as u64);
-            u64::store(p.add(8), (value >> 64) as u64);
-        }
+        // SAFETY: as the trait's contract says.
+        unsafe { Quad::store(p, std::mem::transmute::<u128, Quad>(value)) }
     }
 }
 
 /// Where an address of a state space is on the host.
 pub(crate) trait Place {
     const SPACE: Space;
-    /// Whether other workers touch the same memory.
-    const COMMON: bool;
     /// The host address of `size` bytes, or `None` if they are not all there. Alignment is not looked at.
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>;
     /// Whether an address that `find` finds is one of shared memory.
@@ -92,7 +90,6 @@ pub(crate) struct Generic;
 
 impl Place for Global {
     const SPACE: Space = Space::Global;
-    const COMMON: bool = true;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let block = w.block();
@@ -130,7 +127,6 @@ pub(crate) fn refresh(w: &mut Warp) {
 
 impl Place for Shared {
     const SPACE: Space = Space::Shared;
-    const COMMON: bool = false;
     #[inline(always)]
     fn is_shared(_address: u64) -> bool {
         true
@@ -142,16 +138,40 @@ impl Place for Shared {
         let offset = if address >= SHARED_WINDOW { address - SHARED_WINDOW } else { address };
         let bytes = u64::from(block.shared_bytes);
         if offset > bytes || offset + u64::from(size) > bytes {
-            return None;
+            return find_in_cluster(w, offset, size);
         }
         // SAFETY: `shared` holds at least `shared_bytes`.
         Some(unsafe { block.shared.as_mut_ptr().cast::<u8>().add(offset as usize) })
     }
 }
 
+/// Shared memory of a block of the cluster, this one's included.
+#[cold]
+#[inline(never)]
+fn find_in_cluster(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
+    let rank = (offset / RANK).checked_sub(1)?;
+    let block = w.block().cluster().block(u32::try_from(rank).ok()?)?;
+    let offset = offset % RANK;
+    // SAFETY: the cluster's blocks live as long as any of its warps runs, and only this worker touches them. `shared` holds
+    // at least `shared_bytes`.
+    unsafe {
+        if offset + u64::from(size) > u64::from((*block).shared_bytes) {
+            return None;
+        }
+        Some((*block).shared.as_mut_ptr().cast::<u8>().add(offset as usize))
+    }
+}
+
+/// The rank of the block whose shared memory a shared or generic address names.
+pub(crate) fn rank_of(w: &mut Warp, address: u64) -> u32 {
+    match address % WINDOW_SIZE / RANK {
+        0 => w.block().rank,
+        n => n as u32 - 1,
+    }
+}
+
 impl Place for Local {
     const SPACE: Space = Space::Local;
-    const COMMON: bool = false;
     #[inline(always)]
     fn find_for_all(_w: &mut Warp, _address: u64, _size: u32) -> Option<*mut u8> {
         None
@@ -164,22 +184,21 @@ impl Place for Local {
 
 impl Place for Param {
     const SPACE: Space = Space::Param;
-    const COMMON: bool = false;
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
-        let params = &w.block().run().params;
-        if address > params.len() as u64 || address + u64::from(size) > params.len() as u64 {
+        let run = w.block().run();
+        let bytes = u64::from(run.param_bytes);
+        if address > bytes || address + u64::from(size) > bytes {
             return None;
         }
         // SAFETY: the offset is inside the parameters; the lowering refuses stores there, so the constant
         // memory is only read.
-        Some(unsafe { params.as_ptr().add(address as usize).cast_mut() })
+        Some(unsafe { run.params.as_ptr().cast::<u8>().add(address as usize).cast_mut() })
     }
 }
 
 impl Place for Generic {
     const SPACE: Space = Space::Generic;
-    const COMMON: bool = true;
     #[inline(always)]
     fn is_shared(address: u64) -> bool {
         address.wrapping_sub(SHARED_WINDOW) < WINDOW_SIZE
@@ -289,8 +308,9 @@ pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i:
             let Some(p) = locate::<P>(w, l, addresses[l], size, "read") else {
                 return Flow::Fault;
             };
-            for (n, row) in values.iter_mut().enumerate() {
-                row[l] = T::load(p.add(n * size_of::<T>()));
+            let lane: [T; N] = whole::load(p);
+            for (row, value) in values.iter_mut().zip(lane) {
+                row[l] = value;
             }
         }
         for (n, row) in values.iter().enumerate() {
@@ -335,9 +355,10 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
                 return false;
             }
             let Some(p) = P::find_for_all(w, addresses[0], size as u32) else { return false };
-            for n in 0..N {
+            let values: [T; N] = whole::load(p);
+            for (n, value) in values.into_iter().enumerate() {
                 if i.r[n] != crate::lower::program::NONE {
-                    *rows::row::<T>(w, i.r[n]) = [T::load(p.add(n * size_of::<T>())); LANES];
+                    *rows::row::<T>(w, i.r[n]) = [value; LANES];
                 }
             }
             return true;
@@ -346,19 +367,8 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
             return false;
         }
         let Some(p) = P::find_for_all(w, addresses[0], (size * LANES) as u32) else { return false };
-        for n in 0..N {
-            if i.r[n] == crate::lower::program::NONE {
-                continue;
-            }
-            let row = &mut *rows::row::<T>(w, i.r[n]);
-            if N == 1 && !P::COMMON {
-                *row = p.cast::<[T; LANES]>().read_unaligned();
-                continue;
-            }
-            for l in 0..LANES {
-                row[l] = T::load(p.add(l * size + n * size_of::<T>()));
-            }
-        }
+        let wanted = |n: usize| i.r[n] != crate::lower::program::NONE;
+        whole::load_all(p, std::array::from_fn::<_, N, _>(|n| wanted(n).then(|| rows::row::<T>(w, i.r[n]))));
     }
     true
 }
@@ -379,16 +389,7 @@ pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i
             && addresses[0] & u64::from(size - 1) == 0
             && let Some(p) = P::find_for_all(w, addresses[0], size * LANES as u32)
         {
-            for n in 0..N {
-                let row = &*rows::row::<T>(w, i.r[n]);
-                if N == 1 && !P::COMMON {
-                    p.cast::<[T; LANES]>().write_unaligned(*row);
-                    continue;
-                }
-                for l in 0..LANES {
-                    T::store(p.add(l * size as usize + n * size_of::<T>()), row[l]);
-                }
-            }
+            whole::store_all(p, std::array::from_fn::<_, N, _>(|n| rows::row::<T>(w, i.r[n]).cast_const()));
             return Flow::Next;
         }
         let mut values = [[T::default(); LANES]; N];
@@ -402,9 +403,7 @@ pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i
             let Some(p) = locate::<P>(w, l, addresses[l], size, "write") else {
                 return Flow::Fault;
             };
-            for (n, row) in values.iter().enumerate() {
-                T::store(p.add(n * size_of::<T>()), row[l]);
-            }
+            whole::store(p, std::array::from_fn::<T, N, _>(|n| values[n][l]));
         }
         Flow::Next
     }

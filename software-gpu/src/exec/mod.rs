@@ -1,7 +1,7 @@
 //! Execution: a warp-wide interpreter of the register machine.
 //!
-//! `warp` runs a warp's instructions and keeps its threads together where it can; `block` runs the warps of a
-//! block and its barriers. The other modules hold the handlers of instructions, by role.
+//! `warp` runs a warp's instructions and keeps its threads together where it can; `block` has what the warps of a
+//! block share; `cluster` runs them, with those of other blocks of their cluster. The other modules hold the handlers of instructions, by role.
 
 /// Two functions with the same body, one of them compiled for AVX2 and FMA.
 macro_rules! handler {
@@ -33,6 +33,7 @@ pub(crate) mod asynchronous;
 pub(crate) mod atomic;
 pub(crate) mod block;
 pub(crate) mod builtin;
+pub(crate) mod cluster;
 pub(crate) mod convert;
 pub(crate) mod exact;
 pub(crate) mod float;
@@ -47,6 +48,7 @@ pub(crate) mod texture;
 pub(crate) mod video;
 pub(crate) mod warp;
 pub(crate) mod warp_ops;
+pub(crate) mod whole;
 
 use crate::lower::program::{ExecFn, Handler};
 

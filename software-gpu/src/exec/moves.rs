@@ -2,8 +2,8 @@
 
 use crate::exec::half::{to_bf16, to_f16};
 use crate::exec::memory;
-use crate::exec::rows::{LANES, get, map1, map2, put_pred};
-use crate::lower::program::{Flow, Handler, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
+use crate::exec::rows::{LANES, get, map1, map2, put, put_pred};
+use crate::lower::program::{Flow, Handler, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
 use crate::ptx::ast::Space;
 
 /// Takes `part` bits at bit `imm` out of `whole`.
@@ -59,12 +59,14 @@ pub(crate) fn pack_halves(bf16: bool) -> Handler {
     }
 }
 
-/// Predicate `r[0]`: whether the generic address `r[1]` is in the space of window `imm` (0: global).
+/// Predicate `r[0]`: whether the generic address `r[1]` is in the space of window `imm` (0: global); `r[2]` is 1 for shared memory
+/// of this block alone.
 pub(crate) const IS_SPACE: Handler = handler!(|w, i, m| {
     let a: [u64; LANES] = get(w, i.r[1]);
     let mut bits = 0;
     for l in 0..LANES {
         let space = match memory::space_of(a[l]) {
+            Space::Shared if i.r[2] == 1 && memory::rank_of(w, a[l]) != w.block().rank => continue,
             Space::Shared => SHARED_WINDOW,
             Space::Local => LOCAL_WINDOW,
             Space::Param => PARAM_WINDOW,
@@ -75,6 +77,42 @@ pub(crate) const IS_SPACE: Handler = handler!(|w, i, m| {
     put_pred(w, i.r[0], m, bits);
     Flow::Next
 });
+
+/// `mapa`: `r[0]` = the shared or generic address `r[1]` in the block whose rank is `r[2]` (32 bits).
+pub(crate) fn mapa(bits: u32) -> Option<Handler> {
+    macro_rules! mapa {
+        ($t:ty) => {
+            handler!(|w, i, m| map2(w, i, m, |a: $t, rank: u32| {
+                let (window, offset) = (u64::from(a) / WINDOW_SIZE * WINDOW_SIZE, u64::from(a) % RANK);
+                (window + offset + (u64::from(rank) + 1) * RANK) as $t
+            }))
+        };
+    }
+    match bits {
+        32 => Some(mapa!(u32)),
+        64 => Some(mapa!(u64)),
+        _ => None,
+    }
+}
+
+/// `getctarank`: `r[0]` (32 bits) = the rank of the block whose shared memory `r[1]` names.
+pub(crate) fn rank(bits: u32) -> Option<Handler> {
+    macro_rules! rank {
+        ($t:ty) => {
+            handler!(|w, i, m| {
+                let a: [$t; LANES] = get(w, i.r[1]);
+                let ranks = a.map(|a| memory::rank_of(w, u64::from(a)));
+                put(w, i.r[0], m, &ranks);
+                Flow::Next
+            })
+        };
+    }
+    match bits {
+        32 => Some(rank!(u32)),
+        64 => Some(rank!(u64)),
+        _ => None,
+    }
+}
 
 /// `r[0]` = `r[1]` + `imm`: between a space's addresses and generic ones.
 pub(crate) const OFFSET: Handler = handler!(|w, i, m| map1(w, i, m, |a: u64| a.wrapping_add(i.imm as u64)));

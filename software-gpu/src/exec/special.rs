@@ -37,6 +37,13 @@ macro_rules! same {
     };
 }
 
+/// The cluster's place in the grid and the block's in the cluster, in one dimension.
+fn cluster(w: &mut Warp, dimension: usize) -> (u32, u32) {
+    let block = w.block();
+    let (index, size) = (block.index[dimension], block.run().cluster[dimension]);
+    (index / size, index % size)
+}
+
 fn wall_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64)
 }
@@ -67,18 +74,25 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%ctaid.x" => same!(u32, |w| w.block().index[0]),
             "%ctaid.y" => same!(u32, |w| w.block().index[1]),
             "%ctaid.z" => same!(u32, |w| w.block().index[2]),
-            "%nctaid.x" | "%nclusterid.x" => same!(u32, |w| w.block().run().config.grid[0]),
-            "%nctaid.y" | "%nclusterid.y" => same!(u32, |w| w.block().run().config.grid[1]),
-            "%nctaid.z" | "%nclusterid.z" => same!(u32, |w| w.block().run().config.grid[2]),
-            "%clusterid.x" => same!(u32, |w| w.block().index[0]),
-            "%clusterid.y" => same!(u32, |w| w.block().index[1]),
-            "%clusterid.z" => same!(u32, |w| w.block().index[2]),
-            "%cluster_ctaid.x" | "%cluster_ctaid.y" | "%cluster_ctaid.z" | "%cluster_ctarank" => {
-                same!(u32, |w| 0)
-            }
-            "%cluster_nctaid.x" | "%cluster_nctaid.y" | "%cluster_nctaid.z" | "%cluster_nctarank" => {
-                same!(u32, |w| 1)
-            }
+            "%nctaid.x" => same!(u32, |w| w.block().run().config.grid[0]),
+            "%nctaid.y" => same!(u32, |w| w.block().run().config.grid[1]),
+            "%nctaid.z" => same!(u32, |w| w.block().run().config.grid[2]),
+            "%clusterid.x" => same!(u32, |w| cluster(w, 0).0),
+            "%clusterid.y" => same!(u32, |w| cluster(w, 1).0),
+            "%clusterid.z" => same!(u32, |w| cluster(w, 2).0),
+            "%cluster_ctaid.x" => same!(u32, |w| cluster(w, 0).1),
+            "%cluster_ctaid.y" => same!(u32, |w| cluster(w, 1).1),
+            "%cluster_ctaid.z" => same!(u32, |w| cluster(w, 2).1),
+            "%nclusterid.x" => same!(u32, |w| w.block().run().clusters(0)),
+            "%nclusterid.y" => same!(u32, |w| w.block().run().clusters(1)),
+            "%nclusterid.z" => same!(u32, |w| w.block().run().clusters(2)),
+            "%cluster_nctaid.x" => same!(u32, |w| w.block().run().cluster[0]),
+            "%cluster_nctaid.y" => same!(u32, |w| w.block().run().cluster[1]),
+            "%cluster_nctaid.z" => same!(u32, |w| w.block().run().cluster[2]),
+            "%cluster_ctarank" => same!(u32, |w| w.block().rank),
+            "%cluster_nctarank" => same!(u32, |w| w.block().run().cluster.iter().product()),
+            "%clusterid.w" | "%cluster_ctaid.w" => same!(u32, |w| 0),
+            "%nclusterid.w" | "%cluster_nctaid.w" => same!(u32, |w| 1),
             "%tid.w" | "%ctaid.w" => same!(u32, |w| 0),
             "%ntid.w" | "%nctaid.w" => same!(u32, |w| 1),
             "%laneid" => lanes32!(|w, l| {
@@ -127,6 +141,13 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
         32,
     ))
 }
+
+/// Predicate `r[0]`: whether the launch or the kernel said how large clusters are.
+pub(crate) const IS_EXPLICIT_CLUSTER: Handler = handler!(|w, i, m| {
+    let explicit = w.block().run().explicit_cluster;
+    rows::put_pred(w, i.r[0], m, if explicit { u32::MAX } else { 0 });
+    Flow::Next
+});
 
 /// `nanosleep`: row `r[1]`. A short sleep only makes room for others.
 pub(crate) const NANOSLEEP: Handler = handler!(|w, i, m| {

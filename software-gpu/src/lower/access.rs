@@ -6,7 +6,7 @@ use super::program::{Kind, LOCAL_WINDOW, NONE, PARAM_WINDOW, SHARED_WINDOW};
 use super::type_bits;
 use crate::error::Result;
 use crate::exec::memory::{self, ADDRESS_32, SPIN};
-use crate::exec::moves::{IS_SPACE, OFFSET};
+use crate::exec::moves::{IS_SPACE, OFFSET, mapa, rank};
 use crate::exec::{atomic, int, special};
 use crate::ptx::ast::{Inst, Operand, Space};
 
@@ -44,20 +44,23 @@ fn window(space: Space) -> Option<u64> {
 impl<'a> Lowering<'a, '_> {
     pub fn lower_access(&mut self, inst: &Inst<'a>) -> Result<()> {
         match inst.name {
+            "st" | "red" if inst.modifiers.first() == Some(&"async") => self.lower_store_async(inst),
             "ld" | "ldu" => self.lower_load(inst),
             "st" => self.lower_store(inst),
             "atom" | "red" => self.lower_atomic(inst),
             "cvta" => self.lower_cvta(inst),
             "isspacep" => {
                 let mut mods = Modifiers::new(inst);
+                let own = !mods.left.contains(&"shared::cluster");
                 let Some(window) = space(&mut mods).and_then(window).filter(|_| mods.done()) else {
                     return self.unknown(inst);
                 };
                 let a = self.source(self.operand(inst, 1)?, "u64")?;
                 let p = self.destination(self.operand(inst, 0)?, 1)?;
-                self.emit(IS_SPACE, [p, a, 0, 0, 0, 0], window as i64);
+                self.emit(IS_SPACE, [p, a, u32::from(own), 0, 0, 0], window as i64);
                 Ok(())
             }
+            "mapa" | "getctarank" => self.lower_cluster_address(inst),
             "alloca" | "stacksave" | "stackrestore" => self.lower_stack(inst),
             "prefetch" | "prefetchu" | "applypriority" | "discard" => {
                 let mut mods = Modifiers::new(inst);
@@ -74,6 +77,21 @@ impl<'a> Lowering<'a, '_> {
                 Ok(())
             }
             _ => self.unknown(inst),
+        }
+    }
+
+    /// Shared memory of other blocks of the cluster.
+    fn lower_cluster_address(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let ty = mods.last();
+        mods.has("shared::cluster");
+        let Some(bits) = type_bits(ty).filter(|_| ty.starts_with('u')) else { return self.unknown(inst) };
+        if inst.name == "mapa" {
+            let handler = self.found(inst, mapa(bits), &mods)?;
+            self.simple(inst, handler, bits, &[ty, "u32"], 0)
+        } else {
+            let handler = self.found(inst, rank(bits), &mods)?;
+            self.simple(inst, handler, 32, &[ty], 0)
         }
     }
 

@@ -5,8 +5,9 @@ use super::inst::Modifiers;
 use super::program::NONE;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
-use crate::exec::memory::ADDRESS_32;
-use crate::exec::{moves, special};
+use crate::exec::memory::{self, ADDRESS_32};
+use crate::exec::{atomic, moves, special};
+use crate::lower::type_bits;
 use crate::ptx::ast::{Inst, Operand, Space};
 
 impl<'a> Lowering<'a, '_> {
@@ -93,11 +94,15 @@ impl<'a> Lowering<'a, '_> {
         let hinted = mods.has("L2::cache_hint");
         let barrier = mods.has("mbarrier::complete_tx::bytes");
         let group = mods.has("bulk_group");
+        let multicast = mods.has("multicast::cluster");
         let to = mods.one_of(&["shared::cluster", "shared::cta", "global"]);
         let from = mods.one_of(&["shared::cta", "global"]);
         let (Some(to), Some(_)) = (to, from) else { return self.unknown(inst) };
         let to_space = if to == "global" { Space::Global } else { Space::Shared };
-        let expected = 3 + usize::from(barrier) + usize::from(hinted);
+        if multicast && !(barrier && to == "shared::cluster" && from == Some("global")) {
+            return self.unknown(inst);
+        }
+        let expected = 3 + usize::from(barrier) + usize::from(multicast) + usize::from(hinted);
         let Some(handler) = bulk(to_space).filter(|_| mods.done() && barrier != group) else {
             return self.unknown(inst);
         };
@@ -117,8 +122,58 @@ impl<'a> Lowering<'a, '_> {
         };
         let size = self.source(self.operand(inst, 2)?, "u32")?;
         let waits = if barrier { self.wide_address(self.operand(inst, 3)?)? } else { NONE };
-        self.emit(handler, [0, src, size, waits, dst, 0], 0);
+        let blocks = if multicast { self.source(self.operand(inst, 4)?, "u16")? } else { NONE };
+        self.emit(handler, [blocks, src, size, waits, dst, 0], 0);
         Ok(())
+    }
+
+    /// `st.async` and `red.async`: the store, or the reduction, and what the barrier learns of it.
+    pub fn lower_store_async(&mut self, inst: &Inst<'a>) -> Result<()> {
+        let mut mods = Modifiers::new(inst);
+        let known = mods.has("async") && mods.has("mbarrier::complete_tx::bytes");
+        mods.one_of(&["weak", "relaxed"]);
+        mods.has("cluster");
+        mods.has("shared::cluster");
+        let vector = mods.one_of(&["v2", "v4"]).filter(|_| inst.name == "st");
+        let ty = mods.last();
+        let op = mods.one_of(&["add", "min", "max", "and", "or", "xor", "inc", "dec"]);
+        let Some(bits @ (32 | 64)) = type_bits(ty).filter(|_| known && mods.done()) else {
+            return self.unknown(inst);
+        };
+        let (row, narrow, offset, _) = self.address_row(self.operand(inst, 0)?)?;
+        let flags = if narrow { ADDRESS_32 } else { 0 };
+        let count = vector.map_or(1, |v| if v == "v2" { 2 } else { 4 });
+        let mut r = [NONE; 6];
+        r[4] = row;
+        match (inst.name, op) {
+            ("st", None) => {
+                let single;
+                let inputs: &[Operand<'a>] = match self.operand(inst, 1)? {
+                    Operand::Vector(list) => list,
+                    one => {
+                        single = [one.clone()];
+                        &single
+                    }
+                };
+                if inputs.len() != count {
+                    return self.unknown(inst);
+                }
+                for (slot, input) in r.iter_mut().zip(inputs) {
+                    *slot = self.source(input, ty)?;
+                }
+                let handler = memory::store_handler(Space::Shared, bits, count);
+                let handler = self.found(inst, handler, &mods)?;
+                self.emit_flags(handler, r, offset, flags);
+            }
+            ("red", Some(op)) => {
+                let handler = self.found(inst, atomic::handler(op, ty, Space::Shared), &mods)?;
+                let b = self.source(self.operand(inst, 1)?, ty)?;
+                self.emit_flags(handler, [NONE, b, b, 0, row, 0], offset, flags);
+            }
+            _ => return self.unknown(inst),
+        }
+        let bytes = Operand::Int(u64::from(bits) / 8 * count as u64);
+        self.act(Action::Complete, self.operand(inst, 2)?, None, Some(&bytes), NONE)
     }
 
     /// Emits something that a barrier undergoes.

@@ -161,18 +161,16 @@ impl<'a> Lowering<'a, '_> {
         mods.has("cta");
         mods.has("aligned");
         if mods.has("cluster") {
-            // A cluster is one block here: arriving is enough, and waiting is the block's own barrier.
-            let arrive = mods.has("arrive");
-            mods.has("wait");
+            let kind = match mods.one_of(&["arrive", "wait"]) {
+                Some("arrive") => Kind::ClusterArrive,
+                Some(_) => Kind::ClusterWait,
+                None => return self.unknown(inst),
+            };
             mods.one_of(&["acquire", "release", "relaxed"]);
             if !mods.done() {
                 return self.unknown(inst);
             }
-            self.emit(crate::exec::memory::FENCE, [0; 6], 0);
-            if !arrive {
-                let id = self.constant(32, 15);
-                self.control(Kind::Barrier, [id, NONE, barrier::SYNC, 0, 0, 0]);
-            }
+            self.control(kind, [0; 6]);
             return Ok(());
         }
         if mods.has("red") {

@@ -462,9 +462,6 @@ impl<'a, 'b> Lowering<'a, 'b> {
         {
             return Ok(self.constant(bits, 0));
         }
-        if name == "%is_explicit_cluster" {
-            return Ok(self.constant(bits, 0));
-        }
         let Some((handler, width)) = exec::special::register(name) else {
             return self.unsupported(format!("the register {name}"));
         };
@@ -572,6 +569,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
     /// A predicate operand and whether it is negated.
     pub fn predicate(&mut self, op: &Operand<'a>) -> Result<(u32, bool)> {
         match op {
+            Operand::Name("%is_explicit_cluster", 0) => {
+                let row = self.allocate_row(1);
+                self.unguarded(|s| s.emit(exec::special::IS_EXPLICIT_CLUSTER, [row, 0, 0, 0, 0, 0], 0));
+                Ok((row, false))
+            }
             Operand::Name(name, 0) => Ok((self.register(name, 1)?, false)),
             Operand::Not(name) => Ok((self.register(name, 1)?, true)),
             Operand::Int(n) => Ok((self.constant(1, u128::from(*n != 0)), false)),

@@ -119,9 +119,8 @@ impl<'a> Lowering<'a, '_> {
         match inst.name {
             "mov" => self.lower_mov(inst),
             "ld" | "ldu" | "st" | "atom" | "red" | "cvta" | "isspacep" | "prefetch" | "prefetchu"
-            | "applypriority" | "discard" | "createpolicy" | "alloca" | "stacksave" | "stackrestore" => {
-                self.lower_access(inst)
-            }
+            | "applypriority" | "discard" | "createpolicy" | "alloca" | "stacksave" | "stackrestore"
+            | "mapa" | "getctarank" => self.lower_access(inst),
             "add" | "sub" | "mul" | "mad" | "fma" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "sad"
             | "addc" | "subc" | "madc" | "mul24" | "mad24" | "sqrt" | "rcp" | "rsqrt" | "sin" | "cos"
             | "lg2" | "ex2" | "tanh" | "copysign" => self.lower_arithmetic(inst),

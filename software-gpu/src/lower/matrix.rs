@@ -4,6 +4,7 @@ use super::function::Lowering;
 use super::inst::Modifiers;
 use super::program::{Handler, NONE};
 use crate::error::Result;
+use crate::exec::float::flag;
 use crate::exec::matrix::{self, Element, Shape, WMMA_COLUMNS, WMMA_PART};
 use crate::exec::memory::ADDRESS_32;
 use crate::ptx::ast::{Inst, Operand, Space};
@@ -48,6 +49,7 @@ impl<'a> Lowering<'a, '_> {
         if wmma && !mods.has("mma") {
             return self.unknown(inst);
         }
+        let rounding = mods.float_flags();
         let layout: Vec<_> = (0..2).filter_map(|_| mods.one_of(&["row", "col"])).collect();
         // Any layout will do for `wmma`, whose fragments were put in order by their loads.
         if layout.len() != 2 || (!wmma && layout != ["row", "col"]) {
@@ -80,7 +82,11 @@ impl<'a> Lowering<'a, '_> {
         if !families || !sums || halves_of_volta || (a == Element::B1) != popc {
             return self.unknown(inst);
         }
-        let shape = Shape { m, n, k, elements, saturate, xor, wmma };
+        // Rounding is said of f64 alone, by `wmma`; `.ftz` and `.sat` of none.
+        if rounding & !flag::ROUND != 0 || rounding != 0 && !(wmma && d == Element::F64) {
+            return self.unknown(inst);
+        }
+        let shape = Shape { m, n, k, elements, saturate, xor, wmma, rounding };
         let mut list = vec![0u32; 4];
         let mut rows = Vec::new();
         for (at, (element, size)) in elements.iter().zip([m * n, m * k, k * n, m * n]).enumerate() {
@@ -158,14 +164,14 @@ impl<'a> Lowering<'a, '_> {
             return self.error(format!("{} registers for {size} elements", found.len()));
         }
         let shape =
-            Shape { m, n, k, elements: [element; 4], saturate: false, xor: false, wmma: true }.encode();
+            Shape { m, n, k, elements: [element; 4], saturate: false, xor: false, wmma: true, rounding: 0 };
         let at = self.ext.len() as u32;
         self.ext.push(found.len() as u32);
         self.ext.extend(found);
         let Some(handler) = matrix::wmma_access(implied.unwrap_or(space), store) else {
             return self.unknown(inst);
         };
-        let imm = shape | (part as i64) << WMMA_PART | i64::from(columns) << WMMA_COLUMNS;
+        let imm = shape.encode() | (part as i64) << WMMA_PART | i64::from(columns) << WMMA_COLUMNS;
         let flags = if narrow { ADDRESS_32 } else { 0 };
         self.aligned(handler, [at, stride, NONE, NONE, row, 0], imm, flags);
         Ok(())

@@ -23,6 +23,9 @@ use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
 use function::{Lowering, Symbol};
 use program::{Builtin, Code, FUNCTION_WINDOW, Program};
 
+/// Blocks of a cluster at most.
+pub(crate) const MAX_CLUSTER: u32 = 16;
+
 /// A module, ready to run once `images` are written to memory.
 pub(crate) struct Loaded {
     pub program: Program,
@@ -347,7 +350,8 @@ pub(crate) fn load(
             None => (declared(f)?, Vec::new()),
         };
         if f.kernel && f.body.is_some() {
-            let limit = f.req_ntid.or(f.max_ntid).map_or(1024, |d| d.iter().product::<u32>().min(1024));
+            let product = |d: [u32; 3]| d.iter().fold(1, |all: u32, &n| all.saturating_mul(n));
+            let limit = f.req_ntid.or(f.max_ntid).map_or(1024, |d| product(d).min(1024));
             let target: u32 = file
                 .target
                 .trim_start_matches("sm_")
@@ -365,6 +369,9 @@ pub(crate) fn load(
                     registers: (code.frame_bytes / 128).clamp(16, 255),
                     max_threads: limit,
                     required_block: f.req_ntid.unwrap_or([0; 3]),
+                    required_cluster: f.cluster.required.unwrap_or([0; 3]),
+                    cluster_must_be_given: f.cluster.explicit && f.cluster.required.is_none(),
+                    max_cluster_blocks: f.cluster.max_blocks.unwrap_or(MAX_CLUSTER).min(MAX_CLUSTER),
                     ptx_version: target,
                 },
                 i,

@@ -26,6 +26,8 @@ pub(crate) const PARAM_WINDOW: u64 = 0x0120_0000_0000;
 pub(crate) const FUNCTION_WINDOW: u64 = 0x0130_0000_0000;
 /// Size of each of these windows.
 pub(crate) const WINDOW_SIZE: u64 = 0x0010_0000_0000;
+/// Shared addresses beyond this are of a block of the cluster: that whose rank, plus one, is what this many fit into them.
+pub(crate) const RANK: u64 = 1 << 24;
 
 /// What the interpreter does after an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,6 +81,10 @@ pub(crate) enum Kind {
     Barrier,
     /// `bar.warp.sync` with the member mask in row `r[5]`.
     WarpSync,
+    /// `barrier.cluster.arrive`.
+    ClusterArrive,
+    /// `barrier.cluster.wait`.
+    ClusterWait,
 }
 
 /// Values of `r[2]` of a [`Kind::Barrier`].

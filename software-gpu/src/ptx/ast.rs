@@ -83,7 +83,19 @@ pub(crate) struct Function<'a> {
     pub body: Option<Vec<Stmt<'a>>>,
     pub max_ntid: Option<[u32; 3]>,
     pub req_ntid: Option<[u32; 3]>,
+    pub cluster: Clusters,
     pub line: u32,
+}
+
+/// What a kernel says of the clusters that its grid must be made of.
+#[derive(Debug, Default)]
+pub(crate) struct Clusters {
+    /// `.reqnctapercluster`.
+    pub required: Option<[u32; 3]>,
+    /// `.explicitcluster`: the launch, or the above, must say how large they are.
+    pub explicit: bool,
+    /// `.maxclusterrank`: blocks of one at most.
+    pub max_blocks: Option<u32>,
 }
 
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! The grammar of PTX.
 
-use super::ast::{File, Function, Init, Inst, Linkage, Operand, Space, Stmt, Var};
+use super::ast::{Clusters, File, Function, Init, Inst, Linkage, Operand, Space, Stmt, Var};
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
 
@@ -429,6 +429,7 @@ impl<'a> Parser<'a> {
             body: None,
             max_ntid: None,
             req_ntid: None,
+            cluster: Clusters::default(),
             line,
         };
         loop {
@@ -442,17 +443,20 @@ impl<'a> Parser<'a> {
                     f.req_ntid = Some(self.dimensions()?);
                 }
                 Token::Dot(
-                    "minnctapersm"
-                    | "maxnctapersm"
-                    | "maxnreg"
-                    | "maxclusterrank"
-                    | "abi_preserve"
-                    | "abi_preserve_control",
+                    "minnctapersm" | "maxnctapersm" | "maxnreg" | "abi_preserve" | "abi_preserve_control",
                 ) => {
                     self.next();
                     self.int()?;
                 }
-                Token::Dot("noreturn" | "unified" | "explicitcluster" | "blocksareclusters") => {
+                Token::Dot("maxclusterrank") => {
+                    self.next();
+                    f.cluster.max_blocks = Some(self.int()? as u32);
+                }
+                Token::Dot("explicitcluster") => {
+                    self.next();
+                    f.cluster.explicit = true;
+                }
+                Token::Dot("noreturn" | "unified") => {
                     self.next();
                     if self.eat(b'(') {
                         while !self.eat(b')') {
@@ -461,14 +465,13 @@ impl<'a> Parser<'a> {
                     }
                 }
                 Token::Dot("reqnctapercluster") => {
-                    let line = self.line();
                     self.next();
-                    if self.dimensions()? != [1, 1, 1] {
-                        return Err(Error::UnsupportedPtx {
-                            line,
-                            what: ".reqnctapercluster beyond 1".into(),
-                        });
-                    }
+                    f.cluster.required = Some(self.dimensions()?);
+                }
+                // Dimensions of grids counted in clusters: what a launch and the registers would mean by them is another matter.
+                Token::Dot("blocksareclusters") => {
+                    let what = ".blocksareclusters".into();
+                    return Err(Error::UnsupportedPtx { line: self.line(), what });
                 }
                 Token::Dot("pragma") => self.skip_to_semicolon()?,
                 Token::Punct(b';') => {
@@ -684,7 +687,7 @@ impl<'a> Parser<'a> {
 
 /// The special registers with components, as one name.
 fn special(name: &str, part: &str) -> Option<&'static str> {
-    const NAMES: [&str; 36] = [
+    const NAMES: [&str; 32] = [
         "%tid.x",
         "%tid.y",
         "%tid.z",
@@ -717,10 +720,6 @@ fn special(name: &str, part: &str) -> Option<&'static str> {
         "%cluster_nctaid.y",
         "%cluster_nctaid.z",
         "%cluster_nctaid.w",
-        "",
-        "",
-        "",
-        "",
     ];
     NAMES.into_iter().find(|n| n.len() == name.len() + 2 && n.starts_with(name) && n.ends_with(part))
 }

@@ -74,5 +74,5 @@ impl Params {
 }
 
 pub fn shape(grid: [u32; 3], block: [u32; 3]) -> LaunchConfig {
-    LaunchConfig { grid, block, dynamic_shared: 0, cooperative: false }
+    LaunchConfig { grid, block, dynamic_shared: 0, cooperative: false, cluster: None }
 }

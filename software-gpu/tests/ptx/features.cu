@@ -38,6 +38,49 @@ extern "C" __global__ void wmma_bytes(int *d, const signed char *a, const signed
     wmma::store_matrix_sync(d, fc, 32, wmma::mem_col_major);
 }
 
+extern "C" __global__ void wmma_doubles(double *d, const double *a, const double *b, int n)
+{
+    wmma::fragment<wmma::matrix_a, 8, 8, 4, double, wmma::row_major> fa;
+    wmma::fragment<wmma::matrix_b, 8, 8, 4, double, wmma::col_major> fb;
+    wmma::fragment<wmma::accumulator, 8, 8, 4, double> fc;
+    wmma::fill_fragment(fc, 0.5);
+    for (int k = 0; k < n; k += 4) {
+        wmma::load_matrix_sync(fa, a + k, n);
+        wmma::load_matrix_sync(fb, b + k, n);
+        wmma::mma_sync(fc, fa, fb, fc);
+    }
+    wmma::store_matrix_sync(d, fc, 8, wmma::mem_row_major);
+}
+
+// A 16 x 8 tile, in the fragments that PTX defines.
+extern "C" __global__ void mma_doubles(double *d, const double *a, const double *b)
+{
+    int group = threadIdx.x / 4, member = threadIdx.x % 4;
+    double c[4] = {0, 0, 0, 0}, x[8], y[4];
+    for (int i = 0; i < 8; i++) x[i] = a[(group + i % 2 * 8) * 16 + member + i / 2 * 4];
+    for (int i = 0; i < 4; i++) y[i] = b[(member + i * 4) * 8 + group];
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, {%0,%1,%2,%3};"
+                 : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+                 : "d"(x[0]), "d"(x[1]), "d"(x[2]), "d"(x[3]), "d"(x[4]), "d"(x[5]), "d"(x[6]), "d"(x[7]), "d"(y[0]), "d"(y[1]), "d"(y[2]), "d"(y[3]));
+    for (int i = 0; i < 4; i++) d[(group + i / 2 * 8) * 8 + member * 2 + i % 2] = c[i];
+}
+
+// Blocks that publish pairs whose halves are equal, and blocks that look at them: how often they see halves of two stores.
+extern "C" __global__ void pairs(ulonglong2 *cells, unsigned *torn, int rounds)
+{
+    ulonglong2 *cell = cells + threadIdx.x;
+    for (int i = 1; i <= rounds; i++) {
+        if (blockIdx.x % 2 == 0) {
+            unsigned long long v = (unsigned long long)i * 0x100000001ull;
+            asm volatile("st.relaxed.gpu.v2.u64 [%0], {%1, %1};" ::"l"(cell), "l"(v) : "memory");
+        } else {
+            unsigned long long a, b;
+            asm volatile("ld.relaxed.gpu.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(cell) : "memory");
+            if (a != b) atomicAdd(torn, 1);
+        }
+    }
+}
+
 // One warp's 16 x 8 tile from shared memory by ldmatrix and mma.
 extern "C" __global__ void ldmatrix_mma(float *d, const half *a, const half *b)
 {

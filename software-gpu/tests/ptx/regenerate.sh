@@ -5,7 +5,7 @@ cd "$(dirname "$0")"
 for source in *.cu; do
     name=${source%.cu}
     arch=compute_75
-    [ "$name" = features ] && arch=compute_90
+    case $name in features | clusters) arch=compute_90 ;; esac
     nvcc -std=c++17 -ptx -arch=$arch -O3 "$source" -o "$name.ptx"
     nvcc -std=c++17 -ptx -arch=compute_90 -Xcicc -O0 "$source" -o "$name.O0.ptx"
 done

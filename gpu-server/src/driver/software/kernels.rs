@@ -17,8 +17,18 @@ pub(super) const MAX_IMAGE: u64 = 1 << 30;
 
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 const MAX_DYNAMIC_SHARED: u32 = 8;
+/// `CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH`, after which height and depth come.
+const REQUIRED_CLUSTER: u32 = 11;
+/// `CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`.
+const NON_PORTABLE_CLUSTER: u32 = 14;
+/// `CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE`.
+const CLUSTER_SCHEDULING: u32 = 15;
 /// Number of function attributes that are told.
 const ATTRIBUTES: u32 = 16;
+/// Blocks of a cluster that every GPU with clusters has.
+const PORTABLE_CLUSTER: u32 = 8;
+/// `CUDA_ERROR_INVALID_CLUSTER_SIZE`.
+const INVALID_CLUSTER_SIZE: Status = Status(912);
 /// In place of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
 
@@ -35,9 +45,59 @@ struct LoadedFunction {
     dynamic_limit: u32,
     /// Attributes that the program has set and that change nothing here.
     carveout: i32,
+    cluster_scheduling: i32,
+    /// Dimensions of clusters that the program requires, where the kernel itself does not; zeros if it does not.
+    cluster: [u32; 3],
+    /// Whether clusters may be larger than is portable.
+    non_portable: bool,
 }
 
 impl LoadedFunction {
+    fn new(function: Function, dynamic_limit: u32) -> LoadedFunction {
+        LoadedFunction {
+            function,
+            dynamic_limit,
+            carveout: -1,
+            cluster_scheduling: 0,
+            cluster: [0; 3],
+            non_portable: false,
+        }
+    }
+
+    /// The clusters that are required, by the kernel or by the program.
+    fn required_cluster(&self) -> [u32; 3] {
+        match self.function.info().required_cluster {
+            [0, 0, 0] => self.cluster,
+            own => own,
+        }
+    }
+
+    /// Blocks of a cluster at most.
+    fn max_cluster(&self) -> u32 {
+        let most = self.function.info().max_cluster_blocks;
+        if self.non_portable { most } else { most.min(PORTABLE_CLUSTER) }
+    }
+
+    /// The clusters of a launch that asks for `asked`, if it has any to speak of.
+    fn clusters(&self, asked: Option<[u32; 3]>) -> Result<Option<[u32; 3]>, Status> {
+        let required = Some(self.required_cluster()).filter(|&r| r != [0; 3]);
+        let size = asked.or(required);
+        let blocks = size.unwrap_or([1; 3]).iter().fold(1, |all: u32, &n| all.saturating_mul(n));
+        if blocks > self.max_cluster() || required.is_some_and(|r| size != Some(r)) {
+            return Err(INVALID_CLUSTER_SIZE);
+        }
+        Ok(size)
+    }
+
+    /// Blocks on the whole device at a time.
+    fn resident(&self, block: [u32; 3], dynamic: u32) -> u32 {
+        let threads = block.iter().fold(1, |all: u32, &n| all.saturating_mul(n));
+        if threads == 0 || threads > self.function.info().max_threads {
+            return 0;
+        }
+        self.function.max_resident_blocks(threads, dynamic)
+    }
+
     fn attribute(&self, number: u32) -> Option<i32> {
         let info = self.function.info();
         Some(match number {
@@ -51,7 +111,12 @@ impl LoadedFunction {
             7 => 0,
             MAX_DYNAMIC_SHARED => self.dynamic_limit as i32,
             9 => self.carveout,
-            10..ATTRIBUTES => 0,
+            10 => info.cluster_must_be_given.into(),
+            REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER => {
+                self.required_cluster()[(number - REQUIRED_CLUSTER) as usize] as i32
+            }
+            NON_PORTABLE_CLUSTER => self.non_portable.into(),
+            CLUSTER_SCHEDULING => self.cluster_scheduling,
             _ => return None,
         })
     }
@@ -128,7 +193,7 @@ impl ModuleOps<Call> for Software {
         for info in module.functions() {
             let function = module.function(&info.name).map_err(|e| code(&e))?;
             let dynamic_limit = usual.saturating_sub(info.shared_bytes);
-            functions.push(LoadedFunction { function, dynamic_limit, carveout: -1 });
+            functions.push(LoadedFunction::new(function, dynamic_limit));
         }
         let loaded = LoadedModule { context: op.context.0, module, functions };
         let table = loaded.table();
@@ -206,6 +271,15 @@ impl ModuleOps<Call> for Software {
                 }
             }
             9 if (-1..=100).contains(&op.value) => function.carveout = op.value,
+            REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER if op.value >= 0 => {
+                if function.function.info().required_cluster != [0; 3] {
+                    return Err(Status::NOT_PERMITTED);
+                }
+                function.cluster[(op.attribute - REQUIRED_CLUSTER) as usize] = op.value as u32;
+            }
+            NON_PORTABLE_CLUSTER if (0..=1).contains(&op.value) => function.non_portable = op.value != 0,
+            // Clusters are spread as they come.
+            CLUSTER_SCHEDULING if (0..=2).contains(&op.value) => function.cluster_scheduling = op.value,
             // A preference between caches that are not there.
             CACHE_CONFIG if (0..=3).contains(&op.value) => {}
             _ => return Err(Status::INVALID_VALUE),
@@ -237,26 +311,58 @@ impl ModuleOps<Call> for Software {
         let blocks = if fits { function.function.max_active_blocks(op.block_size, dynamic) } else { 0 };
         Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks: blocks as i32 }))
     }
+
+    fn occupancy_max_active_clusters(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyMaxActiveClusters,
+    ) -> Result<Answer<OccupancyMaxActiveClustersReply>, Status> {
+        let asked = asked(&op.attributes)?;
+        let function = self.function(cx, op.function)?;
+        let size = function.clusters(asked.cluster)?.unwrap_or([1; 3]).iter().product::<u32>();
+        let resident = function.resident(op.block, op.dynamic_shared);
+        // One worker runs all blocks of a cluster, so that one cluster always fits if one block does.
+        let clusters = if resident == 0 { 0 } else { (resident / size.max(1)).max(1) };
+        Ok(Answer::Now(OccupancyMaxActiveClustersReply { clusters: clusters as i32 }))
+    }
+
+    fn occupancy_max_potential_cluster_size(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyMaxPotentialClusterSize,
+    ) -> Result<Answer<OccupancyMaxPotentialClusterSizeReply>, Status> {
+        let function = self.function(cx, op.function)?;
+        let resident = function.resident(op.block, op.dynamic_shared);
+        let size = if resident == 0 { 0 } else { function.max_cluster() };
+        Ok(Answer::Now(OccupancyMaxPotentialClusterSizeReply { size: size as i32 }))
+    }
 }
 
-/// What a launch's attributes ask for, as far as it means anything here. Hints are left out; what would change the result is refused.
-fn cooperative(attributes: &[LaunchAttribute]) -> Result<bool, Status> {
-    let mut cooperative = false;
+/// What a launch's attributes ask for, as far as it means anything here.
+#[derive(Default)]
+struct Asked {
+    cooperative: bool,
+    cluster: Option<[u32; 3]>,
+}
+
+/// Reads a launch's attributes. Hints are left out; what would change the result is refused.
+fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
+    let mut asked = Asked::default();
     for attribute in attributes {
         let word =
             |i: usize| attribute.value[i * 4..].first_chunk::<4>().map_or(0, |b| u32::from_le_bytes(*b));
         match attribute.id {
             // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            2 => cooperative = word(0) != 0,
-            // CLUSTER_DIMENSION: one block is no cluster.
-            4 if (0..3).all(|i| word(i) <= 1) => {}
+            2 => asked.cooperative = word(0) != 0,
+            // CLUSTER_DIMENSION
+            4 => asked.cluster = Some([0, 1, 2].map(word)),
             // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic serialization, priority, memory
             // synchronization domains, preferred cluster, shared memory carveout.
             0 | 1 | 3 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
             _ => return Err(Status::NOT_SUPPORTED),
         }
     }
-    Ok(cooperative)
+    Ok(asked)
 }
 
 /// There are none: every operation answers "not supported".
@@ -270,7 +376,7 @@ impl Software {
         context: ContextId,
         op: &Launch<'_>,
     ) -> Result<(Function, LaunchConfig), Status> {
-        let cooperative = cooperative(&op.attributes)?;
+        let asked = asked(&op.attributes)?;
         let function = self.function(cx, op.function)?;
         if cx.context != context {
             return Err(Status::INVALID_HANDLE);
@@ -278,8 +384,13 @@ impl Software {
         if op.dynamic_shared > function.dynamic_limit {
             return Err(Status::INVALID_VALUE);
         }
-        let config =
-            LaunchConfig { grid: op.grid, block: op.block, dynamic_shared: op.dynamic_shared, cooperative };
+        let config = LaunchConfig {
+            grid: op.grid,
+            block: op.block,
+            dynamic_shared: op.dynamic_shared,
+            cooperative: asked.cooperative,
+            cluster: function.clusters(asked.cluster)?,
+        };
         Ok((function.function.clone(), config))
     }
 }

@@ -423,6 +423,10 @@ impl ContextOps<Call> for Software {
         properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
         let context = self.contexts.get_mut(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
         context.limits.insert(op.limit, op.value);
+        let device = context.device;
+        if op.limit == properties::MALLOC_HEAP_SIZE {
+            self.device(device)?.gpu.set_heap_limit(op.value);
+        }
         Ok(Answer::Now(ContextSetLimitReply {}))
     }
 }

@@ -125,7 +125,7 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
         (109, MAX_WINDOW),
         (111, p.shared_reserved_per_block),
         (115, 0),
-        (120, 0),
+        (120, 1),
         (122, 1),
         (123, 1),
         (126, MEM_SYNC_DOMAINS),
@@ -145,6 +145,9 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     }
 }
 
+/// `CU_LIMIT_MALLOC_HEAP_SIZE`.
+pub(super) const MALLOC_HEAP_SIZE: u32 = 2;
+
 /// The value of a `CUlimit` that nobody has set.
 pub(super) fn usual_limit(limit: u32) -> Option<u64> {
     Some(match limit {
@@ -152,7 +155,7 @@ pub(super) fn usual_limit(limit: u32) -> Option<u64> {
         // PERSISTING_L2_CACHE_SIZE
         0 => 1024,
         1 => 1 << 20,
-        2 => 8 << 20,
+        MALLOC_HEAP_SIZE => 8 << 20,
         3 => 2,
         4 => 2048,
         5 => 64,

@@ -55,6 +55,7 @@ impl Warp {
             frame = parent;
         }
         self.block().exit(mask.count_ones());
+        self.leave_cluster(mask);
     }
 
     /// Starts a call for the lanes of `mask` of the present group, which stays at the instruction after it.

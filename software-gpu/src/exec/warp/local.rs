@@ -1,11 +1,12 @@
 //! The local memory of a warp's threads.
 
 use crate::exec::rows::LANES;
+use crate::lower::program::Line;
 
 /// Local memory of a warp's threads.
 #[derive(Default)]
 pub(crate) struct LocalMemory {
-    bytes: Vec<u64>,
+    lines: Vec<Line>,
     /// Bytes of each thread.
     pub stride: u32,
 }
@@ -17,13 +18,13 @@ impl LocalMemory {
             return;
         }
         let stride = size.next_power_of_two().max(64);
-        let words = stride as usize / 8;
-        let mut bytes = vec![0u64; words * LANES];
-        let old = self.stride as usize / 8;
+        let each = stride as usize / size_of::<Line>();
+        let mut lines = vec![Line([0; 64]); each * LANES];
+        let old = self.stride as usize / size_of::<Line>();
         for l in 0..LANES {
-            bytes[l * words..l * words + old].copy_from_slice(&self.bytes[l * old..(l + 1) * old]);
+            lines[l * each..l * each + old].copy_from_slice(&self.lines[l * old..(l + 1) * old]);
         }
-        self.bytes = bytes;
+        self.lines = lines;
         self.stride = stride;
     }
 
@@ -34,7 +35,7 @@ impl LocalMemory {
             return None;
         }
         let index = lane * self.stride as usize + offset as usize;
-        // SAFETY: `lane` is below 32 and the offset below the stride, so the byte is in `bytes`.
-        Some(unsafe { self.bytes.as_mut_ptr().cast::<u8>().add(index) })
+        // SAFETY: `lane` is below 32 and the offset below the stride, so the byte is in `lines`.
+        Some(unsafe { self.lines.as_mut_ptr().cast::<u8>().add(index) })
     }
 }

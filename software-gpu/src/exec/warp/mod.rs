@@ -6,9 +6,10 @@
 //! catch up and reconverge; one that jumps backwards many times while others wait makes room for them,
 //! so that threads of a warp may wait for each other (locks), as independent thread scheduling promises.
 //!
-//! `meet` is where groups wait for each other, `calls` has their calls and stacks, `local` their memory. Here they are chosen and run.
+//! `meet` is where groups wait for each other, `cluster` where they wait for other blocks, `calls` has their calls and stacks, `local` their memory. Here they are chosen and run.
 
 mod calls;
+mod cluster;
 mod local;
 mod meet;
 
@@ -35,6 +36,10 @@ enum State {
     /// At a barrier, until its phase passes this one.
     Barrier {
         id: u32,
+        phase: u64,
+    },
+    /// At the cluster's barrier, until its phase passes this one.
+    Cluster {
         phase: u64,
     },
 }
@@ -105,6 +110,7 @@ pub(crate) struct Warp {
     frames: Vec<Frame>,
     free_frames: Vec<u32>,
     current: usize,
+    arrivals: cluster::Arrivals,
     /// Lowest place where another group of the present frame waits ahead.
     stop: u32,
 }
@@ -139,6 +145,7 @@ impl Warp {
             frames: Vec::new(),
             free_frames: Vec::new(),
             current: 0,
+            arrivals: cluster::Arrivals::default(),
             stop: NONE,
         };
         warp.local.reserve(code.local_bytes);
@@ -221,6 +228,11 @@ impl Warp {
                 State::Barrier { id, phase } => {
                     if self.block().barriers[id as usize].phase > phase {
                         self.finish_barrier(i, id);
+                    }
+                }
+                State::Cluster { phase } => {
+                    if self.block().cluster().phase > phase {
+                        self.finish_cluster_wait(i);
                     }
                 }
             }
@@ -478,6 +490,8 @@ impl Warp {
                 Step::Schedule
             }
             Kind::Barrier => self.barrier(inst, mask, active),
+            Kind::ClusterArrive => self.cluster_arrive(mask),
+            Kind::ClusterWait => self.cluster_wait(mask, active),
             Kind::Alloca => self.alloca(inst, mask),
             Kind::StackSave | Kind::StackRestore => {
                 let frame = self.groups[self.current].frame as usize;
