@@ -208,8 +208,6 @@ pub struct Consumer<'m> {
     cursors: Cursors<'m>,
     memory: RingMemory<'m>,
     head: u64,
-    /// The producer's cursor as last read and checked: read again only when everything up to it has been taken.
-    tail: u64,
     seq: u64,
 }
 
@@ -220,7 +218,7 @@ impl<'m> Consumer<'m> {
     }
 
     pub(super) fn over(cursors: Cursors<'m>, memory: RingMemory<'m>) -> Self {
-        Consumer { cursors, memory, head: 0, tail: 0, seq: 0 }
+        Consumer { cursors, memory, head: 0, seq: 0 }
     }
 
     /// Whether the producer has appended something that was not taken yet. Says yes to a nonsensical cursor too: [`pop`](Self::pop) will name it.
@@ -237,22 +235,6 @@ impl<'m> Consumer<'m> {
         self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.head) <= self.memory.size() / 2
     }
 
-    /// Brings the beginning of what follows from the producer's cache into this processor's, as far as it has been published, while the record that was taken is executed.
-    #[inline]
-    fn prefetch(&self) {
-        #[cfg(target_arch = "x86_64")]
-        for ahead in [0, 64] {
-            if self.tail.wrapping_sub(self.head) > ahead {
-                let word = &self.memory.words[self.memory.index(self.head + ahead)];
-                // SAFETY: a prefetch reads nothing, and the word is one of the ring's.
-                unsafe {
-                    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-                    _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(word).cast());
-                }
-            }
-        }
-    }
-
     /// Copies the next record out: its header is returned and `body` filled with its body, padding included. `None`: the ring is empty.
     ///
     /// The record's place in the ring is free at once. After one call or several the caller asks, if the ring [has room](Self::has_room), [`Header::ring_sleep`] whether to
@@ -260,17 +242,13 @@ impl<'m> Consumer<'m> {
     #[inline]
     pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         loop {
-            if self.tail == self.head {
-                let tail = self.cursors.tail.load(Ordering::Acquire);
-                let held = tail.wrapping_sub(self.head);
-                if held > self.memory.size() || !held.is_multiple_of(16) {
-                    return Err(RecordError::Cursor { tail, head: self.head, size: self.memory.size() });
-                }
-                self.tail = tail;
-            }
-            let held = self.tail.wrapping_sub(self.head);
-            if held == 0 {
+            let tail = self.cursors.tail.load(Ordering::Acquire);
+            if tail == self.head {
                 return Ok(None);
+            }
+            let held = tail.wrapping_sub(self.head);
+            if held > self.memory.size() || !held.is_multiple_of(16) {
+                return Err(RecordError::Cursor { tail, head: self.head, size: self.memory.size() });
             }
             let at = self.memory.index(self.head);
             let mut bytes = [0; RECORD_HEADER];
@@ -296,7 +274,6 @@ impl<'m> Consumer<'m> {
             }
             self.head = next;
             self.cursors.head.store(next, Ordering::Release);
-            self.prefetch();
             if record.opcode != PAD {
                 return Ok(Some(record));
             }
