@@ -77,7 +77,7 @@ macro_rules! program_tests {
     ($module:ident, $check:expr, and gpu) => {
         $crate::program_tests! {
             $module, $check, $crate::programs::manifest,
-            dynamic_parallelism clusters programmatic_launch tensor_map nvrtc nvjitlink anisotropy device_heap cublas cufft cusolver cusparse
+            dynamic_parallelism programmatic_launch tensor_map nvrtc nvjitlink anisotropy cublas cufft cusolver cusparse
             curand
         }
     };
@@ -92,7 +92,7 @@ macro_rules! program_tests {
             graph_child graph_host graph_inspect graph_printed graph_update graph_memory_nodes graph_conditional graph_capture_modes
             graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
             error_texts driver_ptx parameter_list link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
-            idle kill_me device_printf device_assert pinned_bulk host_registration array_copies textures surfaces surface_kinds vmm
+            idle kill_me device_printf device_assert device_heap clusters pinned_bulk host_registration array_copies textures surfaces surface_kinds vmm
             mipmaps mipmap_kinds mipmap_surfaces cube_maps cube_layers texture_views ipc_memory pool_ipc callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
             pinned_kernels forks ipc_events vmm_export
             $($more)*
