@@ -80,6 +80,11 @@ fn small_pageable_copies_to_the_device_need_no_round_trip() -> Result<()> {
 }
 
 #[test]
+fn synchronous_copies_between_a_kernel_and_work_beside_it_need_no_round_trip() -> Result<()> {
+    no_round_trip("launch_and_copy")
+}
+
+#[test]
 fn allocating_and_freeing_needs_no_round_trip() -> Result<()> {
     no_round_trip("alloc_free")
 }
