@@ -66,59 +66,6 @@ pub fn manifest() -> Result<Vec<Program>> {
     Ok(manifest.program)
 }
 
-/// Makes a module of tests, one for each program that runs on any device: what the given function says to it.
-///
-/// With `and gpu` behind it, also for those that need a GPU of NVIDIA's.
-#[macro_export]
-macro_rules! program_tests {
-    ($module:ident, $check:expr) => {
-        $crate::program_tests! { $module, $check, $crate::programs::portable, }
-    };
-    ($module:ident, $check:expr, and gpu) => {
-        $crate::program_tests! {
-            $module, $check, $crate::programs::manifest,
-            dynamic_parallelism programmatic_launch tensor_map nvrtc nvjitlink anisotropy cublas cufft cusolver cusparse
-            curand
-        }
-    };
-    ($module:ident, $check:expr, $list:expr, $($more:ident)*) => {
-        $crate::program_tests! {
-            @each $module, $check, $list,
-            device_list device_properties device_limits nvml vectorAdd matrixMul reduction grids atomics warp_intrinsics
-            cooperative_tiles cooperative_grid sync_primitives templates device_functions device_functions_debug half_maths
-            complex_numbers tensor_cores globals symbol_copies multi multi_rdc copies zero_sizes copies_3d memory_fills memcpy_batch
-            alloc_churn stream_ordered pointer_attributes streams_events event_flags default_stream default_stream_ptds
-            stream_attributes stream_callbacks stream_lifetimes stream_memory copy_promises held_by_value thrust_cub exit_held exit_destructors graph_explicit
-            graph_child graph_host graph_inspect graph_printed graph_update graph_memory_nodes graph_conditional graph_capture_modes
-            graph_events fair_streams held_streams threads threads_ptds contexts context_threads two_processes errors sticky_errors
-            error_texts driver_ptx parameter_list link_ptx libraries entry_points launch_storm profiler launch_attributes function_attributes occupancy
-            idle kill_me device_printf device_assert device_heap clusters pinned_bulk host_registration array_copies textures surfaces surface_kinds vmm
-            mipmaps mipmap_kinds mipmap_surfaces cube_maps cube_layers texture_views ipc_memory pool_ipc callback_load pinned_memset managed_memory managed_variables managed_api managed_files mapped_memory
-            pinned_kernels forks ipc_events vmm_export
-            $($more)*
-        }
-    };
-    (@each $module:ident, $check:expr, $list:expr, $($name:ident)*) => {
-        #[allow(non_snake_case, reason = "the tests are called like the programs")]
-        mod $module {
-            $(
-                #[test]
-                fn $name() -> anyhow::Result<()> {
-                    $check(stringify!($name))
-                }
-            )*
-
-            #[test]
-            fn every_program_has_a_test() -> anyhow::Result<()> {
-                let tested: std::collections::BTreeSet<_> = [$(stringify!($name).to_owned()),*].into();
-                let listed = $list()?.into_iter().map(|program| program.name).collect();
-                assert_eq!(tested, listed);
-                Ok(())
-            }
-        }
-    };
-}
-
 /// How long a program may take: far beyond what any needs, even on a busy machine. Only a hang reaches it.
 pub const LIMIT: Duration = Duration::from_secs(240);
 

@@ -4,15 +4,17 @@
 //! `cargo xtask test gpu` builds what this needs and runs it. What passes natively but not through rgpu is rgpu's fault;
 //! what fails natively is the program's.
 
-use rgpu_tests::program_tests;
-use rgpu_tests::programs::{Way, same_as_native};
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+use rgpu_tests::programs::{Way, manifest, same_as_native};
 
 /// All ways but the native one.
 const WAYS: [Way; 3] =
     [Way::Client("cuda", "local"), Way::Client("cuda", "tcp"), Way::Inside("cuda", "local")];
 
-fn same(name: &str) -> anyhow::Result<()> {
-    same_as_native(name, &WAYS)
+fn main() -> anyhow::Result<ExitCode> {
+    let trial = |name: String| Trial::test(name.clone(), move || Ok(same_as_native(&name, &WAYS)?));
+    let trials = manifest()?.into_iter().map(|program| trial(program.name)).collect();
+    Ok(libtest_mimic::run(&Arguments::from_args(), trials).exit_code())
 }
-
-program_tests!(all, super::same, and gpu);

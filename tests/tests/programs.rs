@@ -3,46 +3,36 @@
 //!
 //! `cargo xtask test programs` builds what this needs and runs it. Each test starts its own server and daemon.
 
-use rgpu_tests::program_tests;
-use rgpu_tests::programs::{Way, passes};
+use std::process::ExitCode;
 
-program_tests!(local, |name| super::passes(name, super::Way::Client("software", "local"), &[]).map(drop));
-program_tests!(tcp, |name| super::passes(name, super::Way::Client("software", "tcp"), &[]).map(drop));
-program_tests!(with_nvidias_runtime, |name| super::passes(
-    name,
-    super::Way::Inside("software", "local"),
-    &[]
-)
-.map(drop));
+use libtest_mimic::{Arguments, Trial};
+use rgpu_tests::programs::{Way, passes, passes_with, portable};
 
+/// How each program runs, by the name that its tests have.
+const WAYS: [(&str, Way); 3] = [
+    ("local", Way::Client("software", "local")),
+    ("tcp", Way::Client("software", "tcp")),
+    ("with_nvidias_runtime", Way::Inside("software", "local")),
+];
 /// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
-mod by_page_protection {
-    use rgpu_tests::programs::{Way, passes_with};
+const BY_PAGE_PROTECTION: [&str; 4] = ["managed_memory", "managed_variables", "managed_api", "mapped_memory"];
 
-    fn passes(name: &str) -> anyhow::Result<()> {
-        for transport in ["local", "tcp"] {
-            passes_with(name, Way::Client("software", transport), &[], &[("RGPU_PAGES", "signal")])?;
+fn main() -> anyhow::Result<ExitCode> {
+    let mut trials = Vec::new();
+    for program in portable()? {
+        for (way, how) in WAYS {
+            let name = program.name.clone();
+            let test = move || Ok(passes(&name, how, &[]).map(drop)?);
+            trials.push(Trial::test(format!("{way}::{}", program.name), test));
         }
-        Ok(())
     }
-
-    #[test]
-    fn managed_memory() -> anyhow::Result<()> {
-        passes("managed_memory")
+    for name in BY_PAGE_PROTECTION {
+        trials.push(Trial::test(format!("by_page_protection::{name}"), move || {
+            for transport in ["local", "tcp"] {
+                passes_with(name, Way::Client("software", transport), &[], &[("RGPU_PAGES", "signal")])?;
+            }
+            Ok(())
+        }));
     }
-
-    #[test]
-    fn managed_variables() -> anyhow::Result<()> {
-        passes("managed_variables")
-    }
-
-    #[test]
-    fn managed_api() -> anyhow::Result<()> {
-        passes("managed_api")
-    }
-
-    #[test]
-    fn mapped_memory() -> anyhow::Result<()> {
-        passes("mapped_memory")
-    }
+    Ok(libtest_mimic::run(&Arguments::from_args(), trials).exit_code())
 }
