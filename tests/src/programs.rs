@@ -66,6 +66,11 @@ pub fn manifest() -> Result<Vec<Program>> {
     Ok(manifest.program)
 }
 
+/// What a test says of an error: all of its causes.
+pub fn told<T>(outcome: Result<T>) -> std::result::Result<(), String> {
+    outcome.map(drop).map_err(|error| format!("{error:?}"))
+}
+
 /// How long a program may take: far beyond what any needs, even on a busy machine. Only a hang reaches it.
 pub const LIMIT: Duration = Duration::from_secs(240);
 

@@ -7,14 +7,14 @@
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
-use rgpu_tests::programs::{Way, manifest, same_as_native};
+use rgpu_tests::programs::{Way, manifest, same_as_native, told};
 
 /// All ways but the native one.
 const WAYS: [Way; 3] =
     [Way::Client("cuda", "local"), Way::Client("cuda", "tcp"), Way::Inside("cuda", "local")];
 
 fn main() -> anyhow::Result<ExitCode> {
-    let trial = |name: String| Trial::test(name.clone(), move || Ok(same_as_native(&name, &WAYS)?));
+    let trial = |name: String| Trial::test(name.clone(), move || Ok(told(same_as_native(&name, &WAYS))?));
     let trials = manifest()?.into_iter().map(|program| trial(program.name)).collect();
     Ok(libtest_mimic::run(&Arguments::from_args(), trials).exit_code())
 }

@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
-use rgpu_tests::programs::{Way, passes, passes_with, portable};
+use rgpu_tests::programs::{Way, passes, passes_with, portable, told};
 
 /// How each program runs, by the name that its tests have.
 const WAYS: [(&str, Way); 3] = [
@@ -22,14 +22,15 @@ fn main() -> anyhow::Result<ExitCode> {
     for program in portable()? {
         for (way, how) in WAYS {
             let name = program.name.clone();
-            let test = move || Ok(passes(&name, how, &[]).map(drop)?);
+            let test = move || Ok(told(passes(&name, how, &[]))?);
             trials.push(Trial::test(format!("{way}::{}", program.name), test));
         }
     }
     for name in BY_PAGE_PROTECTION {
         trials.push(Trial::test(format!("by_page_protection::{name}"), move || {
             for transport in ["local", "tcp"] {
-                passes_with(name, Way::Client("software", transport), &[], &[("RGPU_PAGES", "signal")])?;
+                let how = Way::Client("software", transport);
+                told(passes_with(name, how, &[], &[("RGPU_PAGES", "signal")]))?;
             }
             Ok(())
         }));

@@ -129,12 +129,11 @@ impl State {
     pub(super) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
         let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
         self.together = rest;
-        GIVEN.store(self.together.len(), Ordering::Release);
         let gone: Vec<Together> = gone;
-        for together in gone {
-            self.take_away(driver, &together)?;
-        }
-        Ok(())
+        let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
+        // Not before they are gone: who finds none may let the program go on without asking for the lock.
+        GIVEN.store(self.together.len(), Ordering::Release);
+        taken
     }
 
     fn take_away(&mut self, driver: &'static Driver, together: &Together) -> Result {
