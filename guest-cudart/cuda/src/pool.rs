@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use crate::device::attr;
 use crate::graph::Work;
 use crate::graph::memory::GraphMemory;
-use crate::pool_share::{self, POSIX_FD, PoolName};
+use crate::pool_share::{self, FABRIC, POSIX_FD, PoolName};
 use crate::state::{self, Driver, driver};
 use crate::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::{Result, context, memory, non_null, put, refuse_form, stream, vmm};
@@ -19,6 +19,8 @@ use client::{Status, lock};
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const LOCATION_DEVICE: u32 = 1;
+/// A pool's limit is rounded up to this, as NVIDIA's driver does it.
+const LIMIT_STEP: u64 = 32 << 20;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 const PINNED: u32 = 1;
 
@@ -114,6 +116,11 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
     Ok((driver, POOLS.get(handle).ok_or(Status::INVALID_VALUE)?))
 }
 
+/// The same, which must not be another process's.
+fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
+    of(handle).and_then(|found| if found.1.imported { Err(Status::INVALID_VALUE) } else { Ok(found) })
+}
+
 fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_thread: bool) -> Result {
     non_null(dptr)?;
     let (driver, context) = context::ready()?;
@@ -122,10 +129,7 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         Some(pool) => pool,
         None => current_pool(stream.context.device as i32)?,
     };
-    let (_, pool) = of(pool_handle)?;
-    if pool.imported {
-        return Err(Status::INVALID_VALUE);
-    }
+    let (_, pool) = own(pool_handle)?;
     if size == 0 {
         // SAFETY: checked above not to be NULL; the program says that it may be written.
         return unsafe { put(dptr, 0) };
@@ -163,8 +167,8 @@ pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
 
 unsafe fn set_current(device: i32, pool: usize) -> Result {
     state::device(device)?;
-    let (_, found) = of(pool)?;
-    if found.device != device as u32 || found.imported {
+    let (_, found) = own(pool)?;
+    if found.device != device as u32 {
         return Err(Status::INVALID_VALUE);
     }
     if let Some(current) = CURRENT.get(device as usize) {
@@ -272,34 +276,39 @@ api! {
         }
         let device = location(&raw const props.location)? as u32;
         let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let shared = props.handleTypes & POSIX_FD != 0;
+        if props.handleTypes & !(POSIX_FD | FABRIC) != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
         let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
         if props.handleTypes & !supported != 0 {
             return refuse_form("a memory pool for these handles", &SAID);
         }
-        let name = if shared { Some(pool_share::new_name()?) } else { None };
-        let limit = (props.maxSize as u64).checked_next_multiple_of(device.info.granule.max(1));
+        let name = if props.handleTypes == 0 { None } else { Some(pool_share::new_name()?) };
+        let limit = (props.maxSize as u64).checked_next_multiple_of(LIMIT_STEP);
         let made = Pool { name, limit: limit.unwrap_or(0), ..Pool::new(device.ordinal) };
         put(pool, insert(made)?)
     }
 
     fn cuMemPoolDestroy(pool: usize) {
-        let (_, found) = of(pool)?;
+        let (driver, found) = of(pool)?;
         if found.default {
             return Err(Status::INVALID_VALUE);
+        }
+        if let Some(name) = found.name.as_ref().filter(|_| found.imported) {
+            pool_share::forget_pool(driver, name)?;
         }
         POOLS.remove(pool).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
     fn cuMemPoolTrimTo(pool: usize, keep: usize) {
-        let (driver, pool) = of(pool)?;
+        let (driver, pool) = own(pool)?;
         memory::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         lock(&device.memory).trim(keep as u64, driver).map(|_| ())
     }
 
     fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (_, pool) = of(pool)?;
+        let (_, pool) = own(pool)?;
         non_null(value)?;
         match attribute {
             1..=3 => pool.reuse[attribute as usize - 1].store(value.cast::<i32>().read(), Ordering::Relaxed),
@@ -312,7 +321,7 @@ api! {
     }
 
     fn cuMemPoolGetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (_, found) = of(pool)?;
+        let (_, found) = own(pool)?;
         non_null(value)?;
         match attribute {
             1..=3 => put(value.cast(), found.reuse[attribute as usize - 1].load(Ordering::Relaxed)),

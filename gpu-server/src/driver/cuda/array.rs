@@ -53,7 +53,11 @@ enum Kind {
         named: u64,
     },
     /// A level of the mipmapped array of this name.
-    Level(CUarray, u32),
+    Level {
+        handle: CUarray,
+        of: u32,
+        level: u32,
+    },
 }
 
 impl Arrays {
@@ -76,7 +80,7 @@ impl Arrays {
     fn plain(&self, id: ArrayId) -> Result<(CUarray, &ArrayShape), Status> {
         let array = self.get(id)?;
         match array.kind {
-            Kind::Plain(handle) | Kind::Level(handle, _) => Ok((handle, &array.shape)),
+            Kind::Plain(handle) | Kind::Level { handle, .. } => Ok((handle, &array.shape)),
             Kind::Mipmapped { .. } => Err(Status::INVALID_HANDLE),
         }
     }
@@ -99,7 +103,7 @@ impl Cuda {
                     return Err(Status::INVALID_HANDLE);
                 }
                 desc.words[0] = match array.kind {
-                    Kind::Plain(handle) | Kind::Level(handle, _) if r.kind == OF_ARRAY => handle as u64,
+                    Kind::Plain(handle) | Kind::Level { handle, .. } if r.kind == OF_ARRAY => handle as u64,
                     Kind::Mipmapped { handle, .. } if r.kind == OF_MIPMAPPED => handle as u64,
                     _ => return Err(Status::INVALID_VALUE),
                 };
@@ -138,7 +142,8 @@ impl ArrayOps<Call> for Cuda {
         {
             return Err(Status::INVALID_VALUE);
         }
-        let bytes = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
+        let all = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
+        let bytes = if op.shape.flags & flag::DEFERRED_MAPPING == 0 { all } else { 0 };
         let held = crate::driver::Backend::device_memory(self);
         if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
             return Err(Status::OUT_OF_MEMORY);
@@ -187,7 +192,12 @@ impl ArrayOps<Call> for Cuda {
         // SAFETY: a live handle; writes a handle.
         let found = unsafe { self.api.mipmapped_level(&mut level, handle, op.level) };
         self.note(cx.context, found)?;
-        let array = Array { context, shape, bytes: 0, kind: Kind::Level(level, op.mipmapped.0) };
+        let array = Array {
+            context,
+            shape,
+            bytes: 0,
+            kind: Kind::Level { handle: level, of: op.mipmapped.0, level: op.level },
+        };
         self.arrays.arrays.insert(op.array.0, array);
         let whole = self.arrays.arrays.get_mut(&op.mipmapped.0);
         if let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = whole {
@@ -200,15 +210,23 @@ impl ArrayOps<Call> for Cuda {
         cx.context = ContextId(self.arrays.get(op.array)?.context);
         self.enter_context(cx.context)?;
         let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
+        if let Kind::Level { of, level, .. } = array.kind
+            && let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = self.arrays.arrays.get_mut(&of)
+        {
+            *named &= !(1 << level);
+        }
         // SAFETY: out of the table; the client has waited for the work that uses it, and the driver waits for what a client that lies has not.
         let destroyed = unsafe {
             match array.kind {
                 Kind::Plain(handle) => self.api.array_destroy(handle),
                 Kind::Mipmapped { handle, .. } => self.api.mipmapped_destroy(handle),
-                Kind::Level(..) => Ok(()),
+                // The mipmapped array's.
+                Kind::Level { .. } => Ok(()),
             }
         };
-        self.arrays.arrays.retain(|_, level| !matches!(level.kind, Kind::Level(_, of) if of == op.array.0));
+        self.arrays
+            .arrays
+            .retain(|_, level| !matches!(level.kind, Kind::Level { of, .. } if of == op.array.0));
         self.note(cx.context, destroyed)
     }
 
@@ -363,7 +381,7 @@ impl ArrayOps<Call> for Cuda {
         // SAFETY: live handles; writes one structure.
         let asked = unsafe {
             match array.kind {
-                Kind::Plain(handle) | Kind::Level(handle, _) => {
+                Kind::Plain(handle) | Kind::Level { handle, .. } => {
                     self.api.array_requirements(&mut found, handle, device)
                 }
                 Kind::Mipmapped { handle, .. } => self.api.mipmapped_requirements(&mut found, handle, device),
