@@ -159,7 +159,7 @@ fn close_where(driver: &Driver, gone: impl Fn(&Imported) -> bool) {
 api! {
     fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
         non_null(shareable)?;
-        let (driver, pool) = pool::of(pool)?;
+        let (driver, pool) = pool::own(pool)?;
         if flags != 0 || kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }

@@ -241,7 +241,8 @@ impl ArrayOps<Call> for Cuda {
             match end.array {
                 Some(id) => {
                     let (handle, shape) = self.arrays.plain(id)?;
-                    if !inside(shape, end.at, op.extent) {
+                    // A copy to an array that waits for memory would end the context's work.
+                    if shape.flags & flag::DEFERRED_MAPPING != 0 || !inside(shape, end.at, op.extent) {
                         return Err(Status::INVALID_VALUE);
                     }
                     ends.push(handle);

@@ -225,8 +225,9 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     if s.flags & !KNOWN_FLAGS != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // What would be read of it is not known here.
-    if s.anisotropy > 1 {
+    // Trilinear filtering of such a texture has shortcuts of its own, whatever the instruction.
+    let anisotropic = s.anisotropy > 1;
+    if anisotropic && mipmapped && s.level_filter != 0 {
         return Err(Status::NOT_SUPPORTED);
     }
     let mode = |mode: u32| {
@@ -249,16 +250,22 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     let sampler = Sampler {
         address: [mode(s.address[0])?, mode(s.address[1])?, mode(s.address[2])?],
         linear: linear(s.filter)?,
-        normalized: s.flags & NORMALIZED_COORDINATES != 0,
+        // Levels have no other coordinates.
+        normalized: s.flags & NORMALIZED_COORDINATES != 0 || mipmapped,
         normalized_read,
         // Of other texels it says nothing.
         srgb: s.flags & SRGB != 0 && normalized_read && format == ChannelFormat::Unsigned(8),
         border: s.border.map(f32::from_bits),
         seamless: s.flags & SEAMLESS_CUBEMAP != 0,
+        anisotropic,
         ..Sampler::default()
     };
     // Where there is one level, nothing is said of levels.
     Ok(if mipmapped {
+        // A GPU takes whole numbers of two levels in proportion as well, rounded as it does it.
+        if s.level_filter == 1 && whole && !normalized_read {
+            return Err(Status::NOT_SUPPORTED);
+        }
         Sampler {
             mip_linear: linear(s.level_filter)?,
             level_bias: f32::from_bits(s.level_bias),
