@@ -96,6 +96,9 @@ impl ArrayShape {
     }
 }
 
+/// Arrays, with named levels, that a session may have, and as many textures and surfaces.
+pub const MOST: usize = 1 << 20;
+
 crate::wire_struct! {
     /// One end of a copy from, to or between arrays.
     pub struct ArrayPlace {

@@ -72,6 +72,12 @@ impl Arrays {
         self.surfaces.retain(|_, of| *of != context);
     }
 
+    /// Whether there is room for one more, of whatever kind.
+    fn may_grow(&self) -> Result<(), Status> {
+        let most = self.arrays.len().max(self.textures.len()).max(self.surfaces.len());
+        if most >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
     fn get(&self, id: ArrayId) -> Result<&Array, Status> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
@@ -136,6 +142,7 @@ impl Cuda {
 impl ArrayOps<Call> for Cuda {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0)
             || op.shape.flags & !flag::KNOWN != 0
             || op.levels > op.shape.most_levels()
@@ -177,6 +184,7 @@ impl ArrayOps<Call> for Cuda {
     }
 
     fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+        self.arrays.may_grow()?;
         let whole = self.arrays.get(op.mipmapped)?;
         cx.context = ContextId(whole.context);
         let Kind::Mipmapped { handle, levels, named } = whole.kind else {
@@ -290,6 +298,7 @@ impl ArrayOps<Call> for Cuda {
         op: TextureCreate,
     ) -> Result<Answer<TextureCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         self.enter_context(op.context)?;
         let resource = self.resource(op.context, &op.resource)?;
         let s = &op.sampling;
@@ -334,6 +343,7 @@ impl ArrayOps<Call> for Cuda {
         op: SurfaceCreate,
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         self.enter_context(op.context)?;
         let array = self.arrays.get(op.array)?;
         if array.context != op.context.0 {

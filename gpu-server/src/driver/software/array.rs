@@ -78,6 +78,12 @@ impl Arrays {
         self.arrays.values().map(|array| array.bytes).sum()
     }
 
+    /// Whether there is room for one more, of whatever kind.
+    fn may_grow(&self) -> Result<(), Status> {
+        let full = self.arrays.len() >= MOST || self.handles.len() >= MOST;
+        if full { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
     fn get(&self, id: ArrayId) -> Result<&Array, Status> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
@@ -194,19 +200,23 @@ fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image
     let first = images.first().ok_or(Status::INVALID_VALUE)?;
     let [top, bottom] = match view.layers {
         // The six faces of a cube are no layers.
-        [0, 0] if cube && first.layers == 6 => [0, 5],
-        // What a GPU shows of a part of them depends on more than is known here.
-        [top, bottom] if cube && (top, bottom) != (0, first.layers - 1) => return Err(Status::NOT_SUPPORTED),
+        [0, 0] if cube && shape.flags & flag::LAYERED == 0 => [0, 5],
+        _ if cube && shape.flags & flag::LAYERED == 0 => return Err(Status::INVALID_VALUE),
         layers => layers,
     };
-    if view.levels[0] > view.levels[1] || top > bottom || bottom >= first.layers {
+    if view.levels[0] > view.levels[1]
+        || top > bottom
+        || bottom >= first.layers
+        || view.extent != [shape.width, shape.height, shape.depth]
+    {
         return Err(Status::INVALID_VALUE);
+    }
+    // What a GPU shows of some of the layers of cubes depends on more than is known here.
+    if cube && [top, bottom] != [0, first.layers - 1] {
+        return Err(Status::NOT_SUPPORTED);
     }
     // Levels that are not there are the last one.
     let [from, to] = view.levels.map(|level| (level as usize).min(images.len() - 1));
-    if view.extent != [shape.width, shape.height, shape.depth] {
-        return Err(Status::INVALID_VALUE);
-    }
     let (format, channels) = view_format(view.format)?;
     let mut seen = images[from..=to].to_vec();
     for image in &mut seen {
@@ -362,6 +372,7 @@ impl ArrayOps<Call> for Software {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0)
             || op.shape.flags & !flag::KNOWN != 0
             || op.levels > op.shape.most_levels()
@@ -389,6 +400,7 @@ impl ArrayOps<Call> for Software {
     }
 
     fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0) {
             return Err(Status::INVALID_VALUE);
         }
@@ -436,6 +448,7 @@ impl ArrayOps<Call> for Software {
         op: TextureCreate,
     ) -> Result<Answer<TextureCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         let mut images = self.images(op.context, &op.resource)?;
         if let Some(view) = &op.view {
             // Memory is not viewed otherwise than it is described.
@@ -463,6 +476,7 @@ impl ArrayOps<Call> for Software {
         op: SurfaceCreate,
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         let array = self.arrays.plain(op.array)?;
         if array.context != op.context.0 {
             return Err(Status::INVALID_VALUE);
