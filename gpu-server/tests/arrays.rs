@@ -107,6 +107,9 @@ fn a_level_is_an_array_until_its_mipmapped_array_goes() {
         assert_eq!(texture(s, 1, 0, None), Err(Status::INVALID_VALUE), "as a plain array");
         assert_eq!(texture(s, 2, 1, None), Err(Status::INVALID_VALUE), "a level as a mipmapped array");
         let (whole, part) = (texture(s, 1, 1, None).unwrap(), texture(s, 2, 0, None).unwrap());
+        level(s, 1, 2, 4).unwrap();
+        s.push(&ArrayDestroy { array: ArrayId(4) });
+        level(s, 1, 2, 4).unwrap();
         s.push(&ArrayDestroy { array: ArrayId(1) });
         assert_eq!(row(s, 2, [0, 3, 0], 32), None, "a level that has gone");
         assert_eq!(texture(s, 2, 0, None), Err(Status::INVALID_HANDLE));
@@ -166,6 +169,24 @@ fn all_levels_count_against_the_limit() {
 }
 
 #[test]
+fn an_array_that_waits_for_memory_has_nothing_to_copy() {
+    fn body<S: Session>(s: &mut S) {
+        s.call(&MemGrow { device: 0, address: BASE, size: 2 << 20 }).unwrap();
+        s.push(&MemAlloc { address: BASE, size: 4096 });
+        create(s, 1, shape(16, 8, 0, flag::DEFERRED_MAPPING), 0).unwrap();
+        create(s, 2, shape(16, 8, 0, 0), 0).unwrap();
+        let needs = s.call(&ArrayRequirements { array: ArrayId(1) }).unwrap();
+        assert_eq!((needs.size, needs.alignment), (64 << 10, 64 << 10));
+        assert_eq!(s.call(&ArrayRequirements { array: ArrayId(2) }).unwrap_err(), Status::INVALID_VALUE);
+        assert_eq!(row(s, 1, [0, 0, 0], 16), None);
+        if backend() == "software" {
+            assert_eq!(texture(s, 1, 0, None), Err(Status::INVALID_VALUE));
+        }
+    }
+    on_each_transport!(Server::start(&[]), body);
+}
+
+#[test]
 fn a_view_shows_no_more_than_there_is() {
     fn body<S: Session>(s: &mut S) {
         create(s, 1, shape(16, 16, 0, 0), 5).unwrap();
@@ -181,7 +202,11 @@ fn a_view_shows_no_more_than_there_is() {
         texture(s, 1, 1, view([1, 3], [0, 0])).unwrap();
         texture(s, 2, 0, view([0, 0], [1, 3])).unwrap();
         assert!(texture(s, 1, 1, view([3, 1], [0, 0])).is_err(), "backwards");
-        assert!(texture(s, 1, 1, view([4, u32::MAX], [0, 0])).is_err(), "levels that are not there");
+        assert!(texture(s, 1, 1, view([4, u32::MAX], [0, 0])).is_ok(), "up to the last level");
+        let half = View { extent: [8, 16, 0], ..view([0, 1], [0, 0]).unwrap() };
+        assert!(texture(s, 1, 1, Some(half)).is_err(), "another width");
+        let wide = View { format: 0x17, ..view([0, 1], [0, 0]).unwrap() };
+        assert!(texture(s, 1, 1, Some(wide)).is_err(), "larger elements than there are");
         assert!(texture(s, 2, 0, view([0, 0], [3, 4])).is_err(), "layers that are not there");
         assert!(s.lost().is_none());
     }

@@ -59,11 +59,12 @@ fn sampler(case: &Case) -> Sampler {
         level_bias: case.bias,
         level_range: case.range,
         seamless: case.seamless,
+        ..Sampler::default()
     }
 }
 
 /// The threads' results, and after them the texels if the case stores some.
-fn run(gpu: &Gpu, module: &Module, kernel: usize, case: &Case) -> Result<Vec<u8>> {
+fn run(gpu: &Gpu, module: &Module, kernel: usize, case: &Case, sampler: Sampler) -> Result<Vec<u8>> {
     let input = case.input_bytes();
     let mut out = vec![0u8; case.inputs.len() * case.results() * 4];
     gpu.place(BASE, case.texels.len() as u64)?;
@@ -74,7 +75,7 @@ fn run(gpu: &Gpu, module: &Module, kernel: usize, case: &Case) -> Result<Vec<u8>
     let images = images(case);
     let handle = match case.surface() {
         true => gpu.create_surface(images[0])?,
-        false => gpu.create_mipmapped_texture(&images, sampler(case))?,
+        false => gpu.create_mipmapped_texture(&images, sampler)?,
     };
     let mut params: Vec<u8> = [INPUT, OUTPUT, handle].iter().flat_map(|v| v.to_le_bytes()).collect();
     params.extend((case.inputs.len() as u32).to_le_bytes());
@@ -130,7 +131,7 @@ fn textures_are_those_of_an_h200() {
             continue;
         };
         let kernel = kernels.iter().position(|k| *k == case.body()).unwrap();
-        let ours = run(&gpu, &module, kernel, case).unwrap();
+        let ours = run(&gpu, &module, kernel, case, sampler(case)).unwrap();
         assert_eq!(ours.len(), theirs.len(), "{}", case.name);
         let size = case.results() * 4;
         let threads = case.inputs.len();
@@ -163,5 +164,20 @@ fn the_corpus_has_every_kind_of_resource() {
     let cases = textures::cases();
     for kind in [Kind::Array, Kind::Levels, Kind::Linear, Kind::Rows] {
         assert!(cases.iter().any(|c| c.kind == kind), "{kind:?}");
+    }
+}
+
+#[test]
+fn gradients_in_an_anisotropic_texture_are_an_error_and_levels_are_not() {
+    let cases = textures::cases();
+    let kernels = textures::kernels(&cases);
+    for (start, refused) in [("tex.grad.2d", true), ("tex.level.2d", false)] {
+        let gpu = Gpu::new(GpuConfig { memory_bytes: 1 << 28, workers: 1, ..GpuConfig::default() }).unwrap();
+        gpu.map(BASE, 16 * GRANULE).unwrap();
+        let module = gpu.load_module(textures::ptx(&kernels).as_bytes()).unwrap();
+        let case = cases.iter().find(|c| c.instruction.starts_with(start)).unwrap();
+        let kernel = kernels.iter().position(|k| *k == case.body()).unwrap();
+        let ran = run(&gpu, &module, kernel, case, Sampler { anisotropic: true, ..sampler(case) });
+        assert_eq!(ran.is_err(), refused, "{start}");
     }
 }

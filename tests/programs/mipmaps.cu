@@ -84,6 +84,11 @@ int main(int argc, char **argv) {
         RETURNS(cudaErrorInvalidValue, cudaMemcpy2DToArray(level, 4, 0, texels.data(), w * 4, w * 4, h, cudaMemcpyHostToDevice));
     }
     RETURNS(cudaErrorInvalidValue, cudaGetMipmappedArrayLevel(&level, array, LEVELS));
+    // A level's handle may go by itself; what it holds stays.
+    RETURNS(cudaSuccess, cudaGetMipmappedArrayLevel(&level, array, 1));
+    RETURNS(cudaSuccess, cudaFreeArray(level));
+    RETURNS(cudaSuccess, cudaGetMipmappedArrayLevel(&again, array, 1));
+    RETURNS(cudaSuccess, cudaArrayGetInfo(nullptr, nullptr, nullptr, again));
     // There are no more levels than halvings, whatever is asked for.
     RETURNS(cudaSuccess, cudaMallocMipmappedArray(&all, &one, make_cudaExtent(W, H, 0), 40));
     RETURNS(cudaSuccess, cudaGetMipmappedArrayLevel(&level, all, LEVELS - 1));
@@ -109,7 +114,10 @@ int main(int argc, char **argv) {
         how.maxMipmapLevelClamp = clamp[2];
         auto wanted = [&](float level) { return fminf(fmaxf(fminf(level + clamp[0], clamp[2]), clamp[1]), LEVELS - 1); };
         how.mipmapFilterMode = cudaFilterModePoint;
+        // Anisotropy is for gradients.
+        how.maxAnisotropy = 8;
         std::vector<float> got = look(lod, array, how, at);
+        how.maxAnisotropy = 0;
         int wrong = 0;
         for (int i = 0; i < n; i++) wrong += got[i] != nearest((int)(wanted(at[i].z) + 0.5f), at[i]);
         IS(0, wrong);

@@ -56,7 +56,43 @@ int main(int argc, char **argv) {
         IS(0, wrong);
     }
     CHECK(cudaDestroyTextureObject(texture));
+
+    // Levels that are not there are the last one; what else does not fit is an error.
+    view.lastMipmapLevel = 9;
+    texture = texture_of(resource, true, view);
+    read_level<<<1, W>>>(texture, out, 9.0f);
+    CHECK(cudaMemcpy(got, out, sizeof got, cudaMemcpyDeviceToHost));
+    IS(LEVELS, got[0]);
+    CHECK(cudaDestroyTextureObject(texture));
+    const cudaResourceViewDesc right = view;
+    cudaTextureDesc how = {};
+    how.normalizedCoords = 1;
+    for (int wrong = 0; wrong < 6; wrong++) {
+        view = right;
+        if (wrong == 0) view.format = cudaResViewFormatNone;
+        if (wrong == 1) view.format = cudaResViewFormatHalf1;
+        if (wrong == 2) view.width = W / 2;
+        if (wrong == 3) view.depth = 1;
+        if (wrong == 4) view.firstMipmapLevel = 3, view.lastMipmapLevel = 1;
+        if (wrong == 5) view.lastLayer = 1;
+        RETURNS(cudaErrorInvalidValue, cudaCreateTextureObject(&texture, &resource, &how, &view));
+    }
     CHECK(cudaFreeMipmappedArray(levels));
+
+    // The faces of a cube are no layers.
+    cudaArray_t cube;
+    CHECK(cudaMalloc3DArray(&cube, &one, make_cudaExtent(H, H, 6), cudaArrayCubemap));
+    resource = {};
+    resource.resType = cudaResourceTypeArray;
+    resource.res.array.array = cube;
+    view = {};
+    view.format = cudaResViewFormatFloat1;
+    view.width = view.height = H, view.depth = 6;
+    RETURNS(cudaSuccess, cudaCreateTextureObject(&texture, &resource, &how, &view));
+    CHECK(cudaDestroyTextureObject(texture));
+    view.lastLayer = 5;
+    RETURNS(cudaErrorInvalidValue, cudaCreateTextureObject(&texture, &resource, &how, &view));
+    CHECK(cudaFreeArray(cube));
 
     // Layers 2 to 4 of six.
     cudaArray_t layers;

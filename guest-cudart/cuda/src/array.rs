@@ -4,7 +4,7 @@
 //! back when it is done with it: so every form of host memory is copied as [`copy3d`](crate::copy3d) does it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::context::{self, Context};
 use crate::copy::{Copier, Mode, is_device};
@@ -53,8 +53,8 @@ pub(crate) struct Array {
     pub id: ArrayId,
     pub context: &'static Context,
     pub shape: ArrayShape,
-    /// Part of a mipmapped array, which destroys it.
-    part: bool,
+    /// The mipmapped array that it is a level of, which destroys it.
+    level_of: Option<Weak<Mipmapped>>,
 }
 
 /// A mipmapped array.
@@ -95,14 +95,19 @@ mod limit {
     pub const TEXTURE_2D_LAYERED: [usize; 3] = [27, 28, 29];
     pub const TEXTURE_1D_LAYERED: [usize; 2] = [42, 43];
     pub const TEXTURE_CUBEMAP: usize = 52;
+    pub const TEXTURE_2D_MIPMAPPED: [usize; 2] = [73, 74];
+    pub const TEXTURE_1D_MIPMAPPED: usize = 77;
     pub const TEXTURE_CUBEMAP_LAYERED: [usize; 2] = [53, 54];
 }
 
 /// What a program asks for, checked as far as the device's attributes tell.
-fn shape(context: &Context, d: &Array3DDescriptor) -> Result<ArrayShape> {
+fn shape(context: &Context, d: &Array3DDescriptor, mipmapped: bool) -> Result<ArrayShape> {
     static SAID: AtomicBool = AtomicBool::new(false);
     if d.flags & !flag::KNOWN != 0 {
-        return refuse_form("an array with flags beyond layers, cube maps, surfaces and gathers", &SAID);
+        return refuse_form(
+            "an array with flags beyond layers, cube maps, surfaces, gathers and deferred mapping",
+            &SAID,
+        );
     }
     let [width, height, depth] = [d.width, d.height, d.depth].map(|n| n as u64);
     let shape = ArrayShape { width, height, depth, format: d.format, channels: d.channels, flags: d.flags };
@@ -138,9 +143,10 @@ fn shape(context: &Context, d: &Array3DDescriptor) -> Result<ArrayShape> {
                 .iter()
                 .all(|n| *n <= 2 * device.attribute(limit::TEXTURE_3D[0]).max(0) as u64)
     } else if height > 0 {
-        at_most(width, limit::TEXTURE_2D[0]) && at_most(height, limit::TEXTURE_2D[1])
+        let most = if mipmapped { limit::TEXTURE_2D_MIPMAPPED } else { limit::TEXTURE_2D };
+        at_most(width, most[0]) && at_most(height, most[1])
     } else {
-        at_most(width, limit::TEXTURE_1D)
+        at_most(width, if mipmapped { limit::TEXTURE_1D_MIPMAPPED } else { limit::TEXTURE_1D })
     };
     if fits { Ok(shape) } else { Err(Status::INVALID_VALUE) }
 }
@@ -148,10 +154,10 @@ fn shape(context: &Context, d: &Array3DDescriptor) -> Result<ArrayShape> {
 unsafe fn create(to: *mut usize, desc: &Array3DDescriptor) -> Result {
     non_null(to)?;
     let (driver, context) = context::ready()?;
-    let shape = shape(context, desc)?;
+    let shape = shape(context, desc, false)?;
     let id = new_id();
     driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
-    let made = ARRAYS.insert(Arc::new(Array { id, context, shape, part: false }));
+    let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
     // SAFETY: not NULL; the program says that it may be written.
     unsafe { put(to, made.ok_or(Status::OUT_OF_MEMORY)?) }
 }
@@ -163,7 +169,7 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     if with_server {
         return;
     }
-    let whole = arrays.iter().filter(|array| !array.part).map(|array| array.id);
+    let whole = arrays.iter().filter(|array| array.level_of.is_none()).map(|array| array.id);
     for array in whole.chain(mipmapped.iter().map(|array| array.id)) {
         // A lost session has no arrays.
         let _ = driver.session.append(&ArrayDestroy { array });
@@ -260,9 +266,13 @@ impl Copier {
     }
 }
 
-fn requirements(id: ArrayId, device: i32, to: *mut Requirements) -> Result {
+fn requirements(id: ArrayId, shape: &ArrayShape, device: i32, to: *mut Requirements) -> Result {
     non_null(to)?;
     state::device(device)?;
+    // An array that has memory needs none.
+    if shape.flags & flag::DEFERRED_MAPPING == 0 {
+        return Err(Status::INVALID_VALUE);
+    }
     let found = driver()?.session.call(&ArrayRequirements { array: id })?;
     // SAFETY: not NULL; the program says that it may be written.
     unsafe {
@@ -300,10 +310,11 @@ api! {
     fn cuArrayDestroy(handle: usize) {
         let driver = driver()?;
         let array = of(handle)?;
-        if array.part {
-            return Err(Status::INVALID_HANDLE);
-        }
         array.context.synchronize()?;
+        // Of a level only this handle goes: it may be asked for again.
+        if let Some(whole) = array.level_of.as_ref().and_then(Weak::upgrade) {
+            lock(&whole.told).retain(|(_, told)| *told != handle);
+        }
         ARRAYS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
         driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
     }
@@ -320,14 +331,15 @@ api! {
     }
 
     fn cuArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
-        requirements(of(array)?.id, device, to)
+        let array = of(array)?;
+        requirements(array.id, &array.shape, device, to)
     }
 
     fn cuMipmappedArrayCreate(array: *mut usize, desc: *const Array3DDescriptor, levels: u32) {
         non_null(array)?;
         non_null(desc)?;
         let (driver, context) = context::ready()?;
-        let shape = shape(context, &*desc)?;
+        let shape = shape(context, &*desc, true)?;
         // More levels than halvings are as many as there are.
         let levels = levels.clamp(1, shape.most_levels());
         let id = new_id();
@@ -349,7 +361,7 @@ api! {
         }
         let id = new_id();
         driver.session.call(&ArrayLevel { mipmapped: whole.id, level: index, array: id })?;
-        let array = Array { id, context: whole.context, shape: whole.shape.level(index), part: true };
+        let array = Array { id, context: whole.context, shape: whole.shape.level(index), level_of: Some(Arc::downgrade(&whole)) };
         let handle = ARRAYS.insert(Arc::new(array)).ok_or(Status::OUT_OF_MEMORY)?;
         told.push((index, handle));
         put(level, handle)
@@ -367,7 +379,8 @@ api! {
     }
 
     fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
-        requirements(mipmapped(array)?.id, device, to)
+        let array = mipmapped(array)?;
+        requirements(array.id, &array.shape, device, to)
     }
 
     fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {

@@ -90,7 +90,7 @@ api! {
             return put(dptr, *address);
         }
         vmm::share(driver, context)?;
-        let address = vmm::open(driver, name.token, name.offset, name.size)?;
+        let address = vmm::open(driver, name.token, name.offset, name.size, false)?;
         opened.insert(name, (address, 1));
         put(dptr, address)
     }

@@ -139,7 +139,7 @@ pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
 
 /// Allocates in the current device.
 pub(crate) fn alloc(
-    driver: &Driver,
+    driver: &'static Driver,
     context: &'static Context,
     device: u32,
     size: u64,
@@ -154,7 +154,7 @@ pub(crate) fn alloc(
 
 /// Places an allocation in one part of a device's memory.
 pub(crate) fn place(
-    driver: &Driver,
+    driver: &'static Driver,
     device: &Device,
     part: &Mutex<DeviceMemory<Tag>>,
     size: u64,
@@ -175,7 +175,12 @@ pub(crate) fn place(
 }
 
 /// Gives an allocation back at once: no work may use it.
-fn release(driver: &Driver, device: &Device, address: u64) {
+fn release(driver: &'static Driver, device: &Device, address: u64) {
+    if is_managed(address) {
+        // What is not given back now is with the session.
+        let _ = managed::free(driver, device, address);
+        return;
+    }
     // In this order: the address is only used again after the server has heard that it is free.
     let mut memory = lock(&device.memory);
     if driver.session.append(&MemFree { address }).is_ok() {
@@ -184,7 +189,7 @@ fn release(driver: &Driver, device: &Device, address: u64) {
 }
 
 /// Frees in stream order: later allocations use the memory when the stream has come here.
-pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
+pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     if graph_memory::freed(address)? {
         return Ok(());
     }
@@ -192,12 +197,14 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
 }
 
 /// As [`free_in_order`], for memory that no graph has.
-pub(crate) fn let_go(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
+pub(crate) fn let_go(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     let device = device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     let (size, pool) = {
-        let mut memory = lock(&device.memory);
+        let mut memory = lock(device.memory_of(address));
         let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
-        if base != address || allocation.tag.freed {
+        // Of managed memory only a pool's is freed so.
+        let is_pools = !is_managed(address) || allocation.tag.pool != 0;
+        if base != address || allocation.tag.freed || !is_pools {
             return Err(Status::INVALID_VALUE);
         }
         let (size, pool) = (allocation.size, allocation.tag.pool);
@@ -227,7 +234,7 @@ pub(crate) fn reuse(
     })?;
     let found = leaving.swap_remove(at);
     drop(leaving);
-    let mut memory = lock(&driver.devices.get(device as usize)?.memory);
+    let mut memory = lock(driver.devices.get(device as usize)?.memory_of(found.address));
     let tag = memory.tag_mut(found.address)?;
     tag.freed = false;
     tag.buffer = unique_id();
@@ -235,7 +242,7 @@ pub(crate) fn reuse(
 }
 
 /// Gives back what streams have let go of.
-pub(crate) fn collect(driver: &Driver) {
+pub(crate) fn collect(driver: &'static Driver) {
     pool_share::collect(driver);
     let gone: Vec<Leaving> = {
         let mut leaving = lock(&LEAVING);
@@ -252,7 +259,7 @@ pub(crate) fn collect(driver: &Driver) {
 }
 
 /// Waits for what was freed in stream order on a device. False: there was nothing.
-fn wait_for_leaving(driver: &Driver, device: u32) -> bool {
+fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     let waiting: Vec<(Arc<Stream>, u64)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
     for (stream, mark) in &waiting {
@@ -353,7 +360,11 @@ api! {
             found.context.synchronize()?;
         }
         if found.managed {
-            return if managed::free(driver, device, dptr)? { Ok(()) } else { Err(Status::INVALID_VALUE) };
+            if !managed::free(driver, device, dptr)? {
+                return Err(Status::INVALID_VALUE);
+            }
+            pool::gone(found.pool, found.size);
+            return Ok(());
         }
         if graph_memory::freed(dptr)? {
             return Ok(());

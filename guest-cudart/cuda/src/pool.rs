@@ -3,24 +3,33 @@
 //! An allocation is placed at once, in memory that no stream uses any more (or that the same stream has freed before); a free takes effect when its stream comes to it. A pool is a
 //! name, a device and attributes: all of them draw from their device's window.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::context::Context;
 use crate::device::attr;
 use crate::graph::Work;
 use crate::graph::memory::GraphMemory;
-use crate::pool_share::{self, POSIX_FD, PoolName};
+use crate::managed::{self, advice, advice::Place};
+use crate::pool_share::{self, FABRIC, POSIX_FD, PoolName};
 use crate::state::{self, Driver, driver};
 use crate::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::{Result, context, memory, non_null, put, refuse_form, stream, vmm};
 use client::handles::Slab;
 use client::{Status, lock};
 
+/// `CU_MEM_LOCATION_TYPE_NONE`.
+const LOCATION_NONE: u32 = 0;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const LOCATION_DEVICE: u32 = 1;
+/// A pool's limit is rounded up to this, as NVIDIA's driver does it.
+const LIMIT_STEP: u64 = 32 << 20;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 const PINNED: u32 = 1;
+/// `CU_MEM_ALLOCATION_TYPE_MANAGED`.
+const MANAGED: u32 = 2;
 
 pub(crate) struct Pool {
     pub device: u32,
@@ -29,6 +38,8 @@ pub(crate) struct Pool {
     pub name: Option<PoolName>,
     /// It is another process's: memory of it is opened, not allocated.
     pub imported: bool,
+    /// Its allocations are managed memory, which is to be at this place.
+    managed: Option<Place>,
     /// Bytes of its allocations at most; 0: as many as the device has.
     limit: u64,
     /// The three kinds of reuse, and the release threshold: kept and given back. Reuse is always the strictest.
@@ -46,11 +57,26 @@ impl Pool {
             default: false,
             name: None,
             imported: false,
+            managed: None,
             limit: 0,
             reuse: [const { AtomicI32::new(1) }; 3],
             threshold: AtomicU64::new(0),
             used: AtomicU64::new(0),
             used_high: AtomicU64::new(0),
+        }
+    }
+
+    /// A pool of managed memory.
+    fn managed(place: Place) -> Pool {
+        let device = if place.0 == LOCATION_DEVICE { place.1 as u32 } else { 0 };
+        Pool { managed: Some(place), ..Pool::new(device) }
+    }
+
+    /// The device in which it allocates for a context: managed memory that is to be at no device is in the context's.
+    fn home(&self, context: &Context) -> u32 {
+        match self.managed {
+            Some((kind, _)) if kind != LOCATION_DEVICE => context.device,
+            _ => self.device,
         }
     }
 
@@ -66,6 +92,24 @@ impl Pool {
         let used = before.map_err(|_| Status::OUT_OF_MEMORY)? + size;
         self.used_high.fetch_max(used, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Memory that no stream has used.
+    fn fresh(
+        &self,
+        driver: &'static Driver,
+        context: &'static Context,
+        size: u64,
+        handle: usize,
+    ) -> Result<u64> {
+        let Some(place) = self.managed else {
+            return memory::alloc(driver, context, self.device, size, handle);
+        };
+        let home = self.home(context);
+        let device = driver.devices.get(home as usize).ok_or(Status::INVALID_DEVICE)?;
+        let context = if context.device == home { context } else { device.primary };
+        let address = managed::alloc(driver, context, size, handle)?;
+        advice::prefer(address, size, place).map(|()| address)
     }
 
     fn give_back(&self, size: u64) {
@@ -86,6 +130,8 @@ pub(crate) fn insert(pool: Pool) -> Result<usize> {
 }
 
 static POOLS: Slab<Pool> = Slab::new(8);
+/// The default pool of managed memory of each place, and the one that was chosen.
+static MANAGED_POOLS: Mutex<BTreeMap<Place, (usize, usize)>> = Mutex::new(BTreeMap::new());
 static DEFAULTS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 /// The pool that each device allocates from; 0: its default.
 static CURRENT: [AtomicUsize; client::channel::MAX_DEVICES as usize] =
@@ -114,7 +160,13 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
     Ok((driver, POOLS.get(handle).ok_or(Status::INVALID_VALUE)?))
 }
 
+/// The same, which must not be another process's.
+pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
+    of(handle).and_then(|found| if found.1.imported { Err(Status::INVALID_VALUE) } else { Ok(found) })
+}
+
 fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_thread: bool) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
     non_null(dptr)?;
     let (driver, context) = context::ready()?;
     let stream = stream::any(driver, context, handle, per_thread)?;
@@ -122,16 +174,16 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         Some(pool) => pool,
         None => current_pool(stream.context.device as i32)?,
     };
-    let (_, pool) = of(pool_handle)?;
-    if pool.imported {
-        return Err(Status::INVALID_VALUE);
-    }
+    let (_, pool) = own(pool_handle)?;
     if size == 0 {
         // SAFETY: checked above not to be NULL; the program says that it may be written.
         return unsafe { put(dptr, 0) };
     }
     memory::collect(driver);
     if let Some(capture) = stream.capture() {
+        if pool.managed.is_some() {
+            return refuse_form("an allocation of a managed pool in a graph", &SAID);
+        }
         let made = GraphMemory::new(driver, stream.context, pool.device, size as u64)?;
         let address = made.address;
         capture.add(&stream, Work::Alloc(made))?;
@@ -139,13 +191,19 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         return unsafe { put(dptr, address) };
     }
     pool.take(size as u64)?;
-    let address = match memory::reuse(driver, &stream, pool.device, size as u64, pool_handle) {
+    let address = match memory::reuse(driver, &stream, pool.home(stream.context), size as u64, pool_handle) {
         Some(address) => address,
-        None => memory::alloc(driver, stream.context, pool.device, size as u64, pool_handle)
+        None => pool
+            .fresh(driver, stream.context, size as u64, pool_handle)
             .inspect_err(|_| pool.give_back(size as u64))?,
     };
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(dptr, address) }
+}
+
+/// Bytes that a pool may hold at most; 0: as many as there are.
+fn limit(props: &MemPoolProps) -> u64 {
+    (props.maxSize as u64).checked_next_multiple_of(LIMIT_STEP).unwrap_or(0)
 }
 
 /// The device that a location names.
@@ -161,10 +219,45 @@ pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
     Ok(location.id)
 }
 
+/// The place of managed memory that a program names: a device, the host, or none.
+fn managed_place(location: MemLocation) -> Result<Place> {
+    driver()?;
+    if location.kind == LOCATION_NONE { Ok((LOCATION_NONE, 0)) } else { advice::place(location) }
+}
+
+unsafe fn named_place(location: *const MemLocation) -> Result<Place> {
+    non_null(location)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    managed_place(unsafe { *location })
+}
+
+/// The default pool of managed memory of a place, and the one that was chosen for it last.
+fn managed_pools(place: Place) -> Result<(usize, usize)> {
+    let mut pools = lock(&MANAGED_POOLS);
+    if let Some(found) = pools.get(&place) {
+        return Ok(*found);
+    }
+    let made = insert(Pool { default: true, ..Pool::managed(place) })?;
+    pools.insert(place, (made, made));
+    Ok((made, made))
+}
+
+fn set_managed(place: Place, pool: usize) -> Result {
+    let (default, _) = managed_pools(place)?;
+    if own(pool)?.1.managed != Some(place) {
+        return Err(Status::INVALID_VALUE);
+    }
+    lock(&MANAGED_POOLS).insert(place, (default, pool));
+    Ok(())
+}
+
 unsafe fn set_current(device: i32, pool: usize) -> Result {
     state::device(device)?;
-    let (_, found) = of(pool)?;
-    if found.device != device as u32 || found.imported {
+    let (_, found) = own(pool)?;
+    if found.managed.is_some() {
+        return set_managed((LOCATION_DEVICE, device), pool);
+    }
+    if found.device != device as u32 {
         return Err(Status::INVALID_VALUE);
     }
     if let Some(current) = CURRENT.get(device as usize) {
@@ -240,25 +333,31 @@ api! {
 
     fn cuMemGetDefaultMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
         non_null(pool)?;
-        if kind != PINNED {
-            return Err(Status::NOT_SUPPORTED);
+        match kind {
+            PINNED => put(pool, default_pool(location(place)?)?),
+            MANAGED => put(pool, managed_pools(named_place(place)?)?.0),
+            _ => Err(Status::INVALID_VALUE),
         }
-        put(pool, default_pool(location(place)?)?)
     }
 
     fn cuMemGetMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
         non_null(pool)?;
-        if kind != PINNED {
-            return Err(Status::NOT_SUPPORTED);
+        match kind {
+            PINNED => put(pool, current_pool(location(place)?)?),
+            MANAGED => {
+                let (default, chosen) = managed_pools(named_place(place)?)?;
+                put(pool, if POOLS.get(chosen).is_some() { chosen } else { default })
+            }
+            _ => Err(Status::INVALID_VALUE),
         }
-        put(pool, current_pool(location(place)?)?)
     }
 
     fn cuMemSetMemPool(place: *const MemLocation, kind: u32, pool: usize) {
-        if kind != PINNED {
-            return Err(Status::NOT_SUPPORTED);
+        match kind {
+            PINNED if own(pool)?.1.managed.is_none() => set_current(location(place)?, pool),
+            MANAGED => set_managed(named_place(place)?, pool),
+            _ => Err(Status::INVALID_VALUE),
         }
-        set_current(location(place)?, pool)
     }
 
     fn cuMemPoolCreate(pool: *mut usize, props: *const MemPoolProps) {
@@ -267,39 +366,50 @@ api! {
         non_null(props)?;
         let driver = driver()?;
         let props = *props;
+        if props.allocType == MANAGED {
+            let place = managed_place(props.location)?;
+            if props.handleTypes != 0 {
+                return Err(Status::INVALID_VALUE);
+            }
+            return put(pool, insert(Pool { limit: limit(&props), ..Pool::managed(place) })?);
+        }
         if props.allocType != PINNED {
             return Err(Status::INVALID_VALUE);
         }
         let device = location(&raw const props.location)? as u32;
         let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let shared = props.handleTypes & POSIX_FD != 0;
+        if props.handleTypes & !(POSIX_FD | FABRIC) != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
         let supported = device.attribute(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES) as u32;
         if props.handleTypes & !supported != 0 {
             return refuse_form("a memory pool for these handles", &SAID);
         }
-        let name = if shared { Some(pool_share::new_name()?) } else { None };
-        let limit = (props.maxSize as u64).checked_next_multiple_of(device.info.granule.max(1));
-        let made = Pool { name, limit: limit.unwrap_or(0), ..Pool::new(device.ordinal) };
+        let name = if props.handleTypes == 0 { None } else { Some(pool_share::new_name()?) };
+        let made = Pool { name, limit: limit(&props), ..Pool::new(device.ordinal) };
         put(pool, insert(made)?)
     }
 
     fn cuMemPoolDestroy(pool: usize) {
-        let (_, found) = of(pool)?;
+        let (driver, found) = of(pool)?;
         if found.default {
             return Err(Status::INVALID_VALUE);
+        }
+        if let Some(name) = found.name.as_ref().filter(|_| found.imported) {
+            pool_share::forget_pool(driver, name)?;
         }
         POOLS.remove(pool).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
     fn cuMemPoolTrimTo(pool: usize, keep: usize) {
-        let (driver, pool) = of(pool)?;
+        let (driver, pool) = own(pool)?;
         memory::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         lock(&device.memory).trim(keep as u64, driver).map(|_| ())
     }
 
     fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (_, pool) = of(pool)?;
+        let (_, pool) = own(pool)?;
         non_null(value)?;
         match attribute {
             1..=3 => pool.reuse[attribute as usize - 1].store(value.cast::<i32>().read(), Ordering::Relaxed),
@@ -312,7 +422,7 @@ api! {
     }
 
     fn cuMemPoolGetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
-        let (_, found) = of(pool)?;
+        let (_, found) = own(pool)?;
         non_null(value)?;
         match attribute {
             1..=3 => put(value.cast(), found.reuse[attribute as usize - 1].load(Ordering::Relaxed)),
@@ -330,6 +440,11 @@ api! {
 
     fn cuMemPoolGetAccess(flags: *mut u32, pool: usize, place: *const MemLocation) {
         let (_, pool) = of(pool)?;
+        if pool.managed.is_some() {
+            // As NVIDIA's driver says of them: access is not given, it is everybody's.
+            non_null(place)?;
+            return put(flags, 0);
+        }
         let device = location(place)?;
         put(flags, if device == pool.device as i32 { 3 } else { 0 })
     }

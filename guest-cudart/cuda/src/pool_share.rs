@@ -17,8 +17,9 @@ use crate::{Result, descriptor, memory, non_null, put, vmm};
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, `…_FABRIC`.
 pub(crate) const POSIX_FD: u32 = 1;
+pub(crate) const FABRIC: u32 = 8;
 const POOL_MAGIC: descriptor::Magic = *b"rgpu:pol";
 const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
 
@@ -63,12 +64,15 @@ impl Name {
 
 /// An allocation of another process.
 struct Imported {
+    name: Name,
     /// Of the device that it is in.
     context: &'static Context,
     /// Freed in the order of a stream, which has yet to pass the mark.
     leaving: Option<(Arc<Stream>, u64)>,
 }
 
+/// Handles of imported pools: one that is imported again has the same.
+static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap::new());
 /// Those of the process, by address.
 static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
 /// How many of them streams have yet to let go.
@@ -80,6 +84,20 @@ pub(crate) fn new_name() -> Result<PoolName> {
     // SAFETY: as many bytes as are asked for can be written.
     let got = unsafe { libc::getrandom(name.as_mut_ptr().cast(), name.len(), 0) };
     if got == name.len() as isize { Ok(name) } else { Err(Status::OPERATING_SYSTEM) }
+}
+
+/// An imported pool goes.
+///
+/// # Errors
+/// `INVALID_VALUE` while it has allocations.
+pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
+    collect(driver);
+    let used = lock(&IMPORTED).values().any(|found| found.leaving.is_none() && found.name.pool == *name);
+    if used {
+        return Err(Status::INVALID_VALUE);
+    }
+    lock(&POOLS).remove(name);
+    Ok(())
 }
 
 /// Frees an allocation of another process at once: after all work of its device.
@@ -141,7 +159,7 @@ fn close_where(driver: &Driver, gone: impl Fn(&Imported) -> bool) {
 api! {
     fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
         non_null(shareable)?;
-        let (driver, pool) = pool::of(pool)?;
+        let (driver, pool) = pool::own(pool)?;
         if flags != 0 || kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }
@@ -162,7 +180,13 @@ api! {
         // The same device may have another number in this process.
         let device = driver.devices.iter().find(|device| device.info.uuid == uuid);
         let device = device.ok_or(Status::INVALID_DEVICE)?.ordinal;
-        put(pool, pool::insert(Pool::imported(device, *name))?)
+        let mut pools = lock(&POOLS);
+        let handle = match pools.get(name) {
+            Some(handle) => *handle,
+            None => pool::insert(Pool::imported(device, *name))?,
+        };
+        pools.insert(*name, handle);
+        put(pool, handle)
     }
 
     fn cuMemPoolExportPointer(data: *mut PointerData, address: u64) {
@@ -186,9 +210,15 @@ api! {
         let name = name.ok_or(Status::INVALID_VALUE)?;
         collect(driver);
         vmm::share(driver, context)?;
-        let opened = vmm::open(driver, name.token, name.offset, name.size)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        lock(&IMPORTED).insert(opened, Imported { context: device.primary, leaving: None });
+        let mut imported = lock(&IMPORTED);
+        // What is imported twice is at one address, and gone when it is freed once.
+        let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
+        if let Some((known, _)) = known {
+            return put(address, *known);
+        }
+        let opened = vmm::open(driver, name.token, name.offset, name.size, true)?;
+        imported.insert(opened, Imported { name, context: device.primary, leaving: None });
         put(address, opened)
     }
 }

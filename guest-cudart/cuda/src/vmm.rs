@@ -311,13 +311,14 @@ fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize,
     Ok((MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)?, reply.own))
 }
 
-/// Maps what another process has exported, for every device that may have it; gives the address at which `offset` lies. `INVALID_CONTEXT`: this process has exported it itself.
-pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64) -> Result<u64> {
+/// Maps what a process has exported, for every device that may have it; gives the address at which `offset` lies. What this process has exported itself is only opened if `own_too`,
+/// else it is `INVALID_CONTEXT`.
+pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own_too: bool) -> Result<u64> {
     let mut space = write();
     let (handle, own) = import(driver, token, 0)?;
     let memory = memory_of(handle)?;
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
-    let opened = if own {
+    let opened = if own && !own_too {
         Err(Status::INVALID_CONTEXT)
     } else if !inside {
         Err(Status::INVALID_VALUE)

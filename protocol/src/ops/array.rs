@@ -35,8 +35,10 @@ pub mod flag {
     pub const CUBEMAP: u32 = 0x04;
     /// Textures of it may be gathered from.
     pub const TEXTURE_GATHER: u32 = 0x08;
+    /// It has no memory until some is mapped to it.
+    pub const DEFERRED_MAPPING: u32 = 0x80;
     /// Those of which an array may have any.
-    pub const KNOWN: u32 = 0x0f;
+    pub const KNOWN: u32 = 0x8f;
 }
 
 impl ArrayShape {
@@ -93,6 +95,9 @@ impl ArrayShape {
         ArrayShape { width: half(self.width), height: half(self.height), depth, ..self.clone() }
     }
 }
+
+/// Arrays, with named levels, that a session may have, and as many textures and surfaces.
+pub const MOST: usize = 1 << 20;
 
 crate::wire_struct! {
     /// One end of a copy from, to or between arrays.
@@ -190,7 +195,7 @@ ops! {
         array: ArrayId,
     } -> ArrayLevelReply {}
 
-    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. No work that uses it may be under way.
+    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. Of a level only its name goes. No work that uses it may be under way.
     async 0x0c03 array_destroy: ArrayDestroy {
         /// The array.
         array: ArrayId,
@@ -259,7 +264,7 @@ ops! {
         width: u64,
     }
 
-    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`.
+    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what is to be mapped to an array that has no memory.
     sync 0x0c0a array_requirements: ArrayRequirements {
         /// The array.
         array: ArrayId,

@@ -110,6 +110,9 @@ pub struct Sampler {
     pub level_range: [f32; 2],
     /// Linear filtering goes on beyond the edge of a cube map's face on the neighbouring face.
     pub seamless: bool,
+    /// Gradients of unequal length would be filtered along the longer one, which is not implemented: an instruction with
+    /// gradients is an error in such a texture, as any other it is read.
+    pub anisotropic: bool,
 }
 
 impl Default for Sampler {
@@ -125,6 +128,7 @@ impl Default for Sampler {
             level_bias: 0.0,
             level_range: [0.0, f32::MAX],
             seamless: false,
+            anisotropic: false,
         }
     }
 }

@@ -53,7 +53,11 @@ enum Kind {
         named: u64,
     },
     /// A level of the mipmapped array of this name.
-    Level(CUarray, u32),
+    Level {
+        handle: CUarray,
+        of: u32,
+        level: u32,
+    },
 }
 
 impl Arrays {
@@ -68,6 +72,12 @@ impl Arrays {
         self.surfaces.retain(|_, of| *of != context);
     }
 
+    /// Whether there is room for one more, of whatever kind.
+    fn may_grow(&self) -> Result<(), Status> {
+        let most = self.arrays.len().max(self.textures.len()).max(self.surfaces.len());
+        if most >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
     fn get(&self, id: ArrayId) -> Result<&Array, Status> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
@@ -76,7 +86,7 @@ impl Arrays {
     fn plain(&self, id: ArrayId) -> Result<(CUarray, &ArrayShape), Status> {
         let array = self.get(id)?;
         match array.kind {
-            Kind::Plain(handle) | Kind::Level(handle, _) => Ok((handle, &array.shape)),
+            Kind::Plain(handle) | Kind::Level { handle, .. } => Ok((handle, &array.shape)),
             Kind::Mipmapped { .. } => Err(Status::INVALID_HANDLE),
         }
     }
@@ -99,7 +109,7 @@ impl Cuda {
                     return Err(Status::INVALID_HANDLE);
                 }
                 desc.words[0] = match array.kind {
-                    Kind::Plain(handle) | Kind::Level(handle, _) if r.kind == OF_ARRAY => handle as u64,
+                    Kind::Plain(handle) | Kind::Level { handle, .. } if r.kind == OF_ARRAY => handle as u64,
                     Kind::Mipmapped { handle, .. } if r.kind == OF_MIPMAPPED => handle as u64,
                     _ => return Err(Status::INVALID_VALUE),
                 };
@@ -132,13 +142,15 @@ impl Cuda {
 impl ArrayOps<Call> for Cuda {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0)
             || op.shape.flags & !flag::KNOWN != 0
             || op.levels > op.shape.most_levels()
         {
             return Err(Status::INVALID_VALUE);
         }
-        let bytes = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
+        let all = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
+        let bytes = if op.shape.flags & flag::DEFERRED_MAPPING == 0 { all } else { 0 };
         let held = crate::driver::Backend::device_memory(self);
         if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
             return Err(Status::OUT_OF_MEMORY);
@@ -172,6 +184,7 @@ impl ArrayOps<Call> for Cuda {
     }
 
     fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+        self.arrays.may_grow()?;
         let whole = self.arrays.get(op.mipmapped)?;
         cx.context = ContextId(whole.context);
         let Kind::Mipmapped { handle, levels, named } = whole.kind else {
@@ -187,7 +200,12 @@ impl ArrayOps<Call> for Cuda {
         // SAFETY: a live handle; writes a handle.
         let found = unsafe { self.api.mipmapped_level(&mut level, handle, op.level) };
         self.note(cx.context, found)?;
-        let array = Array { context, shape, bytes: 0, kind: Kind::Level(level, op.mipmapped.0) };
+        let array = Array {
+            context,
+            shape,
+            bytes: 0,
+            kind: Kind::Level { handle: level, of: op.mipmapped.0, level: op.level },
+        };
         self.arrays.arrays.insert(op.array.0, array);
         let whole = self.arrays.arrays.get_mut(&op.mipmapped.0);
         if let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = whole {
@@ -200,15 +218,23 @@ impl ArrayOps<Call> for Cuda {
         cx.context = ContextId(self.arrays.get(op.array)?.context);
         self.enter_context(cx.context)?;
         let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
+        if let Kind::Level { of, level, .. } = array.kind
+            && let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = self.arrays.arrays.get_mut(&of)
+        {
+            *named &= !(1 << level);
+        }
         // SAFETY: out of the table; the client has waited for the work that uses it, and the driver waits for what a client that lies has not.
         let destroyed = unsafe {
             match array.kind {
                 Kind::Plain(handle) => self.api.array_destroy(handle),
                 Kind::Mipmapped { handle, .. } => self.api.mipmapped_destroy(handle),
-                Kind::Level(..) => Ok(()),
+                // The mipmapped array's.
+                Kind::Level { .. } => Ok(()),
             }
         };
-        self.arrays.arrays.retain(|_, level| !matches!(level.kind, Kind::Level(_, of) if of == op.array.0));
+        self.arrays
+            .arrays
+            .retain(|_, level| !matches!(level.kind, Kind::Level { of, .. } if of == op.array.0));
         self.note(cx.context, destroyed)
     }
 
@@ -223,7 +249,8 @@ impl ArrayOps<Call> for Cuda {
             match end.array {
                 Some(id) => {
                     let (handle, shape) = self.arrays.plain(id)?;
-                    if !inside(shape, end.at, op.extent) {
+                    // A copy to an array that waits for memory would end the context's work.
+                    if shape.flags & flag::DEFERRED_MAPPING != 0 || !inside(shape, end.at, op.extent) {
                         return Err(Status::INVALID_VALUE);
                     }
                     ends.push(handle);
@@ -271,6 +298,7 @@ impl ArrayOps<Call> for Cuda {
         op: TextureCreate,
     ) -> Result<Answer<TextureCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         self.enter_context(op.context)?;
         let resource = self.resource(op.context, &op.resource)?;
         let s = &op.sampling;
@@ -315,6 +343,7 @@ impl ArrayOps<Call> for Cuda {
         op: SurfaceCreate,
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         self.enter_context(op.context)?;
         let array = self.arrays.get(op.array)?;
         if array.context != op.context.0 {
@@ -363,7 +392,7 @@ impl ArrayOps<Call> for Cuda {
         // SAFETY: live handles; writes one structure.
         let asked = unsafe {
             match array.kind {
-                Kind::Plain(handle) | Kind::Level(handle, _) => {
+                Kind::Plain(handle) | Kind::Level { handle, .. } => {
                     self.api.array_requirements(&mut found, handle, device)
                 }
                 Kind::Mipmapped { handle, .. } => self.api.mipmapped_requirements(&mut found, handle, device),

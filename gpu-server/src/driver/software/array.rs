@@ -28,6 +28,8 @@ const KNOWN_FLAGS: u32 =
     READ_AS_INTEGER | NORMALIZED_COORDINATES | SRGB | DISABLE_TRILINEAR | SEAMLESS_CUBEMAP;
 /// Levels of a mipmapped array begin at multiples of this.
 const LEVEL_ALIGN: u64 = 512;
+/// What an array that has no memory needs is a multiple of this, as on NVIDIA's GPUs.
+const MAP_ALIGN: u64 = 64 << 10;
 /// Texels of a texture of linear memory: what CUDA reports for every GPU of today.
 const MAX_LINEAR: u64 = 1 << 28;
 
@@ -58,7 +60,10 @@ enum Kind {
         named: u64,
     },
     /// A level of the mipmapped array of this name.
-    Level(u32),
+    Level {
+        of: u32,
+        level: u32,
+    },
 }
 
 /// Bytes before a level of a mipmapped array; before the one after the last: of all of it.
@@ -71,6 +76,12 @@ fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
 impl Arrays {
     pub(super) fn bytes(&self) -> u64 {
         self.arrays.values().map(|array| array.bytes).sum()
+    }
+
+    /// Whether there is room for one more, of whatever kind.
+    fn may_grow(&self) -> Result<(), Status> {
+        let full = self.arrays.len() >= MOST || self.handles.len() >= MOST;
+        if full { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
     fn get(&self, id: ArrayId) -> Result<&Array, Status> {
@@ -102,13 +113,16 @@ impl Array {
             shape: self.shape.level(level),
             address: self.address + before,
             bytes: 0,
-            kind: Kind::Level(of),
+            kind: Kind::Level { of, level },
             ..*self
         })
     }
 
     /// A box in it as memory, if it lies inside.
     fn memory(&self, at: [u64; 3], extent: [u64; 3]) -> Result<Pitched, Status> {
+        if self.shape.flags & flag::DEFERRED_MAPPING != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
         let whole = self.extent();
         let inside = (0..3).all(|d| at[d].checked_add(extent[d]).is_some_and(|end| end <= whole[d]));
         if !inside {
@@ -129,6 +143,9 @@ impl Array {
     }
 
     fn image(&self) -> Result<Image, Status> {
+        if self.shape.flags & flag::DEFERRED_MAPPING != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
         let [pitch, rows, slices] = self.extent();
         let layered = self.shape.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
         let (planes, layers) = if layered { (1, slices) } else { (slices, 1) };
@@ -178,31 +195,35 @@ fn view_format(format: u32) -> Result<(ChannelFormat, u32), Status> {
 }
 
 /// The levels, and the layers of them, that a view shows, in the format that it gives them.
-fn viewed(images: &[Image], view: &View, cube: bool) -> Result<Vec<Image>, Status> {
+fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image>, Status> {
+    let cube = shape.flags & flag::CUBEMAP != 0;
     let first = images.first().ok_or(Status::INVALID_VALUE)?;
-    let [from, to] = view.levels;
     let [top, bottom] = match view.layers {
         // The six faces of a cube are no layers.
-        [0, 0] if cube && first.layers == 6 => [0, 5],
-        _ if cube => return Err(Status::NOT_SUPPORTED),
+        [0, 0] if cube && shape.flags & flag::LAYERED == 0 => [0, 5],
+        _ if cube && shape.flags & flag::LAYERED == 0 => return Err(Status::INVALID_VALUE),
         layers => layers,
     };
-    if from > to || top > bottom || to as usize >= images.len() || bottom >= first.layers {
+    if view.levels[0] > view.levels[1]
+        || top > bottom
+        || bottom >= first.layers
+        || view.extent != [shape.width, shape.height, shape.depth]
+    {
         return Err(Status::INVALID_VALUE);
     }
-    // A direction that the array does not have is 0 or 1.
-    let directions = if first.size[2] > 1 { 3 } else { 2 };
-    if (0..directions).any(|d| view.extent[d].max(1) != u64::from(first.size[d])) {
-        return Err(Status::INVALID_VALUE);
+    // What a GPU shows of some of the layers of cubes depends on more than is known here.
+    if cube && [top, bottom] != [0, first.layers - 1] {
+        return Err(Status::NOT_SUPPORTED);
     }
-    let (format, channels) =
-        if view.format == 0 { (first.format, first.channels) } else { view_format(view.format)? };
-    let mut seen = images[from as usize..=to as usize].to_vec();
+    // Levels that are not there are the last one.
+    let [from, to] = view.levels.map(|level| (level as usize).min(images.len() - 1));
+    let (format, channels) = view_format(view.format)?;
+    let mut seen = images[from..=to].to_vec();
     for image in &mut seen {
         let stored = image.texel_bytes();
         (image.format, image.channels) = (format, channels);
         if image.texel_bytes() != stored {
-            return Err(Status::NOT_SUPPORTED);
+            return Err(Status::INVALID_VALUE);
         }
         image.address += u64::from(top) * image.slice_pitch;
         image.layers = bottom - top + 1;
@@ -214,8 +235,9 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     if s.flags & !KNOWN_FLAGS != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // What would be read of it is not known here.
-    if s.anisotropy > 1 {
+    // Trilinear filtering of such a texture has shortcuts of its own, whatever the instruction.
+    let anisotropic = s.anisotropy > 1;
+    if anisotropic && mipmapped && s.level_filter != 0 {
         return Err(Status::NOT_SUPPORTED);
     }
     let mode = |mode: u32| {
@@ -238,15 +260,22 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     let sampler = Sampler {
         address: [mode(s.address[0])?, mode(s.address[1])?, mode(s.address[2])?],
         linear: linear(s.filter)?,
-        normalized: s.flags & NORMALIZED_COORDINATES != 0,
+        // Levels have no other coordinates.
+        normalized: s.flags & NORMALIZED_COORDINATES != 0 || mipmapped,
         normalized_read,
-        srgb: s.flags & SRGB != 0,
+        // Of other texels it says nothing.
+        srgb: s.flags & SRGB != 0 && normalized_read && format == ChannelFormat::Unsigned(8),
         border: s.border.map(f32::from_bits),
         seamless: s.flags & SEAMLESS_CUBEMAP != 0,
+        anisotropic,
         ..Sampler::default()
     };
     // Where there is one level, nothing is said of levels.
     Ok(if mipmapped {
+        // A GPU takes whole numbers of two levels in proportion as well, rounded as it does it.
+        if s.level_filter == 1 && whole && !normalized_read {
+            return Err(Status::NOT_SUPPORTED);
+        }
         Sampler {
             mip_linear: linear(s.level_filter)?,
             level_bias: f32::from_bits(s.level_bias),
@@ -343,6 +372,7 @@ impl ArrayOps<Call> for Software {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0)
             || op.shape.flags & !flag::KNOWN != 0
             || op.levels > op.shape.most_levels()
@@ -361,13 +391,16 @@ impl ArrayOps<Call> for Software {
         if bytes > gpu.properties().total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
-        let address = gpu.allocate(bytes).map_err(|e| code(&e))?;
+        let deferred = op.shape.flags & flag::DEFERRED_MAPPING != 0;
+        let (address, bytes) =
+            if deferred { (0, 0) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, bytes) };
         let array = Array { context: op.context.0, device, shape: op.shape, address, bytes, kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
     }
 
     fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+        self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0) {
             return Err(Status::INVALID_VALUE);
         }
@@ -387,9 +420,16 @@ impl ArrayOps<Call> for Software {
     fn array_destroy(&mut self, cx: &mut Call, op: ArrayDestroy) -> Result<(), Status> {
         cx.context = ContextId(self.arrays.get(op.array)?.context);
         let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
+        if let Kind::Level { of, level } = array.kind
+            && let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = self.arrays.arrays.get_mut(&of)
+        {
+            *named &= !(1 << level);
+        }
         self.free(&array);
         // Its levels go with it.
-        self.arrays.arrays.retain(|_, level| level.kind != Kind::Level(op.array.0));
+        self.arrays
+            .arrays
+            .retain(|_, level| !matches!(level.kind, Kind::Level { of, .. } if of == op.array.0));
         Ok(())
     }
 
@@ -408,11 +448,14 @@ impl ArrayOps<Call> for Software {
         op: TextureCreate,
     ) -> Result<Answer<TextureCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         let mut images = self.images(op.context, &op.resource)?;
         if let Some(view) = &op.view {
-            let array = self.arrays.get(op.resource.array);
-            let cube = array.is_ok_and(|array| array.shape.flags & flag::CUBEMAP != 0);
-            images = viewed(&images, view, cube)?;
+            // Memory is not viewed otherwise than it is described.
+            if !matches!(op.resource.kind, OF_ARRAY | OF_MIPMAPPED) {
+                return Err(Status::INVALID_VALUE);
+            }
+            images = viewed(&images, &self.arrays.get(op.resource.array)?.shape, view)?;
         }
         let format = images.first().ok_or(Status::INVALID_VALUE)?.format;
         let sampler = sampler(&op.sampling, format, op.resource.kind == OF_MIPMAPPED)?;
@@ -433,6 +476,7 @@ impl ArrayOps<Call> for Software {
         op: SurfaceCreate,
     ) -> Result<Answer<SurfaceCreateReply>, Status> {
         cx.context = op.context;
+        self.arrays.may_grow()?;
         let array = self.arrays.plain(op.array)?;
         if array.context != op.context.0 {
             return Err(Status::INVALID_VALUE);
@@ -464,6 +508,12 @@ impl ArrayOps<Call> for Software {
     ) -> Result<Answer<ArrayRequirementsReply>, Status> {
         let array = self.arrays.get(op.array)?;
         cx.context = ContextId(array.context);
-        Ok(Answer::Now(ArrayRequirementsReply { size: array.bytes, alignment: 512 }))
+        if array.shape.flags & flag::DEFERRED_MAPPING == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let levels = if let Kind::Mipmapped { levels, .. } = array.kind { levels } else { 1 };
+        let size = before_level(&array.shape, levels).and_then(|n| n.checked_next_multiple_of(MAP_ALIGN));
+        let size = size.ok_or(Status::INVALID_VALUE)?;
+        Ok(Answer::Now(ArrayRequirementsReply { size, alignment: MAP_ALIGN }))
     }
 }

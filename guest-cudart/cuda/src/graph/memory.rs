@@ -45,7 +45,7 @@ static USED: [Used; MAX_DEVICES as usize] =
 impl GraphMemory {
     /// Allocates; the program has it only when a launch has come to it.
     pub fn new(
-        driver: &Driver,
+        driver: &'static Driver,
         context: &'static Context,
         device: u32,
         size: u64,

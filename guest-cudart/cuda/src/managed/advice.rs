@@ -24,7 +24,10 @@ mod location {
 }
 
 /// A place: `CUmemLocation`'s type and number.
-type Place = (u32, i32);
+pub(crate) type Place = (u32, i32);
+
+/// `CU_MEM_ADVISE_SET_PREFERRED_LOCATION`.
+const SET_PREFERRED_LOCATION: u32 = 3;
 
 const NO_PLACE: Place = (location::INVALID, NOWHERE);
 
@@ -123,7 +126,7 @@ fn ranged(driver: &Driver, address: u64, count: usize) -> Result<(u64, Range<u64
 }
 
 /// A place that a program names.
-fn place(l: MemLocation) -> Result<Place> {
+pub(crate) fn place(l: MemLocation) -> Result<Place> {
     match l.kind {
         location::DEVICE => state::device(l.id).map(|_| (location::DEVICE, l.id)),
         location::HOST | location::HOST_NUMA_CURRENT => Ok((location::HOST, CPU)),
@@ -143,6 +146,14 @@ fn change(base: u64, range: &Range<u64>, with: impl Fn(&mut Advice)) {
     }
 }
 
+/// The place that a pool's allocation is to be at, or none.
+pub(crate) fn prefer(address: u64, size: u64, (kind, id): Place) -> Result {
+    if kind == location::INVALID {
+        return Ok(());
+    }
+    advise(address, size as usize, SET_PREFERRED_LOCATION, MemLocation { kind, id })
+}
+
 fn advise(address: u64, count: usize, advice: u32, to: MemLocation) -> Result {
     let driver = driver()?;
     driver.session.check()?;
@@ -152,7 +163,7 @@ fn advise(address: u64, count: usize, advice: u32, to: MemLocation) -> Result {
     match advice {
         1 => change(base, &range, |a| a.read_mostly = true),
         2 => change(base, &range, |a| a.read_mostly = false),
-        3 => {
+        SET_PREFERRED_LOCATION => {
             let at = at()?;
             change(base, &range, |a| a.preferred = at);
         }

@@ -17,7 +17,7 @@
 //!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 
-mod advice;
+pub(crate) mod advice;
 mod blocks;
 pub(crate) mod edges;
 mod faults;
@@ -35,7 +35,7 @@ use crate::copy::{Copier, Mode};
 use crate::memory::{self, Tag};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
-use crate::{Result, capture, library, non_null, promise, put};
+use crate::{Result, capture, library, non_null, pool, promise, put};
 use advice::Advised;
 use blocks::{Blocks, Run};
 use client::memory::Backing;
@@ -296,11 +296,16 @@ pub(crate) fn is_beside(address: u64) -> bool {
     piece.is_some_and(|(_, piece)| !piece.parts.iter().any(|part| part.contains(&address)))
 }
 
-/// Allocates in the current device; zero, as the first touch finds it.
-fn alloc(driver: &'static Driver, context: &'static Context, size: u64) -> Result<u64> {
+/// Allocates in a context's device, from a pool or none (0); zero, as the first touch finds it.
+pub(crate) fn alloc(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: u64,
+    pool: usize,
+) -> Result<u64> {
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let tag = Tag { context, buffer: unique_id(), pool: 0, sync_memops: false, freed: false };
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
     let address = memory::place(driver, device, &device.managed, size, tag, &Both(driver))?;
     let reserved = size.next_multiple_of(PAGE as u64);
     prepare(driver, context, address, reserved).inspect_err(|_| {
@@ -373,6 +378,9 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     for device in &driver.devices {
         let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
         for address in addresses {
+            if let Some(found) = memory::find(driver, address) {
+                pool::gone(found.pool, found.size);
+            }
             // What is not given back now is with the session.
             let _ = free(driver, device, address);
         }
@@ -460,7 +468,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         capture::unsafe_call()?;
-        put(dptr, alloc(driver, context, size as u64)?)
+        put(dptr, alloc(driver, context, size as u64, 0)?)
     }
 
     fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {

@@ -242,6 +242,11 @@ impl Reader<'_> {
     pub fn sample(&self, w: &mut Warp, look: &Look) -> Result<Bits, Fault> {
         let base = *self.base();
         let mut look = *look;
+        if self.texture.sampler.anisotropic && matches!(look.detail, Detail::Gradient(_)) {
+            return Err(Fault::IllegalInstruction(
+                "gradients in an anisotropic texture are not implemented".into(),
+            ));
+        }
         if look.cube {
             if !base.layers.is_multiple_of(6) {
                 return Err(Fault::IllegalInstruction("a texture that is no cube map, read as one".into()));
