@@ -71,6 +71,18 @@ fn products_of_doubles_are_chains_of_fused_additions() {
 }
 
 #[test]
+fn tiles_of_several_warps_meet_beside_the_kernels_memory() {
+    both(|b, m| {
+        let data: Vec<i32> = (0..1024).map(|i| i * 31 % 97).collect();
+        let (out, input) = (b.upload(&[0i32; 1024]), b.upload(&data));
+        let p = Params::default().u64(out).u64(input);
+        b.run(m, "wide_tiles", LaunchConfig::linear(4, 256), &p.0).unwrap();
+        let want: Vec<i32> = data.chunks(128).flat_map(|tile| vec![tile.iter().sum::<i32>(); 128]).collect();
+        assert_eq!(b.download::<i32>(out, 1024), want);
+    });
+}
+
+#[test]
 fn sixteen_bytes_are_stored_and_loaded_as_one() {
     both(|b, m| {
         let (cells, torn) = (b.upload(&[0u64; 128]), b.upload(&[0u32]));

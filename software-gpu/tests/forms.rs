@@ -58,3 +58,19 @@ fn the_flag_of_a_subtraction_is_a_carry() {
     assert_eq!(answer(both, [u32::MAX, 1, 7]), 7);
     assert_eq!(answer(both, [1, 1, 7]), 6);
 }
+
+#[test]
+fn the_reciprocal_root_of_a_double_has_all_its_digits() {
+    for x in [2.0f64, 3.0, 1e-300, 5e-324, 1.7e308, 0.1, 18.9911537] {
+        let bits = x.to_bits();
+        let work = "{.reg .f64 %x; mov.b64 %x, {%a, %b}; rsqrt.approx.f64 %x, %x; .reg .b32 %h; mov.b64 {%d, %h}, %x; \
+             @!%q mov.b32 %d, %h; }";
+        let half = |high: bool| {
+            let test = if high { "setp.ne.u32 %q, 0, 0;" } else { "setp.eq.u32 %q, 0, 0;" };
+            answer(&format!(".reg .pred %q; {test} {work}"), [bits as u32, (bits >> 32) as u32, 0])
+        };
+        let got = f64::from_bits(u64::from(half(true)) << 32 | u64::from(half(false)));
+        let want = 1.0 / x.sqrt();
+        assert!((got - want).abs() <= want * 2.0 * f64::EPSILON, "{x}: {got:e}, not {want:e}");
+    }
+}

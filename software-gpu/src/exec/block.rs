@@ -8,7 +8,7 @@ use crate::error::{Error, Fault, Location};
 use crate::exec::cluster::ClusterContext;
 use crate::exec::rows::LANES;
 use crate::exec::warp::Warp;
-use crate::lower::program::{Line, Program};
+use crate::lower::program::{Line, Program, RESERVED_BYTES};
 
 /// One of a block's 16 barriers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -37,6 +37,8 @@ pub(crate) struct BlockContext {
     pub shared: Vec<Line>,
     /// Bytes of it.
     pub shared_bytes: u32,
+    /// The system's own.
+    pub reserved: [Line; RESERVED_BYTES as usize / size_of::<Line>()],
     pub barriers: [Barrier; 16],
     /// Threads that have not exited.
     pub live: u32,
@@ -66,6 +68,7 @@ impl BlockContext {
             rank,
             shared,
             shared_bytes: run.shared_bytes,
+            reserved: [Line([0; 64]); RESERVED_BYTES as usize / size_of::<Line>()],
             barriers: [Barrier::default(); 16],
             live: run.config.block.iter().product(),
             local_limit: run.gpu.properties.max_local_per_thread,

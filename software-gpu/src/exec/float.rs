@@ -407,11 +407,32 @@ pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
         ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(a.abs(), &[a]))),
         ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(-a, &[a]))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),
+        // Without `.ftz` it is no approximation by a table.
+        ("rsqrt.approx", 0) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(rsqrt(a), &[a]))),
         // Only the upper 32 bits of source and result count.
         ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x))),
         ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x.sqrt()))),
         _ => return None,
     })
+}
+
+/// The reciprocal of the square root, rounded to nearest but for cases next to the middle between two numbers.
+fn rsqrt(x: f64) -> f64 {
+    if !x.is_normal() || x < 0.0 {
+        // A subnormal number has as many digits as any other once it is scaled; its root is no subnormal.
+        const SCALE: f64 = (1u64 << 54) as f64;
+        return if x.is_subnormal() && x > 0.0 {
+            rsqrt(x * SCALE) * (1u64 << 27) as f64
+        } else {
+            1.0 / x.sqrt()
+        };
+    }
+    let y = 1.0 / x.sqrt();
+    // What the square of it lacks, from a product that is exact.
+    let high = x * y;
+    let low = x.mul_add(y, -high);
+    let lacking = (-high).mul_add(y, 1.0) - low * y;
+    y.mul_add(0.5 * lacking, y)
 }
 
 #[inline(always)]

@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::device::memory::MODULE_BASE;
 use crate::error::Fault;
+use crate::exec::block::BlockContext;
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
 use crate::exec::whole::{self, Quad};
 use crate::lower::program::{
-    Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE,
+    Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, RANK, RESERVED, RESERVED_BYTES, SHARED_WINDOW,
+    WINDOW_SIZE,
 };
 use crate::ptx::ast::Space;
 
@@ -138,27 +140,30 @@ impl Place for Shared {
         let offset = if address >= SHARED_WINDOW { address - SHARED_WINDOW } else { address };
         let bytes = u64::from(block.shared_bytes);
         if offset > bytes || offset + u64::from(size) > bytes {
-            return find_in_cluster(w, offset, size);
+            return find_elsewhere(w, offset, size);
         }
         // SAFETY: `shared` holds at least `shared_bytes`.
         Some(unsafe { block.shared.as_mut_ptr().cast::<u8>().add(offset as usize) })
     }
 }
 
-/// Shared memory of a block of the cluster, this one's included.
+/// Shared memory that is not the kernel's own: the system's, and that of a block of the cluster, this one included.
 #[cold]
 #[inline(never)]
-fn find_in_cluster(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
-    let rank = (offset / RANK).checked_sub(1)?;
-    let block = w.block().cluster().block(u32::try_from(rank).ok()?)?;
+fn find_elsewhere(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
+    let block: *mut BlockContext = match offset / RANK {
+        0 => w.block,
+        rank => w.block().cluster().block(u32::try_from(rank).ok()? - 1)?,
+    };
     let offset = offset % RANK;
-    // SAFETY: the cluster's blocks live as long as any of its warps runs, and only this worker touches them. `shared` holds
-    // at least `shared_bytes`.
+    // SAFETY: the cluster's blocks live as long as any of its warps runs, and only this worker touches them. Both memories hold
+    // at least what their sizes say.
     unsafe {
-        if offset + u64::from(size) > u64::from((*block).shared_bytes) {
-            return None;
-        }
-        Some((*block).shared.as_mut_ptr().cast::<u8>().add(offset as usize))
+        let (memory, offset, bytes) = match offset.checked_sub(RESERVED) {
+            Some(offset) => ((*block).reserved.as_mut_ptr(), offset, RESERVED_BYTES),
+            None => ((*block).shared.as_mut_ptr(), offset, u64::from((*block).shared_bytes)),
+        };
+        if offset + u64::from(size) > bytes { None } else { Some(memory.cast::<u8>().add(offset as usize)) }
     }
 }
 

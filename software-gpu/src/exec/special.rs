@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::error::Fault;
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
-use crate::lower::program::{Flow, Handler};
+use crate::lower::program::{Flow, Handler, RESERVED, RESERVED_BYTES};
 
 macro_rules! lanes32 {
     (|$w:ident, $l:ident| $e:expr) => {
@@ -130,6 +130,12 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%clock_hi" => same!(u32, |w| (clock() >> 32) as u32),
             "%globaltimer_lo" => same!(u32, |w| wall_ns() as u32),
             "%globaltimer_hi" => same!(u32, |w| (wall_ns() >> 32) as u32),
+            // Where cooperative groups keep what tiles of several warps tell each other.
+            "%reserved_smem_offset_begin" | "%reserved_smem_offset_0" | "%reserved_smem_offset_1" => {
+                same!(u32, |w| RESERVED as u32)
+            }
+            "%reserved_smem_offset_end" => same!(u32, |w| (RESERVED + RESERVED_BYTES) as u32),
+            "%reserved_smem_offset_cap" => same!(u32, |w| RESERVED_BYTES as u32),
             "%dynamic_smem_size" => same!(u32, |w| w.block().run().config.dynamic_shared),
             "%total_smem_size" | "%aggr_smem_size" => same!(u32, |w| w.block().run().shared_bytes),
             "%clock64" => return Some((same!(u64, |w| clock()), 64)),

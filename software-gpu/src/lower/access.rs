@@ -60,6 +60,22 @@ impl<'a> Lowering<'a, '_> {
                 self.emit(IS_SPACE, [p, a, u32::from(own), 0, 0, 0], window as i64);
                 Ok(())
             }
+            "createpolicy" => {
+                // A policy is a hint; accesses that name one leave it unread.
+                let mut mods = Modifiers::new(inst);
+                mods.one_of(&["fractional", "range"]);
+                mods.has("global");
+                const POLICIES: [&str; 4] =
+                    ["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"];
+                let primary = mods.one_of(&POLICIES).is_some();
+                mods.one_of(&POLICIES);
+                if !primary || !mods.has("b64") || !mods.done() {
+                    return self.unknown(inst);
+                }
+                let (to, policy) = (self.destination(self.operand(inst, 0)?, 64)?, self.constant(64, 0));
+                self.emit(OFFSET, [to, policy, 0, 0, 0, 0], 0);
+                Ok(())
+            }
             "mapa" | "getctarank" => self.lower_cluster_address(inst),
             "alloca" | "stacksave" | "stackrestore" => self.lower_stack(inst),
             "prefetch" | "prefetchu" | "applypriority" | "discard" => {

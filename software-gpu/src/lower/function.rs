@@ -456,10 +456,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
 
     fn special_register(&mut self, name: &'a str, bits: u32) -> Result<u32> {
         let meeting = matches!(name, "%envreg1" | "%envreg2");
-        if !meeting && name.starts_with("%envreg")
-            || name.starts_with("%pm")
-            || name.starts_with("%reserved_smem")
-        {
+        if !meeting && name.starts_with("%envreg") || name.starts_with("%pm") {
             return Ok(self.constant(bits, 0));
         }
         let Some((handler, width)) = exec::special::register(name) else {

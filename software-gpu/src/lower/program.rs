@@ -26,6 +26,10 @@ pub(crate) const PARAM_WINDOW: u64 = 0x0120_0000_0000;
 pub(crate) const FUNCTION_WINDOW: u64 = 0x0130_0000_0000;
 /// Size of each of these windows.
 pub(crate) const WINDOW_SIZE: u64 = 0x0010_0000_0000;
+/// Where shared memory begins that is the system's own (`%reserved_smem_offset_begin`), beyond all that a kernel can have; and
+/// how much there is.
+pub(crate) const RESERVED: u64 = 1 << 20;
+pub(crate) const RESERVED_BYTES: u64 = 1 << 10;
 /// Shared addresses beyond this are of a block of the cluster: that whose rank, plus one, is what this many fit into them.
 pub(crate) const RANK: u64 = 1 << 24;
 

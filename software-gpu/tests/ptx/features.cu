@@ -65,6 +65,20 @@ extern "C" __global__ void mma_doubles(double *d, const double *a, const double 
     for (int i = 0; i < 4; i++) d[(group + i / 2 * 8) * 8 + member * 2 + i % 2] = c[i];
 }
 
+// Sums over tiles of four warps, which meet in memory that is the system's: the kernel's own has a canary in it.
+extern "C" __global__ void wide_tiles(int *out, const int *in)
+{
+    __shared__ cg::block_tile_memory<256> memory;
+    __shared__ int canary[16];
+    if (threadIdx.x < 16) canary[threadIdx.x] = threadIdx.x;
+    cg::thread_block block = cg::this_thread_block(memory);
+    auto tile = cg::tiled_partition<128>(block);
+    int i = blockIdx.x * 256 + threadIdx.x;
+    out[i] = cg::reduce(tile, in[i], cg::plus<int>());
+    block.sync();
+    if (canary[threadIdx.x % 16] != threadIdx.x % 16) out[i] = -1;
+}
+
 // Blocks that publish pairs whose halves are equal, and blocks that look at them: how often they see halves of two stores.
 extern "C" __global__ void pairs(ulonglong2 *cells, unsigned *torn, int rounds)
 {
