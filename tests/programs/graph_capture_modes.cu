@@ -134,6 +134,9 @@ int main(int argc, char **argv) {
     cudaGraph_t same;
     CHECK(cudaStreamEndCapture(free_stream, &same));
     REQUIRE(same == graph, "captured into another graph");
+    // Whoever captures into a graph has it already, and need not ask for it.
+    CHECK(cudaStreamBeginCaptureToGraph(free_stream, graph, nullptr, nullptr, 0, cudaStreamCaptureModeRelaxed));
+    CHECK(cudaStreamEndCapture(free_stream, nullptr));
     cudaGraphExec_t exec;
     CHECK(cudaGraphInstantiate(&exec, graph, 0));
     CHECK(cudaGraphLaunch(exec, free_stream));

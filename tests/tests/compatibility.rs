@@ -301,7 +301,7 @@ fn known_functions_are_told_rightly() {
         assert_eq!(table.get(name), Some(&How::Served), "{name}");
     }
     for (table, name) in [
-        (&driver, "cuGreenCtxCreate"),
+        (&driver, "cuCheckpointProcessLock"),
         (&driver, "cuImportExternalMemory"),
         (&runtime, "cudaGLGetDevices"),
         (&runtime, "cudaImportExternalMemory"),

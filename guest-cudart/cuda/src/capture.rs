@@ -41,6 +41,8 @@ pub(crate) struct Capture {
     origin: u64,
     blocking: bool,
     graph: Arc<Graph>,
+    /// Whether the graph was there before.
+    into: bool,
     ended: AtomicBool,
     broken: AtomicBool,
     /// For each stream in it, the nodes that the next one depends on.
@@ -136,12 +138,13 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
     if mode > RELAXED {
         return Err(Status::INVALID_VALUE);
     }
-    if stream.is_legacy() {
+    if stream.is_legacy() || stream.green().is_some_and(|green| green.is_default(&stream)) {
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
     }
     if stream.capture().is_some() {
         return Err(code::ILLEGAL_STATE);
     }
+    let was_there = into.is_some();
     let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
     let capture = Arc::new(Capture {
         id: unique_id(),
@@ -150,6 +153,7 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
         origin: stream.unique(),
         blocking: !stream.is_free(),
         graph,
+        into: was_there,
         ended: AtomicBool::new(false),
         broken: AtomicBool::new(false),
         ends: Mutex::new(HashMap::from([(stream.unique(), before)])),
@@ -165,10 +169,13 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
 }
 
 fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
-    non_null(graph)?;
     let (driver, context) = context::ready()?;
     let stream = stream::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
+    // Who captures into a graph has it already and need not be told.
+    let mut unasked = 0;
+    let graph = if graph.is_null() && capture.into { &raw mut unasked } else { graph };
+    non_null(graph)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was seen to end the capture all the same.
         capture.end();
