@@ -41,8 +41,6 @@ pub(crate) struct Capture {
     origin: u64,
     blocking: bool,
     graph: Arc<Graph>,
-    /// Whether the graph was there before.
-    into: bool,
     ended: AtomicBool,
     broken: AtomicBool,
     /// For each stream in it, the nodes that the next one depends on.
@@ -144,7 +142,6 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
     if stream.capture().is_some() {
         return Err(code::ILLEGAL_STATE);
     }
-    let was_there = into.is_some();
     let (graph, before) = into.unwrap_or_else(|| (Arc::new(Graph::new(stream.context)), Vec::new()));
     let capture = Arc::new(Capture {
         id: unique_id(),
@@ -153,7 +150,6 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
         origin: stream.unique(),
         blocking: !stream.is_free(),
         graph,
-        into: was_there,
         ended: AtomicBool::new(false),
         broken: AtomicBool::new(false),
         ends: Mutex::new(HashMap::from([(stream.unique(), before)])),
@@ -170,17 +166,21 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
 
 fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
     let (driver, context) = context::ready()?;
+    // Whoever captures into a graph that is there need not be told of it; a graph of the capture's own is dropped then.
+    let tell = |handle: usize| {
+        if graph.is_null() {
+            Ok(())
+        } else {
+            // SAFETY: not NULL; the program says that it may be written.
+            unsafe { put(graph, handle) }
+        }
+    };
     let stream = stream::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
-    // Who captures into a graph has it already and need not be told.
-    let mut unasked = 0;
-    let graph = if graph.is_null() && capture.into { &raw mut unasked } else { graph };
-    non_null(graph)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was seen to end the capture all the same.
         capture.end();
-        // SAFETY: checked above not to be NULL; the program says that it may be written.
-        unsafe { put(graph, 0)? };
+        tell(0)?;
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
     if capture.origin != stream.unique() {
@@ -188,8 +188,7 @@ fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
         return Err(code::STREAM_CAPTURE_UNMATCHED);
     }
     capture.end();
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(graph, 0)? };
+    tell(0)?;
     capture.check()?;
     // Every stream that joined has been waited for: the origin's next node would come behind all that they did.
     let behind = capture.graph.ancestors(&capture.point(&stream));
@@ -198,8 +197,7 @@ fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
         return Err(code::STREAM_CAPTURE_UNJOINED);
     }
     drop(added);
-    // SAFETY: as above.
-    unsafe { put(graph, Graph::handle(&capture.graph)?) }
+    if graph.is_null() { Ok(()) } else { tell(Graph::handle(&capture.graph)?) }
 }
 
 /// Where the capture's information goes; each place may be NULL.
