@@ -17,6 +17,7 @@ impl ops::nvml::NvmlOps<()> for Nothing {}
 impl ops::graph::GraphOps<()> for Nothing {}
 impl ops::texture::TextureOps<()> for Nothing {}
 impl ops::array::ArrayOps<()> for Nothing {}
+impl ops::green::GreenOps<()> for Nothing {}
 
 fuzz_target!(|input: (u16, &[u8])| {
     let (opcode, body) = input;

@@ -52,6 +52,10 @@ handles! {
     TicketId(u64);
     /// Memory of a device without an address: what `cuMemCreate` makes, or what another process has exported.
     MemoryId(u32);
+    /// A green context: a context of a part of a device.
+    GreenId(u32);
+    /// What a green context is made of.
+    DescriptorId(u32);
 }
 
 /// What gives commands their order beside that of the session.

@@ -22,6 +22,12 @@ static void told_no(int *device, cudaStream_t stream, cudaEvent_t event) {
     int value = -7;
     size_t free = 0, total = 0;
     void *p = nullptr;
+    // What the devices are is known as well.
+    cudaDeviceProp properties;
+    memset(&properties, 0, sizeof properties);
+    cudaError_t asked = cudaGetDeviceProperties(&properties, 0);
+    printf("properties: %d, warps of %d, another's: %d\n", asked, properties.warpSize, cudaGetDeviceProperties(&properties, 1000));
+    cudaGetLastError();
     cudaError_t answers[] = {
         cudaGetDeviceCount(&value),
         cudaGetDevice(&value),

@@ -134,6 +134,15 @@ int main(int argc, char **argv) {
     cudaGraph_t same;
     CHECK(cudaStreamEndCapture(free_stream, &same));
     REQUIRE(same == graph, "captured into another graph");
+    // Whoever captures into a graph has it already, and need not ask for it.
+    CHECK(cudaStreamBeginCaptureToGraph(free_stream, graph, nullptr, nullptr, 0, cudaStreamCaptureModeRelaxed));
+    CHECK(cudaStreamEndCapture(free_stream, nullptr));
+    CHECK(cudaStreamBeginCapture(free_stream, cudaStreamCaptureModeRelaxed));
+    bump<<<1, 1, 0, free_stream>>>(value);
+    CHECK(cudaStreamEndCapture(free_stream, nullptr));
+    cudaStreamCaptureStatus status;
+    CHECK(cudaStreamIsCapturing(free_stream, &status));
+    REQUIRE(status == cudaStreamCaptureStatusNone, "still being captured");
     cudaGraphExec_t exec;
     CHECK(cudaGraphInstantiate(&exec, graph, 0));
     CHECK(cudaGraphLaunch(exec, free_stream));

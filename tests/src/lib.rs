@@ -1,5 +1,6 @@
 //! End-to-end tests, from outside, and the machines they boot.
 
+pub mod calls;
 pub mod daemons;
 pub mod guest;
 pub mod programs;

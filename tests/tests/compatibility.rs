@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
+use rgpu_tests::calls::{self, Place, Places};
 use rgpu_tests::tree;
 
 /// What a function is.
@@ -231,8 +232,21 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-fn section(text: &mut String, title: &str, table: &Table) {
+/// How a served function is, by what was counted: its own calls, its variants', and those of the function that it is another name of.
+fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
+    let names = [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
+    names.filter_map(|name| places.get(others.get(&name).unwrap_or(&name)).copied()).max()
+}
+
+/// Other names of functions, and the functions.
+fn other_names() -> BTreeMap<String, String> {
+    let all = functions("cuda", "cu").into_iter();
+    all.filter_map(|f| Some((f.name, f.body.strip_suffix('(')?.to_owned()))).collect()
+}
+
+fn section(text: &mut String, title: &str, table: &Table, places: &Places) {
     let rows = folded(table);
+    let others = other_names();
     let served = rows.values().filter(|(how, _)| !matches!(how, How::Refused(_))).count();
     let _ = write!(
         text,
@@ -240,11 +254,17 @@ fn section(text: &mut String, title: &str, table: &Table) {
         rows.len()
     );
     for (name, (how, variants)) in rows {
+        let at = match place(name, &variants, &others, places) {
+            Some(Place::Local) => "served, local",
+            Some(Place::Forwarded) => "served, forwarded",
+            Some(Place::Awaited) => "served, forwarded and awaited",
+            None => "served",
+        };
         let variants: String = variants.iter().map(|suffix| format!(", `{suffix}`")).collect();
         let how = match how {
             How::Served => match NOTES.iter().find(|(noted, _)| *noted == name) {
-                Some((_, note)) => format!("served: {note}"),
-                None => "served".to_owned(),
+                Some((_, note)) => format!("{at}: {note}"),
+                None => at.to_owned(),
             },
             How::Refused(why) => format!("**not supported**: {why}"),
         };
@@ -256,22 +276,34 @@ fn made() -> String {
     let mut text = String::from(
         "# What each function does\n\n\
          <!-- Made from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
-         *served*: does what NVIDIA's manual says; by a command or a question to the server, or in the program's own process. *not supported*: answers the API's error for that\n\
-         and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
-         What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n",
+         *served*: does what NVIDIA's manual says. *not supported*: answers the API's error for that and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
+         What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n\n\
+         Where a function of the driver API is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's\n\
+         own process; *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime\n\
+         is a layer over the driver API, in the program's process; NVML's functions ask, but for texts and numbers.\n",
     );
+    let places = calls::recorded().expect("the record of calls");
     let driver = driver();
-    section(&mut text, "Driver API: `libcuda.so.1`", &driver);
-    section(&mut text, "Runtime API: `libcudart.so.12`, `libcudart.so.13`", &runtime(&driver));
-    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml());
+    section(&mut text, "Driver API: `libcuda.so.1`", &driver, &places);
+    section(
+        &mut text,
+        "Runtime API: `libcudart.so.12`, `libcudart.so.13`",
+        &runtime(&driver),
+        &Places::new(),
+    );
+    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml(), &Places::new());
     text
 }
 
 #[test]
 fn the_table_of_functions_is_the_sources() {
     let path = tree::root().join("docs/compatibility.md");
+    let update = std::env::var_os("UPDATE_DOCS").is_some();
+    if update {
+        calls::record_anew().expect("the record of calls can be written");
+    }
     let made = made();
-    if std::env::var_os("UPDATE_DOCS").is_some() {
+    if update {
         fs::write(&path, &made).expect("docs/ can be written");
     }
     let there = fs::read_to_string(&path).unwrap_or_default();
@@ -301,7 +333,7 @@ fn known_functions_are_told_rightly() {
         assert_eq!(table.get(name), Some(&How::Served), "{name}");
     }
     for (table, name) in [
-        (&driver, "cuGreenCtxCreate"),
+        (&driver, "cuCheckpointProcessLock"),
         (&driver, "cuImportExternalMemory"),
         (&runtime, "cudaGLGetDevices"),
         (&runtime, "cudaImportExternalMemory"),

@@ -6,7 +6,8 @@
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
-use rgpu_tests::programs::{Way, passes, passes_with, portable, told};
+use rgpu_tests::calls;
+use rgpu_tests::programs::{Way, passes_with, portable, told};
 
 /// How each program runs, by the name that its tests have.
 const WAYS: [(&str, Way); 3] = [
@@ -17,12 +18,18 @@ const WAYS: [(&str, Way); 3] = [
 /// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
 const BY_PAGE_PROTECTION: [&str; 4] = ["managed_memory", "managed_variables", "managed_api", "mapped_memory"];
 
+/// The program passes, and its calls are served where `tests/calls.txt` says.
+fn run(name: &str, way: Way) -> anyhow::Result<()> {
+    let outcome = passes_with(name, way, &[], &[("RGPU_STATS", "1")])?;
+    calls::agree(&format!("{name}-{}", way.name()), &outcome.stderr)
+}
+
 fn main() -> anyhow::Result<ExitCode> {
     let mut trials = Vec::new();
     for program in portable()? {
         for (way, how) in WAYS {
             let name = program.name.clone();
-            let test = move || Ok(told(passes(&name, how, &[]))?);
+            let test = move || Ok(told(run(&name, how))?);
             trials.push(Trial::test(format!("{way}::{}", program.name), test));
         }
     }

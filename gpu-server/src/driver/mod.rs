@@ -9,6 +9,7 @@ pub mod cuda;
 pub mod drafts;
 pub mod graph;
 pub mod output;
+pub mod parts;
 pub mod rows;
 pub mod slots;
 pub mod software;

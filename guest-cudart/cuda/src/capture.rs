@@ -136,7 +136,7 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
     if mode > RELAXED {
         return Err(Status::INVALID_VALUE);
     }
-    if stream.is_legacy() {
+    if stream.is_legacy() || stream.green().is_some_and(|green| green.is_default(&stream)) {
         return Err(code::STREAM_CAPTURE_UNSUPPORTED);
     }
     if stream.capture().is_some() {
@@ -165,15 +165,22 @@ fn begin(handle: usize, per_thread: bool, mode: u32, into: Option<(Arc<Graph>, V
 }
 
 fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
-    non_null(graph)?;
     let (driver, context) = context::ready()?;
+    // Whoever captures into a graph that is there need not be told of it; a graph of the capture's own is dropped then.
+    let tell = |handle: usize| {
+        if graph.is_null() {
+            Ok(())
+        } else {
+            // SAFETY: not NULL; the program says that it may be written.
+            unsafe { put(graph, handle) }
+        }
+    };
     let stream = stream::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was seen to end the capture all the same.
         capture.end();
-        // SAFETY: checked above not to be NULL; the program says that it may be written.
-        unsafe { put(graph, 0)? };
+        tell(0)?;
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
     if capture.origin != stream.unique() {
@@ -181,8 +188,7 @@ fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
         return Err(code::STREAM_CAPTURE_UNMATCHED);
     }
     capture.end();
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(graph, 0)? };
+    tell(0)?;
     capture.check()?;
     // Every stream that joined has been waited for: the origin's next node would come behind all that they did.
     let behind = capture.graph.ancestors(&capture.point(&stream));
@@ -191,8 +197,7 @@ fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
         return Err(code::STREAM_CAPTURE_UNJOINED);
     }
     drop(added);
-    // SAFETY: as above.
-    unsafe { put(graph, Graph::handle(&capture.graph)?) }
+    if graph.is_null() { Ok(()) } else { tell(Graph::handle(&capture.graph)?) }
 }
 
 /// Where the capture's information goes; each place may be NULL.

@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::green::{self, Green};
 use crate::promise::Fences;
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
@@ -66,7 +67,32 @@ static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 static IDS_FRESH: AtomicU32 = AtomicU32::new(MAX_DEVICES);
 
 thread_local! {
-    static STACK: Lasting<RefCell<Vec<&'static Context>>> = const { Lasting::new(RefCell::new(Vec::new())) };
+    static STACK: Lasting<RefCell<Vec<Named>>> = const { Lasting::new(RefCell::new(Vec::new())) };
+}
+
+/// What the handle of a context names: a context, or a green one in it.
+#[derive(Clone)]
+struct Named {
+    context: &'static Context,
+    green: Option<Arc<Green>>,
+}
+
+impl Named {
+    fn of(handle: usize) -> Option<Named> {
+        if let Some(context) = CONTEXTS.get(handle) {
+            return Some(Named { context: *context, green: None });
+        }
+        let green = green::as_context(handle)?;
+        Some(Named { context: green.context, green: Some(green) })
+    }
+
+    fn is_alive(&self) -> bool {
+        self.context.is_alive() && self.green.as_ref().is_none_or(|green| green.is_alive())
+    }
+
+    fn handle(&self) -> usize {
+        self.green.as_ref().map_or(self.context.handle, |green| green.handle())
+    }
 }
 
 /// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
@@ -305,6 +331,7 @@ impl Context {
                 unsafe { destructor(self.handle, key as *mut c_void, value as *mut c_void) };
             }
         }
+        green::forget(self);
         stream::forget(driver, self, with_server);
         event::forget(driver, self, with_server);
         module::forget(driver, self, with_server);
@@ -352,12 +379,22 @@ const LAST_LIMIT: u32 = 9;
 /// `INVALID_CONTEXT` when there is none, `CONTEXT_IS_DESTROYED` when it was destroyed.
 #[inline]
 pub(crate) fn current() -> Result<&'static Context> {
-    let top = Lasting::with(&STACK, |stack| stack.borrow().last().copied()).flatten();
-    match top {
+    let top = Lasting::with(&STACK, |stack| stack.borrow().last().map(|top| (top.context, top.is_alive())));
+    match top.flatten() {
         None => driver().and(Err(Status::INVALID_CONTEXT)),
-        Some(context) if context.is_alive() => Ok(context),
+        Some((context, true)) => Ok(context),
         Some(_) => driver().and(Err(Status::CONTEXT_IS_DESTROYED)),
     }
+}
+
+/// The handle of the calling thread's current context; 0: it has none.
+pub(crate) fn current_handle() -> usize {
+    Lasting::with(&STACK, |stack| stack.borrow().last().map_or(0, Named::handle)).unwrap_or(0)
+}
+
+/// The green context that is current to the calling thread.
+pub(crate) fn current_green() -> Option<Arc<Green>> {
+    Lasting::with(&STACK, |stack| stack.borrow().last().and_then(|top| top.green.clone())).flatten()
 }
 
 /// The driver and the current context, with a session that stands and no error left over from earlier work: what nearly every call needs.
@@ -377,7 +414,15 @@ pub(crate) fn of(handle: usize) -> Result<&'static Context> {
     if handle == 0 {
         return current();
     }
-    CONTEXTS.get(handle).map(|context| *context).ok_or(Status::INVALID_CONTEXT)
+    Named::of(handle).map(|named| named.context).ok_or(Status::INVALID_CONTEXT)
+}
+
+/// The context that a handle names, and the green one in it; NULL is the current one.
+pub(crate) fn and_green_of(handle: usize) -> Result<(&'static Context, Option<Arc<Green>>)> {
+    if handle == 0 {
+        return Ok((current()?, current_green()));
+    }
+    Named::of(handle).map(|named| (named.context, named.green)).ok_or(Status::INVALID_CONTEXT)
 }
 
 fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
@@ -397,12 +442,12 @@ fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
         return Err(status);
     }
     let context = Context::new(ContextId(id), device.ordinal, flags, false);
-    push(context);
+    push(Named { context, green: None });
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(pctx, context.handle) }
 }
 
-fn push(context: &'static Context) {
+fn push(context: Named) {
     // A thread that is being torn down has no current context any more.
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
 }
@@ -453,7 +498,7 @@ api! {
         // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
         let _ = Lasting::with(&STACK, |stack| {
             let mut stack = stack.borrow_mut();
-            if stack.last().is_some_and(|top| std::ptr::eq(*top, context)) {
+            if stack.last().is_some_and(|top| std::ptr::eq(top.context, context)) {
                 stack.pop();
             }
         });
@@ -470,8 +515,7 @@ api! {
 
     fn cuCtxPushCurrent_v2(ctx: usize) {
         driver()?;
-        let context = CONTEXTS.get(ctx).ok_or(Status::INVALID_CONTEXT)?;
-        push(*context);
+        push(Named::of(ctx).ok_or(Status::INVALID_CONTEXT)?);
         Ok(())
     }
     alias cuCtxPushCurrent = cuCtxPushCurrent_v2(ctx: usize);
@@ -480,7 +524,7 @@ api! {
         driver()?;
         let popped = Lasting::with(&STACK, |stack| stack.borrow_mut().pop()).flatten().ok_or(Status::INVALID_CONTEXT)?;
         if !pctx.is_null() {
-            put(pctx, popped.handle)?;
+            put(pctx, popped.handle())?;
         }
         Ok(())
     }
@@ -488,7 +532,7 @@ api! {
 
     fn cuCtxSetCurrent(ctx: usize) {
         driver()?;
-        let context = if ctx == 0 { None } else { Some(*CONTEXTS.get(ctx).ok_or(Status::INVALID_CONTEXT)?) };
+        let context = if ctx == 0 { None } else { Some(Named::of(ctx).ok_or(Status::INVALID_CONTEXT)?) };
         let _ = Lasting::with(&STACK, |stack| {
             let mut stack = stack.borrow_mut();
             stack.pop();
@@ -499,8 +543,7 @@ api! {
 
     fn cuCtxGetCurrent(pctx: *mut usize) {
         driver()?;
-        let top = Lasting::with(&STACK, |stack| stack.borrow().last().map(|context| context.handle)).flatten();
-        put(pctx, top.unwrap_or(0))
+        put(pctx, current_handle())
     }
 
     fn cuCtxGetDevice(device: *mut i32) {
@@ -526,7 +569,8 @@ api! {
     }
 
     fn cuCtxGetId(ctx: usize, id: *mut u64) {
-        put(id, of(ctx)?.unique)
+        let (context, green) = and_green_of(ctx)?;
+        put(id, green.map_or(context.unique, |green| green.unique))
     }
 
     fn cuCtxGetApiVersion(ctx: usize, version: *mut u32) {
@@ -607,6 +651,7 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        put(pctx, current()?.handle)
+        current()?;
+        put(pctx, current_handle())
     }
 }

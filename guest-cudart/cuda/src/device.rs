@@ -54,8 +54,8 @@ const NOT_HERE: &[usize] = &[
     86,  // HOST_NATIVE_ATOMIC_SUPPORTED
     88,  // PAGEABLE_MEMORY_ACCESS
     89,  // CONCURRENT_MANAGED_ACCESS
-    91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-    98,  // CAN_FLUSH_REMOTE_WRITES
+    91, // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: kernels find host pointers among their parameters; whoever is told 0 asks for the address, and so reaches what structures hold
+    98, // CAN_FLUSH_REMOTE_WRITES
     100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
     101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
     104, // HANDLE_TYPE_WIN32_HANDLE_SUPPORTED

@@ -45,6 +45,11 @@ impl Event {
         lock(&self.last).is_some()
     }
 
+    /// The context that it was made in.
+    pub fn context(&self) -> &'static Context {
+        self.context
+    }
+
     /// Whether other processes may have recorded it, which this one does not see.
     pub fn is_shared(&self) -> bool {
         self.flags & INTERPROCESS != 0

@@ -79,7 +79,7 @@ unsafe extern "C" fn buffer_6(ptr: *mut *mut c_void, size: *mut usize) {
 
 /// The current context.
 unsafe extern "C" fn current(pctx: *mut usize) -> u32 {
-    let handle = context::current().map_or(0, |context| context.handle);
+    let handle = context::current().map_or(0, |_| context::current_handle());
     // SAFETY: checked for NULL; the caller's own to vouch for.
     finish("current context", unsafe { put(pctx, handle) })
 }

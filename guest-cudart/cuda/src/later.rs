@@ -55,13 +55,10 @@ mod external {
     }
 }
 
-/// Green contexts and parts of devices: not built yet.
-mod green {
+/// Contexts with a part of the device, made with them: MPS's. Green contexts are served.
+mod affinity {
     unsupported! {
-        cuCtxFromGreenCtx, cuCtxGetDevResource, cuCtxGetExecAffinity, cuCtxRecordEvent, cuCtxWaitEvent,
-        cuDevResourceGenerateDesc, cuDevSmResourceSplitByCount, cuDeviceGetDevResource, cuGreenCtxCreate,
-        cuGreenCtxDestroy, cuGreenCtxGetDevResource, cuGreenCtxGetId, cuGreenCtxRecordEvent, cuGreenCtxStreamCreate,
-        cuGreenCtxWaitEvent, cuStreamGetGreenCtx,
+        cuCtxGetExecAffinity,
     }
 }
 

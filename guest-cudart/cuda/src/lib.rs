@@ -5,7 +5,7 @@
 //!
 //! In reading order:
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
-//! - `state`: the process's devices; `device`, `context`: what they answer; `error`: codes and their texts;
+//! - `state`: the process's devices; `device`, `context`, `green`: what they answer; `error`: codes and their texts;
 //! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `managed`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `link`, `function`, `launch`, `parameter_list`, `occupancy`: code;
@@ -51,6 +51,7 @@ mod event;
 mod export_table;
 mod function;
 mod graph;
+mod green;
 mod host;
 mod image;
 mod integrity;
@@ -100,6 +101,7 @@ pub(crate) mod code {
     pub const STREAM_CAPTURE_WRONG_THREAD: Status = Status(908);
     pub const GRAPH_EXEC_UPDATE_FAILURE: Status = Status(910);
     pub const INVALID_CLUSTER_SIZE: Status = Status(912);
+    pub const INVALID_RESOURCE_TYPE: Status = Status(914);
     pub const LOSSY_QUERY: Status = Status(402);
 }
 

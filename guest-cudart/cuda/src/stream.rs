@@ -15,6 +15,7 @@ use crate::capture::{self, Capture};
 use crate::context::{self, Context};
 use crate::event::{self, Event};
 use crate::graph::Work;
+use crate::green::{self, Green};
 use crate::promise::{self, Promise};
 use crate::state::{self, Driver, driver, unique_id};
 use crate::{Result, code, managed, non_null, put};
@@ -22,6 +23,7 @@ use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use client::handle::StreamId;
 use client::handles::Slab;
 use client::ops::Op;
+use client::ops::green::GreenStream;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCreate, StreamDestroy, StreamMark, StreamSynchronize, StreamWaitEvent};
 use client::thread::Lasting;
@@ -39,6 +41,8 @@ const EXTERNAL: u32 = 1;
 pub(crate) struct Stream {
     pub id: StreamId,
     pub context: &'static Context,
+    /// The green context that it is in.
+    green: Option<Arc<Green>>,
     pub flags: u32,
     priority: AtomicI32,
     /// Attributes that were set and that its kernels have too.
@@ -94,6 +98,7 @@ impl Stream {
         Stream {
             id,
             context,
+            green: None,
             flags,
             priority: AtomicI32::new(priority),
             attributes: Mutex::default(),
@@ -118,6 +123,16 @@ impl Stream {
     /// Whether it is a legacy default stream.
     pub fn is_legacy(&self) -> bool {
         self.legacy
+    }
+
+    /// The handle of the context that it is in.
+    fn context_handle(&self) -> usize {
+        self.green.as_ref().map_or(self.context.handle, |green| green.convert())
+    }
+
+    /// The green context that it is in, or whose default stream it is.
+    pub fn green(&self) -> Option<&Arc<Green>> {
+        self.green.as_ref()
     }
 
     /// A number that no other stream of the process has or had.
@@ -347,11 +362,37 @@ pub(crate) fn plain(
     per_thread: bool,
 ) -> Result<Arc<Stream>> {
     match handle {
+        0..=PER_THREAD if green::any() && context::current_green().is_some() => {
+            green_default(context, handle == PER_THREAD || handle == 0 && per_thread)
+        }
         0 if !per_thread => Ok(context.legacy().clone()),
         LEGACY => Ok(context.legacy().clone()),
         0 | PER_THREAD => own(driver, context),
-        _ => STREAMS.get(handle).ok_or(Status::INVALID_HANDLE),
+        _ => named(handle),
     }
+}
+
+/// The stream that a handle names.
+fn named(handle: usize) -> Result<Arc<Stream>> {
+    let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+    match stream.green() {
+        Some(green) if !green.is_alive() => Err(Status::CONTEXT_IS_DESTROYED),
+        _ => Ok(stream),
+    }
+}
+
+/// The default stream of the green context that is current, if it is in this context.
+#[cold]
+fn green_default(context: &'static Context, per_thread: bool) -> Result<Arc<Stream>> {
+    let green = context::current_green().ok_or(Status::INVALID_CONTEXT)?;
+    if !std::ptr::eq(green.context, context) {
+        return Ok(context.legacy().clone());
+    }
+    if per_thread {
+        // It has none.
+        return Err(Status::INVALID_HANDLE);
+    }
+    green.default_stream()
 }
 
 /// The calling thread's own default stream in a context.
@@ -365,6 +406,7 @@ fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
         Some(Some(stream)) => Ok(stream),
         Some(None) => {
             let stream = Arc::new(make(driver, context, 0, 0)?);
+            green::inherit(driver, &stream)?;
             let _ = Lasting::with(&OWN, |own| own.borrow_mut().0.push(stream.clone()));
             lock(&OWNED).push(Arc::downgrade(&stream));
             Ok(stream)
@@ -381,10 +423,67 @@ pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<
     Ok(stream)
 }
 
+/// The same for one use: the caller ends it.
+pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
+    context.has_free_stream();
+    make(driver, context, NON_BLOCKING, 0)
+}
+
+/// A stream of a green context.
+pub(crate) fn in_green(driver: &Driver, green: &Arc<Green>, priority: i32) -> Result<Stream> {
+    let id = fresh(driver)?;
+    driver.session.append(&GreenStream { green: green.id, stream: id, priority })?;
+    Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
+}
+
+/// Keeps a stream of this library's own in mind, for when its context goes.
+pub(crate) fn keep(stream: &Arc<Stream>) {
+    lock(&OWNED).push(Arc::downgrade(stream));
+}
+
+/// Streams of a context that work may be on, all of them or a green context's.
+pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) -> Vec<Arc<Stream>> {
+    let mut all = STREAMS.all();
+    all.extend(lock(&OWNED).iter().filter_map(std::sync::Weak::upgrade));
+    all.push(context.legacy().clone());
+    all.retain(|stream| {
+        let is_of = green.is_none_or(|green| stream.green().is_some_and(|other| Arc::ptr_eq(green, other)));
+        std::ptr::eq(stream.context, context) && is_of && !stream.is_finished()
+    });
+    all
+}
+
+/// The streams of a green context, which is destroyed, are gone with it.
+pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
+    let mut gone = of_context(green.context, Some(green));
+    lock(&ENDING).retain(|stream| {
+        let of_it = stream.green().is_some_and(|other| Arc::ptr_eq(green, other));
+        if of_it {
+            gone.push(stream.clone());
+        }
+        !of_it
+    });
+    for stream in gone {
+        promise::forget(driver, &stream, false);
+        if !stream.finished.swap(true, Ordering::AcqRel)
+            && driver.session.append(&StreamDestroy { stream: stream.id }).is_ok()
+        {
+            lock(&IDS).push(stream.id.0);
+        }
+    }
+}
+
 /// Streams that no handle names, of threads and of this library's own, for when their context goes.
 static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
 
 fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
+    let id = fresh(driver)?;
+    driver.session.append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
+    Ok(Stream::new(id, context, flags, priority, false))
+}
+
+/// A number for a new stream.
+fn fresh(driver: &Driver) -> Result<StreamId> {
     reap(driver);
     let id = lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed));
     if id >= MAX_STREAMS {
@@ -395,12 +494,11 @@ fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -
     if let Some(word) = driver.session.progress().stream(id) {
         word.store(0, Ordering::Release);
     }
-    driver.session.append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
-    Ok(Stream::new(id, context, flags, priority, false))
+    Ok(id)
 }
 
 /// A stream has been destroyed: the server hears of it when its work is done.
-fn end(driver: &Driver, stream: Arc<Stream>) {
+pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
     if stream.finished.load(Ordering::Acquire) {
         return;
     }
@@ -478,18 +576,39 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
 }
 
 fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
+    let (_, context) = context::ready()?;
+    let green = if green::any() { context::current_green() } else { None };
+    create_in(context, green, stream, flags, priority)
+}
+
+/// Makes a stream in a context, or in a green one of its.
+pub(crate) fn create_in(
+    context: &'static Context,
+    green: Option<Arc<Green>>,
+    stream: *mut usize,
+    flags: u32,
+    priority: i32,
+) -> Result {
     non_null(stream)?;
     if flags & !NON_BLOCKING != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    let (driver, context) = context::ready()?;
+    let driver = driver()?;
+    if green.is_some() && flags & NON_BLOCKING == 0 {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        return crate::refuse_form("a stream of a green context that waits for its default stream", &SAID);
+    }
     let [least, greatest] = state::device(context.device as i32)?.info.stream_priorities;
     let priority = priority.clamp(greatest.min(least), least.max(greatest));
     if flags & NON_BLOCKING != 0 {
         promise::before_stream(driver, context)?;
         context.has_free_stream();
     }
-    let new = make(driver, context, flags, priority)?;
+    let new = match &green {
+        None => make(driver, context, flags, priority)?,
+        Some(green) => in_green(driver, green, priority)?,
+    };
+    green::inherit(driver, &new)?;
     let handle = STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)?;
     // SAFETY: checked above not to be NULL; the program says that it may be written.
     unsafe { put(stream, handle) }
@@ -499,8 +618,7 @@ fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
 pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
     let driver = driver()?;
     if handle > PER_THREAD {
-        let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
-        return Ok((driver, stream));
+        return Ok((driver, named(handle)?));
     }
     let context = context::current()?;
     Ok((driver, any(driver, context, handle, per_thread)?))
@@ -518,6 +636,9 @@ api! {
     fn cuStreamDestroy_v2(stream: usize) {
         let driver = driver()?;
         let stream = STREAMS.remove(stream).ok_or(Status::INVALID_HANDLE)?;
+        if stream.green().is_some_and(|green| !green.is_alive()) {
+            return Err(Status::CONTEXT_IS_DESTROYED);
+        }
         driver.session.check()?;
         let deferred = stream.context.deferred(driver);
         end(driver, stream);
@@ -542,12 +663,13 @@ api! {
     }
 
     fn cuStreamGetCtx / cuStreamGetCtx_ptsz(stream: usize, ctx: *mut usize) |pt| {
-        put(ctx, ask(stream, pt)?.1.context.handle)
+        put(ctx, ask(stream, pt)?.1.context_handle())
     }
 
     fn cuStreamGetCtx_v2 / cuStreamGetCtx_v2_ptsz(stream: usize, ctx: *mut usize, green: *mut usize) |pt| {
-        put(ctx, ask(stream, pt)?.1.context.handle)?;
-        if green.is_null() { Ok(()) } else { put(green, 0) }
+        let (_, stream) = ask(stream, pt)?;
+        put(ctx, stream.context.handle)?;
+        if green.is_null() { Ok(()) } else { put(green, stream.green().map_or(0, |green| green.handle())) }
     }
 
     fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, handle: usize, flags: u32) |pt| {

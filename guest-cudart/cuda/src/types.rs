@@ -3,6 +3,15 @@
 
 use std::ffi::c_void;
 
+/// `CUdevResource`: its kind, what the driver keeps in it, and for multiprocessors `CUdevSmResource` in the first three of the last words.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DevResource {
+    pub kind: u32,
+    pub inside: [u32; 23],
+    pub told: [u32; 12],
+}
+
 /// `CUDA_MEMCPY2D_v2`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]

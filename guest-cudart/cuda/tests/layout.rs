@@ -29,6 +29,11 @@ fn copies() {
 }
 
 #[test]
+fn parts_of_devices() {
+    same!(types::DevResource, sys::CUdevResource_st { kind = type_, inside = _internal_padding, told = __bindgen_anon_1 });
+}
+
+#[test]
 fn batches_of_copies() {
     same!(types::MemcpyAttributes, sys::CUmemcpyAttributes_st {
         srcAccessOrder = srcAccessOrder, srcLocHint = srcLocHint, dstLocHint = dstLocHint, flags = flags,

@@ -4,6 +4,7 @@
 //! fills, is the beginning of 12's.
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::sync::OnceLock;
 
 use crate::context;
 use crate::driver::Driver;
@@ -15,6 +16,7 @@ macro_rules! properties {
     ($($(#[$meta:meta])* $field:ident: $ty:ty = [$($attribute:literal),*],)*) => {
         /// `struct cudaDeviceProp`.
         #[repr(C)]
+        #[derive(Clone)]
         pub struct DeviceProp {
             $($(#[$meta])* pub $field: $ty,)*
         }
@@ -193,8 +195,29 @@ pub(crate) const SIZE_IN_11: usize = 728;
 #[cfg(feature = "v12")]
 const _: () = assert!(std::mem::offset_of!(DeviceProp, host_register_supported) == SIZE_IN_11);
 
+/// Every device's, as they were when the driver was initialized.
+static KNOWN: OnceLock<Vec<DeviceProp>> = OnceLock::new();
+
+/// Asks for everything about all devices: a child of this process is told it as well, as by NVIDIA's runtime, though the driver tells it nothing.
+pub(crate) fn know(d: &Driver) {
+    let count = context::device_count(d).unwrap_or(0);
+    if let Ok(all) = (0..count).map(|ordinal| asked(d, ordinal)).collect() {
+        KNOWN.get_or_init(|| all);
+    }
+}
+
 /// Everything about a device.
 pub(crate) fn of(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
+    match KNOWN.get() {
+        Some(all) => {
+            let found = usize::try_from(ordinal).ok().and_then(|place| all.get(place));
+            found.cloned().ok_or(Error::INVALID_DEVICE)
+        }
+        None => asked(d, ordinal),
+    }
+}
+
+fn asked(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
     let device: CUdevice = context::handle(d, ordinal)?;
     // SAFETY: the structure consists of integers, for which zero is a value.
     let mut prop: DeviceProp = unsafe { std::mem::zeroed() };

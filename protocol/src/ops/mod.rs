@@ -30,6 +30,7 @@ pub mod copy;
 pub mod device;
 pub mod event;
 pub mod graph;
+pub mod green;
 pub mod launch;
 pub mod memory;
 pub mod module;
@@ -328,6 +329,7 @@ chapters! {
     0x0a graph GraphOps;
     0x0b texture TextureOps;
     0x0c array ArrayOps;
+    0x0d green GreenOps;
 }
 
 #[cfg(test)]
@@ -359,6 +361,7 @@ mod tests {
         impl graph::GraphOps<()> for Nothing {}
         impl texture::TextureOps<()> for Nothing {}
         impl array::ArrayOps<()> for Nothing {}
+        impl green::GreenOps<()> for Nothing {}
         let mut reply = Vec::new();
         for opcode in [0, 0x00ff, 0x01ff, 0xffff] {
             assert_eq!(

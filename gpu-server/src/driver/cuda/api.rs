@@ -8,8 +8,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use cudarc::driver::sys;
 pub use sys::{
     CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_MEMCPY3D, CUarray, CUcontext, CUdevice, CUdeviceptr, CUevent,
-    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUlaunchConfig, CUlinkState, CUmipmappedArray, CUmodule,
-    CUstream,
+    CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUgreenCtx, CUlaunchConfig, CUlinkState, CUmipmappedArray,
+    CUmodule, CUstream,
 };
 
 use protocol::Status;
@@ -213,6 +213,15 @@ api! {
         CUstream, *mut u32, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize
     );
     capture_end = "cuStreamEndCapture" (CUstream, *mut CUgraph);
+    device_part = "cuDeviceGetDevResource" (CUdevice, *mut DevResource, u32);
+    part_split = "cuDevSmResourceSplitByCount" (
+        *mut DevResource, *mut c_uint, *const DevResource, *mut DevResource, c_uint, c_uint
+    );
+    part_describe = "cuDevResourceGenerateDesc" (*mut Descriptor, *mut DevResource, c_uint);
+    green_create = "cuGreenCtxCreate" (*mut CUgreenCtx, Descriptor, CUdevice, c_uint);
+    green_destroy = "cuGreenCtxDestroy" (CUgreenCtx);
+    green_part = "cuGreenCtxGetDevResource" (CUgreenCtx, *mut DevResource, u32);
+    green_context = "cuCtxFromGreenCtx" (*mut CUcontext, CUgreenCtx);
     launch = "cuLaunchKernelEx" (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
 }
 
@@ -268,6 +277,26 @@ impl ConditionalNode {
             rest: [0; 25],
             reserved2: 0,
         }
+    }
+}
+
+/// `CUdevResourceDesc`.
+pub type Descriptor = sys::CUdevResourceDesc;
+
+/// `CUdevResource`. Between its kind and what its kind tells, the driver keeps what it likes.
+#[repr(C)]
+#[derive(Clone, PartialEq)]
+pub struct DevResource {
+    pub kind: u32,
+    inside: [u32; 23],
+    /// `CUdevSmResource`, in its first three words.
+    pub told: [u32; 12],
+}
+
+impl DevResource {
+    /// One for the driver to write.
+    pub fn empty() -> DevResource {
+        DevResource { kind: 0, inside: [0; 23], told: [0; 12] }
     }
 }
 
@@ -391,6 +420,7 @@ const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(size_of::<DevResource>() == size_of::<sys::CUdevResource>());
     assert!(size_of::<BatchMemOp>() == size_of::<sys::CUstreamBatchMemOpParams>());
     assert!(size_of::<ConditionalNode>() == size_of::<sys::CUgraphNodeParams>());
     assert!(

@@ -1,7 +1,7 @@
 //! The backend on NVIDIA's driver.
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
-//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`texture`], [`array`]: the chapters of operations;
+//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -14,6 +14,7 @@ mod conditional;
 mod copies;
 mod fence;
 mod graph;
+mod green;
 mod host_map;
 mod ids;
 mod ipc;
@@ -47,6 +48,7 @@ use self::array::Arrays;
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
+use self::green::Greens;
 use self::host_map::HostView;
 use self::ids::Ids;
 use self::kernels::LoadedModule;
@@ -81,6 +83,7 @@ pub struct Cuda {
     modules: Ids<LoadedModule>,
     links: HashMap<u32, link::Link>,
     graphs: Graphs,
+    greens: Greens,
     drafts: conditional::Drafts,
     arrays: Arrays,
     /// Client memory mapped for kernels, by its address in the client.
@@ -223,6 +226,7 @@ impl Cuda {
             modules: Ids::default(),
             links: HashMap::new(),
             graphs: Graphs::default(),
+            greens: Greens::default(),
             drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
             host_views: HashMap::new(),
@@ -581,6 +585,7 @@ impl ContextOps<Call> for Cuda {
                 }
             }
         }
+        self.forget_greens(op.device);
         // SAFETY: everything of the device is forgotten.
         unsafe { self.api.primary_reset(handle) }?;
         // After the reset: a kernel that still ran would have found its memory gone.

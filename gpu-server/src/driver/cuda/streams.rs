@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
-use protocol::handle::{ContextId, StreamId};
+use protocol::handle::{ContextId, GreenId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
 use protocol::ops::stream::*;
@@ -23,6 +23,8 @@ const EVENT_INTERPROCESS: u32 = 4;
 pub(super) struct Lane {
     handle: CUstream,
     pub(super) context: u32,
+    /// The green context that it is in.
+    green: Option<GreenId>,
     word: Arc<Word>,
     progress: Arc<Publisher>,
     /// Has work behind its last fence.
@@ -152,12 +154,35 @@ impl Cuda {
         Ok(Lane {
             handle,
             context,
+            green: None,
             word: self.words.take().map(Arc::new)?,
             progress: Arc::new(progress),
             dirty: false,
             last: 0,
             flows: Flows { inbound: Flow::fresh(), outbound: Flow::fresh() },
         })
+    }
+
+    pub(super) fn has_stream(&self, id: StreamId) -> bool {
+        self.lanes.contains_key(&id.0)
+    }
+
+    /// Whether a green context has streams.
+    pub(super) fn has_stream_of(&self, green: GreenId) -> bool {
+        self.lanes.values().any(|lane| lane.green == Some(green))
+    }
+
+    /// Takes a stream in that was made.
+    pub(super) fn add_stream(
+        &mut self,
+        id: StreamId,
+        context: ContextId,
+        handle: CUstream,
+        green: Option<GreenId>,
+    ) -> Result<(), Status> {
+        let lane = Lane { green, ..self.make_lane(id.0, context.0, handle)? };
+        self.lanes.insert(id.0, lane);
+        Ok(())
     }
 
     /// The place in a stream where the next operation goes. A context that has failed refuses with its error.
@@ -299,9 +324,7 @@ impl StreamOps<Call> for Cuda {
         // SAFETY: writes a stream handle.
         let made = unsafe { self.api.stream_create(&mut handle, op.flags, op.priority) };
         self.note(op.context, made)?;
-        let lane = self.make_lane(op.stream.0, op.context.0, handle)?;
-        self.lanes.insert(op.stream.0, lane);
-        Ok(())
+        self.add_stream(op.stream, op.context, handle, None)
     }
 
     fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result<(), Status> {

@@ -3,6 +3,7 @@
 //! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
+//! - [`green`]: green contexts;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses; [`mirror`]: pinned memory that kernels use;
 //! - [`kernels`]: modules and launches; [`link`]: the linker;
 //! - [`properties`]: what a device says of itself.
@@ -12,6 +13,7 @@
 mod array;
 mod conditional;
 mod graph;
+mod green;
 mod kernels;
 mod link;
 mod mirror;
@@ -69,6 +71,7 @@ pub struct Software {
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
+    greens: green::Greens,
     drafts: conditional::Drafts,
     tickets: Arc<Tickets>,
     /// Rung by memory operations of streams.
@@ -184,6 +187,7 @@ impl Software {
             space: Space::default(),
             broker: None,
             graphs: graph::Graphs::default(),
+            greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
             tickets: Arc::default(),
             bell: Arc::default(),
@@ -377,6 +381,7 @@ impl ContextOps<Call> for Software {
         }
         self.contexts.retain(|id, c| c.device != op.device || *id == op.device);
         self.contexts.insert(op.device, Context::new(op.device));
+        self.greens.forget(op.device);
         Ok(Answer::Now(PrimaryResetReply {}))
     }
 

@@ -169,7 +169,13 @@ impl Software {
         self.lanes.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 
-    fn make_lane(&self, id: u32, context: u32, device: u32, blocking: bool) -> Result<Lane, Status> {
+    pub(super) fn make_lane(
+        &self,
+        id: u32,
+        context: u32,
+        device: u32,
+        blocking: bool,
+    ) -> Result<Lane, Status> {
         let word = Word {
             stream: id,
             context: ContextId(context),

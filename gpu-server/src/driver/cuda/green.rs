@@ -1,0 +1,167 @@
+//! Green contexts, and the parts of devices that they have.
+
+use std::collections::HashMap;
+
+use protocol::Status;
+use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
+use protocol::handle::{ContextId, GreenId};
+use protocol::ops::Answer;
+use protocol::ops::green::*;
+
+use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
+use super::{Cuda, STREAM_NON_BLOCKING};
+use crate::driver::call::Call;
+use crate::driver::parts::{Parts, room};
+
+/// What a session has of them.
+#[derive(Default)]
+pub(super) struct Greens {
+    parts: Parts<DevResource>,
+    descriptors: HashMap<u32, Descriptor>,
+    contexts: HashMap<u32, Green>,
+}
+
+/// A green context.
+struct Green {
+    device: u32,
+    handle: CUgreenCtx,
+    /// The same as a context that can be made current.
+    context: CUcontext,
+}
+
+impl Greens {
+    /// A part as the client sees it.
+    fn tell(&mut self, part: DevResource) -> Result<Part, Status> {
+        let (kind, sm) = (part.kind, [part.told[0], part.told[1], part.told[2]]);
+        let number = if kind == 0 { 0 } else { self.parts.number(part)? };
+        Ok(Part { number, kind, sm })
+    }
+
+    fn of(&self, id: GreenId) -> Result<&Green, Status> {
+        self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
+    }
+}
+
+impl Cuda {
+    /// Before a device's primary context is reset: its green contexts go first.
+    pub(super) fn forget_greens(&mut self, device: u32) {
+        for (_, green) in self.greens.contexts.extract_if(|_, green| green.device == device) {
+            // SAFETY: out of the table; its streams are forgotten. What a failed context answers is nobody's concern.
+            let _ = unsafe { self.api.green_destroy(green.handle) };
+        }
+        self.current = None;
+    }
+}
+
+impl GreenOps<Call> for Cuda {
+    fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
+        cx.context = ContextId(op.device);
+        let device = self.device(op.device)?.handle;
+        let mut part = DevResource::empty();
+        match op.green {
+            // SAFETY: writes one structure, for a device that exists.
+            None => unsafe { self.api.device_part(device, &mut part, op.kind) }?,
+            // SAFETY: the same, of a live green context.
+            Some(green) => unsafe { self.api.green_part(self.greens.of(green)?.handle, &mut part, op.kind) }?,
+        }
+        Ok(Answer::Now(PartGetReply { part: self.greens.tell(part)? }))
+    }
+
+    fn part_split(&mut self, _cx: &mut Call, op: PartSplit) -> Result<Answer<PartSplitReply>, Status> {
+        let part = self.greens.parts.get(op.part)?.clone();
+        let wanted = op.groups.unwrap_or(0);
+        if wanted > MAX_GROUPS {
+            return Err(Status::INVALID_VALUE);
+        }
+        let mut groups = vec![DevResource::empty(); wanted as usize];
+        let mut rest = DevResource::empty();
+        let mut count = wanted;
+        let to = if op.groups.is_some() { groups.as_mut_ptr() } else { std::ptr::null_mut() };
+        // SAFETY: a part that the driver made; there is room for as many groups as `count` says, or none are written.
+        unsafe { self.api.part_split(to, &mut count, &part, &mut rest, op.flags, op.least) }?;
+        groups.truncate(count as usize);
+        let groups = groups.into_iter().map(|group| self.greens.tell(group)).collect::<Result<_, _>>()?;
+        Ok(Answer::Now(PartSplitReply { count, groups, rest: self.greens.tell(rest)? }))
+    }
+
+    fn part_describe(
+        &mut self,
+        _cx: &mut Call,
+        op: PartDescribe,
+    ) -> Result<Answer<PartDescribeReply>, Status> {
+        let greens = &mut self.greens;
+        room(greens.descriptors.len())?;
+        if greens.descriptors.contains_key(&op.descriptor.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let parts: Result<Vec<_>, _> =
+            op.parts.iter().map(|number| greens.parts.get(*number).cloned()).collect();
+        let mut parts = parts?;
+        let mut descriptor: Descriptor = std::ptr::null_mut();
+        // SAFETY: parts that the driver made, as many as it is told; writes a handle.
+        unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
+        greens.descriptors.insert(op.descriptor.0, descriptor);
+        Ok(Answer::Now(PartDescribeReply {}))
+    }
+
+    fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Result<Answer<GreenCreateReply>, Status> {
+        cx.context = ContextId(op.device);
+        let device = self.device(op.device)?.handle;
+        room(self.greens.contexts.len())?;
+        let descriptor = *self.greens.descriptors.get(&op.descriptor.0).ok_or(Status::INVALID_VALUE)?;
+        if self.greens.contexts.contains_key(&op.green.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let mut handle: CUgreenCtx = std::ptr::null_mut();
+        // SAFETY: a descriptor that the driver made, and a device; writes a handle.
+        unsafe { self.api.green_create(&mut handle, descriptor, device, op.flags) }?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: the green context that was just made; writes a handle.
+        if let Err(status) = unsafe { self.api.green_context(&mut context, handle) } {
+            // SAFETY: nothing is in it.
+            let _ = unsafe { self.api.green_destroy(handle) };
+            return Err(status);
+        }
+        self.greens.contexts.insert(op.green.0, Green { device: op.device, handle, context });
+        Ok(Answer::Now(GreenCreateReply {}))
+    }
+
+    fn green_destroy(
+        &mut self,
+        cx: &mut Call,
+        op: GreenDestroy,
+    ) -> Result<Answer<GreenDestroyReply>, Status> {
+        cx.context = ContextId(self.greens.of(op.green)?.device);
+        if self.has_stream_of(op.green) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let green = self.greens.contexts.remove(&op.green.0).ok_or(Status::INVALID_CONTEXT)?;
+        // It may be current in this thread.
+        self.current = None;
+        self.enter_context(cx.context)?;
+        // SAFETY: out of the table, and no stream of it is left.
+        unsafe { self.api.green_destroy(green.handle) }?;
+        Ok(Answer::Now(GreenDestroyReply {}))
+    }
+
+    fn green_stream(&mut self, cx: &mut Call, op: GreenStream) -> Result<(), Status> {
+        let green = self.greens.of(op.green)?;
+        let (primary, context) = (ContextId(green.device), green.context);
+        cx.context = primary;
+        if !(MAX_CONTEXTS..MAX_STREAMS).contains(&op.stream.0) || self.has_stream(op.stream) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        self.context(primary)?.health.check()?;
+        self.current = None;
+        let mut handle: CUstream = std::ptr::null_mut();
+        // SAFETY: a live context; writes a stream handle.
+        let made = unsafe {
+            self.api
+                .context_set(context)
+                .and_then(|()| self.api.stream_create(&mut handle, STREAM_NON_BLOCKING, op.priority))
+        };
+        self.note(primary, made)?;
+        self.enter_context(primary)?;
+        self.add_stream(op.stream, primary, handle, Some(op.green))
+    }
+}

@@ -1,0 +1,190 @@
+//! Where the functions of the driver API are served, as it was counted when the test programs called them: `tests/calls.txt`.
+//!
+//! The counters are the client library's own (`RGPU_STATS=1`): for each function, how many commands its calls sent and how many answers they waited for. What was counted is recorded, and told
+//! in `docs/compatibility.md`; a run whose calls of a function go farther than is recorded, as a rule, fails.
+//!
+//! To record anew: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+
+use crate::tree;
+
+/// What a function's calls took, at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// Nothing: all were answered in the program's own process.
+    Local,
+    /// Commands went to the server, and none was waited for.
+    Forwarded,
+    /// An answer was waited for.
+    Awaited,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Place::Local => "local",
+            Place::Forwarded => "forwarded",
+            Place::Awaited => "awaited",
+        })
+    }
+}
+
+/// From so many calls on there is a rule.
+const OFTEN: u64 = 4;
+
+/// By function.
+pub type Places = BTreeMap<String, Place>;
+
+fn merge(all: &mut Places, name: &str, place: Place) {
+    let known = all.entry(name.to_owned()).or_insert(place);
+    *known = place.max(*known);
+}
+
+/// The lines about functions that a program printed on standard error: name, calls, commands, answers waited for.
+fn lines(stderr: &str) -> impl Iterator<Item = (String, [u64; 3])> {
+    stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: cu")).map(|line| {
+        let count = |name: &str| {
+            let word = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+            word.and_then(|number| number.parse().ok()).unwrap_or(0)
+        };
+        let name = format!("cu{}", line.split(' ').next().unwrap_or_default());
+        (name, [count("calls"), count("commands"), count("round_trips")])
+    })
+}
+
+/// How far a program's calls went.
+pub fn counted(stderr: &str) -> Places {
+    let mut all = Places::new();
+    for (name, [_, commands, answers]) in lines(stderr) {
+        let place = match (commands, answers) {
+            (0, 0) => Place::Local,
+            (_, 0) => Place::Forwarded,
+            _ => Place::Awaited,
+        };
+        merge(&mut all, &name, place);
+    }
+    all
+}
+
+/// The functions that a program called again and again, and how far their calls went as a rule. What a call does may depend on what is done by then (what was freed in a stream's order, for one, is
+/// given back by whoever comes by), so a single call that goes farther than was seen before says nothing.
+fn as_a_rule(stderr: &str) -> Places {
+    let often = lines(stderr).filter(|(_, [calls, ..])| *calls >= OFTEN);
+    often
+        .map(|(name, [calls, commands, answers])| {
+            let place = match () {
+                () if answers >= calls => Place::Awaited,
+                () if commands >= calls => Place::Forwarded,
+                () => Place::Local,
+            };
+            (name, place)
+        })
+        .collect()
+}
+
+fn read(text: &str) -> Result<Places> {
+    let mut all = Places::new();
+    for line in text.lines() {
+        let (name, place) = line.split_once(' ').with_context(|| format!("{line:?} names no place"))?;
+        let place = match place {
+            "local" => Place::Local,
+            "forwarded" => Place::Forwarded,
+            "awaited" => Place::Awaited,
+            other => bail!("{other:?} is no place"),
+        };
+        merge(&mut all, name, place);
+    }
+    Ok(all)
+}
+
+fn text(all: &Places) -> String {
+    all.iter().map(|(name, place)| format!("{name} {place}\n")).collect()
+}
+
+fn record() -> PathBuf {
+    tree::root().join("tests/calls.txt")
+}
+
+fn fresh() -> PathBuf {
+    tree::root().join("target/calls")
+}
+
+/// What is recorded.
+pub fn recorded() -> Result<Places> {
+    let path = record();
+    read(&std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?)
+}
+
+/// Makes the record of what the last recording runs have left, if there were any.
+pub fn record_anew() -> Result<()> {
+    let mut all = Places::new();
+    let Ok(entries) = std::fs::read_dir(fresh()) else { return Ok(()) };
+    for entry in entries {
+        let path = entry.context("cannot list what was counted")?.path();
+        for (name, place) in read(&std::fs::read_to_string(&path).context("cannot read what was counted")?)? {
+            merge(&mut all, &name, place);
+        }
+    }
+    std::fs::write(record(), text(&all)).context("cannot write the record")
+}
+
+/// Compares what a run counted with the record, or leaves it for a new one.
+pub fn agree(run: &str, stderr: &str) -> Result<()> {
+    if std::env::var_os("RGPU_RECORD").is_some() {
+        std::fs::create_dir_all(fresh()).context("cannot make a folder for what is counted")?;
+        let mut all = counted(stderr);
+        if let Ok(earlier) = std::fs::read_to_string(fresh().join(run)) {
+            read(&earlier)?.iter().for_each(|(name, place)| merge(&mut all, name, *place));
+        }
+        return std::fs::write(fresh().join(run), text(&all)).context("cannot write what was counted");
+    }
+    let recorded = recorded()?;
+    for (name, place) in as_a_rule(stderr) {
+        // Of a function that nobody had called, nothing is told.
+        if let Some(known) = recorded.get(&name).filter(|known| **known < place) {
+            bail!("{run}: {name} was {place}, and tests/calls.txt says {known}: see tests/src/calls.rs");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_function_is_where_the_farthest_of_its_calls_was() {
+        let stderr = "rgpu: stats: pid=7 commands=9 round_trips=9\n\
+            rgpu: stats: cuLaunchKernel calls=3 commands=3 round_trips=0 exchanges=0\n\
+            something else\n\
+            rgpu: stats: cuCtxGetDevice calls=3 commands=0 round_trips=0 exchanges=0\n\
+            rgpu: stats: cuCtxGetDevice calls=1 commands=1 round_trips=1 exchanges=1\n";
+        assert_eq!(text(&counted(stderr)), "cuCtxGetDevice awaited\ncuLaunchKernel forwarded\n");
+    }
+
+    #[test]
+    fn one_call_of_many_makes_no_rule() {
+        let line = |calls, commands, answers| {
+            format!("rgpu: stats: cuX calls={calls} commands={commands} round_trips={answers}\n")
+        };
+        let rule = |calls, commands, answers| as_a_rule(&line(calls, commands, answers)).get("cuX").copied();
+        assert_eq!(rule(3, 3, 3), None);
+        assert_eq!(rule(9, 1, 1), Some(Place::Local));
+        assert_eq!(rule(9, 9, 1), Some(Place::Forwarded));
+        assert_eq!(rule(9, 9, 9), Some(Place::Awaited));
+        assert_eq!(counted(&line(9, 1, 1)).get("cuX"), Some(&Place::Awaited));
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_other_words_are_not() {
+        let all = counted("rgpu: stats: cuInit calls=1 commands=2 round_trips=2\n");
+        assert_eq!(read(&text(&all)).unwrap(), all);
+        assert!(read("cuInit somewhere\n").is_err());
+        assert!(read("cuInit\n").is_err());
+    }
+}
