@@ -348,8 +348,13 @@ impl Gpu {
         self.execute(Arc::new(KernelRun::new(self, function, config, params)?))
     }
 
-    /// Runs a kernel on the workers and waits for its end.
+    /// Runs a kernel on the workers, and all that it launches, and waits for their end.
     pub(crate) fn execute(&self, kernel: Arc<KernelRun>) -> Result<()> {
-        self.inner.pool.execute(kernel)
+        let mut waiting = vec![kernel];
+        while let Some(kernel) = waiting.pop() {
+            self.inner.pool.execute(Arc::clone(&kernel))?;
+            waiting.extend(kernel.take_children());
+        }
+        Ok(())
     }
 }

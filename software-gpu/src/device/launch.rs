@@ -8,8 +8,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use crate::device::children::Children;
 use crate::device::gpu::{Gpu, Inner};
-use crate::device::module::{Function, FunctionInfo};
+use crate::device::module::{Function, FunctionInfo, Module};
 use crate::error::{Error, Fault, Location, Result};
 use crate::exec::cluster::{Cluster, Outcome, Scratch};
 use crate::lower::program::{Code, Line, Program};
@@ -48,6 +49,8 @@ impl LaunchConfig {
 /// One launch, checked, with the state of its blocks.
 pub(crate) struct KernelRun {
     pub gpu: Arc<Inner>,
+    /// Where functions are that it may launch.
+    pub module: Module,
     pub program: Arc<Program>,
     pub code: Arc<Code>,
     pub config: LaunchConfig,
@@ -67,6 +70,7 @@ pub(crate) struct KernelRun {
     started: AtomicU64,
     finished: AtomicU64,
     suspended: Mutex<VecDeque<Box<Cluster>>>,
+    children: Mutex<Children>,
     failed: AtomicBool,
     result: Mutex<(bool, Option<Error>)>,
     done: Condvar,
@@ -136,6 +140,7 @@ impl KernelRun {
         Ok(KernelRun {
             workspace,
             gpu: Arc::clone(&gpu.inner),
+            module: function.module(),
             program: Arc::clone(function.program()),
             code: Arc::clone(function.code()),
             config,
@@ -151,6 +156,7 @@ impl KernelRun {
             started: AtomicU64::new(0),
             finished: AtomicU64::new(0),
             suspended: Mutex::new(VecDeque::new()),
+            children: Mutex::default(),
             failed: AtomicBool::new(false),
             result: Mutex::new((false, None)),
             done: Condvar::new(),
@@ -193,6 +199,11 @@ impl KernelRun {
 
     fn suspended(&self) -> MutexGuard<'_, VecDeque<Box<Cluster>>> {
         self.suspended.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// What it has launched.
+    pub fn children(&self) -> MutexGuard<'_, Children> {
+        self.children.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// The next cluster to work on: a fresh one as long as they may be resident, else one put aside.
@@ -263,6 +274,7 @@ fn cluster_size(config: &LaunchConfig, info: &FunctionInfo) -> Result<[u32; 3]> 
 
 impl Drop for KernelRun {
     fn drop(&mut self) {
+        self.forget_drafts();
         if self.workspace != 0 {
             // It came from the allocator and is given back once.
             let _ = self.gpu.memory.free_module(self.workspace);

@@ -1,5 +1,6 @@
 //! The device as its user sees it: the GPU, its memory, streams, events and modules.
 
+pub(crate) mod children;
 pub(crate) mod event;
 pub(crate) mod gpu;
 pub(crate) mod launch;

@@ -166,6 +166,13 @@ impl Module {
         }
     }
 
+    /// The kernel that is the `index`th function of the program.
+    pub(crate) fn kernel_at(&self, index: usize) -> Option<Function> {
+        let code = self.inner.program.functions.get(index)?;
+        let index = self.inner.codes.iter().position(|kernel| Arc::ptr_eq(kernel, code))?;
+        Some(Function { inner: Arc::clone(&self.inner), index })
+    }
+
     /// A global or constant by its name.
     pub fn global(&self, name: &str) -> Result<&GlobalInfo> {
         let found = self.inner.globals.iter().find(|g| g.name == name);

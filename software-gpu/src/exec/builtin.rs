@@ -1,8 +1,9 @@
-//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free, and the setting of a graph's condition, which is a word at the
-//! address that is its name.
+//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free; the setting of a graph's
+//! condition, which is a word at the address that is its name; and those by which kernels launch kernels.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::device::launch::LaunchConfig;
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Place};
 use crate::exec::rows::LANES;
@@ -11,6 +12,8 @@ use crate::lower::program::{Builtin, Flow};
 
 /// Strings longer than this are cut: a missing terminator must not read all memory.
 const MAX_STRING: u64 = 64 << 10;
+/// The handle of every stream and event that a kernel makes.
+const ORDER: u64 = 0x100;
 
 /// Runs a builtin for each lane of `mask`. Its parameters are in the threads' local memory, as a callee's would be.
 pub(crate) fn run(
@@ -75,28 +78,71 @@ pub(crate) fn run(
                 0
             }
             Builtin::SetCondition => {
-                let address = values[0];
-                let Some(p) = Generic::find(w, lane, address, 4).filter(|_| address.is_multiple_of(4)) else {
-                    return w.set_fault(
-                        Fault::IllegalAddress { access: "write", space: "global", address, size: 4 },
-                        lane,
-                    );
-                };
-                // SAFETY: `find` answers for four bytes, which are aligned as their address is.
+                let Some(p) = target(w, lane, values[0], 4) else { return Flow::Fault };
+                // SAFETY: `target` answers for four aligned bytes.
                 unsafe { AtomicU32::from_ptr(p.cast()).store(values[1] as u32, Ordering::Release) };
                 0
             }
+            Builtin::ParameterBuffer => {
+                let offset = |n: usize| params.get(n).map_or(0, |p| base + p.0);
+                let config = LaunchConfig {
+                    grid: dimensions(w, lane, offset(1)),
+                    block: dimensions(w, lane, offset(2)),
+                    dynamic_shared: values[3] as u32,
+                    cooperative: false,
+                    cluster: None,
+                };
+                let draft = w.block().run().draft(values[0], config);
+                draft.unwrap_or_else(|error| {
+                    w.launch_errors[lane] = error;
+                    0
+                })
+            }
+            Builtin::LaunchDevice => {
+                let error = w.block().run().launch_child(values[0], values[1]).err().unwrap_or(0);
+                if error != 0 {
+                    w.launch_errors[lane] = error;
+                }
+                error.into()
+            }
+            Builtin::GetLastError => std::mem::take(&mut w.launch_errors[lane]).into(),
+            Builtin::PeekAtLastError => w.launch_errors[lane].into(),
+            Builtin::MakeOrder => {
+                let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
+                // SAFETY: `target` answers for eight aligned bytes.
+                unsafe { p.cast::<u64>().write(ORDER) };
+                0
+            }
+            Builtin::KeepOrder => 0,
         };
         if matches!(which, Builtin::Free | Builtin::AssertFail | Builtin::SetCondition) {
             continue;
         }
-        let size: u32 = if which == Builtin::Malloc { 8 } else { 4 };
+        let size: u32 = if matches!(which, Builtin::Malloc | Builtin::ParameterBuffer) { 8 } else { 4 };
         if let Some(p) = w.local.at(lane, u64::from(result), size) {
             // SAFETY: `at` answers for `size` bytes.
             unsafe { std::ptr::copy_nonoverlapping(answer.to_le_bytes().as_ptr(), p, size as usize) };
         }
     }
     Flow::Next
+}
+
+/// Where a function is to write, if it may: `size` bytes at a multiple of that.
+fn target(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
+    let found = Generic::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
+    if found.is_none() {
+        w.set_fault(Fault::IllegalAddress { access: "write", space: "generic", address, size }, lane);
+    }
+    found
+}
+
+/// Three numbers in a thread's local memory.
+fn dimensions(w: &mut Warp, lane: usize, at: u32) -> [u32; 3] {
+    match w.local.at(lane, at.into(), 12) {
+        // SAFETY: `at` answers for twelve bytes.
+        Some(p) => unsafe { p.cast::<[u32; 3]>().read_unaligned() },
+        None => [0; 3],
+    }
 }
 
 fn byte(w: &mut Warp, lane: usize, address: u64) -> Option<u8> {

@@ -396,6 +396,19 @@ fn builtin(name: &str) -> Option<Builtin> {
         "malloc" => Builtin::Malloc,
         "free" => Builtin::Free,
         "cudaGraphSetConditional" => Builtin::SetCondition,
+        "__cudaCDP2GetParameterBufferV2" => Builtin::ParameterBuffer,
+        "__cudaCDP2LaunchDeviceV2" | "__cudaCDP2LaunchDeviceV2_ptsz" => Builtin::LaunchDevice,
+        "__cudaCDP2GetLastError" => Builtin::GetLastError,
+        "__cudaCDP2PeekAtLastError" => Builtin::PeekAtLastError,
+        "__cudaCDP2StreamCreateWithFlags" | "__cudaCDP2EventCreateWithFlags" => Builtin::MakeOrder,
+        "__cudaCDP2StreamDestroy"
+        | "__cudaCDP2EventDestroy"
+        | "__cudaCDP2EventRecord"
+        | "__cudaCDP2EventRecord_ptsz"
+        | "__cudaCDP2EventRecordWithFlags"
+        | "__cudaCDP2EventRecordWithFlags_ptsz"
+        | "__cudaCDP2StreamWaitEvent"
+        | "__cudaCDP2StreamWaitEvent_ptsz" => Builtin::KeepOrder,
         _ => return None,
     })
 }

@@ -193,6 +193,15 @@ pub(crate) enum Builtin {
     Malloc,
     Free,
     SetCondition,
+    /// Those by which kernels launch kernels.
+    ParameterBuffer,
+    LaunchDevice,
+    GetLastError,
+    PeekAtLastError,
+    /// Makes a stream or an event: a name for an order that launches have anyway.
+    MakeOrder,
+    /// What is done to one.
+    KeepOrder,
 }
 
 /// A module, lowered.

@@ -103,6 +103,8 @@ pub(crate) struct Warp {
     pub spinning: bool,
     /// Set when a handler returns [`Flow::Fault`]: what happened, and to which lane.
     pub fault: Option<(Fault, u32)>,
+    /// The runtime's last error of each thread, of launches that it made.
+    pub launch_errors: [u32; LANES],
     /// The present instruction; for fault reports.
     pub pc: u32,
     pub code: *const Code,
@@ -139,6 +141,7 @@ impl Warp {
             local_base: 0,
             spinning: false,
             fault: None,
+            launch_errors: [0; LANES],
             pc: 0,
             code,
             groups: vec![Group { pc: 0, mask: live, frame: 0, state: State::Ready, turns: 0 }],

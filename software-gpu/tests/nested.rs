@@ -1,0 +1,60 @@
+//! Kernels that launch kernels, as nvcc compiles them.
+
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code)]
+mod common;
+
+use common::{Bench, Params};
+use software_gpu::{LaunchConfig, Module};
+
+fn both(test: impl Fn(&Bench, &Module)) {
+    for text in [include_bytes!("ptx/nested.ptx").as_slice(), include_bytes!("ptx/nested.O0.ptx").as_slice()]
+    {
+        let bench = Bench::new();
+        let module = bench.gpu.load_module(text).unwrap();
+        test(&bench, &module);
+    }
+}
+
+#[test]
+fn a_tree_of_kernels_is_done_when_its_root_is() {
+    both(|b, m| {
+        let n = 4096;
+        let memory = b.upload(&vec![0i32; n]);
+        for round in 1..=2 {
+            let p = Params::default().u64(memory).i32(n as i32).i32(6);
+            b.run(m, "tree", LaunchConfig::linear(1, 32), &p.0).unwrap();
+            assert_eq!(b.download::<i32>(memory, n), vec![7 * round; n]);
+        }
+    });
+}
+
+#[test]
+fn launches_keep_their_order_and_tails_come_last() {
+    both(|b, m| {
+        let list = b.upload(&[0i32; 8]);
+        b.run(m, "order", LaunchConfig::linear(1, 1), &list.to_le_bytes()).unwrap();
+        assert_eq!(b.download::<i32>(list, 8), [5, 1, 2, 3, 4, 5, 0, 0]);
+    });
+}
+
+#[test]
+fn a_launch_that_cannot_be_is_the_threads_last_error_and_no_more() {
+    both(|b, m| {
+        let out = b.upload(&[0i32; 16]);
+        b.run(m, "refused", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
+        // cudaErrorInvalidConfiguration
+        assert_eq!(b.download::<i32>(out, 10), [9, 9, 0, 9, 0, 0, 0, 0, 1, 77]);
+    });
+}
+
+#[test]
+fn a_kernel_may_launch_itself_again_and_again() {
+    both(|b, m| {
+        let count = b.upload(&[0i32]);
+        let p = Params::default().u64(count).i32(1000);
+        b.run(m, "again", LaunchConfig::linear(1, 1), &p.0).unwrap();
+        assert_eq!(b.download::<i32>(count, 1), [1000]);
+    });
+}
