@@ -255,7 +255,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "# The software GPU's speed\n\n\
          Written by `cargo run --release -p software-gpu --example bench`. Each program runs on one worker and is compared with the same\n\
          work in C (`software-gpu/examples/bench/reference.c`, `cc -O2`, one core). The best of five; a warp instruction works on 32 lanes.\n\
-         Times are CPU time, but for the last column, which is what passes on the clock: other work on the machine changes them little.\n\
+         Times are CPU time, but for the last column, which is what passes on the clock: other work on the machine changes them\n\
+         little, but that column says something only of a machine that does nothing else.\n\
          Some sixty of each program's results are compared with the same in f64: one that is wrong ends the measurement.\n\n\
          {}, {cores} cores; load average at the start {load}.\n\n{table}\n\
          `ratio` is the time on one core over that of the C. The aim is 500 M lane-instructions a second a core, and a ratio of 10 at most.\n\n\
