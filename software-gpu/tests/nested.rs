@@ -58,3 +58,18 @@ fn a_kernel_may_launch_itself_again_and_again() {
         assert_eq!(b.download::<i32>(count, 1), [1000]);
     });
 }
+
+#[test]
+fn kernels_may_be_24_deep_inside_each_other() {
+    both(|b, m| {
+        let out = b.upload(&[0i32; 128]);
+        let p = Params::default().u64(out).i32(0);
+        b.run(m, "deeper", LaunchConfig::linear(1, 1), &p.0).unwrap();
+        let got: Vec<i32> = b.download(out, 128);
+        let mut want = vec![0; 128];
+        want[..25].fill(1);
+        // cudaErrorLaunchMaxDepthExceeded
+        want[64 + 24] = 65;
+        assert_eq!(got, want);
+    });
+}

@@ -13,12 +13,16 @@ use crate::error::Error;
 use crate::lower::program::FUNCTION_WINDOW;
 
 /// Launches of a kernel that wait, at most.
-const MOST: usize = 1 << 16;
+const MOST: usize = 1 << 14;
+/// Kernels that may be one inside the other, the first not counted; a tail is not inside the one that launched it.
+const DEPTH: u32 = 24;
 /// `cudaStreamTailLaunch`.
 const TAIL: u64 = 3;
-/// `cudaErrorMemoryAllocation`, `cudaErrorInvalidConfiguration`, `cudaErrorLaunchPendingCountExceeded`, `cudaErrorInvalidDeviceFunction`.
+/// `cudaErrorMemoryAllocation`, `cudaErrorInvalidConfiguration`, `cudaErrorLaunchMaxDepthExceeded`,
+/// `cudaErrorLaunchPendingCountExceeded`, `cudaErrorInvalidDeviceFunction`.
 const MEMORY_ALLOCATION: u32 = 2;
 const INVALID_CONFIGURATION: u32 = 9;
+const MAX_DEPTH_EXCEEDED: u32 = 65;
 const PENDING_COUNT_EXCEEDED: u32 = 69;
 const INVALID_FUNCTION: u32 = 98;
 /// `cudaErrorInvalidValue`.
@@ -68,7 +72,11 @@ impl KernelRun {
         // It came from the allocator and is given back once.
         let _ = self.gpu.memory.free_module(parameters);
         let gpu = Gpu { inner: Arc::clone(&self.gpu) };
-        let child = KernelRun::new(&gpu, &function, config, &bytes).map_err(|e| refusal(&e))?;
+        let mut child = KernelRun::new(&gpu, &function, config, &bytes).map_err(|e| refusal(&e))?;
+        child.depth = self.depth + u32::from(stream != TAIL);
+        if child.depth > DEPTH {
+            return Err(MAX_DEPTH_EXCEEDED);
+        }
         let list = if stream == TAIL { &mut children.tails } else { &mut children.begun };
         list.push(Arc::new(child));
         Ok(())

@@ -78,13 +78,16 @@ pub(crate) const IS_SPACE: Handler = handler!(|w, i, m| {
     Flow::Next
 });
 
+/// A rank that no block has; an address of it fits into 32 bits.
+const NO_RANK: u32 = 254;
+
 /// `mapa`: `r[0]` = the shared or generic address `r[1]` in the block whose rank is `r[2]` (32 bits).
 pub(crate) fn mapa(bits: u32) -> Option<Handler> {
     macro_rules! mapa {
         ($t:ty) => {
             handler!(|w, i, m| map2(w, i, m, |a: $t, rank: u32| {
                 let (window, offset) = (u64::from(a) / WINDOW_SIZE * WINDOW_SIZE, u64::from(a) % RANK);
-                (window + offset + (u64::from(rank) + 1) * RANK) as $t
+                (window + offset + (u64::from(rank.min(NO_RANK)) + 1) * RANK) as $t
             }))
         };
     }

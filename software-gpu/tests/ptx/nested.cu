@@ -49,3 +49,11 @@ extern "C" __global__ void again(int *count, int times)
 {
     if (++*count < times) again<<<1, 1, 0, cudaStreamTailLaunch>>>(count, times);
 }
+
+// Kernels inside kernels, until that is refused.
+extern "C" __global__ void deeper(int *out, int depth)
+{
+    out[depth] = 1;
+    deeper<<<1, 1>>>(out, depth + 1);
+    out[64 + depth] = cudaGetLastError();
+}
