@@ -53,6 +53,36 @@ __global__ void scratch(int *wrong) {
     free(nullptr);
 }
 
+struct Made {
+    float a, b;
+    __device__ Made() : a(1), b(2) {}
+};
+
+struct Ended {
+    double a;
+    int *ended;
+    __device__ Ended() : a(3), ended(nullptr) {}
+    __device__ ~Ended() {
+        if (ended) atomicAdd(ended, 1);
+    }
+};
+
+// Arrays of what has a constructor, and a destructor too: nvcc notes their lengths, the former's before the memory that malloc gives.
+__global__ void arrays(int *ended, int *wrong) {
+    int n = threadIdx.x % 5 + 1;
+    Made *made = new Made[n];
+    Ended *end = new Ended[n];
+    Ended *one = new Ended;
+    for (int i = 0; i < n; i++) {
+        if (made[i].a != 1 || made[i].b != 2 || end[i].a != 3) atomicAdd(wrong, 1);
+        end[i].ended = ended;
+    }
+    one->ended = ended;
+    delete[] end;
+    delete one;
+    delete[] made;
+}
+
 __global__ void exhaust(char **chunks, int *count, int most) {
     int n = 0;
     while (n < most && (chunks[n] = (char *)malloc(1 << 20))) {
@@ -87,6 +117,12 @@ int main(int argc, char **argv) {
     scratch<<<4, 128>>>(wrong);
     CHECK(cudaMemcpy(&got, wrong, sizeof got, cudaMemcpyDeviceToHost));
     REQUIRE(got == 0, "%d threads had no memory of their own", got);
+
+    CHECK(cudaMemset(sums, 0, sizeof(int)));
+    arrays<<<3, 50>>>(sums, wrong);
+    CHECK(cudaMemcpy(&got, wrong, sizeof got, cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(host, sums, sizeof(int), cudaMemcpyDeviceToHost));
+    REQUIRE(got == 0 && host[0] == 3 * (10 * 15 + 50), "%d wrong elements of arrays, %d ended", got, host[0]);
 
     char **chunks;
     int first = 0;

@@ -31,6 +31,8 @@ pub const LAST_ADDRESS: u64 = 1 << 47;
 pub(crate) const MODULE_BASE: u64 = 0x0200_0000_0000;
 const HEAP_BASE: u64 = MODULE_BASE + WINDOW;
 const HEAP_END: u64 = HEAP_BASE + WINDOW;
+/// Bytes before what a kernel's `malloc` answers, as the hardware's heap has some: the number of elements that nvcc's `new T[n]` keeps goes there when `T` has no destructor.
+const HEAP_HEADER: u64 = 16;
 /// Bytes that kernels may allocate if nobody says otherwise, as with CUDA.
 const HEAP_LIMIT: u64 = 8 << 20;
 
@@ -293,17 +295,18 @@ impl Memory {
 
     /// A kernel's `malloc`: 16-byte aligned, the contents whatever they are. `None` once the heap is used up.
     pub fn allocate_heap(&self, size: u64) -> Option<u64> {
+        let size = size.checked_add(HEAP_HEADER)?;
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         let piece = maps.heap.piece(size)?;
         if maps.heap_limit.checked_sub(maps.heap.used)? < piece {
             return None;
         }
-        self.hand_out(&mut maps, size, |maps| &mut maps.heap).ok().map(|(addr, _)| addr)
+        self.hand_out(&mut maps, size, |maps| &mut maps.heap).ok().map(|(addr, _)| addr + HEAP_HEADER)
     }
 
     /// A kernel's `free`.
     pub fn free_heap(&self, addr: u64) -> Result<()> {
-        self.take_back(addr, |maps| &mut maps.heap)
+        self.take_back(addr.wrapping_sub(HEAP_HEADER), |maps| &mut maps.heap)
     }
 
     /// See [`crate::Gpu::set_heap_limit`].
