@@ -225,8 +225,8 @@ fn malloc_gives_nothing_beyond_the_limit_and_again_what_was_freed() {
     assert_eq!(take(&b, &m, 1 << 20, 64, true), 15);
     assert_eq!(take(&b, &m, 16 << 20, 1, true), 0);
     assert_eq!(take(&b, &m, u64::MAX, 1, true), 0);
-    // Small ones cost little more than they are: 32 bytes each here.
-    assert_eq!(take(&b, &m, 16, 1 << 20, true), (16 << 20) / 32);
+    // Small ones cost little more than they are: 48 bytes each here.
+    assert_eq!(take(&b, &m, 16, 1 << 20, true), (16 << 20) / 48);
     assert_eq!(take(&b, &m, 8 << 20, 8, false), 1);
     assert_eq!(take(&b, &m, 7 << 20, 8, true), 1);
     assert_eq!(take(&b, &m, 8 << 20, 8, true), 0);
