@@ -17,7 +17,8 @@ use crate::{artifacts, process, programs};
 /// Runs the tests, and then makes the table, on the other machine.
 const SCRIPT: &str = r#"#!/bin/sh
 # Runs the GPU tests of this folder; with the argument "table", prints the table of native and remote times instead,
-# and with "nvidia-smi", compares what nvidia-smi says natively and through rgpu.
+# with "nvidia-smi", compares what nvidia-smi says natively and through rgpu, and with "corpus" and names of programs
+# (or none: all), compares those through one server, a line for each at once.
 # Further arguments go to the tests.
 cd "$(dirname "$0")" || exit 1
 RGPU_ROOT=$PWD
@@ -26,6 +27,7 @@ export RGPU_ROOT CARGO_TARGET_DIR
 case ${1:-} in
 table) exec ./gpu-table ;;
 nvidia-smi) exec sh tests/gpu/nvidia-smi.sh ;;
+corpus) shift; exec sh tests/gpu/corpus.sh target "$@" ;;
 esac
 exec ./gpu-tests --test-threads 1 "$@"
 "#;
@@ -60,7 +62,7 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
             staging.put(&folder.join(&program.name), &to, false)?;
         }
     }
-    for file in ["tests/programs/programs.toml", "tests/gpu/nvidia-smi.sh"] {
+    for file in ["tests/programs/programs.toml", "tests/gpu/nvidia-smi.sh", "tests/gpu/corpus.sh"] {
         staging.put(&tree::root().join(file), file, false)?;
     }
     staging.finish(SCRIPT)?;
