@@ -187,14 +187,7 @@ impl<'a> Lowering<'a, '_> {
         let named = space(&mut mods);
         let vector = mods.one_of(&["v2", "v4", "v8"]);
         let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
-        let single;
-        let outputs: &[Operand<'a>] = match self.operand(inst, 0)? {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let outputs = self.operand(inst, 0)?.elements();
         let n = outputs.len();
         if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
             return self.unknown(inst);
@@ -262,14 +255,7 @@ impl<'a> Lowering<'a, '_> {
         let named = space(&mut mods);
         let vector = mods.one_of(&["v2", "v4", "v8"]);
         let Some(bits) = type_bits(ty).filter(|&b| b >= 8 && mods.done()) else { return self.unknown(inst) };
-        let single;
-        let inputs: &[Operand<'a>] = match self.operand(inst, 1)? {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let inputs = self.operand(inst, 1)?.elements();
         let n = inputs.len();
         if n > 4 || vector.map_or(1, |v| if v == "v2" { 2 } else { 4 }) != n {
             return self.unknown(inst);

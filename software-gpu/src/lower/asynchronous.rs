@@ -147,14 +147,7 @@ impl<'a> Lowering<'a, '_> {
         r[4] = row;
         match (inst.name, op) {
             ("st", None) => {
-                let single;
-                let inputs: &[Operand<'a>] = match self.operand(inst, 1)? {
-                    Operand::Vector(list) => list,
-                    one => {
-                        single = [one.clone()];
-                        &single
-                    }
-                };
+                let inputs = self.operand(inst, 1)?.elements();
                 if inputs.len() != count {
                     return self.unknown(inst);
                 }

@@ -20,14 +20,7 @@ impl<'a> Lowering<'a, '_> {
     /// The registers of a vector operand, as rows.
     fn fragment(&mut self, op: &Operand<'a>, element: Element, output: bool) -> Result<Vec<u32>> {
         let bits = if element == Element::F64 { 64 } else { 32 };
-        let single;
-        let list: &[Operand<'a>] = match op {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let list = op.elements();
         let ty = super::function::unsigned(bits);
         list.iter().map(|op| if output { self.destination(op, bits) } else { self.source(op, ty) }).collect()
     }

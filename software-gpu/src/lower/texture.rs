@@ -57,14 +57,7 @@ impl<'a> Lowering<'a, '_> {
         let [handle, coordinates] = parts.as_slice() else {
             return self.unsupported("a texture with a sampler of its own");
         };
-        let single;
-        let list: &[Operand<'a>] = match coordinates {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let list = coordinates.elements();
         if list.len() < count {
             return self.error(format!("{} coordinates, {count} are needed", list.len()));
         }
@@ -147,14 +140,7 @@ impl<'a> Lowering<'a, '_> {
 
     /// The rows of a vector that says how far each coordinate moves.
     fn gradient(&mut self, op: &Operand<'a>, directions: usize) -> Result<Vec<u32>> {
-        let single;
-        let list: &[Operand<'a>] = match op {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let list = op.elements();
         if list.len() < directions {
             return self.error(format!("a gradient of {} parts, {directions} are needed", list.len()));
         }
@@ -184,14 +170,7 @@ impl<'a> Lowering<'a, '_> {
         let (values, place) = if store { (1, 0) } else { (0, 1) };
         let (handle, rows) =
             self.point(self.operand(inst, place)?, geometry.count(), true, geometry.layered)?;
-        let single;
-        let list: &[Operand<'a>] = match self.operand(inst, values)? {
-            Operand::Vector(list) => list,
-            one => {
-                single = [one.clone()];
-                &single
-            }
-        };
+        let list = self.operand(inst, values)?.elements();
         if list.len() != count {
             return self.unknown(inst);
         }

@@ -148,6 +148,16 @@ pub(crate) enum Operand<'a> {
     Sink,
 }
 
+impl<'a> Operand<'a> {
+    /// Those of a vector, or itself alone.
+    pub fn elements(&self) -> &[Operand<'a>] {
+        match self {
+            Operand::Vector(list) => list,
+            one => std::slice::from_ref(one),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct File<'a> {
     pub version: (u32, u32),
