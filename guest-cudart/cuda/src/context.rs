@@ -45,8 +45,6 @@ pub(crate) struct Context {
     last_free_work: AtomicU64,
     /// All work up to this `seq` is known to be done.
     synced: AtomicU64,
-    /// Whether it ever had a stream that does not wait for the legacy default stream.
-    free_streams: AtomicBool,
     /// The copies that streams beside theirs come behind.
     pub fences: Fences,
     cache_config: AtomicU32,
@@ -117,7 +115,6 @@ impl Context {
                 last_work: AtomicU64::new(0),
                 last_free_work: AtomicU64::new(0),
                 synced: AtomicU64::new(0),
-                free_streams: AtomicBool::new(false),
                 fences: Fences::new(),
                 cache_config: AtomicU32::new(0),
                 storage: Mutex::default(),
@@ -173,16 +170,6 @@ impl Context {
     pub fn has_synced(&self, seq: u64, free: bool) -> bool {
         self.synced.load(Ordering::Acquire) >= seq
             || !free && self.legacy_synced.load(Ordering::Acquire) >= seq
-    }
-
-    /// Notes that it has a stream that does not wait for the legacy default stream.
-    pub fn has_free_stream(&self) {
-        self.free_streams.store(true, Ordering::Release);
-    }
-
-    /// Whether it ever had such a stream.
-    pub fn has_free_streams(&self) -> bool {
-        self.free_streams.load(Ordering::Acquire)
     }
 
     /// Whether the legacy default stream has promised that record `seq` of a stream that it waits for is done.

@@ -12,7 +12,7 @@ use crate::event::{self, Event};
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::DevResource;
-use crate::{Result, code, non_null, put};
+use crate::{Result, code, non_null, promise, put};
 use client::handle::{DescriptorId, GreenId};
 use client::handles::Slab;
 use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, Part, PartDescribe, PartGet, PartSplit};
@@ -273,7 +273,7 @@ fn create(to: *mut usize, descriptor: usize, dev: i32, flags: u32) -> Result {
         default: Mutex::new(None),
     });
     device.primary.retain();
-    device.primary.has_free_stream();
+    promise::before_stream(driver, device.primary)?;
     let stream = Arc::new(stream::in_green(driver, &green, 0)?);
     stream::keep(&stream);
     inherit(driver, &stream)?;

@@ -7,8 +7,8 @@
 //! - who asks after an event or a stream that the promise covers: the question waits ([`Stream::has_promised`]);
 //! - work on a stream that is not behind the copy's by itself: an event is recorded after the copy, and that stream waits for it before its next work ([`respect`]). The host waits for nothing.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use crate::context::Context;
 use crate::event::{self, Event};
@@ -16,7 +16,6 @@ use crate::state::Driver;
 use crate::stream::{self, Stream};
 use crate::{Result, vmm};
 use client::lock;
-use std::sync::Mutex;
 
 /// Whether the host may see what the device does before it has waited for it.
 static HOST_SEES: AtomicBool = AtomicBool::new(false);
@@ -29,6 +28,8 @@ pub(crate) fn host_sees() {
 
 /// The copies of a context that streams beside theirs have to come behind.
 pub(crate) struct Fences {
+    /// Whether the context ever had a stream that does not wait for its legacy default stream.
+    any_beside: AtomicBool,
     /// `seq` of the latest fence.
     latest: AtomicU64,
     /// The streams that have one that may not have been passed.
@@ -37,7 +38,7 @@ pub(crate) struct Fences {
 
 impl Fences {
     pub const fn new() -> Self {
-        Fences { latest: AtomicU64::new(0), open: Mutex::new(Vec::new()) }
+        Fences { any_beside: AtomicBool::new(false), latest: AtomicU64::new(0), open: Mutex::new(Vec::new()) }
     }
 }
 
@@ -69,15 +70,17 @@ pub(crate) fn copied(driver: &Driver, stream: &Arc<Stream>, before: u64) -> Resu
     if vmm::shares() || open && HOST_SEES.load(Ordering::Acquire) {
         return stream.synchronize(driver);
     }
-    if open || stream.has_others_beside() {
+    // A thread's own stream has all others beside it.
+    if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
         record(driver, stream)?;
     }
     stream.promise.upto.fetch_max(stream.due(), Ordering::AcqRel);
     Ok(())
 }
 
-/// Before the context has a stream beside the legacy default stream: that comes behind what the latter has just copied.
+/// Before the program has a stream beside the legacy default stream: that comes behind what the latter has just copied.
 pub(crate) fn before_stream(driver: &Driver, context: &'static Context) -> Result {
+    context.fences.any_beside.store(true, Ordering::Release);
     let legacy = context.legacy();
     let due = legacy.due();
     // What other work is behind already has a fence if it needs one.

@@ -193,11 +193,6 @@ impl Stream {
         self.synced.load(Ordering::Acquire) >= seq || self.context.has_synced(seq, self.is_free())
     }
 
-    /// Whether work of its context may be put on streams that do not wait for this one by themselves.
-    pub fn has_others_beside(&self) -> bool {
-        !self.legacy || self.context.has_free_streams()
-    }
-
     /// Whether work on this stream waits for the work before it on another, of the same context, by itself.
     pub fn waits_by_itself(&self, other: &Stream) -> bool {
         (self.legacy || other.legacy) && !self.is_free() && !other.is_free()
@@ -418,14 +413,13 @@ fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
 
 /// A stream of this library's own in a context, beside all others. It ends with the context.
 pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
-    let stream = Arc::new(make(driver, context, NON_BLOCKING, 0)?);
-    lock(&OWNED).push(Arc::downgrade(&stream));
+    let stream = Arc::new(unnamed_once(driver, context)?);
+    keep(&stream);
     Ok(stream)
 }
 
 /// The same for one use: the caller ends it.
 pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
-    context.has_free_stream();
     make(driver, context, NON_BLOCKING, 0)
 }
 
@@ -602,7 +596,6 @@ pub(crate) fn create_in(
     let priority = priority.clamp(greatest.min(least), least.max(greatest));
     if flags & NON_BLOCKING != 0 {
         promise::before_stream(driver, context)?;
-        context.has_free_stream();
     }
     let new = match &green {
         None => make(driver, context, flags, priority)?,
