@@ -2,6 +2,8 @@
 //!
 //! A program holds them as values, which have no end: so they are kept as long as the session, equal ones once, and there is an end to how many there can be.
 
+use std::collections::HashMap;
+
 use protocol::Status;
 
 /// Parts, or descriptors of parts, of one session at most.
@@ -42,9 +44,25 @@ impl<T: PartialEq> Parts<T> {
     }
 }
 
-/// Whether a session that has as many descriptors, or green contexts, may have one more.
-pub fn room(count: usize) -> Result<(), Status> {
-    if count < MAX { Ok(()) } else { Err(Status::OUT_OF_MEMORY) }
+impl<T: PartialEq + Clone> Parts<T> {
+    /// The parts of several numbers.
+    ///
+    /// # Errors
+    /// As [`Parts::get`].
+    pub fn all(&self, numbers: &[u32]) -> Result<Vec<T>, Status> {
+        numbers.iter().map(|number| self.get(*number).cloned()).collect()
+    }
+}
+
+/// Whether a table of descriptors, or of green contexts, may have one more under a name.
+///
+/// # Errors
+/// `OUT_OF_MEMORY` when it is full, `INVALID_HANDLE` for a name in use.
+pub fn may_have<T>(table: &HashMap<u32, T>, name: u32) -> Result<(), Status> {
+    if table.len() >= MAX {
+        return Err(Status::OUT_OF_MEMORY);
+    }
+    if table.contains_key(&name) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
 }
 
 #[cfg(test)]
@@ -57,6 +75,14 @@ mod tests {
         assert_eq!((parts.number("a"), parts.number("b"), parts.number("a")), (Ok(1), Ok(2), Ok(1)));
         assert_eq!(parts.get(2), Ok(&"b"));
         assert_eq!((parts.get(0), parts.get(3)), (Err(Status::INVALID_VALUE), Err(Status::INVALID_VALUE)));
+    }
+
+    #[test]
+    fn a_table_takes_new_names_until_it_is_full() {
+        let mut table: HashMap<u32, ()> = (1..MAX as u32).map(|name| (name, ())).collect();
+        assert_eq!((may_have(&table, 0), may_have(&table, 1)), (Ok(()), Err(Status::INVALID_HANDLE)));
+        table.insert(0, ());
+        assert_eq!(may_have(&table, MAX as u32), Err(Status::OUT_OF_MEMORY));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use protocol::ops::green::*;
 use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::{Cuda, STREAM_NON_BLOCKING};
 use crate::driver::call::Call;
-use crate::driver::parts::{Parts, room};
+use crate::driver::parts::{Parts, may_have};
 
 /// What a session has of them.
 #[derive(Default)]
@@ -90,13 +90,8 @@ impl GreenOps<Call> for Cuda {
         op: PartDescribe,
     ) -> Result<Answer<PartDescribeReply>, Status> {
         let greens = &mut self.greens;
-        room(greens.descriptors.len())?;
-        if greens.descriptors.contains_key(&op.descriptor.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let parts: Result<Vec<_>, _> =
-            op.parts.iter().map(|number| greens.parts.get(*number).cloned()).collect();
-        let mut parts = parts?;
+        may_have(&greens.descriptors, op.descriptor.0)?;
+        let mut parts = greens.parts.all(&op.parts)?;
         let mut descriptor: Descriptor = std::ptr::null_mut();
         // SAFETY: parts that the driver made, as many as it is told; writes a handle.
         unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
@@ -107,11 +102,8 @@ impl GreenOps<Call> for Cuda {
     fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Result<Answer<GreenCreateReply>, Status> {
         cx.context = ContextId(op.device);
         let device = self.device(op.device)?.handle;
-        room(self.greens.contexts.len())?;
+        may_have(&self.greens.contexts, op.green.0)?;
         let descriptor = *self.greens.descriptors.get(&op.descriptor.0).ok_or(Status::INVALID_VALUE)?;
-        if self.greens.contexts.contains_key(&op.green.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
         let mut handle: CUgreenCtx = std::ptr::null_mut();
         // SAFETY: a descriptor that the driver made, and a device; writes a handle.
         unsafe { self.api.green_create(&mut handle, descriptor, device, op.flags) }?;

@@ -11,7 +11,7 @@ use protocol::ops::green::*;
 
 use super::Software;
 use crate::driver::call::Call;
-use crate::driver::parts::{Parts, room};
+use crate::driver::parts::{Parts, may_have};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
@@ -101,13 +101,8 @@ impl GreenOps<Call> for Software {
         op: PartDescribe,
     ) -> Result<Answer<PartDescribeReply>, Status> {
         let greens = &mut self.greens;
-        room(greens.descriptors.len())?;
-        if greens.descriptors.contains_key(&op.descriptor.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let parts: Result<Vec<Sm>, _> =
-            op.parts.iter().map(|number| greens.parts.get(*number).cloned()).collect();
-        let parts = parts?;
+        may_have(&greens.descriptors, op.descriptor.0)?;
+        let parts = greens.parts.all(&op.parts)?;
         let mut all = parts.first().cloned().ok_or(Status::INVALID_VALUE)?;
         for (n, part) in parts.iter().enumerate().skip(1) {
             let apart = |other: &Sm| {
@@ -125,15 +120,12 @@ impl GreenOps<Call> for Software {
     fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Result<Answer<GreenCreateReply>, Status> {
         cx.context = ContextId(op.device);
         self.device(op.device)?;
-        room(self.greens.contexts.len())?;
+        may_have(&self.greens.contexts, op.green.0)?;
         let sm = self.greens.descriptors.get(&op.descriptor.0).ok_or(Status::INVALID_VALUE)?;
         if sm.device != op.device || op.flags != DEFAULT_STREAM {
             return Err(Status::INVALID_VALUE);
         }
         let sm = sm.clone();
-        if self.greens.contexts.contains_key(&op.green.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
         self.greens.contexts.insert(op.green.0, sm);
         Ok(Answer::Now(GreenCreateReply {}))
     }
