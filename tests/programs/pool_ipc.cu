@@ -1,11 +1,7 @@
 // A pool shared with another process: its descriptor goes over a socket, its allocations by 64 bytes each. The other process reads them, writes them, and frees them at once or in a
 // stream's order before their owner does.
 #define PROGRAM "pool_ipc"
-#include "common.h"
-
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include "other_process.h"
 
 #include <vector>
 
@@ -21,43 +17,12 @@ __global__ void fill(unsigned *data, size_t n, unsigned of) {
 const int COUNT = 5;
 static size_t words_of(int i) { return 1000 + i * 70001; }
 
-static void send_fd(int socket, int fd) {
-    char space[CMSG_SPACE(sizeof fd)] = {}, byte = 'f';
-    iovec part = {&byte, 1};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = space;
-    message.msg_controllen = sizeof space;
-    cmsghdr *head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof fd);
-    memcpy(CMSG_DATA(head), &fd, sizeof fd);
-    REQUIRE(sendmsg(socket, &message, 0) == 1, "the descriptor cannot be sent");
-}
-
-static int receive_fd(int socket) {
-    int fd;
-    char space[CMSG_SPACE(sizeof fd)] = {}, byte;
-    iovec part = {&byte, 1};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = space;
-    message.msg_controllen = sizeof space;
-    REQUIRE(recvmsg(socket, &message, 0) == 1, "the other process is gone");
-    cmsghdr *head = CMSG_FIRSTHDR(&message);
-    REQUIRE(head && head->cmsg_type == SCM_RIGHTS, "no descriptor came");
-    memcpy(&fd, CMSG_DATA(head), sizeof fd);
-    return fd;
-}
-
 static void give(int to, const void *data, size_t len) { REQUIRE(write(to, data, len) == (ssize_t)len, "the socket is broken"); }
 static void take(int from, void *data, size_t len) { REQUIRE(recv(from, data, len, MSG_WAITALL) == (ssize_t)len, "the other process is gone"); }
 
 static int other(int socket) {
-    int fds[2] = {receive_fd(socket), receive_fd(socket)};
+    char byte;
+    int fds[2] = {receive_fd(socket, &byte, 1), receive_fd(socket, &byte, 1)};
     cudaMemPool_t pool, another;
     CHECK(cudaMemPoolImportFromShareableHandle(&pool, (void *)(uintptr_t)fds[0], cudaMemHandleTypePosixFileDescriptor, 0));
     CHECK(cudaMemPoolImportFromShareableHandle(&another, (void *)(uintptr_t)fds[1], cudaMemHandleTypePosixFileDescriptor, 0));
@@ -109,16 +74,7 @@ static int other(int socket) {
 int main(int argc, char **argv) {
     if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
     parse_options(argc, argv);
-    int ends[2];
-    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "no sockets");
-    pid_t child = fork();
-    REQUIRE(child >= 0, "no process");
-    if (child == 0) {
-        close(ends[0]);
-        execl("/proc/self/exe", argv[0], "other", std::to_string(ends[1]).c_str(), (char *)nullptr);
-        _exit(127);
-    }
-    close(ends[1]);
+    const OtherProcess second = start_other(argv);
     int kinds = 0;
     CHECK(cudaDeviceGetAttribute(&kinds, cudaDevAttrMemoryPoolSupportedHandleTypes, 0));
     REQUIRE(kinds & cudaMemHandleTypePosixFileDescriptor, "pools cannot be shared by descriptors");
@@ -135,7 +91,7 @@ int main(int argc, char **argv) {
     CHECK(cudaMemPoolExportToShareableHandle(&fds[0], pool, cudaMemHandleTypePosixFileDescriptor, 0));
     CHECK(cudaMemPoolExportToShareableHandle(&fds[1], another, cudaMemHandleTypePosixFileDescriptor, 0));
     for (int fd : fds) {
-        send_fd(ends[0], fd);
+        send_fd(second.socket, fd, "f", 1);
         close(fd);
     }
     cudaStream_t stream;
@@ -158,9 +114,9 @@ int main(int argc, char **argv) {
     CHECK(cudaFree(plain));
     CHECK(cudaFreeAsync(unshared, stream));
     CHECK(cudaStreamSynchronize(stream));
-    give(ends[0], data, sizeof data);
+    give(second.socket, data, sizeof data);
     char answer[2];
-    take(ends[0], answer, 2);
+    take(second.socket, answer, 2);
     for (int i = 0; i < COUNT; i++) {
         const size_t n = words_of(i);
         std::vector<unsigned> words(n);
@@ -171,7 +127,7 @@ int main(int argc, char **argv) {
     }
     CHECK(cudaStreamSynchronize(stream));
     int status;
-    REQUIRE(waitpid(child, &status, 0) == child && status == 0, "the other process ended with %d", status);
+    REQUIRE(waitpid(second.pid, &status, 0) == second.pid && status == 0, "the other process ended with %d", status);
     for (cudaMemPool_t each : {pool, another, own}) CHECK(cudaMemPoolDestroy(each));
     return pass("%d allocations of a pool through two processes", COUNT);
 }

@@ -1,12 +1,8 @@
 // A process exports memory as a descriptor and sends it over a socket; another imports it, checks what is there, and changes it.
 #define PROGRAM "vmm_export"
-#include "common.h"
+#include "other_process.h"
 
 #include <cuda.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <vector>
 
 #define DRIVER(call)                                                                       \
@@ -21,39 +17,6 @@
 
 __global__ void turn(unsigned *data, size_t n) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) data[i] = ~data[i];
-}
-
-// A descriptor with the bytes that it holds.
-static void send_fd(int socket, int fd, size_t size) {
-    char space[CMSG_SPACE(sizeof fd)] = {};
-    iovec part = {&size, sizeof size};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = space;
-    message.msg_controllen = sizeof space;
-    cmsghdr *head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof fd);
-    memcpy(CMSG_DATA(head), &fd, sizeof fd);
-    REQUIRE(sendmsg(socket, &message, 0) == (ssize_t)sizeof size, "the descriptor cannot be sent");
-}
-
-static int receive_fd(int socket, size_t *size) {
-    int fd;
-    char space[CMSG_SPACE(sizeof fd)] = {};
-    iovec part = {size, sizeof *size};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = space;
-    message.msg_controllen = sizeof space;
-    REQUIRE(recvmsg(socket, &message, 0) == (ssize_t)sizeof *size, "the other process is gone");
-    cmsghdr *head = CMSG_FIRSTHDR(&message);
-    REQUIRE(head && head->cmsg_type == SCM_RIGHTS, "no descriptor came");
-    memcpy(&fd, CMSG_DATA(head), sizeof fd);
-    return fd;
 }
 
 static CUdeviceptr map(CUmemGenericAllocationHandle memory, size_t size) {
@@ -75,7 +38,7 @@ static void unmap(CUdeviceptr at, size_t size) {
 static int other(int socket) {
     CHECK(cudaFree(nullptr));
     size_t size = 0;
-    int fd = receive_fd(socket, &size);
+    int fd = receive_fd(socket, &size, sizeof size);
     CUmemGenericAllocationHandle memory;
     DRIVER(cuMemImportFromShareableHandle(&memory, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
     close(fd);
@@ -102,16 +65,7 @@ static int other(int socket) {
 int main(int argc, char **argv) {
     if (argc > 2 && std::string(argv[1]) == "other") return other(atoi(argv[2]));
     parse_options(argc, argv);
-    int ends[2];
-    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "no sockets");
-    pid_t child = fork();
-    REQUIRE(child >= 0, "no process");
-    if (child == 0) {
-        close(ends[0]);
-        execl("/proc/self/exe", argv[0], "other", std::to_string(ends[1]).c_str(), (char *)nullptr);
-        _exit(127);
-    }
-    close(ends[1]);
+    const OtherProcess second = start_other(argv);
     CHECK(cudaFree(nullptr));
     CUmemAllocationProp prop = {};
     prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -128,16 +82,16 @@ int main(int argc, char **argv) {
     DRIVER(cuMemcpyHtoD(at, words.data(), size));
     int fd = -1;
     DRIVER(cuMemExportToShareableHandle(&fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
-    send_fd(ends[0], fd, size);
+    send_fd(second.socket, fd, &size, sizeof size);
     close(fd);
     char answer[2];
-    REQUIRE(recv(ends[0], answer, 2, MSG_WAITALL) == 2, "the other process is gone");
+    REQUIRE(recv(second.socket, answer, 2, MSG_WAITALL) == 2, "the other process is gone");
     DRIVER(cuMemcpyDtoH(words.data(), at, size));
     for (size_t i = 0; i < n; i++) REQUIRE(words[i] == ~((unsigned)i * 2654435761u), "word %zu after the other process", i);
     unmap(at, size);
     DRIVER(cuMemRelease(memory));
-    REQUIRE(write(ends[0], "x", 1) == 1, "the other process is gone");
+    REQUIRE(write(second.socket, "x", 1) == 1, "the other process is gone");
     int status;
-    REQUIRE(waitpid(child, &status, 0) == child && status == 0, "the other process ended with %d", status);
+    REQUIRE(waitpid(second.pid, &status, 0) == second.pid && status == 0, "the other process ended with %d", status);
     return pass("%zu words through a descriptor and two processes", n);
 }
