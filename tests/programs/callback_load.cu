@@ -54,6 +54,7 @@ int main(int argc, char **argv) {
     cudaStream_t held, other;
     CHECK(cudaMalloc(&data, 8));
     CHECK(cudaMemset(data, 0, 8));
+    CHECK(cudaDeviceSynchronize()); // A fill of device memory returns before it is done, and the streams do not wait for the default stream.
     CHECK(cudaStreamCreateWithFlags(&held, cudaStreamNonBlocking));
     CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
     unsigned want = 0, want_other = 0;
