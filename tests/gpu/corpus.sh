@@ -5,7 +5,8 @@
 #
 # TARGET is a target folder of a build: programs/, programs-static/, guest/lib/ and release/ are used. NAME picks programs; all of programs/ else.
 # `cargo xtask test gpu` compares the same with a private server for each run. Here the workers, whose contexts take NVIDIA's driver about a second each
-# and one at a time, are made while programs run. BACKEND=software tries the script itself: then nothing is run natively. Exit status: how many differ.
+# and one at a time, are made while programs run. WAYS picks from "local tcp static" (static: over local, with NVIDIA's runtime inside the program).
+# BACKEND=software tries the script itself: then nothing is run natively. Exit status: how many differ.
 set -u
 
 [ $# -ge 1 ] || { echo "usage: corpus.sh TARGET [NAME...]" >&2; exit 2; }
@@ -30,13 +31,13 @@ differing=0
 for name in "$@"; do
     said="" first=$work/native
     if [ "$backend" = cuda ]; then
-        timeout 120 "$target/programs/$name" > "$first" 2> /dev/null < /dev/null || said="$said native: exit status $?;"
+        timeout 40 "$target/programs/$name" > "$first" 2> /dev/null < /dev/null || said="$said native: exit status $?;"
     fi
-    for way in local tcp static; do
+    for way in ${WAYS:-local tcp static}; do
         address=unix:$work/server folder=programs
         [ $way = tcp ] && address=127.0.0.1:9799
         [ $way = static ] && folder=programs-static
-        timeout 120 "$target/release/rgpuctl" run --server "$address" -- "$target/$folder/$name" > "$work/$way" 2> "$work/$way.err" < /dev/null ||
+        timeout 40 "$target/release/rgpuctl" run --server "$address" -- "$target/$folder/$name" > "$work/$way" 2> "$work/$way.err" < /dev/null ||
             said="$said $way: exit status $?: $(tail -n 1 "$work/$way") $(tail -n 1 "$work/$way.err");"
         [ -f "$first" ] || first=$work/$way
         cmp -s "$first" "$work/$way" || said="$said $way: $(diff "$first" "$work/$way" | head -n 4 | tr '\n' ' ');"

@@ -189,7 +189,8 @@ int main(int argc, char **argv) {
     RETURNS(cudaSuccess, cudaStreamDestroy(by_runtime));
     IS(CUDA_SUCCESS, cuEventDestroy(event));
     IS(CUDA_SUCCESS, cuEventDestroy(other));
-    for (int i = 0; i < 2; i++) IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[i]));
+    IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[1]));
+    IS(CUDA_SUCCESS, cuGreenCtxDestroy(green[0]));
     fill<<<1, 256>>>(data, 3);
     RETURNS(cudaSuccess, cudaMemcpy(host, data, sizeof host, cudaMemcpyDeviceToHost));
     TRUE_THAT(host[9] == 3);

@@ -63,24 +63,23 @@ enum Query {
     VersionNotSufficient = 2,
 }
 
-/// The newest function of that name that is no newer than `version`.
+/// The newest function of that name that is no newer than `version`. A name that has a form for the per-thread default stream is not found where that is asked
+/// for in a version before those forms, not even as an older function that had none.
 fn find(name: &str, version: i32, flags: u64) -> (*const c_void, Query) {
     let first = ENTRIES.partition_point(|entry| entry.name < name);
-    let forms = ENTRIES[first..].iter().take_while(|entry| entry.name == name);
-    let mut found = (std::ptr::null(), Query::Missing);
-    for entry in forms {
-        if entry.version <= version {
-            let per_thread = flags & PER_THREAD != 0 && !entry.per_thread.is_null();
-            if per_thread && version < PER_THREAD_SINCE {
-                found.1 = Query::VersionNotSufficient;
-                continue;
-            }
-            found = (if per_thread { entry.per_thread } else { entry.function }, Query::Success);
-        } else if found.1 == Query::Missing {
-            found.1 = Query::VersionNotSufficient;
-        }
+    let forms = || ENTRIES[first..].iter().take_while(|entry| entry.name == name);
+    if forms().next().is_none() {
+        return (std::ptr::null(), Query::Missing);
     }
-    found
+    let per_thread = flags & PER_THREAD != 0 && forms().any(|entry| !entry.per_thread.is_null());
+    match forms().take_while(|entry| entry.version <= version).last() {
+        Some(entry) if !per_thread => (entry.function, Query::Success),
+        Some(entry) if version >= PER_THREAD_SINCE => {
+            let address = if entry.per_thread.is_null() { entry.function } else { entry.per_thread };
+            (address, Query::Success)
+        }
+        _ => (std::ptr::null(), Query::VersionNotSufficient),
+    }
 }
 
 unsafe fn get(symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64) -> Result<Query> {
@@ -148,6 +147,9 @@ mod tests {
         assert_eq!(find("cuLaunchKernel", 4000, 2).1, Query::VersionNotSufficient);
         assert_eq!(find("cuLaunchKernel", 4000, 0).1, Query::Success);
         assert_eq!(find("cuMemAlloc", 4000, 2).1, Query::Success);
+        for version in [2000, 3020, 4000] {
+            assert_eq!(find("cuMemcpyHtoD", version, 2), (std::ptr::null(), Query::VersionNotSufficient));
+        }
         assert_eq!(find("cuNoSuchThing", 13000, 0).1, Query::Missing);
         assert_eq!(find("", 13000, 0).1, Query::Missing);
     }

@@ -292,8 +292,8 @@ fn destroy(handle: usize) -> Result {
     // Its work is done before its streams go.
     green.context.quiesce(driver);
     green.alive.store(false, Ordering::Release);
-    lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     stream::end_all_of(driver, &green);
+    lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     *lock(&green.default) = None;
     driver.session.call(&GreenDestroy { green: green.id })?;
     green.context.release()?;

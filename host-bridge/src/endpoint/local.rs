@@ -306,15 +306,17 @@ impl LocalClient {
                 Ok(Some(frame::REGION_REMOVE)) => {
                     let id = body.first_chunk::<4>().map(|b| u32::from_le_bytes(*b));
                     match id.and_then(|id| self.regions.remove(id)) {
-                        Some(left) => {
+                        Some(leaving) => {
                             // Frames are not read meanwhile, but a bridge that is gone, or says goodbye, is seen: it may have gone just because this takes too long.
                             let mut gone = false;
-                            while !gone && left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+                            while !gone && leaving.left.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                                 gone = self.end.get().is_some() || wake::hung_up(socket.as_fd());
                             }
                             if gone {
                                 break None;
                             }
+                            // The driver may wait for the device here.
+                            drop(leaving);
                             self.ack(Answer::Ok, "");
                         }
                         None => self.ack(Answer::Invalid, &format!("no region {id:?}")),

@@ -13,14 +13,12 @@ use crate::memory::{ChannelView, Pieces};
 /// A memory that commands can name: the arena, or a registered region.
 ///
 /// A driver may attach its own registration of the memory ([`Region::registration`]); it is dropped before the memory is let go, when the
-/// region was removed and nobody uses it any more.
+/// region was removed and nobody uses it any more, by the thread that removes the region: it may wait for the device.
 pub struct Region {
     /// Dropped first.
     registration: OnceLock<Box<dyn Any + Send + Sync>>,
     memory: Memory,
     read_only: bool,
-    /// Dropped last; its receiver learns by that that the region is gone.
-    _gone: Sender<Infallible>,
 }
 
 enum Memory {
@@ -35,9 +33,8 @@ impl std::fmt::Debug for Region {
 }
 
 impl Region {
-    fn new(memory: Memory, read_only: bool) -> (Arc<Region>, Receiver<Infallible>) {
-        let (gone, left) = channel();
-        (Arc::new(Region { registration: OnceLock::new(), memory, read_only, _gone: gone }), left)
+    fn new(memory: Memory, read_only: bool) -> Region {
+        Region { registration: OnceLock::new(), memory, read_only }
     }
 
     /// Bytes in all.
@@ -80,6 +77,8 @@ pub struct Mapped {
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
+    /// Dropped last; who removes the region learns by that that it is not used here.
+    _use: Sender<Infallible>,
 }
 
 // SAFETY: the pointers refer to shared mappings that `region` keeps, usable from any thread.
@@ -148,20 +147,44 @@ impl Mapped {
     }
 }
 
-/// Regions by id, each with what tells that it is gone.
-type Table = HashMap<u32, (Arc<Region>, Receiver<Infallible>)>;
+/// Regions by id.
+type Table = HashMap<u32, Shared>;
+
+/// A region, and what tells that no command uses it.
+struct Shared {
+    region: Arc<Region>,
+    /// Each use has a clone.
+    uses: Sender<Infallible>,
+    left: Receiver<Infallible>,
+}
+
+impl Shared {
+    fn new(memory: Memory, read_only: bool) -> Shared {
+        let (uses, left) = channel();
+        Shared { region: Arc::new(Region::new(memory, read_only)), uses, left }
+    }
+}
+
+/// A region that was removed. Dropping it lets the memory go, unless a command still uses it; then that one does.
+pub(super) struct Leaving {
+    _region: Arc<Region>,
+    /// Disconnected once no command uses the region.
+    pub(super) left: Receiver<Infallible>,
+}
 
 /// The regions of a session, by id.
 pub(super) struct Regions {
     arena: Arc<Region>,
+    /// Uses of the arena, for which nobody waits.
+    arena_uses: Sender<Infallible>,
     regions: Mutex<Table>,
     released: Arc<Released>,
 }
 
 impl Regions {
     pub(super) fn new(view: Arc<ChannelView>, released: Arc<Released>) -> Regions {
-        let (arena, _) = Region::new(Memory::Arena(view), false);
-        Regions { arena, regions: Mutex::default(), released }
+        let Shared { region, uses, .. } = Shared::new(Memory::Arena(view), false);
+        Regions { arena: region, arena_uses: uses, regions: Mutex::default(), released }
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -174,27 +197,32 @@ impl Regions {
         if regions.contains_key(&id) {
             return false;
         }
-        regions.insert(id, Region::new(Memory::Pieces(pieces), read_only));
+        regions.insert(id, Shared::new(Memory::Pieces(pieces), read_only));
         true
     }
 
-    /// Takes a region away from the commands to come. The receiver is disconnected once nothing uses it any more.
-    pub(super) fn remove(&self, id: u32) -> Option<Receiver<Infallible>> {
-        self.lock().remove(&id).map(|(_, left)| left)
+    /// Takes a region away from the commands to come.
+    pub(super) fn remove(&self, id: u32) -> Option<Leaving> {
+        let Shared { region, left, .. } = self.lock().remove(&id)?;
+        Some(Leaving { _region: region, left })
     }
 
     /// `len` bytes at `offset` of a memory, for a command. `None`: it is not there, or may not be written.
     pub(super) fn take(&self, range: protocol::data::HostRange, reader: Option<u64>) -> Option<Mapped> {
-        let region = match range.place {
-            protocol::data::Place::Arena => Arc::clone(&self.arena),
-            protocol::data::Place::Region(id) => Arc::clone(&self.lock().get(&id)?.0),
+        let (region, _use) = match range.place {
+            protocol::data::Place::Arena => (Arc::clone(&self.arena), self.arena_uses.clone()),
+            protocol::data::Place::Region(id) => {
+                let regions = self.lock();
+                let shared = regions.get(&id)?;
+                (Arc::clone(&shared.region), shared.uses.clone())
+            }
         };
         if reader.is_none() && region.read_only {
             return None;
         }
         let runs = region.runs(range.offset, range.len)?;
         let read = reader.map(|seq| Released::begin(&self.released, seq));
-        Some(Mapped { _read: read, region, runs, len: range.len as usize })
+        Some(Mapped { _read: read, region, runs, len: range.len as usize, _use })
     }
 }
 

@@ -135,8 +135,11 @@ impl GreenOps<Call> for Software {
         cx: &mut Call,
         op: GreenDestroy,
     ) -> Result<Answer<GreenDestroyReply>, Status> {
-        let sm = self.greens.contexts.remove(&op.green.0).ok_or(Status::INVALID_CONTEXT)?;
-        cx.context = ContextId(sm.device);
+        cx.context = ContextId(self.green(op.green)?.device);
+        if self.lanes.values().any(|lane| lane.green == Some(op.green)) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.greens.contexts.remove(&op.green.0);
         Ok(Answer::Now(GreenDestroyReply {}))
     }
 
@@ -146,7 +149,8 @@ impl GreenOps<Call> for Software {
         if !(MAX_CONTEXTS..MAX_STREAMS).contains(&op.stream.0) || self.lanes.contains_key(&op.stream.0) {
             return Err(Status::INVALID_HANDLE);
         }
-        let lane = self.make_lane(op.stream.0, device, device, false)?;
+        let mut lane = self.make_lane(op.stream.0, device, device, false)?;
+        lane.green = Some(op.green);
         self.lanes.insert(op.stream.0, lane);
         Ok(())
     }

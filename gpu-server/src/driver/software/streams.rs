@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
-use protocol::handle::{ContextId, StreamId};
+use protocol::handle::{ContextId, GreenId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
 use protocol::ops::stream::*;
@@ -37,6 +37,8 @@ pub(super) struct Lane {
     joined: u64,
     word: Arc<Word>,
     pub(super) attributes: StreamAttributes,
+    /// The green context that it was made in.
+    pub(super) green: Option<GreenId>,
 }
 
 impl Drop for Lane {
@@ -191,6 +193,7 @@ impl Software {
             joined: 0,
             word: Arc::new(word),
             attributes: StreamAttributes::default(),
+            green: None,
         })
     }
 

@@ -14,7 +14,7 @@ use crate::state::{Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
 use crate::{Result, copy3d, event, late};
-use client::{Status, lock};
+use client::{Status, lock, log};
 
 /// Pinned memory beside a pageable side of a copy.
 pub(super) struct Bounce {
@@ -44,16 +44,23 @@ impl Drop for Bounce {
         let remove = move || {
             REGIONS.remove(driver.session.port(), address, true);
         };
-        // The host of the GPU may be reading it, or writing. This may be the very thread whose calls the stream waits for, so it goes when the stream comes here;
-        // with a lost session, nobody uses it.
+        // The host of the GPU may be reading it, or writing.
         let last = lock(&self.last).take();
-        match last.filter(|(stream, mark)| !stream.has_passed(driver, *mark)) {
-            Some((stream, _)) if !stream.is_finished() => {
-                if call(driver, &stream, remove).is_err() {
-                    remove();
-                }
-            }
-            _ => remove(),
+        let Some((stream, mark)) =
+            last.filter(|(stream, mark)| !stream.is_finished() && !stream.has_passed(driver, *mark))
+        else {
+            return remove();
+        };
+        // Taking registered memory away waits for all that the device does: neither this thread, whose next call may be what the stream waits for, nor the one that makes the
+        // stream's calls can. With a lost session, nobody uses it.
+        let wait = move || {
+            let _ = driver.session.wait_progress(|| stream.is_finished() || stream.has_passed(driver, mark));
+            remove();
+        };
+        if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
+            log::error(format_args!(
+                "no thread to free memory of a graph when it is done: {error}; it stays"
+            ));
         }
     }
 }
