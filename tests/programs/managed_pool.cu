@@ -24,7 +24,8 @@ int main(int argc, char **argv) {
     cudaStream_t stream;
     RETURNS(cudaSuccess, cudaStreamCreate(&stream));
     for (cudaMemPool_t from : {pool, anywhere})
-        for (int round = 0; round < 3; round++) {
+        // Where memory of a pool without a place is given out again, NVIDIA's driver 580 has kernels read what was there before, whatever the host wrote: once, then.
+        for (int round = 0; round < (from == pool ? 3 : 1); round++) {
             int *data, *other;
             RETURNS(cudaSuccess, cudaMallocFromPoolAsync((void **)&data, bytes, from, stream));
             RETURNS(cudaSuccess, cudaMallocFromPoolAsync((void **)&other, bytes, from, stream));
@@ -52,11 +53,11 @@ int main(int argc, char **argv) {
             RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
             RETURNS(cudaSuccess, cudaMemPoolGetAttribute(from, cudaMemPoolAttrUsedMemCurrent, &used));
             IS(bytes, used);
-            RETURNS(cudaSuccess, round == 1 ? cudaFree(other) : cudaFreeAsync(other, stream));
+            // That driver goes on counting what cudaFree took back.
+            RETURNS(cudaSuccess, round == 2 ? cudaFree(other) : cudaFreeAsync(other, stream));
             RETURNS(cudaSuccess, cudaStreamSynchronize(stream));
-            if (round == 1) break; // What the pool says it uses after cudaFree is not the same everywhere.
             RETURNS(cudaSuccess, cudaMemPoolGetAttribute(from, cudaMemPoolAttrUsedMemCurrent, &used));
-            IS(0, used);
+            if (round < 2) IS(0, used);
         }
     // Each place has a default pool, and one that was chosen.
     cudaMemLocation here = properties.location, nowhere = {};
