@@ -7,7 +7,8 @@ use crate::types::{BlockToShared, LaunchConfig};
 use crate::{Result, launch, non_null, put};
 use client::Status;
 use client::ops::module::{
-    OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+    OccupancyAvailableShared, OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters,
+    OccupancyMaxPotentialClusterSize,
 };
 
 /// Blocks of a function that fit on one multiprocessor.
@@ -147,21 +148,8 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         function.ready()?;
-        let device = state::device(function.context.device as i32)?;
-        // The largest size with which that many blocks still fit: found by halving, each step asked of the device.
-        let fits = |bytes: usize| blocks(&function, block_size, bytes, 0).map(|n| n >= num_blocks);
-        let reserved = device.attribute(attr::RESERVED_SHARED_MEMORY_PER_BLOCK).max(0) as usize;
-        let own = function.attribute(func::SHARED_SIZE_BYTES).max(0) as usize;
-        let all = device.attribute(attr::MAX_SHARED_MEMORY_PER_MULTIPROCESSOR).max(0) as usize / num_blocks as usize;
-        let most = device.attribute(attr::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN).max(0) as usize;
-        if !fits(0)? {
-            return Err(Status::INVALID_VALUE);
-        }
-        let (mut low, mut high) = (0, all.saturating_sub(reserved).min(most).saturating_sub(own));
-        while low < high {
-            let middle = (low + high).div_ceil(2);
-            if fits(middle)? { low = middle } else { high = middle - 1 }
-        }
-        put(size, low)
+        let request =
+            OccupancyAvailableShared { function: function.id, blocks: num_blocks as u32, block_size: block_size as u32 };
+        put(size, driver()?.session.call(&request)?.bytes as usize)
     }
 }

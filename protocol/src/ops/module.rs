@@ -150,6 +150,19 @@ ops! {
         blocks: i32,
     }
 
+    /// `cuOccupancyAvailableDynamicSMemPerBlock`.
+    sync 0x050e occupancy_available_shared: OccupancyAvailableShared {
+        /// The function.
+        function: FunctionId,
+        /// Blocks that a multiprocessor shall have at once.
+        blocks: u32,
+        /// Threads of a block.
+        block_size: u32,
+    } -> OccupancyAvailableSharedReply {
+        /// Dynamic shared memory that a block may have then, in bytes.
+        bytes: u64,
+    }
+
     /// `cuOccupancyMaxActiveClusters`: the launch is described and not made.
     sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters {
         /// The function.

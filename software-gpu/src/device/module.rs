@@ -211,6 +211,15 @@ impl Function {
         by_threads.min(p.max_blocks_per_multiprocessor).min(p.shared_per_multiprocessor / shared)
     }
 
+    /// Bytes of dynamic shared memory that each block may have with `blocks` blocks of `threads` threads on one multiprocessor; `None` if so many do not fit.
+    pub fn available_shared(&self, blocks: u32, threads: u32) -> Option<u32> {
+        let p = self.inner.gpu.properties();
+        if blocks == 0 || self.max_active_blocks(threads, 0) < blocks {
+            return None;
+        }
+        Some(p.shared_per_multiprocessor / blocks - self.info().shared_bytes - p.shared_reserved_per_block)
+    }
+
     /// As [`Function::max_active_blocks`], on all multiprocessors.
     pub fn max_resident_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
         self.max_active_blocks(threads, dynamic_shared) * self.inner.gpu.properties().multiprocessors

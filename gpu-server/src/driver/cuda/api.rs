@@ -169,6 +169,7 @@ api! {
     function_set_attribute = "cuFuncSetAttribute" (CUfunction, u32, c_int);
     function_cache_config = "cuFuncSetCacheConfig" (CUfunction, u32);
     occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags" (*mut c_int, CUfunction, c_int, usize, c_uint);
+    occupancy_available_shared = "cuOccupancyAvailableDynamicSMemPerBlock" (*mut usize, CUfunction, c_int, c_int);
     occupancy_clusters = "cuOccupancyMaxActiveClusters" (*mut c_int, CUfunction, *const CUlaunchConfig);
     occupancy_cluster_size = "cuOccupancyMaxPotentialClusterSize" (*mut c_int, CUfunction, *const CUlaunchConfig);
     tensor_map_tiled = "cuTensorMapEncodeTiled" (

@@ -429,6 +429,28 @@ impl ModuleOps<Call> for Cuda {
         Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks }))
     }
 
+    fn occupancy_available_shared(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyAvailableShared,
+    ) -> Result<Answer<OccupancyAvailableSharedReply>, Status> {
+        let handle = self.function(cx, op.function)?.handle;
+        self.enter_context(cx.context)?;
+        let number = |n: u32| i32::try_from(n).map_err(|_| Status::INVALID_VALUE);
+        let mut bytes = 0;
+        // SAFETY: a live function; writes one number.
+        let read = unsafe {
+            self.api.occupancy_available_shared(
+                &mut bytes,
+                handle,
+                number(op.blocks)?,
+                number(op.block_size)?,
+            )
+        };
+        self.note(cx.context, read)?;
+        Ok(Answer::Now(OccupancyAvailableSharedReply { bytes: bytes as u64 }))
+    }
+
     fn occupancy_max_active_clusters(
         &mut self,
         cx: &mut Call,

@@ -312,6 +312,20 @@ impl ModuleOps<Call> for Software {
         Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks: blocks as i32 }))
     }
 
+    fn occupancy_available_shared(
+        &mut self,
+        cx: &mut Call,
+        op: OccupancyAvailableShared,
+    ) -> Result<Answer<OccupancyAvailableSharedReply>, Status> {
+        let function = self.function(cx, op.function)?;
+        if op.block_size == 0 || op.block_size > function.function.info().max_threads {
+            return Err(Status::INVALID_VALUE);
+        }
+        let left = function.function.available_shared(op.blocks, op.block_size);
+        let bytes = left.ok_or(Status::INVALID_VALUE)?.min(function.dynamic_limit);
+        Ok(Answer::Now(OccupancyAvailableSharedReply { bytes: bytes.into() }))
+    }
+
     fn occupancy_max_active_clusters(
         &mut self,
         cx: &mut Call,
