@@ -54,7 +54,7 @@ impl Drop for Bounce {
         // Taking registered memory away waits for all that the device does: neither this thread, whose next call may be what the stream waits for, nor the one that makes the
         // stream's calls can. With a lost session, nobody uses it.
         let wait = move || {
-            let _ = driver.session.wait_progress(|| stream.is_finished() || stream.has_passed(driver, mark));
+            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
             remove();
         };
         if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
