@@ -192,18 +192,19 @@ fn runtime(driver: &Table) -> Table {
     table
 }
 
+/// What a library exports by its API's own names, of all versions.
+fn exported(library: &str, prefix: &str) -> BTreeSet<String> {
+    let folder = tree::root().join("guest-cudart").join(library).join("exports");
+    let lists = fs::read_dir(folder).expect("the lists of exported names");
+    let texts = lists.map(|list| fs::read_to_string(list.expect("a list").path()).expect("a list of names"));
+    texts
+        .flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>())
+        .filter(|name| is_of(name, prefix))
+        .collect()
+}
+
 fn nvml() -> Table {
-    let mut table = Table::new();
-    for (path, text) in sources("nvml") {
-        for (at, _) in text.match_indices("nvml").filter(|_| !path.ends_with("macros.rs")) {
-            let before = text[..at].trim_end();
-            let name: String = text[at..].chars().take_while(|c| is_word(*c)).collect();
-            let kinds = ["fn", "block", "words", "text", "list", "versioned"];
-            if is_of(&name, "nvml") && kinds.iter().any(|kind| before.ends_with(kind)) {
-                table.insert(name, How::Served);
-            }
-        }
-    }
+    let mut table: Table = exported("nvml", "nvml").into_iter().map(|name| (name, How::Served)).collect();
     table.extend(refused("nvml").into_iter().map(|(name, why)| (name, How::Refused(why))));
     table
 }
@@ -278,20 +279,15 @@ fn made() -> String {
          <!-- Made from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
          *served*: does what NVIDIA's manual says. *not supported*: answers the API's error for that and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
          What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n\n\
-         Where a function of the driver API is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's\n\
-         own process; *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime\n\
-         is a layer over the driver API, in the program's process; NVML's functions ask, but for texts and numbers.\n",
+         Where a function is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's own process;\n\
+         *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime is a layer over the\n\
+         driver API, in the program's process: what is counted for its functions is what the driver's did for them.\n",
     );
     let places = calls::recorded().expect("the record of calls");
     let driver = driver();
     section(&mut text, "Driver API: `libcuda.so.1`", &driver, &places);
-    section(
-        &mut text,
-        "Runtime API: `libcudart.so.12`, `libcudart.so.13`",
-        &runtime(&driver),
-        &Places::new(),
-    );
-    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml(), &Places::new());
+    section(&mut text, "Runtime API: `libcudart.so.12`, `libcudart.so.13`", &runtime(&driver), &places);
+    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml(), &places);
     text
 }
 
@@ -311,6 +307,19 @@ fn the_table_of_functions_is_the_sources() {
         made == there,
         "docs/compatibility.md is not what the sources say: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility"
     );
+}
+
+#[test]
+fn every_exported_function_is_told_and_no_other() {
+    let driver = driver();
+    for (library, prefix, table) in
+        [("cuda", "cu", &driver), ("cudart", "cuda", &runtime(&driver)), ("nvml", "nvml", &nvml())]
+    {
+        let told: BTreeSet<String> = table.keys().filter(|name| is_of(name, prefix)).cloned().collect();
+        let exported = exported(library, prefix);
+        let differ: Vec<&String> = told.symmetric_difference(&exported).collect();
+        assert!(differ.is_empty(), "{library}: {differ:?}");
+    }
 }
 
 /// Functions whose kind is beyond doubt.
