@@ -271,6 +271,8 @@ static void copies() {
     part.WidthInBytes = 20;
     part.Height = 3;
     OK(cuMemcpy2DUnaligned(&part));
+    // Inside the device nothing has waited for it, nor does the stream below.
+    OK(cuCtxSynchronize());
     CUDA_MEMCPY2D home = {};
     home.srcMemoryType = CU_MEMORYTYPE_UNIFIED;
     home.srcDevice = rows;
@@ -364,9 +366,16 @@ static void words() {
     both[1].writeValue.value64 = 0x100000000ull;
     OK(cuStreamBatchMemOp(other, 2, both, 0));
     OK(cuStreamSynchronize(stream));
+    // The first forms of the same.
+    OK(named("cuStreamWriteValue32", stream, words + 24, 8u, 0u));
+    OK(named("cuStreamWaitValue32", stream, words + 24, 8u, (unsigned)CU_STREAM_WAIT_VALUE_EQ));
+    OK(named("cuStreamWriteValue64", stream, words + 24, (cuuint64_t)9, 0u));
+    OK(named("cuStreamWaitValue64", stream, words + 24, (cuuint64_t)9, (unsigned)CU_STREAM_WAIT_VALUE_EQ));
+    OK(named("cuStreamBatchMemOp", stream, 1u, both, 0u));
+    OK(cuStreamSynchronize(stream));
     unsigned long long found[4];
     OK(cuMemcpyDtoH(found, words, sizeof found));
-    TRUE_THAT(found[0] == (4 | 30ull << 32) && found[1] == 0x100000000ull && found[2] == 0x123456789abcull);
+    TRUE_THAT(found[0] == (4 | 30ull << 32) && found[1] == 0x100000000ull && found[2] == 0x123456789abcull && found[3] == 9);
     OK(cuStreamDestroy(other));
     OK(cuStreamDestroy(stream));
     OK(cuMemFree(words));

@@ -82,6 +82,7 @@ static void expect_sums(int *out, int value) {
     CHECK(cudaMemcpy(sums, out, sizeof sums, cudaMemcpyDeviceToHost));
     REQUIRE(sums[0] == value && sums[1] == -value, "the sums are %d and %d, not %d", sums[0], sums[1], value);
     CHECK(cudaMemset(out, 0, sizeof sums));
+    CHECK(cudaDeviceSynchronize());
 }
 
 int main(int argc, char **argv) {
@@ -89,6 +90,7 @@ int main(int argc, char **argv) {
     int *out;
     CHECK(cudaMalloc(&out, 3 * sizeof *out));
     CHECK(cudaMemset(out, 0, 3 * sizeof *out));
+    CHECK(cudaDeviceSynchronize());
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     footprint("at first");

@@ -177,15 +177,9 @@ fn runtime(driver: &Table) -> Table {
     };
     let all = functions("cudart", "cuda");
     let mut table: Table = all.into_iter().filter(|f| f.exported).map(|f| (f.name, of(&f.body))).collect();
-    for (_, text) in sources("cudart") {
-        for (at, _) in text.match_indices("=> cu") {
-            let names = text[..at].trim_end().rsplit([' ', '\n']).next().unwrap_or_default();
-            let target: String = text[at + 3..].chars().take_while(|c| is_word(*c)).collect();
-            if let Some(how) = driver.get(&target) {
-                for name in names.split('/').filter(|name| is_of(name, "cuda")) {
-                    table.insert(name.to_owned(), how.clone());
-                }
-            }
+    for (name, target) in handed_on() {
+        if let Some(how) = driver.get(&target) {
+            table.insert(name, how.clone());
         }
     }
     table.extend(refused("cudart").into_iter().map(|(name, why)| (name, How::Refused(why))));
@@ -233,16 +227,38 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-/// How a served function is, by what was counted: its own calls, its variants', and those of the function that it is another name of.
+/// How a served function is, by what was counted: its own calls and its variants', else those of the function that it is another name or another version of.
 fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
-    let names = [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
-    names.filter_map(|name| places.get(others.get(&name).unwrap_or(&name)).copied()).max()
+    let names = || [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
+    let own = names().filter_map(|name| places.get(&name).copied()).max();
+    let versions = ["_v2", "_v3"];
+    let mut others_of_it: Vec<String> = versions.iter().map(|version| format!("{name}{version}")).collect();
+    others_of_it.extend(versions.iter().filter_map(|version| name.strip_suffix(version)).map(str::to_owned));
+    own.or_else(|| names().filter_map(|name| places.get(others.get(&name)?).copied()).max())
+        .or_else(|| others_of_it.iter().filter_map(|name| places.get(name).copied()).max())
 }
 
-/// Other names of functions, and the functions.
+/// Other names of functions, and the functions: aliases in the driver's library, and what the runtime hands to one function of the driver as it is.
 fn other_names() -> BTreeMap<String, String> {
     let all = functions("cuda", "cu").into_iter();
-    all.filter_map(|f| Some((f.name, f.body.strip_suffix('(')?.to_owned()))).collect()
+    let mut found: BTreeMap<String, String> =
+        all.filter_map(|f| Some((f.name, f.body.strip_suffix('(')?.to_owned()))).collect();
+    found.extend(handed_on());
+    found
+}
+
+/// Functions of the runtime that are one function of the driver with the same arguments, by `=>`, and that one.
+fn handed_on() -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for (_, text) in sources("cudart") {
+        for (at, _) in text.match_indices("=> cu") {
+            let names = text[..at].trim_end().rsplit([' ', '\n']).next().unwrap_or_default();
+            let target: String = text[at + 3..].chars().take_while(|c| is_word(*c)).collect();
+            let names = names.split('/').filter(|name| is_of(name, "cuda"));
+            found.extend(names.map(|name| (name.to_owned(), target.clone())));
+        }
+    }
+    found
 }
 
 fn section(text: &mut String, title: &str, table: &Table, places: &Places) {
@@ -281,7 +297,8 @@ fn made() -> String {
          What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n\n\
          Where a function is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's own process;\n\
          *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime is a layer over the\n\
-         driver API, in the program's process: what is counted for its functions is what the driver's did for them.\n",
+         driver API, in the program's process: what is counted for its functions is what the driver's did for them, and of one that nobody calls and that is one of the driver's, or a version of another, that one's\n\
+         count is told.\n",
     );
     let places = calls::recorded().expect("the record of calls");
     let driver = driver();
