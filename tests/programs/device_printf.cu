@@ -10,6 +10,8 @@ __global__ void hello(int round) {
     printf("round %d thread %d\n", round, threadIdx.x);
 }
 
+__device__ int symbol;
+
 __global__ void formats() {
     printf("%d %5u|%-6x|%08.3f %s %c %% %lld %e %+d\n", -7, 42u, 0xbeefu, 3.14159, "text", 'q', -1234567890123ll, 0.00012, 5);
     printf("no arguments\n");
@@ -40,6 +42,16 @@ static int child() {
     hello<<<1, 2>>>(4);
     CHECK(cudaMemcpy(&host, device, sizeof host, cudaMemcpyDeviceToHost));
     printf("after cudaMemcpy\n");
+    // A blocking copy to the device, which waits for the kernel before it: of pageable memory, whole and by rows, and to a symbol.
+    hello<<<1, 2>>>(5);
+    CHECK(cudaMemcpy(device, &host, sizeof host, cudaMemcpyHostToDevice));
+    printf("after cudaMemcpy to the device\n");
+    hello<<<1, 2>>>(6);
+    CHECK(cudaMemcpy2D(device, 4, &host, 4, 4, 1, cudaMemcpyHostToDevice));
+    printf("after cudaMemcpy2D\n");
+    hello<<<1, 2>>>(7);
+    CHECK(cudaMemcpyToSymbol(symbol, &host, sizeof host));
+    printf("after cudaMemcpyToSymbol\n");
     formats<<<1, 1>>>();
     CHECK(cudaDeviceSynchronize());
     printf("end\n");
@@ -76,6 +88,12 @@ int main(int argc, char **argv) {
         "after cudaEventSynchronize\n"
         "round 4 thread 0\nround 4 thread 1\n"
         "after cudaMemcpy\n"
+        "round 5 thread 0\nround 5 thread 1\n"
+        "after cudaMemcpy to the device\n"
+        "round 6 thread 0\nround 6 thread 1\n"
+        "after cudaMemcpy2D\n"
+        "round 7 thread 0\nround 7 thread 1\n"
+        "after cudaMemcpyToSymbol\n"
         "-7    42|beef  |0003.142 text q % -1234567890123 1.200000e-04 +5\n"
         "no arguments\n"
         "end\n";
@@ -91,5 +109,5 @@ int main(int argc, char **argv) {
         REQUIRE(line == next[block]++, "line %d of block %d comes too early or too late", line, block);
     }
     REQUIRE(lines == 4000, "%zu lines of 4000", lines);
-    return pass("five ways of waiting, %zu bytes in order from four blocks", flood.size());
+    return pass("eight ways of waiting, %zu bytes in order from four blocks", flood.size());
 }

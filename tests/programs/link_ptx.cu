@@ -147,7 +147,19 @@ int main(int argc, char **argv) {
     {
         Linker linker;
         WANT(CUDA_ERROR_INVALID_PTX, linker.add(broken, sizeof broken, "broken.ptx"));
-        REQUIRE(linker.errors[0] != 0, "nothing is said of a broken input");
+        REQUIRE(strstr(linker.errors, "ptxas") && strstr(linker.errors, "line 6"), "of a broken input is said \"%s\"", linker.errors);
+    }
+    {
+        // The same of a module that is loaded at once; a log that has too little room is cut.
+        char errors[1024] = "", few[8] = "";
+        CUjit_option options[] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
+        void *values[] = {errors, (void *)sizeof errors};
+        CUmodule module;
+        WANT(CUDA_ERROR_INVALID_PTX, cuModuleLoadDataEx(&module, broken, 2, options, values));
+        REQUIRE(strstr(errors, "ptxas") && strstr(errors, "line 6"), "of a broken module is said \"%s\"", errors);
+        void *less[] = {few, (void *)sizeof few};
+        WANT(CUDA_ERROR_INVALID_PTX, cuModuleLoadDataEx(&module, broken, 2, options, less));
+        REQUIRE(few[sizeof few - 1] == 0 && strlen(few) > 0, "a short log is \"%.8s\"", few);
     }
     {
         Linker linker;

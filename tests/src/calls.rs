@@ -1,6 +1,7 @@
-//! Where the functions of the driver API are served, as it was counted when the test programs called them: `tests/calls.txt`.
+//! Where the functions of the three APIs are served, as it was counted when the test programs called them: `tests/calls.txt`.
 //!
-//! The counters are the client library's own (`RGPU_STATS=1`): for each function, how many commands its calls sent and how many answers they waited for. What was counted is recorded, and told
+//! The counters are the client library's own (`RGPU_STATS=1`): for each function, how many commands its calls sent and how many answers they waited for; what a function of the runtime API leads to is
+//! counted for it and for the driver's function that it calls, but for what a thread's first call needs to start with. What was counted is recorded, and told
 //! in `docs/compatibility.md`; a run whose calls of a function go farther than is recorded, as a rule, fails.
 //!
 //! To record anew: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
@@ -45,14 +46,22 @@ fn merge(all: &mut Places, name: &str, place: Place) {
     *known = place.max(*known);
 }
 
+/// Whether a line begins with a function of one of the APIs, and is not about a whole session or what compiled programs call.
+fn is_function(line: &str) -> bool {
+    ["cu", "cuda", "nvml"].iter().any(|api| {
+        line.strip_prefix(api).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
+    })
+}
+
 /// The lines about functions that a program printed on standard error: name, calls, commands, answers waited for.
 fn lines(stderr: &str) -> impl Iterator<Item = (String, [u64; 3])> {
-    stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: cu")).map(|line| {
+    let ours = stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
+    ours.filter(|line| is_function(line)).map(|line| {
         let count = |name: &str| {
             let word = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
             word.and_then(|number| number.parse().ok()).unwrap_or(0)
         };
-        let name = format!("cu{}", line.split(' ').next().unwrap_or_default());
+        let name = line.split(' ').next().unwrap_or_default().to_owned();
         (name, [count("calls"), count("commands"), count("round_trips")])
     })
 }
@@ -160,11 +169,18 @@ mod tests {
     #[test]
     fn a_function_is_where_the_farthest_of_its_calls_was() {
         let stderr = "rgpu: stats: pid=7 commands=9 round_trips=9\n\
+            rgpu: stats: nvml-pid=7 commands=9 round_trips=9\n\
+            rgpu: stats: __cudaLaunchKernel calls=3 commands=3 round_trips=0 exchanges=0\n\
+            rgpu: stats: cudaMalloc calls=3 commands=0 round_trips=0 exchanges=0\n\
+            rgpu: stats: nvmlInit_v2 calls=1 commands=1 round_trips=1 exchanges=1\n\
             rgpu: stats: cuLaunchKernel calls=3 commands=3 round_trips=0 exchanges=0\n\
             something else\n\
             rgpu: stats: cuCtxGetDevice calls=3 commands=0 round_trips=0 exchanges=0\n\
             rgpu: stats: cuCtxGetDevice calls=1 commands=1 round_trips=1 exchanges=1\n";
-        assert_eq!(text(&counted(stderr)), "cuCtxGetDevice awaited\ncuLaunchKernel forwarded\n");
+        assert_eq!(
+            text(&counted(stderr)),
+            "cuCtxGetDevice awaited\ncuLaunchKernel forwarded\ncudaMalloc local\nnvmlInit_v2 awaited\n"
+        );
     }
 
     #[test]

@@ -177,33 +177,28 @@ fn runtime(driver: &Table) -> Table {
     };
     let all = functions("cudart", "cuda");
     let mut table: Table = all.into_iter().filter(|f| f.exported).map(|f| (f.name, of(&f.body))).collect();
-    for (_, text) in sources("cudart") {
-        for (at, _) in text.match_indices("=> cu") {
-            let names = text[..at].trim_end().rsplit([' ', '\n']).next().unwrap_or_default();
-            let target: String = text[at + 3..].chars().take_while(|c| is_word(*c)).collect();
-            if let Some(how) = driver.get(&target) {
-                for name in names.split('/').filter(|name| is_of(name, "cuda")) {
-                    table.insert(name.to_owned(), how.clone());
-                }
-            }
+    for (name, target) in handed_on() {
+        if let Some(how) = driver.get(&target) {
+            table.insert(name, how.clone());
         }
     }
     table.extend(refused("cudart").into_iter().map(|(name, why)| (name, How::Refused(why))));
     table
 }
 
+/// What a library exports by its API's own names, of all versions.
+fn exported(library: &str, prefix: &str) -> BTreeSet<String> {
+    let folder = tree::root().join("guest-cudart").join(library).join("exports");
+    let lists = fs::read_dir(folder).expect("the lists of exported names");
+    let texts = lists.map(|list| fs::read_to_string(list.expect("a list").path()).expect("a list of names"));
+    texts
+        .flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>())
+        .filter(|name| is_of(name, prefix))
+        .collect()
+}
+
 fn nvml() -> Table {
-    let mut table = Table::new();
-    for (path, text) in sources("nvml") {
-        for (at, _) in text.match_indices("nvml").filter(|_| !path.ends_with("macros.rs")) {
-            let before = text[..at].trim_end();
-            let name: String = text[at..].chars().take_while(|c| is_word(*c)).collect();
-            let kinds = ["fn", "block", "words", "text", "list", "versioned"];
-            if is_of(&name, "nvml") && kinds.iter().any(|kind| before.ends_with(kind)) {
-                table.insert(name, How::Served);
-            }
-        }
-    }
+    let mut table: Table = exported("nvml", "nvml").into_iter().map(|name| (name, How::Served)).collect();
     table.extend(refused("nvml").into_iter().map(|(name, why)| (name, How::Refused(why))));
     table
 }
@@ -232,16 +227,38 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-/// How a served function is, by what was counted: its own calls, its variants', and those of the function that it is another name of.
+/// How a served function is, by what was counted: its own calls and its variants', else those of the function that it is another name or another version of.
 fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
-    let names = [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
-    names.filter_map(|name| places.get(others.get(&name).unwrap_or(&name)).copied()).max()
+    let names = || [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
+    let own = names().filter_map(|name| places.get(&name).copied()).max();
+    let versions = ["_v2", "_v3"];
+    let mut others_of_it: Vec<String> = versions.iter().map(|version| format!("{name}{version}")).collect();
+    others_of_it.extend(versions.iter().filter_map(|version| name.strip_suffix(version)).map(str::to_owned));
+    own.or_else(|| names().filter_map(|name| places.get(others.get(&name)?).copied()).max())
+        .or_else(|| others_of_it.iter().filter_map(|name| places.get(name).copied()).max())
 }
 
-/// Other names of functions, and the functions.
+/// Other names of functions, and the functions: aliases in the driver's library, and what the runtime hands to one function of the driver as it is.
 fn other_names() -> BTreeMap<String, String> {
     let all = functions("cuda", "cu").into_iter();
-    all.filter_map(|f| Some((f.name, f.body.strip_suffix('(')?.to_owned()))).collect()
+    let mut found: BTreeMap<String, String> =
+        all.filter_map(|f| Some((f.name, f.body.strip_suffix('(')?.to_owned()))).collect();
+    found.extend(handed_on());
+    found
+}
+
+/// Functions of the runtime that are one function of the driver with the same arguments, by `=>`, and that one.
+fn handed_on() -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for (_, text) in sources("cudart") {
+        for (at, _) in text.match_indices("=> cu") {
+            let names = text[..at].trim_end().rsplit([' ', '\n']).next().unwrap_or_default();
+            let target: String = text[at + 3..].chars().take_while(|c| is_word(*c)).collect();
+            let names = names.split('/').filter(|name| is_of(name, "cuda"));
+            found.extend(names.map(|name| (name.to_owned(), target.clone())));
+        }
+    }
+    found
 }
 
 fn section(text: &mut String, title: &str, table: &Table, places: &Places) {
@@ -278,20 +295,16 @@ fn made() -> String {
          <!-- Made from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
          *served*: does what NVIDIA's manual says. *not supported*: answers the API's error for that and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
          What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n\n\
-         Where a function of the driver API is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's\n\
-         own process; *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime\n\
-         is a layer over the driver API, in the program's process; NVML's functions ask, but for texts and numbers.\n",
+         Where a function is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's own process;\n\
+         *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime is a layer over the\n\
+         driver API, in the program's process: what is counted for its functions is what the driver's did for them, and of one that nobody calls and that is one of the driver's, or a version of another, that one's\n\
+         count is told.\n",
     );
     let places = calls::recorded().expect("the record of calls");
     let driver = driver();
     section(&mut text, "Driver API: `libcuda.so.1`", &driver, &places);
-    section(
-        &mut text,
-        "Runtime API: `libcudart.so.12`, `libcudart.so.13`",
-        &runtime(&driver),
-        &Places::new(),
-    );
-    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml(), &Places::new());
+    section(&mut text, "Runtime API: `libcudart.so.12`, `libcudart.so.13`", &runtime(&driver), &places);
+    section(&mut text, "NVML: `libnvidia-ml.so.1`", &nvml(), &places);
     text
 }
 
@@ -311,6 +324,19 @@ fn the_table_of_functions_is_the_sources() {
         made == there,
         "docs/compatibility.md is not what the sources say: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility"
     );
+}
+
+#[test]
+fn every_exported_function_is_told_and_no_other() {
+    let driver = driver();
+    for (library, prefix, table) in
+        [("cuda", "cu", &driver), ("cudart", "cuda", &runtime(&driver)), ("nvml", "nvml", &nvml())]
+    {
+        let told: BTreeSet<String> = table.keys().filter(|name| is_of(name, prefix)).cloned().collect();
+        let exported = exported(library, prefix);
+        let differ: Vec<&String> = told.symmetric_difference(&exported).collect();
+        assert!(differ.is_empty(), "{library}: {differ:?}");
+    }
 }
 
 /// Functions whose kind is beyond doubt.

@@ -183,6 +183,14 @@ unsafe fn take(cookie: *mut c_void, stream: Stream, text: *const c_char, size: u
     size as isize
 }
 
+/// Images are searched for `printf` as far as they are no longer than this unpacked.
+const SEARCHED: usize = 4 << 20;
+
+/// Whether an image has code for a device of this compute capability that may call `printf`. `None`: it is too long to be searched, or of a form that cannot be.
+pub fn may_print(image: &[u8], (major, minor): (u32, u32)) -> Option<bool> {
+    software_gpu::mentions(image, 10 * major + minor, b"vprintf", SEARCHED)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

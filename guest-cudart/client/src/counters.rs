@@ -1,15 +1,17 @@
-//! What this process has done: counted always, and printed at exit with `RGPU_STATS=1`, together and for each function of the driver API.
+//! What this process has done: counted always, and printed at exit with `RGPU_STATS=1`, together and for each function of the APIs.
 //!
 //! ```text
 //!  rgpu: stats: pid=71 commands=200011 round_trips=3 exchanges=2 doorbells=29 …
 //!  rgpu: stats: cuLaunchKernel calls=200000 commands=200000 round_trips=0 exchanges=0 doorbells=28 …
 //! ```
 //!
-//! What happens while a thread is inside an exported function is put down to the outermost one ([`enter`]); what helpers do belongs to the whole only.
+//! What happens while a thread is inside an exported function is put down to the outermost one ([`enter`]), and to the function of the runtime API that called it
+//! ([`enter_runtime`]); what helpers do belongs to the whole only.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, Once, PoisonError};
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use crate::log;
 use protocol::trace::{RECORDER, VARIABLE};
@@ -88,6 +90,8 @@ static CALLED: Mutex<Vec<&'static Call>> = Mutex::new(Vec::new());
 thread_local! {
     /// The exported function that this thread is in.
     static INSIDE: Cell<Option<&'static Call>> = const { Cell::new(None) };
+    /// The function of the runtime API that this thread is in.
+    static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
 }
 
 /// Adds to a counter.
@@ -102,7 +106,8 @@ pub fn add(counter: &Counter, n: u64) {
 #[cold]
 fn put_down(index: usize, n: u64) {
     // A thread that is being torn down is in no function.
-    if let Ok(Some(call)) = INSIDE.try_with(Cell::get) {
+    let here = [INSIDE.try_with(Cell::get), RUNTIME.try_with(Cell::get)];
+    for call in here.into_iter().flatten().flatten() {
         call.counts[index].fetch_add(n, Ordering::Relaxed);
     }
 }
@@ -143,10 +148,41 @@ fn enter_counted(call: &'static Call) -> Option<Inside> {
     if !matches!(INSIDE.try_with(Cell::get), Ok(None)) {
         return None;
     }
+    called(call);
+    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside(()))
+}
+
+fn called(call: &'static Call) {
     if call.calls.fetch_add(1, Ordering::Relaxed) == 0 {
         CALLED.lock().unwrap_or_else(PoisonError::into_inner).push(call);
     }
-    INSIDE.try_with(|inside| inside.set(Some(call))).is_ok().then_some(Inside(()))
+}
+
+/// Says that this thread enters a function of the runtime API, whose library keeps `known` for it, NULL at first. False if one function of the runtime calls another, or if nobody asked for such
+/// counts; else the thread is inside until [`leave_runtime`].
+pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
+    if !BY_CALL.load(Ordering::Relaxed) || !matches!(RUNTIME.try_with(Cell::get), Ok(None)) {
+        return false;
+    }
+    static MAKING: Mutex<()> = Mutex::new(());
+    // SAFETY: only the line below writes there, with what is never freed.
+    let call = unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
+        let _turn = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as above.
+        unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
+            let name = Box::leak(name.to_string_lossy().into_owned().into_boxed_str());
+            let made: &'static Call = Box::leak(Box::new(Call::new(name)));
+            known.store(std::ptr::from_ref(made).cast_mut(), Ordering::Release);
+            made
+        })
+    });
+    called(call);
+    RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
+}
+
+/// The thread leaves the function of the runtime API that it entered last.
+pub fn leave_runtime() {
+    let _ = RUNTIME.try_with(|runtime| runtime.set(None));
 }
 
 fn line(counts: impl Iterator<Item = u64>) -> String {
@@ -155,7 +191,8 @@ fn line(counts: impl Iterator<Item = u64>) -> String {
 
 fn report() -> String {
     let total = line(COUNTERS.all().into_iter().map(Counter::get));
-    let mut text = format!("rgpu: stats: pid={}{total}\n", std::process::id());
+    let whole = WHOLE.get().copied().unwrap_or("pid");
+    let mut text = format!("rgpu: stats: {whole}={}{total}\n", std::process::id());
     for call in CALLED.lock().unwrap_or_else(PoisonError::into_inner).iter() {
         let counts = line(call.counts.iter().map(|count| count.load(Ordering::Relaxed)));
         text += &format!("rgpu: stats: {} calls={}{counts}\n", call.name, call.calls.load(Ordering::Relaxed));
@@ -182,8 +219,11 @@ pub fn trace_to_exit() {
     });
 }
 
-/// Counts by function from now on and prints everything when the process exits, if `RGPU_STATS=1` asks for it.
-pub fn print_at_exit() {
+/// The word before the process's number on the line of all together: a process has a session for CUDA, and one for NVML.
+static WHOLE: OnceLock<&str> = OnceLock::new();
+
+/// Counts by function from now on and prints everything when the process exits, if `RGPU_STATS=1` asks for it. The line of all together begins with `whole`.
+pub fn print_at_exit(whole: &'static str) {
     static ONCE: Once = Once::new();
     extern "C" fn print() {
         let text = report();
@@ -192,6 +232,7 @@ pub fn print_at_exit() {
     }
     ONCE.call_once(|| {
         if std::env::var_os("RGPU_STATS").is_some_and(|value| value == "1") {
+            let _ = WHOLE.set(whole);
             BY_CALL.store(true, Ordering::Relaxed);
             // SAFETY: `print` is a plain C function that lives as long as this library.
             unsafe { libc::atexit(print) };
@@ -203,10 +244,14 @@ pub fn print_at_exit() {
 mod tests {
     use super::*;
 
+    /// The switch is the process's.
+    static TURN: Mutex<()> = Mutex::new(());
+
     #[test]
     fn what_a_thread_does_inside_a_function_is_put_down_to_the_outermost() {
         static OUTER: Call = Call::new("outer");
         static INNER: Call = Call::new("inner");
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         BY_CALL.store(true, Ordering::Relaxed);
         add(&COUNTERS.commands, 100);
         {
@@ -225,5 +270,28 @@ mod tests {
             "{}",
             report()
         );
+    }
+
+    #[test]
+    fn what_a_function_of_the_runtime_does_is_put_down_to_it_and_to_the_drivers() {
+        static DRIVERS: Call = Call::new("cuInner");
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = AtomicPtr::default();
+        assert!(!enter_runtime(&known, c"cudaOuter"), "nobody asked");
+        BY_CALL.store(true, Ordering::Relaxed);
+        assert!(enter_runtime(&known, c"cudaOuter"));
+        assert!(!enter_runtime(&AtomicPtr::default(), c"cudaInner"), "it is inside one");
+        let inside = enter(&DRIVERS);
+        add(&COUNTERS.ring_full, 2);
+        drop(inside);
+        leave_runtime();
+        add(&COUNTERS.ring_full, 5);
+        BY_CALL.store(false, Ordering::Relaxed);
+        // SAFETY: made above, and never freed.
+        let outer = unsafe { &*known.load(Ordering::Relaxed) };
+        for call in [&DRIVERS, outer] {
+            assert_eq!(call.counts[COUNTERS.ring_full.index].load(Ordering::Relaxed), 2, "{}", call.name);
+        }
+        assert_eq!((outer.name, outer.calls.load(Ordering::Relaxed)), ("cudaOuter", 1));
     }
 }

@@ -101,7 +101,7 @@ pub fn open() -> Result<&'static Session, Status> {
             }
             // SAFETY: `in_child` does only what may be done between fork and exec: it stores to atomics and closes descriptors.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-            counters::print_at_exit();
+            counters::print_at_exit("pid");
             counters::trace_to_exit();
             Ok(GLOBAL.get_or_init(|| session))
         }

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
 use crate::context::{self, Context};
+use crate::graph::memory::GraphMemory;
 use crate::graph::{self, Edge, Graph, Work};
-use crate::state::{driver, unique_id};
+use crate::state::{Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::{Result, code, non_null, put, refuse_form};
 use client::{Status, lock};
@@ -75,6 +76,15 @@ impl Capture {
         lock(&self.added).insert(node);
         *end = vec![node];
         Ok(())
+    }
+
+    /// Adds an allocation behind what a stream's next node depends on; its address.
+    pub fn allocate(&self, driver: &'static Driver, stream: &Stream, device: u32, size: u64) -> Result<u64> {
+        let before: Vec<Edge> =
+            self.point(stream).into_iter().map(|from| Edge { from, data: [0; 8] }).collect();
+        let made = GraphMemory::new(driver, &self.graph, &before, device, size)?;
+        let address = made.address;
+        self.add(stream, Work::Alloc(made)).map(|()| address)
     }
 
     /// What the next node on a stream depends on: what an event recorded there stands for.

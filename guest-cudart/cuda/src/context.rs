@@ -36,6 +36,8 @@ pub(crate) struct Context {
     primary: bool,
     alive: AtomicBool,
     retained: Mutex<u32>,
+    /// `cuCtxAttach`, less `cuCtxDetach`.
+    attached: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
     /// The legacy default stream, and so every stream that it waits for, is known to be done up to this `seq`.
     legacy_synced: AtomicU64,
@@ -110,6 +112,7 @@ impl Context {
                 primary,
                 alive: (!primary).into(),
                 retained: Mutex::new(0),
+                attached: Mutex::new(0),
                 legacy: std::sync::OnceLock::new(),
                 legacy_synced: AtomicU64::new(0),
                 last_work: AtomicU64::new(0),
@@ -447,6 +450,38 @@ fn wait_for(context: &'static Context) -> Result {
     result
 }
 
+/// Destroys a context that was made, whoever uses it.
+fn destroy(ctx: usize) -> Result {
+    let driver = driver()?;
+    let context =
+        CONTEXTS.get(ctx).ok_or(if ctx == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT })?;
+    if context.primary {
+        return Err(Status::INVALID_CONTEXT);
+    }
+    if CONTEXTS.remove(ctx).is_none() {
+        return Err(Status::INVALID_CONTEXT);
+    }
+    let context: &'static Context = *context;
+    context.alive.store(false, Ordering::Release);
+    context.forget_contents(driver, true);
+    memory::forget(driver, context);
+    // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
+    let _ = Lasting::with(&STACK, |stack| {
+        let mut stack = stack.borrow_mut();
+        if stack.last().is_some_and(|top| std::ptr::eq(top.context, context)) {
+            stack.pop();
+        }
+    });
+    let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
+    if let Some(word) = driver.session.progress().error(context.id) {
+        word.clear();
+    }
+    if result.is_ok() {
+        lock(&IDS).push(context.id.0);
+    }
+    result
+}
+
 api! {
     fn cuCtxCreate_v4(pctx: *mut usize, params: *const CtxCreateParams, flags: u32, dev: i32) {
         if let Some(params) = params.as_ref()
@@ -470,33 +505,7 @@ api! {
     alias cuCtxCreate = cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32);
 
     fn cuCtxDestroy_v2(ctx: usize) {
-        let driver = driver()?;
-        let context = CONTEXTS.get(ctx).ok_or(if ctx == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT })?;
-        if context.primary {
-            return Err(Status::INVALID_CONTEXT);
-        }
-        if CONTEXTS.remove(ctx).is_none() {
-            return Err(Status::INVALID_CONTEXT);
-        }
-        let context: &'static Context = *context;
-        context.alive.store(false, Ordering::Release);
-        context.forget_contents(driver, true);
-        memory::forget(driver, context);
-        // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
-        let _ = Lasting::with(&STACK, |stack| {
-            let mut stack = stack.borrow_mut();
-            if stack.last().is_some_and(|top| std::ptr::eq(top.context, context)) {
-                stack.pop();
-            }
-        });
-        let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
-        if let Some(word) = driver.session.progress().error(context.id) {
-            word.clear();
-        }
-        if result.is_ok() {
-            lock(&IDS).push(context.id.0);
-        }
-        result
+        destroy(ctx)
     }
     alias cuCtxDestroy = cuCtxDestroy_v2(ctx: usize);
 
@@ -638,7 +647,25 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        current()?;
-        put(pctx, current_handle())
+        let context = current()?;
+        put(pctx, current_handle())?;
+        *lock(&context.attached) += 1;
+        Ok(())
+    }
+
+    fn cuCtxDetach(ctx: usize) {
+        let context = current()?;
+        if ctx != current_handle() {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        {
+            let mut attached = lock(&context.attached);
+            if *attached > 0 {
+                *attached -= 1;
+                return Ok(());
+            }
+        }
+        // The last usage is its maker's.
+        destroy(ctx)
     }
 }

@@ -3,8 +3,9 @@
 //!
 //! Most tables begin with their own size in bytes. A slot that nobody was seen to call answers `CUDA_ERROR_NOT_SUPPORTED`.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicPtr;
 
 use crate::compile_cache;
 use crate::context::{self, Stored};
@@ -12,6 +13,7 @@ use crate::device::attr;
 use crate::integrity::{self, Question, Seen};
 use crate::state;
 use crate::{Result, finish, non_null, put};
+use client::counters::{self, Call};
 use client::{Status, lock, log};
 
 /// A slot: a size or an address.
@@ -199,6 +201,19 @@ unsafe extern "C" fn each_function(
     u32::from(finish("functions of a module", result) == 0)
 }
 
+/// rgpu's own libcudart enters one of its functions; what that library keeps for the function is first NULL. Not 0: the thread is inside until [`runtime_leaves`].
+unsafe extern "C" fn runtime_enters(known: *const AtomicPtr<Call>, name: *const c_char) -> u32 {
+    if known.is_null() || name.is_null() {
+        return 0;
+    }
+    // SAFETY: the caller gives a place of its own that lives as long as its library, and a name that ends with NUL.
+    u32::from(unsafe { counters::enter_runtime(&*known, CStr::from_ptr(name)) })
+}
+
+extern "C" fn runtime_leaves() {
+    counters::leave_runtime();
+}
+
 static RUNTIME: Table<13> = table(&[(2, primary as Slot), (7, nothing as Slot), (12, nothing as Slot)]);
 static HOOKS: Table<7> = table(&[(2, buffer_2 as Slot), (6, buffer_6 as Slot)]);
 static CURRENT: Table<4> = table(&[(2, current as Slot)]);
@@ -218,6 +233,9 @@ static COMPILE_CACHE: Table<7> = table(&[
     (6, compile_cache::give_back as Slot),
 ]);
 
+/// What rgpu's libcudart asks for where `RGPU_STATS=1`, to have its functions counted.
+static COUNTS: Table<3> = table(&[(1, runtime_enters as Slot), (2, runtime_leaves as Slot)]);
+
 /// The tables by GUID, as the 16 bytes stand in memory.
 fn find(guid: &[u8; 16]) -> Option<*const c_void> {
     let table = match u128::from_be_bytes(*guid) {
@@ -231,6 +249,8 @@ fn find(guid: &[u8; 16]) -> Option<*const c_void> {
         0x6E163FBE_B958_444D_835C_E182AFF1991E => FUNCTIONS.0.as_ptr(),
         0x1734DC26_800D_4745_8726_C0F1E7DD8BCA => REFUSING.0.as_ptr(),
         0xDA9151D3_3AE6_CC41_A5C0_4F26D533E328 => COMPILE_CACHE.0.as_ptr(),
+        // "rgpu counts call".
+        0x72677075_2063_6F75_6E74_732063616C6C => COUNTS.0.as_ptr(),
         _ => return None,
     };
     Some(table.cast())

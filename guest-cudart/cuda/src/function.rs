@@ -42,6 +42,8 @@ pub(crate) struct Function {
     pub params: Vec<Param>,
     /// Bytes of the parameter block.
     pub params_size: usize,
+    /// It is of a module that may call `printf`.
+    pub prints: bool,
     attributes: [AtomicI32; func::MAX as usize],
     /// Attributes that the server's driver knows are those below this number. Not set while they have not come.
     known: OnceLock<u32>,
@@ -58,6 +60,7 @@ impl Function {
         index: u32,
         context: &'static Context,
         info: FunctionInfo,
+        prints: bool,
     ) -> Result<Function> {
         let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
         let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
@@ -69,6 +72,7 @@ impl Function {
             name,
             params_size,
             params: info.params,
+            prints,
             attributes: Default::default(),
             known: OnceLock::new(),
             handle: OnceLock::new(),

@@ -80,12 +80,24 @@ mod tools {
     }
 }
 
+/// Which atomic operations work across the links of the server's devices: no server is asked yet.
+mod atomics {
+    unsupported! {
+        cuDeviceGetHostAtomicCapabilities, cuDeviceGetP2PAtomicCapabilities,
+    }
+}
+
+/// No other device of this machine writes the GPU's memory, and no function of a GPU elsewhere can be called here.
+mod local {
+    unsupported! {
+        cuFlushGPUDirectRDMAWrites, cuLibraryGetUnifiedFunction,
+    }
+}
+
 /// The oldest forms: 32-bit sizes and addresses, and what CUDA itself has taken out of use.
 mod legacy {
     unsupported! {
-        cuCtxDetach, cuDeviceGetHostAtomicCapabilities, cuDeviceGetP2PAtomicCapabilities, cuDeviceTotalMem,
-        cuFlushGPUDirectRDMAWrites,
-        cuLaunchCooperativeKernelMultiDevice, cuLibraryGetUnifiedFunction, cuMemAlloc,
+        cuDeviceTotalMem, cuLaunchCooperativeKernelMultiDevice, cuMemAlloc,
         cuMemAllocHost, cuMemAllocPitch, cuMemFree, cuMemGetAddressRange, cuMemGetInfo, cuMemHostGetDevicePointer,
         cuMemcpy2D, cuMemcpy2DAsync, cuMemcpy2DUnaligned, cuMemcpy3D, cuMemcpy3DAsync, cuMemcpyDtoD, cuMemcpyDtoDAsync,
         cuMemcpyDtoH, cuMemcpyDtoHAsync, cuMemcpyHtoD, cuMemcpyHtoDAsync, cuMemsetD16, cuMemsetD2D16, cuMemsetD2D32,

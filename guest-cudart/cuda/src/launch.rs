@@ -11,7 +11,9 @@ use crate::graph::Work;
 use crate::graph::work::Kernel;
 use crate::state::{Device, Driver};
 use crate::types::{LaunchAttr, LaunchConfig};
-use crate::{Result, code, context, event, host, managed, non_null, refuse_form, stream, stream_attributes};
+use crate::{
+    Result, code, context, event, host, managed, non_null, promise, refuse_form, stream, stream_attributes,
+};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -202,7 +204,7 @@ fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u
     Ok(())
 }
 
-/// Checks everything about a launch but its parameters.
+/// Checks everything about a launch but its parameters, and notes what the host will see of it.
 pub(crate) fn check_all(
     driver: &Driver,
     function: &Function,
@@ -211,7 +213,11 @@ pub(crate) fn check_all(
 ) -> Result {
     let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     check(device, function, shape)?;
-    check_clusters(function, attributes, &shape.grid)
+    check_clusters(function, attributes, &shape.grid)?;
+    if function.prints {
+        promise::host_sees();
+    }
+    Ok(())
 }
 
 /// The parameter block of a launch, in either form.

@@ -87,6 +87,8 @@ fn add(handle: usize, kind: u32, data: &[u8], name: &str, jit: &Jit) -> Result {
     let reply = answer?;
     // SAFETY: the program keeps its buffers as long as the linker.
     unsafe { link.jit.report(&reply.info_log, &reply.error_log) };
+    // SAFETY: the caller has read them from arrays that are still there.
+    unsafe { jit.report(&reply.info_log, &reply.error_log) };
     Status(reply.result).ok()
 }
 

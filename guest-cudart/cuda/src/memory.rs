@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 
 use crate::context::{self, Context};
-use crate::graph::memory as graph_memory;
+use crate::graph::{memory as graph_memory, physical};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
 use crate::{Result, capture, host, managed, non_null, pool, pool_share, put, vmm};
@@ -76,7 +76,7 @@ pub(crate) fn is_reserved(driver: &Driver, address: u64) -> bool {
 /// What lies at a device address, if it is the program's.
 pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     if vmm::is_here(address) {
-        return vmm::find(driver, address);
+        return graph_memory::found(address).or_else(|| vmm::find(driver, address));
     }
     if let Some(device) = device_of(driver, address) {
         let memory = lock(device.memory_of(address));
@@ -123,7 +123,7 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
 /// `INVALID_VALUE`, as CUDA says of an address that is none, or a range that runs past its end.
 #[inline]
 pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
-    if vmm::is_here(address) {
+    if vmm::is_here(address) && graph_memory::found(address).is_none() {
         return vmm::check(driver, address, len);
     }
     let found = find(driver, address).ok_or(Status::INVALID_VALUE)?;
@@ -167,7 +167,9 @@ pub(crate) fn place(
     let first = lock(part).alloc(size, tag, backing);
     match first {
         // What streams have yet to let go may be what is missing.
-        Err(Status::OUT_OF_MEMORY) if wait_for_leaving(driver, device.ordinal) => {
+        Err(Status::OUT_OF_MEMORY)
+            if wait_for_leaving(driver, device.ordinal) | physical::trim(driver, device.ordinal) =>
+        {
             lock(part).alloc(size, tag, backing)
         }
         other => other,
@@ -190,14 +192,12 @@ fn release(driver: &'static Driver, device: &Device, address: u64) {
 
 /// Frees in stream order: later allocations use the memory when the stream has come here.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
-    if graph_memory::freed(address)? {
+    if graph_memory::freed(driver, address, Some(&stream))? {
         return Ok(());
     }
-    let_go(driver, address, stream)
-}
-
-/// As [`free_in_order`], for memory that no graph has.
-pub(crate) fn let_go(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
+    if vmm::is_here(address) {
+        return pool_share::free_in_order(driver, address, stream);
+    }
     let device = device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
     let (size, pool) = {
         let mut memory = lock(device.memory_of(address));
@@ -284,6 +284,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     managed::forget(driver, context);
     pool_share::forget(driver, context);
+    physical::forget(context);
     lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
     for device in &driver.devices {
         let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
@@ -348,6 +349,13 @@ api! {
         if dptr == 0 {
             return Ok(());
         }
+        if let Some(found) = graph_memory::found(dptr) {
+            capture::unsafe_call()?;
+            if found.context.is_alive() {
+                found.context.synchronize()?;
+            }
+            return graph_memory::freed(driver, dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
+        }
         if vmm::is_here(dptr) {
             capture::unsafe_call()?;
             return pool_share::free(driver, dptr);
@@ -364,9 +372,6 @@ api! {
                 return Err(Status::INVALID_VALUE);
             }
             pool::gone(found.pool, found.size);
-            return Ok(());
-        }
-        if graph_memory::freed(dptr)? {
             return Ok(());
         }
         let mut memory = lock(&device.memory);

@@ -224,7 +224,8 @@ pub(crate) fn load(
         }
     };
     // SAFETY: as above.
-    unsafe { jit.report(&reply.info_log, "") };
+    unsafe { jit.report(&reply.info_log, &reply.error_log) };
+    Status(reply.result).ok()?;
     let needed = usize::try_from(reply.info_size).map_err(|_| Status::UNKNOWN)?;
     let read = |staging: &Staging<'_>, len: usize| {
         // SAFETY: the host has written `len` bytes there before it answered.
@@ -252,7 +253,7 @@ pub(crate) fn load(
         .functions
         .into_iter()
         .enumerate()
-        .map(|(index, info)| Function::new(id, index as u32, context, info).map(Arc::new))
+        .map(|(index, info)| Function::new(id, index as u32, context, info, reply.prints).map(Arc::new))
         .collect::<Result<_>>()?;
     let by_name = functions.iter().enumerate().map(|(i, function)| (function.name.clone(), i)).collect();
     Ok(Arc::new(Module {

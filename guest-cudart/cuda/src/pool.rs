@@ -11,12 +11,11 @@ use std::sync::{Arc, Mutex};
 use crate::context::Context;
 use crate::device::attr;
 use crate::graph::Work;
-use crate::graph::memory::GraphMemory;
 use crate::managed::{self, advice, advice::Place};
 use crate::pool_share::{self, FABRIC, POSIX_FD, PoolName};
 use crate::state::{self, Driver, driver};
 use crate::types::{MemAccessDesc, MemLocation, MemPoolProps};
-use crate::{Result, context, memory, non_null, put, refuse_form, stream, vmm};
+use crate::{Result, context, memory, non_null, put, refuse_form, stream};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -184,9 +183,7 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
         if pool.managed.is_some() {
             return refuse_form("an allocation of a managed pool in a graph", &SAID);
         }
-        let made = GraphMemory::new(driver, stream.context, pool.device, size as u64)?;
-        let address = made.address;
-        capture.add(&stream, Work::Alloc(made))?;
+        let address = capture.allocate(driver, &stream, pool.device, size as u64)?;
         // SAFETY: as below.
         return unsafe { put(dptr, address) };
     }
@@ -309,9 +306,6 @@ api! {
         }
         if let Some(capture) = stream.capture() {
             return capture.add(&stream, Work::Free(dptr));
-        }
-        if vmm::is_here(dptr) {
-            return pool_share::free_in_order(driver, dptr, stream);
         }
         memory::free_in_order(driver, dptr, stream)
     }

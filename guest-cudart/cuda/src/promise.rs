@@ -3,7 +3,8 @@
 //! Natively `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and its source has been read; what is put on any other stream afterwards then finds the
 //! bytes in place (NVIDIA's "API synchronization behavior"; measured for up to 128 KiB). Here such a copy is a record in the ring. Whoever could tell the difference finds none:
 //!
-//! - the host, where it can see what the device does, by pinned or managed memory or by functions of its own in a stream ([`host_sees`]): the copy is waited for, if other work is before it;
+//! - the host, where it can see what the device does, by pinned or managed memory, by functions of its own in a stream, or by what kernels print ([`host_sees`]): the copy is waited for, if other
+//!   work is before it;
 //! - who asks after an event or a stream that the promise covers: the question waits ([`Stream::has_promised`]);
 //! - work on a stream that is not behind the copy's by itself: an event is recorded after the copy, and that stream waits for it before its next work ([`respect`]). The host waits for nothing.
 
@@ -70,6 +71,7 @@ pub(crate) fn copied(driver: &Driver, stream: &Arc<Stream>, before: u64) -> Resu
     if vmm::shares() || open && HOST_SEES.load(Ordering::Acquire) {
         return stream.synchronize(driver);
     }
+    driver.session.show_output();
     // A thread's own stream has all others beside it.
     if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
         record(driver, stream)?;

@@ -353,6 +353,48 @@ pub(crate) fn close(driver: &Driver, address: u64) -> Result {
     space.free(driver, start, size)
 }
 
+/// Reserves addresses for at least `size` bytes of any device: the first, and how many.
+pub(crate) fn reserve(driver: &Driver, size: u64) -> Result<(u64, u64)> {
+    let size = size.checked_next_multiple_of(Space::granule(driver)).ok_or(Status::OUT_OF_MEMORY)?;
+    write().reserve(driver, size, 0, 0).map(|address| (address, size))
+}
+
+/// Gives back what [`reserve`] reserved.
+pub(crate) fn unreserve(driver: &Driver, address: u64, size: u64) -> Result {
+    write().free(driver, address, size)
+}
+
+/// Memory of a device, for this library's own purposes; its handle.
+pub(crate) fn create(driver: &Driver, device: u32, size: u64) -> Result<usize> {
+    make(driver, device, size, 0)
+}
+
+/// Puts all of such memory at reserved addresses, for its own device.
+pub(crate) fn map(driver: &Driver, address: u64, size: u64, handle: usize, device: u32) -> Result {
+    let mut space = write();
+    space.map(driver, address, size, 0, handle, Some((address, size)))?;
+    space.set_access(driver, address, size, device, 3)
+}
+
+/// Takes such memory away from its addresses. No work may use it there.
+pub(crate) fn unmap(driver: &Driver, address: u64, size: u64) -> Result {
+    write().unmap(driver, address, size)
+}
+
+/// Gives such memory back.
+pub(crate) fn release(driver: &Driver, handle: usize) -> Result {
+    write().release(driver, handle)
+}
+
+fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
+    let id = new_id();
+    let exportable = handle_types & POSIX_FD != 0;
+    driver.session.call(&MemoryCreate { memory: id, device, size, exportable })?;
+    let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
+    let memory = Memory { id, device, size, handle_types, handles, mapped };
+    MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
+}
+
 /// The device of what a program wants to make, if it can be made.
 fn wanted(prop: &AllocationProp) -> Result<&'static state::Device> {
     static SAID: AtomicBool = AtomicBool::new(false);
@@ -398,17 +440,7 @@ api! {
         if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        let id = new_id();
-        driver.session.call(&MemoryCreate { memory: id, device: device.ordinal, size, exportable })?;
-        let memory = Memory {
-            id,
-            device: device.ordinal,
-            size,
-            handle_types: prop.handle_types,
-            handles: AtomicU32::new(1),
-            mapped: AtomicU32::new(0),
-        };
-        put(handle, MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)? as u64)
+        put(handle, make(driver, device.ordinal, size, prop.handle_types)? as u64)
     }
 
     fn cuMemRelease(handle: u64) {

@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_uint};
 
 use crate::context;
+use crate::counts::{self, Call};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::types::{
@@ -196,6 +197,8 @@ pub extern "C" fn cudaCreateChannelDesc(
     w: c_int,
     f: c_uint,
 ) -> ChannelFormatDesc {
+    static CALL: Call = Call::new(c"cudaCreateChannelDesc");
+    let _inside = counts::enter(&CALL);
     ChannelFormatDesc { x, y, z, w, f }
 }
 

@@ -7,6 +7,7 @@
 //! - `driver`: libcuda, opened once, its functions in one table; `types`: the structures of both APIs;
 //! - `error`, `log`: the thread's last error; one-line messages;
 //! - `context`: which device a thread uses, and what a call needs before it reaches the driver;
+//! - `counts`: what functions lead to, counted by rgpu's libcuda where somebody asks for it;
 //! - `registry`, `map`: what compiled programs register (fat binaries, kernels, variables), loaded at first use;
 //! - `macros`: `api!`, the form in which every exported function is written; then the API's chapters, one module
 //!   each.
@@ -26,6 +27,7 @@
 mod macros;
 
 mod context;
+mod counts;
 mod driver;
 mod error;
 mod log;

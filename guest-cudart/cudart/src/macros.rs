@@ -36,7 +36,15 @@ macro_rules! api {
     (@export $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> ::core::ffi::c_int {
+            static CALL: $crate::counts::Call = $crate::counts::Call::new(
+                match ::core::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                    Ok(name) => name,
+                    Err(_) => panic!("a name has no NUL"),
+                },
+            );
             $crate::error::remember($crate::context::$need(|$d| {
+                // What a first call needs to start with is not the function's own.
+                let _inside = $crate::counts::enter(&CALL);
                 // SAFETY: the caller keeps what CUDA's manual asks of the arguments of this function: pointers are
                 // NULL where that is allowed, or valid for the type and length described there. They are handed to
                 // the driver under the same terms, and those read or written here have been checked for NULL.

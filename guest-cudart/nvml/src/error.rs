@@ -3,6 +3,7 @@
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use client::counters::{self, Call};
 use client::ops::nvml::status;
 use client::{Status, log};
 
@@ -79,6 +80,8 @@ fn text(failure: u32) -> &'static CStr {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(failure: u32) -> *const c_char {
+    static CALL: Call = Call::new("nvmlErrorString");
+    let _inside = counters::enter(&CALL);
     text(failure).as_ptr()
 }
 

@@ -26,6 +26,8 @@ macro_rules! nvml {
                 // here, or valid for the type and length described there.
                 unsafe { $body }
             }
+            static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
+            let _inside = ::client::counters::enter(&CALL);
             // SAFETY: as in the body.
             let result = unsafe { body($($arg),*) };
             $crate::error::finish(stringify!($name), result)

@@ -119,6 +119,7 @@ fn connect() -> Result<&'static Connected> {
     AT_FORK.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
+    client::counters::print_at_exit("nvml-pid");
     let system = session.call(&NvmlSystem {}).map_err(of_session)?;
     if system.status != status::SUCCESS {
         return Err(system.status);

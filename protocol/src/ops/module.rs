@@ -77,10 +77,16 @@ ops! {
         /// Room for the function table.
         info: HostOut,
     } -> ModuleLoadReply {
+        /// `CUresult`; with a failure nothing is loaded, and all but the logs means nothing.
+        result: u32,
         /// Size of the function table's wire form in bytes.
         info_size: u64,
+        /// Its code for this device was looked through and has kernels that may call `printf`.
+        prints: bool,
         /// JIT information log, cut to what a reply holds.
         info_log: String,
+        /// The same of errors.
+        error_log: String,
     }
 
     /// Fetches the function table of a loaded module.

@@ -18,6 +18,7 @@ use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
 use super::ranges::Ranges;
 use crate::driver::call::Call;
+use crate::driver::output::may_print;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
@@ -33,7 +34,7 @@ const CACHE_CONFIG: u32 = 0x1_0000;
 /// Parameters of a kernel whose addresses are gathered without memory being taken for it.
 const FEW: usize = 32;
 /// Bytes of each JIT log, NUL included; together with the reply's other fields they fit a reply.
-const LOG: usize = 3072;
+pub(super) const LOG: usize = 1792;
 
 // `CUjit_option`.
 const INFO_LOG: u32 = 3;
@@ -60,9 +61,6 @@ struct Function {
     /// Whether it has been launched: with the first launch the driver loads its code, which may wait for the device.
     launched: Cell<bool>,
 }
-
-/// Images are searched for `printf` as far as they are no longer than this unpacked; a kernel of a longer one counts as one that may print.
-const SEARCHED: usize = 4 << 20;
 
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
@@ -257,7 +255,7 @@ impl Cuda {
         context: ContextId,
         options: &[JitOption],
         image: &[u8],
-    ) -> Result<(CUmodule, String), Status> {
+    ) -> Result<(Result<CUmodule, Status>, [String; 2]), Status> {
         let mut logs = Logs::new(LOG);
         let (mut numbers, mut values) = jit_options(options)?;
         logs.ask(&mut numbers, &mut values);
@@ -273,12 +271,11 @@ impl Cuda {
                 values.as_mut_ptr(),
             )
         };
-        let [info, error] = logs.texts();
-        if loaded.is_err() && !error.is_empty() {
-            tracing::warn!("module refused: {}", error.trim_end());
+        let texts = logs.texts();
+        if loaded.is_err() && !texts[1].is_empty() {
+            tracing::warn!("module refused: {}", texts[1].trim_end());
         }
-        self.note(context, loaded)?;
-        Ok((module, info))
+        Ok((self.note(context, loaded).map(|()| module), texts))
     }
 }
 
@@ -294,7 +291,14 @@ impl ModuleOps<Call> for Cuda {
         }
         let image = whole(cx.input(op.image)?.collect(MAX_IMAGE)?)?;
         self.enter_context(op.context)?;
-        let (handle, info_log) = self.load(op.context, &op.options, &image)?;
+        let (loaded, [info_log, error_log]) = self.load(op.context, &op.options, &image)?;
+        let handle = match loaded {
+            Ok(handle) => handle,
+            Err(Status(result)) => {
+                let (info_size, prints) = (0, false);
+                return Ok(Answer::Now(ModuleLoadReply { result, info_size, prints, info_log, error_log }));
+            }
+        };
         let described = functions(self.api, handle);
         let (mut functions, table) = match self.note(op.context, described) {
             Ok(described) => described,
@@ -308,15 +312,17 @@ impl ModuleOps<Call> for Cuda {
         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, …MINOR
         let [major, minor] =
             [75, 76].map(|number| super::attribute(self.api, device, number).unwrap_or(0) as u32);
-        let prints = software_gpu::mentions(&image, 10 * major + minor, b"vprintf", SEARCHED).unwrap_or(true);
-        functions.iter_mut().for_each(|function| function.prints = prints);
+        let prints = may_print(&image, (major, minor));
+        // A kernel that nobody looked at counts as one that may print.
+        functions.iter_mut().for_each(|function| function.prints = prints.unwrap_or(true));
+        let prints = prints.unwrap_or(false);
         let info_size = table.len() as u64;
         let written = write_if_it_fits(cx, op.info, &table);
         let loaded =
             LoadedModule { context: op.context.0, handle, functions, table, globals: Ranges::default() };
         self.modules.insert(op.module.0, loaded);
         written?;
-        Ok(Answer::Now(ModuleLoadReply { info_size, info_log }))
+        Ok(Answer::Now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log }))
     }
 
     fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {

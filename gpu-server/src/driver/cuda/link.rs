@@ -7,13 +7,11 @@ use protocol::ops::module::*;
 
 use super::Cuda;
 use super::api::{Api, CUlinkState};
-use super::kernels::{Logs, MAX_IMAGE, jit_options, write_if_it_fits};
+use super::kernels::{LOG, Logs, MAX_IMAGE, jit_options, write_if_it_fits};
 use crate::driver::call::Call;
 
 /// Linkers of a session at most.
 const MOST: usize = 256;
-/// Bytes of each log: both go into a reply.
-const LOG: usize = 1792;
 
 /// A linker at work.
 pub(super) struct Link {

@@ -11,6 +11,7 @@ use software_gpu::{Function, LaunchConfig};
 
 use super::{Software, code};
 use crate::driver::call::Call;
+use crate::driver::output::may_print;
 
 /// Bytes of an image at most.
 pub(super) const MAX_IMAGE: u64 = 1 << 30;
@@ -184,10 +185,15 @@ impl ModuleOps<Call> for Software {
         let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
         let gpu = self.device(device)?.gpu.clone();
         let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
-        let module = gpu.link_module(&parts).map_err(|e| {
-            tracing::warn!("module refused: {e}");
-            code(&e)
-        })?;
+        let module = match gpu.link_module(&parts) {
+            Ok(module) => module,
+            Err(error) => {
+                tracing::warn!("module refused: {error}");
+                let (info_size, prints, info_log) = (0, false, String::new());
+                let (Status(result), error_log) = (code(&error), super::link::told(&error));
+                return Ok(Answer::Now(ModuleLoadReply { result, info_size, prints, info_log, error_log }));
+            }
+        };
         let usual = gpu.properties().shared_per_block;
         let mut functions = Vec::with_capacity(module.functions().len());
         for info in module.functions() {
@@ -199,7 +205,10 @@ impl ModuleOps<Call> for Software {
         let table = loaded.table();
         write_if_it_fits(cx, op.info, &table)?;
         self.modules.insert(op.module.0, loaded);
-        Ok(Answer::Now(ModuleLoadReply { info_size: table.len() as u64, info_log: String::new() }))
+        let capability = gpu.properties().compute_capability;
+        let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
+        let (info_size, [info_log, error_log]) = (table.len() as u64, Default::default());
+        Ok(Answer::Now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log }))
     }
 
     fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {

@@ -5,6 +5,8 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::module::*;
 
+use software_gpu::Error;
+
 use super::kernels::{MAX_IMAGE, write_if_it_fits};
 use super::{Software, code};
 use crate::driver::call::Call;
@@ -65,11 +67,27 @@ pub(super) fn unpack(image: &[u8]) -> Option<Vec<&[u8]>> {
     (0..count).map(input).collect()
 }
 
+/// What NVIDIA's driver has in its log of PTX that `ptxas` refuses: on which line, and what is wrong there. It calls every input the same.
+pub(super) fn told(error: &Error) -> String {
+    let input = "application ptx input";
+    let mut text = match error {
+        Error::InvalidPtx { line, message } => {
+            format!("ptxas {input}, line {line}; error   : {message}")
+        }
+        Error::UnsupportedPtx { line, what } => {
+            format!("ptxas {input}, line {line}; error   : {what} is not supported by the software GPU")
+        }
+        other => format!("ptxas {input}; error   : {other}"),
+    };
+    text.truncate(text.floor_char_boundary(LOG));
+    text + "\nptxas fatal   : Ptx assembly aborted due to errors"
+}
+
 impl Link {
     /// Says why an input is refused.
     fn refuse(&mut self, status: Status, why: &str) -> u32 {
         tracing::warn!("linker: {why}");
-        self.error_log = why.chars().take(LOG).collect();
+        self.error_log = why.to_owned();
         status.0
     }
 }
@@ -123,7 +141,7 @@ impl Software {
         } else if link.inputs.len() >= INPUTS || bytes > MAX_IMAGE {
             link.refuse(Status::OUT_OF_MEMORY, "the inputs are too many")
         } else if let Err(error) = gpu.check_image(&data) {
-            link.refuse(code(&error), &format!("{}: {error}", op.name))
+            link.refuse(code(&error), &told(&error))
         } else {
             link.bytes = bytes;
             link.inputs.push(data);
@@ -146,7 +164,7 @@ impl Software {
             match linked {
                 Ok(Some(_)) => link.image = Some(pack(&link.inputs)),
                 Ok(None) => result = link.refuse(Status::INVALID_VALUE, "there is no input"),
-                Err(error) => result = link.refuse(code(&error), &error.to_string()),
+                Err(error) => result = link.refuse(code(&error), &told(&error)),
             }
         }
         let error_log = link.error_log.clone();

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use super::conditional;
 use super::memory::GraphMemory;
 use super::work::{Data, Kernel, Work, kind};
-use super::{EdgeData, GRAPHS, Graph, edge_data, edges, node, of};
+use super::{Edge, EdgeData, GRAPHS, Graph, edge_data, edges, node, of};
 use crate::state::driver;
 use crate::stream_memory::Operations;
 use crate::types::{
@@ -30,14 +30,14 @@ unsafe fn add(
     before: *const usize,
     data: *const EdgeData,
     count: usize,
-    work: impl FnOnce(&Arc<Graph>) -> Result<Work>,
+    work: impl FnOnce(&Arc<Graph>, &[Edge]) -> Result<Work>,
 ) -> Result {
     non_null(to)?;
     let graph = of(graph)?;
     // SAFETY: as many nodes, and as much data unless it is NULL, as the program says; the place is not NULL.
     unsafe {
         let before = edges(&graph, before, data, count)?;
-        let work = work(&graph)?;
+        let work = work(&graph, &before)?;
         let id = graph.add(work, before)?;
         put(to, Graph::node(&graph, id)?)
     }
@@ -83,8 +83,8 @@ pub(super) unsafe fn words(p: *const BatchMemOpNodeParams) -> Result<Work> {
     Ok(Work::Words(Arc::new(operations)))
 }
 
-/// An allocation, made now: its address is told at once.
-unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
+/// An allocation that is to come behind others: its address is told at once.
+unsafe fn alloc(graph: &Graph, before: &[Edge], p: *mut MemAllocNodeParams) -> Result<Work> {
     non_null(p)?;
     let driver = driver()?;
     // SAFETY: not NULL, and the program says that it may be read and written.
@@ -96,19 +96,19 @@ unsafe fn alloc(graph: &Graph, p: *mut MemAllocNodeParams) -> Result<Work> {
     let device = unsafe { pool::location(&raw const p.poolProps.location) }?;
     // SAFETY: the program gives as many as it says.
     unsafe { pool::check_access(device as u32, p.accessDescs, p.accessDescCount) }?;
-    let memory = GraphMemory::new(driver, graph.context, device as u32, p.bytesize as u64)?;
+    let memory = GraphMemory::new(driver, graph, before, device as u32, p.bytesize as u64)?;
     p.dptr = memory.address;
     Ok(Work::Alloc(memory))
 }
 
 /// A node of any kind.
-unsafe fn generic(graph: &Arc<Graph>, p: *mut GraphNodeParams) -> Result<Work> {
+unsafe fn generic(graph: &Arc<Graph>, before: &[Edge], p: *mut GraphNodeParams) -> Result<Work> {
     non_null(p)?;
     // SAFETY: the body begins with the structure of the node's kind, and is as large as the largest.
     unsafe {
         let body = (*p).body.as_mut_ptr();
         match (*p).kind {
-            kind::MEM_ALLOC => alloc(graph, body.cast()),
+            kind::MEM_ALLOC => alloc(graph, before, body.cast()),
             kind::MEM_FREE => freed(*body),
             kind::CONDITIONAL => conditional::described(graph, body.cast()),
             _ => described(p),
@@ -224,66 +224,66 @@ api! {
     }
 
     fn cuGraphAddEmptyNode(node: *mut usize, graph: usize, before: *const usize, count: usize) {
-        add(node, graph, before, std::ptr::null(), count, |_| Ok(Work::Empty))
+        add(node, graph, before, std::ptr::null(), count, |_, _| Ok(Work::Empty))
     }
 
     fn cuGraphAddKernelNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const KernelNodeParams1) {
         non_null(p)?;
-        add(node, graph, before, std::ptr::null(), count, |_| kernel(&KernelNodeParams::from(&*p)))
+        add(node, graph, before, std::ptr::null(), count, |_, _| kernel(&KernelNodeParams::from(&*p)))
     }
 
     fn cuGraphAddKernelNode_v2(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const KernelNodeParams) {
-        add(node, graph, before, std::ptr::null(), count, |_| kernel(p))
+        add(node, graph, before, std::ptr::null(), count, |_, _| kernel(p))
     }
 
     fn cuGraphAddMemcpyNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const Memcpy3D, ctx: usize) {
         context::of(ctx)?;
-        add(node, graph, before, std::ptr::null(), count, |_| Work::copy(driver()?, p))
+        add(node, graph, before, std::ptr::null(), count, |_, _| Work::copy(driver()?, p))
     }
 
     fn cuGraphAddMemsetNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const MemsetNodeParams, ctx: usize) {
         context::of(ctx)?;
-        add(node, graph, before, std::ptr::null(), count, |_| Work::fill(driver()?, p))
+        add(node, graph, before, std::ptr::null(), count, |_, _| Work::fill(driver()?, p))
     }
 
     fn cuGraphAddHostNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const HostNodeParams) {
-        add(node, graph, before, std::ptr::null(), count, |_| host(p))
+        add(node, graph, before, std::ptr::null(), count, |_, _| host(p))
     }
 
     fn cuGraphAddChildGraphNode(node: *mut usize, graph: usize, before: *const usize, count: usize, part: usize) {
-        add(node, graph, before, std::ptr::null(), count, |_| child(part))
+        add(node, graph, before, std::ptr::null(), count, |_, _| child(part))
     }
 
     fn cuGraphAddBatchMemOpNode(
         node: *mut usize, graph: usize, before: *const usize, count: usize, p: *const BatchMemOpNodeParams
     ) {
-        add(node, graph, before, std::ptr::null(), count, |_| words(p))
+        add(node, graph, before, std::ptr::null(), count, |_, _| words(p))
     }
 
     fn cuGraphAddEventRecordNode(node: *mut usize, graph: usize, before: *const usize, count: usize, event: usize) {
-        add(node, graph, before, std::ptr::null(), count, |_| recorded(event))
+        add(node, graph, before, std::ptr::null(), count, |_, _| recorded(event))
     }
 
     fn cuGraphAddEventWaitNode(node: *mut usize, graph: usize, before: *const usize, count: usize, event: usize) {
-        add(node, graph, before, std::ptr::null(), count, |_| waited(event))
+        add(node, graph, before, std::ptr::null(), count, |_, _| waited(event))
     }
 
     fn cuGraphAddMemAllocNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *mut MemAllocNodeParams) {
-        add(node, graph, before, std::ptr::null(), count, |graph| alloc(graph, p))
+        add(node, graph, before, std::ptr::null(), count, |graph, before| alloc(graph, before, p))
     }
 
     fn cuGraphAddMemFreeNode(node: *mut usize, graph: usize, before: *const usize, count: usize, address: u64) {
-        add(node, graph, before, std::ptr::null(), count, |_| freed(address))
+        add(node, graph, before, std::ptr::null(), count, |_, _| freed(address))
     }
 
     fn cuGraphAddNode(node: *mut usize, graph: usize, before: *const usize, count: usize, p: *mut GraphNodeParams) {
-        add(node, graph, before, std::ptr::null(), count, |graph| generic(graph, p))
+        add(node, graph, before, std::ptr::null(), count, |graph, before| generic(graph, before, p))
     }
 
     fn cuGraphAddNode_v2(
         node: *mut usize, graph: usize, before: *const usize, data: *const EdgeData, count: usize, p: *mut GraphNodeParams
     ) {
-        add(node, graph, before, data, count, |graph| generic(graph, p))
+        add(node, graph, before, data, count, |graph, before| generic(graph, before, p))
     }
 
     fn cuGraphAddDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::conditional;
 use super::memory::GraphMemory;
 use super::object::{self, Held};
+use super::physical::{self, Segment};
 use super::work::{Way, Work};
 use super::{Graph, of};
 use crate::context::Context;
@@ -100,6 +101,8 @@ struct State {
     memory: Vec<(Arc<GraphMemory>, bool)>,
     /// What it frees of other graphs.
     frees: Vec<u64>,
+    /// The server's graphs are made with the first launch: they use memory of graphs that is not there before.
+    waits: bool,
     /// Where it was launched last: launches of one instance come one after the other.
     last: Option<Arc<Stream>>,
     event: Option<Event>,
@@ -239,9 +242,8 @@ impl State {
         let mut memory = Vec::new();
         for node in &nodes {
             if let Work::Alloc(made) = &node.work {
-                let freed = frees.contains(&made.address);
                 frees.retain(|address| *address != made.address);
-                memory.push((made.clone(), !freed));
+                memory.push((made.clone(), !made.is_freed_in_graph()));
             }
         }
         State {
@@ -251,6 +253,7 @@ impl State {
             changed: BTreeSet::new(),
             memory,
             frees,
+            waits: false,
             last: None,
             event: None,
         }
@@ -319,7 +322,7 @@ impl State {
 
     /// Brings the server's graphs up to date with what was changed.
     fn refresh(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
-        if self.changed.is_empty() {
+        if self.changed.is_empty() || self.waits {
             return Ok(());
         }
         for place in &self.changed {
@@ -457,7 +460,13 @@ impl Exec {
         }
         // From here on the claim goes with the instance.
         let held = object::share(&lock(&graph.held));
-        let made = state.instantiate(driver, context, flags);
+        state.waits =
+            !state.memory.is_empty() || state.nodes.iter().any(|node| node.work.is_without_memory());
+        let made = if state.waits {
+            state.nodes.iter().try_for_each(|node| node.work.way(driver, context).map(|_| ()))
+        } else {
+            state.instantiate(driver, context, flags)
+        };
         let exec = Exec { context, flags, state: Mutex::new(state), held, claimed };
         made.map(|()| exec)
     }
@@ -472,14 +481,7 @@ impl Exec {
         }
         let _order = crate::managed::before_work(driver)?;
         state.queue(driver, self.context, stream)?;
-        for (memory, live) in &state.memory {
-            memory.used(stream, *live);
-        }
-        for address in &state.frees {
-            if let Some(memory) = super::memory::find(*address) {
-                memory.used(stream, false);
-            }
-        }
+        let backed = self.back(driver, &mut state, stream)?;
         let State { steps, nodes, .. } = &mut *state;
         for step in steps {
             match step {
@@ -496,18 +498,49 @@ impl Exec {
         for bounce in nodes.iter().filter_map(|node| node.bounce.as_ref()) {
             bounce.used(stream.clone(), stream.mark(driver)?);
         }
-        Ok(())
+        let Some(pool) = backed else { return Ok(()) };
+        let freed: Vec<_> = state.frees.iter().filter_map(|address| super::memory::find(*address)).collect();
+        physical::launched(driver, pool, stream, &state.memory, &freed)
     }
 
-    fn upload(&self, driver: &'static Driver, stream: &Stream) -> Result {
+    /// Gives the graph's allocations memory for a launch, and makes the server's graphs where they were waiting for that. `None`: it neither allocates nor frees.
+    fn back(
+        &self,
+        driver: &'static Driver,
+        state: &mut State,
+        stream: &Arc<Stream>,
+    ) -> Result<Option<physical::Launching>> {
+        let mut pool = None;
+        if !state.memory.is_empty() || !state.frees.is_empty() {
+            let mut segments: Vec<Arc<Segment>> = Vec::new();
+            for (memory, _) in &state.memory {
+                if !segments.iter().any(|segment| Arc::ptr_eq(segment, &memory.segment)) {
+                    segments.push(memory.segment.clone());
+                }
+            }
+            let (backed, moved) = physical::back(driver, &segments, stream)?;
+            state.waits |= moved;
+            pool = Some(backed);
+        }
+        if state.waits {
+            state.instantiate(driver, self.context, self.flags)?;
+            state.changed.clear();
+            state.waits = false;
+        }
+        Ok(pool)
+    }
+
+    fn upload(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         let mut state = lock(&self.state);
         state.refresh(driver, self.context, self.flags)?;
+        let backed = self.back(driver, &mut state, stream)?;
         for step in &state.steps {
             if let Step::Server(graph, _) = step {
                 let op = GraphUpload { graph: *graph, stream: stream.id };
                 stream.worked(driver.session.append(&op)?);
             }
         }
+        drop(backed);
         Ok(())
     }
 

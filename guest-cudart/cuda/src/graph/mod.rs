@@ -6,7 +6,7 @@
 //! - [`conditional`]: nodes whose conditions decide, of which the server hears before;
 //! - [`exec`]: instantiated graphs: launch and update;
 //! - `build`, `params`, `inspect`: the functions of the API that make nodes, read and change what they do, and look at graphs;
-//! - [`memory`]: allocations of graphs; [`object`]: what a graph keeps alive for the program.
+//! - [`memory`], [`physical`]: allocations of graphs, and what backs them; [`object`]: what a graph keeps alive for the program.
 
 mod build;
 mod conditional;
@@ -15,6 +15,7 @@ mod inspect;
 pub(crate) mod memory;
 mod object;
 mod params;
+pub(crate) mod physical;
 pub(crate) mod work;
 
 use std::collections::{BTreeMap, HashSet};
@@ -23,6 +24,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use self::conditional::Draft;
 pub(crate) use self::exec::forget;
+use self::memory::Allocations;
 use self::object::Held;
 pub(crate) use self::work::Work;
 use crate::context::Context;
@@ -59,6 +61,7 @@ pub(crate) struct Graph {
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     held: Mutex<Vec<Held>>,
+    allocations: Allocations,
     draft: Draft,
     /// A graph with memory nodes has one instance at a time.
     pub instantiated: AtomicBool,
@@ -99,6 +102,7 @@ impl Graph {
             inner: Mutex::new(inner),
             handle: OnceLock::new(),
             held: Mutex::new(held),
+            allocations: Allocations::default(),
             draft: Draft::default(),
             instantiated: AtomicBool::new(false),
         }
@@ -136,6 +140,9 @@ impl Graph {
         }
         let id = inner.next;
         inner.next += 1;
+        if let Work::Free(address) = &work {
+            self.allocations.is_freed_by(*address, id);
+        }
         inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });
         Ok(id)
     }
@@ -274,6 +281,7 @@ impl Graph {
         for node in nodes.into_values() {
             node.forget();
         }
+        self.allocations.clear();
         let held = std::mem::take(&mut *lock(&self.held));
         drop(held);
     }

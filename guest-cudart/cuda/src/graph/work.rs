@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Graph;
 use super::conditional::Conditional;
-use super::memory::GraphMemory;
+use super::memory::{self, GraphMemory};
 use crate::context::{self, Context};
 use crate::function::{self, Function};
 use crate::library::{self, KERNELS};
@@ -218,6 +218,15 @@ impl Work {
                 Way::Server(<GraphConditional as Op>::INFO.opcode, node.first.0.to_le_bytes().to_vec())
             }
         })
+    }
+
+    /// Whether it copies or fills memory of a graph that no launch has given any yet: the server cannot be told of it before.
+    pub fn is_without_memory(&self) -> bool {
+        match self {
+            Work::Copy(copy) => [copy.dstDevice, copy.srcDevice].into_iter().any(memory::is_without_memory),
+            Work::Fill(fill) => memory::is_without_memory(fill.dst),
+            _ => false,
+        }
     }
 
     /// A copy, checked as on a stream.

@@ -16,7 +16,7 @@ use std::sync::{Mutex, Once, PoisonError};
 pub(crate) use table::Driver;
 
 use crate::error::{Error, Result};
-use crate::{log, properties};
+use crate::{counts, log, properties};
 
 /// Which stream a NULL stream means: the entry points with `_ptsz` and `_ptds` in their names mean the thread's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +74,7 @@ fn open() -> Result<&'static Driver> {
         return Err(Error::INSUFFICIENT_DRIVER);
     }
     properties::know(&driver);
+    counts::ask(&driver);
     Ok(publish(driver))
 }
 

@@ -13,6 +13,7 @@ mod names;
 use std::cell::Cell;
 use std::ffi::{c_char, c_int};
 
+use crate::counts::{self, Call};
 use names::ERRORS;
 
 /// A `cudaError_t` other than `cudaSuccess`, or a number that a caller took for one.
@@ -85,11 +86,15 @@ pub(crate) fn remember(result: Result) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetLastError() -> c_int {
+    static CALL: Call = Call::new(c"cudaGetLastError");
+    let _inside = counts::enter(&CALL);
     LAST.replace(0)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaPeekAtLastError() -> c_int {
+    static CALL: Call = Call::new(c"cudaPeekAtLastError");
+    let _inside = counts::enter(&CALL);
     LAST.get()
 }
 
@@ -97,11 +102,15 @@ const UNRECOGNIZED: &str = "unrecognized error code\0";
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorName(error: c_int) -> *const c_char {
+    static CALL: Call = Call::new(c"cudaGetErrorName");
+    let _inside = counts::enter(&CALL);
     entry(error).map_or(UNRECOGNIZED, |entry| entry.1).as_ptr().cast()
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorString(error: c_int) -> *const c_char {
+    static CALL: Call = Call::new(c"cudaGetErrorString");
+    let _inside = counts::enter(&CALL);
     entry(error).map_or(UNRECOGNIZED, |entry| entry.2).as_ptr().cast()
 }
 
