@@ -26,6 +26,7 @@ fn main() -> std::io::Result<()> {
             let input = case.input_bytes();
             word(&mut out, corpus::threads(case));
             word(&mut out, case.out_bytes);
+            case.grid.iter().for_each(|n| word(&mut out, *n as usize));
             out.extend(case.hash().to_le_bytes());
             word(&mut out, input.len());
             out.extend(&input);

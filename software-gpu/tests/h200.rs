@@ -32,7 +32,9 @@ fn run(gpu: &Gpu, module: &Module, kernel: &str, case: &Case) -> Result<Vec<u8>,
     gpu.write(OUT, &out)?;
     let params = [BASE.to_le_bytes(), OUT.to_le_bytes()].concat();
     let stream = gpu.stream();
-    stream.launch(&module.function(kernel)?, LaunchConfig::linear(1, threads as u32), &params)?;
+    let blocks: u32 = case.grid.iter().product();
+    let config = LaunchConfig { grid: case.grid, ..LaunchConfig::linear(1, threads as u32 / blocks) };
+    stream.launch(&module.function(kernel)?, config, &params)?;
     stream.synchronize()?;
     gpu.read(OUT, &mut out)?;
     gpu.release(BASE)?;

@@ -7,6 +7,7 @@
 
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
+use crate::exec::reduction;
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst, NONE, RANK, WINDOW_SIZE};
@@ -216,7 +217,7 @@ unsafe fn copy(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
 
 /// `cp.async.bulk`: bytes in row `r[2]` to the address in `r[4]` from that in row `r[1]`; the barrier's address, if any, in row
 /// `r[3]`, learns of them. Addresses are of 64 bits. If row `r[0]` (16 bits) is there, the copy is made for the blocks of the cluster
-/// whose ranks its bits name, each at these places of its own.
+/// whose ranks its bits name, each at these places of its own. `imm` is the number of a [`reduction`], if it is not 0.
 pub(crate) fn bulk(to: Space) -> Option<Handler> {
     match to {
         Space::Shared => Some(handler!(|w, i, m| copy_bulk::<Shared, Generic>(w, i, m))),
@@ -261,7 +262,14 @@ unsafe fn copy_bulk<D: Place, S: Place>(w: &mut Warp, i: &Inst, mask: u32) -> Fl
                 let Some(d) = D::find(w, lane, of_block(to[lane]), size) else {
                     return w.set_fault(outside("write", D::SPACE, of_block(to[lane])), lane);
                 };
-                std::ptr::copy(s, d, size as usize);
+                match reduction::numbered(i.imm) {
+                    None => std::ptr::copy(s, d, size as usize),
+                    Some(one) => {
+                        for at in (0..size as usize).step_by(one.bytes) {
+                            (one.apply)(d.add(at), s.add(at));
+                        }
+                    }
+                }
                 if i.r[3] != NONE {
                     let barrier = (*rows::row::<u64>(w, i.r[3]))[lane];
                     if bytes_arrive(w, lane, of_block(barrier), i64::from(size)) == Flow::Fault {

@@ -17,7 +17,7 @@ use crate::lower::program::{Flow, Handler, Inst, NONE};
 use crate::ptx::ast::Space;
 
 /// A width that atomics work on.
-trait Cell: Copy + PartialEq {
+pub(crate) trait Cell: Copy + PartialEq {
     /// # Safety
     /// `p` is valid and aligned.
     unsafe fn update(p: *mut u8, f: impl Fn(Self) -> Self) -> Self;
@@ -154,19 +154,19 @@ unsafe fn atomic_at<P: Place, T: Cell>(
     }
 }
 
-fn half_add<H: Half>(x: u16, b: u16) -> u16 {
+pub(crate) fn half_add<H: Half>(x: u16, b: u16) -> u16 {
     H::encode(crate::exec::float::add_odd(H::decode(x), H::decode(b)), 0)
 }
 
 /// Sums outside of shared memory flush subnormals.
-fn add_f32(x: u32, b: u32, shared: bool) -> u32 {
+pub(crate) fn add_f32(x: u32, b: u32, shared: bool) -> u32 {
     let (x, b) = (f32::from_bits(x), f32::from_bits(b));
     let sum = if shared { x + b } else { flush(flush(x) + flush(b)) };
     if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() }
 }
 
 /// Of two NaNs that in memory stays if it is shared memory; elsewhere the operand does, and neither is made quiet.
-fn add_f64(x: u64, b: u64, shared: bool) -> u64 {
+pub(crate) fn add_f64(x: u64, b: u64, shared: bool) -> u64 {
     let (old, operand) = (f64::from_bits(x), f64::from_bits(b));
     if shared {
         return pass_nan(old + operand, &[old, operand]).to_bits();

@@ -234,7 +234,7 @@ pub(crate) mod f8 {
     }
 }
 
-fn extreme<H: Half>(a: u16, b: u16, flags: i64, max: bool) -> u16 {
+pub(crate) fn extreme<H: Half>(a: u16, b: u16, flags: i64, max: bool) -> u16 {
     let (mut x, mut y) = (input::<H>(a, flags), input::<H>(b, flags));
     let sign = if flags & flag::XORSIGN != 0 { (a ^ b) & 0x8000 } else { 0 };
     if flags & flag::XORSIGN != 0 {

@@ -4,13 +4,14 @@
 //! that PTX defines. That of `wmma` is left open by PTX: here a lane holds consecutive elements, as many as there are for it,
 //! again and again until its registers are full.
 //!
-//! A product is summed in f64 and rounded once, which is nearer to the exact result than hardware comes.
+//! Sums of f64 are a chain of fused additions; how others are added is told in `tensor`.
 
 use crate::exec::exact;
-use crate::exec::float::flag;
-use crate::exec::half::{from_bf16, from_f16, to_f16};
+use crate::exec::float::{flag, pass_nan};
+use crate::exec::half::{from_bf16, from_f16};
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
 use crate::exec::rows::{self, LANES};
+use crate::exec::tensor::{self, Term};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst};
 use crate::ptx::ast::Space;
@@ -83,7 +84,7 @@ impl Element {
         matches!(self, S8 | U8 | S4 | U4 | B1 | S32)
     }
 
-    fn value(self, bits: u64) -> f64 {
+    pub fn value(self, bits: u64) -> f64 {
         use Element::*;
         match self {
             F16 => from_f16(bits as u16),
@@ -106,23 +107,6 @@ impl Element {
             U4 => i64::from(bits as u8 & 15),
             S32 => i64::from(bits as u32 as i32),
             _ => (bits & 1) as i64,
-        }
-    }
-
-    fn encode(self, value: f64) -> u64 {
-        match self {
-            Element::F16 => u64::from(to_f16(value, 0)),
-            Element::F64 => {
-                if value.is_nan() {
-                    0xfff8_0000_0000_0000
-                } else {
-                    value.to_bits()
-                }
-            }
-            _ => {
-                let value = value as f32;
-                u64::from(if value.is_nan() { 0x7fff_ffff } else { value.to_bits() })
-            }
         }
     }
 }
@@ -307,6 +291,13 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
             out
         };
         let (ma, mb, mc) = (collect(Part::A, a, m, k), collect(Part::B, b, k, n), collect(Part::C, c, m, n));
+        // Rows of A and columns of B, as sums take them.
+        let small = !a.element.whole() && a.element != Element::F64;
+        let terms = |op: Operand, at: &dyn Fn(usize) -> u64, count: usize| match small {
+            true => (0..count).map(|n| Term::new(op.element, at(n))).collect(),
+            false => Vec::new(),
+        };
+        let (ta, tb) = (terms(a, &|i| ma[i], m * k), terms(b, &|i| mb[i % k * n + i / k], n * k));
         let mut out = vec![0u64; m * n];
         for row in 0..m {
             for col in 0..n {
@@ -323,12 +314,20 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                     u64::from(sum as u32)
                 } else if a.element == Element::F64 {
                     let sum = pairs.fold(f64::from_bits(start), |sum, (x, y)| {
-                        exact::fma(f64::from_bits(x), f64::from_bits(y), sum, shape.rounding)
+                        let (x, y) = (f64::from_bits(x), f64::from_bits(y));
+                        pass_nan(exact::fma(x, y, sum, shape.rounding), &[y, sum, x])
                     });
-                    d.element.encode(sum)
+                    sum.to_bits()
                 } else {
-                    let sum = pairs.fold(0.0, |sum, (x, y)| sum + a.element.value(x) * b.element.value(y));
-                    d.element.encode(sum + c.element.value(start))
+                    let elements = (a.element, b.element);
+                    let (line, column) = (&ta[row * k..][..k], &tb[col * k..][..k]);
+                    // `wmma` of tf32 is two products of four.
+                    let step = if shape.wmma && a.element == Element::Tf32 { 4 } else { k };
+                    tensor::dot(line, column, elements, (c.element, start), d.element, step, || {
+                        let sum =
+                            pairs.fold(0.0, |sum, (x, y)| sum + a.element.value(x) * b.element.value(y));
+                        sum + c.element.value(start)
+                    })
                 };
             }
         }

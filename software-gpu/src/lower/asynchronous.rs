@@ -6,7 +6,7 @@ use super::program::NONE;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
 use crate::exec::memory::{self, ADDRESS_32};
-use crate::exec::{atomic, moves, special};
+use crate::exec::{atomic, moves, reduction, special};
 use crate::lower::type_bits;
 use crate::ptx::ast::{Inst, Operand, Space};
 
@@ -33,7 +33,8 @@ impl<'a> Lowering<'a, '_> {
     pub fn lower_copy_async(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
         let bulk_copy = mods.has("bulk");
-        let known = if mods.has("async") {
+        let reduces = mods.has("reduce");
+        let known = if mods.has("async") && (bulk_copy || !reduces) {
             mods.one_of(&["commit_group", "wait_group", "wait_all", "mbarrier"])
         } else {
             return self.unknown(inst);
@@ -64,7 +65,7 @@ impl<'a> Lowering<'a, '_> {
             None => {}
         }
         if bulk_copy {
-            return self.lower_bulk(inst, mods);
+            return self.lower_bulk(inst, mods, reduces);
         }
         mods.one_of(&["ca", "cg"]);
         Self::take_hints(&mut mods);
@@ -90,7 +91,15 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    fn lower_bulk(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>) -> Result<()> {
+    fn lower_bulk(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, reduces: bool) -> Result<()> {
+        let mut number = 0;
+        if reduces {
+            let ty = mods.last();
+            let noftz = if mods.has("noftz") { ".noftz" } else { "" };
+            let op = mods.one_of(&["add", "min", "max", "inc", "dec", "and", "or", "xor"]).unwrap_or("");
+            let Some(found) = reduction::find(&format!("{op}{noftz}"), ty) else { return self.unknown(inst) };
+            number = found;
+        }
         let hinted = mods.has("L2::cache_hint");
         let barrier = mods.has("mbarrier::complete_tx::bytes");
         let group = mods.has("bulk_group");
@@ -98,6 +107,9 @@ impl<'a> Lowering<'a, '_> {
         let to = mods.one_of(&["shared::cluster", "shared::cta", "global"]);
         let from = mods.one_of(&["shared::cta", "global"]);
         let (Some(to), Some(_)) = (to, from) else { return self.unknown(inst) };
+        if reduces && from != Some("shared::cta") {
+            return self.unknown(inst);
+        }
         let to_space = if to == "global" { Space::Global } else { Space::Shared };
         if multicast && !(barrier && to == "shared::cluster" && from == Some("global")) {
             return self.unknown(inst);
@@ -123,7 +135,7 @@ impl<'a> Lowering<'a, '_> {
         let size = self.source(self.operand(inst, 2)?, "u32")?;
         let waits = if barrier { self.wide_address(self.operand(inst, 3)?)? } else { NONE };
         let blocks = if multicast { self.source(self.operand(inst, 4)?, "u16")? } else { NONE };
-        self.emit(handler, [blocks, src, size, waits, dst, 0], 0);
+        self.emit(handler, [blocks, src, size, waits, dst, 0], number);
         Ok(())
     }
 

@@ -140,6 +140,9 @@ impl<'a> Lowering<'a, '_> {
             "suld" | "sust" => self.lower_surface(inst),
             "vadd2" | "vadd4" | "vsub2" | "vsub4" | "vavrg2" | "vavrg4" | "vabsdiff2" | "vabsdiff4"
             | "vmin2" | "vmin4" | "vmax2" | "vmax4" | "vset2" | "vset4" => self.lower_video(inst),
+            "vadd" | "vsub" | "vabsdiff" | "vmin" | "vmax" | "vshl" | "vshr" | "vmad" | "vset" => {
+                self.lower_single_video(inst)
+            }
             "cp" => self.lower_copy_async(inst),
             "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),

@@ -142,6 +142,10 @@ pub(crate) enum Operand<'a> {
     List(Vec<Operand<'a>>),
     /// `!%p`.
     Not(&'a str),
+    /// `%r.b0`, `%r.h1`, `%r.h32`: parts of a register's word, as video instructions choose them.
+    Part(&'a str, &'a str),
+    /// `-%r`, which `vmad` alone has.
+    Minus(Box<Operand<'a>>),
     /// `%p|%q`.
     Pair(Box<Operand<'a>>, Box<Operand<'a>>),
     /// `_`.

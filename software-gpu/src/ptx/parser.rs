@@ -627,6 +627,14 @@ impl<'a> Parser<'a> {
             }
             Token::Ident(name) => {
                 self.next();
+                if let Token::Dot(part) = self.peek()
+                    && part.starts_with(['b', 'h'])
+                    && part.len() > 1
+                    && part[1..].bytes().all(|c| c.is_ascii_digit())
+                {
+                    self.next();
+                    return Ok(Operand::Part(name, part));
+                }
                 let name = self.dotted(name);
                 let addend = self.addend()?;
                 Ok(Operand::Name(name, addend))
@@ -645,6 +653,9 @@ impl<'a> Parser<'a> {
             }
             Token::Punct(b'-') => {
                 self.next();
+                if let Token::Ident(_) = self.peek() {
+                    return Ok(Operand::Minus(Box::new(self.simple_operand()?)));
+                }
                 match self.next() {
                     Token::Int(n) => Ok(Operand::Int(n.wrapping_neg())),
                     Token::F32(n) => Ok(Operand::F32(n ^ (1 << 31))),

@@ -3,9 +3,13 @@
 //! `examples/h200_corpus.rs` writes it for `runner.cu`, which records what a real GPU answers; `tests/h200.rs` runs the same
 //! kernels here and compares. Everything is derived from a fixed seed, so both sides see the same.
 
+mod bulk;
+mod clusters;
 mod rare;
+mod sums;
 pub mod textures;
 mod together;
+mod video;
 
 use rare::rare;
 use together::{matrices, memory, moves, warps};
@@ -35,6 +39,10 @@ pub struct Case {
     pub body: String,
     /// Four words for each thread.
     pub inputs: Vec<[u64; 4]>,
+    /// What stands between the kernel's parameters and its body, such as the shape of its clusters.
+    pub head: String,
+    /// Blocks that the threads are divided among.
+    pub grid: [u32; 3],
 }
 
 impl Case {
@@ -42,6 +50,7 @@ impl Case {
     pub fn hash(&self) -> u64 {
         let mut h = 0xcbf2_9ce4_8422_2325u64;
         let mut eat = |b: &[u8]| b.iter().for_each(|b| h = (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+        eat(self.head.as_bytes());
         eat(self.body.as_bytes());
         self.inputs.iter().flatten().for_each(|v| eat(&v.to_le_bytes()));
         h
@@ -61,8 +70,8 @@ pub fn ptx(cases: &[Case]) -> String {
     let mut text = String::from(".version 8.6\n.target sm_90\n.address_size 64\n");
     for (n, case) in cases.iter().enumerate() {
         text.push_str(&format!(
-            ".visible .entry c{n}(.param .u64 pin, .param .u64 pout)\n{{\n{}}}\n",
-            case.body
+            ".visible .entry c{n}(.param .u64 pin, .param .u64 pout){}\n{{\n{}}}\n",
+            case.head, case.body
         ));
     }
     text
@@ -317,7 +326,16 @@ impl Corpus {
             .collect();
         let out_bytes = register(out) as usize / 8 * if pair { 2 } else { 1 };
         let body = body(work, &regs, out, pair);
-        self.cases.push(Case { name: name.into(), ty: out, out_bytes, check, body, inputs });
+        self.cases.push(Case {
+            name: name.into(),
+            ty: out,
+            out_bytes,
+            check,
+            body,
+            inputs,
+            head: String::new(),
+            grid: [1; 3],
+        });
     }
 
     /// Adds one instruction: its destination, then its sources in order.
@@ -777,10 +795,15 @@ pub fn cases() -> Vec<Case> {
     matrices(&mut c);
     c.threads = 512;
     rare(&mut c);
+    c.threads = 160;
+    video::video(&mut c);
+    bulk::bulk(&mut c);
+    sums::sums(&mut c);
+    clusters::clusters(&mut c);
     c.cases
 }
 
 /// The threads of a case: matrices are one warp's work.
 pub fn threads(case: &Case) -> usize {
-    if case.name.starts_with("mma") { 32 } else { case.inputs.len() }
+    if case.name.contains("mma.") { 32 } else { case.inputs.len() }
 }

@@ -50,6 +50,7 @@ int main(int argc, char **argv)
     cudaDriverGetVersion(&driver);
     auto load = entry<CUresult (*)(CUmodule *, const void *, unsigned, CUjit_option *, void **)>("cuModuleLoadDataEx");
     auto function = entry<CUresult (*)(CUfunction *, CUmodule, const char *)>("cuModuleGetFunction");
+    auto attribute = entry<CUresult (*)(CUfunction, CUfunction_attribute, int)>("cuFuncSetAttribute");
     auto launch = entry<CUresult (*)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **)>("cuLaunchKernel");
 
     std::vector<unsigned char> out;
@@ -70,7 +71,7 @@ int main(int argc, char **argv)
             fprintf(stderr, "module %u: error %d\n%s\n", m, loaded, log.c_str());
         unsigned cases = word();
         for (unsigned c = 0; c < cases; c++) {
-            unsigned threads = word(), bytes = word();
+            unsigned threads = word(), bytes = word(), gx = word(), gy = word(), gz = word();
             const unsigned char *hash = at;
             at += 8;
             unsigned in = word();
@@ -87,7 +88,8 @@ int main(int argc, char **argv)
             std::vector<unsigned char> result(size);
             void *args[] = {&din, &dout};
             if (!module || function(&kernel, module, name.c_str()) != CUDA_SUCCESS ||
-                launch(kernel, 1, 1, 1, threads, 1, 1, 0, 0, args, nullptr) != CUDA_SUCCESS ||
+                attribute(kernel, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1) != CUDA_SUCCESS ||
+                launch(kernel, gx, gy, gz, threads / (gx * gy * gz), 1, 1, 0, 0, args, nullptr) != CUDA_SUCCESS ||
                 cudaDeviceSynchronize() != cudaSuccess ||
                 cudaMemcpy(result.data(), dout, size, cudaMemcpyDeviceToHost) != cudaSuccess) {
                 fprintf(stderr, "module %u case %u failed: %s\n", m, c, cudaGetErrorString(cudaGetLastError()));

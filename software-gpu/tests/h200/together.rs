@@ -280,57 +280,72 @@ pub fn matrices(c: &mut Corpus) {
         ("m16n8k8", ["f64", "f64", "f64", "f64"], [8, 8, 4, 8]),
         ("m16n8k16", ["f64", "f64", "f64", "f64"], [8, 16, 8, 8]),
     ];
-    for (shape, [d, a, b, acc], counts) in shapes {
-        let mut r = Random(shape.len() as u64 * 7919 + counts[1] as u64 + a.len() as u64);
-        let wide = d == "f64";
-        let per = |n: usize| if wide { n / 2 } else { n };
-        let mut inputs = Vec::new();
-        // A thread's words, one after the other, in blocks of four.
-        let rows = (per(counts[1]) + per(counts[2]) + per(counts[3])).div_ceil(4);
-        for _ in 0..32 * rows {
-            inputs.push([0u64; 4]);
-        }
-        let mut text = String::from("  .reg .b64 %pi, %po, %off;\n  .reg .b32 %t;\n");
-        let w = if wide { 64 } else { 32 };
-        text.push_str(&format!("  .reg .b{w} %d<8>, %a<8>, %b<8>, %c<8>;\n"));
-        text.push_str("  ld.param.u64 %pi, [pin];\n  ld.param.u64 %po, [pout];\n  mov.u32 %t, %tid.x;\n");
-        text.push_str(&format!("  mul.wide.u32 %off, %t, {};\n  add.u64 %pi, %pi, %off;\n", rows * 32));
-        text.push_str(&format!("  mul.wide.u32 %off, %t, {};\n  add.u64 %po, %po, %off;\n", counts[0] * 4));
-        let mut at = 0;
-        for (name, n, ty) in [("a", counts[1], a), ("b", counts[2], b), ("c", counts[3], acc)] {
-            for k in 0..per(n) {
-                text.push_str(&format!("  ld.global.b{w} %{name}{k}, [%pi+{}];\n", at * 8));
-                for t in 0..32 {
-                    inputs[t * rows + at / 4][at % 4] = small(ty, &mut r);
-                }
-                at += 1;
-            }
-        }
-        let list =
-            |name: &str, n: usize| (0..per(n)).map(|k| format!("%{name}{k}")).collect::<Vec<_>>().join(", ");
-        let kind = if a == "b1" { ".and.popc" } else { "" };
-        let layout = format!("mma.sync.aligned.{shape}.row.col.{d}.{a}.{b}.{acc}{kind}");
-        text.push_str(&format!(
-            "  {layout} {{{}}}, {{{}}}, {{{}}}, {{{}}};\n",
-            list("d", counts[0]),
-            list("a", counts[1]),
-            list("b", counts[2]),
-            list("c", counts[3])
-        ));
-        for k in 0..per(counts[0]) {
-            text.push_str(&format!("  st.global.b{w} [%po+{}], %d{k};\n", k * w / 8));
-        }
-        text.push_str("  ret;\n");
-        // Threads read `rows` inputs each: the first 32 of them run.
-        c.cases.push(Case {
-            name: layout,
-            ty: "b32",
-            out_bytes: counts[0] * 4,
-            check: Check::Exact,
-            body: text,
-            inputs,
-        });
+    for (shape, types, counts) in shapes {
+        let mut r = Random(shape.len() as u64 * 7919 + counts[1] as u64 + types[1].len() as u64);
+        product(c, shape, types, counts, "", |ty, _| small(ty, &mut r));
     }
+}
+
+/// One product of a shape, with the types of D, A, B and C and the 32-bit registers of each; `value` gives what is in a register
+/// of an operand's type (of C if its second argument says so).
+pub fn product(
+    c: &mut Corpus,
+    shape: &str,
+    [d, a, b, acc]: [&str; 4],
+    counts: [usize; 4],
+    remark: &str,
+    mut value: impl FnMut(&str, bool) -> u64,
+) {
+    let wide = d == "f64";
+    let per = |n: usize| if wide { n / 2 } else { n };
+    let mut inputs = Vec::new();
+    // A thread's words, one after the other, in blocks of four.
+    let rows = (per(counts[1]) + per(counts[2]) + per(counts[3])).div_ceil(4);
+    for _ in 0..32 * rows {
+        inputs.push([0u64; 4]);
+    }
+    let mut text = String::from("  .reg .b64 %pi, %po, %off;\n  .reg .b32 %t;\n");
+    let w = if wide { 64 } else { 32 };
+    text.push_str(&format!("  .reg .b{w} %d<8>, %a<8>, %b<8>, %c<8>;\n"));
+    text.push_str("  ld.param.u64 %pi, [pin];\n  ld.param.u64 %po, [pout];\n  mov.u32 %t, %tid.x;\n");
+    text.push_str(&format!("  mul.wide.u32 %off, %t, {};\n  add.u64 %pi, %pi, %off;\n", rows * 32));
+    text.push_str(&format!("  mul.wide.u32 %off, %t, {};\n  add.u64 %po, %po, %off;\n", counts[0] * 4));
+    let mut at = 0;
+    for (name, n, ty) in [("a", counts[1], a), ("b", counts[2], b), ("c", counts[3], acc)] {
+        for k in 0..per(n) {
+            text.push_str(&format!("  ld.global.b{w} %{name}{k}, [%pi+{}];\n", at * 8));
+            for t in 0..32 {
+                inputs[t * rows + at / 4][at % 4] = value(ty, name == "c");
+            }
+            at += 1;
+        }
+    }
+    let list =
+        |name: &str, n: usize| (0..per(n)).map(|k| format!("%{name}{k}")).collect::<Vec<_>>().join(", ");
+    let kind = if a == "b1" { ".and.popc" } else { "" };
+    let layout = format!("mma.sync.aligned.{shape}.row.col.{d}.{a}.{b}.{acc}{kind}");
+    text.push_str(&format!(
+        "  {layout} {{{}}}, {{{}}}, {{{}}}, {{{}}};\n",
+        list("d", counts[0]),
+        list("a", counts[1]),
+        list("b", counts[2]),
+        list("c", counts[3])
+    ));
+    for k in 0..per(counts[0]) {
+        text.push_str(&format!("  st.global.b{w} [%po+{}], %d{k};\n", k * w / 8));
+    }
+    text.push_str("  ret;\n");
+    // Threads read `rows` inputs each: the first 32 of them run.
+    c.cases.push(Case {
+        name: format!("{layout}{remark}"),
+        ty: "b32",
+        out_bytes: counts[0] * 4,
+        check: Check::Exact,
+        body: text,
+        inputs,
+        head: String::new(),
+        grid: [1; 3],
+    });
 }
 
 fn half(n: i32) -> u16 {
