@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `h2d` writes from a scattered region into the listener's slots, `d2h` has the listener write into that region, `ping` sends messages to and fro. Data is verified
-//! unless `--fast` is given; the result is one line of `key=value`.
+//! unless `--fast` is given; the result is one line of `key=value`, `kernel_ms` among them: for how long the machine's processors, all together, were in the kernel meanwhile.
 
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
@@ -337,7 +337,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         fill(&pieces);
     }
     println!("begun");
-    let begin = Instant::now();
+    let (kernel, begin) = (in_kernel()?, Instant::now());
     // Of each exchange of a `ping`, in microseconds.
     let mut each = Vec::with_capacity(job.count as usize);
     match job.what.as_str() {
@@ -383,9 +383,10 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         other => return Err(format!("no job {other}").into()),
     }
     let time = begin.elapsed().as_secs_f64();
+    let kernel = in_kernel()? - kernel;
     let counts = talk.link.counts();
     println!(
-        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} sent={} received={} writes={} placed={} completions={}",
+        "ok do={} size={} count={} seconds={time:.6} mb_per_s={:.2} us_each={:.2} us_median={:.2} kernel_ms={kernel:.0} sent={} received={} writes={} placed={} completions={}",
         job.what,
         job.size,
         job.count,
@@ -399,6 +400,17 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
         counts.completions,
     );
     Ok(())
+}
+
+/// Milliseconds that the processors, all together, have been in the kernel so far.
+fn in_kernel() -> Result<f64> {
+    let text = std::fs::read_to_string("/proc/stat")?;
+    // "cpu", then user, nice, system, idle, iowait, irq, softirq, in ticks.
+    let ticks: Vec<f64> =
+        text.split_whitespace().skip(1).take(7).map_while(|word| word.parse().ok()).collect();
+    let [_, _, system, _, _, irq, softirq] = ticks[..] else { return Err("/proc/stat".into()) };
+    let each = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.ok_or("no ticks")?;
+    Ok((system + irq + softirq) * 1e3 / each as f64)
 }
 
 fn median(all: &mut [f64]) -> f64 {

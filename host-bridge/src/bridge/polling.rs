@@ -20,19 +20,25 @@ pub fn default_bound(cores: usize) -> Duration {
 const MANY: usize = 4;
 /// Who gives way between looks looks for at least this long: it takes a processor from nobody, and to fall asleep and be woken costs more than a call does.
 const GIVING_WAY: Duration = Duration::from_micros(500);
+/// The bound is divided by this at most while looking does not pay.
+const LEAST: u32 = 8;
+/// The same for who gives way: each look is a system call, and while bulk data is under way, with milliseconds between one event and the next, none finds anything.
+const LEAST_GIVING_WAY: u32 = 64;
 
 /// The adaptive polling time of one thread.
 #[derive(Debug, Clone, Copy)]
 pub struct PollTime {
     bound: Duration,
     now: Duration,
+    /// The bound of who does not give way.
+    plain: Duration,
     gives_way: bool,
 }
 
 impl PollTime {
     /// Polls for at most `bound`; begins there.
     pub fn new(bound: Duration) -> PollTime {
-        PollTime { bound, now: bound, gives_way: false }
+        PollTime { bound, now: bound, plain: bound, gives_way: false }
     }
 
     /// As [`new`](Self::new) where there are many processors. With `cores` fewer than four, a thread that [pauses](Self::pause) between looks gives way to any
@@ -41,8 +47,8 @@ impl PollTime {
         if cores >= MANY || bound.is_zero() {
             return PollTime::new(bound);
         }
-        let bound = bound.max(GIVING_WAY);
-        PollTime { bound, now: bound, gives_way: true }
+        let (plain, bound) = (bound, bound.max(GIVING_WAY));
+        PollTime { bound, now: bound, plain, gives_way: true }
     }
 
     /// Whether [`pause`](Self::pause) lets other threads run.
@@ -62,15 +68,22 @@ impl PollTime {
         self.now
     }
 
+    /// How long to poll now while bulk data is under way. Its pieces come in bursts with milliseconds between them, so that looking pays again and again and is in vain just as often:
+    /// nobody looks for longer then than a wake-up takes.
+    pub fn during_bulk(&self) -> Duration {
+        self.now.min(self.plain)
+    }
+
     /// Work came while polling: it pays, so poll for longer.
     #[inline]
     pub fn paid(&mut self) {
         self.now = (self.now * 2).min(self.bound);
     }
 
-    /// No work came: poll for a shorter time, down to an eighth of the bound, so that a burst is still noticed.
+    /// No work came: poll for a shorter time, but not for none, so that a burst is still noticed.
     pub fn wasted(&mut self) {
-        self.now = (self.now / 2).max(self.bound / 8);
+        let least = if self.gives_way { LEAST_GIVING_WAY } else { LEAST };
+        self.now = (self.now / 2).max(self.bound / least);
     }
 
     /// No work came, and then a sleep of this length: one within the bound shows that looking for longer would have paid, a longer one that looking was wasted.
@@ -101,8 +114,18 @@ mod tests {
     fn only_on_few_processors_does_a_thread_give_way_and_look_longer() {
         let bound = Duration::from_micros(20);
         let (few, many) = (PollTime::giving_way(bound, 2), PollTime::giving_way(bound, 4));
-        assert!(few.gives_way() && few.get() > bound);
+        assert!(few.gives_way() && few.get() > bound && few.during_bulk() == bound);
         assert!(!many.gives_way() && many.get() == bound);
+    }
+
+    #[test]
+    fn who_gives_way_hardly_looks_between_events_far_apart_and_looks_again_after_some_close_ones() {
+        let mut time = PollTime::giving_way(Duration::from_micros(20), 2);
+        let bound = time.get();
+        (0..10).for_each(|_| time.slept(Duration::from_millis(5)));
+        assert_eq!(time.get(), bound / 64);
+        (0..7).for_each(|_| time.slept(bound / 2));
+        assert_eq!(time.get(), bound);
     }
 
     #[test]

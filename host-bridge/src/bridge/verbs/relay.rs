@@ -41,6 +41,9 @@ const FAREWELL: Duration = Duration::from_millis(300);
 /// Bytes of the server's frames that wait for data before it is held off.
 const MAX_HELD: usize = 256 << 10;
 
+/// Bytes under way, both ways together, from which on that is bulk data.
+const BULK: u64 = 256 << 10;
+
 const DOORBELL: u64 = 0;
 const MAILBOX: u64 = 1;
 const CONTROL: u64 = 2;
@@ -236,7 +239,9 @@ impl<'c> Relay<'c> {
                 continue;
             }
             let since = *idle_since.get_or_insert(now);
-            if now.saturating_duration_since(since) < self.poll.get() {
+            let bulk = self.inputs.due() + self.outputs.due() >= BULK;
+            let patience = if bulk { self.poll.during_bulk() } else { self.poll.get() };
+            if now.saturating_duration_since(since) < patience {
                 self.poll.pause();
                 continue;
             }

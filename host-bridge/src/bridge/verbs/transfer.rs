@@ -118,6 +118,8 @@ pub(super) struct Inputs {
     later: HashMap<(u64, u32), Later>,
     /// For each command with data under way: its seq, and how many bytes the server does not have yet.
     tickets: VecDeque<(u64, u64)>,
+    /// Bytes that the server does not have yet.
+    due: u64,
     /// Ticket number of the front.
     first: u64,
     posted: Vec<Option<Posted>>,
@@ -134,12 +136,17 @@ impl Inputs {
         let free = (0..under_way).rev().collect();
         let (jobs, tickets) = (VecDeque::with_capacity(1024), VecDeque::with_capacity(1024));
         let later = HashMap::new();
-        Inputs { jobs, later, tickets, first: 0, posted, free, most, queues: queues as u64 }
+        Inputs { jobs, later, tickets, due: 0, first: 0, posted, free, most, queues: queues as u64 }
     }
 
     /// Commands whose data is under way.
     pub(super) fn len(&self) -> usize {
         self.tickets.len()
+    }
+
+    /// Bytes that the server does not have yet.
+    pub(super) fn due(&self) -> u64 {
+        self.due
     }
 
     pub(super) fn has_jobs(&self) -> bool {
@@ -148,6 +155,7 @@ impl Inputs {
 
     /// The ticket of command `seq`, which has `len` bytes more.
     fn ticket(&mut self, seq: u64, len: u64) -> u64 {
+        self.due += len;
         match self.tickets.back_mut() {
             Some((last, left)) if *last == seq => *left += len,
             _ => self.tickets.push_back((seq, len)),
@@ -226,6 +234,7 @@ impl Inputs {
         self.free.push(token as usize);
         if let Some((_, left)) = self.tickets.get_mut((posted.ticket - self.first) as usize) {
             *left -= u64::from(posted.len);
+            self.due -= u64::from(posted.len);
         }
         let before = self.first;
         while let Some((_, 0)) = self.tickets.front() {
@@ -253,6 +262,8 @@ struct Expected {
 #[derive(Debug, Default)]
 pub(super) struct Outputs {
     commands: HashMap<u64, Expected>,
+    /// Bytes that have not come yet.
+    due: u64,
 }
 
 impl Outputs {
@@ -260,9 +271,15 @@ impl Outputs {
         self.commands.len()
     }
 
+    /// Bytes that have not come yet, if the server sends all that commands name.
+    pub(super) fn due(&self) -> u64 {
+        self.due
+    }
+
     /// Expects a piece of command `seq`'s data.
     pub(super) fn expect(&mut self, seq: u64, span: Span) {
         let total = span.len;
+        self.due += total;
         let expected = self.commands.entry(seq).or_insert_with(|| Expected {
             _spans: Vec::with_capacity(1),
             received: 0,
@@ -281,8 +298,12 @@ impl Outputs {
             return wrong("which was not sent");
         };
         let Some(expected) = self.commands.get_mut(&seq) else { return wrong("which expects none") };
+        if u64::from(len) > expected.total - expected.received {
+            return wrong("more than it expects");
+        }
         expected.received += u64::from(len);
-        if expected.received > expected.total { wrong("more than it expects") } else { Ok(()) }
+        self.due -= u64::from(len);
+        Ok(())
     }
 
     /// The server says that it has written `bytes` bytes for `seq` in all. True: they are all here, and the command is forgotten.
@@ -301,6 +322,7 @@ impl Outputs {
         if *received < bytes {
             return Ok(false);
         }
+        self.due -= *total - *received;
         self.commands.remove(&seq);
         Ok(true)
     }
@@ -314,7 +336,7 @@ mod tests {
         let commands = seqs
             .iter()
             .map(|(seq, total)| (*seq, Expected { _spans: Vec::new(), received: 0, total: *total }));
-        Outputs { commands: commands.collect() }
+        Outputs { commands: commands.collect(), due: seqs.iter().map(|(_, total)| total).sum() }
     }
 
     #[test]
@@ -339,5 +361,17 @@ mod tests {
         assert!(!outputs.settle(5, 10).unwrap());
         outputs.placed(5, 4, 5).unwrap();
         assert!(outputs.settle(5, 10).unwrap() && outputs.settle(5, 10).is_err());
+    }
+
+    #[test]
+    fn bytes_are_due_until_they_come_or_are_said_not_to_come() {
+        let mut outputs = expecting(&[(5, 10), (6, 20)]);
+        outputs.placed(5, 4, 6).unwrap();
+        assert_eq!(outputs.due(), 26);
+        assert!(outputs.settle(5, 4).unwrap());
+        assert_eq!(outputs.due(), 20);
+        assert!(outputs.placed(6, 21, 6).is_err());
+        assert!(outputs.settle(6, 0).unwrap());
+        assert_eq!(outputs.due(), 0);
     }
 }

@@ -83,7 +83,7 @@ pub struct VerbsClient {
     this: Weak<VerbsClient>,
     /// Dropped before the memory that it uses.
     engine: Mutex<Engine>,
-    /// Room has come: queues, credits, buffers.
+    /// Room has come: queues, credits, buffers. For who is counted in [`Engine::waiters`].
     room: Condvar,
     /// Memory of the driver's that writes may go out of directly.
     adopted: OnceLock<Registration>,
@@ -125,6 +125,8 @@ struct Engine {
     sends: Vec<usize>,
     free_sends: Vec<usize>,
     free_buffers: Vec<usize>,
+    /// Threads that wait for room: without any, telling of it would be a system call for nobody.
+    waiters: usize,
     /// `executed` as the client was last told.
     told: u64,
 }
@@ -174,6 +176,7 @@ impl VerbsCommands {
             sends: vec![0; SENDS],
             free_sends: (0..SENDS).collect(),
             free_buffers: (0..BUFFERS).collect(),
+            waiters: 0,
             told: 0,
         };
         let Some(at) = slots.pointer(0, slots.registration().len()) else {
@@ -320,11 +323,7 @@ impl VerbsClient {
     fn say(&self, fill: impl FnOnce(&mut Engine)) {
         let mut engine = self.lock();
         while !engine.link.has_room() && self.end.get().is_none() {
-            engine = self
-                .room
-                .wait_timeout(engine, Duration::from_millis(100))
-                .unwrap_or_else(|e| e.into_inner())
-                .0;
+            engine = self.wait_for_room(engine);
         }
         if self.end.get().is_none() {
             // What was executed goes along: a message of its own only before the dispatcher sleeps.
@@ -374,10 +373,18 @@ impl VerbsClient {
             if let Some(taken) = take(&mut engine) {
                 return Some(taken);
             }
-            let waited = self.room.wait_timeout(engine, Duration::from_millis(100));
-            engine = waited.unwrap_or_else(|e| e.into_inner()).0;
+            engine = self.wait_for_room(engine);
         }
         None
+    }
+
+    /// Waits until room has come, or a while.
+    fn wait_for_room<'e>(&self, mut engine: MutexGuard<'e, Engine>) -> MutexGuard<'e, Engine> {
+        engine.waiters += 1;
+        let waited = self.room.wait_timeout(engine, Duration::from_millis(100));
+        engine = waited.unwrap_or_else(|e| e.into_inner()).0;
+        engine.waiters -= 1;
+        engine
     }
 
     /// Ends the session, once. The farewell goes first: as soon as the dispatcher sees the end, this process may exit.

@@ -136,7 +136,6 @@ impl VerbsClient {
     /// One turn of the link. True: there was something.
     fn turn(&self, engine: &mut Engine) -> Result<bool, End> {
         let Engine { link, reader, sends, free_buffers, .. } = engine;
-        let mut freed = false;
         let worked = link.poll::<End>(&mut |event| {
             match event {
                 Event::Bytes(mut bytes) => {
@@ -148,13 +147,10 @@ impl VerbsClient {
                     let header = self.header(slot, len)?;
                     self.ring.arrived(slot, header).map_err(End::Lost)?;
                 }
-                Event::Written { token } => {
-                    match token & SEND {
-                        0 => free_buffers.push(token as usize),
-                        _ => sends[(token ^ SEND) as usize] -= 1,
-                    }
-                    freed = true;
-                }
+                Event::Written { token } => match token & SEND {
+                    0 => free_buffers.push(token as usize),
+                    _ => sends[(token ^ SEND) as usize] -= 1,
+                },
             }
             Ok(())
         })?;
@@ -163,7 +159,7 @@ impl VerbsClient {
         }
         self.announce(engine);
         engine.link.flush()?;
-        if freed || worked {
+        if worked && engine.waiters > 0 {
             self.room.notify_all();
         }
         Ok(worked)

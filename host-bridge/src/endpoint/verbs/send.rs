@@ -97,8 +97,11 @@ impl VerbsClient {
 
     /// A buffer that was lent is not needed.
     pub(in crate::endpoint) fn give_back(&self, number: usize) {
-        self.lock().free_buffers.push(number);
-        self.room.notify_all();
+        let mut engine = self.lock();
+        engine.free_buffers.push(number);
+        if engine.waiters > 0 {
+            self.room.notify_all();
+        }
     }
 
     /// Writes a lent buffer's first `len` bytes to `address` of the client's memory. The buffer is free again when they have left.

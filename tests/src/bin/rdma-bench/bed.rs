@@ -89,7 +89,7 @@ impl Bed {
         self.machine.accelerator() == Accelerator::Kvm
     }
 
-    /// Runs a command between two looks at how long the processors were in the kernel. Gives what it said, and that in ticks.
+    /// Runs a command between two looks at how long the processors were in the kernel. Gives what it said, and that in milliseconds.
     fn watched(&self, command: &str) -> Result<(String, f64)> {
         let look = "grep -E '^cpu ' /proc/stat";
         let said =
@@ -102,27 +102,24 @@ impl Bed {
         let looks: Vec<f64> =
             said.lines().filter(|line| line.starts_with("cpu ")).filter_map(in_kernel).collect();
         ensure!(looks.len() == 2, "no two looks at the processors in {said:?}");
-        Ok((said, looks[1] - looks[0]))
+        Ok((said, (looks[1] - looks[0]) / TICKS * 1e3))
     }
 
-    /// `volume`: bytes transferred in all.
-    fn bulk(rate: f64, volume: u64, ticks: f64) -> Bulk {
+    /// `volume`: bytes transferred; `kernel`: milliseconds in the kernel meanwhile.
+    fn bulk(rate: f64, volume: u64, kernel: f64) -> Bulk {
         let seconds = volume as f64 / (rate * 1e6);
-        Bulk {
-            rate,
-            kernel: ticks / TICKS * 1e3 / (volume as f64 / f64::from(1 << 20)),
-            busy: ticks / TICKS / seconds,
-        }
+        Bulk { rate, kernel: kernel / (volume as f64 / f64::from(1 << 20)), busy: kernel / 1e3 / seconds }
     }
 
     /// The layer alone, by `host-bridge`'s example. `what`: `h2d` or `d2h`. The line that it says comes along, with its counts.
     pub fn layer(&self, what: &str, size: u64, pairs: u32, depth: u32) -> Result<(Bulk, String)> {
         let count = (VOLUME / size).clamp(1, 4000);
-        let (said, ticks) = self.watched(&format!(
+        let command = format!(
             "verbs connect 127.0.0.1:9800 --device {} --do {what} --size {size} --count {count} --queue-pairs {pairs} --queue-depth {depth} --fast --sleep",
             rdma::CLIENT.1
-        ))?;
-        Ok((Self::bulk(field(&said, "mb_per_s")?, count * size, ticks), said))
+        );
+        let said = self.machine.check(&command, LIMIT)?;
+        Ok((Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?), said))
     }
 
     /// A round trip of 64 bytes and its answer over the layer, in microseconds: the median of many, and polled, as perftest does it.
@@ -144,13 +141,8 @@ impl Bed {
     /// Page-locked asynchronous copies of a CUDA program over verbs. `what`: `h2d` or `d2h`.
     pub fn copies(&self, what: &str, size: u64) -> Result<Bulk> {
         let (name, count) = (if what == "h2d" { "htod_async" } else { "dtoh_async" }, VOLUME / size);
-        let (said, ticks) = self.watched(&Self::program("verbs", name, size, count))?;
-        // Once there, once back: what is verified, and what the device is filled with.
-        let moved = count * size + (count * size).min(16 << 20);
-        let rate = field(&said, "mb_per_s")?;
-        let mut bulk = Self::bulk(rate, moved, ticks);
-        bulk.rate = rate;
-        Ok(bulk)
+        let said = self.machine.check(&Self::program("verbs", name, size, count), LIMIT)?;
+        Ok(Self::bulk(field(&said, "mb_per_s")?, count * size, field(&said, "kernel_ms")?))
     }
 
     /// The median of a synchronous call of 64 bytes, in microseconds. `what`: `memory_info` or `dtoh`.
@@ -192,7 +184,7 @@ impl Bed {
         Ok(names.into_iter().enumerate().map(|(i, name)| (name, cost(i))).collect())
     }
 
-    /// Runs one of perftest's programs on both ends; `held`: each on a processor of its own. Gives the columns of its last row, and the ticks in the kernel.
+    /// Runs one of perftest's programs on both ends; `held`: each on a processor of its own. Gives the columns of its last row, and the milliseconds in the kernel.
     fn pair(&self, program: &str, options: &str, held: bool) -> Result<(Vec<f64>, f64)> {
         let ends = [rdma::SERVER.1, rdma::CLIENT.1];
         // The same time before a packet is sent again as rgpu's queue pairs have.
@@ -208,17 +200,41 @@ impl Bed {
         if said.is_err() {
             server.kill()?;
         }
-        let ((said, ticks), _) = (said?, server.wait(LIMIT)?);
+        let ((said, kernel), _) = (said?, server.wait(LIMIT)?);
         let numbers = |line: &str| {
             line.split_whitespace().map(str::parse).collect::<std::result::Result<Vec<f64>, _>>()
         };
         let row = said.lines().rev().find_map(|line| numbers(line).ok().filter(|row| row.len() > 3));
-        Ok((row.with_context(|| format!("{program} gives no figures: {said}"))?, ticks))
+        Ok((row.with_context(|| format!("{program} gives no figures: {said}"))?, kernel))
     }
 
-    /// Bandwidth by perftest. RoCE in software loses a connection now and then when the machine is busy: then once more.
-    pub fn perftest(&self, size: u64, pairs: u32, depth: u32, held: bool) -> Result<Bulk> {
+    /// Bandwidth by perftest. Unlike our own programs it does not say what the kernel did during the transfer: that is taken over all of its run, `but` milliseconds, which it is in the
+    /// kernel with hardly anything to transfer ([`perftest_start`](Self::perftest_start)).
+    pub fn perftest(&self, size: u64, pairs: u32, depth: u32, held: bool, but: f64) -> Result<Bulk> {
         let count = (VOLUME / size).clamp(16, 4000);
+        let (row, kernel) = self.write_bandwidth(size, pairs, depth, held, count)?;
+        // Bytes, iterations on all queue pairs, peak, average in MiB a second, messages.
+        let (Some(iterations), Some(mib)) = (row.get(1), row.get(3)) else {
+            anyhow::bail!("a row of ib_write_bw is cut off: {row:?}")
+        };
+        Ok(Self::bulk(mib * 1.048_576, *iterations as u64 * size, (kernel - but).max(0.0)))
+    }
+
+    /// Milliseconds in the kernel of a run of `ib_write_bw` that transfers as little as it can be told to.
+    pub fn perftest_start(&self, pairs: u32) -> Result<f64> {
+        let (_, kernel) = self.write_bandwidth(4096, pairs, 128, false, 5)?;
+        Ok(kernel)
+    }
+
+    /// RoCE in software loses a connection now and then when the machine is busy: then once more.
+    fn write_bandwidth(
+        &self,
+        size: u64,
+        pairs: u32,
+        depth: u32,
+        held: bool,
+        count: u64,
+    ) -> Result<(Vec<f64>, f64)> {
         let options = format!("-s {size} -q {pairs} -t {depth} -n {count}");
         let mut row = self.pair("ib_write_bw", &options, held);
         for _ in 0..3 {
@@ -227,12 +243,7 @@ impl Bed {
                 row = self.pair("ib_write_bw", &options, held);
             }
         }
-        let (row, ticks) = row?;
-        // Bytes, iterations on all queue pairs, peak, average in MiB a second, messages.
-        let (Some(iterations), Some(mib)) = (row.get(1), row.get(3)) else {
-            anyhow::bail!("a row of ib_write_bw is cut off: {row:?}")
-        };
-        Ok(Self::bulk(mib * 1.048_576, *iterations as u64 * size, ticks))
+        row
     }
 
     /// One way, in microseconds.

@@ -120,7 +120,7 @@ fn run() -> Result<()> {
 
 /// One point of the studies, all three lines.
 fn point(bed: &Bed, points: &mut Points, size: u64, pairs: u32, depth: u32) -> Result<()> {
-    let mut row = vec![("ib_write_bw", bed.perftest(size, pairs, depth, false)?.rate)];
+    let mut row = vec![("ib_write_bw", bed.perftest(size, pairs, depth, false, 0.0)?.rate)];
     for who in DIRECTIONS {
         row.push((who, bed.layer(who, size, pairs, depth)?.0.rate));
     }
@@ -144,9 +144,11 @@ fn round(bed: &Bed, found: &mut Rounds) -> Result<()> {
             found.bulk.entry((size, who)).or_default().push(bulk);
         };
         for pairs in [1, 2] {
-            note(Who::Perftest(pairs), bed.perftest(size, pairs, 128, false)?);
+            // Only at the first size is it told what the kernel did.
+            let but = if size == ROUND_SIZES[0] { bed.perftest_start(pairs)? } else { 0.0 };
+            note(Who::Perftest(pairs), bed.perftest(size, pairs, 128, false, but)?);
             if size == ROUND_SIZES[0] {
-                note(Who::Held(pairs), bed.perftest(size, pairs, 128, true)?);
+                note(Who::Held(pairs), bed.perftest(size, pairs, 128, true, but)?);
             }
             for what in DIRECTIONS {
                 note(Who::Layer(pairs, what), bed.layer(what, size, pairs, 128)?.0);

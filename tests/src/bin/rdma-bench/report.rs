@@ -110,7 +110,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\n`ib_write_bw` has one queue pair unless told otherwise, rgpu has two. What the processors did meanwhile ({}, medians): the time that both together were in the kernel, where `rdma_rxe` does all\nits work, for each MiB, and how many of them that kept at work at a time:\n\n| | MB/s | ms in the kernel for each MiB | processors |\n|---|---|---|---|",
+            "\n`ib_write_bw` has one queue pair unless told otherwise, rgpu has two. What the processors did meanwhile ({}, medians): the time that both together were in the kernel, where `rdma_rxe` does all\nits work, for each MiB, and how many of them that kept at work at a time. Our programs look at that themselves, right before the transfer and right after it; of perftest it is the whole run, less a run that transfers 20 KiB:\n\n| | MB/s | ms in the kernel for each MiB | processors |\n|---|---|---|---|",
             bytes(ROUND_SIZES[0])
         );
         let lines = [
@@ -138,7 +138,7 @@ impl Study<'_> {
         }
         let _ = writeln!(
             text,
-            "\nSo the layer takes little more of the processors' time for a MiB than perftest, and who has more of them at work at a time is faster. How many that are, the kernel's scheduler decides, by where it lets the posting\nthreads run: held on one processor (`taskset`; its polling then takes time from the packets) `ib_write_bw` gains nothing by a second queue pair. That two of perftest's mostly get both processors and two of rgpu's\nmostly do not sets the rows against two queue pairs apart from those against one; a card needs no processor to carry packets. A CUDA program has the GPU in software beside it, which copies each byte\nonce more, and more of both processors' time in the kernel, where threads that wait give way to others."
+            "\nWho has more of the processors at work at a time is faster. How many that are, the kernel's scheduler decides, by where it lets the posting\nthreads run: held on one processor (`taskset`; its polling then takes time from the packets) `ib_write_bw` gains nothing by a second queue pair. That two of perftest's mostly get both processors and two of rgpu's\nmostly do not sets the rows against two queue pairs apart from those against one; a card needs no processor to carry packets. A CUDA program has the GPU in software beside it, which copies each byte\nonce more, outside the kernel. What its start takes (its session and a worker made, its memory zeroed page by page and registered) is not in these figures: they once had it in them, half a second of the kernel's time\nto 32 MiB, and the transfer seemed to take half as much again as it does."
         );
     }
 
