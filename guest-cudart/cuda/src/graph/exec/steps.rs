@@ -46,9 +46,7 @@ impl Drop for Bounce {
         };
         // The host of the GPU may be reading it, or writing.
         let last = lock(&self.last).take();
-        let Some((stream, mark)) =
-            last.filter(|(stream, mark)| !stream.is_finished() && !stream.has_passed(driver, *mark))
-        else {
+        let Some((stream, mark)) = last.filter(|(stream, mark)| !stream.has_passed(driver, *mark)) else {
             return remove();
         };
         // Taking registered memory away waits for all that the device does: neither this thread, whose next call may be what the stream waits for, nor the one that makes the
