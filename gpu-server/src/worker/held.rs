@@ -22,8 +22,8 @@ use protocol::ops::memory::{
     MemGrow, MemShrink, MemoryAccess, MemoryCreate, MemoryMap,
 };
 use protocol::ops::module::{
-    FunctionAttributes, ModuleGetGlobal, ModuleInfo, ModuleLoad, OccupancyMaxActiveBlocks,
-    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+    FunctionAttributes, ModuleGetGlobal, ModuleInfo, ModuleLoad, OccupancyAvailableShared,
+    OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
 };
 use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamWaitEvent};
 use protocol::ops::{self, Op};
@@ -73,7 +73,7 @@ fn kind(opcode: u16) -> Kind {
         _ if is!(
             MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror AddressReserve MemoryCreate MemoryMap MemoryAccess
             ArrayCreate TextureCreate SurfaceCreate ContextGetLimit DeviceOutput ModuleInfo ModuleGetGlobal FunctionAttributes
-            OccupancyMaxActiveBlocks OccupancyMaxActiveClusters OccupancyMaxPotentialClusterSize
+            OccupancyMaxActiveBlocks OccupancyAvailableShared OccupancyMaxActiveClusters OccupancyMaxPotentialClusterSize
         ) =>
         {
             Kind::Free
