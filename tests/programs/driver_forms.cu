@@ -109,19 +109,20 @@ static void modules() {
         unsigned short version = 1, header = 16;
         unsigned long long size;
         unsigned short kind = 1, attributes = 0x101;
-        unsigned entry_header = 64;
+        unsigned entry_header = 80;
         unsigned long long payload;
-        unsigned long long no_compression = 0;
+        unsigned packed = 0, options_at = 64;
         unsigned short minor = 0, major = 7;
         unsigned arch = 75;
         unsigned name_at = 0, name_size = 0;
         unsigned long long flags = 0x11, zero = 0, unpacked = 0;
+        unsigned long long options[2] = {72, 0};
         char text[(sizeof source + 7) / 8 * 8];
     } fat;
     memset(fat.text, 0, sizeof fat.text);
     memcpy(fat.text, source, sizeof source);
     fat.payload = sizeof fat.text;
-    fat.size = 64 + fat.payload;
+    fat.size = 80 + fat.payload;
     OK(cuModuleLoadFatBinary(&module, &fat));
     run(module, 77, 2);
 

@@ -177,7 +177,7 @@ static void kinds() {
     box.srcPtr = make_cudaPitchedPtr(words + 4, 4, 4, 1);
     box.dstPtr = make_cudaPitchedPtr(words + 10, 4, 4, 1);
     box.extent = make_cudaExtent(4, 1, 1);
-    box.kind = cudaMemcpyDefault;
+    box.kind = cudaMemcpyDeviceToDevice;
     OK(cudaGraphExecMemcpyNodeSetParams(exec, copy, &box));
     launch(exec);
     TRUE_THAT(word(0) == 21 && word(10) == 6 && word(9) == 11);

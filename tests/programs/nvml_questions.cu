@@ -151,7 +151,7 @@ static void *library;
 // Numbers and addresses are passed alike.
 static Return call(const char *name, Word a = 0, Word b = 0, Word c = 0, Word d = 0, Word e = 0, Word f = 0) {
     void *found = dlsym(library, name);
-    REQUIRE(found, "libnvidia-ml.so.1 has no %s", name);
+    if (!found) return FunctionNotFound;
     return ((Return(*)(Word, Word, Word, Word, Word, Word))found)(a, b, c, d, e, f);
 }
 
@@ -202,7 +202,9 @@ static Return ask(const Question &question, Word device) {
         case NotSupported:
         case NoPermission:
         case NotFound:
-        case OldVersion: return status;
+        case OldVersion:
+        // Drivers have more of them each year.
+        case FunctionNotFound: return status;
         case InsufficientSize: REQUIRE(question.shape == List, "%s: too little room", question.name); return status;
         default: fail("%s answers %d", question.name, status); return status;
     }

@@ -38,10 +38,10 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
-use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
+use protocol::ops::{Answer, Op};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -414,7 +414,8 @@ impl super::Backend for Cuda {
     }
 
     fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
-        kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
+        let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
+        sets_limit || kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
     }
 
     fn device_memory(&self) -> u64 {
