@@ -35,13 +35,15 @@ static int other(int socket) {
         cudaMemAccessDesc wanted = {here, cudaMemAccessFlagsProtReadWrite};
         CHECK(cudaMemPoolSetAccess(pool, &wanted, 1));
     }
-    cudaStream_t stream;
-    CHECK(cudaStreamCreate(&stream));
-    void *none;
-    EXPECT(cudaErrorInvalidValue, cudaMallocFromPoolAsync(&none, 4096, pool, stream));
-    EXPECT(cudaErrorInvalidValue, cudaDeviceSetMemPool(0, pool));
     cudaMemPoolPtrExportData data[COUNT];
     take(socket, data, sizeof data);
+    // Before anything has made a context current in this process.
+    void *first, *none;
+    CHECK(cudaMemPoolImportPointer(&first, pool, &data[0]));
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    EXPECT(cudaErrorInvalidValue, cudaMallocFromPoolAsync(&none, 4096, pool, stream));
+    EXPECT(cudaErrorInvalidValue, cudaDeviceSetMemPool(0, pool));
     cudaMemPoolPtrExportData wrong = {};
     REQUIRE(cudaMemPoolImportPointer(&none, pool, &wrong) != cudaSuccess, "an import of nothing");
     cudaGetLastError();
@@ -59,6 +61,7 @@ static int other(int socket) {
         turn<<<(n + 255) / 256, 256, 0, stream>>>(at[i], n);
         LAUNCHED();
     }
+    REQUIRE(at[0] == first, "what is imported twice is at two addresses");
     // At once, and in the order of the stream that has used them.
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaFree(at[0]));

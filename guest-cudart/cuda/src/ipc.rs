@@ -65,12 +65,12 @@ api! {
 
     fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
         non_null(handle)?;
-        let (driver, context) = context::ready()?;
+        let (driver, _) = context::ready()?;
         let found = memory::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         if !found.is_exportable(driver) {
             return Err(Status::INVALID_VALUE);
         }
-        vmm::share(driver, context)?;
+        vmm::share(driver)?;
         let reply = driver.session.call(&PieceExport { address: found.base })?;
         let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
         put(handle, Name { token: reply.token, offset, size: found.size }.handle())
@@ -78,7 +78,7 @@ api! {
 
     fn cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32) {
         non_null(dptr)?;
-        let (driver, context) = context::ready()?;
+        let (driver, _) = context::ready()?;
         // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
         if flags != 1 {
             return Err(Status::INVALID_VALUE);
@@ -89,7 +89,7 @@ api! {
             *times += 1;
             return put(dptr, *address);
         }
-        vmm::share(driver, context)?;
+        vmm::share(driver)?;
         let address = vmm::open(driver, name.token, name.offset, name.size, false)?;
         opened.insert(name, (address, 1));
         put(dptr, address)

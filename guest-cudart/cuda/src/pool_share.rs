@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::context::{self, Context};
+use crate::context::Context;
 use crate::pool::{self, Pool};
 use crate::state::{Driver, driver};
 use crate::stream::Stream;
@@ -191,11 +191,11 @@ api! {
 
     fn cuMemPoolExportPointer(data: *mut PointerData, address: u64) {
         non_null(data)?;
-        let (driver, context) = context::ready()?;
+        let driver = driver()?;
         let found = memory::find(driver, address).filter(|found| found.base == address && found.pool != 0);
         let found = found.ok_or(Status::INVALID_VALUE)?;
         let pool = pool::of(found.pool)?.1.name.ok_or(Status::INVALID_VALUE)?;
-        vmm::share(driver, context)?;
+        vmm::share(driver)?;
         let reply = driver.session.call(&PieceExport { address })?;
         let offset = address.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
         put(data, Name { pool, token: reply.token, offset, size: found.size }.data())
@@ -204,12 +204,12 @@ api! {
     fn cuMemPoolImportPointer(address: *mut u64, pool: usize, data: *const PointerData) {
         non_null(address)?;
         non_null(data)?;
-        let (driver, context) = context::ready()?;
+        let driver = driver()?;
         let (_, pool) = pool::of(pool)?;
         let name = Name::of(&*data).filter(|name| pool.imported && pool.name == Some(name.pool));
         let name = name.ok_or(Status::INVALID_VALUE)?;
         collect(driver);
-        vmm::share(driver, context)?;
+        vmm::share(driver)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let mut imported = lock(&IMPORTED);
         // What is imported twice is at one address, and gone when it is freed once.

@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::context::{self, Context};
+use crate::context;
 use crate::device::attr;
 use crate::memory::Found;
 use crate::state::{self, Driver, driver, unique_id};
@@ -102,9 +102,15 @@ pub(crate) fn shares() -> bool {
 }
 
 /// Before this process first shares memory: what it has copied so far has reached the device when this returns.
-pub(crate) fn share(driver: &Driver, context: &'static Context) -> Result {
+pub(crate) fn share(driver: &'static Driver) -> Result {
     SHARES.store(true, Ordering::Relaxed);
-    context.legacy().synchronize(driver)
+    // No context has to be current for this.
+    let primary = driver.devices.iter().map(|device| device.primary);
+    for context in primary.chain(context::current()).filter(|context| context.is_alive() && context.is_busy())
+    {
+        context.legacy().synchronize(driver)?;
+    }
+    Ok(())
 }
 
 fn read() -> RwLockReadGuard<'static, Space> {
@@ -561,7 +567,7 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        share(driver, context::current()?)?;
+        share(driver)?;
         let token = driver.session.call(&MemoryExport { memory: memory.id })?.token;
         put(shareable.cast::<RawFd>(), descriptor::make(&MAGIC, &token)?)
     }
@@ -569,12 +575,11 @@ api! {
     fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
         non_null(handle)?;
         let driver = driver()?;
-        let context = context::current()?;
         if kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }
         let token = descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
-        share(driver, context)?;
+        share(driver)?;
         put(handle, import(driver, token, POSIX_FD)?.0 as u64)
     }
 }
