@@ -274,6 +274,8 @@ fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
 /// A device's memory is gone, whichever context it was in: the server has reset the device.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     managed::reset(driver, device);
+    physical::forget(device.primary);
+    physical::trim(driver, device.ordinal);
     lock(&LEAVING).retain(|l| l.device != device.ordinal);
     lock(&device.memory).reset();
     let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
