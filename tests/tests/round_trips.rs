@@ -6,7 +6,8 @@ use anyhow::{Context, Result, ensure};
 use rgpu_tests::programs::{LIMIT, built, counter as counter_of, run};
 use rgpu_tests::tree;
 
-/// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function.
+/// The counters that a client prints after `bench loop NAME count`, over a private server: a line for all, and one for each function of the driver API. Those of the runtime's functions tell the same
+/// commands again.
 fn stats(transport: &str, name: &str, count: u32) -> Result<Vec<String>> {
     stats_of(transport, "bench", &["loop", name, &count.to_string()])
 }
@@ -27,7 +28,8 @@ fn stats_of(transport: &str, program: &str, arguments: &[&str]) -> Result<Vec<St
     let outcome = run(&mut command, LIMIT)?;
     ensure!(outcome.verdict(program).is_ok(), "{program} {arguments:?} over {transport}: {outcome:?}");
     let lines = outcome.stderr.lines().filter_map(|line| line.strip_prefix("rgpu: stats: "));
-    Ok(lines.map(str::to_owned).collect())
+    let runtimes = |line: &str| line.starts_with("cuda") || line.starts_with("__cuda");
+    Ok(lines.filter(|line| !runtimes(line)).map(str::to_owned).collect())
 }
 
 /// One of the client's counters, for the whole process.
