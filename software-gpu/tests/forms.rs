@@ -46,6 +46,14 @@ fn relu_may_stand_behind_the_type() {
 }
 
 #[test]
+fn relu_may_stand_between_the_types_of_a_conversion() {
+    for form in ["cvt.rn.relu.bf16x2.f32", "cvt.rn.bf16x2.relu.f32"] {
+        let values = [(-1f32).to_bits(), 2f32.to_bits(), 0];
+        assert_eq!(answer(&format!("{form} %d, %a, %b;"), values), 0x0000_4000);
+    }
+}
+
+#[test]
 fn the_flag_of_a_subtraction_is_a_carry() {
     // What 128-bit division looks at: set when nothing was borrowed.
     let flag = "sub.cc.u32 %d, %a, %b; addc.u32 %d, 0, 0;";

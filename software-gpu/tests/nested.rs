@@ -60,16 +60,40 @@ fn a_kernel_may_launch_itself_again_and_again() {
 }
 
 #[test]
-fn kernels_may_be_24_deep_inside_each_other() {
+fn kernels_may_be_any_number_deep_inside_each_other() {
     both(|b, m| {
-        let out = b.upload(&[0i32; 128]);
-        let p = Params::default().u64(out).i32(0);
+        let out = b.upload(&[0i32; 256]);
+        let p = Params::default().u64(out).i32(0).i32(100);
         b.run(m, "deeper", LaunchConfig::linear(1, 1), &p.0).unwrap();
-        let got: Vec<i32> = b.download(out, 128);
-        let mut want = vec![0; 128];
-        want[..25].fill(1);
-        // cudaErrorLaunchMaxDepthExceeded
-        want[64 + 24] = 65;
-        assert_eq!(got, want);
+        let mut want = vec![0; 256];
+        want[..=100].fill(1);
+        assert_eq!(b.download::<i32>(out, 256), want);
+    });
+}
+
+#[test]
+fn of_tails_only_so_many_wait() {
+    both(|b, m| {
+        let out = b.upload(&[0i32; 4096]);
+        b.run(m, "tails", LaunchConfig::linear(1, 1), &Params::default().u64(out).i32(3000).0).unwrap();
+        let got: Vec<i32> = b.download(out, 4096);
+        // cudaErrorLaunchPendingCountExceeded
+        assert_eq!((&got[..2], got[8]), (&[2048, 69][..], 2048));
+    });
+}
+
+#[test]
+fn copies_and_fills_take_their_turn_and_say_what_cannot_be() {
+    both(|b, m| {
+        let (memory, codes) = (b.upload(&[0xffu8; 256]), b.upload(&[-1i32; 16]));
+        let p = Params::default().u64(memory).u64(codes);
+        b.run(m, "transfers", LaunchConfig::linear(1, 1), &p.0).unwrap();
+        // cudaErrorInvalidMemcpyDirection, cudaErrorInvalidValue, cudaErrorMemoryAllocation
+        assert_eq!(b.download::<i32>(codes, 16), [0, 0, 0, 0, 21, 21, 1, 1, 1, 1, 0, 1, 6000, 1, 0, 2]);
+        assert_eq!(b.download::<i32>(memory, 8), [2, 7, 8, 0, 1, 7, 0, 0]);
+        let bytes: Vec<u8> = b.download(memory, 256);
+        let rows = [[3u8; 8], [0xff; 8]].concat();
+        assert_eq!(bytes[64..128], rows.repeat(4));
+        assert_eq!(bytes[128..160], [3; 32]);
     });
 }

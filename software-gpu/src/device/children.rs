@@ -2,27 +2,30 @@
 //!
 //! A kernel's launches wait until its own blocks are done, and then run one after the other, each with its own; last come its
 //! tail launches. That is an order that CUDA allows whatever streams they are in: a kernel cannot wait for what it launched.
+//! Copies and fills from kernels have their place in that order.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::gpu::Gpu;
 use crate::device::launch::{KernelRun, LaunchConfig};
+use crate::device::memory::Memory;
 use crate::device::module::Function;
+use crate::device::transfer::Plane;
 use crate::error::Error;
 use crate::lower::program::FUNCTION_WINDOW;
 
 /// Launches of a kernel that wait, at most.
 const MOST: usize = 1 << 14;
-/// Kernels that may be one inside the other, the first not counted; a tail is not inside the one that launched it.
-const DEPTH: u32 = 24;
+/// Of them, tail launches (what `cudaLimitDevRuntimePendingLaunchCount` is if nobody says otherwise). An H200 was seen to keep to it
+/// for these alone, and to know no limit for how many kernels are one inside the other.
+const MOST_TAILS: usize = 2048;
 /// `cudaStreamTailLaunch`.
 const TAIL: u64 = 3;
-/// `cudaErrorMemoryAllocation`, `cudaErrorInvalidConfiguration`, `cudaErrorLaunchMaxDepthExceeded`,
+/// `cudaErrorMemoryAllocation`, `cudaErrorInvalidConfiguration`,
 /// `cudaErrorLaunchPendingCountExceeded`, `cudaErrorInvalidDeviceFunction`.
-const MEMORY_ALLOCATION: u32 = 2;
+pub(crate) const MEMORY_ALLOCATION: u32 = 2;
 const INVALID_CONFIGURATION: u32 = 9;
-const MAX_DEPTH_EXCEEDED: u32 = 65;
 const PENDING_COUNT_EXCEEDED: u32 = 69;
 const INVALID_FUNCTION: u32 = 98;
 /// `cudaErrorInvalidValue`.
@@ -33,8 +36,67 @@ pub(crate) const INVALID_VALUE: u32 = 1;
 pub(crate) struct Children {
     /// By the address of the memory for their parameters.
     drafts: HashMap<u64, (Function, LaunchConfig)>,
-    begun: Vec<Arc<KernelRun>>,
-    tails: Vec<Arc<KernelRun>>,
+    begun: Vec<Child>,
+    tails: Vec<Child>,
+}
+
+/// What a kernel has begun that runs after it.
+pub(crate) enum Child {
+    Kernel(Arc<KernelRun>),
+    Transfer(Transfer),
+}
+
+/// A copy or a fill, of `height` rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Transfer {
+    pub to: Plane,
+    pub from: Source,
+    pub width: u64,
+    pub height: u64,
+}
+
+/// Where the bytes of a [`Transfer`] come from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Source {
+    Memory(Plane),
+    Value(u8),
+}
+
+impl Transfer {
+    /// Whether all rows lie in memory that is there.
+    pub fn is_inside(&self, memory: &Memory) -> bool {
+        let there = |plane: Plane| {
+            let last = self.height.saturating_sub(1).checked_mul(plane.pitch);
+            let end = last.and_then(|last| last.checked_add(self.width));
+            let nothing = self.width == 0 || self.height == 0;
+            nothing || end.is_some_and(|bytes| memory.host_range(plane.addr, bytes).is_ok())
+        };
+        there(self.to)
+            && match self.from {
+                Source::Memory(from) => there(from),
+                Source::Value(_) => true,
+            }
+    }
+
+    /// Does it.
+    pub fn run(&self, gpu: &Gpu) -> Result<(), Error> {
+        match self.from {
+            Source::Memory(from) => gpu.copy_2d(self.to, from, self.width, self.height),
+            Source::Value(value) => gpu.fill_2d(self.to, value.into(), 1, self.width, self.height),
+        }
+    }
+}
+
+impl Children {
+    /// Launches and transfers that have not run.
+    fn waiting(&self) -> usize {
+        self.drafts.len() + self.begun.len() + self.tails.len()
+    }
+
+    /// Those that run with a stream's.
+    fn list(&mut self, stream: u64) -> &mut Vec<Child> {
+        if stream == TAIL { &mut self.tails } else { &mut self.begun }
+    }
 }
 
 /// The runtime's number for a launch that cannot be.
@@ -51,7 +113,7 @@ impl KernelRun {
         let index = function.wrapping_sub(FUNCTION_WINDOW) / 16;
         let function = self.module.kernel_at(index as usize).ok_or(INVALID_FUNCTION)?;
         let mut children = self.children();
-        if children.drafts.len() + children.begun.len() + children.tails.len() >= MOST {
+        if children.waiting() >= MOST {
             return Err(PENDING_COUNT_EXCEEDED);
         }
         let bytes = u64::from(function.info().param_bytes);
@@ -72,18 +134,26 @@ impl KernelRun {
         // It came from the allocator and is given back once.
         let _ = self.gpu.memory.free_module(parameters);
         let gpu = Gpu { inner: Arc::clone(&self.gpu) };
-        let mut child = KernelRun::new(&gpu, &function, config, &bytes).map_err(|e| refusal(&e))?;
-        child.depth = self.depth + u32::from(stream != TAIL);
-        if child.depth > DEPTH {
-            return Err(MAX_DEPTH_EXCEEDED);
+        let child = KernelRun::new(&gpu, &function, config, &bytes).map_err(|e| refusal(&e))?;
+        if stream == TAIL && children.tails.len() >= MOST_TAILS {
+            return Err(PENDING_COUNT_EXCEEDED);
         }
-        let list = if stream == TAIL { &mut children.tails } else { &mut children.begun };
-        list.push(Arc::new(child));
+        children.list(stream).push(Child::Kernel(Arc::new(child)));
+        Ok(())
+    }
+
+    /// Begins a copy or a fill; the error is the runtime's.
+    pub fn transfer(&self, transfer: Transfer, stream: u64) -> Result<(), u32> {
+        let mut children = self.children();
+        if children.waiting() >= MOST {
+            return Err(PENDING_COUNT_EXCEEDED);
+        }
+        children.list(stream).push(Child::Transfer(transfer));
         Ok(())
     }
 
     /// What it has launched, the last first.
-    pub fn take_children(&self) -> Vec<Arc<KernelRun>> {
+    pub fn take_children(&self) -> Vec<Child> {
         let mut children = self.children();
         let mut all = std::mem::take(&mut children.begun);
         all.append(&mut children.tails);

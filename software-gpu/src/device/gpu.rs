@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use crate::device::children::Child;
 use crate::device::launch::{KernelRun, LaunchConfig, Pool};
 use crate::device::memory::Memory;
 use crate::device::module::{self, Function, Module};
@@ -350,10 +351,15 @@ impl Gpu {
 
     /// Runs a kernel on the workers, and all that it launches, and waits for their end.
     pub(crate) fn execute(&self, kernel: Arc<KernelRun>) -> Result<()> {
-        let mut waiting = vec![kernel];
-        while let Some(kernel) = waiting.pop() {
-            self.inner.pool.execute(Arc::clone(&kernel))?;
-            waiting.extend(kernel.take_children());
+        let mut waiting = vec![Child::Kernel(kernel)];
+        while let Some(next) = waiting.pop() {
+            match next {
+                Child::Kernel(kernel) => {
+                    self.inner.pool.execute(Arc::clone(&kernel))?;
+                    waiting.extend(kernel.take_children());
+                }
+                Child::Transfer(transfer) => transfer.run(self)?,
+            }
         }
         Ok(())
     }

@@ -61,8 +61,6 @@ pub(crate) struct KernelRun {
     pub cluster: [u32; 3],
     pub explicit_cluster: bool,
     pub grid_id: u64,
-    /// Kernels that this one was launched inside of.
-    pub depth: u32,
     /// Device memory in which a cooperative grid's blocks meet; 0 for other launches.
     pub workspace: u64,
     /// Of the grid; the numbers below count them, too.
@@ -150,7 +148,6 @@ impl KernelRun {
             param_bytes: wanted as u32,
             shared_bytes: shared_bytes as u32,
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
-            depth: 0,
             cluster,
             explicit_cluster: config.cluster.is_some() || info.required_cluster != [0; 3],
             all_clusters: blocks / size,

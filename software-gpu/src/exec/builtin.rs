@@ -3,7 +3,9 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::device::children::{INVALID_VALUE, MEMORY_ALLOCATION, Source, Transfer};
 use crate::device::launch::LaunchConfig;
+use crate::device::transfer::Plane;
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Place};
 use crate::exec::rows::LANES;
@@ -12,6 +14,15 @@ use crate::lower::program::{Builtin, Flow};
 
 /// Strings longer than this are cut: a missing terminator must not read all memory.
 const MAX_STRING: u64 = 64 << 10;
+/// `cudaErrorInvalidMemcpyDirection`.
+const INVALID_DIRECTION: u32 = 21;
+/// Of `cudaMemcpyKind`.
+const DEVICE_TO_DEVICE: u64 = 3;
+const DEFAULT_KIND: u64 = 4;
+/// `cudaEventDisableTiming`.
+const DISABLE_TIMING: u64 = 2;
+/// What `cudaRuntimeGetVersion` says in a kernel.
+const RUNTIME_VERSION: u32 = 6000;
 /// The handle of every stream and event that a kernel makes.
 const ORDER: u64 = 0x100;
 
@@ -28,7 +39,7 @@ pub(crate) fn run(
         if mask >> lane & 1 == 0 {
             continue;
         }
-        let mut values = [0u64; 5];
+        let mut values = [0u64; 8];
         for (value, &(offset, size)) in values.iter_mut().zip(params) {
             if let Some(p) = w.local.at(lane, u64::from(base + offset), size) {
                 for n in 0..size.min(8) {
@@ -39,9 +50,9 @@ pub(crate) fn run(
         }
         let answer = match which {
             Builtin::Vprintf => match format(w, lane, values[0], values[1]) {
-                Ok(text) => {
+                Ok((text, arguments)) => {
                     (w.block().run().gpu.printf)(&text);
-                    0
+                    arguments
                 }
                 Err(address) => {
                     return w.set_fault(
@@ -107,13 +118,53 @@ pub(crate) fn run(
             }
             Builtin::GetLastError => std::mem::take(&mut w.launch_errors[lane]).into(),
             Builtin::PeekAtLastError => w.launch_errors[lane].into(),
-            Builtin::MakeOrder => {
+            Builtin::MakeEvent if values[1] & DISABLE_TIMING == 0 => {
+                w.launch_errors[lane] = INVALID_VALUE;
+                INVALID_VALUE.into()
+            }
+            Builtin::MakeStream | Builtin::MakeEvent => {
                 let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
                 // SAFETY: `target` answers for eight aligned bytes.
                 unsafe { p.cast::<u64>().write(ORDER) };
                 0
             }
             Builtin::KeepOrder => 0,
+            Builtin::CopyAsync | Builtin::CopyRowsAsync | Builtin::FillAsync | Builtin::FillRowsAsync => {
+                let error = transfer(w, which, values).err().unwrap_or(0);
+                if error != 0 {
+                    w.launch_errors[lane] = error;
+                }
+                error.into()
+            }
+            Builtin::TellDevice | Builtin::TellDeviceCount | Builtin::TellVersion => {
+                let Some(p) = target(w, lane, values[0], 4) else { return Flow::Fault };
+                let word = match which {
+                    Builtin::TellDevice => 0,
+                    Builtin::TellDeviceCount => 1,
+                    _ => RUNTIME_VERSION,
+                };
+                // SAFETY: `target` answers for four aligned bytes.
+                unsafe { p.cast::<u32>().write(word) };
+                0
+            }
+            Builtin::DeviceMalloc => {
+                let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
+                let found = w.block().memory().allocate_heap(values[1]);
+                // SAFETY: `target` answers for eight aligned bytes.
+                unsafe { p.cast::<u64>().write(found.unwrap_or(0)) };
+                let error = if found.is_some() { 0 } else { MEMORY_ALLOCATION };
+                if error != 0 {
+                    w.launch_errors[lane] = error;
+                }
+                error.into()
+            }
+            Builtin::DeviceFree => {
+                let unknown = values[0] != 0 && w.block().memory().free_heap(values[0]).is_err();
+                if unknown {
+                    w.launch_errors[lane] = INVALID_VALUE;
+                }
+                u64::from(unknown) * u64::from(INVALID_VALUE)
+            }
         };
         if matches!(which, Builtin::Free | Builtin::AssertFail | Builtin::SetCondition) {
             continue;
@@ -125,6 +176,28 @@ pub(crate) fn run(
         }
     }
     Flow::Next
+}
+
+/// Begins a copy or a fill that a kernel asks for; the error is the runtime's.
+fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
+    let rows = |addr: u64, pitch: u64| Plane { addr, pitch };
+    // The bytes' source, the size, what of host memory a copy's kind says, and the stream.
+    let (to, from, [width, height], kind, stream) = match which {
+        Builtin::CopyAsync => (rows(v[0], v[2]), Source::Memory(rows(v[1], v[2])), [v[2], 1], v[3], v[4]),
+        Builtin::CopyRowsAsync => {
+            (rows(v[0], v[1]), Source::Memory(rows(v[2], v[3])), [v[4], v[5]], v[6], v[7])
+        }
+        Builtin::FillAsync => (rows(v[0], v[2]), Source::Value(v[1] as u8), [v[2], 1], DEFAULT_KIND, v[3]),
+        _ => (rows(v[0], v[1]), Source::Value(v[2] as u8), [v[3], v[4]], DEFAULT_KIND, v[5]),
+    };
+    if !matches!(kind, DEVICE_TO_DEVICE | DEFAULT_KIND) {
+        return Err(INVALID_DIRECTION);
+    }
+    let transfer = Transfer { to, from, width, height };
+    if !transfer.is_inside(&w.block().run().gpu.memory) {
+        return Err(INVALID_VALUE);
+    }
+    w.block().run().transfer(transfer, stream)
 }
 
 /// Where a function is to write, if it may: `size` bytes at a multiple of that.
@@ -167,11 +240,11 @@ fn word(w: &mut Warp, lane: usize, address: u64, size: u64) -> Result<u64, u64> 
     })
 }
 
-/// What `printf` makes of its arguments; the error is an address that cannot be read.
-fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<Vec<u8>, u64> {
+/// What `printf` makes of its arguments, and how many it converted; the error is an address that cannot be read.
+fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<(Vec<u8>, u64), u64> {
     let text = string(w, lane, format).ok_or(format)?;
     let mut out = Vec::with_capacity(text.len());
-    let mut next = args;
+    let (mut next, mut converted) = (args, 0);
     let mut take = |w: &mut Warp, size: u64| {
         next = next.next_multiple_of(size);
         let value = word(w, lane, next, size);
@@ -236,6 +309,7 @@ fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<Vec<u8>, 
         };
         i += 1;
         let size = if long { 8 } else { 4 };
+        converted += u64::from(b"csdiuxXopfFeEgGaA".contains(&conversion));
         match conversion {
             b'%' => out.push(b'%'),
             b'c' => {
@@ -282,7 +356,8 @@ fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<Vec<u8>, 
             }
             b'p' => {
                 let v = take(w, 8)?;
-                spec.pad(&mut out, b"", format!("0x{v:x}").as_bytes(), false);
+                let text = if v == 0 { "(nil)".into() } else { format!("0x{v:x}") };
+                spec.pad(&mut out, b"", text.as_bytes(), false);
             }
             b'f' | b'F' | b'e' | b'E' | b'g' | b'G' | b'a' | b'A' => {
                 let v = f64::from_bits(take(w, 8)?);
@@ -291,7 +366,7 @@ fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<Vec<u8>, 
             _ => out.extend_from_slice(&text[start..i]),
         }
     }
-    Ok(out)
+    Ok((out, converted))
 }
 
 #[derive(Default)]
@@ -342,7 +417,7 @@ impl Spec {
 
     fn float(&self, out: &mut Vec<u8>, v: f64, conversion: u8) {
         let upper = conversion.is_ascii_uppercase();
-        let sign = self.sign(v.is_sign_negative(), true);
+        let mut sign = self.sign(v.is_sign_negative(), true).to_string();
         let a = v.abs();
         let mut body = if a.is_nan() {
             "nan".to_string()
@@ -351,10 +426,13 @@ impl Spec {
         } else {
             let p = self.precision.unwrap_or(6);
             match conversion.to_ascii_lowercase() {
-                b'f' => format!("{a:.p$}"),
-                b'e' => exponent(a, p),
+                b'f' => format!("{a:.p$}") + self.point(p),
+                b'e' => exponent(a, p, self.point(p)),
                 b'g' => general(a, p.max(1), self.alternate),
-                _ => hexadecimal(a),
+                _ => {
+                    sign.push_str(if upper { "0X" } else { "0x" });
+                    hexadecimal(a, self.precision, self.alternate)
+                }
             }
         };
         if upper {
@@ -362,20 +440,25 @@ impl Spec {
         }
         self.pad(out, sign.as_bytes(), body.as_bytes(), self.zero && a.is_finite());
     }
+
+    /// The point that stands although no digits follow it.
+    fn point(&self, precision: usize) -> &'static str {
+        if self.alternate && precision == 0 { "." } else { "" }
+    }
 }
 
 /// C's `%e`.
-fn exponent(a: f64, precision: usize) -> String {
+fn exponent(a: f64, precision: usize, point: &str) -> String {
     let text = format!("{a:.precision$e}");
     let (digits, power) = text.split_once('e').unwrap_or((&text, "0"));
     let power: i32 = power.parse().unwrap_or(0);
     let sign = if power < 0 { '-' } else { '+' };
-    format!("{digits}e{sign}{:02}", power.abs())
+    format!("{digits}{point}e{sign}{:02}", power.abs())
 }
 
 /// C's `%g`.
 fn general(a: f64, precision: usize, keep: bool) -> String {
-    let scientific = exponent(a, precision - 1);
+    let scientific = exponent(a, precision - 1, if keep && precision == 1 { "." } else { "" });
     let power: i32 = scientific.split_once('e').and_then(|(_, p)| p.parse().ok()).unwrap_or(0);
     let trim = |s: &str| {
         if keep || !s.contains('.') {
@@ -388,20 +471,69 @@ fn general(a: f64, precision: usize, keep: bool) -> String {
         let (digits, exp) = scientific.split_once('e').unwrap_or((&scientific, "+00"));
         return format!("{}e{exp}", trim(digits));
     }
-    trim(&format!("{a:.*}", (precision as i32 - 1 - power).max(0) as usize))
+    let places = (precision as i32 - 1 - power).max(0) as usize;
+    trim(&format!("{a:.places$}{}", if keep && places == 0 { "." } else { "" }))
 }
 
-/// C's `%a`.
-fn hexadecimal(a: f64) -> String {
+/// C's `%a`, without the `0x`.
+fn hexadecimal(a: f64, precision: Option<usize>, keep: bool) -> String {
     let bits = a.to_bits();
     let (exponent, fraction) = ((bits >> 52) as i32, bits & ((1 << 52) - 1));
-    let (lead, power) = match (exponent, fraction) {
+    let (mut lead, power) = match (exponent, fraction) {
         (0, 0) => (0, 0),
         (0, _) => (0, -1022),
         _ => (1, exponent - 1023),
     };
-    let digits = format!("{fraction:013x}");
-    let digits = digits.trim_end_matches('0');
-    let point = if digits.is_empty() { "" } else { "." };
-    format!("0x{lead}{point}{digits}p{power:+}")
+    let digits = match precision {
+        None => format!("{fraction:013x}").trim_end_matches('0').to_string(),
+        Some(p) if p >= 13 => format!("{fraction:013x}{:0<1$}", "", p - 13),
+        Some(p) => {
+            // To the nearest, of two as near the even one.
+            let cut = 52 - 4 * p as u32;
+            let all = lead << 52 | fraction;
+            let (kept, rest, half) = (all >> cut, all & ((1 << cut) - 1), 1u64 << (cut - 1));
+            let kept = kept + u64::from(rest > half || rest == half && kept & 1 != 0);
+            lead = kept >> (4 * p);
+            let digits = kept & ((1 << (4 * p)) - 1);
+            if p == 0 { String::new() } else { format!("{digits:0p$x}") }
+        }
+    };
+    let point = if digits.is_empty() && !keep { "" } else { "." };
+    format!("{lead}{point}{digits}p{power:+}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn float(spec: Spec, v: f64, conversion: u8) -> String {
+        let mut out = Vec::new();
+        spec.float(&mut out, v, conversion);
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn hexadecimal_numbers_are_rounded_and_filled_as_on_an_h200() {
+        let p = |precision| Spec { precision: Some(precision), ..Spec::default() };
+        assert_eq!(float(p(3), 3.625, b'a'), "0x1.d00p+1");
+        assert_eq!(float(p(0), 1.5, b'a'), "0x2p+0");
+        assert_eq!(float(p(0), 7.9, b'a'), "0x2p+2");
+        assert_eq!(float(Spec { plus: true, ..p(5) }, -2.5, b'a'), "-0x1.40000p+1");
+        assert_eq!(
+            float(Spec { width: 20, zero: true, ..Spec::default() }, 1.0, b'a'),
+            "0x000000000000001p+0"
+        );
+        assert_eq!(float(Spec { alternate: true, ..Spec::default() }, 2.0, b'a'), "0x1.p+1");
+        assert_eq!(float(Spec::default(), 255.5, b'A'), "0X1.FFP+7");
+        assert_eq!(float(Spec::default(), 1e-310, b'A'), "0X0.012688B70E62BP-1022");
+    }
+
+    #[test]
+    fn a_point_stands_alone_if_asked_to() {
+        let spec = || Spec { alternate: true, precision: Some(0), ..Spec::default() };
+        assert_eq!(float(spec(), 12345.678, b'e'), "1.e+04");
+        assert_eq!(float(spec(), 2.0, b'f'), "2.");
+        assert_eq!(float(Spec { alternate: true, ..Spec::default() }, 5.0, b'g'), "5.00000");
+        assert_eq!(float(spec(), 5.0, b'g'), "5.");
+    }
 }

@@ -323,11 +323,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                     let (line, column) = (&ta[row * k..][..k], &tb[col * k..][..k]);
                     // `wmma` of tf32 is two products of four.
                     let step = if shape.wmma && a.element == Element::Tf32 { 4 } else { k };
-                    tensor::dot(line, column, elements, (c.element, start), d.element, step, || {
-                        let sum =
-                            pairs.fold(0.0, |sum, (x, y)| sum + a.element.value(x) * b.element.value(y));
-                        sum + c.element.value(start)
-                    })
+                    tensor::dot(line, column, elements, (c.element, start), d.element, step)
                 };
             }
         }

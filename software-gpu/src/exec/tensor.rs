@@ -31,8 +31,6 @@ fn places(element: Element) -> u32 {
 }
 
 impl Term {
-    const ZERO: Term = Term { digits: 0, exponent: NOTHING, finite: true };
-
     /// A number of a format. Those of 8 bits become f16 before, as they do on the GPU.
     pub fn new(element: Element, bits: u64) -> Term {
         let bits = bits as u32;
@@ -55,6 +53,18 @@ impl Term {
             finite: code != highest,
         }
     }
+
+    /// What it is worth, if its format has `places` after the point.
+    fn value(self, places: u32) -> f64 {
+        let magnitude = self.digits.unsigned_abs();
+        let value = match self.finite {
+            _ if magnitude == 0 => 0.0,
+            true => magnitude as f64 * 2f64.powi(self.exponent - places as i32),
+            false if magnitude == 1 << places => f64::INFINITY,
+            false => f64::NAN,
+        };
+        if self.digits < 0 { -value } else { value }
+    }
 }
 
 /// Digits moved up, then down by `down` places, cut off towards zero.
@@ -63,32 +73,40 @@ fn in_line(digits: i64, up: u32, down: i32) -> i64 {
     if digits < 0 { -(magnitude as i64) } else { magnitude as i64 }
 }
 
-/// The sum of finite terms, before it is rounded: exact as an f64.
-fn add(products: impl Iterator<Item = (Term, Term)> + Clone, factors: u32, start: Term, places: u32) -> f64 {
-    let largest = products.clone().fold(start.exponent, |most, (a, b)| most.max(a.exponent + b.exponent));
+/// The sum of products, of factors with so many places each, and a number: before it is rounded, and exact as an f64.
+fn add(
+    products: impl Iterator<Item = (Term, Term)> + Clone,
+    (a, b): (u32, u32),
+    (of, start): (Element, u64),
+) -> f64 {
+    let (start, start_places) = (Term::new(of, start), places(of));
+    if !start.finite || products.clone().any(|(x, y)| !x.finite || !y.finite) {
+        return products.fold(start.value(start_places), |sum, (x, y)| sum + x.value(a) * y.value(b));
+    }
+    let largest = products.clone().fold(start.exponent, |most, (x, y)| most.max(x.exponent + y.exponent));
     if largest < NOTHING / 2 {
         return 0.0;
     }
-    let of_products = products.fold(0, |sum, (a, b)| {
-        sum + in_line(a.digits * b.digits, KEPT - factors, largest - a.exponent - b.exponent)
+    let of_products = products.fold(0, |sum, (x, y)| {
+        sum + in_line(x.digits * y.digits, KEPT - a - b, largest - x.exponent - y.exponent)
     });
-    let sum = of_products + in_line(start.digits, KEPT - places, largest - start.exponent);
+    let sum = of_products + in_line(start.digits, KEPT - start_places, largest - start.exponent);
     let unit = 1023 + largest - KEPT as i32;
     sum as f64 * f64::from_bits((unit as u64) << 52)
 }
 
-/// An f32 of a sum: cut off, but infinite from 2^128 on.
-fn cut(sum: f64) -> f32 {
-    if sum.abs() >= 2f64.powi(128) { (f64::INFINITY.copysign(sum)) as f32 } else { narrow(sum, flag::RZ) }
+/// An f32 of a sum: cut off, but infinite from 2^128 on. There is one NaN.
+fn cut(sum: f64) -> u64 {
+    let huge = sum.abs() >= 2f64.powi(128);
+    bits(if huge { f64::INFINITY.copysign(sum) as f32 } else { narrow(sum, flag::RZ) })
 }
 
-/// The bits of an f32, of which there is one NaN.
 fn bits(value: f32) -> u64 {
     u64::from(if value.is_nan() { 0x7fff_ffff } else { value.to_bits() })
 }
 
 /// What a row and a column come to with the number `start` (f32 or f16) added: bits of a `to`. Sums have `step` products; that
-/// of the first is what the next is added to. `infinite` gives the sum where a number is none or infinite.
+/// of the first is what the next is added to.
 pub(crate) fn dot(
     row: &[Term],
     column: &[Term],
@@ -96,34 +114,25 @@ pub(crate) fn dot(
     (of, start): (Element, u64),
     to: Element,
     step: usize,
-    infinite: impl FnOnce() -> f64,
 ) -> u64 {
-    let first = Term::new(of, start);
-    let all = row.iter().copied().zip(column.iter().copied());
-    let factors = places(a) + places(b);
+    let factors = (places(a), places(b));
     let half = to == Element::F16;
-    if !first.finite || all.clone().any(|(x, y)| !x.finite || !y.finite) {
-        let sum = infinite();
+    let round = |sum: f64| if half { u64::from(to_f16(sum, 0)) } else { cut(sum) };
+    let all = row.iter().copied().zip(column.iter().copied());
+    if a.bits() == 8 {
+        // Of the first two and of the last two of every four; then the number that they are added to.
+        let part = |lower: bool| {
+            all.clone().enumerate().filter(move |(n, _)| (n % 4 < 2) == lower).map(|(_, pair)| pair)
+        };
+        let one = round(add(part(true), factors, (to, 0)));
+        let sum = round(add(part(false), factors, (to, one)));
+        let sum = to.value(sum) + of.value(start);
         return if half { u64::from(to_f16(sum, 0)) } else { bits(sum as f32) };
     }
-    if a.bits() == 8 {
-        // Two products of 16, of every other pair of numbers, and then the number that they are added to.
-        let part =
-            |lower: bool| all.clone().enumerate().filter(move |(n, _)| (n % 4 < 2) == lower).map(|(_, p)| p);
-        let one = cut(add(part(true), factors, Term::ZERO, 23));
-        let both = cut(add(part(false), factors, Term::new(Element::F32, one.to_bits().into()), 23));
-        let start =
-            if of == Element::F16 { Element::F16.value(start) as f32 } else { f32::from_bits(start as u32) };
-        let sum = both + start;
-        return if half { u64::from(to_f16(sum.into(), 0)) } else { bits(sum) };
-    }
-    let (mut start, mut digits, mut sum) = (first, places(of), 0.0);
+    let (mut sum, mut start) = (0, (of, start));
     for (x, y) in row.chunks(step).zip(column.chunks(step)) {
-        sum = add(x.iter().copied().zip(y.iter().copied()), factors, start, digits);
-        if cut(sum).is_infinite() {
-            break;
-        }
-        (start, digits) = (Term::new(Element::F32, bits(cut(sum))), 23);
+        sum = round(add(x.iter().copied().zip(y.iter().copied()), factors, start));
+        start = (to, sum);
     }
-    if half { u64::from(to_f16(sum, 0)) } else { bits(cut(sum)) }
+    sum
 }

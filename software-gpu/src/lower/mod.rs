@@ -400,7 +400,17 @@ fn builtin(name: &str) -> Option<Builtin> {
         "__cudaCDP2LaunchDeviceV2" | "__cudaCDP2LaunchDeviceV2_ptsz" => Builtin::LaunchDevice,
         "__cudaCDP2GetLastError" => Builtin::GetLastError,
         "__cudaCDP2PeekAtLastError" => Builtin::PeekAtLastError,
-        "__cudaCDP2StreamCreateWithFlags" | "__cudaCDP2EventCreateWithFlags" => Builtin::MakeOrder,
+        "__cudaCDP2StreamCreateWithFlags" => Builtin::MakeStream,
+        "__cudaCDP2EventCreateWithFlags" => Builtin::MakeEvent,
+        "__cudaCDP2MemcpyAsync" | "__cudaCDP2MemcpyAsync_ptsz" => Builtin::CopyAsync,
+        "__cudaCDP2Memcpy2DAsync" | "__cudaCDP2Memcpy2DAsync_ptsz" => Builtin::CopyRowsAsync,
+        "__cudaCDP2MemsetAsync" | "__cudaCDP2MemsetAsync_ptsz" => Builtin::FillAsync,
+        "__cudaCDP2Memset2DAsync" | "__cudaCDP2Memset2DAsync_ptsz" => Builtin::FillRowsAsync,
+        "__cudaCDP2GetDevice" => Builtin::TellDevice,
+        "__cudaCDP2GetDeviceCount" => Builtin::TellDeviceCount,
+        "__cudaCDP2RuntimeGetVersion" => Builtin::TellVersion,
+        "__cudaCDP2Malloc" => Builtin::DeviceMalloc,
+        "__cudaCDP2Free" => Builtin::DeviceFree,
         "__cudaCDP2StreamDestroy"
         | "__cudaCDP2EventDestroy"
         | "__cudaCDP2EventRecord"

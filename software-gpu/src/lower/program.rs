@@ -198,10 +198,24 @@ pub(crate) enum Builtin {
     LaunchDevice,
     GetLastError,
     PeekAtLastError,
-    /// Makes a stream or an event: a name for an order that launches have anyway.
-    MakeOrder,
-    /// What is done to one.
+    /// Makes a stream: a name for an order that launches have anyway.
+    MakeStream,
+    /// Makes an event, which must not measure times.
+    MakeEvent,
+    /// What is done to either.
     KeepOrder,
+    /// Copies and fills, of bytes and of rows.
+    CopyAsync,
+    CopyRowsAsync,
+    FillAsync,
+    FillRowsAsync,
+    /// Words that the device runtime tells: the device, how many there are, its version.
+    TellDevice,
+    TellDeviceCount,
+    TellVersion,
+    /// `cudaMalloc` and `cudaFree`: the heap of `malloc`.
+    DeviceMalloc,
+    DeviceFree,
 }
 
 /// A module, lowered.

@@ -154,6 +154,8 @@ impl<'a> Lowering<'a, '_> {
 
     pub(super) fn lower_cvt(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
+        // ptxas takes it between the types as well.
+        let relu = mods.has("relu");
         let src = mods.last();
         let dst = mods.last();
         let mut flags = mods.float_flags();
@@ -164,7 +166,7 @@ impl<'a> Lowering<'a, '_> {
             Some("rpi") => convert::integer::RPI,
             _ => 0,
         };
-        flags |= if mods.has("relu") { convert::integer::RELU } else { 0 };
+        flags |= if relu { convert::integer::RELU } else { 0 };
         if matches!(dst, "f16x2" | "bf16x2") && src == "f32" {
             if !mods.done() || flags & !(flag::RZ | convert::integer::RELU) != 0 {
                 return self.unknown(inst);

@@ -67,7 +67,7 @@ pub const MODULE: usize = 64;
 
 /// The PTX of a module of cases: kernel `c0` is the first of them.
 pub fn ptx(cases: &[Case]) -> String {
-    let mut text = String::from(".version 8.6\n.target sm_90\n.address_size 64\n");
+    let mut text = String::from(".version 8.8\n.target sm_90\n.address_size 64\n");
     for (n, case) in cases.iter().enumerate() {
         text.push_str(&format!(
             ".visible .entry c{n}(.param .u64 pin, .param .u64 pout){}\n{{\n{}}}\n",

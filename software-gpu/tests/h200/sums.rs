@@ -177,7 +177,7 @@ fn fragments(
 
 /// Every shape with numbers of every kind.
 pub fn sums(c: &mut Corpus) {
-    let shapes: [(&str, [&str; 4], [usize; 4]); 15] = [
+    let shapes: [(&str, [&str; 4], [usize; 4]); 19] = [
         ("m16n8k16", ["f32", "f16", "f16", "f32"], [4, 4, 2, 4]),
         ("m16n8k16", ["f16", "f16", "f16", "f16"], [2, 4, 2, 2]),
         ("m16n8k8", ["f32", "f16", "f16", "f32"], [4, 2, 1, 4]),
@@ -193,6 +193,10 @@ pub fn sums(c: &mut Corpus) {
         ("m16n8k4", ["f64", "f64", "f64", "f64"], [8, 4, 2, 8]),
         ("m16n8k8", ["f64", "f64", "f64", "f64"], [8, 8, 4, 8]),
         ("m16n8k16", ["f64", "f64", "f64", "f64"], [8, 16, 8, 8]),
+        ("m16n8k16", ["f32", "e4m3", "e4m3", "f32"], [4, 2, 1, 4]),
+        ("m16n8k16", ["f16", "e4m3", "e5m2", "f16"], [2, 2, 1, 2]),
+        ("m16n8k32", ["f16", "e4m3", "e4m3", "f16"], [2, 4, 2, 2]),
+        ("m16n8k32", ["f16", "e5m2", "e5m2", "f16"], [2, 4, 2, 2]),
     ];
     for (shape, types, counts) in shapes {
         for (at, kind) in KINDS.iter().enumerate() {

@@ -50,10 +50,56 @@ extern "C" __global__ void again(int *count, int times)
     if (++*count < times) again<<<1, 1, 0, cudaStreamTailLaunch>>>(count, times);
 }
 
-// Kernels inside kernels, until that is refused.
-extern "C" __global__ void deeper(int *out, int depth)
+// Kernels inside kernels.
+extern "C" __global__ void deeper(int *out, int depth, int most)
 {
     out[depth] = 1;
-    deeper<<<1, 1>>>(out, depth + 1);
-    out[64 + depth] = cudaGetLastError();
+    if (depth >= most) return;
+    deeper<<<1, 1>>>(out, depth + 1, most);
+    out[128 + depth] = cudaGetLastError();
+}
+
+// More tails than may wait.
+extern "C" __global__ void tails(int *out, int count)
+{
+    int first = -1;
+    for (int i = 0; i < count; i++) {
+        append<<<1, 1, 0, cudaStreamTailLaunch>>>(out + 8, i);
+        int code = cudaGetLastError();
+        if (code && first < 0) {
+            first = i;
+            out[1] = code;
+        }
+        out[8] = 0;
+    }
+    out[0] = first;
+}
+
+// Copies and fills have their place among the launches.
+extern "C" __global__ void transfers(char *p, int *codes)
+{
+    cudaStream_t stream;
+    cudaEvent_t event;
+    int n = 0;
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    codes[n++] = cudaMemsetAsync(p, 0, 64, stream);
+    append<<<1, 1, 0, stream>>>((int *)p, 7);
+    codes[n++] = cudaMemcpyAsync(p + 16, p, 8, cudaMemcpyDeviceToDevice, stream);
+    append<<<1, 1, 0, stream>>>((int *)p, 8);
+    codes[n++] = cudaMemset2DAsync(p + 64, 16, 3, 8, 4, stream);
+    codes[n++] = cudaMemcpy2DAsync(p + 128, 8, p + 64, 16, 8, 4, cudaMemcpyDefault, stream);
+    codes[n++] = cudaMemcpyAsync(p, p + 32, 8, cudaMemcpyHostToDevice, stream);
+    codes[n++] = cudaGetLastError();
+    codes[n++] = cudaMemsetAsync((void *)64, 1, 16, stream);
+    codes[n++] = cudaGetLastError();
+    codes[n++] = cudaEventCreateWithFlags(&event, cudaEventDefault);
+    codes[n++] = cudaGetLastError();
+    int device = -1, count = 0, version = 0;
+    codes[n++] = cudaGetDevice(&device) + device;
+    codes[n++] = cudaGetDeviceCount(&count) + count;
+    codes[n++] = cudaRuntimeGetVersion(&version) + version;
+    void *memory = nullptr;
+    codes[n++] = cudaMalloc(&memory, 64) + (memory != nullptr);
+    codes[n++] = cudaFree(memory);
+    codes[n++] = cudaMalloc(&memory, 1ull << 40);
 }
