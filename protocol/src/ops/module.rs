@@ -54,6 +54,10 @@ pub mod jit_input {
     pub const PTX: u32 = 1;
     /// A fat binary.
     pub const FATBINARY: u32 = 2;
+    /// A host's object file with code for devices in it.
+    pub const OBJECT: u32 = 3;
+    /// An archive of such.
+    pub const LIBRARY: u32 = 4;
     /// The last kind: intermediate code.
     pub const LAST: u32 = 5;
 }

@@ -5,6 +5,7 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::module::*;
 
+use object::{Object, ObjectSection};
 use software_gpu::Error;
 
 use super::kernels::{MAX_IMAGE, write_if_it_fits};
@@ -67,6 +68,28 @@ pub(super) fn unpack(image: &[u8]) -> Option<Vec<&[u8]>> {
     (0..count).map(input).collect()
 }
 
+/// The fat binaries in a host object file, or in those of an archive: what `nvcc` puts into sections of these names.
+fn embedded(data: &[u8]) -> Result<Vec<&[u8]>, object::Error> {
+    let mut all = Vec::new();
+    let mut look = |member| {
+        let file = object::File::parse(member)?;
+        for section in file.sections() {
+            if matches!(section.name(), Ok("__nv_relfatbin" | ".nv_fatbin")) {
+                all.push(section.data()?);
+            }
+        }
+        Ok(())
+    };
+    if data.starts_with(&object::archive::MAGIC) {
+        for member in object::read::archive::ArchiveFile::parse(data)?.members() {
+            look(member?.data(data)?)?;
+        }
+    } else {
+        look(data)?;
+    }
+    Ok(all)
+}
+
 /// What NVIDIA's driver has in its log of PTX that `ptxas` refuses: on which line, and what is wrong there. It calls every input the same.
 pub(super) fn told(error: &Error) -> String {
     let input = "application ptx input";
@@ -84,11 +107,51 @@ pub(super) fn told(error: &Error) -> String {
 }
 
 impl Link {
-    /// Says why an input is refused.
-    fn refuse(&mut self, status: Status, why: &str) -> u32 {
-        tracing::warn!("linker: {why}");
+    /// Says why an input is refused, or the whole.
+    fn refuse(&mut self, status: Status, name: &str, why: &str) -> u32 {
+        tracing::warn!("linker: {name}: {why}");
         self.error_log = why.to_owned();
         status.0
+    }
+
+    /// Takes an input in. `Err`: why not.
+    fn add(&mut self, gpu: &software_gpu::Gpu, kind: u32, data: Vec<u8>) -> Result<(), (Status, String)> {
+        if self.image.is_some() {
+            return Err((Status::INVALID_VALUE, "an input comes after the end".into()));
+        }
+        let size = data.len() as u64;
+        let parts = match kind {
+            jit_input::PTX | jit_input::FATBINARY => {
+                gpu.check_image(&data).map_err(|error| (code(&error), told(&error)))?;
+                vec![data]
+            }
+            jit_input::OBJECT | jit_input::LIBRARY => {
+                let all = embedded(&data).map_err(|error| (Status::INVALID_IMAGE, error.to_string()))?;
+                // What has no PTX is not linked here. Of a library it may not be needed, as the device runtime, which this device has by itself; what is missed in the end is told
+                // then.
+                let runs = |part: &&[u8]| gpu.check_image(part).is_ok();
+                let parts: Vec<_> = all.into_iter().filter(runs).map(<[u8]>::to_vec).collect();
+                if parts.is_empty() && kind == jit_input::OBJECT {
+                    return Err((
+                        Status::NO_BINARY_FOR_GPU,
+                        "it has no PTX that the software GPU runs".into(),
+                    ));
+                }
+                parts
+            }
+            _ => {
+                return Err((
+                    Status::NOT_SUPPORTED,
+                    "the software GPU links PTX alone, no machine code".into(),
+                ));
+            }
+        };
+        if self.inputs.len() + parts.len() > INPUTS || self.bytes + size > MAX_IMAGE {
+            return Err((Status::OUT_OF_MEMORY, "the inputs are too many".into()));
+        }
+        self.bytes += size;
+        self.inputs.extend(parts);
+        Ok(())
     }
 }
 
@@ -131,22 +194,8 @@ impl Software {
         }
         let gpu = self.gpu_of_link(cx, op.link.0)?;
         let link = self.link(cx, op.link.0)?;
-        let bytes = link.bytes + data.len() as u64;
-        let result = if link.image.is_some() {
-            link.refuse(Status::INVALID_VALUE, "an input comes after the end")
-        } else if !matches!(op.kind, jit_input::PTX | jit_input::FATBINARY) {
-            let why =
-                format!("{}: the software GPU links PTX alone, no machine code and no archives", op.name);
-            link.refuse(Status::NOT_SUPPORTED, &why)
-        } else if link.inputs.len() >= INPUTS || bytes > MAX_IMAGE {
-            link.refuse(Status::OUT_OF_MEMORY, "the inputs are too many")
-        } else if let Err(error) = gpu.check_image(&data) {
-            link.refuse(code(&error), &told(&error))
-        } else {
-            link.bytes = bytes;
-            link.inputs.push(data);
-            0
-        };
+        let added = link.add(&gpu, op.kind, data);
+        let result = added.map_or_else(|(status, why)| link.refuse(status, op.name, &why), |()| 0);
         Ok(LinkAddReply { result, info_log: String::new(), error_log: link.error_log.clone() })
     }
 
@@ -163,8 +212,8 @@ impl Software {
             let linked = if inputs.is_empty() { Ok(None) } else { gpu.link_module(&inputs).map(Some) };
             match linked {
                 Ok(Some(_)) => link.image = Some(pack(&link.inputs)),
-                Ok(None) => result = link.refuse(Status::INVALID_VALUE, "there is no input"),
-                Err(error) => result = link.refuse(code(&error), &told(&error)),
+                Ok(None) => result = link.refuse(Status::INVALID_VALUE, "the whole", "there is no input"),
+                Err(error) => result = link.refuse(code(&error), "the whole", &told(&error)),
             }
         }
         let error_log = link.error_log.clone();
@@ -189,6 +238,58 @@ impl Software {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// An object file with these sections.
+    fn object(sections: &[(&str, &[u8])]) -> Vec<u8> {
+        let (mut names, mut parts) = (vec![0], vec![(0, Vec::new())]);
+        for (name, data) in sections {
+            parts.push((names.len(), data.to_vec()));
+            names.extend_from_slice(name.as_bytes());
+            names.push(0);
+        }
+        parts.push((names.len(), [names, b".shstrtab\0".to_vec()].concat()));
+        let bytes: Vec<Vec<u8>> = parts.iter().map(|(_, data)| data.clone()).collect();
+        let mut file = pack(&bytes);
+        // ET_REL for EM_X86_64, with names.
+        file[..16].copy_from_slice(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
+        file[16..20].copy_from_slice(&[1, 0, 62, 0]);
+        file[62] = (parts.len() - 1) as u8;
+        for (number, (name, _)) in parts.iter().enumerate() {
+            let header = &mut file[HEADER * (1 + number)..][..HEADER];
+            header[..4].copy_from_slice(&(*name as u32).to_le_bytes());
+            match number {
+                0 => header.fill(0),
+                // SHT_STRTAB
+                n if n == parts.len() - 1 => header[4] = 3,
+                _ => {}
+            }
+        }
+        file
+    }
+
+    fn archive(members: &[&[u8]]) -> Vec<u8> {
+        let mut file = object::archive::MAGIC.to_vec();
+        for (number, member) in members.iter().enumerate() {
+            let name = format!("{number}.o/");
+            file.extend_from_slice(
+                format!("{name:<16}{:<12}{:<6}{:<6}{:<8}{:<10}`\n", 0, 0, 0, 644, member.len()).as_bytes(),
+            );
+            file.extend_from_slice(member);
+            file.resize(file.len().next_multiple_of(2), b'\n');
+        }
+        file
+    }
+
+    #[test]
+    fn fat_binaries_are_found_in_objects_and_in_archives_of_them() {
+        let one = object(&[(".text", b"code"), ("__nv_relfatbin", b"first"), (".nv_fatbin", b"second")]);
+        let other = object(&[(".nv_fatbin", b"third!")]);
+        assert_eq!(embedded(&one).unwrap(), [&b"first"[..], b"second"]);
+        let all = archive(&[&one, &object(&[(".text", b"code")]), &other]);
+        assert_eq!(embedded(&all).unwrap(), [&b"first"[..], b"second", b"third!"]);
+        assert!(embedded(b"no object file").is_err());
+        assert!(embedded(&archive(&[b"no object file"])).is_err());
+    }
 
     proptest! {
         #[test]
