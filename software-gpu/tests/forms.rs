@@ -82,3 +82,16 @@ fn the_reciprocal_root_of_a_double_has_all_its_digits() {
         assert!((got - want).abs() <= want * 2.0 * f64::EPSILON, "{x}: {got:e}, not {want:e}");
     }
 }
+
+#[test]
+fn ftz_may_stand_behind_the_type() {
+    // As in cuRAND's headers. A denormal number counts as 0 with it.
+    let root = |form: &str| f32::from_bits(answer(&format!("{form} %d, %a;"), [1, 0, 0]));
+    for op in ["rcp", "rsqrt"] {
+        assert_eq!(root(&format!("{op}.approx.f32.ftz")), f32::INFINITY);
+        assert_eq!(root(&format!("{op}.approx.ftz.f32")), f32::INFINITY);
+    }
+    assert_eq!(root("lg2.approx.f32.ftz"), f32::NEG_INFINITY);
+    assert_eq!(root("lg2.approx.f32"), -149.0);
+    assert_eq!(root("ex2.approx.f32.ftz"), 1.0);
+}

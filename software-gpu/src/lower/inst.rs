@@ -36,9 +36,12 @@ impl<'a> Modifiers<'a> {
         Some(self.left.remove(i))
     }
 
-    /// Takes the last modifier: the type.
+    /// Takes the last modifier: the type. NVIDIA's assembler takes `.ftz` behind it as well, and cuRAND's headers have it there.
     pub fn last(&mut self) -> &'a str {
-        self.left.pop().unwrap_or("")
+        match self.left.iter().rposition(|m| *m != "ftz") {
+            Some(i) => self.left.remove(i),
+            None => "",
+        }
     }
 
     /// Takes the first modifier.
