@@ -1,4 +1,4 @@
-//! Which symbol serves which name from which version on: read off `cudaTypedefs.h` 13.0, whose types are named after both.
+//! Which symbol serves which name from which version on: read off `cudaTypedefs.h` 13.0 and those of OpenGL, EGL and VDPAU beside it, whose types are named after both.
 //!
 //! In order of name and version. The last column is the form for the per-thread default stream, where there is one.
 
@@ -104,7 +104,17 @@ entries! {
     cuDeviceTotalMem 3020 cuDeviceTotalMem_v2;
     cuDeviceUnregisterAsyncNotification 12040 cuDeviceUnregisterAsyncNotification;
     cuDriverGetVersion 2020 cuDriverGetVersion;
+    cuEGLStreamConsumerAcquireFrame 7000 cuEGLStreamConsumerAcquireFrame;
+    cuEGLStreamConsumerConnect 7000 cuEGLStreamConsumerConnect;
+    cuEGLStreamConsumerConnectWithFlags 8000 cuEGLStreamConsumerConnectWithFlags;
+    cuEGLStreamConsumerDisconnect 7000 cuEGLStreamConsumerDisconnect;
+    cuEGLStreamConsumerReleaseFrame 7000 cuEGLStreamConsumerReleaseFrame;
+    cuEGLStreamProducerConnect 7000 cuEGLStreamProducerConnect;
+    cuEGLStreamProducerDisconnect 7000 cuEGLStreamProducerDisconnect;
+    cuEGLStreamProducerPresentFrame 7000 cuEGLStreamProducerPresentFrame;
+    cuEGLStreamProducerReturnFrame 7000 cuEGLStreamProducerReturnFrame;
     cuEventCreate 2000 cuEventCreate;
+    cuEventCreateFromEGLSync 9000 cuEventCreateFromEGLSync;
     cuEventDestroy 2000 cuEventDestroy;
     cuEventDestroy 4000 cuEventDestroy_v2;
     cuEventElapsedTime 2000 cuEventElapsedTime;
@@ -127,6 +137,20 @@ entries! {
     cuFuncSetCacheConfig 3000 cuFuncSetCacheConfig;
     cuFuncSetSharedMemConfig 4020 cuFuncSetSharedMemConfig;
     cuFuncSetSharedSize 2000 cuFuncSetSharedSize;
+    cuGLCtxCreate 2000 cuGLCtxCreate;
+    cuGLCtxCreate 3020 cuGLCtxCreate_v2;
+    cuGLGetDevices 4010 cuGLGetDevices;
+    cuGLGetDevices 6050 cuGLGetDevices_v2;
+    cuGLInit 2000 cuGLInit;
+    cuGLMapBufferObject 2000 cuGLMapBufferObject;
+    cuGLMapBufferObject 3020 cuGLMapBufferObject_v2 cuGLMapBufferObject_v2_ptds;
+    cuGLMapBufferObjectAsync 2030 cuGLMapBufferObjectAsync;
+    cuGLMapBufferObjectAsync 3020 cuGLMapBufferObjectAsync_v2 cuGLMapBufferObjectAsync_v2_ptsz;
+    cuGLRegisterBufferObject 2000 cuGLRegisterBufferObject;
+    cuGLSetBufferObjectMapFlags 2030 cuGLSetBufferObjectMapFlags;
+    cuGLUnmapBufferObject 2000 cuGLUnmapBufferObject;
+    cuGLUnmapBufferObjectAsync 2030 cuGLUnmapBufferObjectAsync;
+    cuGLUnregisterBufferObject 2000 cuGLUnregisterBufferObject;
     cuGetErrorName 6000 cuGetErrorName;
     cuGetErrorString 6000 cuGetErrorString;
     cuGetExportTable 3000 cuGetExportTable;
@@ -221,7 +245,11 @@ entries! {
     cuGraphRemoveDependencies 12030 cuGraphRemoveDependencies_v2;
     cuGraphRetainUserObject 11030 cuGraphRetainUserObject;
     cuGraphUpload 11010 cuGraphUpload cuGraphUpload_ptsz;
+    cuGraphicsEGLRegisterImage 7000 cuGraphicsEGLRegisterImage;
+    cuGraphicsGLRegisterBuffer 3000 cuGraphicsGLRegisterBuffer;
+    cuGraphicsGLRegisterImage 3000 cuGraphicsGLRegisterImage;
     cuGraphicsMapResources 3000 cuGraphicsMapResources cuGraphicsMapResources_ptsz;
+    cuGraphicsResourceGetMappedEglFrame 7000 cuGraphicsResourceGetMappedEglFrame;
     cuGraphicsResourceGetMappedMipmappedArray 5000 cuGraphicsResourceGetMappedMipmappedArray;
     cuGraphicsResourceGetMappedPointer 3000 cuGraphicsResourceGetMappedPointer;
     cuGraphicsResourceGetMappedPointer 3020 cuGraphicsResourceGetMappedPointer_v2;
@@ -230,6 +258,8 @@ entries! {
     cuGraphicsSubResourceGetMappedArray 3000 cuGraphicsSubResourceGetMappedArray;
     cuGraphicsUnmapResources 3000 cuGraphicsUnmapResources cuGraphicsUnmapResources_ptsz;
     cuGraphicsUnregisterResource 3000 cuGraphicsUnregisterResource;
+    cuGraphicsVDPAURegisterOutputSurface 3010 cuGraphicsVDPAURegisterOutputSurface;
+    cuGraphicsVDPAURegisterVideoSurface 3010 cuGraphicsVDPAURegisterVideoSurface;
     cuGreenCtxCreate 12040 cuGreenCtxCreate;
     cuGreenCtxDestroy 12040 cuGreenCtxDestroy;
     cuGreenCtxGetDevResource 12040 cuGreenCtxGetDevResource;
@@ -542,5 +572,8 @@ entries! {
     cuUserObjectCreate 11030 cuUserObjectCreate;
     cuUserObjectRelease 11030 cuUserObjectRelease;
     cuUserObjectRetain 11030 cuUserObjectRetain;
+    cuVDPAUCtxCreate 3010 cuVDPAUCtxCreate;
+    cuVDPAUCtxCreate 3020 cuVDPAUCtxCreate_v2;
+    cuVDPAUGetDevice 3010 cuVDPAUGetDevice;
     cuWaitExternalSemaphoresAsync 10000 cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz;
 }

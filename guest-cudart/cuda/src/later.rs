@@ -55,6 +55,13 @@ mod external {
     }
 }
 
+/// OpenGL, EGL and VDPAU need a GPU in this machine. Programs ask for these names when they start.
+mod graphics {
+    unsupported! {
+        cuEGLStreamConsumerAcquireFrame, cuEGLStreamConsumerConnect, cuEGLStreamConsumerConnectWithFlags, cuEGLStreamConsumerDisconnect, cuEGLStreamConsumerReleaseFrame, cuEGLStreamProducerConnect, cuEGLStreamProducerDisconnect, cuEGLStreamProducerPresentFrame, cuEGLStreamProducerReturnFrame, cuEventCreateFromEGLSync, cuGLCtxCreate, cuGLCtxCreate_v2, cuGLGetDevices, cuGLGetDevices_v2, cuGLInit, cuGLMapBufferObject, cuGLMapBufferObjectAsync, cuGLMapBufferObjectAsync_v2, cuGLMapBufferObjectAsync_v2_ptsz, cuGLMapBufferObject_v2, cuGLMapBufferObject_v2_ptds, cuGLRegisterBufferObject, cuGLSetBufferObjectMapFlags, cuGLUnmapBufferObject, cuGLUnmapBufferObjectAsync, cuGLUnregisterBufferObject, cuGraphicsEGLRegisterImage, cuGraphicsGLRegisterBuffer, cuGraphicsGLRegisterImage, cuGraphicsResourceGetMappedEglFrame, cuGraphicsVDPAURegisterOutputSurface, cuGraphicsVDPAURegisterVideoSurface, cuVDPAUCtxCreate, cuVDPAUCtxCreate_v2, cuVDPAUGetDevice,
+    }
+}
+
 /// Contexts with a part of the device, made with them: MPS's. Green contexts are served.
 mod affinity {
     unsupported! {

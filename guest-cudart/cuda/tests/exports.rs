@@ -1,4 +1,4 @@
-//! What the library exports: every name of `cuda.h` 13.0, and nothing else.
+//! What the library exports: every name of `cuda.h` 13.0 and of the headers for OpenGL, EGL and VDPAU, and nothing else.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -54,18 +54,31 @@ fn declared(text: &str) -> BTreeSet<String> {
 #[test]
 fn the_list_is_that_of_the_header() {
     let include = headers();
+    // What those of other interfaces include, of which nothing is needed here.
+    let others = tempfile::tempdir().expect("a temporary folder");
+    for header in ["GL/gl.h", "EGL/egl.h", "EGL/eglext.h", "vdpau/vdpau.h"] {
+        let path = others.path().join(header);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        fs::write(path, "").expect("an empty header");
+    }
     let mut expected = BTreeSet::new();
     // As programs see it; with a default stream for each thread; and with the older forms that the library has as well.
     for define in ["RGPU_NOTHING", "CUDA_API_PER_THREAD_DEFAULT_STREAM", "__CUDA_API_VERSION_INTERNAL"] {
-        let header = run(Command::new("cc")
-            .args(["-E", "-P"])
-            .arg(format!("-D{define}"))
-            .arg("-I")
-            .arg(&include)
-            .arg(include.join("cuda.h")));
-        let names = declared(&header);
-        assert!(names.len() >= 449, "{define}: {} names", names.len());
-        expected.extend(names);
+        for (header, least) in [("cuda.h", 449), ("cudaGL.h", 461), ("cudaEGL.h", 461), ("cudaVDPAU.h", 453)]
+        {
+            let text = run(Command::new("cc")
+                .args(["-E", "-P"])
+                .arg(format!("-D{define}"))
+                .arg("-I")
+                .arg(&include)
+                .arg("-I")
+                .arg(others.path())
+                .args(["-include", "cuda.h"])
+                .arg(include.join(header)));
+            let names = declared(&text);
+            assert!(names.len() >= least, "{header}, {define}: {} names", names.len());
+            expected.extend(names);
+        }
     }
     // cudaProfiler.h, which the wheel does not have, and our own mark.
     expected.extend(
