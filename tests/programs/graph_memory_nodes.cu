@@ -2,6 +2,9 @@
 #define PROGRAM "graph_memory_nodes"
 #include "common.h"
 
+#include <atomic>
+#include <unistd.h>
+
 __global__ void start(int *data, int n, int value) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) data[i] = value + i;
@@ -129,6 +132,26 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpy(&last, captured + n - 1, sizeof last, cudaMemcpyDeviceToHost));
     REQUIRE(last == 5 + n - 1, "the memory that was left holds %d", last);
     CHECK(cudaFree(captured));
+
+    // Launched for the first time behind a function that waits for this thread.
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK(cudaMallocAsync((void **)&captured, n * sizeof(int), stream));
+    start<<<(n + 127) / 128, 128, 0, stream>>>(captured, n, 2);
+    sum<<<(n + 127) / 128, 128, 0, stream>>>(captured, n, out);
+    CHECK(cudaFreeAsync(captured, stream));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaDeviceSynchronize());
+    std::atomic<bool> go{false};
+    CHECK(cudaLaunchHostFunc(stream, [](void *go) { while (!((std::atomic<bool> *)go)->load()) usleep(100); }, &go));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaGraphLaunch(exec, stream));
+    go = true;
+    CHECK(cudaStreamSynchronize(stream));
+    int behind = take(out);
+    REQUIRE(behind == 2 * (total + 2 * n), "two launches behind a function come to %d", behind);
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
     CHECK(cudaDeviceGraphMemTrim(0));
     unsigned long long used = 1;
     CHECK(cudaDeviceGetGraphMemAttribute(0, cudaGraphMemAttrUsedMemCurrent, &used));

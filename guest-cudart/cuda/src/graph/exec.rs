@@ -101,7 +101,7 @@ struct State {
     memory: Vec<(Arc<GraphMemory>, bool)>,
     /// What it frees of other graphs.
     frees: Vec<u64>,
-    /// The server's graphs are made with the first launch: they use memory of graphs that is not there before.
+    /// The server's graphs are made by the next launch: they copy or fill memory of graphs that is not there before, or was other memory.
     waits: bool,
     /// Where it was launched last: launches of one instance come one after the other.
     last: Option<Arc<Stream>>,
@@ -257,6 +257,11 @@ impl State {
             last: None,
             event: None,
         }
+    }
+
+    /// Whether some of its copies and fills are of memory of graphs of a kind.
+    fn describes(&self, kind: impl Fn(&GraphMemory) -> bool) -> bool {
+        self.nodes.iter().flat_map(|node| node.work.graph_memory()).any(|memory| kind(&memory))
     }
 
     /// A graph of the server's in its wire form. `None`: nothing has to be done.
@@ -460,8 +465,7 @@ impl Exec {
         }
         // From here on the claim goes with the instance.
         let held = object::share(&lock(&graph.held));
-        state.waits =
-            !state.memory.is_empty() || state.nodes.iter().any(|node| node.work.is_without_memory());
+        state.waits = state.describes(|memory| !memory.segment.is_backed());
         let made = if state.waits {
             state.nodes.iter().try_for_each(|node| node.work.way(driver, context).map(|_| ()))
         } else {
@@ -519,7 +523,7 @@ impl Exec {
                 }
             }
             let (backed, moved) = physical::back(driver, &segments, stream)?;
-            state.waits |= moved;
+            state.waits |= moved && state.describes(|_| true);
             pool = Some(backed);
         }
         if state.waits {

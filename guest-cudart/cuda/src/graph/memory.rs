@@ -147,7 +147,7 @@ pub(crate) fn find(address: u64) -> Option<Arc<GraphMemory>> {
 }
 
 /// A graph's memory that an address lies in.
-fn at(address: u64) -> Option<Arc<GraphMemory>> {
+pub(super) fn at(address: u64) -> Option<Arc<GraphMemory>> {
     let all = lock(&ALL);
     let earlier = all.range(..=address).rev().filter_map(|(_, memory)| memory.upgrade());
     let mut here = earlier.take_while(|memory| memory.segment.has(address));
@@ -166,11 +166,6 @@ pub(crate) fn found(address: u64) -> Option<Found> {
         sync_memops: false,
         managed: false,
     })
-}
-
-/// Whether an address is a graph's that no launch has given memory yet.
-pub(super) fn is_without_memory(address: u64) -> bool {
-    at(address).is_some_and(|memory| !memory.segment.is_backed())
 }
 
 /// The program frees an address, in the order of a stream or when all is done. True: it is a graph's.

@@ -251,7 +251,6 @@ pub(super) fn back(
     stream: &Arc<Stream>,
 ) -> Result<(Launching, bool)> {
     let mut pool = lock(&POOL);
-    pool.collect(driver);
     let (mut taken, mut moved) = (BTreeSet::new(), false);
     for segment in segments {
         moved |= pool.back(driver, segment, stream, &mut taken)?;

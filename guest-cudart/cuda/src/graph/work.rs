@@ -220,13 +220,14 @@ impl Work {
         })
     }
 
-    /// Whether it copies or fills memory of a graph that no launch has given any yet: the server cannot be told of it before.
-    pub fn is_without_memory(&self) -> bool {
-        match self {
-            Work::Copy(copy) => [copy.dstDevice, copy.srcDevice].into_iter().any(memory::is_without_memory),
-            Work::Fill(fill) => memory::is_without_memory(fill.dst),
-            _ => false,
-        }
+    /// The memory of graphs that it copies or fills, which is described to the server.
+    pub fn graph_memory(&self) -> impl Iterator<Item = Arc<GraphMemory>> {
+        let addresses = match self {
+            Work::Copy(copy) => [copy.dstDevice, copy.srcDevice],
+            Work::Fill(fill) => [fill.dst, 0],
+            _ => [0; 2],
+        };
+        addresses.into_iter().filter_map(memory::at)
     }
 
     /// A copy, checked as on a stream.
