@@ -8,5 +8,6 @@ pub(crate) mod memory;
 pub(crate) mod module;
 mod region;
 pub(crate) mod stream;
+pub(crate) mod tensor;
 pub(crate) mod texture;
 pub(crate) mod transfer;
