@@ -102,4 +102,7 @@ extern "C" __global__ void transfers(char *p, int *codes)
     codes[n++] = cudaMalloc(&memory, 64) + (memory != nullptr);
     codes[n++] = cudaFree(memory);
     codes[n++] = cudaMalloc(&memory, 1ull << 40);
+    const char *text = cudaGetErrorString((cudaError_t)codes[n - 1]), *name = cudaGetErrorName(cudaErrorInvalidClusterSize);
+    codes[n++] = text[0] == 'o' && text[12] == 'y' && !text[13];
+    codes[n++] = name[9] == 'I' && cudaGetErrorString((cudaError_t)12345)[0] == 'u';
 }
