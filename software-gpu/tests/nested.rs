@@ -45,7 +45,7 @@ fn a_launch_that_cannot_be_is_the_threads_last_error_and_no_more() {
         let out = b.upload(&[0i32; 16]);
         b.run(m, "refused", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
         // cudaErrorInvalidConfiguration
-        assert_eq!(b.download::<i32>(out, 10), [9, 9, 0, 9, 0, 0, 0, 0, 1, 77]);
+        assert_eq!(b.download::<i32>(out, 10), [9, 9, 0, 9, 0, 9, 0, 0, 1, 77]);
     });
 }
 

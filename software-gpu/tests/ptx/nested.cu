@@ -32,6 +32,8 @@ extern "C" __global__ void order(int *list)
     cudaEventDestroy(event);
 }
 
+__global__ void __launch_bounds__(64) narrow() {}
+
 extern "C" __global__ void refused(int *out)
 {
     leaf<<<1, 2000>>>(out, 1);
@@ -42,6 +44,8 @@ extern "C" __global__ void refused(int *out)
     out[3] = cudaGetLastError();
     append<<<1, 1>>>(out + 8, 77);
     out[4] = cudaGetLastError();
+    narrow<<<1, 65>>>();
+    out[5] = cudaGetLastError();
 }
 
 // A kernel that goes on by launching itself as its own tail.
