@@ -31,6 +31,7 @@ pub use device::launch::LaunchConfig;
 pub use device::memory::{FIRST_ADDRESS, GRANULE, LAST_ADDRESS};
 pub use device::module::{Function, FunctionInfo, GlobalInfo, Module, ParamInfo};
 pub use device::stream::Stream;
+pub use device::tensor::TensorMap;
 pub use device::texture::{AddressMode, ChannelFormat, Image, Sampler};
 pub use device::transfer::Plane;
 pub use error::{Error, Fault, Location, Result};

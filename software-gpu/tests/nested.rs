@@ -45,7 +45,7 @@ fn a_launch_that_cannot_be_is_the_threads_last_error_and_no_more() {
         let out = b.upload(&[0i32; 16]);
         b.run(m, "refused", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
         // cudaErrorInvalidConfiguration
-        assert_eq!(b.download::<i32>(out, 10), [9, 9, 0, 9, 0, 0, 0, 0, 1, 77]);
+        assert_eq!(b.download::<i32>(out, 10), [9, 9, 0, 9, 0, 9, 0, 0, 1, 77]);
     });
 }
 
@@ -85,11 +85,11 @@ fn of_tails_only_so_many_wait() {
 #[test]
 fn copies_and_fills_take_their_turn_and_say_what_cannot_be() {
     both(|b, m| {
-        let (memory, codes) = (b.upload(&[0xffu8; 256]), b.upload(&[-1i32; 16]));
+        let (memory, codes) = (b.upload(&[0xffu8; 256]), b.upload(&[-1i32; 18]));
         let p = Params::default().u64(memory).u64(codes);
         b.run(m, "transfers", LaunchConfig::linear(1, 1), &p.0).unwrap();
         // cudaErrorInvalidMemcpyDirection, cudaErrorInvalidValue, cudaErrorMemoryAllocation
-        assert_eq!(b.download::<i32>(codes, 16), [0, 0, 0, 0, 21, 21, 1, 1, 1, 1, 0, 1, 6000, 1, 0, 2]);
+        assert_eq!(b.download::<i32>(codes, 18), [0, 0, 0, 0, 21, 21, 1, 1, 1, 1, 0, 1, 6000, 1, 0, 2, 1, 1]);
         assert_eq!(b.download::<i32>(memory, 8), [2, 7, 8, 0, 1, 7, 0, 0]);
         let bytes: Vec<u8> = b.download(memory, 256);
         let rows = [[3u8; 8], [0xff; 8]].concat();

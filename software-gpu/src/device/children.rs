@@ -102,7 +102,7 @@ impl Children {
 /// The runtime's number for a launch that cannot be.
 fn refusal(error: &Error) -> u32 {
     match error {
-        Error::InvalidArgument(_) => INVALID_CONFIGURATION,
+        Error::InvalidArgument(_) | Error::LaunchOutOfResources(_) => INVALID_CONFIGURATION,
         other => other.cuda_code(),
     }
 }

@@ -9,6 +9,7 @@ use crate::device::launch::{KernelRun, LaunchConfig, Pool};
 use crate::device::memory::Memory;
 use crate::device::module::{self, Function, Module};
 use crate::device::stream::Stream;
+use crate::device::texts::Texts;
 use crate::device::texture::Textures;
 use crate::error::{Error, Result};
 
@@ -102,6 +103,8 @@ pub(crate) struct Inner {
     pub memory: Memory,
     pub pool: Arc<Pool>,
     pub textures: Textures,
+    /// Of errors.
+    pub texts: Texts,
     pub cancelled: AtomicBool,
     /// Warp instructions of finished blocks.
     pub executed: AtomicU64,
@@ -166,6 +169,7 @@ impl Gpu {
                 memory: Memory::new(config.memory_bytes),
                 pool: Pool::start(workers)?,
                 textures: Textures::default(),
+                texts: Texts::default(),
                 cancelled: AtomicBool::new(false),
                 executed: AtomicU64::new(0),
                 failed: AtomicBool::new(false),

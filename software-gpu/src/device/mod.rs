@@ -8,5 +8,7 @@ pub(crate) mod memory;
 pub(crate) mod module;
 mod region;
 pub(crate) mod stream;
+pub(crate) mod tensor;
+pub(crate) mod texts;
 pub(crate) mod texture;
 pub(crate) mod transfer;

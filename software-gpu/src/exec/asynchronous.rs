@@ -78,7 +78,7 @@ impl Barrier {
 }
 
 /// Adds to the bytes still to come of the barrier at an address.
-fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) -> Flow {
+pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) -> Flow {
     let Some(p) = locate::<Generic>(w, lane, shared_address(address), 8, "write") else { return Flow::Fault };
     // SAFETY: `locate` answers for eight aligned bytes.
     unsafe {
@@ -215,6 +215,11 @@ unsafe fn copy(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
     }
 }
 
+/// The same place in the shared memory of the cluster's block of a rank.
+pub(crate) fn of_rank(address: u64, rank: u64) -> u64 {
+    address - address % WINDOW_SIZE + address % RANK + (rank + 1) * RANK
+}
+
 /// `cp.async.bulk`: bytes in row `r[2]` to the address in `r[4]` from that in row `r[1]`; the barrier's address, if any, in row
 /// `r[3]`, learns of them. Addresses are of 64 bits. If row `r[0]` (16 bits) is there, the copy is made for the blocks of the cluster
 /// whose ranks its bits name, each at these places of its own. `imm` is the number of a [`reduction`], if it is not 0.
@@ -255,10 +260,7 @@ unsafe fn copy_bulk<D: Place, S: Place>(w: &mut Warp, i: &Inst, mask: u32) -> Fl
                 row => (true, (*rows::row::<u16>(w, row))[lane]),
             };
             for rank in (0..16).filter(|n| ranks >> n & 1 != 0) {
-                let of_block = |address: u64| match named {
-                    false => address,
-                    true => address - address % WINDOW_SIZE + address % RANK + (rank + 1) * RANK,
-                };
+                let of_block = |address: u64| if named { of_rank(address, rank) } else { address };
                 let Some(d) = D::find(w, lane, of_block(to[lane]), size) else {
                     return w.set_fault(outside("write", D::SPACE, of_block(to[lane])), lane);
                 };

@@ -147,6 +147,10 @@ pub(crate) fn run(
                 unsafe { p.cast::<u32>().write(word) };
                 0
             }
+            Builtin::ErrorText | Builtin::ErrorName => {
+                let gpu = &w.block().run().gpu;
+                gpu.texts.address(&gpu.memory, values[0] as u32, which == Builtin::ErrorName)
+            }
             Builtin::DeviceMalloc => {
                 let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
                 let found = w.block().memory().allocate_heap(values[1]);
@@ -169,7 +173,14 @@ pub(crate) fn run(
         if matches!(which, Builtin::Free | Builtin::AssertFail | Builtin::SetCondition) {
             continue;
         }
-        let size: u32 = if matches!(which, Builtin::Malloc | Builtin::ParameterBuffer) { 8 } else { 4 };
+        let size: u32 = if matches!(
+            which,
+            Builtin::Malloc | Builtin::ParameterBuffer | Builtin::ErrorText | Builtin::ErrorName
+        ) {
+            8
+        } else {
+            4
+        };
         if let Some(p) = w.local.at(lane, u64::from(result), size) {
             // SAFETY: `at` answers for `size` bytes.
             unsafe { std::ptr::copy_nonoverlapping(answer.to_le_bytes().as_ptr(), p, size as usize) };

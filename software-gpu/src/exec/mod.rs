@@ -46,6 +46,7 @@ pub(crate) mod reduction;
 pub(crate) mod rows;
 pub(crate) mod special;
 pub(crate) mod tensor;
+pub(crate) mod tensor_copy;
 pub(crate) mod texture;
 pub(crate) mod video;
 pub(crate) mod warp;

@@ -6,7 +6,7 @@ use super::program::NONE;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
 use crate::exec::memory::{self, ADDRESS_32};
-use crate::exec::{atomic, moves, reduction, special};
+use crate::exec::{atomic, moves, reduction, special, tensor_copy};
 use crate::lower::type_bits;
 use crate::ptx::ast::{Inst, Operand, Space};
 
@@ -63,6 +63,9 @@ impl<'a> Lowering<'a, '_> {
                 return Ok(());
             }
             None => {}
+        }
+        if bulk_copy && mods.has("tensor") {
+            return self.lower_tensor(inst, mods, reduces);
         }
         if bulk_copy {
             return self.lower_bulk(inst, mods, reduces);
@@ -136,6 +139,58 @@ impl<'a> Lowering<'a, '_> {
         let waits = if barrier { self.wide_address(self.operand(inst, 3)?)? } else { NONE };
         let blocks = if multicast { self.source(self.operand(inst, 4)?, "u16")? } else { NONE };
         self.emit(handler, [blocks, src, size, waits, dst, 0], number);
+        Ok(())
+    }
+
+    /// Copies by tensor maps, in tiles.
+    fn lower_tensor(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, reduces: bool) -> Result<()> {
+        let hinted = mods.has("L2::cache_hint");
+        let barrier = mods.has("mbarrier::complete_tx::bytes");
+        let group = mods.has("bulk_group");
+        let multicast = mods.has("multicast::cluster");
+        let prefetch = mods.has("prefetch") && mods.has("L2");
+        mods.has("tile");
+        let rank = mods.one_of(&["1d", "2d", "3d", "4d", "5d"]).and_then(|d| d[..1].parse::<usize>().ok());
+        let to = mods.one_of(&["shared::cluster", "shared::cta", "global"]);
+        let from = mods.one_of(&["shared::cta", "global"]);
+        let operation = if reduces { mods.one_of(&tensor_copy::OPERATIONS[1..]) } else { Some("") };
+        let number = tensor_copy::OPERATIONS.iter().position(|o| Some(*o) == operation);
+        let load = !prefetch && to != Some("global");
+        let known = match (prefetch, load) {
+            (true, _) => to == Some("global") && from.is_none() && !barrier && !group && !reduces,
+            (_, true) => from == Some("global") && barrier && !group && !reduces,
+            (_, false) => from == Some("shared::cta") && group && !barrier && !multicast,
+        };
+        let (Some(rank), Some(number), true) = (rank, number, known && mods.done()) else {
+            return self.unknown(inst);
+        };
+        if prefetch {
+            self.emit(special::NOTHING, [0; 6], 0);
+            return Ok(());
+        }
+        let expected = 2 + usize::from(load) + usize::from(multicast) + usize::from(hinted);
+        let place = usize::from(load);
+        let (Operand::Bracket(parts), true) = (self.operand(inst, place)?, inst.operands.len() == expected)
+        else {
+            return self.unknown(inst);
+        };
+        let [Operand::Name(map, addend), coordinates] = parts.as_slice() else { return self.unknown(inst) };
+        let list = coordinates.elements();
+        if list.len() != rank {
+            return self.error(format!("{} coordinates for {rank} dimensions", list.len()));
+        }
+        let map = self.wide_address(&Operand::Address(Some(map), *addend))?;
+        let mut ext = vec![rank as u32];
+        for op in list {
+            ext.push(self.source(op, "s32")?);
+        }
+        let at = self.ext.len() as u32;
+        self.ext.extend(ext);
+        let tile = self.wide_address(self.operand(inst, 1 - place)?)?;
+        let waits = if load { self.wide_address(self.operand(inst, 2)?)? } else { NONE };
+        let blocks = if multicast { self.source(self.operand(inst, 3)?, "u16")? } else { NONE };
+        let handler = if load { tensor_copy::LOAD } else { tensor_copy::STORE };
+        self.emit(handler, [blocks, map, at, waits, tile, 0], number as i64);
         Ok(())
     }
 

@@ -409,6 +409,8 @@ fn builtin(name: &str) -> Option<Builtin> {
         "__cudaCDP2GetDevice" => Builtin::TellDevice,
         "__cudaCDP2GetDeviceCount" => Builtin::TellDeviceCount,
         "__cudaCDP2RuntimeGetVersion" => Builtin::TellVersion,
+        "__cudaCDP2GetErrorString" => Builtin::ErrorText,
+        "__cudaCDP2GetErrorName" => Builtin::ErrorName,
         "__cudaCDP2Malloc" => Builtin::DeviceMalloc,
         "__cudaCDP2Free" => Builtin::DeviceFree,
         "__cudaCDP2StreamDestroy"

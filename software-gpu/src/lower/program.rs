@@ -213,6 +213,9 @@ pub(crate) enum Builtin {
     TellDevice,
     TellDeviceCount,
     TellVersion,
+    /// The text and the name of an error.
+    ErrorText,
+    ErrorName,
     /// `cudaMalloc` and `cudaFree`: the heap of `malloc`.
     DeviceMalloc,
     DeviceFree,

@@ -32,6 +32,8 @@ extern "C" __global__ void order(int *list)
     cudaEventDestroy(event);
 }
 
+__global__ void __launch_bounds__(64) narrow() {}
+
 extern "C" __global__ void refused(int *out)
 {
     leaf<<<1, 2000>>>(out, 1);
@@ -42,6 +44,8 @@ extern "C" __global__ void refused(int *out)
     out[3] = cudaGetLastError();
     append<<<1, 1>>>(out + 8, 77);
     out[4] = cudaGetLastError();
+    narrow<<<1, 65>>>();
+    out[5] = cudaGetLastError();
 }
 
 // A kernel that goes on by launching itself as its own tail.
@@ -102,4 +106,7 @@ extern "C" __global__ void transfers(char *p, int *codes)
     codes[n++] = cudaMalloc(&memory, 64) + (memory != nullptr);
     codes[n++] = cudaFree(memory);
     codes[n++] = cudaMalloc(&memory, 1ull << 40);
+    const char *text = cudaGetErrorString((cudaError_t)codes[n - 1]), *name = cudaGetErrorName(cudaErrorInvalidClusterSize);
+    codes[n++] = text[0] == 'o' && text[12] == 'y' && !text[13];
+    codes[n++] = name[9] == 'I' && cudaGetErrorString((cudaError_t)12345)[0] == 'u';
 }

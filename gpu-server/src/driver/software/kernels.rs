@@ -388,9 +388,6 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
     Ok(asked)
 }
 
-/// There are none: every operation answers "not supported".
-impl protocol::ops::texture::TextureOps<Call> for Software {}
-
 impl Software {
     /// A launch in a context, checked as far as the context's own tables tell.
     pub(super) fn prepare(

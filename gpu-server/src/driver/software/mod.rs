@@ -22,6 +22,7 @@ mod properties;
 mod stream_attributes;
 mod stream_memory;
 mod streams;
+mod tensor;
 mod transfer;
 mod vmm;
 
