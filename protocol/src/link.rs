@@ -384,8 +384,8 @@ pub fn chunk_len(len: u64, queues: u64, most: u64) -> u64 {
 pub struct MessageHeader {
     /// Bytes that follow.
     pub len: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Which message of the session it is, counted from 0 each way. A device that loses one or delivers one twice breaks what a reliable connection promises; here it is noticed.
+    pub number: u32,
     /// For each queue: receives that the sender of this message has posted again since it last said so.
     pub credits: [u16; MAX_QUEUES],
 }

@@ -23,6 +23,8 @@ pub(super) struct Credits {
     theirs: u32,
     /// Receives of ours, posted again and not yet announced.
     owed: [u16; MAX_QUEUES],
+    /// Receives of ours that the peer knows of and has not used. More are ready; a peer that takes them sends what nobody has room for.
+    lent: [u32; MAX_QUEUES],
     /// What we post.
     ours: u32,
     /// The peer shall send no more of its stream for now; this many of its messages wait to be announced after that.
@@ -32,7 +34,8 @@ pub(super) struct Credits {
 
 impl Credits {
     pub(super) fn new(ours: u32, theirs: u32) -> Credits {
-        Credits { have: [theirs; MAX_QUEUES], theirs, owed: [0; MAX_QUEUES], ours, hold: false, withheld: 0 }
+        let (have, lent) = ([theirs; MAX_QUEUES], [ours; MAX_QUEUES]);
+        Credits { have, theirs, owed: [0; MAX_QUEUES], lent, ours, hold: false, withheld: 0 }
     }
 
     /// Whether something may be sent on that queue.
@@ -43,6 +46,14 @@ impl Credits {
     /// Something is sent on that queue.
     pub(super) fn spend(&mut self, queue: usize) {
         self.have[queue] = self.have[queue].saturating_sub(1);
+    }
+
+    /// Something of the peer's has come on that queue. The error: it had no receive left there.
+    pub(super) fn arrived(&mut self, queue: usize) -> Result<(), VerbsError> {
+        let beyond =
+            || VerbsError::Peer(format!("it sent more on queue {queue} than it was told to have room for"));
+        self.lent[queue] = self.lent[queue].checked_sub(1).ok_or_else(beyond)?;
+        Ok(())
     }
 
     /// A receive of that queue has been used and posted again.
@@ -71,6 +82,9 @@ impl Credits {
 
     /// What to announce now; it counts as announced.
     pub(super) fn announce(&mut self) -> [u16; MAX_QUEUES] {
+        for (lent, owed) in self.lent.iter_mut().zip(self.owed) {
+            *lent += u32::from(owed);
+        }
         std::mem::take(&mut self.owed)
     }
 
@@ -107,6 +121,23 @@ mod tests {
         assert!(Credits::new(16, 16).grant(&announced).is_err());
     }
 
+    #[test]
+    fn a_peer_that_sends_more_than_it_was_told_of_is_refused_also_while_it_is_held_off() {
+        let mut credits = Credits::new(16, 16);
+        credits.hold(true);
+        for _ in 0..16 {
+            credits.arrived(0).unwrap();
+            credits.used_by_stream();
+        }
+        assert!(credits.announce() == [0; MAX_QUEUES] && credits.clone().arrived(0).is_err());
+        credits.hold(false);
+        assert!(credits.clone().arrived(0).is_err());
+        assert_eq!(credits.announce()[0], 16);
+        credits.arrived(0).unwrap();
+        (0..16).for_each(|_| credits.arrived(1).unwrap());
+        assert!(credits.arrived(1).is_err());
+    }
+
     /// A side of a simulated link, with the messages under way to it: queue, and what a message on queue 0 announces.
     struct Side {
         credits: Credits,
@@ -130,6 +161,7 @@ mod tests {
 
         fn receive(&mut self) -> bool {
             let Some((queue, announced)) = self.inbox.pop_front() else { return false };
+            self.credits.arrived(queue).unwrap();
             self.credits.grant(&announced).unwrap();
             self.credits.used(queue);
             true

@@ -372,6 +372,11 @@ impl Link {
         self.out.len() - self.sent < HIGH_WATER
     }
 
+    /// Bytes of the stream that wait to be sent.
+    pub fn waiting(&self) -> usize {
+        self.out.len() - self.sent
+    }
+
     /// Whether bytes wait to be sent.
     pub fn wants_out(&self) -> bool {
         self.sent < self.out.len()
@@ -393,7 +398,11 @@ impl Link {
             }
             let Some(buffer) = self.free.pop() else { break };
             let len = if stream { waiting.min(self.message - HEADER) } else { 0 };
-            let header = MessageHeader { len: len as u32, reserved: 0, credits: self.credits.announce() };
+            let header = MessageHeader {
+                len: len as u32,
+                number: self.counts.sent as u32,
+                credits: self.credits.announce(),
+            };
             let at = usize::from(buffer) * MESSAGE;
             store(&self.outbox, at, header.as_bytes());
             store(&self.outbox, at + HEADER, &self.out[self.sent..self.sent + len]);
@@ -567,6 +576,9 @@ impl Link {
     ) -> Result<(), E> {
         let (queue, index) = ((wc.wr_id >> 32 & 0xff) as usize, wc.wr_id as u32 as usize);
         let mut stream = false;
+        if queue < self.queues.len() {
+            self.credits.arrived(queue)?;
+        }
         match (wc.opcode, queue) {
             (number::WC_RECV, 0) => {
                 let len = (wc.byte_len as usize).min(MESSAGE);
@@ -580,6 +592,11 @@ impl Link {
                 let (header, bytes) = MessageHeader::read_from_prefix(message).map_err(|_| wrong())?;
                 if bytes.len() != header.len as usize {
                     return Err(wrong().into());
+                }
+                let due = self.counts.received as u32;
+                if header.number != due {
+                    let number = header.number;
+                    return Err(VerbsError::Peer(format!("message {number} came where {due} was due")).into());
                 }
                 self.credits.grant(&header.credits)?;
                 self.counts.received += 1;
@@ -631,6 +648,9 @@ impl Link {
                 )
             }
             number::WC_RNR_RETRY_EXC_ERR => format!("{on}: the peer had no receive ready"),
+            number::WC_REM_INV_REQ_ERR => format!(
+                "{on}: the peer's device refused a request as invalid (status 9): one that does not fit its receive, or packets in another order than a message has"
+            ),
             number::WC_WR_FLUSH_ERR => {
                 format!("{on} was stopped: the peer ended the connection or asked for what it may not")
             }

@@ -7,6 +7,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use protocol::device::Extent;
@@ -18,6 +19,33 @@ use crate::memory::{ChannelView, Memories};
 const PAGE: u64 = 4096;
 /// Mappings that one region may take: a process has 65530 by default, for all.
 const MAX_MAPPINGS: usize = 16384;
+/// Mappings that all regions of this process may take together. The rest is for its threads and its other memory, whatever clients register.
+const MOST_MAPPINGS: usize = 3 * MAX_MAPPINGS;
+
+/// Mappings that regions of this process take.
+static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// Some of the mappings that regions may take; given back when dropped.
+#[derive(Debug)]
+struct Share<'c> {
+    count: usize,
+    of: &'c AtomicUsize,
+}
+
+impl<'c> Share<'c> {
+    /// `None`: there are not so many left.
+    fn take(of: &'c AtomicUsize, count: usize) -> Option<Share<'c>> {
+        let more = |taken: usize| taken.checked_add(count).filter(|all| *all <= MOST_MAPPINGS);
+        of.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Share { count, of })
+    }
+}
+
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        self.of.fetch_sub(self.count, Ordering::Relaxed);
+    }
+}
 
 /// A registered region. Dropped, its keys are void first and then its mapping goes.
 #[derive(Debug)]
@@ -39,6 +67,7 @@ enum Memory {
 struct Mapping {
     at: NonNull<u8>,
     len: usize,
+    _share: Share<'static>,
 }
 
 // SAFETY: plain shared memory without an owner thread; `at` is only read.
@@ -124,6 +153,13 @@ impl RegisteredRegion {
     ) -> Result<RegisteredRegion, VerbsError> {
         let (described, files): (Vec<_>, Vec<_>) = memories.files().unzip();
         let (pieces, lead) = pieces(&described, extents, size)?;
+        let share = Share::take(&MAPPINGS, pieces.len()).ok_or_else(|| VerbsError::Region {
+            size,
+            why: format!(
+                "it lies in {} pieces, and with those of the other regions here that makes more than {MOST_MAPPINGS}",
+                pieces.len()
+            ),
+        })?;
         let total: u64 = pieces.iter().map(|p| p.len).sum();
         let failed =
             |e: nix::Error| VerbsError::call(&format!("mapping {total:#x} bytes of a region"), e.into());
@@ -141,7 +177,7 @@ impl RegisteredRegion {
             )
         }
         .map_err(failed)?;
-        let mapping = Mapping { at: at.cast(), len: length.get() };
+        let mapping = Mapping { at: at.cast(), len: length.get(), _share: share };
         let mut offset = 0;
         for piece in &pieces {
             let target = NonZeroUsize::new(mapping.at.as_ptr() as usize + offset);
@@ -213,6 +249,17 @@ mod tests {
         let piece = |memory, file_offset, len| Piece { memory, file_offset, len };
         assert_eq!(pieces, [piece(0, 0x3000, 0x2000), piece(1, 0, 0x1000), piece(0, 0x6000, 0x1000)]);
         assert_eq!(lead, 0x10);
+    }
+
+    #[test]
+    fn all_regions_together_take_no_more_mappings_than_are_theirs() {
+        let taken = AtomicUsize::new(0);
+        let whole = Share::take(&taken, MOST_MAPPINGS).unwrap();
+        assert!(Share::take(&taken, 1).is_none());
+        drop(whole);
+        let most: Vec<_> = (0..4).map(|_| Share::take(&taken, MAX_MAPPINGS)).collect();
+        assert_eq!(most.iter().flatten().count(), 3);
+        assert!(Share::take(&taken, usize::MAX).is_none());
     }
 
     #[test]

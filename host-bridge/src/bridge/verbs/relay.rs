@@ -40,6 +40,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 const FAREWELL: Duration = Duration::from_millis(300);
 /// Bytes of the server's frames that wait for data before it is held off.
 const MAX_HELD: usize = 256 << 10;
+/// Bytes of this side's stream that wait for a server at most, where it is the server's doing that there are more.
+const MAX_BEHIND: usize = 16 << 20;
 
 /// Bytes under way, both ways together, from which on that is bulk data.
 const BULK: u64 = 256 << 10;
@@ -401,6 +403,9 @@ impl<'c> Relay<'c> {
             }
         }
         for DataGrant { seq, piece, upto, .. } in granted {
+            if self.inputs.is_overrun() || self.link.waiting() > MAX_BEHIND {
+                return Err(EndReason::Server("it grants data in more parts than it takes".into()));
+            }
             if let Some((offset, len)) = self.inputs.grant(seq, piece, upto) {
                 let next = self.begin(frame::DATA_NEXT);
                 let body = DataNext { seq, piece, reserved: 0, offset, len };
