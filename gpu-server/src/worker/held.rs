@@ -31,8 +31,6 @@ use protocol::wire::Reader;
 
 /// Commands executed on a stream while it waits for the client; far fewer than a device queue holds.
 const AHEAD: u32 = 256;
-/// Copies with data of the client's enqueued on streams that wait for it, all together: so many at a time find their staging buffers, and leave as many to others.
-const COPIES_AHEAD: u32 = 3;
 /// Bytes of commands that may be set aside. A client that goes beyond is held back, as by a full queue.
 const MOST_ASIDE: usize = 64 << 20;
 /// `CU_STREAM_NON_BLOCKING`.
@@ -122,9 +120,8 @@ impl Touched {
 #[derive(Default)]
 struct Waits {
     tickets: HashSet<TicketId>,
-    /// Commands executed on it since it began to wait, and those of them that move data.
+    /// Commands executed on it since it began to wait.
     ahead: u32,
-    copies: u32,
 }
 
 /// What commands that were set aside touch.
@@ -251,13 +248,13 @@ impl Held {
         others.chain(mine)
     }
 
-    /// Whether a stream waits and has enough to do already.
+    /// Whether a stream waits and has enough to do already. Copies between client and device are not put behind what waits at all: they would take staging buffers for so long, and
+    /// NVIDIA's driver was seen to stay in such a call until the stream had gone on, with the dispatcher, whose answer the client needed for that.
     fn is_full(&self, stream: StreamId, opcode: u16) -> bool {
         let waits = self.waits.get(&stream);
         let waits = waits.or_else(|| self.related(stream).find_map(|other| self.waits.get(&other)));
         let Some(waits) = waits else { return false };
-        waits.ahead >= AHEAD
-            || (moves_data(opcode) && self.waits.values().map(|w| w.copies).sum::<u32>() >= COPIES_AHEAD)
+        waits.ahead >= AHEAD || moves_data(opcode)
     }
 
     /// Follows a command that was executed; `done`: with success.
@@ -298,7 +295,6 @@ impl Held {
             }
             if let Some(waits) = self.waits.get_mut(stream) {
                 waits.ahead += 1;
-                waits.copies += u32::from(moves_data(opcode));
             }
         }
         if let Some(op) = decoded::<EventRecord>(opcode, body) {
@@ -459,6 +455,20 @@ mod tests {
         assert!(fake.held.executed_upto() < last);
         fake.signal(1);
         assert!(fake.did(last) && fake.held.executed_upto() == fake.seq);
+    }
+
+    #[test]
+    fn copies_to_and_from_the_client_are_not_put_behind_what_waits() {
+        let mut fake = Fake::default();
+        let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
+        fake.wait(held, 1);
+        let ahead = fake.marks(held, 1);
+        let copy = |stream| MemcpyDtoHInline { stream, src: 0, len: 4 };
+        let behind = fake.push(&copy(held));
+        let beside = fake.push(&copy(other));
+        assert!(fake.did(ahead) && !fake.did(behind) && fake.did(beside));
+        fake.signal(1);
+        assert!(fake.did(behind));
     }
 
     #[test]

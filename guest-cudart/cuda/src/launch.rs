@@ -126,10 +126,13 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
     }
     non_null(buffer)?;
     non_null(size)?;
-    // A buffer may be shorter than the parameters (NCCL gives as much as a launch needs of a large structure): the rest is zero.
+    // A buffer may be shorter than the parameters (NCCL gives as much as a launch needs of a large structure): the rest is zero. NVIDIA's driver refuses a longer one so.
     // SAFETY: not NULL; the program gives a size and a buffer of that size.
     unsafe {
-        let given = (*size).min(function.params_size);
+        let given = *size;
+        if given > function.params_size {
+            return Err(Status::LAUNCH_OUT_OF_RESOURCES);
+        }
         block.extend_from_slice(std::slice::from_raw_parts(buffer, given));
     }
     block.resize(function.params_size, 0);
