@@ -1,20 +1,11 @@
 // Graphs by the functions that other programs do not call: the first forms of the driver's, and what changes nodes of a graph or of an instance, a kind of node at a time.
 #define PROGRAM "graph_forms"
+#include "by_name.h"
 #include "cases.h"
 
-#include <cuda.h>
-#include <dlfcn.h>
 #include <unistd.h>
 
 #define OK(call) expect_value(#call, 0, (long long)(call))
-
-template <typename... Arguments>
-static CUresult named(const char *name, Arguments... arguments) {
-    static void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    void *found = library ? dlsym(library, name) : nullptr;
-    REQUIRE(found, "libcuda.so.1 has no %s", name);
-    return ((CUresult(*)(Arguments...))found)(arguments...);
-}
 
 __device__ int symbol[4];
 
