@@ -31,6 +31,8 @@ use protocol::wire::Reader;
 
 /// Commands executed on a stream while it waits for the client; far fewer than a device queue holds.
 const AHEAD: u32 = 256;
+/// Copies with data of the client's enqueued on streams that wait for it, all together: so many at a time find their staging buffers, and leave as many to others.
+const COPIES_AHEAD: u32 = 3;
 /// Bytes of commands that may be set aside. A client that goes beyond is held back, as by a full queue.
 const MOST_ASIDE: usize = 64 << 20;
 /// `CU_STREAM_NON_BLOCKING`.
@@ -120,8 +122,9 @@ impl Touched {
 #[derive(Default)]
 struct Waits {
     tickets: HashSet<TicketId>,
-    /// Commands executed on it since it began to wait.
+    /// Commands executed on it since it began to wait, and those of them that move data.
     ahead: u32,
+    copies: u32,
 }
 
 /// What commands that were set aside touch.
@@ -248,13 +251,15 @@ impl Held {
         others.chain(mine)
     }
 
-    /// Whether a stream waits and has enough to do already. Copies between client and device are not put behind what waits at all: they would take staging buffers for so long, and
-    /// NVIDIA's driver was seen to stay in such a call until the stream had gone on, with the dispatcher, whose answer the client needed for that.
+    /// Whether a stream waits and has enough to do already. A copy that answers a waiting caller is never put behind what waits: NVIDIA's driver was seen to stay in that call until the stream
+    /// had gone on, and with it the dispatcher, whose answer the client needed for that.
     fn is_full(&self, stream: StreamId, opcode: u16) -> bool {
         let waits = self.waits.get(&stream);
         let waits = waits.or_else(|| self.related(stream).find_map(|other| self.waits.get(&other)));
         let Some(waits) = waits else { return false };
-        waits.ahead >= AHEAD || moves_data(opcode)
+        waits.ahead >= AHEAD
+            || opcode == <MemcpyDtoHInline as Op>::INFO.opcode
+            || (moves_data(opcode) && self.waits.values().map(|w| w.copies).sum::<u32>() >= COPIES_AHEAD)
     }
 
     /// Follows a command that was executed; `done`: with success.
@@ -295,6 +300,7 @@ impl Held {
             }
             if let Some(waits) = self.waits.get_mut(stream) {
                 waits.ahead += 1;
+                waits.copies += u32::from(moves_data(opcode));
             }
         }
         if let Some(op) = decoded::<EventRecord>(opcode, body) {
@@ -458,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_to_and_from_the_client_are_not_put_behind_what_waits() {
+    fn a_copy_that_answers_a_caller_is_not_put_behind_what_waits() {
         let mut fake = Fake::default();
         let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
         fake.wait(held, 1);
