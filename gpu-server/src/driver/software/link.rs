@@ -90,6 +90,12 @@ fn embedded(data: &[u8]) -> Result<Vec<&[u8]>, object::Error> {
     Ok(all)
 }
 
+/// Bytes of these parts and of what there is already, if a linker takes so many.
+fn together(already: u64, parts: &[&[u8]]) -> Option<u64> {
+    let all = parts.iter().try_fold(already, |sum, part| sum.checked_add(part.len() as u64))?;
+    (all <= MAX_IMAGE).then_some(all)
+}
+
 /// What NVIDIA's driver has in its log of PTX that `ptxas` refuses: on which line, and what is wrong there. It calls every input the same.
 pub(super) fn told(error: &Error) -> String {
     let input = "application ptx input";
@@ -119,26 +125,10 @@ impl Link {
         if self.image.is_some() {
             return Err((Status::INVALID_VALUE, "an input comes after the end".into()));
         }
-        let size = data.len() as u64;
+        let inside = matches!(kind, jit_input::OBJECT | jit_input::LIBRARY);
         let parts = match kind {
-            jit_input::PTX | jit_input::FATBINARY => {
-                gpu.check_image(&data).map_err(|error| (code(&error), told(&error)))?;
-                vec![data]
-            }
-            jit_input::OBJECT | jit_input::LIBRARY => {
-                let all = embedded(&data).map_err(|error| (Status::INVALID_IMAGE, error.to_string()))?;
-                // What has no PTX is not linked here. Of a library it may not be needed, as the device runtime, which this device has by itself; what is missed in the end is told
-                // then.
-                let runs = |part: &&[u8]| gpu.check_image(part).is_ok();
-                let parts: Vec<_> = all.into_iter().filter(runs).map(<[u8]>::to_vec).collect();
-                if parts.is_empty() && kind == jit_input::OBJECT {
-                    return Err((
-                        Status::NO_BINARY_FOR_GPU,
-                        "it has no PTX that the software GPU runs".into(),
-                    ));
-                }
-                parts
-            }
+            jit_input::PTX | jit_input::FATBINARY => vec![&data[..]],
+            _ if inside => embedded(&data).map_err(|error| (Status::INVALID_IMAGE, error.to_string()))?,
             _ => {
                 return Err((
                     Status::NOT_SUPPORTED,
@@ -146,11 +136,24 @@ impl Link {
                 ));
             }
         };
-        if self.inputs.len() + parts.len() > INPUTS || self.bytes + size > MAX_IMAGE {
-            return Err((Status::OUT_OF_MEMORY, "the inputs are too many".into()));
+        // Before any is read or copied: the sections of an object file may lie over one another.
+        let bytes = together(self.bytes, &parts).filter(|_| self.inputs.len() + parts.len() <= INPUTS);
+        let bytes = bytes.ok_or((Status::OUT_OF_MEMORY, "the inputs are too many".into()))?;
+        let mut taken = Vec::new();
+        for part in parts {
+            match gpu.check_image(part) {
+                Ok(()) => taken.push(part.to_vec()),
+                // What has no PTX is not linked here. Of a library it may not be needed, as the device runtime, which this device has by itself; what is missed in the end is told
+                // then.
+                Err(_) if inside => {}
+                Err(error) => return Err((code(&error), told(&error))),
+            }
         }
-        self.bytes += size;
-        self.inputs.extend(parts);
+        if taken.is_empty() && kind == jit_input::OBJECT {
+            return Err((Status::NO_BINARY_FOR_GPU, "it has no PTX that the software GPU runs".into()));
+        }
+        self.bytes = bytes;
+        self.inputs.extend(taken);
         Ok(())
     }
 }
@@ -288,6 +291,10 @@ mod tests {
         let all = archive(&[&one, &object(&[(".text", b"code")]), &other]);
         assert_eq!(embedded(&all).unwrap(), [&b"first"[..], b"second", b"third!"]);
         assert!(embedded(b"no object file").is_err());
+        // Sections may lie over one another: all of them count.
+        let part = vec![0; 1 << 20];
+        let over = vec![&part[..]; (MAX_IMAGE >> 20) as usize];
+        assert_eq!((together(0, &over), together(1, &over)), (Some(MAX_IMAGE), None));
         assert!(embedded(&archive(&[b"no object file"])).is_err());
     }
 
