@@ -4,6 +4,7 @@
 //! A backend is used by one thread, the dispatcher, and never blocks it on the device: what finishes later is told to the client by the backend's own threads,
 //! through [`Pending`] answers and [`Errors`].
 
+pub mod beside;
 pub mod call;
 pub mod cuda;
 pub mod drafts;
@@ -15,6 +16,7 @@ pub mod slots;
 pub mod software;
 pub mod space;
 
+pub use beside::Beside;
 pub use call::{Call, Errors};
 
 use std::sync::Arc;
@@ -43,6 +45,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     fn may_wait(&self, _opcode: u16, _body: &[u8]) -> bool {
         false
     }
+
+    /// What may be executed beside the dispatcher.
+    fn beside(&self) -> Arc<dyn Beside>;
 
     /// Bytes of device memory that the session holds.
     fn device_memory(&self) -> u64;

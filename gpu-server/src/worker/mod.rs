@@ -3,6 +3,7 @@
 //! It makes its devices ready, tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind goes with the
 //! process.
 
+mod ahead;
 mod held;
 mod session;
 

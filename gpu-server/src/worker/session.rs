@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::Scope;
 
 use host_bridge::endpoint::{Client, Commands, Lost};
 use protocol::Status;
@@ -13,6 +14,7 @@ use protocol::ops::{self, Class, Malformed, OpInfo, Outcome, dispatch};
 use protocol::trace::{RECORDER, Stage};
 
 use super::Shared;
+use super::ahead::Ahead;
 use super::held::{Held, Verdict};
 use crate::driver::{Backend, Call, Errors};
 
@@ -34,7 +36,11 @@ pub fn run(
         executed: 0,
         unsupported: HashSet::new(),
     };
-    let lost = dispatcher.run(commands);
+    let ahead = Ahead::new(commands, Arc::clone(client), dispatcher.backend.beside());
+    let lost = std::thread::scope(|scope| {
+        let _ending = ahead.ending();
+        dispatcher.run(&ahead, scope)
+    });
     if let Some(lost) = &lost {
         client.lose(&lost.reason);
     }
@@ -57,25 +63,45 @@ struct Dispatcher<'a> {
 }
 
 impl Dispatcher<'_> {
-    fn run(&mut self, commands: &mut dyn Commands) -> Option<Lost> {
+    fn run<'scope, 'env>(
+        &mut self,
+        ahead: &'env Ahead<'_>,
+        scope: &'scope Scope<'scope, 'env>,
+    ) -> Option<Lost> {
         let mut body = Vec::with_capacity(4096);
+        let mut source = ahead.source();
         loop {
-            let record = match commands.next(&mut body) {
-                Ok(Some(record)) => record,
+            let (record, served) = match source.next(&mut body) {
+                Ok(Some(next)) => next,
                 Ok(None) => return None,
                 Err(lost) => return Some(lost),
             };
-            if let Err(lost) = self.take(record, &body) {
+            let taken = if ahead.is_needed() {
+                drop(source);
+                ahead.lend(scope);
+                let taken = self.take(record, &body, served);
+                source = ahead.source();
+                taken
+            } else {
+                self.take(record, &body, served)
+            };
+            if let Err(lost) = taken {
                 return Some(lost);
             }
         }
     }
 
-    fn take(&mut self, record: Record, body: &[u8]) -> Result<(), Lost> {
+    /// Takes the next command. `served`: it was executed already, beside this thread.
+    fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let backend = &*self.backend;
         let may_wait = || backend.may_wait(record.opcode, body);
-        if self.held.judge(&record, body, may_wait) == Verdict::Execute {
-            self.execute(record, body)?;
+        match self.held.judge(&record, body, may_wait) {
+            Verdict::Execute if served => {
+                self.held.executed(&record, body, true);
+                self.shared.executed();
+            }
+            Verdict::Execute => self.execute(record, body)?,
+            Verdict::Aside | Verdict::Done => {}
         }
         while let Some((record, body)) = self.held.take_surplus() {
             self.execute(record, &body)?;

@@ -6,18 +6,17 @@
 //! For those, a *mirror*: memory of this process at the same address, which the client keeps equal to its own. Kernels use it over the bus, as they use pinned memory on a machine of their own.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 
 use host_bridge::endpoint::{Mapped, Sink};
 use protocol::Status;
-use protocol::channel::MAX_PAYLOAD;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::Cuda;
 use super::api::{Api, CUcontext};
+use super::reach::Reach;
 use crate::driver::call::Call;
 
 const PAGE: usize = 4096;
@@ -37,10 +36,9 @@ pub(super) struct HostView {
     mirror: Option<Mirror>,
 }
 
-/// What makes a view a mirror.
+/// What makes a view a mirror. It is there as soon as [`Reach`] has it.
 struct Mirror {
-    /// Whether it is there.
-    ready: Arc<AtomicBool>,
+    beside: Arc<Reach>,
     helper: Helper,
     /// `CUcontext`.
     context: usize,
@@ -105,12 +103,12 @@ impl Drop for HostView {
         let (first, len) = (self.first, self.len);
         // SAFETY: mapped by `at`; the registration, if there is one still, keeps the pages, not the addresses.
         let unmap = move || unsafe { libc::munmap(first as *mut c_void, len) };
-        let Some(Mirror { ready, helper, context, api }) = self.mirror.take() else {
+        let Some(Mirror { beside, helper, context, api }) = self.mirror.take() else {
             unmap();
             return;
         };
         helper.run(move || {
-            if ready.load(Ordering::Acquire) {
+            if beside.remove_mirror(first) {
                 // SAFETY: registered by `make_mirror`; a context that is gone by now has let go of it.
                 let gone = unsafe {
                     api.context_set(context as CUcontext)
@@ -161,22 +159,6 @@ impl HostView {
             register(api, &view)?;
         }
         std::mem::forget(view);
-        Ok(())
-    }
-
-    /// Whether it is a mirror that is there.
-    fn is_mirror(&self) -> bool {
-        self.mirror.as_ref().is_some_and(|mirror| mirror.ready.load(Ordering::Acquire))
-    }
-
-    /// Changes a word of a mirror.
-    fn patch(&self, patch: &WordPatch) -> Result<(), Status> {
-        if !self.is_mirror() || !patch.address.is_multiple_of(8) || !self.holds(patch.address, 8) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let word = patch.address as *mut u64;
-        // SAFETY: aligned, and inside a mapping of this process's that its owner keeps; a device may change it meanwhile.
-        unsafe { word.write_volatile(patch.apply(word.read_volatile())) };
         Ok(())
     }
 
@@ -258,14 +240,16 @@ impl Cuda {
             None => self.mirrors.insert(Helper::start()?).clone(),
         };
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
-        let ready = Arc::new(AtomicBool::new(false));
-        let mirror = Mirror { ready: Arc::clone(&ready), helper: helper.clone(), context, api };
+        let beside = Arc::clone(&self.beside);
+        let mirror = Mirror { beside: Arc::clone(&beside), helper: helper.clone(), context, api };
         let view = HostView { context: op.context.0, first, len, mirror: Some(mirror) };
         self.host_views.insert(op.address, view);
         let pending = cx.later();
         helper.run(move || {
             let made = HostView::make_mirror(api, context, first, len);
-            ready.store(made.is_ok(), Ordering::Release);
+            if made.is_ok() {
+                beside.add_mirror(first, len);
+            }
             pending.answer(made.map(|()| HostMirrorReply {}));
         });
         Ok(Answer::Later)
@@ -291,40 +275,6 @@ impl Cuda {
     /// Whether `len` bytes from `address` are memory of the client's, or a mirror of it, that devices reach.
     pub(super) fn is_host_view(&self, address: u64, len: u64) -> bool {
         self.host_views.values().any(|view| view.holds(address, len))
-    }
-
-    /// The place of a mirror's bytes.
-    fn mirrored_at(&self, address: u64, len: u64) -> Result<*mut u8, Status> {
-        let found = self.host_views.values().any(|view| view.is_mirror() && view.holds(address, len));
-        if found && len > 0 { Ok(address as *mut u8) } else { Err(Status::INVALID_VALUE) }
-    }
-
-    pub(super) fn read_host(&mut self, cx: &mut Call, op: &HostRead) -> Result<Vec<u8>, Status> {
-        cx.context = op.context;
-        if op.len as usize > MAX_PAYLOAD - 4 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let from = self.mirrored_at(op.address, op.len.into())?;
-        let mut bytes = vec![0; op.len as usize];
-        // SAFETY: inside a mapping that its owner keeps, readable; a device may change it meanwhile, so that the bytes are some of each time.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
-        Ok(bytes)
-    }
-
-    pub(super) fn write_host(&mut self, cx: &mut Call, op: &HostWrite<'_>) -> Result<(), Status> {
-        cx.context = op.context;
-        let to = self.mirrored_at(op.address, op.bytes.len() as u64)?;
-        // SAFETY: as above, and writable.
-        unsafe { std::ptr::copy_nonoverlapping(op.bytes.as_ptr(), to, op.bytes.len()) };
-        Ok(())
-    }
-
-    pub(super) fn patch_host(&mut self, cx: &mut Call, op: &HostPatch) -> Result<(), Status> {
-        cx.context = op.context;
-        let Some(first) = op.words.first() else { return Ok(()) };
-        let view = self.host_views.values().find(|view| view.holds(first.address, 8));
-        let view = view.ok_or(Status::INVALID_VALUE)?;
-        op.words.iter().try_for_each(|patch| view.patch(patch))
     }
 
     pub(super) fn unmap_host(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

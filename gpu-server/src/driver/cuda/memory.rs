@@ -4,9 +4,9 @@ use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::*;
-use protocol::wire::Bytes;
 
 use super::Cuda;
+use crate::driver::beside::{self, Beside};
 use crate::driver::call::Call;
 use crate::driver::space::Space;
 
@@ -157,15 +157,18 @@ impl MemoryOps<Call> for Cuda {
     }
 
     fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
-        self.patch_host(cx, &op)
+        cx.context = op.context;
+        self.beside.patch(&op.words)
     }
 
     fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
-        self.read_host(cx, &op).map(|bytes| Answer::Now(HostReadReply { bytes: Bytes(bytes) }))
+        cx.context = op.context;
+        beside::read(&*self.beside, &op).map(Answer::Now)
     }
 
     fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
-        self.write_host(cx, &op)
+        cx.context = op.context;
+        self.beside.write(op.address, op.bytes)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

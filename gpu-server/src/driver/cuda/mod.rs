@@ -2,7 +2,7 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
 //! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
-//! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do.
+//! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
 //!
 //! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
@@ -23,6 +23,7 @@ mod link;
 mod memory;
 mod nvml;
 mod ranges;
+mod reach;
 mod registration;
 mod staging;
 mod stream_memory;
@@ -53,8 +54,10 @@ use self::host_map::HostView;
 use self::ids::Ids;
 use self::kernels::LoadedModule;
 use self::ranges::Ranges;
+use self::reach::Reach;
 use self::staging::Staging;
-use self::streams::{Lane, Moment, Tickets};
+use self::streams::{Lane, Moment};
+use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
 use super::space::Space;
@@ -90,7 +93,7 @@ pub struct Cuda {
     host_views: HashMap<u64, HostView>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
-    tickets: Tickets,
+    beside: Arc<Reach>,
     words: Arc<Words>,
     completer: Arc<Completer>,
     staging: Arc<Staging>,
@@ -231,7 +234,7 @@ impl Cuda {
             arrays: Arrays::default(),
             host_views: HashMap::new(),
             mirrors: None,
-            tickets: Tickets::default(),
+            beside: Arc::default(),
             words,
             completer,
             staging,
@@ -413,6 +416,10 @@ impl super::Backend for Cuda {
         self.broker = Some(broker);
     }
 
+    fn beside(&self) -> Arc<dyn Beside> {
+        self.beside.clone()
+    }
+
     fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
         let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
         sets_limit || kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
@@ -424,7 +431,7 @@ impl super::Backend for Cuda {
     }
 
     fn end(&mut self) {
-        self.tickets.release_all();
+        self.beside.release_all();
         self.staging.stop();
         self.completer.stop();
     }

@@ -1,6 +1,5 @@
 //! Streams and events.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use protocol::Status;
@@ -13,6 +12,7 @@ use protocol::ops::stream::*;
 use super::Cuda;
 use super::api::{CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
+use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Errors};
 use crate::driver::slots::Flow;
 
@@ -91,16 +91,6 @@ pub(super) struct Place {
     pub(super) health: Arc<Health>,
     pub(super) progress: Arc<Publisher>,
     pub(super) flows: Flows,
-}
-
-/// Points at which streams wait for the client.
-#[derive(Default)]
-pub(super) struct Tickets(HashMap<u64, Arc<Word>>);
-
-impl Tickets {
-    pub(super) fn release_all(&mut self) {
-        self.0.drain().for_each(|(_, word)| word.set(1));
-    }
 }
 
 /// Calls its end with the worst status that it was told, when its last holder is gone.
@@ -376,22 +366,20 @@ impl StreamOps<Call> for Cuda {
 
     fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        if self.tickets.0.contains_key(&op.ticket.0) {
+        if self.beside.awaits(op.ticket) {
             return Err(Status::INVALID_HANDLE);
         }
         let word = self.words.take().map(Arc::new)?;
         // SAFETY: a live stream; the word is registered memory, held by the fence until the stream has passed here.
         let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
         self.note(place.context, waits)?;
-        self.tickets.0.insert(op.ticket.0, Arc::clone(&word));
+        self.beside.open(op.ticket, Arc::clone(&word));
         self.fence(&place, cx.seq, move |_| drop(word))
     }
 
     fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
         // Signalled before its turn, or for a context that is gone: nothing is left to be done.
-        if let Some(word) = self.tickets.0.remove(&op.ticket.0) {
-            word.set(1);
-        }
+        self.beside.signal(op.ticket);
         Ok(())
     }
 

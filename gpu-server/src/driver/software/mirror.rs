@@ -4,33 +4,108 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 use protocol::Status;
-use protocol::channel::MAX_PAYLOAD;
-use protocol::ops::memory::{HostMirror, HostPatch, HostRead, HostWrite};
+use protocol::handle::TicketId;
+use protocol::ops::memory::{HostMirror, WordPatch};
 use software_gpu::{GRANULE, Gpu};
 
+use super::streams::Tickets;
 use super::{Software, code, vmm};
+use crate::driver::beside::Beside;
 use crate::driver::call::Call;
 
-/// All of a session's.
+/// How many mirrors have bytes in each granule that is mapped.
 #[derive(Default)]
-pub(super) struct Mirrors {
-    /// By first address: bytes, and the context that each was made in.
-    pieces: BTreeMap<u64, (u64, u32)>,
-    /// How many mirrors have bytes in each granule that is mapped.
-    granules: BTreeMap<u64, usize>,
-}
+pub(super) struct Granules(BTreeMap<u64, usize>);
 
-impl Mirrors {
+impl Granules {
     /// Bytes that they take.
     pub fn bytes(&self) -> u64 {
-        self.granules.len() as u64 * GRANULE
+        self.0.len() as u64 * GRANULE
+    }
+}
+
+/// A mirror.
+struct Mirror {
+    size: u64,
+    /// The context that it was made in, and its device.
+    context: u32,
+    gpu: Gpu,
+}
+
+/// Mirrors by their first addresses, and points at which streams wait for the client.
+#[derive(Default)]
+pub(super) struct Reach {
+    pub(super) tickets: Tickets,
+    mirrors: Mutex<BTreeMap<u64, Mirror>>,
+    count: AtomicUsize,
+}
+
+impl Reach {
+    fn mirrors(&self) -> MutexGuard<'_, BTreeMap<u64, Mirror>> {
+        self.mirrors.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn touches(&self, address: u64, size: u64) -> bool {
-        let before = self.pieces.range(..address + size).next_back();
-        before.is_some_and(|(start, (size, _))| start + size > address)
+        let mirrors = self.mirrors();
+        let before = mirrors.range(..address + size).next_back();
+        before.is_some_and(|(start, mirror)| start + mirror.size > address)
+    }
+
+    fn insert(&self, address: u64, mirror: Mirror) {
+        let mut mirrors = self.mirrors();
+        mirrors.insert(address, mirror);
+        self.count.store(mirrors.len(), Ordering::Relaxed);
+    }
+
+    fn remove(&self, address: u64) -> Option<Mirror> {
+        let mut mirrors = self.mirrors();
+        let mirror = mirrors.remove(&address);
+        self.count.store(mirrors.len(), Ordering::Relaxed);
+        mirror
+    }
+
+    /// Uses the device of the mirror that has these bytes. The mirror stays meanwhile.
+    fn at<R>(
+        &self,
+        address: u64,
+        len: u64,
+        f: impl FnOnce(&Gpu) -> Result<R, software_gpu::Error>,
+    ) -> Result<R, Status> {
+        let mirrors = self.mirrors();
+        let (start, mirror) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
+        let inside = address - start < mirror.size && len > 0 && len <= mirror.size - (address - start);
+        if inside { f(&mirror.gpu).map_err(|e| code(&e)) } else { Err(Status::INVALID_VALUE) }
+    }
+}
+
+impl Beside for Reach {
+    fn is_needed(&self) -> bool {
+        self.count.load(Ordering::Relaxed) > 0 || self.tickets.any()
+    }
+
+    fn signal(&self, ticket: TicketId) -> bool {
+        self.tickets.signal(ticket.0)
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+        self.at(address, bytes.len() as u64, |gpu| gpu.read(address, bytes))
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+        self.at(address, bytes.len() as u64, |gpu| gpu.write(address, bytes))
+    }
+
+    fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+        words.iter().try_for_each(|patch| {
+            self.at(patch.address, 8, |gpu| {
+                let word = gpu.load(patch.address, true)?;
+                gpu.store(patch.address, true, patch.apply(word))
+            })
+        })
     }
 }
 
@@ -45,13 +120,14 @@ impl Software {
 
     pub(super) fn mirror_host(&mut self, cx: &mut Call, op: &HostMirror) -> Result<(), Status> {
         cx.context = op.context;
-        self.context(op.context)?;
+        let device = self.context(op.context)?.device;
+        let home = self.device(device)?.gpu.clone();
         op.check()?;
-        if self.mirrors.touches(op.address, op.size) {
+        if self.beside.touches(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
         let fresh: Vec<u64> =
-            granules(op.address, op.size).filter(|at| !self.mirrors.granules.contains_key(at)).collect();
+            granules(op.address, op.size).filter(|at| !self.granules.0.contains_key(at)).collect();
         let bytes = fresh.len() as u64 * GRANULE;
         self.may_hold(bytes)?;
         let gpus = self.gpus();
@@ -75,62 +151,29 @@ impl Software {
             return Err(Status::NOT_SUPPORTED);
         }
         for at in granules(op.address, op.size) {
-            *self.mirrors.granules.entry(at).or_default() += 1;
+            *self.granules.0.entry(at).or_default() += 1;
         }
-        self.mirrors.pieces.insert(op.address, (op.size, op.context.0));
-        if fresh.len() < granules(op.address, op.size).count()
-            && let Some(gpu) = gpus.first()
-        {
+        let cleared = if fresh.len() < granules(op.address, op.size).count() {
             // Another mirror may have left something in a granule that it shared.
-            gpu.write(op.address, &vec![0; op.size as usize]).map_err(|e| code(&e))?;
-        }
-        Ok(())
-    }
-
-    /// The device that has a mirror's bytes: all have the same.
-    fn mirrored_at(&self, address: u64, len: u64) -> Result<&Gpu, Status> {
-        let found = self.mirrors.pieces.range(..=address).next_back();
-        let (start, (size, _)) = found.ok_or(Status::INVALID_VALUE)?;
-        let inside = address - start < *size && len > 0 && len <= size - (address - start);
-        if inside { self.device(0).map(|device| &device.gpu) } else { Err(Status::INVALID_VALUE) }
-    }
-
-    pub(super) fn read_host(&mut self, cx: &mut Call, op: &HostRead) -> Result<Vec<u8>, Status> {
-        cx.context = op.context;
-        if op.len as usize > MAX_PAYLOAD - 4 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let mut bytes = vec![0; op.len as usize];
-        self.mirrored_at(op.address, op.len.into())?.read(op.address, &mut bytes).map_err(|e| code(&e))?;
-        Ok(bytes)
-    }
-
-    pub(super) fn write_host(&mut self, cx: &mut Call, op: &HostWrite<'_>) -> Result<(), Status> {
-        cx.context = op.context;
-        self.mirrored_at(op.address, op.bytes.len() as u64)?.write(op.address, op.bytes).map_err(|e| code(&e))
-    }
-
-    pub(super) fn patch_host(&mut self, cx: &mut Call, op: &HostPatch) -> Result<(), Status> {
-        cx.context = op.context;
-        for patch in &op.words {
-            let gpu = self.mirrored_at(patch.address, 8)?;
-            let word = gpu.load(patch.address, true).map_err(|e| code(&e))?;
-            gpu.store(patch.address, true, patch.apply(word)).map_err(|e| code(&e))?;
-        }
-        Ok(())
+            home.write(op.address, &vec![0; op.size as usize]).map_err(|e| code(&e))
+        } else {
+            Ok(())
+        };
+        self.beside.insert(op.address, Mirror { size: op.size, context: op.context.0, gpu: home });
+        cleared
     }
 
     pub(super) fn unmirror_host(&mut self, address: u64) -> Result<(), Status> {
-        let (size, _) = self.mirrors.pieces.remove(&address).ok_or(Status::INVALID_VALUE)?;
+        let size = self.beside.remove(address).ok_or(Status::INVALID_VALUE)?.size;
         let gpus = self.gpus();
         for gpu in &gpus {
             gpu.release(address).map_err(|e| code(&e))?;
         }
         for at in granules(address, size) {
-            let Some(users) = self.mirrors.granules.get_mut(&at) else { continue };
+            let Some(users) = self.granules.0.get_mut(&at) else { continue };
             *users -= 1;
             if *users == 0 {
-                self.mirrors.granules.remove(&at);
+                self.granules.0.remove(&at);
                 for gpu in &gpus {
                     gpu.unmap(at, GRANULE).map_err(|e| code(&e))?;
                 }
@@ -140,13 +183,10 @@ impl Software {
     }
 
     pub(super) fn forget_mirrors(&mut self, context: u32) {
-        let gone: Vec<u64> = self
-            .mirrors
-            .pieces
-            .iter()
-            .filter(|(_, (_, owner))| *owner == context)
-            .map(|(at, _)| *at)
-            .collect();
+        let mirrors = self.beside.mirrors();
+        let gone: Vec<u64> =
+            mirrors.iter().filter(|(_, mirror)| mirror.context == context).map(|(at, _)| *at).collect();
+        drop(mirrors);
         for address in gone {
             if let Err(status) = self.unmirror_host(address) {
                 tracing::error!("a mirror at {address:#x} stays: {status}");

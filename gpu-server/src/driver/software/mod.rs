@@ -38,14 +38,14 @@ use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
-use protocol::wire::Bytes;
 use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::kernels::LoadedModule;
-use self::mirror::Mirrors;
+use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
-use self::streams::{Lane, Moment, Tickets};
+use self::streams::{Lane, Moment};
+use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
 use super::space::Space;
@@ -67,14 +67,15 @@ pub struct Software {
     modules: HashMap<u32, LoadedModule>,
     links: HashMap<u32, link::Link>,
     arrays: Arrays,
-    mirrors: Mirrors,
+    /// What mirrors take.
+    granules: Granules,
+    beside: Arc<Reach>,
     space: Space<OwnedFd>,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
     greens: green::Greens,
     drafts: conditional::Drafts,
-    tickets: Arc<Tickets>,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
 }
@@ -184,13 +185,13 @@ impl Software {
             modules: HashMap::new(),
             links: HashMap::new(),
             arrays: Arrays::default(),
-            mirrors: Mirrors::default(),
+            granules: Granules::default(),
+            beside: Arc::default(),
             space: Space::default(),
             broker: None,
             graphs: graph::Graphs::default(),
             greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
-            tickets: Arc::default(),
             bell: Arc::default(),
         })
     }
@@ -260,15 +261,19 @@ impl super::Backend for Software {
 
     fn device_memory(&self) -> u64 {
         let backed: u64 = self.devices.iter().map(Device::used).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.mirrors.bytes()
+        self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
     }
 
     fn share(&mut self, broker: Arc<Broker>) {
         self.broker = Some(broker);
     }
 
+    fn beside(&self) -> Arc<dyn Beside> {
+        self.beside.clone()
+    }
+
     fn end(&mut self) {
-        self.tickets.release_all();
+        self.beside.tickets.release_all();
         self.devices.iter().for_each(|d| d.gpu.cancel());
         self.lanes.clear();
     }
@@ -367,7 +372,7 @@ impl ContextOps<Call> for Software {
         cx.context = ContextId(op.device);
         let config = self.device(op.device)?.config.clone();
         let fresh = Gpu::new(config).map_err(|e| code(&e))?;
-        self.tickets.release_all();
+        self.beside.tickets.release_all();
         self.map_again(op.device, &fresh)?;
         let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
         pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
@@ -502,15 +507,18 @@ impl MemoryOps<Call> for Software {
     }
 
     fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
-        self.patch_host(cx, &op)
+        cx.context = op.context;
+        self.beside.patch(&op.words)
     }
 
     fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
-        self.read_host(cx, &op).map(|bytes| Answer::Now(HostReadReply { bytes: Bytes(bytes) }))
+        cx.context = op.context;
+        beside::read(&*self.beside, &op).map(Answer::Now)
     }
 
     fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
-        self.write_host(cx, &op)
+        cx.context = op.context;
+        self.beside.write(op.address, op.bytes)
     }
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {

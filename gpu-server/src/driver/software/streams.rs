@@ -143,9 +143,16 @@ impl Tickets {
         self.state.lock().unwrap_or_else(|e| e.into_inner()).0.insert(ticket)
     }
 
-    fn signal(&self, ticket: u64) {
-        self.state.lock().unwrap_or_else(|e| e.into_inner()).0.remove(&ticket);
+    /// Whether a stream waits.
+    pub(super) fn any(&self) -> bool {
+        !self.state.lock().unwrap_or_else(|e| e.into_inner()).0.is_empty()
+    }
+
+    /// Lets a stream go on. False: none waits for this.
+    pub(super) fn signal(&self, ticket: u64) -> bool {
+        let waited = self.state.lock().unwrap_or_else(|e| e.into_inner()).0.remove(&ticket);
         self.changed.notify_all();
+        waited
     }
 
     fn wait(&self, ticket: u64) {
@@ -350,22 +357,23 @@ impl StreamOps<Call> for Software {
 
     fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
-        if !self.tickets.open(op.ticket.0) {
+        if !self.beside.tickets.open(op.ticket.0) {
             return Err(Status::INVALID_HANDLE);
         }
-        let tickets = Arc::clone(&self.tickets);
+        let beside = Arc::clone(&self.beside);
         let ticket = op.ticket.0;
         place
             .stream
             .enqueue(move |_| {
-                tickets.wait(ticket);
+                beside.tickets.wait(ticket);
                 Ok(())
             })
             .map_err(|e| code(&e))
     }
 
     fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
-        self.tickets.signal(op.ticket.0);
+        // Signalled before its turn: nothing is left to be done.
+        self.beside.tickets.signal(op.ticket.0);
         Ok(())
     }
 

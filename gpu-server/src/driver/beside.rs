@@ -1,0 +1,71 @@
+//! What a client may need before a device goes on, whatever the dispatcher does.
+//!
+//! A stream that waits for the client ends its wait with a later command, and a host function of the client's may need the bytes of a mirror, or a kernel a word of one, which a later command
+//! carries. A call of the driver's that waits for such a stream or kernel keeps the dispatcher, and all commands behind it. So these few are also executed beside it
+//! ([`crate::worker`]), by what each backend shares for that: nothing here calls the driver.
+
+use protocol::Status;
+use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
+use protocol::handle::TicketId;
+use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordPatch};
+use protocol::ops::stream::StreamHostSignal;
+use protocol::ops::{Class, Op};
+use protocol::wire::{Bytes, Reader, Wire, Writer};
+
+/// Streams' waits for the client, and mirrors of its memory, as every thread of a worker may use them. None of these waits for a device.
+pub trait Beside: Send + Sync {
+    /// Whether a stream waits for the client, or a mirror exists: whether anything below can be of use.
+    fn is_needed(&self) -> bool;
+
+    /// Lets the stream that waits for `ticket` go on. False: none does.
+    fn signal(&self, ticket: TicketId) -> bool;
+
+    /// Fills `bytes` from a mirror, from `address` on.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` unless all of them are one mirror's.
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status>;
+
+    /// Changes bytes of a mirror, from `address` on. Errors as [`Beside::read`].
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status>;
+
+    /// Changes words of one mirror. Errors as [`Beside::read`], and for words that are not aligned.
+    fn patch(&self, words: &[WordPatch]) -> Result<(), Status>;
+}
+
+/// The bytes that a [`HostRead`] asks for.
+pub fn read(beside: &dyn Beside, op: &HostRead) -> Result<HostReadReply, Status> {
+    if op.len as usize > MAX_PAYLOAD - 4 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let mut bytes = vec![0; op.len as usize];
+    beside.read(op.address, &mut bytes)?;
+    Ok(HostReadReply { bytes: Bytes(bytes) })
+}
+
+/// Executes a command out of its turn, if it is one of these and nothing is wrong with it. `Some`: it was, and this is its reply's payload, if it has one.
+pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option<Vec<u8>>> {
+    /// The operation, if it is this one, and answered as its class is.
+    fn is<'a, T: Op<'a>>(record: &Record, body: &'a [u8]) -> Option<T> {
+        let answered = T::INFO.class == Class::Sync;
+        if record.opcode != T::INFO.opcode || answered != (record.reply_slot != NO_SLOT) {
+            return None;
+        }
+        let mut reader = Reader::new(body);
+        let op = T::get(&mut reader).ok()?;
+        reader.finish().ok().map(|()| op)
+    }
+    if let Some(op) = is::<StreamHostSignal>(record, body) {
+        return beside.signal(op.ticket).then_some(None);
+    }
+    if let Some(op) = is::<HostWrite>(record, body) {
+        return beside.write(op.address, op.bytes).ok().map(|()| None);
+    }
+    if let Some(op) = is::<HostPatch>(record, body) {
+        return beside.patch(&op.words).ok().map(|()| None);
+    }
+    let reply = read(beside, &is::<HostRead>(record, body)?).ok()?;
+    let mut payload = Vec::new();
+    reply.put(&mut Writer(&mut payload));
+    Some(Some(payload))
+}

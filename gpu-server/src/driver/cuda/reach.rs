@@ -1,0 +1,116 @@
+//! What may be executed beside the dispatcher: points at which streams wait for the client, and mirrors that are there.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use protocol::Status;
+use protocol::handle::TicketId;
+use protocol::ops::memory::WordPatch;
+
+use super::fence::Word;
+use crate::driver::beside::Beside;
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Reach {
+    tickets: Mutex<HashMap<TicketId, Arc<Word>>>,
+    /// Bytes of mirrors that are mapped, by first address. They stay so while this is locked.
+    mirrors: Mutex<BTreeMap<usize, usize>>,
+    /// Of tickets and of mirrors, for a look without a lock.
+    counts: [AtomicUsize; 2],
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Reach {
+    /// Changes the tickets, or (below) the mirrors.
+    fn tickets<R>(&self, change: impl FnOnce(&mut HashMap<TicketId, Arc<Word>>) -> R) -> R {
+        let mut tickets = lock(&self.tickets);
+        let result = change(&mut tickets);
+        self.counts[0].store(tickets.len(), Ordering::Relaxed);
+        result
+    }
+
+    fn mirrors<R>(&self, change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R {
+        let mut mirrors = lock(&self.mirrors);
+        let result = change(&mut mirrors);
+        self.counts[1].store(mirrors.len(), Ordering::Relaxed);
+        result
+    }
+
+    /// Whether a stream waits for `ticket`.
+    pub(super) fn awaits(&self, ticket: TicketId) -> bool {
+        lock(&self.tickets).contains_key(&ticket)
+    }
+
+    /// A stream waits for `ticket`, until `word` is 1.
+    pub(super) fn open(&self, ticket: TicketId, word: Arc<Word>) {
+        self.tickets(|tickets| tickets.insert(ticket, word));
+    }
+
+    /// Lets all streams go on.
+    pub(super) fn release_all(&self) {
+        self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
+    }
+
+    /// A mirror is mapped, readable and writable, until it is removed.
+    pub(super) fn add_mirror(&self, first: usize, len: usize) {
+        self.mirrors(|mirrors| mirrors.insert(first, len));
+    }
+
+    /// Forgets a mirror. False: there was none. Nobody uses it afterwards.
+    pub(super) fn remove_mirror(&self, first: usize) -> bool {
+        self.mirrors(|mirrors| mirrors.remove(&first)).is_some()
+    }
+
+    /// Gives the place of a mirror's bytes to `use_it`, which must not keep it.
+    fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result<(), Status> {
+        let address = address as usize;
+        let mirrors = lock(&self.mirrors);
+        let (first, size) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
+        if address - first >= *size || len == 0 || len > size - (address - first) {
+            return Err(Status::INVALID_VALUE);
+        }
+        use_it(address as *mut u8);
+        Ok(())
+    }
+}
+
+impl Beside for Reach {
+    fn is_needed(&self) -> bool {
+        self.counts.iter().any(|count| count.load(Ordering::Relaxed) > 0)
+    }
+
+    fn signal(&self, ticket: TicketId) -> bool {
+        let word = self.tickets(|tickets| tickets.remove(&ticket));
+        word.inspect(|word| word.set(1)).is_some()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+        let (to, len) = (bytes.as_mut_ptr(), bytes.len());
+        // SAFETY: `from` has so many readable bytes, mapped while this runs; a device may change them meanwhile, so that what is read is some of each time.
+        self.at(address, len, |from| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+        let (from, len) = (bytes.as_ptr(), bytes.len());
+        // SAFETY: as above, and writable.
+        self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
+    }
+
+    fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+        words.iter().try_for_each(|patch| {
+            if !patch.address.is_multiple_of(8) {
+                return Err(Status::INVALID_VALUE);
+            }
+            self.at(patch.address, 8, |word| {
+                let word = word.cast::<u64>();
+                // SAFETY: aligned, and as above.
+                unsafe { word.write_volatile(patch.apply(word.read_volatile())) };
+            })
+        })
+    }
+}

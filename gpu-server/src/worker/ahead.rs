@@ -1,0 +1,413 @@
+//! Commands read ahead while the dispatcher stays in one.
+//!
+//! The dispatcher reads a session's commands itself and executes each before it reads the next. The driver may keep it in a call until a stream has gone on that waits for the client, or a kernel
+//! that does; and what lets that one go on is a later command. So while there is anything of this kind ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
+//!
+//! ```text
+//!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (first what was read ahead)
+//!  watcher                     looks each millisecond: the same command still? reads ahead; executes what is served beside
+//! ```
+//!
+//! All others keep their order and their turn. The watcher is started when it is first of use, and sleeps in a session where nothing happens.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::thread::{Builder, Scope, Thread};
+use std::time::Duration;
+
+use host_bridge::endpoint::{Client, Commands, Lost};
+use protocol::Status;
+use protocol::channel::Record;
+
+use crate::driver::Beside;
+use crate::driver::beside::serve;
+
+/// How often the watcher looks.
+const TICK: Duration = Duration::from_millis(1);
+/// Looks without a command, after which it sleeps until there is one.
+const IDLE: u32 = 100;
+/// Bytes of commands that are read ahead at most. The client is held back then, as by a full queue.
+const MOST: usize = 64 << 20;
+
+/// A session's commands, and how many of them were read ahead.
+pub(super) struct Source<'a> {
+    commands: &'a mut dyn Commands,
+    ahead: VecDeque<Next>,
+    bytes: usize,
+    /// What came instead of a further command.
+    lost: Option<Lost>,
+}
+
+/// A command that was read ahead.
+struct Next {
+    record: Record,
+    body: Vec<u8>,
+    served: bool,
+}
+
+impl Next {
+    fn cost(&self) -> usize {
+        self.body.len() + size_of::<Next>()
+    }
+}
+
+impl Source<'_> {
+    /// The next record, its body in `body`, and whether it was executed already. As [`Commands::next`] otherwise.
+    #[inline]
+    pub(super) fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<(Record, bool)>, Lost> {
+        if let Some(next) = self.ahead.pop_front() {
+            self.bytes -= next.cost();
+            *body = next.body;
+            return Ok(Some((next.record, next.served)));
+        }
+        match self.lost.take() {
+            Some(lost) => Err(lost),
+            None => Ok(self.commands.next(body)?.map(|record| (record, false))),
+        }
+    }
+}
+
+/// The dispatcher's source, as both sides have it.
+pub(super) struct Ahead<'a> {
+    source: Mutex<Source<'a>>,
+    client: Arc<dyn Client>,
+    beside: Arc<dyn Beside>,
+    /// How often the source was lent.
+    turns: AtomicU64,
+    /// The watcher sleeps until the source is lent.
+    resting: AtomicBool,
+    over: AtomicBool,
+    /// Set with the first loan; empty if there is no thread to be had.
+    watcher: OnceLock<Option<Thread>>,
+}
+
+impl<'a> Ahead<'a> {
+    pub(super) fn new(
+        commands: &'a mut dyn Commands,
+        client: Arc<dyn Client>,
+        beside: Arc<dyn Beside>,
+    ) -> Ahead<'a> {
+        Ahead {
+            source: Mutex::new(Source { commands, ahead: VecDeque::new(), bytes: 0, lost: None }),
+            client,
+            beside,
+            turns: AtomicU64::new(0),
+            resting: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            watcher: OnceLock::new(),
+        }
+    }
+
+    /// The source, taken back. Not lent while the guard lives.
+    pub(super) fn source(&self) -> MutexGuard<'_, Source<'a>> {
+        self.source.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Whether a command that stays in the driver's call may need one behind it.
+    #[inline]
+    pub(super) fn is_needed(&self) -> bool {
+        self.beside.is_needed()
+    }
+
+    /// Lends the source, which the caller does not hold, until it takes it back.
+    pub(super) fn lend<'scope, 'env>(&'env self, scope: &'scope Scope<'scope, 'env>) {
+        // Both in one order with the watcher's: it sees this turn, or this sees that it rests.
+        self.turns.fetch_add(1, Ordering::SeqCst);
+        let watcher = self.watcher.get_or_init(|| {
+            let thread = Builder::new().name("rgpu-ahead".into()).spawn_scoped(scope, || self.watch());
+            thread
+                .inspect_err(|e| tracing::error!("no thread to read commands ahead: {e}"))
+                .ok()
+                .map(|thread| thread.thread().clone())
+        });
+        if self.resting.swap(false, Ordering::SeqCst)
+            && let Some(watcher) = watcher
+        {
+            watcher.unpark();
+        }
+    }
+
+    /// Has the watcher end when this is dropped, also by a panic: the session is over.
+    pub(super) fn ending(&self) -> Ending<'_, 'a> {
+        Ending(self)
+    }
+
+    fn watch(&self) {
+        let (mut seen, mut idle) = (0, 0);
+        while !self.over.load(Ordering::SeqCst) {
+            std::thread::park_timeout(TICK);
+            let turn = self.turns.load(Ordering::SeqCst);
+            let source = match self.source.try_lock() {
+                Ok(source) => Some(source),
+                Err(TryLockError::Poisoned(e)) => Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) => None,
+            };
+            match source {
+                Some(source) if turn == seen => self.read_ahead(source),
+                None if turn == seen && idle >= IDLE => self.rest(turn),
+                None if turn == seen => idle += 1,
+                _ => idle = 0,
+            }
+            seen = turn;
+        }
+    }
+
+    /// Sleeps until the source is lent again.
+    fn rest(&self, turn: u64) {
+        self.resting.store(true, Ordering::SeqCst);
+        while self.turns.load(Ordering::SeqCst) == turn
+            && self.resting.load(Ordering::SeqCst)
+            && !self.over.load(Ordering::SeqCst)
+        {
+            std::thread::park();
+        }
+        self.resting.store(false, Ordering::SeqCst);
+    }
+
+    fn read_ahead(&self, mut source: MutexGuard<'_, Source<'_>>) {
+        // What let a stream go on before it had begun to wait may be of use by now.
+        let Source { ahead, .. } = &mut *source;
+        ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
+        while source.lost.is_none() && source.bytes < MOST {
+            let mut body = Vec::new();
+            match source.commands.try_next(&mut body) {
+                Ok(Some(record)) => {
+                    let mut next = Next { record, body, served: false };
+                    self.serve(&mut next);
+                    source.bytes += next.cost();
+                    source.ahead.push_back(next);
+                }
+                Ok(None) => return,
+                Err(lost) => source.lost = Some(lost),
+            }
+        }
+    }
+
+    /// Executes a command if it is one that is executed beside the dispatcher. One with which anything is wrong is left to that.
+    fn serve(&self, next: &mut Next) {
+        let Next { record, body, served } = next;
+        let Some(reply) = serve(&*self.beside, record, body) else { return };
+        *served = true;
+        if let Some(payload) = reply {
+            self.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &payload);
+        }
+    }
+}
+
+/// See [`Ahead::ending`].
+pub(super) struct Ending<'e, 'a>(&'e Ahead<'a>);
+
+impl Drop for Ending<'_, '_> {
+    fn drop(&mut self) {
+        self.0.over.store(true, Ordering::SeqCst);
+        self.0.watcher.get().into_iter().flatten().for_each(Thread::unpark);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use host_bridge::endpoint::{Sink, Source as Data};
+    use protocol::data::HostRange;
+    use protocol::handle::{ContextId, StreamId, TicketId};
+    use protocol::link::ProgressUpdate;
+    use protocol::ops::memory::{HostPatch, HostRead, HostWrite, WordPatch};
+    use protocol::ops::stream::{StreamHostSignal, StreamMark};
+    use protocol::ops::{self, Op};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    const LONG: Duration = Duration::from_secs(20);
+    const MIRROR: u64 = 0x10_0000;
+
+    struct Queue(Receiver<(Record, Vec<u8>)>);
+
+    impl Commands for Queue {
+        fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+            let Ok((record, bytes)) = self.0.recv() else { return Ok(None) };
+            *body = bytes;
+            Ok(Some(record))
+        }
+
+        fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost> {
+            let Ok((record, bytes)) = self.0.try_recv() else { return Ok(None) };
+            *body = bytes;
+            Ok(Some(record))
+        }
+    }
+
+    /// A client that sends commands and takes answers.
+    struct Peer {
+        sender: Sender<(Record, Vec<u8>)>,
+        seq: u64,
+        answers: Receiver<(u64, Vec<u8>)>,
+    }
+
+    impl Peer {
+        fn new() -> (Peer, Queue, Arc<dyn Client>) {
+            let ((sender, commands), (answer, answers)) = (channel(), channel());
+            (Peer { sender, seq: 0, answers }, Queue(commands), Arc::new(Answers(Mutex::new(answer))))
+        }
+
+        fn send<'a, T: Op<'a>>(&mut self, op: &T) -> u64 {
+            self.seq += 1;
+            let mut body = Vec::new();
+            ops::encode(op, &mut body);
+            let sync = T::INFO.class == ops::Class::Sync;
+            let reply_slot = if sync { 3 } else { protocol::channel::NO_SLOT };
+            let record = Record { opcode: T::INFO.opcode, reply_slot, seq: self.seq };
+            self.sender.send((record, body)).expect("the dispatcher is there");
+            self.seq
+        }
+
+        fn mark(&mut self) -> u64 {
+            self.send(&StreamMark { stream: StreamId(0) })
+        }
+    }
+
+    struct Answers(Mutex<Sender<(u64, Vec<u8>)>>);
+
+    impl Client for Answers {
+        fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]) {
+            assert!(slot == 3 && status.is_success());
+            self.0.lock().expect("no panic").send((seq, payload.to_vec())).expect("the client is there");
+        }
+        fn publish(&self, _updates: &[ProgressUpdate]) {}
+        fn executed(&self, _seq: u64) {}
+        fn source(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Data, Status> {
+            Err(Status::INVALID_VALUE)
+        }
+        fn sink(&self, _seq: u64, _piece: u32, _range: HostRange) -> Result<Sink, Status> {
+            Err(Status::INVALID_VALUE)
+        }
+        fn nothing_sent(&self, _seq: u64) {}
+        fn lose(&self, _reason: &str) {}
+        fn close(&self) {}
+        fn streams_data(&self) -> bool {
+            true
+        }
+        fn traffic(&self) -> (u64, u64) {
+            (0, 0)
+        }
+    }
+
+    /// Sixteen bytes of a mirror, and tickets that were signalled.
+    struct Bytes {
+        bytes: Mutex<[u8; 16]>,
+        signals: Mutex<Sender<u64>>,
+        waits: Vec<u64>,
+    }
+
+    impl Beside for Bytes {
+        fn is_needed(&self) -> bool {
+            true
+        }
+
+        fn signal(&self, ticket: TicketId) -> bool {
+            self.waits.contains(&ticket.0) && self.signals.lock().expect("no panic").send(ticket.0).is_ok()
+        }
+
+        fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+            let from = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
+            let all = self.bytes.lock().expect("no panic");
+            bytes.copy_from_slice(all.get(from..from + bytes.len()).ok_or(Status::INVALID_VALUE)?);
+            Ok(())
+        }
+
+        fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+            let to = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
+            let mut all = self.bytes.lock().expect("no panic");
+            all.get_mut(to..to + bytes.len()).ok_or(Status::INVALID_VALUE)?.copy_from_slice(bytes);
+            Ok(())
+        }
+
+        fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+            words.iter().try_for_each(|patch| {
+                let mut word = [0; 8];
+                self.read(patch.address, &mut word)?;
+                self.write(patch.address, &patch.apply(u64::from_le_bytes(word)).to_le_bytes())
+            })
+        }
+    }
+
+    fn beside(waits: &[u64]) -> (Arc<dyn Beside>, Receiver<u64>) {
+        let (signals, signalled) = channel();
+        let signals = Mutex::new(signals);
+        (Arc::new(Bytes { bytes: Mutex::default(), signals, waits: waits.to_vec() }), signalled)
+    }
+
+    #[test]
+    fn what_a_command_waits_for_is_executed_though_it_comes_behind() {
+        let (mut peer, mut queue, client) = Peer::new();
+        let (beside, signalled) = beside(&[7]);
+        let context = ContextId(0);
+        let waits = peer.mark();
+        let ahead = Ahead::new(&mut queue, client, beside);
+        std::thread::scope(|scope| {
+            let _ending = ahead.ending();
+            let mut body = Vec::new();
+            let first = ahead.source().next(&mut body).expect("a session").expect("a command");
+            assert_eq!((first.0.seq, first.1), (waits, false));
+            ahead.lend(scope);
+            // Long after, so that the watcher has looked and found nothing.
+            std::thread::sleep(5 * TICK);
+            let between = peer.mark();
+            peer.send(&HostWrite { context, address: MIRROR + 8, bytes: &[5, 6] });
+            peer.send(&HostPatch {
+                context,
+                words: vec![WordPatch { address: MIRROR, mask: 255, value: 9 }],
+            });
+            // No mirror's: nobody but the dispatcher says so.
+            let wrong = peer.send(&HostWrite { context, address: MIRROR + 15, bytes: &[1, 2] });
+            let unknown = peer.send(&StreamHostSignal { ticket: TicketId(8) });
+            let read = peer.send(&HostRead { context, address: MIRROR, len: 16 });
+            peer.send(&StreamHostSignal { ticket: TicketId(7) });
+            assert_eq!(signalled.recv_timeout(LONG), Ok(7));
+            let (seq, payload) = peer.answers.recv_timeout(LONG).expect("an answer");
+            assert_eq!(seq, read);
+            assert_eq!(payload[4..], [9, 0, 0, 0, 0, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]);
+            // All have their turn, those that were executed as well.
+            let mut source = ahead.source();
+            for seq in waits + 1..=peer.seq {
+                let (record, served) = source.next(&mut body).expect("a session").expect("a command");
+                assert_eq!((record.seq, served), (seq, ![between, wrong, unknown].contains(&seq)));
+            }
+            drop(peer);
+            assert_eq!(source.next(&mut body), Ok(None));
+        });
+    }
+
+    #[test]
+    fn commands_come_in_their_order_whether_they_were_read_ahead_or_not() {
+        let (mut peer, mut queue, client) = Peer::new();
+        let (beside, signalled) = beside(&[1, 2, 3]);
+        let mut turns = 0;
+        let ahead = Ahead::new(&mut queue, client, beside);
+        std::thread::scope(|scope| {
+            let _ending = ahead.ending();
+            scope.spawn(move || {
+                for n in 0..2000 {
+                    peer.mark();
+                    if n % 500 == 499 {
+                        peer.send(&StreamHostSignal { ticket: TicketId(n / 500) });
+                        std::thread::sleep(3 * TICK);
+                    }
+                }
+            });
+            let (mut body, mut last) = (Vec::new(), 0);
+            loop {
+                let Ok(Some((record, _))) = ahead.source().next(&mut body) else { break };
+                assert_eq!(record.seq, last + 1);
+                last = record.seq;
+                ahead.lend(scope);
+                turns += 1;
+                if turns % 400 == 0 {
+                    // It stays in this one.
+                    std::thread::sleep(5 * TICK);
+                }
+            }
+            assert_eq!(last, 2004);
+        });
+        assert!(signalled.try_iter().all(|ticket| ticket < 4));
+    }
+}
