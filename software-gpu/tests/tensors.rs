@@ -59,7 +59,7 @@ fn a_tile_is_loaded_with_zeros_outside_of_the_tensor() {
     let b = Bench::new();
     let tensor: Vec<u32> = (1..=800).collect();
     let (from, to) = (b.upload(&tensor), b.upload(&[0u32; 128]));
-    for (x, y) in [(0, 0), (30, 15), (-3, -2), (40, 0), (0, 20)] {
+    for (x, y) in [(0, 0), (28, 15), (-4, -2), (40, 0), (0, 20)] {
         run(&b, LOAD, &map(from, 0, 2).encode().unwrap(), to, [x, y], 0).unwrap();
         let got: Vec<u32> = b.download(to, 128);
         for (n, got) in got.iter().enumerate() {
@@ -130,4 +130,64 @@ fn a_tensor_that_is_not_there_is_an_illegal_address() {
     let at = b.upload(&[0u32; 128]);
     let wrong = run(&b, LOAD, &map(0x7000_0000_0000, 0, 2).encode().unwrap(), at, [0, 0], 0);
     assert!(matches!(wrong, Err(Error::Kernel { fault: Fault::IllegalAddress { .. }, .. })), "{wrong:?}");
+}
+
+#[test]
+fn a_tile_begins_at_a_multiple_of_sixteen_bytes_and_a_store_not_before_the_tensor() {
+    let tensor = [0u32; 800];
+    let store = store("cp.async.bulk.tensor.2d.global.shared::cta.tile");
+    let refused = [
+        (LOAD, [1, 0]),
+        (LOAD, [-2, 0]),
+        (LOAD, [50, 0]),
+        (&store, [2, 0]),
+        (&store, [-4, 0]),
+        (&store, [0, -1]),
+    ];
+    for (work, place) in refused {
+        let b = Bench::new();
+        let at = b.upload(&tensor);
+        let wrong = run(&b, work, &map(at, 0, 2).encode().unwrap(), at, place, 0);
+        assert!(
+            matches!(wrong, Err(Error::Kernel { fault: Fault::IllegalInstruction(_), .. })),
+            "{place:?}: {wrong:?}"
+        );
+    }
+    let b = Bench::new();
+    let at = b.upload(&tensor);
+    run(&b, &store, &map(at, 0, 2).encode().unwrap(), at, [44, 19], 0).unwrap();
+}
+
+#[test]
+fn a_store_writes_the_sixteen_bytes_whole_in_which_a_row_ends() {
+    let b = Bench::new();
+    let (tile, to) = (b.upload(&[9u32; 128]), b.upload(&[1u32; 800]));
+    let narrower = |size| TensorMap { sizes: [size, 20, 0, 0, 0], ..map(to, 0, 2) };
+    run(
+        &b,
+        &store("cp.async.bulk.tensor.2d.global.shared::cta.tile"),
+        &narrower(37).encode().unwrap(),
+        tile,
+        [32, 19],
+        0,
+    )
+    .unwrap();
+    let got: Vec<u32> = b.download(to, 800);
+    assert_eq!(got[..792], [1; 792]);
+    assert_eq!(got[792..], [9; 8]);
+    run(
+        &b,
+        &store("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile"),
+        &narrower(34).encode().unwrap(),
+        tile,
+        [32, 19],
+        0,
+    )
+    .unwrap();
+    let got: Vec<u32> = b.download(to, 800);
+    assert_eq!(got[788..], [1, 1, 1, 1, 18, 18, 18, 18, 9, 9, 9, 9]);
+    // A load ends where the row does.
+    run(&b, LOAD, &narrower(37).encode().unwrap(), tile, [32, 19], 0).unwrap();
+    let got: Vec<u32> = b.download(tile, 128);
+    assert_eq!(got[..8], [18, 18, 18, 18, 9, 0, 0, 0]);
 }

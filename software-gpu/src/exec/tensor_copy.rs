@@ -1,4 +1,8 @@
 //! Copies of tiles by tensor maps (`cp.async.bulk.tensor` and the same with a reduction).
+//!
+//! An H200 goes by pieces of sixteen bytes where PTX's manual speaks of elements, and so does this: a tile that does not begin at a multiple of sixteen bytes of its row is an illegal
+//! instruction, and so is a store that begins before the tensor; a store writes the piece whole in which the tensor's row ends. Loads end where the row does. (Seen with driver 580, elements of 1, 2 and 4 bytes;
+//! the test program `tensor_tiles` compares it.)
 
 use crate::device::tensor::{MAX_RANK, TensorMap};
 use crate::error::Fault;
@@ -21,6 +25,18 @@ pub(crate) const LOAD: Handler = handler!(|w, i, m| each(w, i, m, load));
 
 /// A tile from the shared address in row `r[4]` to a tensor, otherwise as [`LOAD`]; `imm` is the number of one of [`OPERATIONS`].
 pub(crate) const STORE: Handler = handler!(|w, i, m| each(w, i, m, store));
+
+/// Bytes that copies go by.
+const PIECE: u64 = 16;
+
+/// Where bytes of a tile belong, with their offset in the tensor.
+#[derive(Clone, Copy)]
+enum Part {
+    Inside(u64),
+    /// Behind the end of a row, in its last piece.
+    Padding(u64),
+    Outside,
+}
 
 /// A tile of one lane.
 struct Tile {
@@ -56,6 +72,14 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
             for d in 0..rank {
                 let row = w.code().ext[i.r[2] as usize + 1 + d];
                 at[d] = i64::from((*rows::row::<i32>(w, row))[lane]);
+            }
+            if !(at[0] as u64).wrapping_mul(map.width().into()).is_multiple_of(PIECE) {
+                let what = format!(
+                    "a tile from element {} of a tensor's rows on, {} bytes each",
+                    at[0],
+                    map.width()
+                );
+                return w.set_fault(Fault::IllegalInstruction(what), lane);
             }
             let tile = Tile { map, at, address: addresses[lane] };
             if action(w, i, lane, &tile) == Flow::Fault {
@@ -104,24 +128,28 @@ impl Tile {
         (from as u64, (size - self.at[0]).clamp(from, count) as u64)
     }
 
-    /// Calls `f` for runs of bytes of the tile, which lie together in shared memory: the first one's address there, its offset in the
-    /// tensor (`None` outside), and how many there are.
-    fn runs(&self, mut f: impl FnMut(u64, Option<u64>, usize) -> Flow) -> Flow {
+    /// Calls `f` for runs of bytes of the tile, which lie together in shared memory: the first one's address there, where they belong, and how many there are.
+    fn runs(&self, mut f: impl FnMut(u64, Part, usize) -> Flow) -> Flow {
         let width = u64::from(self.map.width());
         let row_bytes = u64::from(self.map.count(0)) * width;
         let (from, to) = self.inside();
+        let (from, to) = (from * width, to * width);
+        let whole = if to > from { to.next_multiple_of(PIECE).min(row_bytes) } else { to };
         for (n, row) in self.rows().enumerate() {
             let start = self.address + n as u64 * row_bytes;
             let mut byte = 0;
             while byte < row_bytes {
-                // No run goes beyond sixteen bytes, or over the tensor's edge.
-                let edges = [from * width, to * width, row_bytes, (byte / 16 + 1) * 16];
+                // No run goes beyond a piece, or over the tensor's edge.
+                let edges = [from, to, row_bytes, (byte / PIECE + 1) * PIECE];
                 let end = edges.into_iter().filter(|e| *e > byte).min().unwrap_or(row_bytes);
-                let there = byte >= from * width && byte < to * width;
                 let x = (self.at[0] * width as i64 + byte as i64) as u64;
-                let offset = row.filter(|_| there).map(|row| row.wrapping_add(x));
-                let place = self.map.swizzled(start + byte / 16 * 16) + byte % 16;
-                if f(place, offset, (end - byte) as usize) == Flow::Fault {
+                let part = match row.map(|row| row.wrapping_add(x)) {
+                    Some(offset) if (from..to).contains(&byte) => Part::Inside(offset),
+                    Some(offset) if (to..whole).contains(&byte) => Part::Padding(offset),
+                    _ => Part::Outside,
+                };
+                let place = self.map.swizzled(start + byte / PIECE * PIECE) + byte % PIECE;
+                if f(place, part, (end - byte) as usize) == Flow::Fault {
                     return Flow::Fault;
                 }
                 byte = end;
@@ -138,14 +166,15 @@ unsafe fn load(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
         let ranks = (i.r[0] != NONE).then(|| (*rows::row::<u16>(w, i.r[0]))[lane]);
         for rank in (0..16).filter(|n| ranks.unwrap_or(1) >> n & 1 != 0) {
             let of_block = |address: u64| if ranks.is_some() { of_rank(address, rank) } else { address };
-            let flow = tile.runs(|place, offset, count| {
+            let flow = tile.runs(|place, part, count| {
                 let place = of_block(place);
                 let Some(to) = Shared::find(w, lane, place, count as u32) else {
                     return outside(w, lane, "write", "shared", place, bytes);
                 };
-                match offset.map(|offset| tile.map.address.wrapping_add(offset)) {
-                    None => std::ptr::write_bytes(to, 0, count),
-                    Some(address) => {
+                match part {
+                    Part::Padding(_) | Part::Outside => std::ptr::write_bytes(to, 0, count),
+                    Part::Inside(offset) => {
+                        let address = tile.map.address.wrapping_add(offset);
                         let Some(from) = Global::find(w, lane, address, count as u32) else {
                             return outside(w, lane, "read", "global", address, count as u64);
                         };
@@ -186,15 +215,23 @@ unsafe fn store(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
         Ok(found) => found,
         Err(what) => return w.set_fault(Fault::IllegalInstruction(what), lane),
     };
+    if let Some(before) = tile.at.iter().find(|x| **x < 0) {
+        let what = format!("a store of a tile that begins at {before}, before the tensor");
+        return w.set_fault(Fault::IllegalInstruction(what), lane);
+    }
     // SAFETY: `find` answers for each run at both ends; a run is of whole elements, which are aligned in the tensor.
     unsafe {
-        tile.runs(|place, offset, count| {
-            let Some(offset) = offset else { return Flow::Next };
+        tile.runs(|place, part, count| {
+            let (Part::Inside(offset) | Part::Padding(offset)) = part else { return Flow::Next };
             let Some(from) = Shared::find(w, lane, place, count as u32) else {
                 return outside(w, lane, "read", "shared", place, count as u64);
             };
             let address = tile.map.address.wrapping_add(offset);
             let Some(to) = Global::find(w, lane, address, count as u32) else {
+                if matches!(part, Part::Padding(_)) {
+                    // A GPU's memory does not end within a piece.
+                    return Flow::Next;
+                }
                 return outside(w, lane, "write", "global", address, count as u64);
             };
             match reduction {
