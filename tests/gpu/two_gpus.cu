@@ -45,6 +45,18 @@ int main()
     CHECK(cudaDeviceCanAccessPeer(&can, 0, 1));
     CHECK(cudaDeviceCanAccessPeer(&back, 1, 0));
     printf("peers: %d %d\n", can, back);
+    for (int attribute = 1; attribute <= 5; attribute++) {
+        int value = -1;
+        CHECK(cudaDeviceGetP2PAttribute(&value, (cudaDeviceP2PAttr)attribute, 0, 1));
+        printf("attribute %d of the link: %d\n", attribute, value);
+    }
+    cudaAtomicOperation operations[13];
+    unsigned capabilities[13];
+    for (int n = 0; n < 13; n++)
+        operations[n] = (cudaAtomicOperation)n;
+    CHECK(cudaDeviceGetP2PAtomicCapabilities(capabilities, operations, 13, 0, 1));
+    for (int n = 0; n < 13; n++)
+        printf("operation %d over the link: %x\n", n, capabilities[n]);
 
     const int n = 1 << 20, blocks = n / 256;
     const size_t bytes = n * sizeof(int);

@@ -160,6 +160,14 @@ static void devices(CUdevice device) {
     TRUE_THAT(value == 0 || value == 1);
     // There is no way from a device to itself.
     IS(CUDA_ERROR_INVALID_DEVICE, cuDeviceGetP2PAttribute(&value, CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, device, device));
+    // Atomic operations across the bus, and across links; CUDA 13 has asked for the first time.
+    unsigned operations[] = {CU_ATOMIC_OPERATION_INTEGER_ADD, CU_ATOMIC_OPERATION_FLOAT_MAX, 77}, can[3] = {~0u, ~0u, ~0u};
+    OK(named("cuDeviceGetHostAtomicCapabilities", can, operations, 2u, device));
+    TRUE_THAT(can[0] != ~0u && can[1] != ~0u && can[2] == ~0u);
+    IS(CUDA_ERROR_INVALID_VALUE, named("cuDeviceGetHostAtomicCapabilities", can, operations, 3u, device));
+    IS(CUDA_ERROR_INVALID_VALUE, named("cuDeviceGetHostAtomicCapabilities", (unsigned *)nullptr, operations, 2u, device));
+    IS(CUDA_ERROR_INVALID_VALUE, named("cuDeviceGetHostAtomicCapabilities", can, operations, 0u, device));
+    IS(CUDA_ERROR_INVALID_DEVICE, named("cuDeviceGetP2PAtomicCapabilities", can, operations, 2u, device, device));
     void *function = nullptr;
     OK(named("cuGetProcAddress", "cuInit", &function, 12000, 0ull));
     TRUE_THAT(function != nullptr);

@@ -87,13 +87,6 @@ mod tools {
     }
 }
 
-/// Which atomic operations work across the links of the server's devices: no server is asked yet.
-mod atomics {
-    unsupported! {
-        cuDeviceGetHostAtomicCapabilities, cuDeviceGetP2PAtomicCapabilities,
-    }
-}
-
 /// No other device of this machine writes the GPU's memory, and no function of a GPU elsewhere can be called here.
 mod local {
     unsupported! {

@@ -4,7 +4,7 @@ use crate::state::{device, driver};
 use crate::{Result, code, context, non_null, put};
 use client::Status;
 use client::ops::context::{PeerDisable, PeerEnable};
-use client::ops::device::PeerInfo;
+use client::ops::device::{ATOMIC_OPERATIONS, PeerInfo};
 
 /// The other context of a pair that is about to be joined or parted.
 fn pair(
@@ -21,7 +21,43 @@ fn pair(
     Ok((driver, context, other))
 }
 
+/// Writes what `count` operations can do, of all that `known` tells.
+fn put_capabilities(to: *mut u32, operations: *const u32, count: u32, known: &[u32]) -> Result<()> {
+    non_null(to)?;
+    non_null(operations.cast_mut())?;
+    if count == 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    for n in 0..count as usize {
+        // SAFETY: the caller gives so many operations, and room for so many answers.
+        let operation = unsafe { operations.add(n).read() };
+        let capabilities = known.get(operation as usize).ok_or(Status::INVALID_VALUE)?;
+        // SAFETY: as above.
+        unsafe { put(to.add(n), *capabilities) }?;
+    }
+    Ok(())
+}
+
 api! {
+    // Memory of this machine's that a device of another uses is at both sides: nothing is atomic across (and neither attribute says so).
+    fn cuDeviceGetHostAtomicCapabilities(capabilities: *mut u32, operations: *const u32, count: u32, dev: i32) {
+        device(dev)?;
+        put_capabilities(capabilities, operations, count, &[0; ATOMIC_OPERATIONS])
+    }
+
+    fn cuDeviceGetP2PAtomicCapabilities(capabilities: *mut u32, operations: *const u32, count: u32, src: i32, dst: i32) {
+        let (a, b) = (device(src)?.ordinal, device(dst)?.ordinal);
+        if a == b {
+            return Err(Status::INVALID_DEVICE);
+        }
+        let known = driver()?.session.call(&PeerInfo { device: a, peer: b })?.atomics;
+        if known.is_empty() {
+            // Its driver is older than the question.
+            return Err(Status::NOT_SUPPORTED);
+        }
+        put_capabilities(capabilities, operations, count, &known)
+    }
+
     fn cuDeviceCanAccessPeer(can: *mut i32, dev: i32, peer: i32) {
         non_null(can)?;
         let (a, b) = (device(dev)?.ordinal, device(peer)?.ordinal);

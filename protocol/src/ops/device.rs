@@ -12,6 +12,11 @@ crate::wire_struct! {
     }
 }
 
+/// `CUdevice_P2PAttribute`s of CUDA 13.
+pub const PEER_ATTRIBUTES: usize = 5;
+/// `CUatomicOperation`s of CUDA 13.
+pub const ATOMIC_OPERATIONS: usize = 13;
+
 ops! {
     /// The devices of a session.
     trait DeviceOps;
@@ -52,7 +57,8 @@ ops! {
         attributes: Vec<Attribute>,
     }
 
-    /// Whether one device of the session can map another's memory: `cuDeviceCanAccessPeer` and `cuDeviceGetP2PAttribute`.
+    /// Whether one device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
+    /// `cuDeviceGetP2PAtomicCapabilities`.
     sync 0x0103 peer_info: PeerInfo {
         /// Device that would access.
         device: u32,
@@ -63,6 +69,8 @@ ops! {
         can_access: bool,
         /// `cuDeviceGetP2PAttribute` by number, from 1 (`PERFORMANCE_RANK`).
         attributes: Vec<i32>,
+        /// For each `CUatomicOperation` by number, its `CUatomicOperationCapability`s. Empty if the server's driver does not say (before 13.0).
+        atomics: Vec<u32>,
     }
 
     /// `CUDA_VISIBLE_DEVICES`: from now on the session's devices are these alone, and their ordinals are their places in this list. Only before anything was made

@@ -13,6 +13,7 @@ pub use sys::{
 };
 
 use protocol::Status;
+use protocol::ops::device::ATOMIC_OPERATIONS;
 
 /// A symbol that rgpu's own `libcuda` exports, and NVIDIA's does not.
 const OWN_LIBRARY: &[u8] = b"rgpu_libcuda\0";
@@ -462,6 +463,21 @@ pub fn load() -> Result<&'static Api, String> {
 }
 
 impl Api {
+    /// What each atomic operation of one device can do in another's memory: `cuDeviceGetP2PAtomicCapabilities` of CUDA 13. Empty if the driver does not say.
+    pub fn peer_atomics(&self, device: CUdevice, peer: CUdevice) -> Vec<u32> {
+        type Ask = unsafe extern "C" fn(*mut c_uint, *const c_uint, c_uint, CUdevice, CUdevice) -> u32;
+        // SAFETY: `load` has made sure that there is a library; the symbol has that type by CUDA's header.
+        let Ok(ask) = (unsafe { sys::culib().get::<Ask>(b"cuDeviceGetP2PAtomicCapabilities\0") }) else {
+            return Vec::new();
+        };
+        let operations: [c_uint; ATOMIC_OPERATIONS] = std::array::from_fn(|n| n as c_uint);
+        let mut found = vec![0; operations.len()];
+        // SAFETY: as many operations are read, and capabilities written, as it is told.
+        let status =
+            unsafe { ask(found.as_mut_ptr(), operations.as_ptr(), operations.len() as c_uint, device, peer) };
+        if status == 0 { found } else { Vec::new() }
+    }
+
     /// The result's name, as the driver has it.
     pub fn name(&self, status: Status) -> String {
         let mut name = std::ptr::null();

@@ -489,13 +489,14 @@ impl DeviceOps<Call> for Cuda {
         let (device, peer) = (self.device(op.device)?.handle, self.device(op.peer)?.handle);
         let can_access = self.reaches(device, peer)?;
         let mut attributes = Vec::new();
-        for number in 1..=4 {
+        for number in 1..=PEER_ATTRIBUTES as u32 {
             let mut value = 0;
             // SAFETY: writes one integer.
             attributes
                 .push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
         }
-        Ok(Answer::Now(PeerInfoReply { can_access, attributes }))
+        let atomics = self.api.peer_atomics(device, peer);
+        Ok(Answer::Now(PeerInfoReply { can_access, attributes, atomics }))
     }
 
     fn select_devices(

@@ -300,7 +300,11 @@ impl DeviceOps<Call> for Software {
         self.device(op.device)?;
         self.device(op.peer)?;
         // Copies between devices work; a kernel of one cannot reach the other's memory.
-        Ok(Answer::Now(PeerInfoReply { can_access: false, attributes: vec![0, 0, 0, 0] }))
+        Ok(Answer::Now(PeerInfoReply {
+            can_access: false,
+            attributes: vec![0; PEER_ATTRIBUTES],
+            atomics: vec![0; ATOMIC_OPERATIONS],
+        }))
     }
 
     fn select_devices(
