@@ -47,7 +47,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
                     1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
                     2 | 16 => number32(0)?,
                     9 => number32(-2i32 as u32)?,
-                    6 | 8 | 10 | 13 | 15 => flag(false)?,
+                    6 | 8 | 10 | 13 | 15 | 21 => flag(false)?,
                     _ => return Err(Status::INVALID_VALUE),
                 }
                 return Ok(false);
@@ -87,7 +87,8 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             })?,
             13 => flag(true)?,
             14 => word(0)?,
-            15 => flag(false)?,
+            // GPUDirect RDMA and decompression are chapters that are refused.
+            15 | 21 => flag(false)?,
             16 => number32(3)?,
             17 => word(match &behind {
                 Behind::Device(found) => found.pool as u64,

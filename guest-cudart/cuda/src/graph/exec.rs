@@ -22,7 +22,7 @@ use crate::event::Event;
 use crate::module::Staging;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, copy, event};
+use crate::{Result, copy, event, memset};
 use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
@@ -153,6 +153,7 @@ impl Flat {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Copy(copy) => crate::copy3d::is_on_device(copy),
+            Work::Fill(fill) => !driver().is_ok_and(|driver| memset::is_here(driver, fill)),
             Work::Words(words) => words.is_on_device(),
             _ => true,
         }

@@ -10,6 +10,7 @@ use crate::copy::{Copier, Mode};
 use crate::graph::object::Held;
 use crate::graph::work::Work;
 use crate::host::{HostTag, REGIONS};
+use crate::memset::Fill;
 use crate::state::{Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
@@ -77,10 +78,10 @@ pub(super) fn run(
         Work::Words(words) => words.run(driver, stream),
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
+        Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
         // The server's, or nobody's.
         Work::Empty
         | Work::Kernel(_)
-        | Work::Fill(_)
         | Work::Child(_)
         | Work::Alloc(_)
         | Work::Free(_)
