@@ -685,7 +685,7 @@ mod tests {
     use crate::stream_memory::Operations;
     use proptest::prelude::*;
 
-    unsafe extern "C" fn nothing(_: *mut std::ffi::c_void) {}
+    unsafe extern "C-unwind" fn nothing(_: *mut std::ffi::c_void) {}
 
     fn flat(alone: bool, before: Vec<usize>) -> Flat {
         let work = if alone { Work::Host(nothing, Data(std::ptr::null_mut())) } else { Work::Empty };
