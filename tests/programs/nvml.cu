@@ -75,6 +75,9 @@ int main(int argc, char **argv) {
     NVML("nvmlDeviceGetCount_v2", &count);
     int cuda_count = 0, cuda_version = 0, nvml_cuda_version = 0;
     CHECK(cudaGetDeviceCount(&cuda_count));
+    unsigned units = 7;  // enclosures of S-class systems
+    NVML("nvmlUnitGetCount", &units);
+    REQUIRE(units == 0, "%u units", units);
     REQUIRE((int)count >= cuda_count, "NVML knows %u devices, CUDA %d", count, cuda_count);
     CHECK(cudaDriverGetVersion(&cuda_version));
     NVML("nvmlSystemGetCudaDriverVersion_v2", &nvml_cuda_version);

@@ -57,6 +57,13 @@ int main(int argc, char **argv) {
     result = encode(&other);
     REQUIRE(result == CUDA_ERROR_INVALID_VALUE, "a box of 1000 elements: %d", (int)result);
     box[0] = TILE_X;
+    // A map is made anywhere (cuda.core makes them inside of Python's objects): what is aligned is a kernel's parameter.
+    alignas(64) unsigned char anywhere[256];
+    for (int offset : {0, 8, 16, 100}) {
+        result = encode((CUtensorMap *)(anywhere + offset));
+        REQUIRE(result == CUDA_SUCCESS, "a map made %d bytes behind a multiple of 64: %d", offset, (int)result);
+        REQUIRE(!memcmp(anywhere + offset, &map, sizeof map), "a map made %d bytes behind a multiple of 64 is another", offset);
+    }
     // The same map at another address.
     other = map;
     result = cuTensorMapReplaceAddress(&other, out);

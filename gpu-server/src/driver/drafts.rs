@@ -157,6 +157,23 @@ impl<G, N, C> Drafts<G, N, C> {
         self.nodes.insert(first.0, Node { handle: op.handle, kind: op.kind, bodies, native });
     }
 
+    /// The draft that has the conditional node whose first graph this is.
+    pub fn owner(&self, first: GraphId) -> Result<&Draft<G>, Status> {
+        self.drafts.values().find(|draft| draft.nodes.contains(&first.0)).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// A conditional node goes, with its graphs and the nodes in them. Its condition is not for another.
+    pub fn remove_node(&mut self, first: GraphId) {
+        for draft in self.drafts.values_mut() {
+            draft.nodes.retain(|node| *node != first.0);
+        }
+        let mut open = vec![first.0];
+        while let Some(node) = open.pop().and_then(|first| self.nodes.remove(&first)) {
+            let bodies = node.bodies.iter().filter_map(|body| self.drafts.remove(body));
+            open.extend(bodies.flat_map(|body| body.nodes));
+        }
+    }
+
     /// Whether these parts make up a draft that belongs to no other: it is the first; it and all that belong to it are there, each with all of its conditional nodes.
     pub fn check_parts(&self, draft: GraphId, parts: &GraphParts) -> Result<(), Status> {
         if self.get(draft)?.root != draft.0 || parts.parts.first().is_none_or(|part| part.graph != draft) {
@@ -281,6 +298,18 @@ mod tests {
             assert_eq!(check(bad.clone()), Err(Status::INVALID_VALUE), "{bad:?}");
         }
         assert_eq!(drafts.check_parts(GraphId(2), &GraphParts { parts: vec![] }), Err(Status::INVALID_VALUE));
+    }
+
+    #[test]
+    fn a_node_goes_with_its_graphs_and_all_nodes_in_them() {
+        let mut drafts = drafts();
+        assert!(drafts.owner(GraphId(3)).is_ok_and(|draft| draft.depth == 1));
+        drafts.remove_node(GraphId(2));
+        assert!(drafts.nodes.is_empty() && drafts.drafts.len() == 1);
+        assert_eq!(drafts.owner(GraphId(2)).err(), Some(Status::INVALID_HANDLE));
+        assert_eq!(drafts.check_parts(GraphId(1), &GraphParts { parts: vec![part(1, &[])] }), Ok(()));
+        let again = op(1, 100, conditional::WHILE, &[2]);
+        assert_eq!(drafts.may_have_node(&again).err(), Some(Status::INVALID_VALUE));
     }
 
     #[test]

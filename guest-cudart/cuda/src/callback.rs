@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::graph::Work;
 use crate::graph::work::Data;
-use crate::state::Driver;
+use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
 use crate::types::{HostFn, StreamCallback};
 use crate::{Result, capture, context, late, managed, promise};
@@ -95,8 +95,14 @@ pub(crate) fn on(
     promise::host_sees();
     let ticket = ticket();
     queue.start.call_once(|| {
-        let started =
-            std::thread::Builder::new().name("rgpu-callbacks".into()).spawn(move || serve(driver, queue));
+        let started = if std::ptr::eq(queue, &PROGRAMS) {
+            start_programs()
+        } else {
+            std::thread::Builder::new()
+                .name("rgpu-own-calls".into())
+                .spawn(move || serve(driver, queue))
+                .map(drop)
+        };
         if let Err(error) = started {
             log::error(format_args!("no thread for stream callbacks: {error}"));
         }
@@ -118,6 +124,36 @@ fn next(driver: &Driver, queue: &Queue) -> Option<Call> {
     let mut calls = lock(&queue.calls);
     let at = calls.iter().position(|call| call.stream.has_passed(driver, call.mark))?;
     calls.remove(at)
+}
+
+/// Starts the thread that calls the program's functions.
+///
+/// Such a function may end the thread: an interpreter that shuts down lets every thread that comes back to it do so (CPython's `PyThread_exit_thread`, by `pthread_exit`), and its process then ends as
+/// it would have. A thread of Rust's own catches what unwinds it so, and the C library ends the process for that; hence a thread of the system's, with nothing on it to catch, and nothing to
+/// drop where the functions are called.
+fn start_programs() -> std::io::Result<()> {
+    extern "C-unwind" fn programs(_: *mut c_void) -> *mut c_void {
+        // SAFETY: a name with its NUL, of at most 16 bytes, for this thread.
+        unsafe { libc::prctl(libc::PR_SET_NAME, c"rgpu-callbacks".as_ptr()) };
+        if let Ok(driver) = driver() {
+            serve(driver, &PROGRAMS);
+        }
+        std::ptr::null_mut()
+    }
+    type Plain = extern "C" fn(*mut c_void) -> *mut c_void;
+    type Unwinding = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
+    // SAFETY: the two differ in what a caller may assume of unwinding, and the C library's threads end by it (`pthread_exit`).
+    let routine = unsafe { std::mem::transmute::<Unwinding, Plain>(programs) };
+    let mut thread = 0;
+    // SAFETY: writes a handle; the routine takes no argument.
+    let failed =
+        unsafe { libc::pthread_create(&mut thread, std::ptr::null(), routine, std::ptr::null_mut()) };
+    if failed != 0 {
+        return Err(std::io::Error::from_raw_os_error(failed));
+    }
+    // SAFETY: the thread that was just made, which nobody joins.
+    unsafe { libc::pthread_detach(thread) };
+    Ok(())
 }
 
 /// A queue's thread.
@@ -147,24 +183,29 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             },
             (None, Ok(())) => continue,
         };
+        let Call { stream, ticket, function, data, .. } = call;
+        drop(stream);
         CALLING.fetch_add(1, Ordering::AcqRel);
-        CALLED.set(!matches!(call.function, Function::Own(_)));
-        match call.function {
+        match function {
+            Function::Own(function) if status == Status::SUCCESS => function(),
             // A host function is not called when its context has failed, as CUDA says.
             Function::Host(function) if status == Status::SUCCESS => {
+                CALLED.set(true);
                 // SAFETY: the program gave the function for this call with this argument.
-                unsafe { function(call.data) }
+                unsafe { function(data) }
             }
-            Function::Own(function) if status == Status::SUCCESS => function(),
             Function::Host(_) | Function::Own(_) => {}
-            // SAFETY: as above.
-            Function::Callback(function, handle) => unsafe { function(handle, status.0, call.data) },
+            Function::Callback(function, handle) => {
+                CALLED.set(true);
+                // SAFETY: as above.
+                unsafe { function(handle, status.0, data) }
+            }
         }
         CALLED.set(false);
         CALLING.fetch_sub(1, Ordering::AcqRel);
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
-        let _ = driver.session.append(&StreamHostSignal { ticket: call.ticket });
+        let _ = driver.session.append(&StreamHostSignal { ticket });
     }
 }
 

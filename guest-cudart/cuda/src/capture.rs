@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
 use crate::context::{self, Context};
-use crate::graph::memory::GraphMemory;
+use crate::graph::memory::{self as graph_memory, GraphMemory};
 use crate::graph::{self, Edge, Graph, Work};
 use crate::state::{Driver, driver, unique_id};
 use crate::stream::{self, Stream};
@@ -85,6 +85,16 @@ impl Capture {
         let made = GraphMemory::new(driver, &self.graph, &before, device, size)?;
         let address = made.address;
         self.add(stream, Work::Alloc(made)).map(|()| address)
+    }
+
+    /// Adds a free of what some graph allocates.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for any other memory: "must be passed the address of a graph allocation" (`cuMemFreeAsync`).
+    pub fn free(&self, stream: &Stream, address: u64) -> Result {
+        self.check()?;
+        graph_memory::find(address).ok_or(Status::INVALID_VALUE)?;
+        self.add(stream, Work::Free(address))
     }
 
     /// What the next node on a stream depends on: what an event recorded there stands for.

@@ -7,11 +7,12 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use crate::context::{self, Context};
 use crate::state::{Driver, driver, unique_id};
-use crate::{Result, code, late, managed, non_null, promise, put, refuse_form};
+use crate::stream::Stream;
+use crate::{Result, code, host_pool, late, managed, non_null, promise, put, refuse_form};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
@@ -162,7 +163,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
 }
 
 /// Frees and registrations wait for all work that may use the memory, whichever device does it.
-fn settle_all() -> Result {
+pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
     for device in &driver.devices {
         if device.primary.is_alive() && device.primary.is_busy() {
@@ -171,6 +172,48 @@ fn settle_all() -> Result {
     }
     let context = context::current()?;
     if context.is_busy() { context.synchronize() } else { Ok(()) }
+}
+
+/// Makes pinned memory; its address.
+pub(crate) fn pin_new(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: usize,
+    flags: u32,
+) -> Result<usize> {
+    let tag = HostTag { context, flags, buffer: unique_id() };
+    let address = REGIONS.alloc(driver.session.port(), size, tag).map_err(|error| {
+        log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
+        Status::OUT_OF_MEMORY
+    })?;
+    offer(driver, context, address, size, 0);
+    Ok(address)
+}
+
+/// Pinned memory that was made here and the last that uses it: a mark on a stream.
+pub(crate) type Used = (usize, Arc<Stream>, u64);
+
+/// Takes pinned memory that was made here away. No work may use it.
+pub(crate) fn remove(driver: &'static Driver, address: usize) {
+    unmap(driver, address, false);
+    REGIONS.remove(driver.session.port(), address, true);
+}
+
+/// Takes pinned memory that was made here away when it is used no more.
+///
+/// Taking registered memory away waits for all that the device does: so neither this thread does it, whose next call may be what a stream waits for, nor the one that makes the
+/// streams' calls.
+pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
+    let wait = move || {
+        for (address, stream, mark) in pieces {
+            // With a lost session, nobody uses it.
+            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
+            remove(driver, address);
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
+        log::error(format_args!("no thread to free pinned memory when it is done with: {error}; it stays"));
+    }
 }
 
 fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
@@ -184,12 +227,7 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         // SAFETY: as below.
         return unsafe { put(pp, std::ptr::null_mut()) };
     }
-    let tag = HostTag { context, flags, buffer: unique_id() };
-    let address = REGIONS.alloc(driver.session.port(), size, tag).map_err(|error| {
-        log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
-        Status::OUT_OF_MEMORY
-    })?;
-    offer(driver, context, address, size, 0);
+    let address = pin_new(driver, context, size, flags)?;
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
         reach_at(driver, address as u64);
@@ -212,7 +250,8 @@ api! {
         if p.is_null() {
             return Ok(());
         }
-        if !REGIONS.begins_at(p as usize, true) {
+        // What a pool has is freed as device memory is.
+        if !REGIONS.begins_at(p as usize, true) || host_pool::find(p as u64).is_some() {
             return Err(Status::INVALID_VALUE);
         }
         settle_all()?;

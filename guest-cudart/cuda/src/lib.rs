@@ -7,7 +7,7 @@
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
 //! - `state`: the process's devices; `device`, `context`, `green`: what they answer; `error`: codes and their texts;
 //! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
-//! - `memory`, `host`, `managed`, `pointer`, `pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
+//! - `memory`, `host`, `managed`, `pointer`, `pool`, `host_pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `link`, `function`, `launch`, `parameter_list`, `occupancy`: code;
 //! - `graph`, `capture`: work described once and launched often; `late`: copies that must wait for what host functions write;
 //! - `entry`, `export_table`, `integrity`, `compile_cache`: how other libraries find all this, and what the driver keeps for them;
@@ -53,6 +53,7 @@ mod function;
 mod graph;
 mod green;
 mod host;
+mod host_pool;
 mod image;
 mod integrity;
 mod late;

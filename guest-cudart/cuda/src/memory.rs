@@ -7,7 +7,7 @@ use crate::context::{self, Context};
 use crate::graph::{memory as graph_memory, physical};
 use crate::state::{Device, Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, capture, host, managed, non_null, pool, pool_share, put, vmm};
+use crate::{Result, capture, host, host_pool, managed, non_null, pool, pool_share, put, vmm};
 use client::memory::{Backing, DeviceMemory};
 use client::ops::memory::{MemAlloc, MemFree, MemGetInfo, WINDOW_SIZE, is_managed, window};
 use client::{Status, lock};
@@ -192,7 +192,9 @@ fn release(driver: &'static Driver, device: &Device, address: u64) {
 
 /// Frees in stream order: later allocations use the memory when the stream has come here.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
-    if graph_memory::freed(driver, address, Some(&stream))? {
+    if graph_memory::freed(driver, address, Some(&stream))?
+        || host_pool::free(driver, address, stream.clone())?
+    {
         return Ok(());
     }
     if vmm::is_here(address) {
@@ -347,9 +349,12 @@ api! {
     }
 
     fn cuMemFree_v2(dptr: u64) {
-        let (driver, _) = context::ready()?;
+        let (driver, context) = context::ready()?;
         if dptr == 0 {
             return Ok(());
+        }
+        if host_pool::is_here(dptr) {
+            return host_pool::free_at_once(driver, context, dptr);
         }
         if let Some(found) = graph_memory::found(dptr) {
             capture::unsafe_call()?;

@@ -1,18 +1,61 @@
 //! Fills.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
 
 use crate::callback::{self, Function};
 use crate::graph::Work;
 use crate::state::Driver;
+use crate::stream::Stream;
 use crate::types::MemsetNodeParams;
-use crate::{Result, context, host, memory, refuse_form, stream};
+use crate::{Result, context, host, memory, stream};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
 
+/// How a fill is made.
+pub(crate) enum Fill {
+    /// There is nothing to fill.
+    Nothing,
+    /// By the server.
+    Server(Memset),
+    /// By this process, whose pinned memory it is.
+    Here(Bytes),
+}
+
+impl Fill {
+    /// How a fill is made now, checked.
+    pub fn of(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Fill> {
+        if !memory::is_reserved(driver, p.dst)
+            && let Some(bytes) = pinned(p)?
+        {
+            return Ok(Fill::Here(bytes));
+        }
+        Ok(op(driver, stream, p)?.map_or(Fill::Nothing, Fill::Server))
+    }
+
+    /// Puts it on a stream.
+    pub fn run(self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        match self {
+            Fill::Nothing => Ok(()),
+            Fill::Server(op) => stream.work(driver, &op),
+            Fill::Here(bytes) => {
+                let filled = Function::Own(Box::new(move || {
+                    // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
+                    unsafe { bytes.fill() }
+                }));
+                callback::on(driver, stream.clone(), filled, std::ptr::null_mut())
+            }
+        }
+    }
+}
+
+/// Whether a fill is made by this process.
+pub(crate) fn is_here(driver: &Driver, p: &MemsetNodeParams) -> bool {
+    matches!(Fill::of(driver, StreamId(0), p), Ok(Fill::Here(_)))
+}
+
 /// A fill as an operation, checked; `None` when there is nothing to fill.
-pub(crate) fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<Memset>> {
+fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<Memset>> {
     let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
     if width == 0 || height == 0 {
         return Ok(None);
@@ -38,7 +81,7 @@ pub(crate) fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Res
 }
 
 /// What a fill of pinned memory writes.
-struct Bytes(MemsetNodeParams);
+pub(crate) struct Bytes(MemsetNodeParams);
 
 impl Bytes {
     /// # Safety
@@ -82,26 +125,14 @@ fn fill(
     let (driver, context) = context::ready()?;
     let stream = stream::any(driver, context, handle.unwrap_or(0), per_thread)?;
     let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
-    if !memory::is_reserved(driver, dst)
-        && let Some(bytes) = pinned(&params)?
-    {
-        static SAID: AtomicBool = AtomicBool::new(false);
-        if stream.capture().is_some() {
-            return refuse_form("a fill of host memory in a graph", &SAID);
-        }
-        let filled = Function::Own(Box::new(move || {
-            // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
-            unsafe { bytes.fill() }
-        }));
-        callback::on(driver, stream.clone(), filled, std::ptr::null_mut())?;
-        // For memory of the host this is the form that waits.
-        return if handle.is_none() { stream.synchronize(driver) } else { Ok(()) };
+    let fill = Fill::of(driver, stream.id, &params)?;
+    if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
+        return capture.add(&stream, Work::Fill(params));
     }
-    match (op(driver, stream.id, &params)?, stream.capture()) {
-        (None, _) => Ok(()),
-        (Some(_), Some(capture)) => capture.add(&stream, Work::Fill(params)),
-        (Some(op), None) => stream.work(driver, &op),
-    }
+    // For memory of the host this is the form that waits.
+    let waits = handle.is_none() && matches!(fill, Fill::Here(_));
+    fill.run(driver, &stream)?;
+    if waits { stream.synchronize(driver) } else { Ok(()) }
 }
 
 api! {

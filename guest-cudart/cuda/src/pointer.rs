@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::state::{Driver, driver};
-use crate::{Result, host, managed, memory, non_null, put};
+use crate::{Result, host, host_pool, managed, memory, non_null, put};
 use client::{Status, lock};
 
 /// What lies behind a pointer.
@@ -13,6 +13,8 @@ enum Behind {
         base: usize,
         size: usize,
         tag: host::HostTag,
+        /// Handle of the pool that it came from; 0: of none.
+        pool: usize,
     },
     /// Pageable, or nothing.
     Nothing,
@@ -20,7 +22,11 @@ enum Behind {
 
 fn behind(driver: &Driver, pointer: u64) -> Behind {
     match host::find(pointer) {
-        Some((base, size, tag)) => Behind::Host { base, size, tag },
+        Some((_, _, tag)) if let Some((base, live)) = host_pool::find(pointer) => {
+            let tag = host::HostTag { buffer: live.buffer, ..tag };
+            Behind::Host { base, size: live.size as usize, tag, pool: live.handle }
+        }
+        Some((base, size, tag)) => Behind::Host { base, size, tag, pool: 0 },
         None => memory::find(driver, pointer).map_or(Behind::Nothing, Behind::Device),
     }
 }
@@ -47,7 +53,7 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
                     1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
                     2 | 16 => number32(0)?,
                     9 => number32(-2i32 as u32)?,
-                    6 | 8 | 10 | 13 | 15 => flag(false)?,
+                    6 | 8 | 10 | 13 | 15 | 21 => flag(false)?,
                     _ => return Err(Status::INVALID_VALUE),
                 }
                 return Ok(false);
@@ -56,10 +62,14 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
         let device = matches!(behind, Behind::Device(_));
         let managed =
             matches!(&behind, Behind::Device(found) if found.managed && !managed::is_beside(pointer));
-        let pooled = matches!(&behind, Behind::Device(found) if found.pool != 0);
+        let pool = match &behind {
+            Behind::Device(found) => found.pool,
+            Behind::Host { pool, .. } => *pool,
+            Behind::Nothing => 0,
+        };
         match number {
             // A pool's memory belongs to a device.
-            1 => word(if pooled { 0 } else { context.handle as u64 })?,
+            1 => word(if pool != 0 { 0 } else { context.handle as u64 })?,
             2 => number32(if device { 2 } else { 1 })?,
             3 if device => word(pointer)?,
             4 if !device || managed => word(pointer)?,
@@ -87,12 +97,10 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
             })?,
             13 => flag(true)?,
             14 => word(0)?,
-            15 => flag(false)?,
+            // GPUDirect RDMA and decompression are chapters that are refused.
+            15 | 21 => flag(false)?,
             16 => number32(3)?,
-            17 => word(match &behind {
-                Behind::Device(found) => found.pool as u64,
-                _ => 0,
-            })?,
+            17 => word(pool as u64)?,
             20 => word(buffer)?,
             _ => return Err(Status::INVALID_VALUE),
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::context::Context;
 use crate::device::attr;
-use crate::graph::Work;
+use crate::host_pool::{self, HostPool};
 use crate::managed::{self, advice, advice::Place};
 use crate::pool_share::{self, FABRIC, POSIX_FD, PoolName};
 use crate::state::{self, Driver, driver};
@@ -23,6 +23,8 @@ use client::{Status, lock};
 const LOCATION_NONE: u32 = 0;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const LOCATION_DEVICE: u32 = 1;
+/// `CU_MEM_LOCATION_TYPE_HOST`.
+const LOCATION_HOST: u32 = 2;
 /// A pool's limit is rounded up to this, as NVIDIA's driver does it.
 const LIMIT_STEP: u64 = 32 << 20;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
@@ -39,6 +41,8 @@ pub(crate) struct Pool {
     pub imported: bool,
     /// Its allocations are managed memory, which is to be at this place.
     managed: Option<Place>,
+    /// Its allocations are pinned memory of the host.
+    host: Option<HostPool>,
     /// Bytes of its allocations at most; 0: as many as the device has.
     limit: u64,
     /// The three kinds of reuse, and the release threshold: kept and given back. Reuse is always the strictest.
@@ -57,6 +61,7 @@ impl Pool {
             name: None,
             imported: false,
             managed: None,
+            host: None,
             limit: 0,
             reuse: [const { AtomicI32::new(1) }; 3],
             threshold: AtomicU64::new(0),
@@ -69,6 +74,26 @@ impl Pool {
     fn managed(place: Place) -> Pool {
         let device = if place.0 == LOCATION_DEVICE { place.1 as u32 } else { 0 };
         Pool { managed: Some(place), ..Pool::new(device) }
+    }
+
+    /// A pool of pinned memory of the host.
+    fn on_host() -> Pool {
+        Pool { host: Some(HostPool::default()), ..Pool::new(0) }
+    }
+
+    /// What it has as a pool of pinned memory of the host, if it is one.
+    pub fn host(&self) -> Option<&HostPool> {
+        self.host.as_ref()
+    }
+
+    /// The release threshold, in bytes.
+    pub fn threshold(&self) -> u64 {
+        self.threshold.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that are reserved for it beyond those in use: a device's pool has none, the rest is the device's.
+    fn idle(&self) -> u64 {
+        self.host.as_ref().map_or(0, HostPool::idle)
     }
 
     /// The device in which it allocates for a context: managed memory that is to be at no device is in the context's.
@@ -111,7 +136,8 @@ impl Pool {
         advice::prefer(address, size, place).map(|()| address)
     }
 
-    fn give_back(&self, size: u64) {
+    /// Bytes of an allocation are free again.
+    pub fn give_back(&self, size: u64) {
         self.used.fetch_sub(size, Ordering::Relaxed);
     }
 }
@@ -132,6 +158,8 @@ static POOLS: Slab<Pool> = Slab::new(8);
 /// The default pool of managed memory of each place, and the one that was chosen.
 static MANAGED_POOLS: Mutex<BTreeMap<Place, (usize, usize)>> = Mutex::new(BTreeMap::new());
 static DEFAULTS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+/// The default pool of pinned memory of the host, and the one that was chosen; 0: not made yet.
+static HOST_POOLS: Mutex<(usize, usize)> = Mutex::new((0, 0));
 /// The pool that each device allocates from; 0: its default.
 static CURRENT: [AtomicUsize; client::channel::MAX_DEVICES as usize] =
     [const { AtomicUsize::new(0) }; client::channel::MAX_DEVICES as usize];
@@ -180,14 +208,20 @@ fn alloc(dptr: *mut u64, size: usize, pool: Option<usize>, handle: usize, per_th
     }
     memory::collect(driver);
     if let Some(capture) = stream.capture() {
-        if pool.managed.is_some() {
-            return refuse_form("an allocation of a managed pool in a graph", &SAID);
+        if pool.managed.is_some() || pool.host.is_some() {
+            return refuse_form("an allocation of a pool that is not in device memory in a graph", &SAID);
         }
         let address = capture.allocate(driver, &stream, pool.device, size as u64)?;
         // SAFETY: as below.
         return unsafe { put(dptr, address) };
     }
     pool.take(size as u64)?;
+    if let Some(host) = &pool.host {
+        let address = host_pool::alloc(driver, (pool_handle, &pool), host, &stream, size as u64)
+            .inspect_err(|_| pool.give_back(size as u64))?;
+        // SAFETY: as below.
+        return unsafe { put(dptr, address) };
+    }
     let address = match memory::reuse(driver, &stream, pool.home(stream.context), size as u64, pool_handle) {
         Some(address) => address,
         None => pool
@@ -248,9 +282,37 @@ fn set_managed(place: Place, pool: usize) -> Result {
     Ok(())
 }
 
+/// Whether a location is the host, whichever part of it.
+unsafe fn is_host(location: *const MemLocation) -> Result<bool> {
+    driver()?;
+    non_null(location)?;
+    // SAFETY: not NULL, and the program says that it may be read.
+    Ok(unsafe { *location }.kind == LOCATION_HOST)
+}
+
+/// The default pool of pinned memory of the host, and the one that was chosen last.
+fn host_pools() -> Result<(usize, usize)> {
+    let mut pools = lock(&HOST_POOLS);
+    if pools.0 == 0 {
+        let made = insert(Pool { default: true, ..Pool::on_host() })?;
+        *pools = (made, made);
+    }
+    Ok(*pools)
+}
+
+fn set_host(pool: usize) -> Result {
+    own(pool)?.1.host.as_ref().ok_or(Status::INVALID_VALUE)?;
+    host_pools()?;
+    lock(&HOST_POOLS).1 = pool;
+    Ok(())
+}
+
 unsafe fn set_current(device: i32, pool: usize) -> Result {
     state::device(device)?;
     let (_, found) = own(pool)?;
+    if found.host.is_some() {
+        return Err(Status::INVALID_VALUE);
+    }
     if found.managed.is_some() {
         return set_managed((LOCATION_DEVICE, device), pool);
     }
@@ -289,6 +351,28 @@ pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count:
     Ok(())
 }
 
+/// Checks what access a program wants to give to pinned memory of the host: all have it, and it cannot be taken away.
+///
+/// # Safety
+/// `map` may be read for `count` descriptions.
+unsafe fn check_host_access(map: *const MemAccessDesc, count: usize) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    for i in 0..count {
+        non_null(map)?;
+        // SAFETY: as the caller says.
+        let access = unsafe { *map.add(i) };
+        match access.location.kind {
+            LOCATION_HOST => {}
+            LOCATION_DEVICE => drop(state::device(access.location.id)?),
+            _ => return Err(Status::INVALID_VALUE),
+        }
+        if access.flags != 3 {
+            return refuse_form("less access than all to a memory pool of the host's", &SAID);
+        }
+    }
+    Ok(())
+}
+
 api! {
     fn cuMemAllocAsync / cuMemAllocAsync_ptsz(dptr: *mut u64, size: usize, stream: usize) |pt| {
         alloc(dptr, size, None, stream, pt)
@@ -305,7 +389,7 @@ api! {
             return Ok(());
         }
         if let Some(capture) = stream.capture() {
-            return capture.add(&stream, Work::Free(dptr));
+            return capture.free(&stream, dptr);
         }
         memory::free_in_order(driver, dptr, stream)
     }
@@ -328,6 +412,7 @@ api! {
     fn cuMemGetDefaultMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
         non_null(pool)?;
         match kind {
+            PINNED if is_host(place)? => put(pool, host_pools()?.0),
             PINNED => put(pool, default_pool(location(place)?)?),
             MANAGED => put(pool, managed_pools(named_place(place)?)?.0),
             _ => Err(Status::INVALID_VALUE),
@@ -337,6 +422,10 @@ api! {
     fn cuMemGetMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
         non_null(pool)?;
         match kind {
+            PINNED if is_host(place)? => {
+                let (default, chosen) = host_pools()?;
+                put(pool, if POOLS.get(chosen).is_some() { chosen } else { default })
+            }
             PINNED => put(pool, current_pool(location(place)?)?),
             MANAGED => {
                 let (default, chosen) = managed_pools(named_place(place)?)?;
@@ -348,6 +437,7 @@ api! {
 
     fn cuMemSetMemPool(place: *const MemLocation, kind: u32, pool: usize) {
         match kind {
+            PINNED if is_host(place)? => set_host(pool),
             PINNED if own(pool)?.1.managed.is_none() => set_current(location(place)?, pool),
             MANAGED => set_managed(named_place(place)?, pool),
             _ => Err(Status::INVALID_VALUE),
@@ -369,6 +459,12 @@ api! {
         }
         if props.allocType != PINNED {
             return Err(Status::INVALID_VALUE);
+        }
+        if is_host(&raw const props.location)? {
+            if props.handleTypes != 0 {
+                return refuse_form("a memory pool of the host's for other processes", &SAID);
+            }
+            return put(pool, insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }
         let device = location(&raw const props.location)? as u32;
         let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
@@ -397,6 +493,10 @@ api! {
 
     fn cuMemPoolTrimTo(pool: usize, keep: usize) {
         let (driver, pool) = own(pool)?;
+        if let Some(host) = &pool.host {
+            host.trim(keep as u64);
+            return Ok(());
+        }
         memory::collect(driver);
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         lock(&device.memory).trim(keep as u64, driver).map(|_| ())
@@ -422,14 +522,19 @@ api! {
             1..=3 => put(value.cast(), found.reuse[attribute as usize - 1].load(Ordering::Relaxed)),
             4 => put(value.cast(), found.threshold.load(Ordering::Relaxed)),
             // What is reserved for a pool is what is used: the rest is the device's.
-            5 | 7 => put(value.cast(), found.used.load(Ordering::Relaxed)),
+            5 => put(value.cast(), found.used.load(Ordering::Relaxed) + found.idle()),
+            7 => put(value.cast(), found.used.load(Ordering::Relaxed)),
             6 | 8 => put(value.cast(), found.used_high.load(Ordering::Relaxed)),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
     fn cuMemPoolSetAccess(pool: usize, map: *const MemAccessDesc, count: usize) {
-        check_access(of(pool)?.1.device, map, count)
+        let (_, pool) = of(pool)?;
+        if pool.host.is_some() {
+            return check_host_access(map, count);
+        }
+        check_access(pool.device, map, count)
     }
 
     fn cuMemPoolGetAccess(flags: *mut u32, pool: usize, place: *const MemLocation) {
@@ -438,6 +543,13 @@ api! {
             // As NVIDIA's driver says of them: access is not given, it is everybody's.
             non_null(place)?;
             return put(flags, 0);
+        }
+        if pool.host.is_some() {
+            // Every device and the host reach it.
+            if !is_host(place)? {
+                location(place)?;
+            }
+            return put(flags, 3);
         }
         let device = location(place)?;
         put(flags, if device == pool.device as i32 { 3 } else { 0 })

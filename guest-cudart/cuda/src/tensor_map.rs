@@ -6,8 +6,6 @@ use crate::{Result, context, non_null};
 use client::Status;
 use client::ops::texture::{Tensor, TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 
-/// Bytes of a `CUtensorMap`.
-const SIZE: usize = 128;
 /// Dimensions of a tensor at most.
 const MAX_RANK: u32 = 5;
 
@@ -57,18 +55,12 @@ impl Said {
     }
 }
 
-/// Tensor maps are aligned to 64 bytes.
-fn place(map: *mut [u8; SIZE]) -> Result {
-    non_null(map)?;
-    if (map as usize).is_multiple_of(64) { Ok(()) } else { Err(Status::INVALID_VALUE) }
-}
-
 api! {
     fn cuTensorMapEncodeTiled(
         map: *mut [u8; 128], data_type: u32, rank: u32, address: *mut c_void, sizes: *const u64, strides: *const u64, box_sizes: *const u32,
         steps: *const u32, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
-        place(map)?;
+        non_null(map)?;
         let (driver, context) = context::ready()?;
         let tensor =
             Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill }.read()?;
@@ -81,7 +73,7 @@ api! {
         map: *mut [u8; 128], data_type: u32, rank: u32, address: *mut c_void, sizes: *const u64, strides: *const u64, lower: *const i32,
         upper: *const i32, channels: u32, pixels: u32, steps: *const u32, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
-        place(map)?;
+        non_null(map)?;
         let (driver, context) = context::ready()?;
         let tensor =
             Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill }.read()?;
@@ -93,7 +85,7 @@ api! {
     }
 
     fn cuTensorMapReplaceAddress(map: *mut [u8; 128], address: *mut c_void) {
-        place(map)?;
+        non_null(map)?;
         let (driver, context) = context::ready()?;
         let request = TensorMapReplaceAddress { context: context.id, map: map.read(), address: address as u64 };
         map.write(driver.session.call(&request)?.map);

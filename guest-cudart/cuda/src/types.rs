@@ -320,8 +320,8 @@ pub struct DevProp {
 }
 
 /// `CUhostFn`.
-pub type HostFn = unsafe extern "C" fn(*mut c_void);
+pub type HostFn = unsafe extern "C-unwind" fn(*mut c_void);
 /// `CUstreamCallback`.
-pub type StreamCallback = unsafe extern "C" fn(usize, u32, *mut c_void);
+pub type StreamCallback = unsafe extern "C-unwind" fn(usize, u32, *mut c_void);
 /// `CUoccupancyB2DSize`.
 pub type BlockToShared = unsafe extern "C" fn(i32) -> usize;

@@ -87,7 +87,7 @@ unsupported! {
     nvmlSystemGetConfComputeSettings_v2, nvmlSystemGetConfComputeState, nvmlSystemGetDriverBranch,
     nvmlSystemGetHicVersion, nvmlSystemGetNvlinkBwMode, nvmlSystemGetTopologyGpuSet,
     nvmlSystemRegisterEvents, nvmlSystemSetConfComputeGpusReadyState,
-    nvmlSystemSetConfComputeKeyRotationThresholdInfo, nvmlSystemSetNvlinkBwMode, nvmlUnitGetCount,
+    nvmlSystemSetConfComputeKeyRotationThresholdInfo, nvmlSystemSetNvlinkBwMode,
     nvmlUnitGetDevices, nvmlUnitGetFanSpeedInfo, nvmlUnitGetHandleByIndex, nvmlUnitGetLedState,
     nvmlUnitGetPsuInfo, nvmlUnitGetTemperature, nvmlUnitGetUnitInfo, nvmlUnitSetLedState,
     nvmlVgpuInstanceClearAccountingPids, nvmlVgpuInstanceGetAccountingMode,

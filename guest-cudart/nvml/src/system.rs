@@ -204,6 +204,12 @@ nvml! {
         put(count, 0)
     }
 
+    // Enclosures of S-class systems, of which there is none.
+    fn nvmlUnitGetCount(count: *mut u32) {
+        state::connected()?;
+        put(count, 0)
+    }
+
     fn nvmlDeviceGetTopologyCommonAncestor(device: Handle, peer: Handle, level: *mut u32) {
         non_null(level)?;
         put(level, pair(device, peer, 0, 0)?)

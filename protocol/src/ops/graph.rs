@@ -152,4 +152,10 @@ ops! {
         /// The draft.
         graph: GraphId,
     }
+
+    /// Takes a conditional node out of its draft, with its graphs: `cuGraphDestroyNode`. A server may refuse it when the draft was instantiated before.
+    sync 0x0a0a graph_conditional_remove: GraphConditionalRemove {
+        /// The first of the node's graphs.
+        first: GraphId,
+    } -> GraphConditionalRemoveReply {}
 }

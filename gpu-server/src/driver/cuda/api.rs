@@ -205,6 +205,7 @@ api! {
     graph_add_node = "cuGraphAddNode" (
         *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut ConditionalNode
     );
+    graph_destroy_node = "cuGraphDestroyNode" (CUgraphNode);
     graph_condition = "cuGraphConditionalHandleCreate" (*mut u64, CUgraph, CUcontext, c_uint, c_uint);
     graph_update = "cuGraphExecUpdate_v2" (CUgraphExec, CUgraph, *mut UpdateResult);
     graph_exec_destroy = "cuGraphExecDestroy" (CUgraphExec);

@@ -2,7 +2,7 @@
 //! when the client asks for a condition or adds a node, and are filled when it is instantiated for the first time.
 
 use protocol::Status;
-use protocol::handle::ContextId;
+use protocol::handle::{ContextId, GraphId};
 use protocol::ops::Answer;
 use protocol::ops::graph::*;
 
@@ -75,6 +75,19 @@ impl Cuda {
         let bodies = graphs.iter().map(|graph| DraftGraph { graph: *graph, api: None, filled: None });
         let bodies = bodies.collect();
         self.drafts.add_node(op, node, bodies);
+        Ok(())
+    }
+
+    pub(super) fn remove_conditional(&mut self, context: ContextId, first: GraphId) -> Result<(), Status> {
+        let root = GraphId(self.drafts.owner(first)?.root);
+        if self.drafts.get(root)?.graph.filled.is_some() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        self.enter_context(context)?;
+        // SAFETY: a live node, which goes out of the table with its graphs.
+        let removed = unsafe { self.api.graph_destroy_node(self.drafts.node(first)?.native) };
+        self.note(context, removed)?;
+        self.drafts.remove_node(first);
         Ok(())
     }
 

@@ -306,6 +306,15 @@ impl GraphOps<Call> for Cuda {
         self.make_conditional(&op).map(|()| Answer::Now(GraphConditionalReply {}))
     }
 
+    fn graph_conditional_remove(
+        &mut self,
+        cx: &mut Call,
+        op: GraphConditionalRemove,
+    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
+        cx.context = ContextId(self.drafts.owner(op.first)?.context);
+        self.remove_conditional(cx.context, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
+    }
+
     fn graph_instantiate_draft<'a>(
         &mut self,
         cx: &mut Call,

@@ -157,6 +157,16 @@ impl GraphOps<Call> for Software {
         Ok(Answer::Now(GraphConditionalReply {}))
     }
 
+    fn graph_conditional_remove(
+        &mut self,
+        cx: &mut Call,
+        op: GraphConditionalRemove,
+    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
+        cx.context = ContextId(self.drafts.owner(op.first)?.context);
+        self.drafts.remove_node(op.first);
+        Ok(Answer::Now(GraphConditionalRemoveReply {}))
+    }
+
     fn graph_instantiate_draft<'a>(
         &mut self,
         cx: &mut Call,

@@ -129,6 +129,7 @@ pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
         (122, 1),
         (123, 1),
         (126, MEM_SYNC_DOMAINS),
+        (127, 1),
     ];
     DeviceInfoReply {
         name: p.name.clone(),

@@ -146,36 +146,21 @@ fn freed(address: u64) -> Result<Work> {
     if super::memory::find(address).is_some() { Ok(Work::Free(address)) } else { Err(Status::INVALID_VALUE) }
 }
 
-/// The numbers of both ends of dependencies.
+/// Dependencies between nodes of a graph: the numbers of both ends, and what is said of each.
+///
+/// # Safety
+/// `from` and `to` may be read for `count` nodes; so may `data`, unless it is NULL.
 unsafe fn pairs(
     graph: &Arc<Graph>,
     from: *const usize,
     to: *const usize,
-    count: usize,
-) -> Result<Vec<(u64, u64)>> {
-    // SAFETY: as many nodes as the program says.
-    unsafe {
-        let from = super::nodes(graph, from, count)?;
-        Ok(from.into_iter().zip(super::nodes(graph, to, count)?).collect())
-    }
-}
-
-unsafe fn connect(
-    graph: usize,
-    from: *const usize,
-    to: *const usize,
     data: *const EdgeData,
     count: usize,
-) -> Result {
-    let graph = of(graph)?;
-    // SAFETY: as many nodes, and as much data unless it is NULL, as the program says.
-    let edges: Result<Vec<_>> = unsafe { pairs(&graph, from, to, count) }?
-        .into_iter()
-        .enumerate()
-        // SAFETY: as above.
-        .map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?)))
-        .collect();
-    graph.connect(&edges?)
+) -> Result<Vec<(u64, u64, EdgeData)>> {
+    // SAFETY: as the caller says.
+    let ends = unsafe { super::nodes(graph, from, count)?.into_iter().zip(super::nodes(graph, to, count)?) };
+    // SAFETY: as above.
+    ends.enumerate().map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?))).collect()
 }
 
 api! {
@@ -213,13 +198,6 @@ api! {
 
     fn cuGraphDestroyNode(handle: usize) {
         let (graph, id) = node(handle)?;
-        if graph.part {
-            return Err(Status::INVALID_VALUE);
-        }
-        // The server has a conditional node already.
-        if matches!(super::work_of(handle)?, Work::Alloc(_) | Work::Free(_) | Work::Conditional(_)) {
-            return Err(Status::NOT_SUPPORTED);
-        }
         graph.remove(id)
     }
 
@@ -287,23 +265,22 @@ api! {
     }
 
     fn cuGraphAddDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
-        connect(graph, from, to, std::ptr::null(), count)
+        let graph = of(graph)?;
+        graph.connect(&pairs(&graph, from, to, std::ptr::null(), count)?)
     }
 
     fn cuGraphAddDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
-        connect(graph, from, to, data, count)
+        let graph = of(graph)?;
+        graph.connect(&pairs(&graph, from, to, data, count)?)
     }
 
     fn cuGraphRemoveDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
         let graph = of(graph)?;
-        graph.disconnect(&pairs(&graph, from, to, count)?)
+        graph.disconnect(&pairs(&graph, from, to, std::ptr::null(), count)?)
     }
 
     fn cuGraphRemoveDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
         let graph = of(graph)?;
-        for i in 0..count {
-            edge_data(data, i)?;
-        }
-        graph.disconnect(&pairs(&graph, from, to, count)?)
+        graph.disconnect(&pairs(&graph, from, to, data, count)?)
     }
 }

@@ -11,7 +11,9 @@ use crate::state::{Driver, driver};
 use crate::types::ConditionalNodeParams;
 use crate::{Result, context, put, refuse_form};
 use client::handle::GraphId;
-use client::ops::graph::{GraphCondition, GraphConditional, GraphForget, GraphNode, GraphPart, conditional};
+use client::ops::graph::{
+    GraphCondition, GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
+};
 use client::{Status, log};
 
 /// What a conditional node does.
@@ -26,6 +28,14 @@ pub(crate) struct Conditional {
 }
 
 impl Conditional {
+    /// Takes the node out of the server's draft.
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` from a server whose graph has been instantiated.
+    pub fn remove(&self) -> Result {
+        driver()?.session.call(&GraphConditionalRemove { first: self.first }).map(|_| ())
+    }
+
     /// The node is no more, nor are its graphs.
     pub fn forget(&self) {
         for body in &self.bodies {

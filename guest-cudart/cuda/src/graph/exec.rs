@@ -22,7 +22,7 @@ use crate::event::Event;
 use crate::module::Staging;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, copy, event};
+use crate::{Result, copy, event, memset};
 use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
@@ -153,6 +153,7 @@ impl Flat {
             _ if !self.enabled => true,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
             Work::Copy(copy) => crate::copy3d::is_on_device(copy),
+            Work::Fill(fill) => !driver().is_ok_and(|driver| memset::is_here(driver, fill)),
             Work::Words(words) => words.is_on_device(),
             _ => true,
         }
@@ -684,7 +685,7 @@ mod tests {
     use crate::stream_memory::Operations;
     use proptest::prelude::*;
 
-    unsafe extern "C" fn nothing(_: *mut std::ffi::c_void) {}
+    unsafe extern "C-unwind" fn nothing(_: *mut std::ffi::c_void) {}
 
     fn flat(alone: bool, before: Vec<usize>) -> Flat {
         let work = if alone { Work::Host(nothing, Data(std::ptr::null_mut())) } else { Work::Empty };

@@ -74,11 +74,11 @@ impl Allocations {
         })
     }
 
-    /// A node frees an address: the last allocation there, if it is one of these.
-    pub fn is_freed_by(&self, address: u64, node: u64) {
-        if let Some(memory) = lock(&self.0).iter().rfind(|memory| memory.address == address) {
-            let _ = memory.freed_by.set(node);
-        }
+    /// A node frees an address: the last allocation there. False: that is freed by another. `None`: it is none of these.
+    pub fn is_freed_by(&self, address: u64, node: u64) -> Option<bool> {
+        let all = lock(&self.0);
+        let memory = all.iter().rfind(|memory| memory.address == address)?;
+        Some(memory.freed_by.set(node).is_ok())
     }
 
     pub fn clear(&self) {

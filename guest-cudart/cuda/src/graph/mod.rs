@@ -73,6 +73,14 @@ struct Inner {
     next: u64,
 }
 
+impl Inner {
+    /// Whether nodes and dependencies can be taken out: not of a graph with memory nodes, as the manual has it.
+    fn may_lose(&self) -> Result {
+        let is_memory = |node: &Node| matches!(node.work, Work::Alloc(_) | Work::Free(_));
+        if self.nodes.values().any(is_memory) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
+    }
+}
+
 /// What a node's handle names.
 struct NodeName {
     graph: Weak<Graph>,
@@ -131,7 +139,7 @@ impl Graph {
     /// Adds a node behind others of the graph; its number.
     ///
     /// # Errors
-    /// `INVALID_VALUE` when it would wait for what is no node of the graph, or twice for the same.
+    /// `INVALID_VALUE` when it would wait for what is no node of the graph, or twice for the same, or would free what another node of the graph frees.
     pub fn add(&self, work: Work, before: Vec<Edge>) -> Result<u64> {
         let mut inner = lock(&self.inner);
         let mut seen = HashSet::new();
@@ -139,10 +147,14 @@ impl Graph {
             return Err(Status::INVALID_VALUE);
         }
         let id = inner.next;
-        inner.next += 1;
         if let Work::Free(address) = &work {
-            self.allocations.is_freed_by(*address, id);
+            let of_another =
+                inner.nodes.values().any(|node| matches!(node.work, Work::Free(other) if other == *address));
+            if !self.allocations.is_freed_by(*address, id).unwrap_or(!of_another) {
+                return Err(Status::INVALID_VALUE);
+            }
         }
+        inner.next += 1;
         inner.nodes.insert(id, Node { work, before, handle: OnceLock::new() });
         Ok(id)
     }
@@ -222,15 +234,20 @@ impl Graph {
     }
 
     /// Takes dependencies away: all of them, or none.
-    fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` when one is not there with its data, `NOT_SUPPORTED` when the graph has memory nodes.
+    fn disconnect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
         let mut inner = lock(&self.inner);
-        let there = |(from, to): &(u64, u64)| {
-            inner.nodes.get(to).is_some_and(|node| node.before.iter().any(|edge| edge.from == *from))
+        let there = |(from, to, data): &(u64, u64, EdgeData)| {
+            let edge = Edge { from: *from, data: *data };
+            inner.nodes.get(to).is_some_and(|node| node.before.contains(&edge))
         };
         if !edges.iter().all(there) {
             return Err(Status::INVALID_VALUE);
         }
-        for (from, to) in edges {
+        inner.may_lose()?;
+        for (from, to, _) in edges {
             if let Some(node) = inner.nodes.get_mut(to) {
                 node.before.retain(|edge| edge.from != *from);
             }
@@ -239,8 +256,15 @@ impl Graph {
     }
 
     /// Takes a node out; whatever depended on it does so no more.
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` when the graph has memory nodes; the server's for a conditional node, which it has already.
     fn remove(&self, id: u64) -> Result {
         let mut inner = lock(&self.inner);
+        inner.may_lose()?;
+        if let Some(Work::Conditional(node)) = inner.nodes.get(&id).map(|node| &node.work) {
+            node.remove()?;
+        }
         let node = inner.nodes.remove(&id).ok_or(Status::INVALID_VALUE)?;
         for other in inner.nodes.values_mut() {
             other.before.retain(|edge| edge.from != id);
@@ -437,7 +461,7 @@ mod tests {
         let b = graph.add(Work::Empty, vec![edge(a)]).unwrap();
         let c = graph.add(Work::Empty, vec![edge(b)]).unwrap();
         assert_eq!(graph.connect(&[(a, c, [0; 8]), (c, a, [0; 8])]), Err(Status::INVALID_VALUE));
-        assert_eq!(graph.disconnect(&[(a, c)]), Err(Status::INVALID_VALUE));
+        assert_eq!(graph.disconnect(&[(a, c, [0; 8])]), Err(Status::INVALID_VALUE));
         graph.connect(&[(a, c, [0; 8])]).unwrap();
         assert_eq!(graph.ancestors(&[c]), HashSet::from([a, b, c]));
     }

@@ -9,10 +9,11 @@ use super::memory::{self, GraphMemory};
 use crate::context::{self, Context};
 use crate::function::{self, Function};
 use crate::library::{self, KERNELS};
+use crate::memset::Fill;
 use crate::state::Driver;
 use crate::stream_memory::Operations;
 use crate::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
-use crate::{Result, copy3d, host, launch, memset, non_null};
+use crate::{Result, copy3d, host, launch, non_null};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::Op;
@@ -203,9 +204,10 @@ impl Work {
                 return Err(Status::NOT_SUPPORTED);
             }
             Work::Kernel(kernel) => server(&kernel.op()),
-            Work::Fill(fill) => match memset::op(driver, StreamId(0), fill)? {
-                Some(op) => server(&op),
-                None => Way::Nothing,
+            Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {
+                Fill::Server(op) => server(&op),
+                Fill::Nothing => Way::Nothing,
+                Fill::Here(_) => Way::Alone,
             },
             Work::Copy(copy) => copy3d::way(driver, copy, |op| match op {
                 copy3d::OnDevice::Line(op) => server(&op),
@@ -244,7 +246,7 @@ impl Work {
         non_null(fill)?;
         // SAFETY: as above.
         let fill = unsafe { *fill };
-        memset::op(driver, StreamId(0), &fill)?;
+        Fill::of(driver, StreamId(0), &fill)?;
         Ok(Work::Fill(fill))
     }
 }

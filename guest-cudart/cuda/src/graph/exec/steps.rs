@@ -10,11 +10,12 @@ use crate::copy::{Copier, Mode};
 use crate::graph::object::Held;
 use crate::graph::work::Work;
 use crate::host::{HostTag, REGIONS};
+use crate::memset::Fill;
 use crate::state::{Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::Memcpy3D;
-use crate::{Result, copy3d, event, late};
-use client::{Status, lock, log};
+use crate::{Result, copy3d, event, host, late};
+use client::{Status, lock};
 
 /// Pinned memory beside a pageable side of a copy.
 pub(super) struct Bounce {
@@ -40,25 +41,12 @@ impl Bounce {
 impl Drop for Bounce {
     fn drop(&mut self) {
         let Ok(driver) = driver() else { return };
-        let address = self.address;
-        let remove = move || {
-            REGIONS.remove(driver.session.port(), address, true);
-        };
         // The host of the GPU may be reading it, or writing.
-        let last = lock(&self.last).take();
-        let Some((stream, mark)) = last.filter(|(stream, mark)| !stream.has_passed(driver, *mark)) else {
-            return remove();
-        };
-        // Taking registered memory away waits for all that the device does: neither this thread, whose next call may be what the stream waits for, nor the one that makes the
-        // stream's calls can. With a lost session, nobody uses it.
-        let wait = move || {
-            let _ = driver.session.wait_progress(|| stream.has_passed(driver, mark));
-            remove();
-        };
-        if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
-            log::error(format_args!(
-                "no thread to free memory of a graph when it is done: {error}; it stays"
-            ));
+        match lock(&self.last).take() {
+            Some((stream, mark)) if !stream.has_passed(driver, mark) => {
+                host::remove_later(driver, vec![(self.address, stream, mark)]);
+            }
+            _ => host::remove(driver, self.address),
         }
     }
 }
@@ -77,10 +65,10 @@ pub(super) fn run(
         Work::Words(words) => words.run(driver, stream),
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
         Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
+        Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
         // The server's, or nobody's.
         Work::Empty
         | Work::Kernel(_)
-        | Work::Fill(_)
         | Work::Child(_)
         | Work::Alloc(_)
         | Work::Free(_)
