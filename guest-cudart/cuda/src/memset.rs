@@ -6,7 +6,7 @@ use crate::callback::{self, Function};
 use crate::graph::Work;
 use crate::state::Driver;
 use crate::types::MemsetNodeParams;
-use crate::{Result, context, host, memory, refuse_form, stream};
+use crate::{Result, context, host, managed, memory, refuse_form, stream};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
@@ -100,7 +100,15 @@ fn fill(
     match (op(driver, stream.id, &params)?, stream.capture()) {
         (None, _) => Ok(()),
         (Some(_), Some(capture)) => capture.add(&stream, Work::Fill(params)),
-        (Some(op), None) => stream.work(driver, &op),
+        (Some(op), None) => {
+            stream.work(driver, &op)?;
+            // Pinned memory that a device has for the time being is memory of the host nevertheless.
+            if handle.is_none() && managed::pinned::is_here(dst) {
+                stream.synchronize(driver)
+            } else {
+                Ok(())
+            }
+        }
     }
 }
 
