@@ -47,3 +47,86 @@ fn what_a_block_of_parameters_lacks_is_zero_unless_it_lacks_all() {
     assert_eq!(launch(11).unwrap(), 9);
     assert_eq!(launch(0).unwrap_err().cuda_code(), 1);
 }
+
+/// Blocks add to a sum, meet, and each stores what it then reads: `called` says how they meet, and what that answers.
+fn meeting(called: &str, cooperative: bool) -> (Vec<u32>, Vec<u32>) {
+    let text = format!(
+        ".version 8.0\n.target sm_90\n.address_size 64
+.extern .func (.param .b64 handle) cudaCGGetIntrinsicHandle(.param .b32 scope);
+.extern .func (.param .b32 error) {called}(.param .b64 handle, .param .b32 flags);
+.visible .entry k(.param .u64 sum, .param .u64 sums, .param .u64 errors)
+{{
+    .reg .b64 %p, %at, %handle; .reg .b32 %r, %error, %i;
+    .param .b64 handle; .param .b32 scope, flags, error;
+    st.param.b32 [scope], 1;
+    call (handle), cudaCGGetIntrinsicHandle, (scope);
+    ld.param.u64 %p, [sum];
+    red.global.add.u32 [%p], 1;
+    st.param.b32 [flags], 0;
+    call (error), {called}, (handle, flags);
+    ld.param.b32 %error, [error];
+    ld.volatile.global.u32 %r, [%p];
+    call (error), {called}, (handle, flags);
+    mov.u32 %i, %tid.x;
+    mul.wide.u32 %at, %i, 4;
+    mov.u32 %i, %ctaid.x;
+    mad.wide.u32 %at, %i, 256, %at;
+    ld.param.u64 %p, [sums];
+    add.u64 %p, %p, %at;
+    st.global.u32 [%p], %r;
+    ld.param.u64 %p, [errors];
+    add.u64 %p, %p, %at;
+    st.global.u32 [%p], %error;
+    ret;
+}}"
+    );
+    let bench = Bench::new();
+    let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+    let (sum, sums, errors) =
+        (bench.upload(&[0u32]), bench.upload(&[0u32; 7 * 64]), bench.upload(&[9u32; 7 * 64]));
+    let config = LaunchConfig { cooperative, ..LaunchConfig::linear(7, 64) };
+    bench.run(&module, "k", config, &Params::default().u64(sum).u64(sums).u64(errors).0).unwrap();
+    (bench.download(sums, 7 * 64), bench.download(errors, 7 * 64))
+}
+
+#[test]
+fn the_device_runtime_lets_a_cooperative_grid_meet() {
+    for called in ["cudaCGSynchronize", "cudaCGSynchronizeGrid"] {
+        let (sums, errors) = meeting(called, true);
+        assert_eq!(errors, [0; 7 * 64]);
+        assert_eq!(sums, [7 * 64; 7 * 64]);
+    }
+}
+
+#[test]
+fn a_grid_that_is_not_cooperative_is_told_that_it_cannot_meet() {
+    assert_eq!(meeting("cudaCGSynchronize", false).1, [1; 7 * 64]);
+}
+
+#[test]
+fn a_result_that_the_callee_does_not_have_is_passed_over() {
+    let caller = ".version 8.0\n.target sm_90\n.address_size 64
+.extern .func (.param .b32 result) put(.param .b64 to);
+.visible .entry k(.param .u64 to)
+{
+    .reg .b64 %to; .param .b64 to_put; .param .b32 result;
+    ld.param.u64 %to, [to];
+    st.param.b64 [to_put], %to;
+    call (result), put, (to_put);
+    st.global.u32 [%to + 4], 6;
+    ret;
+}";
+    let callee = ".version 8.0\n.target sm_90\n.address_size 64
+.visible .func put(.param .b64 to)
+{
+    .reg .b64 %to;
+    ld.param.u64 %to, [to];
+    st.global.u32 [%to], 5;
+    ret;
+}";
+    let bench = Bench::new();
+    let module = bench.gpu.link_module(&[caller.as_bytes(), callee.as_bytes()]).unwrap();
+    let out = bench.upload(&[0u32; 2]);
+    bench.run(&module, "k", LaunchConfig::linear(1, 1), &Params::default().u64(out).0).unwrap();
+    assert_eq!(bench.download::<u32>(out, 2), [5, 6]);
+}

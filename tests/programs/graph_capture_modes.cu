@@ -95,6 +95,21 @@ int main(int argc, char **argv) {
             if (graph) CHECK(cudaGraphDestroy(graph));
         }
     }
+    // Asking the default stream whether it is captured, which does no harm to a capture that it would wait for.
+    for (cudaStream_t captured : {stream, free_stream}) {
+        cudaGraph_t graph = nullptr;
+        CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+        cudaError_t expected = captured == stream ? cudaErrorStreamCaptureImplicit : cudaSuccess;
+        cudaError_t asked = cudaStreamIsCapturing(cudaStreamLegacy, &status);
+        REQUIRE(asked == expected, "whether the default stream is captured: %s", name(asked));
+        asked = cudaStreamIsCapturing(cudaStreamPerThread, &status);
+        REQUIRE(asked == cudaSuccess && status == cudaStreamCaptureStatusNone, "whether the thread's is: %s", name(asked));
+        CHECK(cudaStreamIsCapturing(captured, &status));
+        REQUIRE(status == cudaStreamCaptureStatusActive, "the capture that was asked about is %d", (int)status);
+        CHECK(cudaStreamEndCapture(captured, &graph));
+        CHECK(cudaGraphDestroy(graph));
+    }
     // Nothing of it has run but the fills of other streams.
     CHECK(cudaDeviceSynchronize());
 

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <string>
+#include <fcntl.h>
 #include <unistd.h>
 #include <vector>
 
@@ -121,10 +122,16 @@ int main(int argc, char **argv) {
     CHECK(cudaGraphDebugDotPrint(graph, path, 0));
     std::string text(1 << 16, '\0');
     ssize_t length = read(file, &text[0], text.size());
-    unlink(path);
+    close(file);
     REQUIRE(length > 0 && text.find("digraph") != std::string::npos && text.find("kernel") != std::string::npos &&
                 text.find("->") != std::string::npos,
             "the drawing is %zd bytes long", length);
+    CHECK(cudaGraphDebugDotPrint(graph, path, cudaGraphDebugDotFlagsVerbose));
+    file = open(path, O_RDONLY);
+    ssize_t longer = read(file, &text[0], text.size());
+    close(file);
+    unlink(path);
+    REQUIRE(longer > length, "the drawing that says all is %zd bytes long, the other %zd", longer, length);
 
     // Objects live as long as a graph, or an instance of it, has them.
     int one = 1, ten = 10;

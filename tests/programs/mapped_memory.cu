@@ -2,10 +2,14 @@
 #define PROGRAM "mapped_memory"
 #include "common.h"
 
+#include <unistd.h>
+
 __global__ void add(const int *in, int *out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] += in[i];
 }
+
+static void CUDART_CB slow(void *) { usleep(2000); }
 
 int main(int argc, char **argv) {
     parse_options(argc, argv);
@@ -34,6 +38,14 @@ int main(int argc, char **argv) {
     CHECK(cudaMemset(in, 0x22, n * sizeof *in));
     CHECK(cudaDeviceSynchronize());
     REQUIRE(in[0] == 0x22222222 && in[n - 1] == 0x22222222, "after a fill: %x %x", in[0], in[n - 1]);
+    // A fill that is told no stream is done when it returns, as of any memory of the host.
+    for (int round = 0; round < 20; round++) {
+        CHECK(cudaLaunchHostFunc(nullptr, slow, nullptr));
+        CHECK(cudaMemset(in, round, n * sizeof *in));
+        for (int i : {0, n / 2, n - 1}) REQUIRE(in[i] == round * 0x01010101, "element %d after fill %d: %x", i, round, in[i]);
+        CHECK(cudaMemset2D(in, 4096, 0x40 + round, 100, 3));
+        for (int i : {0, 1024, 2048}) REQUIRE(in[i] == (0x40 + round) * 0x01010101, "element %d after rows %d: %x", i, round, in[i]);
+    }
     cudaPointerAttributes attributes;
     CHECK(cudaPointerGetAttributes(&attributes, out + 3));
     REQUIRE(attributes.type == cudaMemoryTypeHost && attributes.hostPointer == out + 3 && attributes.devicePointer == out_device + 3, "type %d", attributes.type);

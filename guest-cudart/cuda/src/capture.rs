@@ -240,6 +240,10 @@ unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, told: &Told) -
     non_null(status)?;
     let driver = driver()?;
     let stream = stream::plain(driver, context::current()?, handle, per_thread)?;
+    // Asking does not spoil that capture.
+    if in_the_way(&stream).is_some() {
+        return Err(code::STREAM_CAPTURE_IMPLICIT);
+    }
     let capture = stream.capture();
     // SAFETY: the places are NULL or may be written, as the program says.
     unsafe {
@@ -350,17 +354,20 @@ pub(crate) fn forbid_all(context: &Context) -> Result {
     result
 }
 
+/// A capture that work on the legacy default stream would have to wait for, if `stream` is that one.
+fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
+    if !any() || !stream.is_legacy() {
+        return None;
+    }
+    lock(&ALL).iter().filter_map(Weak::upgrade).find(|capture| {
+        !capture.is_ended() && capture.blocking && std::ptr::eq(capture.graph.context, stream.context)
+    })
+}
+
 /// `Err` for work on the legacy default stream of a context in which a stream that would wait for it is being captured.
 #[inline]
 pub(crate) fn implicit(stream: &Stream) -> Result {
-    if !any() || !stream.is_legacy() {
-        return Ok(());
-    }
-    let active: Vec<Arc<Capture>> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
-    let waits = |capture: &&Arc<Capture>| {
-        !capture.is_ended() && capture.blocking && std::ptr::eq(capture.graph.context, stream.context)
-    };
-    match active.iter().find(waits) {
+    match in_the_way(stream) {
         None => Ok(()),
         Some(capture) => {
             capture.spoil();

@@ -7,7 +7,7 @@ use crate::graph::Work;
 use crate::state::Driver;
 use crate::stream::Stream;
 use crate::types::MemsetNodeParams;
-use crate::{Result, context, host, memory, stream};
+use crate::{Result, context, host, managed, memory, stream};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::copy::Memset;
@@ -129,8 +129,8 @@ fn fill(
     if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
         return capture.add(&stream, Work::Fill(params));
     }
-    // For memory of the host this is the form that waits.
-    let waits = handle.is_none() && matches!(fill, Fill::Here(_));
+    // For memory of the host, also for what a device has of it for the time being, this is the form that waits.
+    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || managed::pinned::is_here(dst));
     fill.run(driver, &stream)?;
     if waits { stream.synchronize(driver) } else { Ok(()) }
 }

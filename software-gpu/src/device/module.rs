@@ -7,6 +7,7 @@ use crate::device::gpu::Gpu;
 use crate::error::{Error, Result};
 use crate::fatbin;
 use crate::lower::program::{Code, Program};
+use crate::ptx::ast::File;
 
 /// One parameter of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +89,9 @@ pub struct Module {
     inner: Arc<Inner>,
 }
 
+/// Functions of the device runtime that are PTX themselves.
+const COOPERATIVE: &str = include_str!("../lower/cooperative.ptx");
+
 /// Whether an image holds PTX that a GPU can run, but for what others define.
 pub(crate) fn check(gpu: &Gpu, image: &[u8]) -> Result<()> {
     let (major, minor) = gpu.properties().compute_capability;
@@ -104,7 +108,12 @@ impl Module {
         for image in images {
             texts.extend(fatbin::select_ptx(image, major * 10 + minor)?);
         }
-        let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
+        let mut parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
+        let asks =
+            |f: &File<'_>| f.functions.iter().any(|f| f.body.is_none() && f.name.starts_with("cudaCG"));
+        if parsed.iter().any(asks) {
+            parsed.push(crate::ptx::parse(COOPERATIVE)?);
+        }
         let mut memory = Vec::new();
         let loaded = crate::lower::load(&parsed, false, &mut |size| {
             let address = gpu.memory().allocate_module(size)?;

@@ -141,28 +141,97 @@ fn label(work: &Work) -> String {
     }
 }
 
+/// What a drawing says of each node beside: bits of `CUgraphDebugDot_flags`. What they ask for of other nodes stands there anyway.
+mod dot {
+    pub const VERBOSE: u32 = 1;
+    pub const KERNEL_PARAMS: u32 = 1 << 2;
+    pub const COPY_PARAMS: u32 = 1 << 3;
+    pub const FILL_PARAMS: u32 = 1 << 4;
+    pub const HOST_PARAMS: u32 = 1 << 5;
+    pub const EVENT_PARAMS: u32 = 1 << 6;
+    pub const KERNEL_ATTRIBUTES: u32 = 1 << 9;
+    pub const HANDLES: u32 = 1 << 10;
+}
+
+/// What the flags ask for of a node, a line each.
+fn details(graph: &Arc<Graph>, id: u64, work: &Work, flags: u32) -> Vec<String> {
+    let wanted = |flag| flags & (flag | dot::VERBOSE) != 0;
+    let mut lines = Vec::new();
+    if wanted(dot::HANDLES)
+        && let Ok(handle) = Graph::node(graph, id)
+    {
+        lines.push(format!("handle {handle:#x}"));
+    }
+    match work {
+        Work::Kernel(kernel) => {
+            if wanted(dot::HANDLES) {
+                lines.push(format!("function {:#x}", kernel.handle));
+            }
+            if wanted(dot::KERNEL_PARAMS) {
+                let (grid, block) = (kernel.grid, kernel.block);
+                lines.push(format!(
+                    "grid {grid:?}, block {block:?}, {} bytes of shared memory",
+                    kernel.shared
+                ));
+            }
+            if wanted(dot::KERNEL_ATTRIBUTES) && !kernel.attributes.is_empty() {
+                let ids: Vec<u32> = kernel.attributes.iter().map(|attribute| attribute.id).collect();
+                lines.push(format!("launch attributes {ids:?}"));
+            }
+        }
+        Work::Copy(copy) if wanted(dot::COPY_PARAMS) => {
+            // By CUmemorytype.
+            let end = |kind: u32, host: usize, device: u64, array: usize| match kind {
+                1 => format!("host memory at {host:#x}"),
+                3 => format!("array {array:#x}"),
+                _ => format!("{device:#x}"),
+            };
+            let from = end(copy.srcMemoryType, copy.srcHost, copy.srcDevice, copy.srcArray);
+            let to = end(copy.dstMemoryType, copy.dstHost, copy.dstDevice, copy.dstArray);
+            lines.push(format!("from {from} to {to}"));
+        }
+        Work::Fill(fill) if wanted(dot::FILL_PARAMS) => {
+            lines.push(format!("at {:#x}, pitch {}", fill.dst, fill.pitch));
+        }
+        Work::Host(function, data) if wanted(dot::HOST_PARAMS) => {
+            lines.push(format!("function {:p}, data {:p}", *function as *const (), data.0));
+        }
+        Work::Wait(event) | Work::Record(event) if wanted(dot::EVENT_PARAMS) => {
+            lines.push(format!("event {event:#x}"));
+        }
+        _ => {}
+    }
+    lines
+}
+
 /// Draws a graph, and the child graphs of its nodes beside it.
-fn draw(graph: &Graph, numbers: &mut HashMap<u64, usize>, out: &mut String) {
+fn draw(graph: &Arc<Graph>, flags: u32, numbers: &mut HashMap<u64, usize>, out: &mut String) {
     let next = numbers.len();
     let number = *numbers.entry(graph.unique).or_insert(next);
     let mut children = Vec::new();
     // Writing into a string does not fail.
     let _ = writeln!(out, "subgraph cluster_{number} {{\nlabel=\"graph_{number}\"");
-    graph.each(|id, node| {
-        let text = label(&node.work).replace(['"', '\\'], "'");
+    let mut nodes = Vec::new();
+    graph.each(|id, node| nodes.push((id, node.work.clone(), node.before.clone())));
+    for (id, work, before) in nodes {
+        let mut text = label(&work).replace(['"', '\\'], "'");
+        for line in details(graph, id, &work, flags) {
+            text += "\\n";
+            text += &line;
+        }
         let _ = writeln!(out, "\"graph_{number}_node_{id}\"[shape=box label=\"{id}\\n{text}\"];");
-        for edge in &node.before {
+        for edge in &before {
             let _ = writeln!(out, "\"graph_{number}_node_{}\" -> \"graph_{number}_node_{id}\";", edge.from);
         }
-        match &node.work {
+        match &work {
             Work::Child(child) => children.push(child.clone()),
             Work::Conditional(node) => children.extend(node.bodies.iter().cloned()),
             _ => {}
         }
-    });
+    }
     out.push_str("}\n");
     for child in children {
-        draw(&child, numbers, out);
+        draw(&child, flags, numbers, out);
     }
 }
 
@@ -206,10 +275,8 @@ api! {
     fn cuGraphDebugDotPrint(graph: usize, path: *const c_char, flags: u32) {
         let graph = of(graph)?;
         non_null(path)?;
-        // What the flags ask for beside is left out.
-        let _ = flags;
         let mut out = String::from("digraph dot {\n");
-        draw(&graph, &mut HashMap::new(), &mut out);
+        draw(&graph, flags, &mut HashMap::new(), &mut out);
         out.push_str("}\n");
         let path = OsStr::from_bytes(CStr::from_ptr(path).to_bytes());
         std::fs::write(path, out).map_err(|error| {
