@@ -77,6 +77,15 @@ static cudaGraphNode_t choice(cudaGraph_t graph, cudaGraphConditionalHandle hand
     return node;
 }
 
+// "One or more conditional handles are not associated with conditional nodes."
+static void unused(cudaGraph_t graph) {
+    cudaGraphExec_t exec = nullptr;
+    RETURNS(cudaErrorInvalidValue, cudaGraphInstantiate(&exec, graph, 0));
+    cudaGraphInstantiateParams params = {};
+    RETURNS(cudaErrorInvalidValue, cudaGraphInstantiateWithParams(&exec, graph, &params));
+    IS(cudaGraphInstantiateConditionalHandleUnused, params.result_out);
+}
+
 static void conditional_nodes() {
     cudaGraph_t graph = empty_graph(), body[3];
     cudaGraphConditionalHandle handle[3];
@@ -93,7 +102,17 @@ static void conditional_nodes() {
     // A node of a conditional node's graph goes as any other.
     OK(cudaGraphDestroyNode(adds(body[1], nullptr, 1000)));
     IS(1, nodes_of(body[1]));
-    IS(10, run(graph));
+    // The conditions of what has gone have no nodes now, and a graph must not have such conditions.
+    unused(graph);
+    CHECK(cudaGraphDestroy(graph));
+
+    graph = empty_graph();
+    CHECK(cudaGraphConditionalHandleCreate(&handle[0], graph, 1, cudaGraphCondAssignDefault));
+    adds(graph, nullptr, 1);
+    unused(graph);
+    choice(graph, handle[0], nullptr, &body[0]);
+    adds(body[0], nullptr, 10);
+    IS(11, run(graph));
     CHECK(cudaGraphDestroy(graph));
 }
 

@@ -64,7 +64,7 @@ static void uses(cudaMemPool_t pool) {
     TRUE_THAT(from == (CUmemoryPool)pool);
     OK(cuPointerGetAttribute(&base, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at));
     OK(cuPointerGetAttribute(&size, CU_POINTER_ATTRIBUTE_RANGE_SIZE, at));
-    TRUE_THAT(base == data && size >= n * sizeof(int));
+    TRUE_THAT((char *)base <= (char *)data && (char *)base + size >= (char *)(data + n));
     RETURNS(cudaErrorInvalidValue, cudaFreeHost(data));
     RETURNS(cudaErrorInvalidValue, cudaFreeAsync(data + 1, stream));
 
@@ -85,13 +85,16 @@ static void uses(cudaMemPool_t pool) {
     int first = 0;
     CHECK(cudaMemcpy(&first, device, sizeof first, cudaMemcpyDefault));
     TRUE_THAT(first == 50 && again[0] == 1000 && again[n - 1] == 999 + n && beside[0] == 3 && beside[n - 1] == 2 + n && again != beside);
-    OK(cudaFree(again));
+    OK(cudaFreeAsync(again, stream));
     OK(cudaFreeAsync(beside, other));
     CHECK(cudaDeviceSynchronize());
     IS(0, figure(pool, cudaMemPoolAttrUsedMemCurrent));
     OK(cudaMemPoolTrimTo(pool, 0));
     IS(0, figure(pool, cudaMemPoolAttrReservedMemCurrent));
     TRUE_THAT(figure(pool, cudaMemPoolAttrUsedMemHigh) >= 2 * n * sizeof(int));
+    // NVIDIA's count of used memory takes no notice of this way.
+    CHECK(cudaMallocFromPoolAsync((void **)&again, n * sizeof(int), pool, stream));
+    OK(cudaFree(again));
     CHECK(cudaFree(device));
 }
 

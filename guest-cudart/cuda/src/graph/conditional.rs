@@ -1,8 +1,9 @@
 //! Conditional nodes. What kernels know a condition by is chosen by the server's driver, for a graph of its own: so the server hears of a graph that has conditions, a *draft*,
 //! before it is instantiated, and of the graphs of its conditional nodes, which are drafts as well.
 
+use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::exec::{self, Flat};
 use super::work::Work;
@@ -14,11 +15,13 @@ use client::handle::GraphId;
 use client::ops::graph::{
     GraphCondition, GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
 };
-use client::{Status, log};
+use client::{Status, lock, log};
 
 /// What a conditional node does.
 pub(crate) struct Conditional {
     pub kind: u32,
+    /// Its condition.
+    handle: u64,
     /// The node's graphs.
     pub bodies: Vec<Arc<Graph>>,
     /// Their handles: not for this library, but for the program, which may read them as long as the node is there.
@@ -53,6 +56,8 @@ pub(super) struct Draft {
     id: OnceLock<GraphId>,
     /// Belongs to another.
     part: bool,
+    /// Conditions that were made for the graph.
+    conditions: Mutex<Vec<u64>>,
 }
 
 impl Draft {
@@ -88,7 +93,23 @@ fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
         log::warn(format_args!("conditions of one graph were made by two threads at once"));
         return Err(Status::NOT_PERMITTED);
     }
+    lock(&graph.draft.conditions).push(reply.handle);
     Ok(reply.handle)
+}
+
+/// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
+pub(super) fn has_unused(graph: &Arc<Graph>) -> bool {
+    let (mut made, mut used, mut open) = (HashSet::new(), HashSet::new(), vec![graph.clone()]);
+    while let Some(graph) = open.pop() {
+        made.extend(lock(&graph.draft.conditions).iter().copied());
+        graph.each(|_, node| {
+            if let Work::Conditional(node) = &node.work {
+                used.insert(node.handle);
+                open.extend(node.bodies.iter().cloned());
+            }
+        });
+    }
+    !made.is_subset(&used)
 }
 
 /// A conditional node, with empty graphs, whose handles are told.
@@ -116,13 +137,14 @@ pub(super) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> 
     })?;
     let body = |id: &GraphId| {
         let mut body = Graph::with_parts(graph.context, None, true, Inner::default(), Vec::new());
-        body.draft = Draft { id: OnceLock::from(*id), part: true };
+        body.draft = Draft { id: OnceLock::from(*id), part: true, conditions: Mutex::default() };
         Arc::new(body)
     };
     let bodies: Vec<Arc<Graph>> = ids.iter().map(body).collect();
     let handles: Box<[usize]> = bodies.iter().map(Graph::handle).collect::<Result<_>>()?;
     p.graphs = handles.as_ptr();
-    Ok(Work::Conditional(Arc::new(Conditional { kind: p.kind, bodies, _handles: handles, first: ids[0] })))
+    let (kind, handle, first) = (p.kind, p.handle, ids[0]);
+    Ok(Work::Conditional(Arc::new(Conditional { kind, handle, bodies, _handles: handles, first })))
 }
 
 /// Whether some of an instance's nodes are conditional.

@@ -4,7 +4,7 @@ use std::ffi::c_char;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use super::super::{build, work_of};
+use super::super::{build, conditional, work_of};
 use super::{EXECS, Exec, flag, of, update};
 use crate::graph::Work;
 use crate::state::{Driver, driver};
@@ -26,6 +26,13 @@ pub struct InstantiateParams {
     result: u32,
 }
 
+/// `CUgraphInstantiateResult`.
+mod answer {
+    pub const SUCCESS: u32 = 0;
+    pub const ERROR: u32 = 1;
+    pub const UNUSED_CONDITION: u32 = 5;
+}
+
 fn exec(handle: usize) -> Result<(&'static Driver, Arc<Exec>)> {
     let driver = driver()?;
     Ok((driver, EXECS.get(handle).ok_or(Status::INVALID_VALUE)?))
@@ -39,6 +46,9 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
     }
     if flags & flag::DEVICE_LAUNCH != 0 {
         return refuse_form("a graph that kernels launch", &SAID);
+    }
+    if conditional::has_unused(&graph) {
+        return Err(Status::INVALID_VALUE);
     }
     EXECS.insert(Arc::new(Exec::new(&graph, flags)?)).ok_or(Status::OUT_OF_MEMORY)
 }
@@ -116,13 +126,13 @@ api! {
         non_null(made)?;
         non_null(params)?;
         (*params).error_node = 0;
-        // CUDA_GRAPH_INSTANTIATE_ERROR, until it is otherwise.
-        (*params).result = 1;
+        // Until it is otherwise.
+        (*params).result = if conditional::has_unused(&of(graph)?) { answer::UNUSED_CONDITION } else { answer::ERROR };
         let handle = instantiate(graph, (*params).flags)?;
         if (*params).flags & flag::UPLOAD != 0 {
             upload(handle, (*params).stream, pt).inspect_err(|_| drop(EXECS.remove(handle)))?;
         }
-        (*params).result = 0;
+        (*params).result = answer::SUCCESS;
         put(made, handle)
     }
 
