@@ -116,7 +116,7 @@ static void conditional_nodes() {
     CHECK(cudaGraphDestroy(graph));
 }
 
-// "Specifying an edge that does not exist in the graph, with data matching edgeData, results in an error."
+// "Specifying an edge that does not exist in the graph, with data matching edgeData, results in an error." Without data any edge is meant.
 static void dependencies() {
     cudaGraph_t graph = empty_graph();
     cudaGraphNode_t from = adds(graph, nullptr, 1), to = adds(graph, nullptr, 1);
@@ -124,8 +124,11 @@ static void dependencies() {
     data.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
     data.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
     OK(named("cuGraphAddDependencies_v2", graph, &from, &to, &data, (size_t)1));
-    IS(CUDA_ERROR_INVALID_VALUE, named("cuGraphRemoveDependencies_v2", graph, &from, &to, (CUgraphEdgeData *)nullptr, (size_t)1));
+    CUgraphEdgeData other = {};
+    IS(CUDA_ERROR_INVALID_VALUE, named("cuGraphRemoveDependencies_v2", graph, &from, &to, &other, (size_t)1));
     OK(named("cuGraphRemoveDependencies_v2", graph, &from, &to, &data, (size_t)1));
+    OK(named("cuGraphAddDependencies_v2", graph, &from, &to, &data, (size_t)1));
+    OK(named("cuGraphRemoveDependencies_v2", graph, &from, &to, (CUgraphEdgeData *)nullptr, (size_t)1));
     IS(CUDA_ERROR_INVALID_VALUE, named("cuGraphRemoveDependencies_v2", graph, &from, &to, &data, (size_t)1));
     CHECK(cudaGraphDestroy(graph));
 }
@@ -172,12 +175,22 @@ static void fills() {
     OK(cudaGraphLaunch(exec, stream));
     OK(cudaStreamSynchronize(stream));
     for (int i = 0; i < 256; i++) IS(i < 64 && i % 16 < 8 ? 0x11 : 0, bytes[i]);
-    // Changed, left out, done again.
+    // A fill of rows keeps its shape.
     fill.dst = bytes + 128;
-    fill.value = 0x2233;
+    fill.width = 4;
+    RETURNS(cudaErrorInvalidValue, cudaGraphExecMemsetNodeSetParams(exec, node, &fill));
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaGraphDestroy(graph));
+    memset(bytes, 0, 256);
+    // Changed, left out, done again.
+    graph = empty_graph();
+    fill.value = 0x4455;
     fill.elementSize = 2;
     fill.width = 3;
     fill.height = 1;
+    OK(cudaGraphAddMemsetNode(&node, graph, nullptr, 0, &fill));
+    OK(cudaGraphInstantiate(&exec, graph, 0));
+    fill.value = 0x2233;
     OK(cudaGraphExecMemsetNodeSetParams(exec, node, &fill));
     OK(cudaGraphNodeSetEnabled(exec, node, 0));
     OK(cudaGraphLaunch(exec, stream));

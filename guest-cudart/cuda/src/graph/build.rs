@@ -163,6 +163,24 @@ unsafe fn pairs(
     ends.enumerate().map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?))).collect()
 }
 
+/// Takes dependencies away: those with this data, or, without any, whatever is said of them (NVIDIA's driver does so, where its manual speaks of default data).
+///
+/// # Safety
+/// As of [`pairs`].
+unsafe fn disconnect(
+    graph: usize,
+    from: *const usize,
+    to: *const usize,
+    data: *const EdgeData,
+    count: usize,
+) -> Result {
+    let graph = of(graph)?;
+    // SAFETY: as the caller says.
+    let pairs = unsafe { pairs(&graph, from, to, data, count) }?;
+    let said = |edge| (!data.is_null()).then_some(edge);
+    graph.disconnect(&pairs.into_iter().map(|(from, to, edge)| (from, to, said(edge))).collect::<Vec<_>>())
+}
+
 api! {
     fn cuGraphCreate(graph: *mut usize, flags: u32) {
         non_null(graph)?;
@@ -275,12 +293,10 @@ api! {
     }
 
     fn cuGraphRemoveDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
-        let graph = of(graph)?;
-        graph.disconnect(&pairs(&graph, from, to, std::ptr::null(), count)?)
+        disconnect(graph, from, to, std::ptr::null(), count)
     }
 
     fn cuGraphRemoveDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
-        let graph = of(graph)?;
-        graph.disconnect(&pairs(&graph, from, to, data, count)?)
+        disconnect(graph, from, to, data, count)
     }
 }

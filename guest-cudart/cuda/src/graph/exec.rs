@@ -22,6 +22,7 @@ use crate::event::Event;
 use crate::module::Staging;
 use crate::state::{Driver, driver};
 use crate::stream::{self, Stream};
+use crate::types::MemsetNodeParams;
 use crate::{Result, copy, event, memset};
 use client::data::HostIn;
 use client::handle::GraphId;
@@ -561,6 +562,9 @@ impl Exec {
         if work.kind() != state.nodes[place].work.kind() {
             return Err(Status::INVALID_VALUE);
         }
+        if fill_differs(&state.nodes[place].work, &work) {
+            return Err(Status::INVALID_VALUE);
+        }
         if let (Work::Child(child), Some(begins)) = (&work, state.nodes[place].begins) {
             let mut nodes = Vec::new();
             flatten(child, &[], &mut nodes);
@@ -650,8 +654,18 @@ fn differs(now: &Flat, node: &Flat) -> Option<u32> {
         {
             Some(update::PARAMETERS)
         }
+        (a, b) if fill_differs(a, b) => Some(update::PARAMETERS),
         _ => None,
     }
+}
+
+/// Whether a fill cannot take the place of another: "for 2d memsets, all dimension changes are rejected; for 1d memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), and memory
+/// of another kind.
+fn fill_differs(now: &Work, new: &Work) -> bool {
+    let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
+    let rows = |fill: &MemsetNodeParams| (fill.width, fill.elementSize, fill.pitch);
+    let is_here = |fill| driver().is_ok_and(|driver| memset::is_here(driver, fill));
+    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_here(a) != is_here(b)
 }
 
 impl Drop for Exec {

@@ -237,11 +237,11 @@ impl Graph {
     ///
     /// # Errors
     /// `INVALID_VALUE` when one is not there with its data, `NOT_SUPPORTED` when the graph has memory nodes.
-    fn disconnect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
+    fn disconnect(&self, edges: &[(u64, u64, Option<EdgeData>)]) -> Result {
         let mut inner = lock(&self.inner);
-        let there = |(from, to, data): &(u64, u64, EdgeData)| {
-            let edge = Edge { from: *from, data: *data };
-            inner.nodes.get(to).is_some_and(|node| node.before.contains(&edge))
+        let there = |(from, to, data): &(u64, u64, Option<EdgeData>)| {
+            let is_it = |edge: &Edge| edge.from == *from && data.is_none_or(|data| edge.data == data);
+            inner.nodes.get(to).is_some_and(|node| node.before.iter().any(is_it))
         };
         if !edges.iter().all(there) {
             return Err(Status::INVALID_VALUE);
