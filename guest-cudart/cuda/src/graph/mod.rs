@@ -461,7 +461,7 @@ mod tests {
         let b = graph.add(Work::Empty, vec![edge(a)]).unwrap();
         let c = graph.add(Work::Empty, vec![edge(b)]).unwrap();
         assert_eq!(graph.connect(&[(a, c, [0; 8]), (c, a, [0; 8])]), Err(Status::INVALID_VALUE));
-        assert_eq!(graph.disconnect(&[(a, c, [0; 8])]), Err(Status::INVALID_VALUE));
+        assert_eq!(graph.disconnect(&[(a, c, Some([0; 8]))]), Err(Status::INVALID_VALUE));
         graph.connect(&[(a, c, [0; 8])]).unwrap();
         assert_eq!(graph.ancestors(&[c]), HashSet::from([a, b, c]));
     }
