@@ -1,7 +1,7 @@
 // Functions of the host in a stream's order: both calls that put them there, what they get, what they see of the work before
 // them, and that none begins before its turn.
 #define PROGRAM "stream_callbacks"
-#include "common.h"
+#include "by_name.h"
 #include <atomic>
 
 constexpr int N = 4096, ROUNDS = 10;
@@ -28,10 +28,20 @@ static void CUDART_CB with_status(cudaStream_t stream, cudaError_t status, void 
     for (int i = 0; i < N; i++) seen->wrong += seen->host[i] != seen->round * 2 + 2;
     order = order * 10 + 2;
 }
+// No call of CUDA is allowed in a host function, with a context that is current (the runtime makes it so) or without; least of all one that waits for the function itself.
+static cudaStream_t awaited;
+static cudaEvent_t behind;
 static void CUDART_CB forbidden(void *data) {
-    // No call of CUDA is allowed here.
     int *device;
     *(cudaError_t *)data = cudaMalloc(&device, 16);
+}
+static void CUDART_CB waits(void *data) {
+    int *errors = (int *)data;
+    CUdeviceptr device;
+    errors[0] = named("cuMemAlloc_v2", &device, (size_t)16);
+    errors[1] = cudaDeviceSynchronize();
+    errors[2] = cudaStreamSynchronize(awaited);
+    errors[3] = cudaEventSynchronize(behind);
 }
 
 int main(int argc, char **argv) {
@@ -65,6 +75,20 @@ int main(int argc, char **argv) {
     CHECK(cudaLaunchHostFunc(nullptr, forbidden, &inside));
     CHECK(cudaStreamSynchronize(nullptr));
     REQUIRE(inside == cudaErrorNotPermitted, "cudaMalloc in a host function: %s", cudaGetErrorName(inside));
+    int waiting[4] = {};
+    CHECK(cudaStreamCreateWithFlags(&awaited, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&behind));
+    std::atomic<bool> recorded{false};
+    CHECK(cudaLaunchHostFunc(awaited, [](void *data) { while (!*(std::atomic<bool> *)data) {} }, &recorded));
+    CHECK(cudaLaunchHostFunc(awaited, waits, waiting));
+    CHECK(cudaEventRecord(behind, awaited));
+    recorded = true;
+    CHECK(cudaStreamSynchronize(awaited));
+    for (int error : waiting)
+        REQUIRE(error == cudaErrorNotPermitted, "calls in a host function: %d, waiting for the device, its stream and an event behind it: %d %d %d", waiting[0], waiting[1],
+                waiting[2], waiting[3]);
+    CHECK(cudaEventDestroy(behind));
+    CHECK(cudaStreamDestroy(awaited));
     // A whole chain waits in its stream, though another stream goes on.
     cudaStream_t other;
     CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));

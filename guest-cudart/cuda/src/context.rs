@@ -14,7 +14,8 @@ use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
 use crate::types::CtxCreateParams;
 use crate::{
-    Result, array, capture, event, graph, host, library, managed, memory, module, non_null, put, texture,
+    Result, array, callback, capture, event, graph, host, library, managed, memory, module, non_null, put,
+    texture,
 };
 use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
@@ -391,10 +392,10 @@ pub(crate) fn current_green() -> Option<Arc<Green>> {
 #[inline]
 pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     let driver = driver()?;
+    callback::forbid()?;
     let context = current()?;
     driver.session.check()?;
     context.deferred(driver)?;
-    crate::callback::forbid()?;
     Ok((driver, context))
 }
 
@@ -444,6 +445,7 @@ fn push(context: Named) {
 
 /// Waits for all work of a context, on the program's behalf.
 fn wait_for(context: &'static Context) -> Result {
+    callback::forbid()?;
     capture::forbid_all(context)?;
     let result = context.synchronize();
     managed::together::after_wait(driver()?);

@@ -12,7 +12,7 @@ use crate::device::attr;
 use crate::graph::Work;
 use crate::state::{self, Driver, driver};
 use crate::stream::{self, Stream};
-use crate::{Result, code, managed, non_null, put};
+use crate::{Result, callback, code, managed, non_null, put};
 use client::handle::EventId;
 use client::handles::Slab;
 use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
@@ -295,6 +295,7 @@ api! {
     fn cuEventSynchronize(event: usize) {
         let event = of(event)?;
         let driver = driver()?;
+        callback::forbid()?;
         driver.session.check()?;
         event.check()?;
         capture::unsafe_call()?;

@@ -18,7 +18,7 @@ use crate::graph::Work;
 use crate::green::{self, Green};
 use crate::promise::{self, Promise};
 use crate::state::{self, Driver, driver, unique_id};
-use crate::{Result, code, managed, non_null, put};
+use crate::{Result, callback, code, managed, non_null, put};
 use client::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use client::handle::StreamId;
 use client::handles::Slab;
@@ -705,6 +705,7 @@ api! {
 
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz(stream: usize) |pt| {
         let (driver, stream) = ask(stream, pt)?;
+        callback::forbid()?;
         driver.session.check()?;
         capture::forbid(&stream)?;
         stream.context.deferred(driver)?;
