@@ -130,3 +130,36 @@ fn a_result_that_the_callee_does_not_have_is_passed_over() {
     bench.run(&module, "k", LaunchConfig::linear(1, 1), &Params::default().u64(out).0).unwrap();
     assert_eq!(bench.download::<u32>(out, 2), [5, 6]);
 }
+
+#[test]
+fn a_kernel_is_said_to_use_what_it_may_of_shared_memory_and_registers() {
+    let text = ".version 8.0\n.target sm_90\n.address_size 64
+.extern .shared .align 16 .b8 rest[];
+.visible .entry k(.param .u64 to) .maxntid 512 .maxnreg 40
+{
+    .shared .align 4 .b8 fixed[40];
+    .reg .b64 %to, %at; .reg .b32 %r, %s<200>;
+    mov.u32 %s199, fixed;
+    st.shared.u32 [%s199 + 36], 5;
+    mov.u32 %r, rest;
+    st.shared.u32 [%r + 60], %r;
+    ld.shared.u32 %s1, [%s199 + 36];
+    ld.param.u64 %to, [to];
+    st.global.u32 [%to], %r;
+    st.global.u32 [%to + 4], %s1;
+    ret;
+}
+.visible .entry bounded() .maxntid 1024 { .reg .b32 %s<400>; mov.u32 %s0, 1; ret; }
+";
+    let bench = Bench::new();
+    let module = bench.gpu.load_module(text.as_bytes()).unwrap();
+    let info = module.function("k").unwrap().info().clone();
+    assert_eq!((info.shared_bytes, info.registers <= 40), (40, true));
+    assert!(module.function("bounded").unwrap().info().registers <= 64);
+    // Dynamic shared memory is aligned nevertheless, and all of it is there.
+    let out = bench.upload(&[0u32; 2]);
+    let config = LaunchConfig { dynamic_shared: 64, ..LaunchConfig::linear(1, 1) };
+    bench.run(&module, "k", config, &Params::default().u64(out).0).unwrap();
+    let got: Vec<u32> = bench.download(out, 2);
+    assert_eq!((got[0] % 16, got[1]), (0, 5));
+}

@@ -3,6 +3,7 @@
 #include "common.h"
 
 #include <cuda.h>
+#include <string>
 #include <unistd.h>
 
 #define OK(call)                                                                                                         \
@@ -80,6 +81,24 @@ static unsigned run(CUmodule module, const char *name, unsigned n) {
     OK(cuMemcpyDtoH(&result, out, 4));
     OK(cuMemFree(out));
     return result;
+}
+
+// Reads 100 words, and then adds them up from the last to the first: all of them are at hand at once.
+static std::string many() {
+    std::string text = HEAD ".visible .entry many(.param .u64 p_out, .param .u32 p_n)\n{\n.reg .b32 %r<101>;\n.reg .b64 %rd;\nld.param.u64 %rd, [p_out];\n";
+    for (int i = 0; i < 100; i++) text += "ld.volatile.global.u32 %r" + std::to_string(i) + ", [%rd];\n";
+    text += "ld.param.u32 %r100, [p_n];\n";
+    for (int i = 99; i >= 0; i--) text += "mad.lo.u32 %r100, %r100, 3, %r" + std::to_string(i) + ";\n";
+    return text + "st.global.u32 [%rd], %r100;\nret;\n}\n";
+}
+
+static int registers(CUmodule module) {
+    CUfunction function;
+    OK(cuModuleGetFunction(&function, module, "many"));
+    int count = 0;
+    OK(cuFuncGetAttribute(&count, CU_FUNC_ATTRIBUTE_NUM_REGS, function));
+    OK(cuModuleUnload(module));
+    return count;
 }
 
 struct Linker {
@@ -177,6 +196,25 @@ int main(int argc, char **argv) {
         size_t size = 0;
         REQUIRE(cuLinkComplete(linker.state, &image, &size) != CUDA_SUCCESS, "a function that is missing was not missed");
         REQUIRE(linker.errors[0] != 0, "nothing is said of a missing function");
+    }
+    {
+        // How many registers a kernel may have, as told to the linker and to a load.
+        std::string text = many();
+        CUjit_option option = CU_JIT_MAX_REGISTERS;
+        void *most = (void *)40;
+        CUlinkState state;
+        OK(cuLinkCreate(1, &option, &most, &state));
+        OK(cuLinkAddData(state, CU_JIT_INPUT_PTX, (void *)text.c_str(), text.size() + 1, "many.ptx", 0, nullptr, nullptr));
+        void *image = nullptr;
+        size_t size = 0;
+        OK(cuLinkComplete(state, &image, &size));
+        CUmodule module;
+        OK(cuModuleLoadData(&module, image));
+        OK(cuLinkDestroy(state));
+        int linked = registers(module);
+        OK(cuModuleLoadDataEx(&module, text.c_str(), 1, &option, &most));
+        int loaded = registers(module);
+        REQUIRE(linked > 0 && linked <= 40 && loaded > 0 && loaded <= 40, "registers linked with 40 at most: %d, loaded: %d", linked, loaded);
     }
     OK(cuDevicePrimaryCtxRelease(device));
     return pass("memory, a file, errors, several inputs");

@@ -155,7 +155,7 @@ impl Gpu {
             shared_per_block_optin: 227 << 10,
             shared_per_multiprocessor: 228 << 10,
             shared_reserved_per_block: 1 << 10,
-            registers_per_block: 65536,
+            registers_per_block: crate::lower::BLOCK_REGISTERS,
             constant_memory: 64 << 10,
             clock_khz: 1_000_000,
             max_local_per_thread: 512 << 10,

@@ -146,7 +146,8 @@ impl KernelRun {
             config,
             params: lines,
             param_bytes: wanted as u32,
-            shared_bytes: shared_bytes as u32,
+            // Dynamic shared memory begins at a multiple of 16, whatever comes before.
+            shared_bytes: info.shared_bytes.next_multiple_of(16) + config.dynamic_shared,
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
             cluster,
             explicit_cluster: config.cluster.is_some() || info.required_cluster != [0; 3],

@@ -23,6 +23,8 @@ use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
 use function::{Lowering, Symbol};
 use program::{Builtin, Code, FUNCTION_WINDOW, Program};
 
+/// Registers of a block.
+pub(crate) const BLOCK_REGISTERS: u32 = 1 << 16;
 /// Blocks of a cluster at most.
 pub(crate) const MAX_CLUSTER: u32 = 16;
 
@@ -339,7 +341,7 @@ pub(crate) fn load(
             end = at + size;
             own.insert((i, var.name), at as u32);
         }
-        kernel_shared.insert(i, end.next_multiple_of(16) as u32);
+        kernel_shared.insert(i, end as u32);
     }
     let mut codes = Vec::new();
     let mut kernels = Vec::new();
@@ -366,7 +368,7 @@ pub(crate) fn load(
                     shared_bytes: kernel_shared.get(&i).copied().unwrap_or(0),
                     local_bytes: code.local_bytes,
                     constant_bytes: constant_bytes as u32,
-                    registers: (code.frame_bytes / 128).clamp(16, 255),
+                    registers: registers(code.frame_bytes, limit, f.max_registers),
                     max_threads: limit,
                     required_block: f.req_ntid.unwrap_or([0; 3]),
                     required_cluster: f.cluster.required.unwrap_or([0; 3]),
@@ -423,6 +425,12 @@ fn builtin(name: &str) -> Option<Builtin> {
         | "__cudaCDP2StreamWaitEvent_ptsz" => Builtin::KeepOrder,
         _ => return None,
     })
+}
+
+/// What a compiler would have used of registers: what is used here, but no more than the largest block, or the kernel itself, lets a thread have.
+fn registers(frame_bytes: u32, threads: u32, most: Option<u32>) -> u32 {
+    let together = (BLOCK_REGISTERS / threads.max(1)) & !7;
+    (frame_bytes / 128).clamp(16, 255).min(together).min(most.unwrap_or(255).max(16))
 }
 
 /// A function without a body: one of the device runtime's.

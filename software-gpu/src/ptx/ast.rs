@@ -83,6 +83,7 @@ pub(crate) struct Function<'a> {
     pub body: Option<Vec<Stmt<'a>>>,
     pub max_ntid: Option<[u32; 3]>,
     pub req_ntid: Option<[u32; 3]>,
+    pub max_registers: Option<u32>,
     pub cluster: Clusters,
     pub line: u32,
 }

@@ -428,6 +428,7 @@ impl<'a> Parser<'a> {
             params,
             body: None,
             max_ntid: None,
+            max_registers: None,
             req_ntid: None,
             cluster: Clusters::default(),
             line,
@@ -442,9 +443,11 @@ impl<'a> Parser<'a> {
                     self.next();
                     f.req_ntid = Some(self.dimensions()?);
                 }
-                Token::Dot(
-                    "minnctapersm" | "maxnctapersm" | "maxnreg" | "abi_preserve" | "abi_preserve_control",
-                ) => {
+                Token::Dot("maxnreg") => {
+                    self.next();
+                    f.max_registers = Some(self.int()? as u32);
+                }
+                Token::Dot("minnctapersm" | "maxnctapersm" | "abi_preserve" | "abi_preserve_control") => {
                     self.next();
                     self.int()?;
                 }

@@ -42,6 +42,8 @@ pub(super) struct LoadedModule {
 
 struct LoadedFunction {
     function: Function,
+    /// Registers of a thread, as they are told.
+    registers: u32,
     /// What the program may ask for in dynamic shared memory, in bytes.
     dynamic_limit: u32,
     /// Attributes that the program has set and that change nothing here.
@@ -54,9 +56,10 @@ struct LoadedFunction {
 }
 
 impl LoadedFunction {
-    fn new(function: Function, dynamic_limit: u32) -> LoadedFunction {
+    fn new(function: Function, registers: u32, dynamic_limit: u32) -> LoadedFunction {
         LoadedFunction {
             function,
+            registers,
             dynamic_limit,
             carveout: -1,
             cluster_scheduling: 0,
@@ -106,7 +109,7 @@ impl LoadedFunction {
             1 => info.shared_bytes as i32,
             2 => info.constant_bytes as i32,
             3 => info.local_bytes as i32,
-            4 => info.registers as i32,
+            4 => self.registers as i32,
             5 => info.ptx_version as i32,
             6 => 90,
             7 => 0,
@@ -195,11 +198,12 @@ impl ModuleOps<Call> for Software {
             }
         };
         let usual = gpu.properties().shared_per_block;
+        let most_registers = super::link::most_registers(&image, &op.options);
         let mut functions = Vec::with_capacity(module.functions().len());
         for info in module.functions() {
             let function = module.function(&info.name).map_err(|e| code(&e))?;
             let dynamic_limit = usual.saturating_sub(info.shared_bytes);
-            functions.push(LoadedFunction::new(function, dynamic_limit));
+            functions.push(LoadedFunction::new(function, info.registers.min(most_registers), dynamic_limit));
         }
         let loaded = LoadedModule { context: op.context.0, module, functions };
         let table = loaded.table();

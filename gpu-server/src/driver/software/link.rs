@@ -24,13 +24,31 @@ const IDENT: [u8; 16] = *b"\x7fELF\x02\x01\x01\0\0rgpusw\0";
 /// Bytes of an ELF file's header, and of one of its sections'.
 const HEADER: usize = 64;
 
+/// Where the most registers stand that a kernel of an image may have: in an ELF file's flags.
+const REGISTERS: std::ops::Range<usize> = 48..52;
+/// `CU_JIT_MAX_REGISTERS`.
+const MAX_REGISTERS: u32 = 0;
+
 /// A linker at work.
 pub(super) struct Link {
     pub(super) context: u32,
+    registers: u32,
     inputs: Vec<Vec<u8>>,
     bytes: u64,
     error_log: String,
     image: Option<Vec<u8>>,
+}
+
+/// The most registers that these options allow; 0: any number.
+fn allowed(options: &[JitOption]) -> u32 {
+    options.iter().rfind(|option| option.option == MAX_REGISTERS).map_or(0, |option| option.value as u32)
+}
+
+/// The most registers that a kernel of an image may have: what its load says, or the linker that made it.
+pub(super) fn most_registers(image: &[u8], options: &[JitOption]) -> u32 {
+    let linked = image.strip_prefix(&IDENT).and_then(|_| image.get(REGISTERS)?.first_chunk());
+    let said = [allowed(options), linked.map_or(0, |bytes| u32::from_le_bytes(*bytes))];
+    said.into_iter().filter(|&most| most != 0).min().unwrap_or(u32::MAX)
 }
 
 /// An image with these inputs.
@@ -182,8 +200,9 @@ impl Software {
             return Err(Status::OUT_OF_MEMORY);
         }
         let (inputs, error_log) = (Vec::new(), String::new());
-        self.links
-            .insert(op.link.0, Link { context: op.context.0, inputs, bytes: 0, error_log, image: None });
+        let registers = allowed(&op.options);
+        let link = Link { context: op.context.0, registers, inputs, bytes: 0, error_log, image: None };
+        self.links.insert(op.link.0, link);
         Ok(())
     }
 
@@ -214,7 +233,11 @@ impl Software {
             let inputs: Vec<&[u8]> = link.inputs.iter().map(Vec::as_slice).collect();
             let linked = if inputs.is_empty() { Ok(None) } else { gpu.link_module(&inputs).map(Some) };
             match linked {
-                Ok(Some(_)) => link.image = Some(pack(&link.inputs)),
+                Ok(Some(_)) => {
+                    let mut image = pack(&link.inputs);
+                    image[REGISTERS].copy_from_slice(&link.registers.to_le_bytes());
+                    link.image = Some(image);
+                }
                 Ok(None) => result = link.refuse(Status::INVALID_VALUE, "the whole", "there is no input"),
                 Err(error) => result = link.refuse(code(&error), "the whole", &told(&error)),
             }
