@@ -158,6 +158,11 @@ static void devices(CUdevice device) {
     TRUE_THAT(width >= 1 << 20);
     OK(cuDeviceGetExecAffinitySupport(&value, CU_EXEC_AFFINITY_TYPE_SM_COUNT, device));
     TRUE_THAT(value == 0 || value == 1);
+    CUexecAffinityParam affinity = {};
+    OK(cuCtxGetExecAffinity(&affinity, CU_EXEC_AFFINITY_TYPE_SM_COUNT));
+    OK(cuDeviceGetAttribute(&value, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+    IS(value, affinity.param.smCount.val);
+    IS(CU_EXEC_AFFINITY_TYPE_SM_COUNT, affinity.type);
     // There is no way from a device to itself.
     IS(CUDA_ERROR_INVALID_DEVICE, cuDeviceGetP2PAttribute(&value, CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, device, device));
     // Atomic operations across the bus, and across links; CUDA 13 has asked for the first time.

@@ -108,8 +108,10 @@ int main(int argc, char **argv) {
     gpu.type = cudaMemLocationTypeDevice;
     cudaMemPool_t pool = made(0), standard, chosen;
     cudaMemAccessDesc access = {gpu, cudaMemAccessFlagsProtReadWrite};
+    cudaMemAccessFlags flags = cudaMemAccessFlagsProtReadWrite;
+    OK(cudaMemPoolGetAccess(&flags, pool, &gpu));
+    IS(cudaMemAccessFlagsProtNone, flags);
     OK(cudaMemPoolSetAccess(pool, &access, 1));
-    cudaMemAccessFlags flags = cudaMemAccessFlagsProtNone;
     OK(cudaMemPoolGetAccess(&flags, pool, &gpu));
     IS(cudaMemAccessFlagsProtReadWrite, flags);
     uses(pool);

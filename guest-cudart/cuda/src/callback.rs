@@ -184,6 +184,8 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             (None, Ok(())) => continue,
         };
         let Call { stream, ticket, function, data, .. } = call;
+        // As in NVIDIA's driver, whose functions are refused there nevertheless.
+        context::enter(stream.context);
         drop(stream);
         CALLING.fetch_add(1, Ordering::AcqRel);
         match function {

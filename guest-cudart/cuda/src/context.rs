@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::device::attr;
 use crate::green::{self, Green};
 use crate::promise::Fences;
 use crate::state::{self, Driver, driver, unique_id};
@@ -94,6 +95,17 @@ impl Named {
     fn handle(&self) -> usize {
         self.green.as_ref().map_or(self.context.handle, |green| green.handle())
     }
+}
+
+/// `CU_EXEC_AFFINITY_TYPE_SM_COUNT`.
+const EXEC_AFFINITY_SM_COUNT: u32 = 0;
+
+/// `CUexecAffinityParam`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ExecAffinityParam {
+    kind: u32,
+    processors: u32,
 }
 
 /// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
@@ -438,6 +450,15 @@ fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
     unsafe { put(pctx, context.handle) }
 }
 
+/// Makes a context the calling thread's only one: that of a host function that it calls.
+pub(crate) fn enter(context: &'static Context) {
+    let _ = Lasting::with(&STACK, |stack| {
+        let mut stack = stack.borrow_mut();
+        stack.clear();
+        stack.push(Named { context, green: None });
+    });
+}
+
 fn push(context: Named) {
     // A thread that is being torn down has no current context any more.
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
@@ -560,6 +581,16 @@ api! {
         const MAP_HOST: u32 = 8;
         let context = current()?;
         put(flags, context.flags.load(Ordering::Relaxed) | if context.primary { MAP_HOST } else { 0 })
+    }
+
+    fn cuCtxGetExecAffinity(param: *mut ExecAffinityParam, kind: u32) {
+        non_null(param)?;
+        if kind != EXEC_AFFINITY_SM_COUNT {
+            return Err(Status::INVALID_VALUE);
+        }
+        // No context is limited to a part of its device: such are MPS's.
+        let processors = state::device(current()?.device as i32)?.attribute(attr::MULTIPROCESSOR_COUNT);
+        put(param, ExecAffinityParam { kind, processors: processors as u32 })
     }
 
     fn cuCtxSetFlags(flags: u32) {

@@ -4,7 +4,7 @@
 //! that stream has come to the free. What is kept beyond the release threshold, and beyond [`KEPT`], goes back to the system, as does all of it with the pool.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::context::Context;
@@ -33,6 +33,8 @@ struct Free {
 pub(crate) struct HostPool {
     free: Mutex<Vec<Free>>,
     idle: AtomicU64,
+    /// Devices that were given access, a bit each. All have it; none is told so before, as by NVIDIA's driver.
+    told: AtomicU32,
 }
 
 /// An allocation.
@@ -56,6 +58,16 @@ impl HostPool {
     /// Bytes that it keeps free.
     pub fn idle(&self) -> u64 {
         self.idle.load(Ordering::Relaxed)
+    }
+
+    /// A device is given access.
+    pub fn tell(&self, device: u32) {
+        self.told.fetch_or(1 << device, Ordering::Relaxed);
+    }
+
+    /// Whether a device was given access.
+    pub fn is_told(&self, device: u32) -> bool {
+        self.told.load(Ordering::Relaxed) & 1 << device != 0
     }
 
     /// A piece of this size that a stream may use now.

@@ -62,13 +62,6 @@ mod graphics {
     }
 }
 
-/// Contexts with a part of the device, made with them: MPS's. Green contexts are served.
-mod affinity {
-    unsupported! {
-        cuCtxGetExecAffinity,
-    }
-}
-
 /// Decompression by the device's engines: not built yet.
 mod decompression {
     unsupported! {

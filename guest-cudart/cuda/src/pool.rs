@@ -351,11 +351,11 @@ pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count:
     Ok(())
 }
 
-/// Checks what access a program wants to give to pinned memory of the host: all have it, and it cannot be taken away.
+/// Gives access to pinned memory of the host: all have it, and it cannot be taken away.
 ///
 /// # Safety
 /// `map` may be read for `count` descriptions.
-unsafe fn check_host_access(map: *const MemAccessDesc, count: usize) -> Result {
+unsafe fn give_host_access(pool: &HostPool, map: *const MemAccessDesc, count: usize) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     for i in 0..count {
         non_null(map)?;
@@ -368,6 +368,13 @@ unsafe fn check_host_access(map: *const MemAccessDesc, count: usize) -> Result {
         }
         if access.flags != 3 {
             return refuse_form("less access than all to a memory pool of the host's", &SAID);
+        }
+    }
+    for i in 0..count {
+        // SAFETY: as above.
+        let location = unsafe { (*map.add(i)).location };
+        if location.kind == LOCATION_DEVICE {
+            pool.tell(state::device(location.id)?.ordinal);
         }
     }
     Ok(())
@@ -531,8 +538,8 @@ api! {
 
     fn cuMemPoolSetAccess(pool: usize, map: *const MemAccessDesc, count: usize) {
         let (_, pool) = of(pool)?;
-        if pool.host.is_some() {
-            return check_host_access(map, count);
+        if let Some(host) = &pool.host {
+            return give_host_access(host, map, count);
         }
         check_access(pool.device, map, count)
     }
@@ -544,12 +551,9 @@ api! {
             non_null(place)?;
             return put(flags, 0);
         }
-        if pool.host.is_some() {
-            // Every device and the host reach it.
-            if !is_host(place)? {
-                location(place)?;
-            }
-            return put(flags, 3);
+        if let Some(host) = &pool.host {
+            let told = is_host(place)? || host.is_told(location(place)? as u32);
+            return put(flags, if told { 3 } else { 0 });
         }
         let device = location(place)?;
         put(flags, if device == pool.device as i32 { 3 } else { 0 })

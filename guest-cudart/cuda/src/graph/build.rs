@@ -163,22 +163,15 @@ unsafe fn pairs(
     ends.enumerate().map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?))).collect()
 }
 
-/// Takes dependencies away: those with this data, or, without any, whatever is said of them (NVIDIA's driver does so, where its manual speaks of default data).
+/// Takes dependencies away.
 ///
 /// # Safety
 /// As of [`pairs`].
-unsafe fn disconnect(
-    graph: usize,
-    from: *const usize,
-    to: *const usize,
-    data: *const EdgeData,
-    count: usize,
-) -> Result {
+unsafe fn disconnect(graph: usize, from: *const usize, to: *const usize, count: usize) -> Result {
     let graph = of(graph)?;
     // SAFETY: as the caller says.
-    let pairs = unsafe { pairs(&graph, from, to, data, count) }?;
-    let said = |edge| (!data.is_null()).then_some(edge);
-    graph.disconnect(&pairs.into_iter().map(|(from, to, edge)| (from, to, said(edge))).collect::<Vec<_>>())
+    let pairs = unsafe { pairs(&graph, from, to, std::ptr::null(), count) }?;
+    graph.disconnect(&pairs.into_iter().map(|(from, to, _)| (from, to)).collect::<Vec<_>>())
 }
 
 api! {
@@ -293,10 +286,12 @@ api! {
     }
 
     fn cuGraphRemoveDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
-        disconnect(graph, from, to, std::ptr::null(), count)
+        disconnect(graph, from, to, count)
     }
 
     fn cuGraphRemoveDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
-        disconnect(graph, from, to, data, count)
+        // Whatever is said of them: NVIDIA's driver does not look at the data, of which its manual says that it must match.
+        let _ = data;
+        disconnect(graph, from, to, count)
     }
 }

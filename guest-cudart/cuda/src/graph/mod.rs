@@ -237,17 +237,16 @@ impl Graph {
     ///
     /// # Errors
     /// `INVALID_VALUE` when one is not there with its data, `NOT_SUPPORTED` when the graph has memory nodes.
-    fn disconnect(&self, edges: &[(u64, u64, Option<EdgeData>)]) -> Result {
+    fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
         let mut inner = lock(&self.inner);
-        let there = |(from, to, data): &(u64, u64, Option<EdgeData>)| {
-            let is_it = |edge: &Edge| edge.from == *from && data.is_none_or(|data| edge.data == data);
-            inner.nodes.get(to).is_some_and(|node| node.before.iter().any(is_it))
+        let there = |(from, to): &(u64, u64)| {
+            inner.nodes.get(to).is_some_and(|node| node.before.iter().any(|edge| edge.from == *from))
         };
         if !edges.iter().all(there) {
             return Err(Status::INVALID_VALUE);
         }
         inner.may_lose()?;
-        for (from, to, _) in edges {
+        for (from, to) in edges {
             if let Some(node) = inner.nodes.get_mut(to) {
                 node.before.retain(|edge| edge.from != *from);
             }
@@ -461,7 +460,7 @@ mod tests {
         let b = graph.add(Work::Empty, vec![edge(a)]).unwrap();
         let c = graph.add(Work::Empty, vec![edge(b)]).unwrap();
         assert_eq!(graph.connect(&[(a, c, [0; 8]), (c, a, [0; 8])]), Err(Status::INVALID_VALUE));
-        assert_eq!(graph.disconnect(&[(a, c, Some([0; 8]))]), Err(Status::INVALID_VALUE));
+        assert_eq!(graph.disconnect(&[(a, c)]), Err(Status::INVALID_VALUE));
         graph.connect(&[(a, c, [0; 8])]).unwrap();
         assert_eq!(graph.ancestors(&[c]), HashSet::from([a, b, c]));
     }
