@@ -9,8 +9,8 @@ use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
 use protocol::handle::TicketId;
 use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordPatch};
 use protocol::ops::stream::StreamHostSignal;
-use protocol::ops::{Class, Op};
-use protocol::wire::{Bytes, Reader, Wire, Writer};
+use protocol::ops::{self, Class, Op};
+use protocol::wire::{Bytes, Wire, Writer};
 
 /// Streams' waits for the client, and mirrors of its memory, as every thread of a worker may use them. None of these waits for a device.
 pub trait Beside: Send + Sync {
@@ -51,9 +51,7 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
         if record.opcode != T::INFO.opcode || answered != (record.reply_slot != NO_SLOT) {
             return None;
         }
-        let mut reader = Reader::new(body);
-        let op = T::get(&mut reader).ok()?;
-        reader.finish().ok().map(|()| op)
+        ops::decode(body).ok()
     }
     if let Some(op) = is::<StreamHostSignal>(record, body) {
         return beside.signal(op.ticket).then_some(None);

@@ -167,8 +167,7 @@ impl<'a> Ahead<'a> {
 
     fn read_ahead(&self, mut source: MutexGuard<'_, Source<'_>>) {
         // What let a stream go on before it had begun to wait may be of use by now.
-        let Source { ahead, .. } = &mut *source;
-        ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
+        source.ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
         while source.lost.is_none() && source.bytes < MOST {
             let mut body = Vec::new();
             match source.commands.try_next(&mut body) {

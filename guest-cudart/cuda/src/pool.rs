@@ -357,26 +357,21 @@ pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count:
 /// `map` may be read for `count` descriptions.
 unsafe fn give_host_access(pool: &HostPool, map: *const MemAccessDesc, count: usize) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
+    let mut devices = Vec::new();
     for i in 0..count {
         non_null(map)?;
         // SAFETY: as the caller says.
         let access = unsafe { *map.add(i) };
         match access.location.kind {
             LOCATION_HOST => {}
-            LOCATION_DEVICE => drop(state::device(access.location.id)?),
+            LOCATION_DEVICE => devices.push(state::device(access.location.id)?.ordinal),
             _ => return Err(Status::INVALID_VALUE),
         }
         if access.flags != 3 {
             return refuse_form("less access than all to a memory pool of the host's", &SAID);
         }
     }
-    for i in 0..count {
-        // SAFETY: as above.
-        let location = unsafe { (*map.add(i)).location };
-        if location.kind == LOCATION_DEVICE {
-            pool.tell(state::device(location.id)?.ordinal);
-        }
-    }
+    devices.into_iter().for_each(|device| pool.tell(device));
     Ok(())
 }
 

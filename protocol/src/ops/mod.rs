@@ -128,7 +128,11 @@ pub enum Malformed {
     Slot(&'static str),
 }
 
-fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Malformed> {
+/// Decodes a record's body, if it is the operation's, and whole.
+///
+/// # Errors
+/// [`Malformed::Body`] if it does not decode, or something is left behind it.
+pub fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Malformed> {
     let mut reader = Reader::new(body);
     T::get(&mut reader)
         .and_then(|op| reader.finish().map(|()| op))

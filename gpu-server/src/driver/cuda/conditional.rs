@@ -78,8 +78,10 @@ impl Cuda {
         Ok(())
     }
 
-    pub(super) fn remove_conditional(&mut self, context: ContextId, first: GraphId) -> Result<(), Status> {
-        let root = GraphId(self.drafts.owner(first)?.root);
+    pub(super) fn remove_conditional(&mut self, cx: &mut Call, first: GraphId) -> Result<(), Status> {
+        let owner = self.drafts.owner(first)?;
+        let (context, root) = (ContextId(owner.context), GraphId(owner.root));
+        cx.context = context;
         if self.drafts.get(root)?.graph.filled.is_some() {
             return Err(Status::NOT_SUPPORTED);
         }

@@ -311,8 +311,7 @@ impl GraphOps<Call> for Cuda {
         cx: &mut Call,
         op: GraphConditionalRemove,
     ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
-        cx.context = ContextId(self.drafts.owner(op.first)?.context);
-        self.remove_conditional(cx.context, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
+        self.remove_conditional(cx, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
     }
 
     fn graph_instantiate_draft<'a>(

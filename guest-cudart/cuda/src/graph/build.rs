@@ -146,32 +146,38 @@ fn freed(address: u64) -> Result<Work> {
     if super::memory::find(address).is_some() { Ok(Work::Free(address)) } else { Err(Status::INVALID_VALUE) }
 }
 
-/// Dependencies between nodes of a graph: the numbers of both ends, and what is said of each.
+/// The numbers of both ends of dependencies between nodes of a graph.
 ///
 /// # Safety
-/// `from` and `to` may be read for `count` nodes; so may `data`, unless it is NULL.
+/// `from` and `to` may be read for `count` nodes.
 unsafe fn pairs(
     graph: &Arc<Graph>,
     from: *const usize,
     to: *const usize,
-    data: *const EdgeData,
     count: usize,
-) -> Result<Vec<(u64, u64, EdgeData)>> {
+) -> Result<Vec<(u64, u64)>> {
     // SAFETY: as the caller says.
     let ends = unsafe { super::nodes(graph, from, count)?.into_iter().zip(super::nodes(graph, to, count)?) };
-    // SAFETY: as above.
-    ends.enumerate().map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?))).collect()
+    Ok(ends.collect())
 }
 
-/// Takes dependencies away.
+/// Adds dependencies, with what is said of each.
 ///
 /// # Safety
-/// As of [`pairs`].
-unsafe fn disconnect(graph: usize, from: *const usize, to: *const usize, count: usize) -> Result {
+/// As of [`pairs`]; `data` may be read for as many, unless it is NULL.
+unsafe fn connect(
+    graph: usize,
+    from: *const usize,
+    to: *const usize,
+    data: *const EdgeData,
+    count: usize,
+) -> Result {
     let graph = of(graph)?;
     // SAFETY: as the caller says.
-    let pairs = unsafe { pairs(&graph, from, to, std::ptr::null(), count) }?;
-    graph.disconnect(&pairs.into_iter().map(|(from, to, _)| (from, to)).collect::<Vec<_>>())
+    let ends = unsafe { pairs(&graph, from, to, count) }?.into_iter().enumerate();
+    // SAFETY: as above.
+    let edges = ends.map(|(i, (from, to))| Ok((from, to, unsafe { edge_data(data, i) }?)));
+    graph.connect(&edges.collect::<Result<Vec<_>>>()?)
 }
 
 api! {
@@ -276,22 +282,22 @@ api! {
     }
 
     fn cuGraphAddDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
-        let graph = of(graph)?;
-        graph.connect(&pairs(&graph, from, to, std::ptr::null(), count)?)
+        connect(graph, from, to, std::ptr::null(), count)
     }
 
     fn cuGraphAddDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
-        let graph = of(graph)?;
-        graph.connect(&pairs(&graph, from, to, data, count)?)
+        connect(graph, from, to, data, count)
     }
 
     fn cuGraphRemoveDependencies(graph: usize, from: *const usize, to: *const usize, count: usize) {
-        disconnect(graph, from, to, count)
+        let graph = of(graph)?;
+        graph.disconnect(&pairs(&graph, from, to, count)?)
     }
 
     fn cuGraphRemoveDependencies_v2(graph: usize, from: *const usize, to: *const usize, data: *const EdgeData, count: usize) {
         // Whatever is said of them: NVIDIA's driver does not look at the data, of which its manual says that it must match.
         let _ = data;
-        disconnect(graph, from, to, count)
+        let graph = of(graph)?;
+        graph.disconnect(&pairs(&graph, from, to, count)?)
     }
 }

@@ -99,6 +99,9 @@ fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
 
 /// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
 pub(super) fn has_unused(graph: &Arc<Graph>) -> bool {
+    if graph.draft.id().is_none() {
+        return false;
+    }
     let (mut made, mut used, mut open) = (HashSet::new(), HashSet::new(), vec![graph.clone()]);
     while let Some(graph) = open.pop() {
         made.extend(lock(&graph.draft.conditions).iter().copied());

@@ -236,7 +236,7 @@ impl Graph {
     /// Takes dependencies away: all of them, or none.
     ///
     /// # Errors
-    /// `INVALID_VALUE` when one is not there with its data, `NOT_SUPPORTED` when the graph has memory nodes.
+    /// `INVALID_VALUE` when one is not there, `NOT_SUPPORTED` when the graph has memory nodes.
     fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
         let mut inner = lock(&self.inner);
         let there = |(from, to): &(u64, u64)| {

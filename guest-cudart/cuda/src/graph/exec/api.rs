@@ -127,8 +127,12 @@ api! {
         non_null(params)?;
         (*params).error_node = 0;
         // Until it is otherwise.
-        (*params).result = if conditional::has_unused(&of(graph)?) { answer::UNUSED_CONDITION } else { answer::ERROR };
-        let handle = instantiate(graph, (*params).flags)?;
+        (*params).result = answer::ERROR;
+        let handle = instantiate(graph, (*params).flags).inspect_err(|_| {
+            if of(graph).is_ok_and(|graph| conditional::has_unused(&graph)) {
+                (*params).result = answer::UNUSED_CONDITION;
+            }
+        })?;
         if (*params).flags & flag::UPLOAD != 0 {
             upload(handle, (*params).stream, pt).inspect_err(|_| drop(EXECS.remove(handle)))?;
         }
