@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use rgpu_tests::guest::{self, Host, Options};
-use rgpu_tests::machine::{self, Accelerator, Kernel, Machine, Qemu, setup};
+use rgpu_tests::machine::{self, Accelerator, Machine};
 use rgpu_tests::programs::{Program, portable};
 use rgpu_tests::tree::{self, Build};
 
 use crate::programs::{self, Runtime};
 use crate::progress::Step;
-use crate::{artifacts, debian, demo_shell, toolchain};
+use crate::{artifacts, debian, demo_shell, machines, toolchain};
 
 /// The programs, in the order in which they run, and what each does. All of them run on the software GPU.
 const PROGRAMS: [(&str, &str); 10] = [
@@ -151,7 +151,7 @@ fn prepare(programs: &[Program]) -> Result<Accelerator> {
         let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
         let others = debian::packages(&packages, "the compiler and the guest").and_then(|()| {
             let compile = scope.spawn(|| programs::build_these(programs, &[Runtime::Static]));
-            let accelerator = prepare_machine()?;
+            let accelerator = machines::prepare()?;
             joined(compile.join())?;
             Ok(accelerator)
         });
@@ -162,22 +162,6 @@ fn prepare(programs: &[Program]) -> Result<Accelerator> {
 
 fn joined<T>(result: std::thread::Result<Result<T>>) -> Result<T> {
     result.unwrap_or_else(|_| Err(anyhow!("a thread of the preparation panicked")))
-}
-
-/// Fetches and builds what the guest needs, a step at a time.
-fn prepare_machine() -> Result<Accelerator> {
-    let kernel = Kernel::default();
-    let step = Step::spinner("fetching the guest's kernel, building the driver");
-    setup::listening(step.listener(), || kernel.driver())?;
-    step.done(&kernel.files()?.version);
-    let step = Step::spinner("finding or fetching QEMU");
-    let (qemu, accelerator) = setup::listening(step.listener(), || -> Result<_> {
-        let qemu = Qemu::find()?;
-        let accelerator = qemu.accelerator()?;
-        Ok((qemu, accelerator))
-    })?;
-    step.done(qemu.version());
-    Ok(accelerator)
 }
 
 /// Runs one program in the guest; returns its line of the table and everything it printed.

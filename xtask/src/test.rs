@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree;
 
-use crate::{artifacts, bench, demo, dist, nightly, process, programs};
+use crate::{artifacts, bench, demo, dist, machines, nightly, process, programs};
 
 /// Parts that run only when they are named.
 const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
@@ -126,8 +126,13 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             // Each test starts a server with workers of its own: two at once are enough for a small machine.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
-        "compatibility" | "driver" => {
+        "compatibility" => {
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
+        }
+        "driver" => {
+            machines::prepare_all_kernels()?;
+            // Each test has a machine and a device of its own, and waits for its boot most of the time.
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
         "dist" => {
             dist::dist()?;
@@ -139,6 +144,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             programs::build()?;
             if matches!(part, "guest_counts" | "round_trips") {
                 bench::compile()?;
+            }
+            match part {
+                "guest_counts" | "vm" => drop(machines::prepare()?),
+                "rdma" => machines::prepare_rdma()?,
+                _ => {}
             }
             // Machines and whole daemons: one at a time, so that what one test counts is not another's. The tests of RDMA have a machine each and count in it; they wait for links that
             // are down and for retries more than they work, so two run at once.
