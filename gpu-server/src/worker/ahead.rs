@@ -216,7 +216,7 @@ mod tests {
     use protocol::ops::{self, Op};
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    const LONG: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(240);
     const MIRROR: u64 = 0x10_0000;
 
     struct Queue(Receiver<(Record, Vec<u8>)>);

@@ -27,7 +27,7 @@ use rgpu_host_bridge::memory::{ChannelView, Memories};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// How long anything may take before a test gives up. Nothing is judged by it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(240);
 
 /// A memfd of `size` bytes.
 pub fn memfd(size: u64) -> OwnedFd {
