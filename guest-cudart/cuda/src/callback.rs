@@ -109,10 +109,8 @@ pub(crate) fn on(
     });
     // Under the queue's lock, so that calls stand in the queue in the order of their streams.
     let mut calls = lock(&queue.calls);
-    let mark = driver.session.append(&StreamMark { stream: stream.id })?;
-    stream.marked(mark);
-    let seq = driver.session.append(&StreamHostWait { stream: stream.id, ticket })?;
-    stream.worked(seq);
+    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
+    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
     late::calls(driver, &stream, seq);
     calls.push_back(Call { stream, mark, ticket, function, data });
     queue.came.notify_one();
@@ -214,7 +212,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
 api! {
     fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
         let function = function.ok_or(Status::INVALID_VALUE)?;
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
         let stream = stream::any(driver, context, stream, pt)?;
         if let Some(capture) = stream.capture() {
             return capture.add(&stream, Work::Host(function, Data(data)));
@@ -227,7 +225,7 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
         let on_stream = stream::any(driver, context, stream, pt)?;
         capture::forbid(&on_stream)?;
         on(driver, on_stream, Function::Callback(callback, stream), data)

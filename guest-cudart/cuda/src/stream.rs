@@ -162,25 +162,28 @@ impl Stream {
         *lock(&self.capturing) = Some(capture);
     }
 
-    /// Puts an operation on the stream, which is not being captured.
+    /// Puts an operation on the stream, which is not being captured; the `seq` of its record.
     #[inline]
-    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result {
-        self.worked(driver.session.append(op)?);
-        Ok(())
+    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = driver.session.append(op)?;
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// Puts an operation on the stream that publishes: an event's record. It is work too.
+    pub fn publishing_work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
+        let seq = self.work(driver, op)?;
+        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+        Ok(seq)
     }
 
     /// Notes that record `seq` is work on this stream.
     #[inline]
-    pub fn worked(&self, seq: u64) {
+    fn worked(&self, seq: u64) {
         self.last_work.fetch_max(seq, Ordering::AcqRel);
         self.context.worked(seq, self.is_free());
         managed::edges::work_came();
-    }
-
-    /// Notes that record `seq` on this stream publishes: an event's record. It is work too.
-    pub fn marked(&self, seq: u64) {
-        self.last_mark.fetch_max(seq, Ordering::AcqRel);
-        self.worked(seq);
     }
 
     /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
@@ -560,8 +563,7 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
     if last.is_none() && !event.is_shared() {
         return Ok(());
     }
-    let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
-    stream.worked(seq);
+    let seq = stream.work(driver, &StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
     if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }
