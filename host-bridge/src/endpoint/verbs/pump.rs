@@ -205,7 +205,7 @@ impl VerbsClient {
                 }
                 frame::DATA_ASK => {
                     let (DataAsk { seq, piece, .. }, _) = split_struct(body).map_err(broken)?;
-                    self.inbox.ask_ahead((seq, piece)).map_err(End::Lost)?;
+                    self.inbox.ask((seq, piece)).map_err(End::Lost)?;
                 }
                 frame::DATA_NEXT => {
                     let (DataNext { seq, piece, offset, len, .. }, _) = split_struct(body).map_err(broken)?;
