@@ -469,6 +469,7 @@ impl Inbox {
         }
         let landing = Arc::clone(&expected.landing);
         drop(state);
+        self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         copy_in(&*landing, header.offset, bytes);
         self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.landed(key, bytes.len() as u64);
