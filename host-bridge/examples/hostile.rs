@@ -114,7 +114,7 @@ impl Session {
         let domain: Arc<Domain> = Domain::new(Device::open(settings)?)?;
         let source = Slab::new(&domain, SOURCE, Access::RemoteWrite)?;
         let unconnected = Unconnected::new(&domain, settings)?;
-        let slot = (SOURCE / 4) as u32;
+        let slot = (SOURCE / 16) as u32;
         let mut offer = unconnected.offer(if first { None } else { Some((&source, slot)) });
         if twist == Twist::Swapped {
             offer.queue_pairs.swap(0, 1);

@@ -106,6 +106,31 @@ fn parts_of_a_region_and_of_the_arena_are_what_they_say() {
     assert!(client.read(&extents) == expected);
 }
 
+/// The server reads one frame after the other, and none while it waits for a command's data.
+#[test]
+fn what_a_command_needs_is_never_asked_for_behind_it() {
+    let server = FakeServer::start(Manners { hold_commands: true, ..Manners::default() });
+    let mut client = Client::connect(&server.config());
+    let (all, lengths) = (4u64 << 20, [16 << 10, 300 << 10, 1 << 20, 16 << 10]);
+    let extents = scattered(all, 7);
+    let bytes = pattern(all as usize, 7);
+    client.write(&extents, &bytes);
+    client.register(1, extents, true).unwrap();
+    // More short ones than may go eagerly, and some that may not because of those before them on their stream.
+    let copies: Vec<(u64, u64)> =
+        (0..120u64).map(|n| (n * 37_777 % (3 << 20), lengths[n as usize % lengths.len()])).collect();
+    for (number, (offset, len)) in copies.iter().enumerate() {
+        client.htod(number as u64, region(1, *offset, *len));
+    }
+    eventually(|| server.frames() > 0);
+    server.release();
+    for (number, (offset, len)) in copies.into_iter().enumerate() {
+        client.dtoh(number as u64, arena(0, len));
+        client.synchronize();
+        assert!(client.read_arena(0, len) == bytes[offset as usize..(offset + len) as usize], "{number}");
+    }
+}
+
 #[test]
 fn released_follows_the_data() {
     let server = FakeServer::good();

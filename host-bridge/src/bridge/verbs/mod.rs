@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use protocol::device::Answer;
-use protocol::link::{Queues, SLOT_DATA, frame, purpose};
+use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::relay::Relay;
@@ -71,7 +71,8 @@ pub(super) fn connect(
     let end = u64::from(queues.slots)
         .checked_mul(queues.slot_size.into())
         .and_then(|all| queues.slots_address.checked_add(all));
-    if queues.slots == 0 || queues.slots > 1 << 16 || queues.slot_size < SLOT_DATA + 4096 || end.is_none() {
+    let planned = queues.slots.checked_sub(GRANTED_SLOTS).filter(|slots| *slots > 0);
+    if planned.is_none() || queues.slots > 1 << 16 || queues.slot_size < SLOT_DATA + 4096 || end.is_none() {
         return Err(protocol(format!("it has {} slots of {} bytes", queues.slots, queues.slot_size)));
     }
     let link = unconnected.connect(&queues).map_err(|source| match source {
