@@ -24,7 +24,7 @@ use super::outgoing::{Outbox, Outgoing};
 use super::patience::{Answers, Patience};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, Bell};
-use super::{Client, Commands, Lost, Polling, Sink, Source};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
 
 /// A peer that takes nothing for this long is lost.
@@ -58,6 +58,7 @@ pub struct TcpClient {
     stop: Bell,
     keeper: Keeper,
     answers: Answers,
+    farewell: Farewell,
 }
 
 /// When the keeper is needed. See [`TcpClient::keep_alive`].
@@ -162,6 +163,7 @@ impl TcpCommands {
             stop,
             keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
             answers: Answers::default(),
+            farewell: Farewell::default(),
         });
         let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
         client.inbox.tell(bridge);
@@ -372,6 +374,7 @@ impl TcpClient {
         self.stop.ring();
         self.inbox.close();
         self.outbox.close();
+        self.farewell.call();
         true
     }
 }
@@ -455,6 +458,10 @@ impl Client for TcpClient {
             let _ = self.control.shutdown(Shutdown::Both);
         }
         drop(whole);
+    }
+
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
     }
 
     fn streams_data(&self) -> bool {

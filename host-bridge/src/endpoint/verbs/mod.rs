@@ -38,7 +38,7 @@ use super::outgoing::Outgoing;
 use super::ring::{Arrivals, Freed, Ring};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::Bell;
-use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
@@ -102,6 +102,7 @@ pub struct VerbsClient {
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
     stop: Bell,
+    farewell: Farewell,
 }
 
 struct Engine {
@@ -206,6 +207,7 @@ impl VerbsCommands {
                 ending: AtomicBool::new(false),
                 end: OnceLock::new(),
                 stop,
+                farewell: Farewell::default(),
             }
         });
         let poll = PollTime::giving_way(polling.most, cores());
@@ -406,6 +408,7 @@ impl VerbsClient {
         drop(lock(&self.arrived));
         self.came.notify_all();
         self.room.notify_all();
+        self.farewell.call();
     }
 }
 
@@ -481,6 +484,10 @@ impl Client for VerbsClient {
 
     fn close(&self) {
         self.finish(None);
+    }
+
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
     }
 
     fn streams_data(&self) -> bool {
