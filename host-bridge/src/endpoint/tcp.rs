@@ -1,6 +1,7 @@
 //! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on others.
 //!
-//! The dispatcher reads the control connection itself, polling before it sleeps. Every thread may send on it, whole frames under a lock. A bridge that waits for
+//! The dispatcher reads the control connection itself, polling before it sleeps. While it executes a command it reads nothing, and a command may take until its stream has its data: so
+//! nothing that a command needs may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge that waits for
 //! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keeper thread does. In an idle session both
 //! sleep, and what notices a bridge that is gone is the connection's keepalive.
 

@@ -3,7 +3,10 @@
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
 //!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
+//!
+//! The pump reads everything at once, whatever the dispatcher is at: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
 //!
 //! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
