@@ -404,7 +404,7 @@ impl Rgpu {
     }
 }
 
-const PROGRAMS: [&str; 19] = [
+const PROGRAMS: [&str; 21] = [
     "vectorAdd",
     "copies",
     "streams_events",
@@ -424,6 +424,8 @@ const PROGRAMS: [&str; 19] = [
     "held_streams",
     "held_by_value",
     "fair_streams",
+    "many_small_copies",
+    "batched_asks",
 ];
 
 /// While a session has nothing to do no thread of the daemons and of the worker is scheduled, and afterwards it goes on.

@@ -306,6 +306,8 @@ mod tests {
             self.waits.contains(&ticket.0) && self.signals.lock().expect("no panic").send(ticket.0).is_ok()
         }
 
+        fn release(&self) {}
+
         fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
             let from = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;
             let all = self.bytes.lock().expect("no panic");

@@ -66,6 +66,16 @@ impl Rig {
 
     /// The same, with more arguments for the server and for both bridges.
     pub fn with(name: &str, server: &[&str], bridge: &[&str]) -> Result<Self> {
+        Self::through(name, server, bridge, Ok)
+    }
+
+    /// The same, where `link` gives the port at which the bridge over TCP finds the server that listens at another.
+    pub fn through(
+        name: &str,
+        server: &[&str],
+        bridge: &[&str],
+        link: impl FnOnce(u16) -> Result<u16>,
+    ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let logs = tree::logs().join(name);
         let port = free_port()?;
@@ -85,8 +95,8 @@ impl Rig {
         server_arguments.extend(server.iter().map(|&argument| argument.to_owned()));
         let server = start_server(folder.path(), &logs, &server_arguments)?;
         let local = start_bridge(folder.path(), &logs, Transport::Local, &unix, bridge)?;
-        let tcp =
-            start_bridge(folder.path(), &logs, Transport::Tcp, &format!("tcp:127.0.0.1:{port}"), bridge)?;
+        let near = format!("tcp:127.0.0.1:{}", link(port)?);
+        let tcp = start_bridge(folder.path(), &logs, Transport::Tcp, &near, bridge)?;
         Ok(Self { server, local, tcp, port, folder, logs, server_arguments })
     }
 

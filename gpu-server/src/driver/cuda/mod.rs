@@ -432,7 +432,7 @@ impl super::Backend for Cuda {
     }
 
     fn end(&mut self) {
-        self.beside.release_all();
+        self.beside.release();
         self.staging.stop();
         self.completer.stop();
     }

@@ -3,7 +3,10 @@
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
 //!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
+//!
+//! The pump reads everything at once, whatever the dispatcher is at: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
 //!
 //! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
@@ -38,7 +41,7 @@ use super::outgoing::Outgoing;
 use super::ring::{Arrivals, Freed, Ring};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::Bell;
-use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
@@ -102,6 +105,7 @@ pub struct VerbsClient {
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
     stop: Bell,
+    farewell: Farewell,
 }
 
 struct Engine {
@@ -206,6 +210,7 @@ impl VerbsCommands {
                 ending: AtomicBool::new(false),
                 end: OnceLock::new(),
                 stop,
+                farewell: Farewell::default(),
             }
         });
         let poll = PollTime::giving_way(polling.most, cores());
@@ -406,6 +411,7 @@ impl VerbsClient {
         drop(lock(&self.arrived));
         self.came.notify_all();
         self.room.notify_all();
+        self.farewell.call();
     }
 }
 
@@ -481,6 +487,10 @@ impl Client for VerbsClient {
 
     fn close(&self) {
         self.finish(None);
+    }
+
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
     }
 
     fn streams_data(&self) -> bool {
