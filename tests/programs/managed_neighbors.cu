@@ -1,5 +1,5 @@
-// Threads share the blocks and pages of managed memory, but no bytes: some work on theirs with kernels, fills and copies on streams of every kind, others with the host alone, and one keeps
-// synchronizing. Every thread always finds what it has written last, by whichever means. Natively this needs a device whose concurrentManagedAccess is 1.
+// Threads share the blocks and pages of managed memory, but no bytes: some work on theirs with kernels, fills, copies and host functions on streams of every kind, others with the host alone, and
+// one keeps synchronizing. Every thread always finds what it has written last, by whichever means. Natively this needs a device whose concurrentManagedAccess is 1.
 #define PROGRAM "managed_neighbors"
 #include "common.h"
 
@@ -39,6 +39,21 @@ static unsigned derived(unsigned value, int turns) {
 
 __global__ void add(unsigned *counter, unsigned by) { *counter += by; }
 
+// What a stream calls the host for: it writes some of the thread's slots, and reads what a kernel before it has written.
+struct Call {
+    int owner, step;
+    unsigned add;
+    unsigned long long seen;
+};
+
+static void on_host(void *data) {
+    Call *call = (Call *)data;
+    for (int i = 0; i < EACH; i += call->step) {
+        call->seen += slot(call->owner, i).device;
+        slot(call->owner, i).host += call->add;
+    }
+}
+
 static void worker(int owner, int rounds, uint64_t seed) {
     Random random(seed + owner);
     cudaStream_t stream = 0;
@@ -53,7 +68,8 @@ static void worker(int owner, int rounds, uint64_t seed) {
         for (int i = random.below(3); i < EACH; i += 1 + random.below(5)) slot(owner, i).host = expected[i].host = (unsigned)random.next();
         unsigned bytes[4];
         for (unsigned &word : bytes) word = (unsigned)random.next();
-        switch (random.below(4)) {
+        Call call = {owner, 1 + (int)random.below(7), (unsigned)random.next(), 0};
+        switch (random.below(5)) {
         case 0:
             derive<<<(EACH + 63) / 64, 64, 0, stream>>>(slots, OWNERS, owner, EACH, turns);
             CHECK(cudaGetLastError());
@@ -73,6 +89,22 @@ static void worker(int owner, int rounds, uint64_t seed) {
                 memcpy(expected[i].copied, bytes, sizeof bytes);
             }
             break;
+        case 3: {
+            unsigned long long seen = 0;
+            derive<<<(EACH + 63) / 64, 64, 0, stream>>>(slots, OWNERS, owner, EACH, turns);
+            CHECK(cudaLaunchHostFunc(stream, on_host, &call));
+            derive<<<(EACH + 63) / 64, 64, 0, stream>>>(slots, OWNERS, owner, EACH, turns + 1);
+            CHECK(cudaStreamSynchronize(stream));
+            for (int i = 0; i < EACH; i++) {
+                if (i % call.step == 0) {
+                    seen += derived(expected[i].host, turns);
+                    expected[i].host += call.add;
+                }
+                expected[i].device = derived(expected[i].host, turns + 1);
+            }
+            REQUIRE(call.seen == seen, "thread %d, round %d: the host function has seen the sum %llx, not %llx", owner, round, call.seen, seen);
+            break;
+        }
         default:
             for (int n = 0; n < some; n++) {
                 int from = random.below(EACH), to = random.below(EACH);

@@ -57,10 +57,17 @@ static OWN: Queue = Queue::new();
 
 /// Functions of the program that are being called.
 static CALLING: AtomicUsize = AtomicUsize::new(0);
+/// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
+static STOPPED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 /// Whether a function of the program is being called, so that its stream waits for this process.
 pub(crate) fn is_calling() -> bool {
     CALLING.load(Ordering::Acquire) != 0
+}
+
+/// The streams, by their unique numbers, that are idle because a function is being called for them. [`managed::before_going_on`] comes between a stream's disappearance from here and its next work.
+pub(crate) fn stopped() -> Vec<u64> {
+    lock(&STOPPED).clone()
 }
 
 thread_local! {
@@ -184,7 +191,11 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         let Call { stream, ticket, function, data, .. } = call;
         // As in NVIDIA's driver, whose functions are refused there nevertheless.
         context::enter(stream.context);
+        let stopped = stream.unique();
         drop(stream);
+        // The function is to find what the stream has written before it.
+        managed::together::after_wait(driver);
+        lock(&STOPPED).push(stopped);
         CALLING.fetch_add(1, Ordering::AcqRel);
         match function {
             Function::Own(function) if status == Status::SUCCESS => function(),
@@ -203,6 +214,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         }
         CALLED.set(false);
         CALLING.fetch_sub(1, Ordering::AcqRel);
+        lock(&STOPPED).retain(|stream| *stream != stopped);
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
         let _ = driver.session.append(&StreamHostSignal { ticket });

@@ -399,6 +399,14 @@ pub(crate) fn quiesce_all(driver: &Driver) -> bool {
     all
 }
 
+/// Whether all work of all contexts is known to be over, but for work that stands behind a function that is being called.
+pub(crate) fn all_stopped(driver: &Driver) -> bool {
+    CONTEXTS
+        .all()
+        .iter()
+        .all(|context| !context.is_alive() || !context.is_busy() || stream::is_stopped(driver, context))
+}
+
 /// Whether work may be under way in any context.
 pub(crate) fn any_busy() -> bool {
     CONTEXTS.all().iter().any(|context| context.is_alive() && context.is_busy())

@@ -245,6 +245,12 @@ impl Stream {
         Ok(true)
     }
 
+    /// Whether its own work is known to be over. It may be learnt later: this does not wait.
+    pub fn is_idle(&self, driver: &Driver) -> bool {
+        let last = self.last_work.load(Ordering::Acquire);
+        self.is_known_done(last) || self.mark(driver).is_ok_and(|mark| self.has_passed(driver, mark))
+    }
+
     /// Whether it was destroyed, and everything that was ever on it is done.
     pub fn is_finished(&self) -> bool {
         self.finished.load(Ordering::Acquire)
@@ -448,6 +454,14 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
         std::ptr::eq(stream.context, context) && is_of && !stream.is_finished()
     });
     all
+}
+
+/// Whether all work of a context is known to be over, but for work that stands behind a function that is being called. This does not wait.
+pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
+    let stopped = callback::stopped();
+    let mut all = of_context(context, None);
+    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle(driver))
 }
 
 /// The streams of a green context, which is destroyed, are gone with it.

@@ -11,9 +11,9 @@
 //!
 //! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
 //! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
-//! and the device gets everything back before it goes on ([`before_going_on`]).
+//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`together`]).
 //!
-//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time ([`together`]).
+//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time whenever the device works.
 //!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 
@@ -281,7 +281,8 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
 
 /// Before a stream goes on that has waited for this process: what the host had meanwhile goes back, whoever has touched it.
 pub(crate) fn before_going_on(driver: &'static Driver) {
-    if HELD.load(Ordering::Acquire) != 0
+    // Not by a look at `HELD`: a fault that is just being answered as if the stream were stopped is answered, and so held, when the lock is free.
+    if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
         log::error(format_args!("managed memory does not reach the device: {status}"));
