@@ -33,6 +33,9 @@ const PROGRAMS: [(&str, &str); 10] = [
     ("graph_explicit", "builds CUDA graphs and launches them"),
 ];
 
+/// What Debian packages are needed for.
+const PURPOSE: &str = "the CUDA compiler and the guest";
+
 /// How long one program may run in an emulated guest before the demonstration gives up on it.
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -145,11 +148,12 @@ fn chosen() -> Result<Vec<Program>> {
 
 /// Builds and fetches everything at the same time: rgpu, the programs, the guest.
 fn prepare(programs: &[Program]) -> Result<Accelerator> {
+    let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
+    debian::check(&packages, PURPOSE)?;
     std::thread::scope(|scope| {
         // Compiling takes longest and needs nothing that is not there, so it begins at once.
         let build = scope.spawn(artifacts::build_quickly);
-        let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
-        let others = debian::packages(&packages, "the compiler and the guest").and_then(|()| {
+        let others = debian::packages(&packages, PURPOSE).and_then(|()| {
             let compile = scope.spawn(|| programs::build_these(programs, &[Runtime::Static]));
             let accelerator = machines::prepare()?;
             joined(compile.join())?;
