@@ -8,18 +8,27 @@ use nix::unistd::geteuid;
 use crate::process;
 use crate::progress::Step;
 
-/// Makes sure that every package of `names` is installed. `purpose` completes the sentence "… needs packages".
+/// An error if packages of `names` are missing and this user may not install them, so that nobody waits for other steps to end
+/// before being told. `purpose` completes the sentence "… needs packages".
+pub fn check(names: &[&str], purpose: &str) -> Result<()> {
+    let missing = missing(names);
+    if !missing.is_empty() && !geteuid().is_root() {
+        bail!(
+            "{purpose} needs Debian packages that are not installed, and only root may install them: sudo apt-get install {}",
+            missing.join(" ")
+        );
+    }
+    Ok(())
+}
+
+/// Makes sure that every package of `names` is installed.
 pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
-    let missing: Vec<&str> = names.iter().copied().filter(|name| !installed(name)).collect();
+    check(names, purpose)?;
+    let missing = missing(names);
     if missing.is_empty() {
         return Ok(());
     }
     let list = missing.join(" ");
-    if !geteuid().is_root() {
-        bail!(
-            "{purpose} needs Debian packages that are not installed, and only root may install them: sudo apt-get install {list}"
-        );
-    }
     let step = Step::spinner(format!("installing Debian packages for {purpose}"));
     step.note(&list);
     let log = process::log("packages")?;
@@ -41,6 +50,10 @@ pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
     }
     step.done(&list);
     Ok(())
+}
+
+fn missing<'a>(names: &[&'a str]) -> Vec<&'a str> {
+    names.iter().copied().filter(|name| !installed(name)).collect()
 }
 
 fn installed(name: &str) -> bool {

@@ -33,8 +33,14 @@ const PROGRAMS: [(&str, &str); 10] = [
     ("graph_explicit", "builds CUDA graphs and launches them"),
 ];
 
+/// The most characters of a program's result that the table shows.
+const WIDTH: usize = 48;
+
+/// What Debian packages are needed for.
+const PURPOSE: &str = "the CUDA compiler and the guest";
+
 /// How long one program may run in an emulated guest before the demonstration gives up on it.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(900);
 
 /// Boot a guest and run CUDA programs in it, on a GPU server of this machine.
 ///
@@ -145,11 +151,12 @@ fn chosen() -> Result<Vec<Program>> {
 
 /// Builds and fetches everything at the same time: rgpu, the programs, the guest.
 fn prepare(programs: &[Program]) -> Result<Accelerator> {
+    let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
+    debian::check(&packages, PURPOSE)?;
     std::thread::scope(|scope| {
         // Compiling takes longest and needs nothing that is not there, so it begins at once.
         let build = scope.spawn(artifacts::build_quickly);
-        let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
-        let others = debian::packages(&packages, "the compiler and the guest").and_then(|()| {
+        let others = debian::packages(&packages, PURPOSE).and_then(|()| {
             let compile = scope.spawn(|| programs::build_these(programs, &[Runtime::Static]));
             let accelerator = machines::prepare()?;
             joined(compile.join())?;
@@ -202,14 +209,32 @@ fn print_table(rows: &[Row]) {
     for row in rows {
         let verdict = if row.passed { "correct" } else { "FAILED" };
         let seconds = row.time.as_secs_f64();
-        println!("  {:name$}  {:what$}  {verdict:7}  {seconds:>4.1} s  {}", row.name, row.what, row.detail);
+        let detail = shortened(&row.detail);
+        println!("  {:name$}  {:what$}  {verdict:7}  {seconds:>4.1} s  {detail}", row.name, row.what);
     }
     println!();
+}
+
+/// At most [`WIDTH`] characters, so that the table's lines stay readable. The whole output is in the logs.
+fn shortened(text: &str) -> String {
+    if text.chars().count() <= WIDTH {
+        return text.to_owned();
+    }
+    let mut short: String = text.chars().take(WIDTH - 1).collect();
+    short.push('…');
+    short
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_result_is_shortened_for_the_table() {
+        assert_eq!(shortened("20077 elements"), "20077 elements");
+        let short = shortened(&"é".repeat(200));
+        assert_eq!((short.chars().count(), short.chars().last()), (WIDTH, Some('…')));
+    }
 
     #[test]
     fn every_program_of_the_demonstration_runs_on_the_software_gpu() {
