@@ -8,6 +8,8 @@ use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
 use serde::{Deserialize, Serialize};
 
+use crate::driver::software::Imitate;
+
 /// Shares the GPUs of this machine with rgpu clients.
 ///
 /// Listens for vhost-rgpu daemons of other machines (tcp) and of this one (unix). Each program that uses a GPU is served by a process of its own,
@@ -102,6 +104,9 @@ pub struct Backing {
     /// Number of software devices
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
+    /// For tests: how software devices keep their callers waiting, as NVIDIA's driver does. Items, separated by commas: queue=N, waiting-calls, context-ms=N, call-us=N, seed=N
+    #[arg(long, value_name = "ITEMS", default_value_t, hide = true)]
+    pub software_imitate: Imitate,
 }
 
 /// What executes the commands.

@@ -22,6 +22,9 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
+use protocol::ops::Op;
+use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
+use protocol::ops::module::{ModuleLoad, ModuleUnload};
 
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
@@ -54,6 +57,18 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
     fn end(&mut self);
+}
+
+/// Whether a command makes the driver load code, or unload it. A graph's kernels are loaded when it is instantiated.
+fn loads_code(opcode: u16) -> bool {
+    let all = [
+        <ModuleLoad as Op>::INFO.opcode,
+        <ModuleUnload as Op>::INFO.opcode,
+        <GraphInstantiate as Op>::INFO.opcode,
+        <GraphUpdate as Op>::INFO.opcode,
+        <GraphInstantiateDraft as Op>::INFO.opcode,
+    ];
+    all.contains(&opcode)
 }
 
 /// Makes the backend that `backing` chooses, everything about it ready. The error is one line for a person.

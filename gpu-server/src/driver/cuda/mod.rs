@@ -59,6 +59,7 @@ use self::staging::Staging;
 use self::streams::{Lane, Moment};
 use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
+use super::loads_code;
 use super::output::{self, Output};
 use super::space::Space;
 use crate::share::{Broker, Token};
@@ -422,7 +423,7 @@ impl super::Backend for Cuda {
 
     fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
         let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
-        sets_limit || kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
+        sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
     }
 
     fn device_memory(&self) -> u64 {
