@@ -27,7 +27,7 @@ pub fn main(backing: &Backing) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(e) => {
-            println!("  cannot serve: {e}");
+            println!("  cannot serve: {}", e.reason);
             ExitCode::FAILURE
         }
     }

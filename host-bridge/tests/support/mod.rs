@@ -438,7 +438,7 @@ impl Shared {
             status: answer as u32,
             token,
             data_connections: hello.index,
-            reserved: 0,
+            ahead: 0,
             server: text("fake"),
             reason: text(reason),
         };
