@@ -13,7 +13,7 @@ use crate::driver::software::Imitate;
 /// Shares the GPUs of this machine with rgpu clients.
 ///
 /// Listens for vhost-rgpu daemons of other machines (tcp) and of this one (unix). Each program that uses a GPU is served by a process of its own,
-/// taken from a pool that has its CUDA contexts ready.
+/// taken from a pool that has a CUDA context ready. Programs that find none wait, and are served in the order in which they came.
 #[derive(Debug, Parser)]
 #[command(
     name = "rgpu-server",

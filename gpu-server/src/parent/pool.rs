@@ -136,7 +136,7 @@ fn keep(server: &Arc<Server>) {
             let mut state = server.lock();
             loop {
                 let now = Instant::now();
-                match Kind::ALL.into_iter().find_map(|kind| next(&state, &server.options, kind, cores, now)) {
+                match next_of_all(&state, &server.options, cores, now) {
                     Some(Next::Start(kind)) => {
                         state.pool_mut(kind).starting += 1;
                         break kind;
@@ -163,12 +163,26 @@ fn keep(server: &Arc<Server>) {
 }
 
 /// What is to be done for a pool.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// Start a worker now.
     Start(Kind),
     /// One is needed, but not started before then.
     At(Instant),
+}
+
+/// A worker that can start now comes before one that has to wait.
+fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Option<Next> {
+    let all: Vec<Next> =
+        Kind::ALL.into_iter().filter_map(|kind| next(state, options, kind, cores, now)).collect();
+    let start = all.iter().find(|next| matches!(next, Next::Start(_))).copied();
+    start.or_else(|| {
+        let times = all.iter().filter_map(|next| match next {
+            Next::At(when) => Some(*when),
+            Next::Start(_) => None,
+        });
+        times.min().map(Next::At)
+    })
 }
 
 /// As many workers as clients wait for, and the spare ones; no more at a time than there are cores, nor than the device has memory for.
@@ -608,6 +622,17 @@ mod tests {
         }
         state.gpu.succeed(now, None);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 16, now), 10);
+    }
+
+    #[test]
+    fn nvml_does_not_wait_for_the_pause_after_a_failure() {
+        let (mut state, options) = (State::default(), options(&[]));
+        starting_worker(&mut state, 1, Kind::Gpu);
+        bury(&mut state, 1, false, "exited", None);
+        let now = Instant::now();
+        assert!(matches!(next_of_all(&state, &options, 16, now), Some(Next::At(_))));
+        waiting(&mut state, 1, Kind::Nvml);
+        assert_eq!(next_of_all(&state, &options, 16, now), Some(Next::Start(Kind::Nvml)));
     }
 
     #[test]

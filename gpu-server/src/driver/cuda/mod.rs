@@ -265,6 +265,20 @@ impl Cuda {
         let context = primary(self.api, ordinal, device)?;
         self.contexts.insert(ordinal, context);
         self.current = Some(ordinal);
+        let furnished = self.furnish(ordinal);
+        if furnished.is_err() {
+            // Nothing may use it as it is.
+            self.contexts.remove(&ordinal);
+            self.current = None;
+            self.home = self.home.filter(|home| *home != ordinal);
+            // SAFETY: known to nobody any more. The first error is the one to tell.
+            let _ = unsafe { self.api.primary_reset(device) };
+        }
+        furnished
+    }
+
+    /// What a new context needs before something uses it. It is current.
+    fn furnish(&mut self, ordinal: u32) -> Result<(), Status> {
         for device in self.devices.iter_mut().filter(|device| device.granule == 0) {
             device.granule = granule(self.api, device.handle)?;
         }
@@ -383,7 +397,8 @@ impl Cuda {
 
     /// Makes a context current in this thread; a primary context that is not there yet is made. One that has failed is refused with its error.
     fn enter_context(&mut self, id: ContextId) -> Result<&Context, Status> {
-        if !self.contexts.contains_key(&id.0) {
+        // What is current is there.
+        if self.current != Some(id.0) && !self.contexts.contains_key(&id.0) {
             self.make_primary(id.0)?;
         }
         let context = self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)?;
