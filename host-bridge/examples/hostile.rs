@@ -80,7 +80,7 @@ impl Session {
             index: 2,
             pid: std::process::id(),
             slot_count: 64,
-            reserved: 0,
+            wishes: 0,
             client: text("hostile"),
             program: text("hostile"),
         };
@@ -102,7 +102,7 @@ impl Session {
             status: Answer::Ok as u32,
             token: [1; 16],
             data_connections: 0,
-            reserved: 0,
+            ahead: 0,
             server: text("hostile"),
             reason: [0; 256],
         };

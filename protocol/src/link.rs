@@ -57,6 +57,16 @@ pub mod purpose {
     pub const VERBS: u32 = 4;
 }
 
+/// What a client would like its session to be, in bits: [`Hello::wishes`], and in a channel's header. A hint: none of them gives a client anything that it could not have
+/// otherwise.
+pub mod wish {
+    /// The session only asks NVML's questions. The server gives it a process without CUDA contexts, which refuses every other operation.
+    pub const NVML_ONLY: u32 = 1;
+    /// The client can be told to wait ([`Answer::Waiting`](crate::device::Answer::Waiting), [`State::Waiting`](crate::channel::State::Waiting)). One that cannot is left without an
+    /// answer until its session begins.
+    pub const MAY_WAIT: u32 = 2;
+}
+
 /// First message on every connection, from the bridge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -75,8 +85,8 @@ pub struct Hello {
     pub pid: u32,
     /// Reply slots of the channel: replies name one below this.
     pub slot_count: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Bits of [`wish`]. Zero on a data connection.
+    pub wishes: u32,
     /// Name of the virtual machine or host; for people and for admission. NUL-padded.
     pub client: [u8; 64],
     /// Name of the program; for people. NUL-padded.
@@ -84,6 +94,9 @@ pub struct Hello {
 }
 
 /// Answer to every [`Hello`].
+///
+/// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT) with [`Answer::Waiting`](crate::device::Answer::Waiting), again each second
+/// or so; another `Welcome` follows. A bridge that closes its connection has left the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Welcome {
@@ -97,8 +110,8 @@ pub struct Welcome {
     pub token: [u8; 16],
     /// Data connections that the bridge must open.
     pub data_connections: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// With [`Answer::Waiting`](crate::device::Answer::Waiting): sessions that the server serves before this one.
+    pub ahead: u32,
     /// The server's host name. NUL-padded.
     pub server: [u8; 64],
     /// Why the server refuses. NUL-padded.

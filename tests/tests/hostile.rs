@@ -615,7 +615,7 @@ fn hello(purpose: u32) -> Hello {
         index: 2,
         pid: 7,
         slot_count: 64,
-        reserved: 0,
+        wishes: 0,
         client: text("stranger"),
         program: text("hostile"),
     }

@@ -37,6 +37,10 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// Names of the devices, by ordinal.
     fn devices(&self) -> Vec<String>;
 
+    /// Makes ready what nearly every session needs: the first device's context. Called at most once, before [`Backend::begin`]; where it is not called, a context is made when a
+    /// session needs it. Returns the bytes that are then free on that device, if they are known.
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable>;
+
     /// A client has come. Called once, before the first command.
     fn begin(&mut self, client: Arc<dyn Client>);
 
@@ -71,8 +75,23 @@ fn loads_code(opcode: u16) -> bool {
     all.contains(&opcode)
 }
 
-/// Makes the backend that `backing` chooses, everything about it ready. The error is one line for a person.
-pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, String> {
+/// Why a worker cannot serve.
+#[derive(Debug)]
+pub struct Unavailable {
+    /// In one line.
+    pub reason: String,
+    /// A device has no memory left for its context: something else has to end first.
+    pub full: bool,
+}
+
+impl From<String> for Unavailable {
+    fn from(reason: String) -> Unavailable {
+        Unavailable { reason, full: false }
+    }
+}
+
+/// Makes the backend that `backing` chooses. It has no context yet: see [`Backend::warm`].
+pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Unavailable> {
     let choice = match backing.backend {
         Choice::Auto => match cuda::probe() {
             Ok(count) if count > 0 => Choice::Cuda,

@@ -1,7 +1,7 @@
 //! A worker: one process, one session.
 //!
-//! It makes its devices ready, tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind goes with the
-//! process.
+//! It makes its first device ready (unless it is for NVML's questions), tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind
+//! goes with the process.
 
 mod ahead;
 mod held;
@@ -25,7 +25,7 @@ use protocol::trace::RECORDER;
 
 use crate::cli;
 use crate::driver::{self, Beside};
-use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
+use crate::ipc::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 use crate::share::Broker;
 
 /// How often the daemon is told of a session's counters while they change.
@@ -100,18 +100,23 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { backing, memory_limit, rdma, poll_us }, _)) = ipc::receive(daemon.as_fd())?
+    let Some((ToWorker::Prepare { kind, backing, memory_limit, rdma, poll_us }, _)) =
+        ipc::receive(daemon.as_fd())?
     else {
         bail!("a worker is started by the daemon, which tells it what to prepare");
     };
-    let mut backend = match driver::make(&backing, memory_limit) {
-        Ok(backend) => backend,
-        Err(reason) => {
-            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason }, &[])?;
+    let made = driver::make(&backing, memory_limit).and_then(|mut backend| {
+        let free = if kind == Kind::Gpu { backend.warm()? } else { None };
+        Ok((backend, free))
+    });
+    let (mut backend, free) = match made {
+        Ok(made) => made,
+        Err(driver::Unavailable { reason, full }) => {
+            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason, full }, &[])?;
             return Ok(());
         }
     };
-    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices() };
+    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
     ipc::send(daemon.as_fd(), &ready, &[])?;
     let polling = poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
@@ -135,7 +140,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
             let broker = Broker::new(Arc::clone(&daemon));
             watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;
             backend.share(broker);
-            let lost = session::run(&mut *commands, &client, &mut *backend, &shared);
+            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind);
             (lost, shared.counters(&*client))
         }
         Err(lost) => (Some(lost), Counters::default()),

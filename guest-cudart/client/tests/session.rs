@@ -183,7 +183,9 @@ fn a_refusal_says_why() {
         });
     let geometry = rgpu_client::channel::Geometry::with_arena(1 << 20);
     let port = rgpu_client::port::at_socket(&daemon.socket, geometry.size).unwrap();
-    let error = rgpu_client::session::Session::over(port, geometry).err().unwrap();
+    let error = rgpu_client::session::Session::over(port, geometry, rgpu_client::session::Purpose::Compute)
+        .err()
+        .unwrap();
     let line = error.line();
     assert!(
         line.contains("no GPU server could be reached")

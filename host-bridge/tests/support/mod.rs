@@ -304,6 +304,10 @@ pub struct Manners {
     pub version: Option<u32>,
     /// What it answers a hello with.
     pub answer: Option<(Answer, &'static str)>,
+    /// It lets a client that may wait do so, and tells it of these places first.
+    pub queue: &'static [u32],
+    /// It serves nobody in its queue.
+    pub queue_stands: bool,
     /// It says that data was sent, and only then sends it.
     pub data_after_sent: bool,
     /// It holds the data of `DtoH` copies until [`FakeServer::release`].
@@ -341,6 +345,8 @@ struct Shared {
     pub frames: AtomicUsize,
     /// How often a bridge asked whether it is there.
     asked: AtomicUsize,
+    /// How many clients have left its queue.
+    left: AtomicUsize,
     pub programs: Mutex<Vec<String>>,
 }
 
@@ -372,6 +378,7 @@ impl FakeServer {
             commands: Mutex::default(),
             frames: AtomicUsize::new(0),
             asked: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
             programs: Mutex::default(),
         });
         let for_thread = shared.clone();
@@ -415,6 +422,11 @@ impl FakeServer {
         self.shared.asked.load(Ordering::SeqCst)
     }
 
+    /// How many clients have left its queue.
+    pub fn left(&self) -> usize {
+        self.shared.left.load(Ordering::SeqCst)
+    }
+
     pub fn programs(&self) -> Vec<String> {
         self.shared.programs.lock().unwrap().clone()
     }
@@ -445,10 +457,24 @@ impl Shared {
             status: answer as u32,
             token,
             data_connections: hello.index,
-            reserved: 0,
+            ahead: 0,
             server: text("fake"),
             reason: text(reason),
         };
+        if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
+            for ahead in self.manners.queue {
+                let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };
+                if stream.write_all(place.as_bytes()).is_err() {
+                    return;
+                }
+            }
+            if self.manners.queue_stands {
+                // Nothing is sent to it before its session begins: it can only leave.
+                assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)));
+                self.left.fetch_add(1, Ordering::SeqCst);
+                return;
+            }
+        }
         let lanes = (hello.purpose == purpose::CONTROL).then(|| {
             let (lanes, received) = mpsc::channel();
             self.sessions.lock().unwrap().insert(token, lanes);

@@ -30,6 +30,7 @@ mod vmm;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -48,6 +49,7 @@ use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::{Lane, Moment};
+use super::Unavailable;
 use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
@@ -92,6 +94,8 @@ struct Device {
     config: GpuConfig,
     /// What backs its window, by first address.
     pieces: BTreeMap<u64, Piece>,
+    /// Something has needed its context. Nothing here does, but making one takes NVIDIA's driver its time.
+    context: AtomicBool,
 }
 
 /// A part of a window that is backed: a file, so that it can be shared.
@@ -176,8 +180,8 @@ impl Software {
                 },
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
-            backing.software_imitate.make_context();
-            devices.push(Device { gpu, number, config, pieces: BTreeMap::new() });
+            let context = AtomicBool::new(false);
+            devices.push(Device { gpu, number, config, pieces: BTreeMap::new(), context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
@@ -202,6 +206,15 @@ impl Software {
             imitate: backing.software_imitate,
             delays: Delays::new(&backing.software_imitate),
         })
+    }
+
+    /// Something needs the device's context, which is made if it was not yet.
+    fn need_context(&self, device: u32) -> Result<(), Status> {
+        if !self.device(device)?.context.swap(true, Ordering::Relaxed) {
+            tracing::debug!("making a context of device {device}");
+            self.imitate.make_context();
+        }
+        Ok(())
     }
 
     /// A call begins for which NVIDIA's driver waits until all work on the device is done.
@@ -273,6 +286,11 @@ impl super::Backend for Software {
 
     fn devices(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
+    }
+
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
+        self.need_context(0).map_err(|status| format!("software device 0: {status}"))?;
+        Ok(None)
     }
 
     fn begin(&mut self, client: Arc<dyn Client>) {
@@ -407,12 +425,12 @@ impl ContextOps<Call> for Software {
         self.beside.tickets.release_all();
         self.begin_waiting_call(op.device)?;
         let fresh = Gpu::new(config).map_err(|e| code(&e))?;
-        self.imitate.make_context();
         self.map_again(op.device, &fresh)?;
         let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
         pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
+        device.context.store(false, Ordering::Relaxed);
         device.pieces.clear();
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
@@ -480,6 +498,7 @@ impl ContextOps<Call> for Software {
 impl MemoryOps<Call> for Software {
     fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
         cx.context = ContextId(op.device);
+        self.need_context(op.device)?;
         self.begin_waiting_call(op.device)?;
         let held = super::Backend::device_memory(self);
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;

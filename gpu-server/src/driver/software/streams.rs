@@ -187,6 +187,7 @@ impl Software {
         device: u32,
         blocking: bool,
     ) -> Result<Lane, Status> {
+        self.need_context(device)?;
         let word = Word {
             stream: id,
             context: ContextId(context),

@@ -27,7 +27,7 @@ use self::relay::Relay;
 use self::transfer::Region;
 use super::core::{ChannelMemory, Core};
 use super::relayed::{Relayed, dial};
-use super::session::{Handshake, hello, welcome};
+use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
@@ -44,6 +44,7 @@ pub(super) struct Links {
 pub(super) fn connect(
     config: &SessionConfig,
     channel: &ChannelMemory,
+    turn: &mut dyn Turn,
 ) -> Result<(Links, Handshake), ConnectError> {
     let server = || config.server.to_string();
     let failed = |source| ConnectError::NoServer { server: server(), source };
@@ -56,7 +57,7 @@ pub(super) fn connect(
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
     send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
-    let handshake = welcome(config, control.as_fd(), deadline)?;
+    let handshake = welcome_in_turn(config, control.as_fd(), deadline, turn)?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[]).map_err(failed)?;
     let mut body = Vec::new();
