@@ -119,6 +119,25 @@ static void by_driver(const std::string &code) {
     IS(CUDA_SUCCESS, cuKernelGetFunction(&function, kernel));
     IS(CUDA_SUCCESS, cuFuncGetName(&name, function));
     TRUE_THAT(strcmp(name, "count") == 0);
+    // What is set for the function itself stays, whatever is set for the kernel, which tells what was set for it.
+    const CUfunction_attribute most = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    int value = 0;
+    IS(CUDA_SUCCESS, cuFuncGetAttribute(&value, most, function));
+    IS(60000, value);
+    IS(CUDA_SUCCESS, cuFuncSetAttribute(function, most, 50000));
+    IS(CUDA_SUCCESS, cuKernelGetAttribute(&value, most, kernel, 0));
+    IS(60000, value);
+    IS(CUDA_SUCCESS, cuKernelSetAttribute(most, 55000, kernel, 0));
+    IS(CUDA_SUCCESS, cuFuncGetAttribute(&value, most, function));
+    IS(50000, value);
+    IS(CUDA_SUCCESS, cuKernelGetAttribute(&value, most, kernel, 0));
+    IS(55000, value);
+    IS(CUDA_ERROR_INVALID_DEVICE, cuKernelSetAttribute(most, 1000, kernel, 99));
+    IS(CUDA_ERROR_INVALID_VALUE, cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_NUM_REGS, 8, kernel, 0));
+    IS(CUDA_ERROR_INVALID_VALUE, cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE, 3));
+    IS(CUDA_SUCCESS, cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, -1));
+    IS(CUDA_SUCCESS, cuFuncGetAttribute(&value, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, function));
+    IS(1, value);
     IS(CUDA_SUCCESS, cuLibraryGetModule(&module, library));
     CUmodule of_function = nullptr;
     IS(CUDA_SUCCESS, cuFuncGetModule(&of_function, function));

@@ -91,6 +91,52 @@ fn allocating_and_freeing_needs_no_round_trip() -> Result<()> {
     no_round_trip("alloc_free")
 }
 
+/// How many answers a program waited for: `few` and `many` steps of it.
+fn waits(transport: &str, program: &str, way: &[&str], few: u32, many: u32) -> Result<[u64; 2]> {
+    let of = |steps: u32| -> Result<u64> {
+        let steps = steps.to_string();
+        let arguments: Vec<&str> = way.iter().copied().chain([steps.as_str()]).collect();
+        counter_of(stats_of(transport, program, &arguments)?.first().context("no counters")?, "round_trips")
+    };
+    Ok([of(few)?, of(many)?])
+}
+
+#[test]
+fn questions_that_repeat_are_answered_in_the_process() -> Result<()> {
+    for transport in ["local", "tcp"] {
+        let [few, many] = waits(transport, "questions", &[], 16, 200)?;
+        assert_eq!(few, many, "over {transport}: 184 more rounds made {} more round trips", many - few);
+    }
+    Ok(())
+}
+
+/// So many answers of each step of a framework are waited for: those that the program needs and nobody nearer has.
+fn waits_of_a_step(name: &str, each: u64) -> Result<()> {
+    for transport in ["local", "tcp"] {
+        // The first steps learn what there is to know: of every kernel, setting and size, and which times are asked for.
+        let (few, many) = (20, 120);
+        let [begun, ended] = waits(transport, "framework_steps", &[name], few, many)?;
+        let (steps, waits) = (u64::from(many - few), ended - begun);
+        assert_eq!(waits, each * steps, "{steps} steps of {name} over {transport} waited {waits} times");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_training_step_of_pytorch_waits_once() -> Result<()> {
+    waits_of_a_step("training", 1)
+}
+
+#[test]
+fn a_step_of_text_generation_waits_once() -> Result<()> {
+    waits_of_a_step("decoding", 1)
+}
+
+#[test]
+fn a_step_of_lammps_waits_once() -> Result<()> {
+    waits_of_a_step("lammps", 1)
+}
+
 #[test]
 fn what_a_call_takes_is_put_down_to_its_function() -> Result<()> {
     let lines = stats("local", "launches", 300)?;

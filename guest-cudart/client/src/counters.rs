@@ -59,7 +59,7 @@ impl Counter {
 counters! {
     /// Records appended to the ring.
     commands;
-    /// Records that were answered in a reply slot.
+    /// Answers that a thread waited for. One that was asked for ahead and is there when it is wanted is none.
     round_trips;
     /// Round trips one after the other: several that a thread asks for before it waits for the first are one exchange.
     exchanges;

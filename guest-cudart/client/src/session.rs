@@ -389,6 +389,27 @@ impl Session {
         self.slots.free.load(Ordering::Relaxed).count_ones() > 8
     }
 
+    /// Appends an operation whose answer the program will ask for later, if at all. Nobody waits, so no round trip is counted. `None`: reply slots are scarce, and nothing was
+    /// appended.
+    pub fn submit_ahead<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Option<Ahead<'_, T::Reply>>, Status> {
+        self.check()?;
+        self.slots.sweep();
+        let Some(slot) = self.has_free_slot().then(|| self.slots.try_acquire()).flatten() else {
+            return Ok(None);
+        };
+        self.slots.all[slot].prepare();
+        match self.record(op, slot as u16) {
+            Ok(seq) => {
+                let (name, taken, reply) = (T::INFO.name, false, PhantomData);
+                Ok(Some(Ahead { session: self, slot, seq, name, taken, reply }))
+            }
+            Err(status) => {
+                self.slots.release(slot);
+                Err(status)
+            }
+        }
+    }
+
     /// Appends an operation and waits for its answer.
     pub fn call<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<T::Reply, Status> {
         self.submit(op)?.wait()
@@ -453,6 +474,36 @@ impl Session {
             self.check()?;
             self.sleep(Header::PROGRESS_SLEEP_OFFSET, SleepFlag::ASLEEP);
         }
+    }
+
+    /// Waits for the answer in a slot, frees the slot, and decodes the answer.
+    fn take_reply<R>(&self, slot: usize, seq: u64, name: &'static str) -> Result<R, Status>
+    where
+        R: for<'r> protocol::wire::Wire<'r>,
+    {
+        let finish = |payload: &mut Vec<u8>| {
+            payload.clear();
+            // A slot that was not answered is the lost host's for ever.
+            let status = self.await_slot(slot, payload)?;
+            RECORDER.note(Stage::Woken, seq, 0);
+            self.slots.release(slot);
+            if status == Status::DEVICE_UNAVAILABLE {
+                self.check()?;
+            }
+            status.ok()?;
+            decode_reply::<R>(payload).map_err(|error| {
+                log::error(format_args!(
+                    "the answer to {name} does not decode ({error}): the server is of another build"
+                ));
+                Status::UNKNOWN
+            })
+        };
+        REPLY
+            .try_with(|buffer| match buffer.try_borrow_mut() {
+                Ok(mut buffer) => finish(&mut buffer),
+                Err(_) => finish(&mut Vec::new()),
+            })
+            .unwrap_or_else(|_| finish(&mut Vec::new()))
     }
 
     /// Whether the answer in a slot is there; if so its payload is in `payload`.
@@ -540,29 +591,7 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
         let (slot, seq, name) = (self.slot, self.seq, self.name);
         self.waited = true;
         drop(self);
-        let finish = |payload: &mut Vec<u8>| {
-            payload.clear();
-            // A slot that was not answered is the lost host's for ever.
-            let status = session.await_slot(slot, payload)?;
-            RECORDER.note(Stage::Woken, seq, 0);
-            session.slots.release(slot);
-            if status == Status::DEVICE_UNAVAILABLE {
-                session.check()?;
-            }
-            status.ok()?;
-            decode_reply::<R>(payload).map_err(|error| {
-                log::error(format_args!(
-                    "the answer to {name} does not decode ({error}): the server is of another build"
-                ));
-                Status::UNKNOWN
-            })
-        };
-        REPLY
-            .try_with(|buffer| match buffer.try_borrow_mut() {
-                Ok(mut buffer) => finish(&mut buffer),
-                Err(_) => finish(&mut Vec::new()),
-            })
-            .unwrap_or_else(|_| finish(&mut Vec::new()))
+        session.take_reply(slot, seq, name)
     }
 }
 
@@ -575,11 +604,48 @@ impl<R> Drop for Pending<'_, R> {
     }
 }
 
+/// An answer that was asked for before the program asks: see [`Session::submit_ahead`]. Dropping it never waits.
+pub struct Ahead<'s, R> {
+    session: &'s Session,
+    slot: usize,
+    seq: u64,
+    name: &'static str,
+    taken: bool,
+    reply: PhantomData<R>,
+}
+
+impl<R: for<'r> protocol::wire::Wire<'r>> Ahead<'_, R> {
+    /// The answer. If it has yet to come, this waits for it, and that is a round trip.
+    pub fn take(mut self) -> Result<R, Status> {
+        let session = self.session;
+        self.taken = true;
+        if !session.slots.all[self.slot].is_done() {
+            add(&COUNTERS.round_trips, 1);
+            if count_due(0) == 0 {
+                add(&COUNTERS.exchanges, 1);
+            }
+        }
+        let reply = session.take_reply(self.slot, self.seq, self.name);
+        session.show_output();
+        reply
+    }
+}
+
+impl<R> Drop for Ahead<'_, R> {
+    fn drop(&mut self) {
+        if !self.taken {
+            self.session.slots.leave(self.slot);
+        }
+    }
+}
+
 /// The reply slots, of which the first 64 are used.
 struct Slots {
     all: &'static [ReplySlot],
     /// A bit for each slot that is free.
     free: AtomicU64,
+    /// A bit for each slot whose answer nobody wants any more, and may yet come.
+    left: AtomicU64,
     waiting: AtomicUsize,
     queue: Mutex<()>,
     came: Condvar,
@@ -591,6 +657,7 @@ impl Slots {
         Slots {
             all,
             free: AtomicU64::new(free),
+            left: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             queue: Mutex::new(()),
             came: Condvar::new(),
@@ -616,6 +683,7 @@ impl Slots {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let mut queue = lock(&self.queue);
         let got = loop {
+            self.sweep();
             if let Some(slot) = self.try_acquire() {
                 break Ok(slot);
             }
@@ -627,6 +695,25 @@ impl Slots {
         drop(queue);
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         got
+    }
+
+    /// Nobody wants the answer in a slot any more. The slot is the host's until it is there.
+    fn leave(&self, slot: usize) {
+        self.left.fetch_or(1 << slot, Ordering::SeqCst);
+        self.sweep();
+    }
+
+    /// Frees the slots that were left and whose answers have come.
+    fn sweep(&self) {
+        let mut left = self.left.load(Ordering::Relaxed);
+        while left != 0 {
+            let (slot, bit) = (left.trailing_zeros() as usize, left & left.wrapping_neg());
+            left &= !bit;
+            // Whoever takes the bit away frees the slot.
+            if self.all[slot].is_done() && self.left.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
+                self.release(slot);
+            }
+        }
     }
 
     fn release(&self, slot: usize) {

@@ -175,6 +175,83 @@ fn a_dropped_answer_leaves_its_slot_to_the_host_until_it_has_come() {
     session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
 }
 
+/// A session whose host answers `MemGetInfo` only when it sees a `StreamMark`.
+fn with_late_answers() -> (Daemon, &'static rgpu_client::session::Session) {
+    let mut late = Vec::new();
+    let daemon = Daemon::start(ok(), move |host, record, _| {
+        match record.opcode {
+            opcode if opcode == MemGetInfo::INFO.opcode => late.push(record),
+            opcode if opcode == StreamMark::INFO.opcode => {
+                late.drain(..).for_each(|record| host.reply(&record, Status::SUCCESS, &info(record.seq, 1)));
+            }
+            _ => host.reply(&record, Status::SUCCESS, &[]),
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    (daemon, session)
+}
+
+#[test]
+fn an_answer_asked_for_ahead_is_taken_whether_it_is_there_or_yet_to_come() {
+    let (_daemon, session) = with_late_answers();
+    for _ in 0..100 {
+        let [there, to_come] =
+            [0, 1].map(|device| session.submit_ahead(&MemGetInfo { device }).unwrap().unwrap());
+        session.append(&StreamMark { stream: StreamId(0) }).unwrap();
+        session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        let first = there.take().unwrap().free;
+        assert_eq!(to_come.take().unwrap().free, first + 1);
+        let waited_for = session.submit_ahead(&MemGetInfo { device: 0 }).unwrap().unwrap();
+        let mark = session.append(&StreamMark { stream: StreamId(0) }).unwrap();
+        assert_eq!(waited_for.take().unwrap().free, mark - 1);
+    }
+}
+
+#[test]
+fn answers_that_nobody_wants_keep_no_slot_from_those_who_wait() {
+    let (_daemon, session) = with_late_answers();
+    for _ in 0..5 {
+        let mut ahead: Vec<_> =
+            (0..200).map(|device| session.submit_ahead(&MemGetInfo { device }).unwrap()).collect();
+        let got = ahead.iter().filter(|asked| asked.is_some()).count();
+        assert!((40..64).contains(&got), "{got} of 64 slots for answers that nobody waits for yet");
+        // Neither dropping them nor asking something else waits for them.
+        ahead.truncate(30);
+        session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        drop(ahead);
+        session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+        assert!(
+            session.submit_ahead(&MemGetInfo { device: 0 }).unwrap().is_none(),
+            "their slots are the host's"
+        );
+        session.append(&StreamMark { stream: StreamId(0) }).unwrap();
+        session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
+    }
+    std::thread::scope(|scope| {
+        for _ in 0..100 {
+            scope.spawn(|| session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap());
+        }
+    });
+}
+
+#[test]
+fn what_was_asked_ahead_of_a_lost_session_is_refused() {
+    let daemon = Daemon::start(ok(), |host, record, _| {
+        if record.opcode == StreamMark::INFO.opcode {
+            host.lose("the server was stopped");
+        }
+        Next::GoOn
+    });
+    let session = daemon.session(1 << 20);
+    let [taken, dropped] =
+        [0, 1].map(|device| session.submit_ahead(&MemGetInfo { device }).unwrap().unwrap());
+    session.append(&StreamMark { stream: StreamId(0) }).unwrap();
+    assert_eq!(taken.take().unwrap_err(), Status::DEVICE_UNAVAILABLE);
+    drop(dropped);
+    assert_eq!(session.submit_ahead(&MemGetInfo { device: 0 }).err(), Some(Status::DEVICE_UNAVAILABLE));
+}
+
 #[test]
 fn a_refusal_says_why() {
     let daemon =

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::device::attr;
 use crate::green::{self, Green};
+use crate::limits::Limits;
 use crate::promise::Fences;
 use crate::state::{self, Driver, driver, unique_id};
 use crate::stream::{self, Stream};
@@ -22,8 +23,7 @@ use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use client::handle::ContextId;
 use client::handles::Slab;
 use client::ops::context::{
-    ContextCreate, ContextDestroy, ContextGetLimit, ContextSetLimit, ContextSynchronize, PrimaryReset,
-    PrimarySetFlags,
+    ContextCreate, ContextDestroy, ContextSynchronize, PrimaryReset, PrimarySetFlags,
 };
 use client::thread::Lasting;
 use client::{Status, lock, session};
@@ -54,6 +54,7 @@ pub(crate) struct Context {
     /// The copies that streams beside theirs come behind.
     pub fences: Fences,
     cache_config: AtomicU32,
+    pub limits: Limits,
     /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
 }
@@ -150,6 +151,7 @@ impl Context {
                 synced: AtomicU64::new(0),
                 fences: Fences::new(),
                 cache_config: AtomicU32::new(0),
+                limits: Limits::default(),
                 storage: Mutex::default(),
             }));
             made = Some(context);
@@ -346,6 +348,7 @@ impl Context {
         }
         memory::reset(driver, device);
         let result = driver.session.call(&PrimaryReset { device: self.device }).map(|_| ());
+        of_device(self.device).for_each(|context| context.limits.forget());
         // The server has cleared the error; a word that was on its way meanwhile must not survive.
         if let Some(word) = driver.session.progress().error(self.id) {
             word.clear();
@@ -407,13 +410,15 @@ pub(crate) fn all_stopped(driver: &Driver) -> bool {
         .all(|context| !context.is_alive() || !context.is_busy() || stream::is_stopped(driver, context))
 }
 
+/// Every context of a device, its primary one whether it is in use or not.
+pub(crate) fn of_device(device: u32) -> impl Iterator<Item = &'static Context> {
+    CONTEXTS.all().into_iter().map(|context| *context).filter(move |context| context.device == device)
+}
+
 /// Whether work may be under way in any context.
 pub(crate) fn any_busy() -> bool {
     CONTEXTS.all().iter().any(|context| context.is_alive() && context.is_busy())
 }
-
-/// The last `CUlimit`.
-const LAST_LIMIT: u32 = 9;
 
 /// The calling thread's current context.
 ///
@@ -684,23 +689,6 @@ api! {
 
     fn cuCtxSynchronize_v2(ctx: usize) {
         wait_for(of(ctx)?)
-    }
-
-    fn cuCtxGetLimit(value: *mut usize, limit: u32) {
-        non_null(value)?;
-        let (driver, context) = ready()?;
-        if limit > LAST_LIMIT {
-            return Err(Status::INVALID_VALUE);
-        }
-        put(value, driver.session.call(&ContextGetLimit { context: context.id, limit })?.value as usize)
-    }
-
-    fn cuCtxSetLimit(limit: u32, value: usize) {
-        let (driver, context) = ready()?;
-        if limit > LAST_LIMIT {
-            return Err(Status::INVALID_VALUE);
-        }
-        driver.session.call(&ContextSetLimit { context: context.id, limit, value: value as u64 }).map(|_| ())
     }
 
     fn cuCtxGetCacheConfig(config: *mut u32) {

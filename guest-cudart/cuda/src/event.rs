@@ -1,9 +1,13 @@
 //! Events.
 //!
 //! An event's record publishes in its stream's progress word, so that a query is a read of memory.
+//!
+//! Programs that measure ask for the time between the same two events in every step, after they have waited. So once a program has asked for the time from one event to another, it is asked for
+//! ahead, right behind each record of the latter: the server answers when that record is done, and the answer is here when the program asks. An event whose answers
+//! are not used is asked about no more.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use crate::capture::{self, Capture};
@@ -15,8 +19,11 @@ use crate::stream::{self, Stream};
 use crate::{Result, callback, code, managed, non_null, put};
 use client::handle::EventId;
 use client::handles::Slab;
-use client::ops::event::{EventCreate, EventDestroy, EventElapsed, EventRecord, EventSynchronize};
+use client::ops::event::{
+    EventCreate, EventDestroy, EventElapsed, EventElapsedReply, EventRecord, EventSynchronize,
+};
 use client::ops::memory::{EventExport, EventImport, EventQuery};
+use client::session::Ahead;
 use client::{Status, lock};
 
 const DISABLE_TIMING: u32 = 2;
@@ -24,6 +31,10 @@ const INTERPROCESS: u32 = 4;
 /// Between two questions after a shared event: nothing tells this process of what another has recorded.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LAST_PAUSE: Duration = Duration::from_millis(1);
+/// Events since which the time to another is kept, for each event.
+const MOST_STARTS: usize = 4;
+/// After so many answers in a row that were of no use, it is not asked ahead any more.
+const MOST_MISSES: u32 = 3;
 
 /// An event.
 pub(crate) struct Event {
@@ -33,6 +44,35 @@ pub(crate) struct Event {
     last: Mutex<Option<(Arc<Stream>, u64)>>,
     /// What it stands for, if it was last recorded on a stream that was being captured.
     captured: Mutex<Option<(Arc<Capture>, Vec<u64>)>>,
+    /// Times to it from events that the program has asked about, the latest last.
+    times: Mutex<Vec<Time>>,
+    /// Whether there are any: what a record looks at.
+    is_measured: AtomicBool,
+}
+
+/// The time from one event to another.
+struct Time {
+    start: Weak<Event>,
+    /// `seq` of the records of both that it is the time between.
+    records: (u64, u64),
+    answer: TimeAnswer,
+    /// Answers in a row that came ahead and were of no use.
+    misses: u32,
+}
+
+enum TimeAnswer {
+    /// Milliseconds, as the program was told.
+    Told(f32),
+    /// Asked for ahead.
+    Ahead(Ahead<'static, EventElapsedReply>),
+    /// Was asked for ahead, and was of no use.
+    Missed,
+}
+
+impl Time {
+    fn is_since(&self, start: &Arc<Event>) -> bool {
+        std::ptr::eq(self.start.as_ptr(), Arc::as_ptr(start))
+    }
 }
 
 static EVENTS: Slab<Event> = Slab::new(3);
@@ -40,9 +80,16 @@ static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 static IDS_FRESH: AtomicU32 = AtomicU32::new(0);
 
 impl Event {
-    /// Whether it was ever recorded: if not, there is nothing to wait for.
-    fn is_recorded(&self) -> bool {
-        lock(&self.last).is_some()
+    fn new(id: EventId, context: &'static Context, flags: u32) -> Event {
+        Event {
+            id,
+            context,
+            flags,
+            last: Mutex::new(None),
+            captured: Mutex::new(None),
+            times: Mutex::default(),
+            is_measured: AtomicBool::new(false),
+        }
     }
 
     /// The context that it was made in.
@@ -112,6 +159,66 @@ impl Event {
         }
     }
 
+    /// Has just been recorded: asks ahead for the times that the program has used since the record before.
+    fn ask_ahead(&self, driver: &'static Driver) {
+        if !self.is_measured.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut times = lock(&self.times);
+        times.retain_mut(|time| {
+            let Some(start) = time.start.upgrade() else { return false };
+            if time.misses >= MOST_MISSES {
+                return true;
+            }
+            let TimeAnswer::Told(_) = time.answer else { return false };
+            let (Some((_, from)), Some((_, to))) = (start.last(), self.last()) else { return false };
+            let question = EventElapsed { start: start.id, end: self.id };
+            // Without a free slot the program asks as it did the first time.
+            if let Ok(Some(ahead)) = driver.session.submit_ahead(&question) {
+                (time.records, time.answer) = ((from, to), TimeAnswer::Ahead(ahead));
+            }
+            true
+        });
+        self.is_measured.store(!times.is_empty(), Ordering::Relaxed);
+    }
+
+    /// The time from `start` between these records, where it is known or was asked for ahead.
+    fn time_since(&self, start: &Arc<Event>, records: (u64, u64)) -> Option<f32> {
+        let mut times = lock(&self.times);
+        let time = times.iter_mut().find(|time| time.is_since(start))?;
+        match std::mem::replace(&mut time.answer, TimeAnswer::Missed) {
+            TimeAnswer::Told(milliseconds) if time.records == records => {
+                time.answer = TimeAnswer::Told(milliseconds);
+                Some(milliseconds)
+            }
+            TimeAnswer::Ahead(ahead) if time.records == records => {
+                drop(times);
+                // A server that could not tell is asked again.
+                let milliseconds = ahead.take().ok()?.milliseconds;
+                self.keep_time(start, records, milliseconds, true);
+                Some(milliseconds)
+            }
+            TimeAnswer::Told(_) | TimeAnswer::Ahead(_) | TimeAnswer::Missed => None,
+        }
+    }
+
+    /// Keeps what the program is told of the time from `start`; `ahead`: it had come ahead.
+    fn keep_time(&self, start: &Arc<Event>, records: (u64, u64), milliseconds: f32, ahead: bool) {
+        let mut times = lock(&self.times);
+        let earlier = times.iter().position(|time| time.is_since(start)).map(|at| times.remove(at));
+        if times.len() >= MOST_STARTS {
+            times.remove(0);
+        }
+        let misses = match earlier {
+            Some(Time { answer: TimeAnswer::Missed, misses, .. }) if !ahead => misses + 1,
+            Some(Time { misses, .. }) if !ahead => misses,
+            _ => 0,
+        };
+        let answer = TimeAnswer::Told(milliseconds);
+        times.push(Time { start: Arc::downgrade(start), records, answer, misses });
+        self.is_measured.store(true, Ordering::Relaxed);
+    }
+
     /// Waits for its last record.
     fn synchronize(&self, driver: &Driver) -> Result {
         let last = self.last();
@@ -170,7 +277,7 @@ pub(crate) fn end(driver: &Driver, event: &Event, with_server: bool) {
 fn make(driver: &Driver, context: &'static Context, flags: u32) -> Result<Event> {
     let id = EventId(lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed)));
     driver.session.append(&EventCreate { context: context.id, event: id, flags })?;
-    Ok(Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) })
+    Ok(Event::new(id, context, flags))
 }
 
 /// The token under which other processes find an event that was made for them.
@@ -190,8 +297,7 @@ pub(crate) fn import(driver: &Driver, context: &'static Context, token: [u8; 16]
         return Err(status);
     }
     let flags = INTERPROCESS | DISABLE_TIMING;
-    let event = Event { id, context, flags, last: Mutex::new(None), captured: Mutex::new(None) };
-    EVENTS.insert(Arc::new(event)).ok_or(Status::OUT_OF_MEMORY)
+    EVENTS.insert(Arc::new(Event::new(id, context, flags))).ok_or(Status::OUT_OF_MEMORY)
 }
 
 fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
@@ -221,7 +327,9 @@ fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result 
     if flags != 0 {
         return Err(code::ILLEGAL_STATE);
     }
-    record_on(driver, &event, stream)
+    record_on(driver, &event, stream)?;
+    event.ask_ahead(driver);
+    Ok(())
 }
 
 fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
@@ -232,18 +340,29 @@ fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
     start.check()?;
     end.check()?;
     start.context.deferred(driver)?;
-    if (start.flags | end.flags) & DISABLE_TIMING != 0 || !start.is_recorded() || !end.is_recorded() {
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
         return Err(Status::INVALID_HANDLE);
     }
+    let (Some((_, from)), Some((_, to))) = (start.last(), end.last()) else {
+        return Err(Status::INVALID_HANDLE);
+    };
+    let records = (from, to);
     if start.context.device != end.context.device {
         return Err(Status::INVALID_HANDLE);
     }
     if !start.is_over(driver)? || !end.is_over(driver)? {
         return Err(Status::NOT_READY);
     }
-    let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
+    let time = match end.time_since(&start, records) {
+        Some(time) => time,
+        None => {
+            let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
+            end.keep_time(&start, records, reply.milliseconds, false);
+            reply.milliseconds
+        }
+    };
     // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(milliseconds, reply.milliseconds) }
+    unsafe { put(milliseconds, time) }
 }
 
 api! {

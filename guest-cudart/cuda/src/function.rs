@@ -1,9 +1,10 @@
 //! Functions, and what is known of them: it came with the module, but for the attributes of a large module's functions, which come when the
 //! first of them is needed.
 
+use std::collections::HashMap;
 use std::ffi::{CString, c_char};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::context::{self, Context};
 use crate::device::attr;
@@ -11,15 +12,17 @@ use crate::library::{self, KERNELS};
 use crate::module::Module;
 use crate::state::{self, driver};
 use crate::{Result, non_null, put};
-use client::Status;
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
-use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionSetAttribute, Param};
+use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
+use client::ops::{Op, SyncOp, encode};
+use client::{Status, lock};
 
 /// `CUfunction_attribute` numbers that are used here.
 pub(crate) mod func {
     pub const MAX_THREADS_PER_BLOCK: u32 = 0;
     pub const SHARED_SIZE_BYTES: u32 = 1;
+    pub const LOCAL_SIZE_BYTES: u32 = 3;
     pub const NUM_REGS: u32 = 4;
     pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
     pub const PREFERRED_SHARED_MEMORY_CARVEOUT: u32 = 9;
@@ -30,8 +33,26 @@ pub(crate) mod func {
     pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 15;
     /// Known so far.
     pub const MAX: u32 = 16;
+    /// From this one on they can be set.
+    pub const FIRST_SETTABLE: u32 = MAX_DYNAMIC_SHARED_SIZE_BYTES;
     /// How the cache configuration travels.
     pub const CACHE_CONFIG: u32 = 0x1_0000;
+}
+
+/// Answers kept for one function at most. Programs ask about a few block sizes.
+const MOST_ANSWERS: usize = 256;
+
+/// What was set for a function beside its attributes, and answers that depend on both.
+#[derive(Default)]
+struct Settings {
+    /// `CUfunc_cache`.
+    cache_config: u32,
+    /// How often something was set.
+    changes: u64,
+    /// Attributes that were set by the function's own name, a bit for each: what is set for its kernel leaves them alone.
+    own: u32,
+    /// Answers of the server to questions about the function: see [`Function::ask`].
+    answers: HashMap<Vec<u8>, u64>,
 }
 
 /// A function in a context.
@@ -45,8 +66,10 @@ pub(crate) struct Function {
     /// It is of a module that may call `printf`.
     pub prints: bool,
     attributes: [AtomicI32; func::MAX as usize],
-    /// Attributes that the server's driver knows are those below this number. Not set while they have not come.
-    known: OnceLock<u32>,
+    /// Locked while something is set, so that the server hears of settings in the order in which they are kept here.
+    settings: Mutex<Settings>,
+    /// The attributes that the server's driver knows, as they were when the function was loaded. Not set while they have not come.
+    loaded: OnceLock<Vec<i32>>,
     /// Made when it is asked for.
     pub handle: OnceLock<usize>,
     module: OnceLock<Weak<Module>>,
@@ -74,7 +97,8 @@ impl Function {
             params: info.params,
             prints,
             attributes: Default::default(),
-            known: OnceLock::new(),
+            settings: Mutex::default(),
+            loaded: OnceLock::new(),
             handle: OnceLock::new(),
             module: OnceLock::new(),
         };
@@ -86,18 +110,19 @@ impl Function {
 
     /// Keeps the attributes as they came, once: what the program sets later is not overwritten by a second thread's answer.
     fn keep(&self, values: &[i32]) -> u32 {
-        *self.known.get_or_init(|| {
+        let loaded = self.loaded.get_or_init(|| {
             for (place, value) in self.attributes.iter().zip(values) {
                 place.store(*value, Ordering::Relaxed);
             }
-            values.len().min(self.attributes.len()) as u32
-        })
+            values.iter().copied().take(self.attributes.len()).collect()
+        });
+        loaded.len() as u32
     }
 
     /// Sees to it that the attributes are here, and says how many there are.
     #[inline]
     pub fn ready(&self) -> Result<u32> {
-        self.known.get().map_or_else(|| self.fetch(), |known| Ok(*known))
+        self.loaded.get().map_or_else(|| self.fetch(), |loaded| Ok(loaded.len() as u32))
     }
 
     #[cold]
@@ -126,6 +151,22 @@ impl Function {
         self.attributes.get(number as usize).map_or(0, |value| value.load(Ordering::Relaxed))
     }
 
+    /// Bytes of stack that each of its threads needs, as far as that is known. [`ready`](Self::ready) has been called.
+    #[inline]
+    pub fn stack(&self) -> u64 {
+        self.attribute(func::LOCAL_SIZE_BYTES).max(0) as u64
+    }
+
+    /// An attribute as it was when the function was loaded.
+    pub fn loaded(&self, number: u32) -> Result<i32> {
+        if number >= func::MAX {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.ready()?;
+        let loaded = self.loaded.get().and_then(|loaded| loaded.get(number as usize));
+        loaded.copied().ok_or(Status::NOT_SUPPORTED)
+    }
+
     /// `cuFuncGetAttribute`.
     pub fn get(&self, number: u32) -> Result<i32> {
         if number >= func::MAX {
@@ -134,10 +175,11 @@ impl Function {
         if number >= self.ready()? { Err(Status::NOT_SUPPORTED) } else { Ok(self.attribute(number)) }
     }
 
-    /// `cuFuncSetAttribute`: checked here, told to the server, and kept.
-    pub fn set(&self, number: u32, value: i32) -> Result {
-        self.ready()?;
-        match number {
+    /// `cuFuncSetAttribute`, or `cuKernelSetAttribute` (`of_kernel`). Whether the driver takes a value is known here where that depends on nothing but the device and the function; such are
+    /// not waited for. What is set already is not sent.
+    pub fn set(&self, number: u32, value: i32, of_kernel: bool) -> Result {
+        let known = self.ready()?;
+        let (value, certain) = match number {
             func::MAX_DYNAMIC_SHARED_SIZE_BYTES => {
                 let device = state::device(self.context.device as i32)?;
                 let most = device
@@ -148,25 +190,81 @@ impl Function {
                 {
                     return Err(Status::INVALID_VALUE);
                 }
+                (value, true)
             }
-            func::PREFERRED_SHARED_MEMORY_CARVEOUT if (-1..=100).contains(&value) => {}
-            func::REQUIRED_CLUSTER_WIDTH..=func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if value >= 0 => {}
+            func::PREFERRED_SHARED_MEMORY_CARVEOUT if (-1..=100).contains(&value) => (value, true),
+            // Only the driver knows which clusters its device can have.
+            func::REQUIRED_CLUSTER_WIDTH..=func::REQUIRED_CLUSTER_DEPTH if value >= 0 => (value, false),
+            func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => (i32::from(value != 0), false),
+            func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if (0..=2).contains(&value) => (value, false),
             _ => return Err(Status::INVALID_VALUE),
+        };
+        let Some(place) = self.attributes.get(number as usize) else { return Err(Status::INVALID_VALUE) };
+        let session = driver()?.session;
+        session.check()?;
+        let mut settings = lock(&self.settings);
+        if of_kernel && settings.own & 1 << number != 0 {
+            return Ok(());
         }
-        driver()?.session.call(&FunctionSetAttribute { function: self.id, attribute: number, value })?;
-        if let Some(place) = self.attributes.get(number as usize) {
+        if number >= known || place.load(Ordering::Relaxed) != value {
+            if certain {
+                session.append(&FunctionPreset { function: self.id, attribute: number, value })?;
+            } else {
+                session.call(&FunctionSetAttribute { function: self.id, attribute: number, value })?;
+            }
             place.store(value, Ordering::Relaxed);
+            settings.changes += 1;
+        }
+        if !of_kernel {
+            settings.own |= 1 << number;
         }
         Ok(())
     }
 
+    /// `cuFuncSetCacheConfig`.
     pub fn set_cache_config(&self, config: u32) -> Result {
         if config > 3 {
             return Err(Status::INVALID_VALUE);
         }
-        let request =
-            FunctionSetAttribute { function: self.id, attribute: func::CACHE_CONFIG, value: config as i32 };
-        driver()?.session.call(&request).map(|_| ())
+        let session = driver()?.session;
+        session.check()?;
+        let mut settings = lock(&self.settings);
+        if settings.cache_config == config {
+            return Ok(());
+        }
+        let (attribute, value) = (func::CACHE_CONFIG, config as i32);
+        session.append(&FunctionPreset { function: self.id, attribute, value })?;
+        settings.cache_config = config;
+        settings.changes += 1;
+        Ok(())
+    }
+
+    /// The server's answer to a question that depends on nothing but the function and what is set for it. It is asked once for each.
+    pub fn ask<T: SyncOp<'static>>(&self, question: &T, number: impl FnOnce(T::Reply) -> u64) -> Result<u64> {
+        let session = driver()?.session;
+        session.check()?;
+        let mut key = <T as Op>::INFO.opcode.to_le_bytes().to_vec();
+        encode(question, &mut key);
+        let settings = lock(&self.settings);
+        key.extend(settings.cache_config.to_le_bytes());
+        for set in &self.attributes[func::FIRST_SETTABLE as usize..] {
+            key.extend(set.load(Ordering::Relaxed).to_le_bytes());
+        }
+        if let Some(answer) = settings.answers.get(&key) {
+            return Ok(*answer);
+        }
+        let changes = settings.changes;
+        drop(settings);
+        let answer = number(session.call(question)?);
+        let mut settings = lock(&self.settings);
+        // Another thread may have set something between the key and the question.
+        if settings.changes == changes {
+            if settings.answers.len() >= MOST_ANSWERS {
+                settings.answers.clear();
+            }
+            settings.answers.insert(key, answer);
+        }
+        Ok(answer)
     }
 
     /// `cuFuncGetParamInfo`.
@@ -208,7 +306,7 @@ api! {
     }
 
     fn cuFuncSetAttribute(function: usize, number: u32, value: i32) {
-        of(function)?.set(number, value)
+        of(function)?.set(number, value, false)
     }
 
     fn cuFuncSetCacheConfig(function: usize, config: u32) {

@@ -217,6 +217,7 @@ pub(crate) fn check_all(
     let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     check(device, function, shape)?;
     check_clusters(function, attributes, &shape.grid)?;
+    function.context.limits.will_need(function.stack());
     if function.prints {
         promise::host_sees();
     }
@@ -287,7 +288,9 @@ pub(crate) unsafe fn launch(
             attributes: attributes.clone(),
             params: block,
         };
-        stream.work(driver, &op).map(drop)
+        stream.work(driver, &op)?;
+        context.limits.launched(function.stack());
+        Ok(())
     };
     let appended = BLOCK.try_with(|block| match block.try_borrow_mut() {
         Ok(mut block) => append(&mut block),

@@ -5,7 +5,7 @@
 //!
 //! In reading order:
 //! - `macros`: the form in which every exported function is written; `types`: structures that programs pass;
-//! - `state`: the process's devices; `device`, `context`, `green`: what they answer; `error`: codes and their texts;
+//! - `state`: the process's devices; `device`, `context`, `limits`, `green`: what they answer; `error`: codes and their texts;
 //! - `stream`, `stream_attributes`, `stream_memory`, `event`, `callback`: order; what has been done is read from the channel's progress words;
 //! - `memory`, `host`, `managed`, `pointer`, `pool`, `host_pool`: memory of either side; `vmm`, `ipc`: memory apart from addresses, and of other processes; `copy`, `copy3d`, `batch`, `memset`: moving bytes;
 //! - `image`, `module`, `library`, `link`, `function`, `launch`, `parameter_list`, `occupancy`: code;
@@ -60,6 +60,7 @@ mod late;
 mod later;
 mod launch;
 mod library;
+mod limits;
 mod link;
 mod memory;
 mod memset;

@@ -114,7 +114,7 @@ impl Kernel {
                 if *attribute == func::CACHE_CONFIG {
                     function.set_cache_config(*value as u32)?;
                 } else {
-                    function.set(*attribute, *value)?;
+                    function.set(*attribute, *value, true)?;
                 }
             }
         }
@@ -135,12 +135,21 @@ impl Kernel {
         self.in_context(driver, context)
     }
 
-    /// Sets something for every context of a device, those to come included.
+    /// An attribute on a device: what was set for the kernel, whatever was set for its functions.
+    fn get(&self, driver: &'static Driver, device: i32, attribute: u32) -> Result<i32> {
+        let function = self.on_device(driver, device)?;
+        let loaded = function.loaded(attribute)?;
+        let settings = lock(&self.settings);
+        let set = settings.iter().find(|(d, a, _)| (*d, *a) == (device as u32, attribute));
+        Ok(set.map_or(loaded, |(.., value)| *value))
+    }
+
+    /// Sets something for every context of a device, those to come included; not where it was set for the function itself.
     fn set(&self, driver: &'static Driver, device: i32, attribute: u32, value: i32) -> Result {
         let first = self.on_device(driver, device)?;
         let apply = |function: &Function| match attribute {
             func::CACHE_CONFIG => function.set_cache_config(value as u32),
-            _ => function.set(attribute, value),
+            _ => function.set(attribute, value, true),
         };
         apply(&first)?;
         let instances = self.instances.read().unwrap_or_else(PoisonError::into_inner);
@@ -353,7 +362,7 @@ api! {
     fn cuKernelGetAttribute(value: *mut i32, number: u32, handle: usize, dev: i32) {
         non_null(value)?;
         let (driver, kernel) = kernel(handle)?;
-        put(value, kernel.on_device(driver, dev)?.get(number)?)
+        put(value, kernel.get(driver, dev, number)?)
     }
 
     fn cuKernelSetAttribute(number: u32, value: i32, handle: usize, dev: i32) {

@@ -1,8 +1,8 @@
-//! Occupancy: how many blocks fit is the device's to say, the search for a good block size is done here.
+//! Occupancy: how many blocks fit is the device's to say, once for each question; the search for a good block size is done here.
 
 use crate::device::attr;
 use crate::function::{self, Function, func};
-use crate::state::{self, Device, driver};
+use crate::state::{self, Device};
 use crate::types::{BlockToShared, LaunchConfig};
 use crate::{Result, launch, non_null, put};
 use client::Status;
@@ -19,7 +19,7 @@ fn blocks(function: &Function, block_size: i32, shared: usize, flags: u32) -> Re
     }
     let request =
         OccupancyMaxActiveBlocks { function: function.id, block_size, dynamic_shared: shared as u64, flags };
-    Ok(driver()?.session.call(&request)?.blocks)
+    Ok(function.ask(&request, |reply| reply.blocks as u64)? as i32)
 }
 
 /// A cooperative grid must be resident as a whole.
@@ -93,28 +93,30 @@ api! {
         non_null(count)?;
         non_null(config)?;
         let c = *config;
+        let function = function::of(function)?;
         let request = OccupancyMaxActiveClusters {
-            function: function::of(function)?.id,
+            function: function.id,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
             attributes: launch::attributes(&c)?,
         };
-        put(count, driver()?.session.call(&request)?.clusters)
+        put(count, function.ask(&request, |reply| reply.clusters as u64)? as i32)
     }
 
     fn cuOccupancyMaxPotentialClusterSize(size: *mut i32, function: usize, config: *const LaunchConfig) {
         non_null(size)?;
         non_null(config)?;
         let c = *config;
+        let function = function::of(function)?;
         let request = OccupancyMaxPotentialClusterSize {
-            function: function::of(function)?.id,
+            function: function.id,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
             attributes: launch::attributes(&c)?,
         };
-        put(size, driver()?.session.call(&request)?.size)
+        put(size, function.ask(&request, |reply| reply.size as u64)? as i32)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(count: *mut i32, function: usize, block_size: i32, shared: usize) {
@@ -150,6 +152,6 @@ api! {
         function.ready()?;
         let request =
             OccupancyAvailableShared { function: function.id, blocks: num_blocks as u32, block_size: block_size as u32 };
-        put(size, driver()?.session.call(&request)?.bytes as usize)
+        put(size, function.ask(&request, |reply| reply.bytes)? as usize)
     }
 }

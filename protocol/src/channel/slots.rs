@@ -65,6 +65,11 @@ impl ReplySlot {
         self.state.store(SlotState::Pending as u32, Ordering::Relaxed);
     }
 
+    /// Whether the answer is there, to be taken. Client.
+    pub fn is_done(&self) -> bool {
+        self.state.load(Ordering::Acquire) == SlotState::Done as u32
+    }
+
     /// The answer, if it is there; its payload is appended to `payload` and the slot is free again. Client.
     #[inline]
     pub fn poll(&self, payload: &mut Vec<u8>) -> Option<Completion> {

@@ -39,7 +39,8 @@ ops! {
         event: EventId,
     } -> EventSynchronizeReply {}
 
-    /// `cuEventElapsedTime`.
+    /// `cuEventElapsedTime` of the last records so far, which must have no later ones when it is answered: when that of `end` is done. (`CUDA_ERROR_NOT_READY` if
+    /// that of `start` is not done by then.) A client may ask long before.
     sync 0x0805 event_elapsed: EventElapsed {
         /// Earlier event.
         start: EventId,

@@ -125,7 +125,7 @@ ops! {
         managed: bool,
     }
 
-    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000).
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`: where only the driver can tell whether it takes the value.
     sync 0x0505 function_set_attribute: FunctionSetAttribute {
         /// The function.
         function: FunctionId,
@@ -134,6 +134,16 @@ ops! {
         /// Value.
         value: i32,
     } -> FunctionSetAttributeReply {}
+
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the client knows the driver to take.
+    async 0x050f function_preset: FunctionPreset {
+        /// The function.
+        function: FunctionId,
+        /// `CUfunction_attribute`.
+        attribute: u32,
+        /// Value.
+        value: i32,
+    }
 
     /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. It loads the function, where the server's driver loads
     /// them when they are used.

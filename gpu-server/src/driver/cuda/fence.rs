@@ -212,6 +212,15 @@ impl Health {
         let _ = self.failed.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
+    /// Calls `f` with the context current to this thread; not for a context that has failed or is about to go.
+    pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
+        let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
+        self.check()?;
+        // SAFETY: a live context: `retire` waits for the lock.
+        unsafe { api.context_set(held.0) }?;
+        f()
+    }
+
     /// Has the driver print what kernels of the context have printed: it does so when a stream is waited for, and the probe has nothing to wait for.
     fn flush(&self, api: &Api) {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());

@@ -237,6 +237,25 @@ impl Cuda {
         module.functions.get(id.index() as usize).ok_or(Status::INVALID_HANDLE)
     }
 
+    fn set_attribute(
+        &mut self,
+        cx: &mut Call,
+        function: FunctionId,
+        attribute: u32,
+        value: i32,
+    ) -> Result<(), Status> {
+        let handle = self.function(cx, function)?.handle;
+        self.enter_context(cx.context)?;
+        // SAFETY: a live function.
+        let set = unsafe {
+            match attribute {
+                CACHE_CONFIG => self.api.function_cache_config(handle, value as u32),
+                attribute => self.api.function_set_attribute(handle, attribute, value),
+            }
+        };
+        self.note(cx.context, set)
+    }
+
     fn load(
         &mut self,
         context: ContextId,
@@ -381,17 +400,12 @@ impl ModuleOps<Call> for Cuda {
         cx: &mut Call,
         op: FunctionSetAttribute,
     ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
-        // SAFETY: a live function.
-        let set = unsafe {
-            match op.attribute {
-                CACHE_CONFIG => self.api.function_cache_config(handle, op.value as u32),
-                attribute => self.api.function_set_attribute(handle, attribute, op.value),
-            }
-        };
-        self.note(cx.context, set)?;
+        self.set_attribute(cx, op.function, op.attribute, op.value)?;
         Ok(Answer::Now(FunctionSetAttributeReply {}))
+    }
+
+    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result<(), Status> {
+        self.set_attribute(cx, op.function, op.attribute, op.value)
     }
 
     fn function_attributes(

@@ -1,6 +1,8 @@
 //! Streams and events.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
@@ -10,7 +12,7 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 
 use super::Cuda;
-use super::api::{CUevent, CUstream, WAIT_AT_LEAST};
+use super::api::{Api, CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Errors};
@@ -18,6 +20,8 @@ use crate::driver::slots::Flow;
 
 const EVENT_DISABLE_TIMING: u32 = 2;
 const EVENT_INTERPROCESS: u32 = 4;
+/// An event comes right behind its word, which others may have seen already: it is waited for so long at most.
+const BEHIND_WORD: Duration = Duration::from_millis(10);
 
 /// A stream of the client's.
 pub(super) struct Lane {
@@ -72,14 +76,83 @@ impl Publisher {
 pub(super) struct Moment {
     pub(super) handle: CUevent,
     pub(super) context: u32,
-    timing: bool,
+    /// `None`: it does not keep the time.
+    timed: Option<Arc<Timed>>,
     recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
 }
 
 impl Moment {
+    /// Whether its last record is done, as far as its stream's word says.
+    fn is_reached(&self) -> bool {
+        self.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value)
+    }
+
     /// Another session's event.
     pub(super) fn shared(handle: CUevent, context: u32) -> Moment {
-        Moment { handle, context, timing: false, recorded: None }
+        Moment { handle, context, timed: None, recorded: None }
+    }
+}
+
+/// An event that keeps the time, as the completer's thread finds it: the dispatcher may have destroyed it by then, or recorded it anew.
+struct Timed {
+    /// `None` once it was destroyed.
+    event: Mutex<Option<CUevent>>,
+    /// How often it was recorded.
+    records: AtomicU64,
+}
+
+// SAFETY: the driver API takes handles from any thread, and nobody uses this one without the lock once it may be destroyed.
+unsafe impl Send for Timed {}
+// SAFETY: the handle is behind the lock, the count is an atomic.
+unsafe impl Sync for Timed {}
+
+impl Timed {
+    fn new(event: CUevent) -> Arc<Timed> {
+        Arc::new(Timed { event: Mutex::new(Some(event)), records: AtomicU64::new(0) })
+    }
+
+    /// From now on nobody else uses the event.
+    fn retire(&self) {
+        self.event.lock().unwrap_or_else(|e| e.into_inner()).take();
+    }
+}
+
+/// The time between the last records of two events, to be measured when both are done.
+struct Interval {
+    /// Each with the number of its last record.
+    start: (Arc<Timed>, u64),
+    end: (Arc<Timed>, u64),
+}
+
+impl Interval {
+    fn between(start: &Arc<Timed>, end: &Arc<Timed>) -> Interval {
+        let now = |timed: &Arc<Timed>| (Arc::clone(timed), timed.records.load(Ordering::Acquire));
+        Interval { start: now(start), end: now(end) }
+    }
+
+    /// Measures it in the current context.
+    fn measure(&self, api: &Api) -> Result<EventElapsedReply, Status> {
+        let (start, end) = (&self.start.0, &self.end.0);
+        // Locked to the end, so that neither is destroyed meanwhile; only this thread and the dispatcher do, and the dispatcher one at a time.
+        let first = start.event.lock().unwrap_or_else(|e| e.into_inner());
+        let other = (!Arc::ptr_eq(start, end)).then(|| end.event.lock().unwrap_or_else(|e| e.into_inner()));
+        let first_event = first.ok_or(Status::INVALID_HANDLE)?;
+        let second_event =
+            other.as_deref().map_or(Ok(first_event), |event| event.ok_or(Status::INVALID_HANDLE))?;
+        let mut milliseconds = 0.0;
+        let deadline = Instant::now() + BEHIND_WORD;
+        loop {
+            // One that was recorded anew is not asked about any more, and may be long in coming.
+            let same = |(timed, record): &(Arc<Timed>, u64)| timed.records.load(Ordering::Acquire) == *record;
+            if !same(&self.start) || !same(&self.end) {
+                return Err(Status::NOT_READY);
+            }
+            // SAFETY: live events, by their locks; writes one number.
+            match unsafe { api.event_elapsed(&mut milliseconds, first_event, second_event) } {
+                Err(Status::NOT_READY) if Instant::now() < deadline => std::hint::spin_loop(),
+                elapsed => return elapsed.map(|()| EventElapsedReply { milliseconds }),
+            }
+        }
     }
 }
 
@@ -440,14 +513,14 @@ impl EventOps<Call> for Cuda {
         }
         self.enter_context(op.context)?;
         let mut handle: CUevent = std::ptr::null_mut();
-        let timing = op.flags & EVENT_DISABLE_TIMING == 0;
         // How a thread waits for it is the client's affair.
         // SAFETY: writes an event handle.
         let made = unsafe {
             self.api.event_create(&mut handle, op.flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
         };
         self.note(op.context, made)?;
-        self.events.insert(op.event.0, Moment { handle, context: op.context.0, timing, recorded: None });
+        let timed = (op.flags & EVENT_DISABLE_TIMING == 0).then(|| Timed::new(handle));
+        self.events.insert(op.event.0, Moment { handle, context: op.context.0, timed, recorded: None });
         Ok(())
     }
 
@@ -455,7 +528,8 @@ impl EventOps<Call> for Cuda {
         let moment = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         self.unshare_event(op.event.0);
         cx.context = ContextId(moment.context);
-        // SAFETY: out of the table.
+        moment.timed.inspect(|timed| timed.retire());
+        // SAFETY: out of the table, and the completer uses it no more.
         let destroyed = unsafe { self.api.event_destroy(moment.handle) };
         self.note(cx.context, destroyed)
     }
@@ -465,6 +539,9 @@ impl EventOps<Call> for Cuda {
         let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         if moment.context != place.context.0 {
             return Err(Status::INVALID_HANDLE);
+        }
+        if let Some(timed) = &moment.timed {
+            timed.records.fetch_add(1, Ordering::AcqRel);
         }
         let event = moment.handle;
         // First the word, then the event: whoever learns that the event is reached, on whatever way, must find the word there.
@@ -513,26 +590,30 @@ impl EventOps<Call> for Cuda {
         let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
         let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(end.context);
-        if !start.timing || !end.timing || start.recorded.is_none() || end.recorded.is_none() {
+        let (Some(first), Some(second)) = (&start.timed, &end.timed) else {
             return Err(Status::INVALID_HANDLE);
-        }
-        let reached = [start, end]
-            .iter()
-            .all(|m| m.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value));
-        let (first, second) = (start.handle, end.handle);
-        self.enter_context(cx.context)?;
-        let mut milliseconds = 0.0;
-        // The events come right behind their words, which the client may have seen already: then they are a moment away.
-        let deadline = std::time::Instant::now() + std::time::Duration::from_millis(10);
-        loop {
-            // SAFETY: live events; writes one number.
-            match unsafe { self.api.event_elapsed(&mut milliseconds, first, second) } {
-                Err(Status::NOT_READY) if reached && std::time::Instant::now() < deadline => {
-                    std::hint::spin_loop()
-                }
-                elapsed => break self.note(cx.context, elapsed)?,
+        };
+        let (Some((begun, from, _)), Some((word, value, health))) = (&start.recorded, &end.recorded) else {
+            return Err(Status::INVALID_HANDLE);
+        };
+        let interval = Interval::between(first, second);
+        if end.is_reached() {
+            if !start.is_reached() {
+                return Err(Status::NOT_READY);
             }
+            self.enter_context(cx.context)?;
+            let measured = interval.measure(self.api);
+            return self.note(cx.context, measured).map(Answer::Now);
         }
-        Ok(Answer::Now(EventElapsedReply { milliseconds }))
+        // Asked ahead: when the end has come, the start has, or the answer is that it has not.
+        let (api, pending, context) = (self.api, cx.later(), Arc::clone(health));
+        let (begun, from) = (Arc::clone(begun), *from);
+        let measure = move |status: Status| {
+            let begun = if begun.get() >= from { Ok(()) } else { Err(Status::NOT_READY) };
+            let measured = status.ok().and(begun).and_then(|()| context.with(api, || interval.measure(api)));
+            pending.answer(measured);
+        };
+        self.completer.when(word, *value, health, Box::new(measure));
+        Ok(Answer::Later)
     }
 }

@@ -24,6 +24,8 @@ const REQUIRED_CLUSTER: u32 = 11;
 const NON_PORTABLE_CLUSTER: u32 = 14;
 /// `CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE`.
 const CLUSTER_SCHEDULING: u32 = 15;
+/// `CU_LIMIT_STACK_SIZE`.
+const STACK_SIZE: u32 = 0;
 /// Number of function attributes that are told.
 const ATTRIBUTES: u32 = 16;
 /// Blocks of a cluster that every GPU with clusters has.
@@ -167,6 +169,53 @@ impl Software {
         self.function(cx, id).map(|_| ())
     }
 
+    /// A kernel is launched: its context's stacks are as large as it needs them from then on.
+    fn grow_stack(&mut self, context: ContextId, stack: u64) {
+        if let Some(context) = self.contexts.get_mut(&context.0)
+            && context.limits.get(&STACK_SIZE).is_none_or(|now| *now < stack)
+            && super::properties::usual_limit(STACK_SIZE).is_none_or(|usual| usual < stack)
+        {
+            context.limits.insert(STACK_SIZE, stack);
+        }
+    }
+
+    fn set_attribute(
+        &mut self,
+        cx: &mut Call,
+        id: FunctionId,
+        attribute: u32,
+        value: i32,
+    ) -> Result<(), Status> {
+        let most = self.devices.first().map_or(0, |d| d.gpu.properties().shared_per_block_optin);
+        let function = self.function(cx, id)?;
+        match attribute {
+            MAX_DYNAMIC_SHARED => {
+                let fixed = function.function.info().shared_bytes;
+                match u32::try_from(value) {
+                    Ok(limit) if limit <= most.saturating_sub(fixed) => function.dynamic_limit = limit,
+                    _ => return Err(Status::INVALID_VALUE),
+                }
+            }
+            9 if (-1..=100).contains(&value) => function.carveout = value,
+            REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER if value >= 0 => {
+                let (at, value) = ((attribute - REQUIRED_CLUSTER) as usize, value as u32);
+                // Those that a kernel was compiled for it keeps.
+                match function.function.info().required_cluster {
+                    [0, 0, 0] => function.cluster[at] = value,
+                    own if own[at] == value => {}
+                    _ => return Err(Status::INVALID_VALUE),
+                }
+            }
+            NON_PORTABLE_CLUSTER => function.non_portable = value != 0,
+            // Clusters are spread as they come.
+            CLUSTER_SCHEDULING if (0..=2).contains(&value) => function.cluster_scheduling = value,
+            // A preference between caches that are not there.
+            CACHE_CONFIG if (0..=3).contains(&value) => {}
+            _ => return Err(Status::INVALID_VALUE),
+        }
+        Ok(())
+    }
+
     fn function(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut LoadedFunction, Status> {
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(module.context);
@@ -275,31 +324,12 @@ impl ModuleOps<Call> for Software {
         cx: &mut Call,
         op: FunctionSetAttribute,
     ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
-        let most = self.devices.first().map_or(0, |d| d.gpu.properties().shared_per_block_optin);
-        let function = self.function(cx, op.function)?;
-        match op.attribute {
-            MAX_DYNAMIC_SHARED => {
-                let fixed = function.function.info().shared_bytes;
-                match u32::try_from(op.value) {
-                    Ok(value) if value <= most.saturating_sub(fixed) => function.dynamic_limit = value,
-                    _ => return Err(Status::INVALID_VALUE),
-                }
-            }
-            9 if (-1..=100).contains(&op.value) => function.carveout = op.value,
-            REQUIRED_CLUSTER..NON_PORTABLE_CLUSTER if op.value >= 0 => {
-                if function.function.info().required_cluster != [0; 3] {
-                    return Err(Status::NOT_PERMITTED);
-                }
-                function.cluster[(op.attribute - REQUIRED_CLUSTER) as usize] = op.value as u32;
-            }
-            NON_PORTABLE_CLUSTER if (0..=1).contains(&op.value) => function.non_portable = op.value != 0,
-            // Clusters are spread as they come.
-            CLUSTER_SCHEDULING if (0..=2).contains(&op.value) => function.cluster_scheduling = op.value,
-            // A preference between caches that are not there.
-            CACHE_CONFIG if (0..=3).contains(&op.value) => {}
-            _ => return Err(Status::INVALID_VALUE),
-        }
+        self.set_attribute(cx, op.function, op.attribute, op.value)?;
         Ok(Answer::Now(FunctionSetAttributeReply {}))
+    }
+
+    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result<(), Status> {
+        self.set_attribute(cx, op.function, op.attribute, op.value)
     }
 
     fn function_attributes(
@@ -425,6 +455,7 @@ impl LaunchOps<Call> for Software {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
         let (function, config) = self.prepare(cx, place.context, &op)?;
+        self.grow_stack(place.context, function.info().local_bytes.into());
         place.stream.launch(&function, config, op.params).map_err(|e| {
             tracing::debug!("launch of {} refused: {e}", function.info().name);
             code(&e)

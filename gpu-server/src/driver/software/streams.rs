@@ -82,8 +82,31 @@ pub(super) struct Moment {
     event: Event,
     pub(super) context: u32,
     timing: bool,
-    recorded: bool,
+    /// Of its last record, if it keeps the time.
+    reached: Option<Arc<Reached>>,
     device: u32,
+}
+
+/// What is to be done when a record of an event is reached; `None` once it is.
+struct Reached(Mutex<Option<Vec<End>>>);
+
+impl Reached {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Vec<End>>> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Calls `end` when it is reached: now, if it is.
+    fn when(&self, end: End) {
+        if let Some(ends) = &mut *self.lock() {
+            return ends.push(end);
+        }
+        end(Status::SUCCESS);
+    }
+
+    fn come(&self, status: Status) {
+        let ends = self.lock().take();
+        ends.into_iter().flatten().for_each(|end| end(status));
+    }
 }
 
 /// A place in a stream, to enqueue at.
@@ -467,7 +490,7 @@ impl EventOps<Call> for Software {
             return Err(Status::INVALID_HANDLE);
         }
         let timing = op.flags & EVENT_DISABLE_TIMING == 0;
-        let moment = Moment { event: Event::new(), context: op.context.0, timing, recorded: false, device };
+        let moment = Moment { event: Event::new(), context: op.context.0, timing, reached: None, device };
         self.events.insert(op.event.0, moment);
         Ok(())
     }
@@ -484,10 +507,15 @@ impl EventOps<Call> for Software {
         if moment.context != place.context.0 {
             return Err(Status::INVALID_HANDLE);
         }
-        moment.recorded = true;
         // First the word, then the event: whoever learns that the event is reached, on whatever way, must find the word there.
         place.publish(cx.seq);
-        place.stream.record(&moment.event).map_err(|e| code(&e))
+        place.stream.record(&moment.event).map_err(|e| code(&e))?;
+        if moment.timing {
+            let reached = Arc::new(Reached(Mutex::new(Some(Vec::new()))));
+            moment.reached = Some(Arc::clone(&reached));
+            step(&place.stream, &place.gpu, move |status| reached.come(status));
+        }
+        Ok(())
     }
 
     fn event_synchronize(
@@ -517,20 +545,20 @@ impl EventOps<Call> for Software {
         let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
         let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(end.context);
-        if !start.timing || !end.timing || !start.recorded || !end.recorded {
+        let (Some(begun), Some(reached)) = (start.reached.clone(), end.reached.clone()) else {
             return Err(Status::INVALID_HANDLE);
-        }
-        // The words of both are there, which says nothing of the events themselves: they are reached right behind.
-        let gpu = self.device(end.device)?.gpu.clone();
-        let (start, end, waiter) = (start.event.clone(), end.event.clone(), gpu.stream());
-        for event in [&start, &end] {
-            waiter.wait(event).map_err(|e| code(&e))?;
-        }
-        let pending = cx.later();
-        step(&waiter, &gpu, move |status| {
-            let elapsed = status.ok().and_then(|()| end.elapsed_ns_since(&start).map_err(|e| code(&e)));
+        };
+        // Right behind the event, so that an answer that was asked for ahead is there before that of whoever waits for the stream.
+        let (start, end, pending) = (start.event.clone(), end.event.clone(), cx.later());
+        let answer = move |status: Status| {
+            let elapsed = |()| end.elapsed_ns_since(&start).map_err(|_| Status::NOT_READY);
+            let elapsed = status.ok().and_then(elapsed);
             pending.answer(elapsed.map(|ns| EventElapsedReply { milliseconds: (ns as f64 / 1e6) as f32 }));
-        });
+        };
+        begun.when(Box::new(move |status| match status.ok() {
+            Ok(()) => reached.when(Box::new(answer)),
+            Err(status) => answer(status),
+        }));
         Ok(Answer::Later)
     }
 }

@@ -71,7 +71,9 @@ fn launch(handle: usize, stream: usize, per_thread: bool) -> Result {
     let (driver, exec) = exec(handle)?;
     let stream = on(driver, &exec, stream, per_thread)?;
     crate::capture::forbid(&stream)?;
-    exec.launch(driver, &stream)
+    exec.launch(driver, &stream)?;
+    stream.context.limits.launched_graph();
+    Ok(())
 }
 
 fn set(handle: usize, node: usize, work: Result<Work>) -> Result {

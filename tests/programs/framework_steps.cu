@@ -1,0 +1,169 @@
+// One step of three programs, as the driver sees it: the calls of a PyTorch training step, of a step of text generation, and of a LAMMPS step with its GPU package, in the order and number in which
+// they were traced. `framework_steps NAME COUNT` makes COUNT steps of one of them; without arguments it makes a few of each.
+#define PROGRAM "framework_steps"
+#include "common.h"
+
+#include <cuda.h>
+#include <vector>
+
+#define OK(call)                                                                                                         \
+    do {                                                                                                                 \
+        CUresult status_ = (call);                                                                                       \
+        REQUIRE(status_ == CUDA_SUCCESS, "%s:%d: %s: %d", __FILE__, __LINE__, #call, (int)status_);                      \
+    } while (0)
+
+// Each block adds one to its floats, by way of as much shared memory as it was given.
+__global__ void add(float *p, int n) {
+    extern __shared__ float s[];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    s[threadIdx.x] = i < n ? p[i] : 0;
+    __syncthreads();
+    if (i < n) p[i] = s[threadIdx.x] + 1;
+}
+
+static const int N = 128;
+static CUkernel kernel;
+static CUdevice device;
+static CUdeviceptr data;
+static int launches = 0;
+
+// As cuBLASLt launches: with attributes, by the kernel's own handle.
+static void launch(CUstream stream, unsigned shared, bool with_attributes) {
+    int n = N;
+    void *arguments[] = {&data, &n};
+    if (with_attributes) {
+        CUlaunchAttribute attributes[2] = {};
+        attributes[0].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attributes[0].value.clusterDim.x = 2;
+        attributes[0].value.clusterDim.y = attributes[0].value.clusterDim.z = 1;
+        attributes[1].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[1].value.programmaticStreamSerializationAllowed = 0;
+        CUlaunchConfig config = {};
+        config.gridDimX = 4;
+        config.blockDimX = 32;
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+        config.sharedMemBytes = shared;
+        config.hStream = stream;
+        config.attrs = attributes;
+        config.numAttrs = 2;
+        OK(cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, nullptr));
+    } else {
+        OK(cuLaunchKernel((CUfunction)kernel, 4, 1, 1, 32, 1, 1, shared, stream, arguments, nullptr));
+    }
+    launches++;
+}
+
+static void check(float value) {
+    REQUIRE(value == launches, "%f after %d launches", value, launches);
+}
+
+// Linear layers forwards and backwards, each a matrix product of cuBLASLt; then the optimizer. The loss is looked at in the end.
+static void training(CUstream stream, int step) {
+    for (int layer = 0; layer < 32; layer++) {
+        CUdevice now;
+        OK(cuCtxGetDevice(&now));
+        CUstreamCaptureStatus capturing;
+        OK(cuStreamIsCapturing(stream, &capturing));
+        unsigned type = 0;
+        OK(cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, data));
+        int shared = 1024 * (1 + (layer + step) % 4);
+        OK(cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared, kernel, device));
+        size_t limit = 0;
+        OK(cuCtxGetLimit(&limit, CU_LIMIT_STACK_SIZE));
+        launch(stream, shared, true);
+        int size = 0;
+        OK(cuKernelGetAttribute(&size, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, kernel, device));
+        launch(stream, 128, false);
+    }
+    OK(cuStreamSynchronize(stream));
+}
+
+// One token: its number goes to the device, every layer chooses its split by what fits, and the next number comes back.
+static void decoding(CUstream stream, int step) {
+    float token = 0;
+    OK(cuMemcpyHtoDAsync(data + 4 * N, &token, sizeof token, stream));
+    for (int layer = 0; layer < 16; layer++) {
+        CUfunction function;
+        OK(cuKernelGetFunction(&function, kernel));
+        OK(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 2048 + 1024 * (layer % 2)));
+        OK(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100));
+        int blocks = 0, processors = 0, grid = 0, best = 0;
+        OK(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, 32, 1024));
+        OK(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(&blocks, function, 64 + 32 * (step % 3), 1024, CU_OCCUPANCY_DEFAULT));
+        OK(cuOccupancyMaxPotentialBlockSize(&grid, &best, function, nullptr, 128, 0));
+        OK(cuDeviceGetAttribute(&processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+        REQUIRE(blocks > 0 && processors > 0 && grid > 0 && best > 0, "nothing fits");
+        launch(stream, 1024, layer % 2);
+    }
+    float value = 0;
+    OK(cuMemcpyDtoHAsync(&value, data, sizeof value, stream));
+    OK(cuStreamSynchronize(stream));
+    check(value);
+}
+
+// A timer of the GPU package: two events, asked for the time between them once the second has come.
+struct Timer {
+    CUevent start, stop;
+    Timer() {
+        OK(cuEventCreate(&start, CU_EVENT_DEFAULT));
+        OK(cuEventCreate(&stop, CU_EVENT_DEFAULT));
+    }
+    float time() {
+        float milliseconds = -1;
+        OK(cuEventSynchronize(stop));
+        OK(cuEventElapsedTime(&milliseconds, start, stop));
+        REQUIRE(milliseconds >= 0, "%f ms", milliseconds);
+        return milliseconds;
+    }
+};
+
+// Positions go to the device, forces come back, every part of it is timed.
+static void lammps(CUstream stream, int step) {
+    static Timer positions, neighbors, pair, answers;
+    static float *pinned = nullptr;
+    static double total = 0;
+    if (!pinned) OK(cuMemHostAlloc((void **)&pinned, 4 * N, 0));
+    OK(cuEventRecord(positions.start, stream));
+    OK(cuMemcpyHtoDAsync(data + 4 * N, pinned, 4 * N, stream));
+    OK(cuEventRecord(positions.stop, stream));
+    // Neighbors are sorted anew now and then.
+    if (step % 10 == 0) {
+        OK(cuEventRecord(neighbors.start, stream));
+        launch(stream, 128, false);
+        OK(cuEventRecord(neighbors.stop, stream));
+    }
+    OK(cuEventRecord(pair.start, stream));
+    launch(stream, 128, false);
+    launch(stream, 128, false);
+    OK(cuEventRecord(pair.stop, stream));
+    OK(cuEventRecord(answers.start, stream));
+    OK(cuMemcpyDtoHAsync(pinned, data, 4 * N, stream));
+    OK(cuEventRecord(answers.stop, stream));
+    OK(cuStreamSynchronize(stream));
+    check(pinned[N - 1]);
+    for (Timer *timer : {&positions, &neighbors, &pair, &answers}) total += timer->time();
+    REQUIRE(total > 0, "no time has passed");
+}
+
+int main(int argc, char **argv) {
+    struct {
+        const char *name;
+        void (*step)(CUstream, int);
+    } const all[] = {{"training", training}, {"decoding", decoding}, {"lammps", lammps}};
+    int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
+    CHECK(cudaMalloc((void **)&data, 8 * N));
+    CHECK(cudaMemset((void *)data, 0, 8 * N));
+    CHECK(cudaGetKernel((cudaKernel_t *)&kernel, (const void *)add));
+    OK(cuCtxGetDevice(&device));
+    CUstream stream;
+    OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    for (auto &way : all) {
+        if (argc > 1 && strcmp(argv[1], way.name) != 0) continue;
+        for (int step = 0; step < count; step++, made++) way.step(stream, step);
+    }
+    REQUIRE(made > 0, "does not know %s", argc > 1 ? argv[1] : "");
+    std::vector<float> result(N);
+    OK(cuMemcpyDtoH(result.data(), data, 4 * N));
+    for (float value : result) check(value);
+    return pass("%d steps", made);
+}
