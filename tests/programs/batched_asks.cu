@@ -44,7 +44,7 @@ static void run(const std::string &mode, size_t bytes) {
     cudaGraphExec_t exec;
     CUmodule module = nullptr;
     CHECK(cudaMalloc(&data, bytes));
-    CHECK(cudaMalloc(&more, 64 << 20));
+    CHECK(cudaMalloc(&more, 32 << 20));
     if (mode == "unload" && cuModuleLoadData(&module, PTX) != CUDA_SUCCESS) fail("no module");
     if (mode == "instantiate") capture(&graph, more);
     CHECK(cudaDeviceSynchronize());
@@ -72,7 +72,7 @@ static void run(const std::string &mode, size_t bytes) {
     } else if (mode == "free") {
         CHECK(cudaFree(more));
     } else if (mode == "malloc") {
-        CHECK(cudaMalloc(&made, 512 << 20));
+        CHECK(cudaMalloc(&made, 128 << 20));
     } else if (mode == "unload") {
         if (cuModuleUnload(module) != CUDA_SUCCESS) fail("the module is not unloaded");
     } else if (mode == "instantiate") {

@@ -279,7 +279,7 @@ fn the_layer_carries_data_whole_and_notices_what_breaks() -> Result<()> {
     parts.end()
 }
 
-/// A machine in which rgpu runs: server and daemon started, over verbs.
+/// A machine in which rgpu runs: server and daemon started, over verbs. The server's driver keeps its caller waiting, as NVIDIA's does.
 struct Rgpu {
     machine: Machine,
     server: Process,
@@ -291,7 +291,7 @@ const ENVIRONMENT: &str = "export LD_LIBRARY_PATH=/opt/rgpu/lib RGPU_SOCKET=/run
 impl Rgpu {
     fn new(server: &str, client: &str, machine: Machine) -> Result<Rgpu> {
         let server = machine.spawn(&format!(
-            "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
+            "export NO_COLOR=1; exec /opt/rgpu/rgpu-server --listen tcp:127.0.0.1:9700 --backend software --software-memory 512M --software-imitate queue=600,waiting-calls --rdma-device {server} --status-socket /run/server.status 2>/run/server.log"
         ))?;
         let daemon = machine.spawn(&format!(
             "export NO_COLOR=1; exec /opt/rgpu/vhost-rgpu --socket /run/vm.sock --native-socket /run/native.sock --server tcp:127.0.0.1:9700 --transport verbs --rdma-device {client} --status-socket /run/vhost.status 2>/run/vhost.log"
