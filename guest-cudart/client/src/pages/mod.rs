@@ -140,7 +140,8 @@ impl Pages {
 
     /// Accesses to the range end the program again. What is in it is lost.
     pub fn close_range(&self, address: usize, len: usize) {
-        self.clear(address, len);
+        // Pages that stay are closed all the same.
+        let _ = self.clear(address, len);
         either!(self, m => m.close_range(address, len));
     }
 
@@ -168,8 +169,11 @@ impl Pages {
     }
 
     /// Makes pages absent.
-    pub fn clear(&self, address: usize, len: usize) {
-        either!(self, m => m.clear(address, len));
+    ///
+    /// # Errors
+    /// The kernel refuses: the program may still use the pages as they were.
+    pub fn clear(&self, address: usize, len: usize) -> io::Result<()> {
+        either!(self, m => m.clear(address, len))
     }
 
     /// Where the bytes of present pages can be read, whatever the program may do with them.
@@ -321,10 +325,10 @@ mod tests {
                         (9, 9)
                     );
                     // Absent pages are asked for; those that were present are until they are cleared.
-                    pages.clear(base as usize, len);
+                    pages.clear(base as usize, len).unwrap();
                     let number = |n: usize| ((at(n) as usize) % APART / PAGE) as u8;
                     assert_eq!(at(PAGE + 7).read_volatile(), number(PAGE));
-                    pages.clear(base as usize, len);
+                    pages.clear(base as usize, len).unwrap();
                     pages.fill(base as usize, &[6; 8 * PAGE], true).unwrap();
                     pages.forbid_writes(base as usize, len).unwrap();
                     assert_eq!(at(7 * PAGE).read_volatile(), 6);
@@ -336,6 +340,23 @@ mod tests {
                     assert_eq!(at(5 * PAGE + 1).read_volatile(), 6);
                 }
             }
+        });
+    }
+
+    #[test]
+    fn pages_that_the_program_has_locked_are_taken_away_as_others_are() {
+        each(|Served { pages, base, .. }| {
+            pages.fill(base, &[1; 2 * PAGE], true).unwrap();
+            let at = base as *mut u8;
+            // SAFETY: present pages of this test's.
+            unsafe {
+                assert_eq!(libc::mlock(at.cast(), 2 * PAGE), 0);
+                at.write_volatile(9);
+            }
+            pages.clear(base, 2 * PAGE).unwrap();
+            pages.fill(base, &[2; 2 * PAGE], true).unwrap();
+            // SAFETY: as above.
+            assert_eq!(unsafe { (at.read_volatile(), at.add(PAGE).read_volatile()) }, (2, 2));
         });
     }
 

@@ -221,8 +221,9 @@ impl Signal {
         super::protection(address, len, libc::PROT_READ | write)
     }
 
-    pub fn clear(&self, address: usize, len: usize) {
-        let _ = super::protection(address, len, libc::PROT_NONE);
+    pub fn clear(&self, address: usize, len: usize) -> io::Result<()> {
+        // Pages that the program goes on using would be zero in its eyes.
+        super::protection(address, len, libc::PROT_NONE)?;
         let aliases = lock(&self.aliases);
         let found = aliases.iter().find(|alias| (alias.start..alias.start + alias.len).contains(&address));
         if let Some(alias) = found {
@@ -231,6 +232,7 @@ impl Signal {
             // SAFETY: a hole in this module's own file; what was there is wanted no more.
             unsafe { libc::fallocate(alias.memory.as_raw_fd(), hole, offset, len as libc::off_t) };
         }
+        Ok(())
     }
 
     pub fn bytes(&self, address: usize) -> *const u8 {

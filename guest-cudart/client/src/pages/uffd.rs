@@ -278,11 +278,18 @@ impl Uffd {
         }
     }
 
-    pub fn clear(&self, address: usize, len: usize) {
+    pub fn clear(&self, address: usize, len: usize) -> io::Result<()> {
         let shared = lock(&self.shared).iter().any(|(start, end)| (*start..*end).contains(&address));
         let advice = if shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        let at = address as *mut libc::c_void;
         // SAFETY: pages whose content is wanted no more, as the caller says.
-        unsafe { libc::madvise(address as *mut libc::c_void, len, advice) };
+        let mut failed = unsafe { libc::madvise(at, len, advice) } < 0;
+        if failed && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL) {
+            // The program has locked its memory (mlockall), and the kernel does not take locked pages away.
+            // SAFETY: as above; the lock is only a hint at how fast the pages are to be had.
+            failed = unsafe { libc::munlock(at, len) < 0 || libc::madvise(at, len, advice) < 0 };
+        }
+        if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     pub fn bytes(&self, address: usize) -> *const u8 {

@@ -244,7 +244,10 @@ impl State {
             copier.stream.synchronize(driver)?;
         }
         for run in &held {
-            pages.clear(run.address as usize, run.len as usize);
+            pages.clear(run.address as usize, run.len as usize).map_err(faults::failed)?;
+            if let Some((_, piece)) = self.pieces.get_mut(&base) {
+                piece.blocks.taken(&(run.address..run.address + run.len));
+            }
         }
         if let Some((_, piece)) = self.pieces.get_mut(&base) {
             piece.blocks.taken(range);

@@ -209,7 +209,10 @@ impl State {
                     .inspect_err(|_| pages.release(base as usize, size as usize))?;
             }
         }
-        pages.clear(base as usize, size as usize);
+        pages
+            .clear(base as usize, size as usize)
+            .map_err(faults::failed)
+            .inspect_err(|_| pages.release(base as usize, size as usize))?;
         let blocks = Blocks::new(base, size, false);
         let all = base..base + size;
         let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };

@@ -157,7 +157,7 @@ impl State {
                 self.overwrite(driver, *base, run, before, now)?;
             }
         }
-        pages.clear(at, len);
+        pages.clear(at, len).map_err(faults::failed)?;
         let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
         piece.blocks.taken(&range);
         if !piece.blocks.is_held() {
