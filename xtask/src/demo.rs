@@ -16,7 +16,7 @@ use rgpu_tests::programs::{Program, portable};
 use rgpu_tests::tree::{self, Build};
 
 use crate::programs::{self, Runtime};
-use crate::progress::Step;
+use crate::progress::{self, Step};
 use crate::{artifacts, debian, demo_shell, machines, toolchain};
 
 /// The programs, in the order in which they run, and what each does. All of them run on the software GPU.
@@ -155,15 +155,25 @@ fn prepare(programs: &[Program]) -> Result<Accelerator> {
     debian::check(&packages, PURPOSE)?;
     std::thread::scope(|scope| {
         // Compiling takes longest and needs nothing that is not there, so it begins at once.
-        let build = scope.spawn(artifacts::build_quickly);
+        let build = scope.spawn(|| told(artifacts::build_quickly()));
         let others = debian::packages(&packages, PURPOSE).and_then(|()| {
-            let compile = scope.spawn(|| programs::build_these(programs, &[Runtime::Static]));
-            let accelerator = machines::prepare()?;
+            let compile = scope.spawn(|| told(programs::build_these(programs, &[Runtime::Static])));
+            let accelerator = told(machines::prepare());
             joined(compile.join())?;
-            Ok(accelerator)
+            accelerator
         });
         joined(build.join())?;
         others
+    })
+}
+
+/// Prints an error at once, because other steps may go on for minutes before the demonstration ends with it.
+fn told<T>(result: Result<T>) -> Result<T> {
+    result.map_err(|error| {
+        progress::print(&format!(
+            "error: {error:#}\nThe demonstration ends when the steps that are under way have ended."
+        ));
+        anyhow!("a step of the preparation failed: see above")
     })
 }
 

@@ -60,6 +60,15 @@ fn screen() -> &'static MultiProgress {
     SCREEN.get_or_init(MultiProgress::new)
 }
 
+/// Prints a line on standard error while steps are under way.
+pub fn print(line: &str) {
+    if std::io::stderr().is_terminal() {
+        screen().suspend(|| eprintln!("{line}"));
+    } else {
+        eprintln!("{line}");
+    }
+}
+
 impl Step {
     /// Begins a step whose length is not known in advance.
     pub fn spinner(name: impl Into<String>) -> Self {
@@ -129,13 +138,10 @@ impl Step {
             // It only prints; a panic in it has been reported by itself.
             let _ = thread.join();
         }
-        match &self.face.bar {
-            Some(bar) => {
-                bar.finish_and_clear();
-                screen().suspend(|| eprintln!("{line}"));
-            }
-            None => eprintln!("{line}"),
+        if let Some(bar) = &self.face.bar {
+            bar.finish_and_clear();
         }
+        print(line);
     }
 }
 

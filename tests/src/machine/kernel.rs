@@ -94,6 +94,8 @@ impl Kernel {
             setup::announce(&format!("building the driver for Linux {}", files.version));
             setup::need_program("make", "make")?;
             setup::need_program("gcc", "gcc")?;
+            // The kernel's objtool, which the build runs.
+            setup::need_library("libelf.so.1", "libelf1")?;
             let inside = format!("/driver-{}", files.version);
             let place = if files.chroot { files.root.join(&inside[1..]) } else { built.join("source") };
             let _ = fs::remove_dir_all(&place);

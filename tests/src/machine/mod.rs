@@ -35,4 +35,5 @@ pub use qemu::{Accelerator, Qemu};
 
 /// Debian packages of this host that a machine with [`Kernel::V6_1`] takes, so that they can be installed at once.
 /// Whatever is missing is also installed on its own when it is needed.
-pub const PACKAGES: [&str; 6] = ["busybox-static", "debootstrap", "gcc", "kmod", "make", "xz-utils"];
+pub const PACKAGES: [&str; 7] =
+    ["busybox-static", "debootstrap", "gcc", "kmod", "libelf1", "make", "xz-utils"];

@@ -155,6 +155,17 @@ pub(crate) fn need_program(program: &str, package: &str) -> Result<()> {
     })
 }
 
+/// Sees to it that a shared library is on this host, installing the Debian package `package` if it is not.
+pub(crate) fn need_library(name: &str, package: &str) -> Result<()> {
+    let folders = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64"];
+    if folders.iter().any(|folder| Path::new(folder).join(name).exists()) {
+        return Ok(());
+    }
+    install(package).with_context(|| {
+        format!("{name} is missing, and Debian's package {package} could not be installed (are you root?)")
+    })
+}
+
 /// Installs a Debian package on this host.
 fn install(package: &str) -> Result<()> {
     let _lock = lock("apt")?;
