@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  parent ── accepts, handshake, admission ─┬─ connection + token ──▶ worker (one process for each session)
-//!    │ pool: N workers kept ready           └─ data connections  ──▶    dispatcher ─▶ Driver: cuda | software
+//!    │ pool and queue: workers, clients     └─ data connections  ──▶    dispatcher ─▶ Driver: cuda | software
 //!    └ status socket
 //! ```
 //!

@@ -41,7 +41,7 @@ fn programs_wait_their_turn_and_say_so() -> Result<()> {
 
 #[test]
 fn nvml_is_asked_while_programs_wait_and_has_no_context() -> Result<()> {
-    let rig = Rig::with("queue-nvml", &["--software-imitate", "context-ms=600000"], &[])?;
+    let rig = Rig::with("queue-nvml", &["--workers", "0", "--software-imitate", "context-ms=600000"], &[])?;
     for transport in TRANSPORTS {
         let mut waiting = rig.program(transport, "vectorAdd")?.spawn()?;
         eventually(|| {

@@ -79,3 +79,23 @@ fn trace_shows_where_commands_were_in_every_process_that_carries_them() -> Resul
     }
     Ok(())
 }
+
+#[test]
+fn a_private_server_makes_no_worker_that_nobody_uses() -> Result<()> {
+    let logs = tree::logs().join("rgpuctl-private");
+    for transport in ["local", "tcp"] {
+        let mut command = Command::new(tree::binaries().join("rgpuctl"));
+        command
+            .args(["run", "--backend", "software", "--transport", transport, "--log-dir"])
+            .arg(&logs)
+            .arg("--")
+            .arg(built("vectorAdd")?)
+            .env("RGPU_LIB_DIR", tree::guest_libraries());
+        run(&mut command, LIMIT)?.verdict("vectorAdd")?;
+        let log = std::fs::read_to_string(logs.join("rgpu-server.log"))?;
+        ensure!(log.contains("session begins") && log.contains("session ends"), "over {transport}:\n{log}");
+        // When it was told to end, it had no worker left to end.
+        ensure!(!log.contains("workers that had no session"), "over {transport}:\n{log}");
+    }
+    Ok(())
+}

@@ -80,19 +80,14 @@ impl Rig {
         let logs = tree::logs().join(name);
         let port = free_port()?;
         let unix = format!("unix:{}", folder.path().join("server.sock").display());
-        let mut server_arguments: Vec<String> = [
-            "--backend",
-            "software",
-            "--workers",
-            "2",
-            "--listen",
-            &unix,
-            "--listen",
-            &format!("tcp:127.0.0.1:{port}"),
-        ]
-        .map(str::to_owned)
-        .into();
+        let mut server_arguments: Vec<String> =
+            ["--backend", "software", "--listen", &unix, "--listen", &format!("tcp:127.0.0.1:{port}")]
+                .map(str::to_owned)
+                .into();
         server_arguments.extend(server.iter().map(|&argument| argument.to_owned()));
+        if !server.contains(&"--workers") {
+            server_arguments.extend(["--workers", "2"].map(str::to_owned));
+        }
         let server = start_server(folder.path(), &logs, &server_arguments)?;
         let local = start_bridge(folder.path(), &logs, Transport::Local, &unix, bridge)?;
         let near = format!("tcp:127.0.0.1:{}", link(port)?);
@@ -229,9 +224,11 @@ fn start_server(folder: &Path, logs: &Path, arguments: &[String]) -> Result<Daem
         &logs.join("rgpu-server.log"),
         &folder.join("server.status"),
     )?;
+    let workers = arguments.iter().skip_while(|argument| *argument != "--workers").nth(1);
+    let workers: usize = workers.context("a server with --workers")?.parse()?;
     eventually(|| {
         let ready = server.status()?["workers_ready"].clone();
-        ensure!(ready == 2, "{ready} workers are ready");
+        ensure!(ready == workers, "{ready} workers are ready");
         Ok(())
     })?;
     Ok(server)

@@ -739,6 +739,7 @@ impl ContextOps<Call> for Cuda {
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         let home_is_gone = self.home.is_some_and(|home| of_device.contains(&home));
+        let is_there = !of_device.is_empty();
         for id in of_device {
             if let Some(context) = self.contexts.remove(&id) {
                 self.retire(&context, id);
@@ -749,8 +750,10 @@ impl ContextOps<Call> for Cuda {
             }
         }
         self.forget_greens(op.device);
-        // SAFETY: everything of the device is forgotten.
-        unsafe { self.api.primary_reset(handle) }?;
+        if is_there {
+            // SAFETY: everything of the device is forgotten.
+            unsafe { self.api.primary_reset(handle) }?;
+        }
         // After the reset: a kernel that still ran would have found its memory gone.
         self.unback_all(op.device);
         // The next one is made when something needs it, which for most programs is never: they end now.

@@ -1,5 +1,7 @@
 //! A host side for tests: a socket like `vhost-rgpu`'s, whose one thread does with each record what a test says.
 
+#![allow(dead_code, reason = "each test file uses its part")]
+
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
