@@ -15,7 +15,12 @@ pub fn main(backing: &Backing) -> ExitCode {
             Err(e) => println!("  CUDA: {e}"),
         }
     }
-    match driver::make(backing, 0) {
+    let made = driver::make(backing, 0).and_then(|mut backend| {
+        // Windows of addresses are reserved with the first context.
+        backend.warm()?;
+        Ok(backend)
+    });
+    match made {
         Ok(backend) => {
             let devices = backend.devices();
             println!(
@@ -27,7 +32,7 @@ pub fn main(backing: &Backing) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(e) => {
-            println!("  cannot serve: {e}");
+            println!("  cannot serve: {}", e.reason);
             ExitCode::FAILURE
         }
     }

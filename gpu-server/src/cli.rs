@@ -8,10 +8,12 @@ use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
 use serde::{Deserialize, Serialize};
 
+use crate::driver::software::Imitate;
+
 /// Shares the GPUs of this machine with rgpu clients.
 ///
 /// Listens for vhost-rgpu daemons of other machines (tcp) and of this one (unix). Each program that uses a GPU is served by a process of its own,
-/// taken from a pool that has its CUDA contexts ready.
+/// taken from a pool that has a CUDA context ready. Programs that find none wait, and are served in the order in which they came.
 #[derive(Debug, Parser)]
 #[command(
     name = "rgpu-server",
@@ -61,17 +63,22 @@ pub struct Serve {
     /// Sessions over verbs
     #[command(flatten)]
     pub rdma: Settings,
-    /// Workers that are kept ready, each with its contexts made
+    /// Workers kept ready beyond those that clients wait for, each with a context of the first device; with 0, a
+    /// worker starts when a client asks for one
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,
+    /// Workers kept ready until the first session begins, in place of --workers
+    #[arg(long, value_name = "N")]
+    pub first_workers: Option<usize>,
     /// Device memory that one session may have in all [bytes, or with K, M, G]; 0: no limit
     #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_size)]
     pub memory_limit: u64,
-    /// Sessions at a time
+    /// Maximum number of sessions, counting those that wait for a worker. Sessions that only ask NVML are counted
+    /// apart, with the same limit
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
-    /// Seconds that a new session waits for a worker, behind those that came before it; a client of ours gives up after 15
-    #[arg(long, value_name = "N", default_value_t = 12)]
+    /// Seconds after which waiting clients are refused if no session has begun and no worker has become ready meanwhile
+    #[arg(long, value_name = "N", default_value_t = 60)]
     pub wait_seconds: u64,
     /// Where to answer `rgpuctl status`: each connection gets one JSON object
     #[arg(long, value_name = "PATH")]
@@ -102,6 +109,9 @@ pub struct Backing {
     /// Number of software devices
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
+    /// For tests: how software devices keep their callers waiting, as NVIDIA's driver does. Items, separated by commas: queue=N, waiting-calls, context-ms=N, call-us=N, seed=N
+    #[arg(long, value_name = "ITEMS", default_value_t, hide = true)]
+    pub software_imitate: Imitate,
 }
 
 /// What executes the commands.

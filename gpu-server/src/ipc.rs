@@ -14,11 +14,36 @@ use crate::share::{Reply, Shared, Token};
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 64 * 1024;
 
+/// What a worker is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// A session that uses devices. Its worker has a context of the first device when the session comes.
+    Gpu,
+    /// A session that asks NVML's questions only. Its worker makes no context and refuses everything else.
+    Nvml,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Kind; 2] = [Kind::Gpu, Kind::Nvml];
+
+    /// Its name in the status.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Gpu => "gpu",
+            Kind::Nvml => "nvml",
+        }
+    }
+}
+
 /// From the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToWorker {
     /// First message: what to make ready.
     Prepare {
+        /// What for.
+        kind: Kind,
         /// Devices.
         backing: Backing,
         /// Bytes of device memory of the session at most; 0: no limit.
@@ -71,17 +96,21 @@ pub enum Transport {
 /// From a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// Contexts are made; a session may come.
+    /// Everything is made; a session may come.
     Ready {
         /// `cuda` or `software`.
         backend: String,
         /// Names of the devices.
         devices: Vec<String>,
+        /// Bytes free on the device where it has made a context, if it has and knows.
+        free: Option<u64>,
     },
     /// It cannot serve.
     Failed {
         /// Why.
         reason: String,
+        /// The device has no memory left for its context.
+        full: bool,
     },
     /// Shares something with the client's other sessions; answered.
     Share {
@@ -196,11 +225,11 @@ mod tests {
     fn a_message_arrives_whole_with_its_descriptor() {
         let (a, b) = pair().unwrap();
         send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
-        send(a.as_fd(), &FromWorker::Failed { reason: "ä".repeat(1000) }, &[]).unwrap();
+        send(a.as_fd(), &FromWorker::Failed { reason: "ä".repeat(1000), full: false }, &[]).unwrap();
         let (first, fds) = receive::<ToWorker>(b.as_fd()).unwrap().unwrap();
         assert!(matches!(first, ToWorker::Data) && fds.len() == 1);
         let (second, _) = receive::<FromWorker>(b.as_fd()).unwrap().unwrap();
-        assert!(matches!(second, FromWorker::Failed { reason } if reason.chars().count() == 1000));
+        assert!(matches!(second, FromWorker::Failed { reason, .. } if reason.chars().count() == 1000));
         drop((a, fds));
         assert!(receive::<ToWorker>(b.as_fd()).unwrap().is_none());
     }
@@ -209,11 +238,11 @@ mod tests {
     fn what_was_said_before_leaving_something_unread_arrives() {
         let (a, b) = pair().unwrap();
         send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
-        send(b.as_fd(), &FromWorker::Failed { reason: "last words".into() }, &[]).unwrap();
+        send(b.as_fd(), &FromWorker::Failed { reason: "last words".into(), full: false }, &[]).unwrap();
         // Its end is closed with the first message still in it.
         drop(b);
         let (message, _) = receive::<FromWorker>(a.as_fd()).unwrap().unwrap();
-        assert!(matches!(message, FromWorker::Failed { reason } if reason == "last words"));
+        assert!(matches!(message, FromWorker::Failed { reason, .. } if reason == "last words"));
         assert!(receive::<FromWorker>(a.as_fd()).unwrap().is_none());
     }
 }

@@ -80,7 +80,7 @@ impl Session {
             index: 2,
             pid: std::process::id(),
             slot_count: 64,
-            reserved: 0,
+            wishes: 0,
             client: text("hostile"),
             program: text("hostile"),
         };
@@ -102,7 +102,7 @@ impl Session {
             status: Answer::Ok as u32,
             token: [1; 16],
             data_connections: 0,
-            reserved: 0,
+            ahead: 0,
             server: text("hostile"),
             reason: [0; 256],
         };
@@ -114,7 +114,7 @@ impl Session {
         let domain: Arc<Domain> = Domain::new(Device::open(settings)?)?;
         let source = Slab::new(&domain, SOURCE, Access::RemoteWrite)?;
         let unconnected = Unconnected::new(&domain, settings)?;
-        let slot = (SOURCE / 4) as u32;
+        let slot = (SOURCE / 16) as u32;
         let mut offer = unconnected.offer(if first { None } else { Some((&source, slot)) });
         if twist == Twist::Swapped {
             offer.queue_pairs.swap(0, 1);

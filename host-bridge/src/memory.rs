@@ -28,6 +28,12 @@ const PAGE: u64 = 4096;
 /// Why memory could not be used.
 #[derive(Debug, Error)]
 pub enum MemoryError {
+    /// The host is short of descriptors.
+    #[error("this host cannot make a doorbell")]
+    Doorbell {
+        /// The system's answer.
+        source: io::Error,
+    },
     /// An extent lies outside what the client has.
     #[error("extent {index}: {len:#x} bytes at {addr:#x} lie outside the client's memory")]
     Outside {

@@ -78,7 +78,7 @@ fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
         status: if refuses { Answer::NoResources as u32 } else { 0 },
         token: [0; 16],
         data_connections: 0,
-        reserved: 0,
+        ahead: 0,
         server: text("local-fake"),
         reason: text(if refuses { "all GPUs are taken" } else { "" }),
     };

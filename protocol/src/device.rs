@@ -104,6 +104,8 @@ pub enum Answer {
     Denied = 5,
     /// The request is not known.
     Unsupported = 6,
+    /// Only in a server's welcome: the session waits for its turn, and another welcome follows.
+    Waiting = 7,
 }
 
 impl Answer {
@@ -116,6 +118,7 @@ impl Answer {
             4 => Answer::Version,
             5 => Answer::Denied,
             6 => Answer::Unsupported,
+            7 => Answer::Waiting,
             _ => Answer::Invalid,
         }
     }

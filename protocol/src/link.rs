@@ -28,7 +28,8 @@
 //! messages one way, put together, are a stream of the same frames as on a control connection. The bridge *writes* `In` data, each piece a [`DataHeader`] and its bytes,
 //! into slots of the server's memory that it knows to be free, and takes them in turn: cut as [`chunk_len`] says, the session's n-th piece goes to slot n modulo their number, so that
 //! the server knows where data will lie before it comes. Data that its stream may not come to for long (while a host function is under way, or once a stream has waited for a word
-//! of memory) and late data wait for grants instead ([`frame::DATA_ASK`]), and take slots when they are sent ([`frame::DATA_NEXT`]). The server *writes* `Out` data to where the command says in the client's memory, by the key that a
+//! of memory) and late data wait for grants instead ([`frame::DATA_ASK`]). Granted data has slots of its own ([`GRANTED_SLOTS`]), in any order: the server copies it out of them as it
+//! comes, so it never waits for data of later commands, which lies in the other slots until those are executed. The server *writes* `Out` data to where the command says in the client's memory, by the key that a
 //! [`frame::REGION_KEY`] has given it. Immediate data says what was written.
 //! To end, the bridge sends [`frame::BYE`] and shuts its direction down; the worker lets go of all memory and then closes the socket. A worker that ends the session by itself does the
 //! same: `BYE` with the reason, memory let go, socket closed. Whoever sees the socket closed may rely on the memory being touched no more.
@@ -56,6 +57,16 @@ pub mod purpose {
     pub const VERBS: u32 = 4;
 }
 
+/// What a client would like its session to be, in bits: [`Hello::wishes`], and in a channel's header. A hint: none of them gives a client anything that it could not have
+/// otherwise.
+pub mod wish {
+    /// The session only asks NVML's questions. The server gives it a process without CUDA contexts, which refuses every other operation.
+    pub const NVML_ONLY: u32 = 1;
+    /// The client can be told to wait ([`Answer::Waiting`](crate::device::Answer::Waiting), [`State::Waiting`](crate::channel::State::Waiting)). One that cannot is left without an
+    /// answer until its session begins.
+    pub const MAY_WAIT: u32 = 2;
+}
+
 /// First message on every connection, from the bridge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -74,8 +85,8 @@ pub struct Hello {
     pub pid: u32,
     /// Reply slots of the channel: replies name one below this.
     pub slot_count: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Bits of [`wish`]. Zero on a data connection.
+    pub wishes: u32,
     /// Name of the virtual machine or host; for people and for admission. NUL-padded.
     pub client: [u8; 64],
     /// Name of the program; for people. NUL-padded.
@@ -83,6 +94,9 @@ pub struct Hello {
 }
 
 /// Answer to every [`Hello`].
+///
+/// While no worker is ready for a session, the server answers a bridge that [may wait](wish::MAY_WAIT) with [`Answer::Waiting`](crate::device::Answer::Waiting), again each second
+/// or so; another `Welcome` follows. A bridge that closes its connection has left the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Welcome {
@@ -96,8 +110,8 @@ pub struct Welcome {
     pub token: [u8; 16],
     /// Data connections that the bridge must open.
     pub data_connections: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// With [`Answer::Waiting`](crate::device::Answer::Waiting): sessions that the server serves before this one.
+    pub ahead: u32,
     /// The server's host name. NUL-padded.
     pub server: [u8; 64],
     /// Why the server refuses. NUL-padded.
@@ -148,11 +162,11 @@ pub mod frame {
     pub const DATA_GRANT: u32 = 14;
     /// Server → bridge, `tcp`: u64: so many bytes more of eager data have found their place, or were thrown away.
     pub const DATA_PLACED: u32 = 15;
-    /// Bridge → server: [`super::DataAsk`]: that piece of data waits for a grant. `tcp`: it has no more than [`super::EAGER_PIECE`] bytes. `verbs`: sent before the command; the piece
-    /// has no place among the slots until [`DATA_NEXT`] says so.
+    /// Bridge → server: [`super::DataAsk`]: that piece of data waits for a grant. Sent before the command, because a server may read nothing behind a command while it executes it.
+    /// `tcp`: the piece has no more than [`super::EAGER_PIECE`] bytes, for the server tells of others without being asked.
     pub const DATA_ASK: u32 = 16;
-    /// Bridge → server, `verbs`: [`super::DataNext`]: these bytes, which were granted, come next in the slots, behind the data of all commands sent before.
-    pub const DATA_NEXT: u32 = 17;
+    /// Server → bridge, `verbs`: u64: so many bytes more of records were taken to be executed ([`super::COMMANDS_AHEAD`]).
+    pub const COMMANDS_TAKEN: u32 = 17;
 }
 
 /// Of each piece of `In` data a bridge may send this many bytes eagerly, at most: without a grant.
@@ -186,22 +200,6 @@ pub struct DataAsk {
     pub piece: u32,
     /// Zero.
     pub reserved: u32,
-}
-
-/// Body of [`frame::DATA_NEXT`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct DataNext {
-    /// The command.
-    pub seq: u64,
-    /// Which of its pieces of data.
-    pub piece: u32,
-    /// Zero.
-    pub reserved: u32,
-    /// Where in the piece they begin.
-    pub offset: u64,
-    /// How many bytes.
-    pub len: u64,
 }
 
 /// Body of [`frame::REPLY`]; the payload follows.
@@ -359,13 +357,20 @@ pub struct Queues {
     pub slots_address: u64,
     /// Server: the slots' key.
     pub slots_key: u32,
-    /// Server: how many slots there are, all free at first.
+    /// Server: how many slots there are, all free at first; more than [`GRANTED_SLOTS`].
     pub slots: u32,
     /// Server: bytes from one slot to the next. A piece's bytes begin [`SLOT_DATA`] bytes into its slot, its [`DataHeader`] right before them.
     pub slot_size: u32,
     /// Writes that this side has under way on each queue at most. The bridge wishes as many of the server as it has itself; the server answers with as many or fewer.
     pub depth: u32,
 }
+
+/// Of a `verbs` server's slots the last so many are for granted data.
+pub const GRANTED_SLOTS: u32 = 8;
+
+/// A `verbs` bridge sends no more records once so many bytes of them were not taken ([`frame::COMMANDS_TAKEN`]). Everything else that it says is read at once, however long the
+/// server is at one command.
+pub const COMMANDS_AHEAD: u64 = 1 << 20;
 
 /// Where a piece's bytes begin in a slot, in bytes. The header ends there, so that one write carries both and the bytes are well aligned.
 pub const SLOT_DATA: u32 = 64;

@@ -39,7 +39,7 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
     run_program(&arguments.target, &arguments.program)
 }
 
-/// Runs `program`, the first its path and the others its arguments, and answers with its exit status. Nothing of the session is left when this returns.
+/// Runs `program`, the first its path and the others its arguments, and answers with its exit status. The daemons have ended when this returns.
 pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     let (path, arguments) = program.split_first().context("no program is named")?;
     let mut session = Session::start(target)?;

@@ -148,8 +148,9 @@ fn start_server(
     let arguments: Vec<OsString> = [
         option("--listen", &address),
         option("--backend", backend.name()),
-        // A program that asks NVML as well, as PyTorch does, has a second session.
-        option("--workers", "2"),
+        // One is ready when the program asks for it. Only a program of several processes needs more, and starts them by asking.
+        option("--workers", "0"),
+        option("--first-workers", "1"),
         option("--status-socket", &status),
         // The program has ended when the server is told to: there is nobody to wait for.
         option("--drain-seconds", "1"),

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Two everyday loops of PyTorch, timed: a training step of a small GPT in bf16, and decoding token by token.
 
-    torch_speed.py [--no-cudnn-attention]
+    torch_speed.py [--no-cudnn-attention] [--steps N] [--tokens N]
 
-Run it natively and through rgpu in turn and compare the medians; losses and tokens are printed as well and must be the same.
+Run it natively and through rgpu in turn and compare the medians. It prints losses and tokens as well, which must be the same.
 """
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
@@ -55,7 +55,7 @@ def median(times):
     return f"{statistics.median(times) * 1e3:.2f} ms (from {min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})"
 
 
-def train(steps=40):
+def train(steps):
     torch.manual_seed(0)
     model = GPT().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -76,7 +76,7 @@ def train(steps=40):
 
 
 @torch.no_grad()
-def decode(model, count=128):
+def decode(model, count):
     model = model.bfloat16().eval()
     caches = [[] for _ in range(LAYERS)]
     token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
@@ -91,7 +91,12 @@ def decode(model, count=128):
 
 
 if __name__ == "__main__":
-    trained = train()
-    if "--no-cudnn-attention" in sys.argv:
+    options = argparse.ArgumentParser()
+    options.add_argument("--no-cudnn-attention", action="store_true", help="use PyTorch's own attention for decoding")
+    options.add_argument("--steps", type=int, default=40, help="training steps, of which the first 10 are not timed")
+    options.add_argument("--tokens", type=int, default=128, help="tokens to decode, of which the first 32 are not timed")
+    options = options.parse_args()
+    trained = train(options.steps)
+    if options.no_cudnn_attention:
         torch.backends.cuda.enable_cudnn_sdp(False)
-    decode(trained)
+    decode(trained, options.tokens)

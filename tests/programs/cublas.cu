@@ -99,6 +99,20 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpyAsync(c.data(), dc, c.size() * 8, cudaMemcpyDeviceToHost, stream));
     CHECK(cudaStreamSynchronize(stream));
     for (size_t i = 0; i < c.size(); i++) REQUIRE(c[i] == 3 * want[i], "three products in a graph: %f for %f", c[i], 3 * want[i]);
+    // The handle in threads that have no context yet: cuBLAS asks the driver for the context's number before it has one.
+    auto dgemv = blas.function<int (*)(Handle, int, int, int, const double *, const double *, int, const double *, int, const double *, double *, int)>("cublasDgemv_v2");
+    for (int j = 0; j < 2; j++) {
+        CHECK(cudaMemset(dc, 0xff, c.size() * 8));
+        in_fresh_thread([&] {
+            if (j)
+                ANSWERS(dgemm(handle, 0, 0, m, n, k, &one, da, m, db, k, &zero, dc, m));
+            else
+                ANSWERS(dgemv(handle, 0, m, k, &one, da, m, db, 1, &zero, dc, 1));
+        });
+        CHECK(cudaStreamSynchronize(stream));
+        CHECK(cudaMemcpy(c.data(), dc, c.size() * 8, cudaMemcpyDeviceToHost));
+        for (int i = 0; i < (j ? m * n : m); i++) REQUIRE(c[i] == want[i], "a product %d in a thread of its own has %f for %f", j, c[i], want[i]);
+    }
     ANSWERS(blas.function<int (*)(Handle)>("cublasDestroy_v2")(handle));
-    return pass("products, dot products, a solve, a graph");
+    return pass("products, dot products, a solve, a graph, threads");
 }

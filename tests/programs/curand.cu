@@ -41,7 +41,7 @@ int main(int argc, char **argv) {
         ANSWERS(words(on_device, device, n));
         CHECK(cudaMemcpy(again.data(), device, n * 4, cudaMemcpyDeviceToHost));
         REQUIRE(got == again, "generator %d: set back, it gives others", kind);
-        ANSWERS(uniform(on_device, (float *)device, n));
+        in_fresh_thread([&] { ANSWERS(uniform(on_device, (float *)device, n)); });
         std::vector<float> floats(n);
         CHECK(cudaMemcpy(floats.data(), device, n * 4, cudaMemcpyDeviceToHost));
         double mean = 0;

@@ -35,7 +35,8 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpy(db, b.data(), n * 8, cudaMemcpyHostToDevice));
     ANSWERS(solver.function<int (*)(Handle, int, int, double *, int, int *)>("cusolverDnDgetrf_bufferSize")(handle, n, n, da, n, &size));
     CHECK(cudaMalloc(&work, size * 8 + 8));
-    ANSWERS(solver.function<int (*)(Handle, int, int, double *, int, double *, int *, int *)>("cusolverDnDgetrf")(handle, n, n, da, n, work, pivots, info));
+    auto factorize = solver.function<int (*)(Handle, int, int, double *, int, double *, int *, int *)>("cusolverDnDgetrf");
+    in_fresh_thread([&] { ANSWERS(factorize(handle, n, n, da, n, work, pivots, info)); });
     finished("LU");
     ANSWERS(solver.function<int (*)(Handle, int, int, int, const double *, int, const int *, double *, int, int *)>("cusolverDnDgetrs")(handle, 0, n, 1, da, n, pivots, db, n, info));
     finished("the solution");

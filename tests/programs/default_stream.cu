@@ -25,7 +25,7 @@ static bool waits(cudaStream_t ahead, cudaStream_t behind, int *p, bool want) {
     CHECK(cudaEventRecord(done, behind));
     // What waits would wait for ever; what is free to run has run before long.
     bool waited = true;
-    for (int i = 0; i < (want ? 30 : 10000) && waited; i++) {
+    for (int i = 0; i < (want ? 30 : 100000) && waited; i++) {
         cudaError_t status = cudaEventQuery(done);
         REQUIRE(status == cudaSuccess || status == cudaErrorNotReady, "%s", cudaGetErrorName(status));
         waited = status == cudaErrorNotReady;

@@ -20,7 +20,7 @@ static void CUDART_CB calls(void *) {
 
 static void leave() {
     leaving = true;
-    for (int i = 0; i < 50000 && !gone; i++) usleep(100);
+    for (int i = 0; i < 1000000 && !gone; i++) usleep(100);
     if (!gone) _exit(1);
 }
 

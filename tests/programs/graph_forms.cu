@@ -244,7 +244,7 @@ static void objects() {
     IS(0, destroyed);
     OK(cudaGraphDestroy(graph));
     OK(cudaDeviceSynchronize());
-    for (int i = 0; i < 1000 && !*(volatile int *)&destroyed; i++) usleep(1000);
+    for (int i = 0; i < 100000 && !*(volatile int *)&destroyed; i++) usleep(1000);
     IS(1, destroyed);
 }
 

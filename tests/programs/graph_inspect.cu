@@ -153,7 +153,7 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpy(&value, other, sizeof value, cudaMemcpyDeviceToHost));
     REQUIRE(value == 'a' + 2, "the graph's result is %d", value);
     CHECK(cudaGraphExecDestroy(exec));
-    for (int i = 0; i < 2000 && ended != 11; i++) usleep(1000);
+    for (int i = 0; i < 100000 && ended != 11; i++) usleep(1000);
     REQUIRE(ended == 11, "objects ended: %d", ended.load());
     return pass("5 nodes, 5 edges");
 }

@@ -47,7 +47,7 @@ int main(int argc, char **argv) {
     // `make` before the stream is held, `call` while it is, `after` when it is not any more.
     auto during = [&](const char *what, std::function<void()> make, std::function<cudaError_t()> call, std::function<void()> after = [] {}) {
         stage = what;
-        alarm(20);
+        alarm(300);
         if (make) make();
         bool done = false;
         RETURNS(cudaSuccess, cudaLaunchHostFunc(held, slow, &done));

@@ -45,7 +45,7 @@ static void expect(const unsigned *data, size_t count, unsigned first, const cha
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     signal(SIGALRM, out_of_time);
-    alarm(120);
+    alarm(600);
     const size_t held_bytes = 32 * MIB, held_count = held_bytes / 4, other_bytes = 24 * MIB, other_count = other_bytes / 4, pageable_bytes = 48 * MIB;
     const int launches = 700, rounds = 2;
     cudaStream_t held, behind, other;

@@ -1,7 +1,13 @@
-// A program to be killed in the middle of a copy (argument "copy") or of a kernel that never ends ("kernel"). It
-// prints RUNNING once it is there. Left alone, it never ends; without an argument it only says that it works.
+// A program to be killed in the middle of a copy (argument "copy"), of a kernel that never ends ("kernel"), or of a call for which a driver may wait until such a kernel
+// ("call") or a host function that never returns ("callback") has ended. It prints RUNNING once it is there. Left alone, it never ends; without an argument it only says that it works.
 #define PROGRAM "kill_me"
 #include "common.h"
+
+#include <unistd.h>
+
+static void CUDART_CB never_returns(void *) {
+    for (;;) pause();
+}
 
 __global__ void endless(volatile int *stop, int *steps) {
     int n = 0;
@@ -29,6 +35,22 @@ int main(int argc, char **argv) {
             CHECK(cudaMemcpy(pageable, device, size, cudaMemcpyDeviceToHost));
         }
     }
+    if (options.word == "call" || options.word == "callback") {
+        CHECK(cudaMemset(device, 0, 64));
+        CHECK(cudaDeviceSynchronize());
+        if (options.word == "call") {
+            endless<<<1, 32>>>((volatile int *)device, (int *)(device + 32));
+            LAUNCHED();
+        } else {
+            CHECK(cudaLaunchHostFunc(nullptr, never_returns, nullptr));
+        }
+        printf("RUNNING call\n");
+        fflush(stdout);
+        // More than fit a short queue; and memory has to be made.
+        for (int i = 0; i < 100; i++) CHECK(cudaMemsetAsync(device, i, 64));
+        CHECK(cudaMalloc(&pinned, 1 << 30));
+        for (;;) pause();
+    }
     if (options.word == "kernel") {
         CHECK(cudaMemset(device, 0, 64));
         CHECK(cudaDeviceSynchronize());
@@ -39,7 +61,7 @@ int main(int argc, char **argv) {
         CHECK(cudaDeviceSynchronize());
         fail("the endless kernel ended");
     }
-    REQUIRE(options.word.empty(), "the argument is copy or kernel, not %s", options.word.c_str());
+    REQUIRE(options.word.empty(), "the argument is copy, kernel, call or callback, not %s", options.word.c_str());
     CHECK(cudaMemset(device, 1, 64));
     endless<<<1, 32>>>((volatile int *)device, (int *)(device + 32));
     LAUNCHED();
@@ -49,5 +71,5 @@ int main(int argc, char **argv) {
     CHECK(cudaFreeHost(pinned));
     CHECK(cudaFree(device));
     free(pageable);
-    return pass("ready to be killed (arguments: copy, kernel)");
+    return pass("ready to be killed (arguments: copy, kernel, call, callback)");
 }

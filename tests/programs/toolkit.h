@@ -5,6 +5,7 @@
 #include "common.h"
 
 #include <dlfcn.h>
+#include <thread>
 
 struct Toolkit {
     std::string name;
@@ -30,3 +31,6 @@ struct Toolkit {
         int got_ = (int)(call);                                                                                          \
         REQUIRE(got_ == 0, "line %d: %s: %d", __LINE__, #call, got_);                                                    \
     } while (0)
+
+// Calls a function in a thread that has no context yet, as programs do that make a library's handle in one thread and use it in others.
+template <class F> void in_fresh_thread(F function) { std::thread(function).join(); }

@@ -14,9 +14,14 @@ use nix::sys::prctl;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::tree;
+use crate::tree::Build;
 
-/// A running `rgpu-server` or `vhost-rgpu` of this tree's release build.
+/// How long a daemon may take to answer before a test gives up. Only one that hangs takes this long, even on a busy machine.
+const STARTED_WITHIN: Duration = Duration::from_secs(180);
+/// How long a daemon may take to end by itself when a test is over, before it is killed.
+const ENDED_WITHIN: Duration = Duration::from_secs(60);
+
+/// A running `rgpu-server` or `vhost-rgpu` of this tree.
 ///
 /// Dropping it sends SIGTERM, and SIGKILL to one that does not end. It also ends when the thread that started it does.
 #[derive(Debug)]
@@ -27,9 +32,20 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `name` with `arguments`, its output in the fresh file `log`, and waits until its status socket, which
-    /// it is told to make at `status_socket`, answers.
+    /// Starts `name` of the release build with `arguments`, its output in the fresh file `log`, and waits until its status
+    /// socket, which it is told to make at `status_socket`, answers.
     pub fn start<S: AsRef<OsStr>>(
+        name: &str,
+        arguments: impl IntoIterator<Item = S>,
+        log: &Path,
+        status_socket: &Path,
+    ) -> Result<Self> {
+        Self::start_of(Build::Release, name, arguments, log, status_socket)
+    }
+
+    /// Does the same with the daemon of another build.
+    pub fn start_of<S: AsRef<OsStr>>(
+        build: Build,
         name: &str,
         arguments: impl IntoIterator<Item = S>,
         log: &Path,
@@ -39,7 +55,7 @@ impl Daemon {
             std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
         }
         let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-        let binary = tree::binaries().join(name);
+        let binary = build.binaries().join(name);
         let mut command = Command::new(&binary);
         command
             .args(arguments)
@@ -57,7 +73,7 @@ impl Daemon {
             .with_context(|| format!("cannot start {}: `cargo xtask build` makes it", binary.display()))?;
         let mut daemon = Self { child, log: log.to_owned(), status_socket: status_socket.to_owned() };
 
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + STARTED_WITHIN;
         while daemon.status().is_err() {
             if let Some(status) = daemon.ended()? {
                 bail!("{name} ended at once ({status}):\n{}", daemon.log_text());
@@ -75,7 +91,7 @@ impl Daemon {
         let path = &self.status_socket;
         let mut stream =
             UnixStream::connect(path).with_context(|| format!("nothing answers at {}", path.display()))?;
-        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        stream.set_read_timeout(Some(STARTED_WITHIN))?;
         let mut text = String::new();
         stream
             .read_to_string(&mut text)
@@ -125,7 +141,7 @@ impl Drop for Daemon {
             return;
         }
         let _ = self.signal(Signal::SIGTERM);
-        if self.wait(Duration::from_secs(15)).is_err() {
+        if self.wait(ENDED_WITHIN).is_err() {
             let _ = self.child.kill();
             let _ = self.child.wait();
         }

@@ -1,5 +1,6 @@
 //! A guest with rgpu's libraries and the test programs in it, and the daemons of this machine that serve it.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use tempfile::TempDir;
 use crate::daemons::Daemon;
 use crate::machine::{Builder, Machine};
 use crate::programs::Program;
-use crate::tree;
+use crate::tree::{self, Build};
 
 /// The folder of the libraries in the guest: one that its loader looks into by itself.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
@@ -21,16 +22,21 @@ const LIBRARY_NAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.13", "libcudart.
 
 /// A guest with the driver, the libraries, `rgpuctl` and the given programs, still without a device.
 pub fn builder(programs: &[Program]) -> Builder {
+    builder_of(Build::Release, programs, &tree::programs())
+}
+
+/// The same with another build of rgpu, and with the programs of another folder.
+pub fn builder_of(build: Build, programs: &[Program], folder: &Path) -> Builder {
     let mut builder = Machine::builder().memory_mib(1024).driver(true).host_libraries();
     for name in LIBRARY_NAMES {
-        let file = tree::guest_libraries().join(name);
+        let file = build.guest_libraries().join(name);
         if file.is_file() {
             builder = builder.file(file, format!("{LIBRARIES}/{name}"));
         }
     }
-    builder = builder.file(tree::binaries().join("rgpuctl"), format!("{PROGRAMS}/rgpuctl"));
+    builder = builder.file(build.binaries().join("rgpuctl"), format!("{PROGRAMS}/rgpuctl"));
     for program in programs {
-        builder = builder.file(tree::programs().join(&program.name), format!("{PROGRAMS}/{}", program.name));
+        builder = builder.file(folder.join(&program.name), format!("{PROGRAMS}/{}", program.name));
     }
     builder
 }
@@ -44,12 +50,14 @@ pub struct Options {
     pub backend: &'static str,
     /// Microseconds for which both daemons look for work before they sleep, instead of their usual time.
     pub poll_us: Option<u32>,
+    /// The daemons' build.
+    pub build: Build,
 }
 
 impl Options {
     /// The software GPU over a transport.
     pub fn software(transport: &'static str) -> Options {
-        Options { transport, backend: "software", poll_us: None }
+        Options { transport, backend: "software", poll_us: None, build: Build::Release }
     }
 }
 
@@ -69,6 +77,11 @@ pub struct Host {
 /// Workers that the server keeps ready.
 pub const WORKERS: usize = 2;
 
+/// How long a test waits for the daemons before it fails. Nothing is judged by it: a busy machine may need most of it.
+const PATIENCE: Duration = Duration::from_secs(240);
+/// For how long the daemons must hold the same before that counts as what they hold at rest.
+const REST: Duration = Duration::from_secs(1);
+
 /// What the daemons hold while nobody uses them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
@@ -77,6 +90,23 @@ pub struct Holdings {
     bridge_threads: usize,
     server_threads: usize,
     workers: usize,
+}
+
+impl Holdings {
+    fn counts(&self) -> [usize; 5] {
+        [
+            self.bridge_descriptors,
+            self.server_descriptors,
+            self.bridge_threads,
+            self.server_threads,
+            self.workers,
+        ]
+    }
+
+    /// Whether nothing is more than in `before`.
+    fn within(&self, before: &Self) -> bool {
+        self.counts().into_iter().zip(before.counts()).all(|(now, before)| now <= before)
+    }
 }
 
 impl Host {
@@ -103,7 +133,7 @@ impl Host {
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("rgpu-server.log"), self.folder.path().join("server.status"));
-        self.server = Some(Daemon::start("rgpu-server", arguments, &log, &status)?);
+        self.server = Some(Daemon::start_of(self.options.build, "rgpu-server", arguments, &log, &status)?);
         Ok(())
     }
 
@@ -116,7 +146,7 @@ impl Host {
         let poll = self.options.poll_us.map(|poll| poll.to_string());
         arguments.extend(poll.iter().flat_map(|poll| ["--poll-us", poll]));
         let (log, status) = (self.logs.join("vhost-rgpu.log"), self.folder.path().join("vhost-rgpu.status"));
-        self.bridge = Some(Daemon::start("vhost-rgpu", arguments, &log, &status)?);
+        self.bridge = Some(Daemon::start_of(self.options.build, "vhost-rgpu", arguments, &log, &status)?);
         Ok(())
     }
 
@@ -170,15 +200,15 @@ impl Host {
             .with_context(|| format!("vhost-rgpu's status has no {name}: {status}"))
     }
 
-    /// Waits until no session is left, neither in the daemon nor in the server, and the pool is full again; gives what the daemons hold then.
-    pub fn settled(&self) -> Result<Holdings> {
-        let deadline = Instant::now() + Duration::from_secs(30);
+    /// Waits until no session is left, neither in the daemon nor in the server, and the pool is full again.
+    pub fn settled(&self) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
         loop {
             let (bridge, server) = (self.bridge()?.status()?, self.server()?.status()?);
             let none = |status: &serde_json::Value| status["sessions"].as_array().is_some_and(Vec::is_empty);
             let ready = server["workers_ready"] == WORKERS && server["workers_starting"] == 0;
             if none(&bridge) && none(&server) && ready {
-                break;
+                return Ok(());
             }
             ensure!(
                 Instant::now() < deadline,
@@ -187,6 +217,26 @@ impl Host {
             );
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// What the daemons hold at rest: no session is left, and what they hold has not changed for a second. Threads and
+    /// connections of a session end after it is gone from the status.
+    pub fn at_rest(&self) -> Result<Holdings> {
+        let deadline = Instant::now() + PATIENCE;
+        self.settled()?;
+        let (mut last, mut since) = (self.holdings()?, Instant::now());
+        while since.elapsed() < REST {
+            std::thread::sleep(Duration::from_millis(20));
+            let now = self.holdings()?;
+            if now != last {
+                ensure!(Instant::now() < deadline, "the daemons do not come to rest: {last:?}, then {now:?}");
+                (last, since) = (now, Instant::now());
+            }
+        }
+        Ok(last)
+    }
+
+    fn holdings(&self) -> Result<Holdings> {
         let (bridge, server) = (self.bridge()?.pid(), self.server()?.pid());
         Ok(Holdings {
             bridge_descriptors: entries(bridge, "fd")?,
@@ -197,12 +247,14 @@ impl Host {
         })
     }
 
-    /// Waits until the daemons hold what they held before; an error that shows the difference if they do not come to that.
+    /// Waits until no session is left and the daemons hold no more than before; an error that shows the difference if they do
+    /// not come to that.
     pub fn check_settled(&self, before: &Holdings) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(15);
+        let deadline = Instant::now() + PATIENCE;
         loop {
-            let now = self.settled()?;
-            if now == *before {
+            self.settled()?;
+            let now = self.holdings()?;
+            if now.within(before) {
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -233,9 +285,8 @@ impl Host {
 
 /// Interrupts of the guest's rgpu device so far, as its kernel counts them.
 pub fn interrupts(machine: &Machine) -> Result<u64> {
-    let device =
-        machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", Duration::from_secs(30))?;
-    let table = machine.check("cat /proc/interrupts", Duration::from_secs(30))?;
+    let device = machine.check("ls /sys/bus/virtio/drivers/virtio_rgpu | grep virtio", PATIENCE)?;
+    let table = machine.check("cat /proc/interrupts", PATIENCE)?;
     // QEMU gives its generic vhost-user device a line-based interrupt, called like the device; with MSI-X each queue's would be DEVICE-QUEUE.
     let name = |row: &&str| {
         let last = row.split_whitespace().last().unwrap_or_default();
@@ -251,14 +302,25 @@ pub fn interrupts(machine: &Machine) -> Result<u64> {
 fn kill(daemon: Option<Daemon>) -> Result<()> {
     let mut daemon = daemon.context("it has been killed already")?;
     daemon.signal(nix::sys::signal::Signal::SIGKILL)?;
-    daemon.wait(Duration::from_secs(10)).map(drop)
+    daemon.wait(PATIENCE).map(drop)
 }
 
 /// A port of the loopback interface on which nothing listens.
+///
+/// It is below the range from which the kernel gives ports to outgoing connections, and chosen at random, so that it is
+/// still free when a daemon is started on it a moment later, or again after its end.
 pub fn free_port() -> Result<u16> {
-    let listener =
-        std::net::TcpListener::bind("127.0.0.1:0").context("cannot listen on the loopback interface")?;
-    Ok(listener.local_addr()?.port())
+    const FIRST: u64 = 12_000;
+    const COUNT: u64 = 20_000;
+    for _ in 0..1000 {
+        // The standard library's hash keys are random.
+        let random = RandomState::new().build_hasher().finish();
+        let port = (FIRST + random % COUNT) as u16;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return Ok(port);
+        }
+    }
+    bail!("no port of the loopback interface is free")
 }
 
 fn entries(pid: u32, what: &str) -> Result<usize> {

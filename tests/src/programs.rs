@@ -72,7 +72,7 @@ pub fn told<T>(outcome: Result<T>) -> std::result::Result<(), String> {
 }
 
 /// How long a program may take: far beyond what any needs, even on a busy machine. Only a hang reaches it.
-pub const LIMIT: Duration = Duration::from_secs(240);
+pub const LIMIT: Duration = Duration::from_secs(600);
 
 /// How a program ended and what it printed.
 #[derive(Debug)]

@@ -21,14 +21,41 @@ pub fn target() -> PathBuf {
     }
 }
 
+/// A build of rgpu: of its daemons, of rgpuctl, and of the libraries that a program loads instead of NVIDIA's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Build {
+    /// Optimized, as it is installed and tested: made by `cargo xtask build`.
+    Release,
+    /// Quickly compiled, for `cargo xtask demo`, with only the libraries that it needs.
+    Debug,
+}
+
+impl Build {
+    /// Where the daemons and rgpuctl are.
+    pub fn binaries(self) -> PathBuf {
+        target().join(match self {
+            Self::Release => "release",
+            Self::Debug => "debug",
+        })
+    }
+
+    /// Where the libraries are.
+    pub fn guest_libraries(self) -> PathBuf {
+        target().join(match self {
+            Self::Release => "guest/lib",
+            Self::Debug => "guest-debug/lib",
+        })
+    }
+}
+
 /// Where `cargo xtask build` leaves the daemons and rgpuctl.
 pub fn binaries() -> PathBuf {
-    target().join("release")
+    Build::Release.binaries()
 }
 
 /// Where `cargo xtask build` leaves the libraries that a program loads instead of NVIDIA's.
 pub fn guest_libraries() -> PathBuf {
-    target().join("guest/lib")
+    Build::Release.guest_libraries()
 }
 
 /// Where `cargo xtask programs` leaves the test programs.

@@ -7,10 +7,10 @@ use anyhow::{Result, ensure};
 use rgpu_tests::machine::{Kernel, Machine, image, setup};
 use rgpu_tests::mock_device::{Config, Kind, MockDevice};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-const SHORT: Duration = Duration::from_secs(20);
-const LONG: Duration = Duration::from_secs(180);
+/// How long anything may take in an emulated guest on a busy machine before a test gives up. Nothing is judged by it.
+const LONG: Duration = Duration::from_secs(600);
 
 /// A machine with the driver and a mock device.
 struct Bed {
@@ -50,7 +50,7 @@ impl Bed {
     /// Pages pinned and not unpinned, in all the guest.
     fn pinned(&self) -> Result<i64> {
         let text =
-            self.machine.check("cat /proc/sys/vm/stat_refresh && grep nr_foll_pin /proc/vmstat", SHORT)?;
+            self.machine.check("cat /proc/sys/vm/stat_refresh && grep nr_foll_pin /proc/vmstat", LONG)?;
         let value = |name: &str| -> Result<i64> {
             let line = text.lines().find(|l| l.starts_with(name));
             Ok(line.and_then(|l| l.split_whitespace().nth(1)).unwrap_or("").parse()?)
@@ -60,14 +60,16 @@ impl Bed {
 
     /// What must hold whenever no program uses the device.
     fn check_idle(&self) -> Result<()> {
-        self.device.wait_until("all channels are destroyed", SHORT, |d| d.channels().is_empty())?;
+        self.device.wait_until("all channels are destroyed", LONG, |d| d.channels().is_empty())?;
         // The device has answered; the driver's work item may still be about to run.
-        for _ in 0..100 {
-            if self.pinned()? == 0 {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let pinned = self.pinned()?;
+            if pinned == 0 {
                 break;
             }
+            ensure!(Instant::now() < deadline, "{pinned} pages stay pinned");
         }
-        ensure!(self.pinned()? == 0, "{} pages stay pinned", self.pinned()?);
         ensure!(self.device.violations().is_empty(), "{:#?}", self.device.violations());
         self.machine.check_console()
     }
@@ -87,7 +89,7 @@ fn limits_are_those_of_the_configuration_space() -> Result<()> {
     let text = bed.selftest("info")?;
     assert!(text.contains("version 1 channels 7 size 1048576 registered 12345678"), "{text}");
     // Whoever is in the guest may use it.
-    assert_eq!(bed.machine.check("stat -c %a /dev/rgpu0", SHORT)?, "666");
+    assert_eq!(bed.machine.check("stat -c %a /dev/rgpu0", LONG)?, "666");
     bed.check_idle()
 }
 
@@ -209,9 +211,9 @@ fn a_forked_child_does_not_share_the_channel() -> Result<()> {
 fn a_channel_goes_with_its_process_even_if_a_child_holds_the_file() -> Result<()> {
     let bed = Bed::new()?;
     bed.selftest("orphan")?;
-    bed.device.wait_until("the channel is destroyed", SHORT, |d| d.count(Kind::Destroy) == 1)?;
-    assert_eq!(bed.machine.check("pidof rgpu_selftest | wc -w", SHORT)?, "1");
-    bed.machine.check("killall -9 rgpu_selftest", SHORT)?;
+    bed.device.wait_until("the channel is destroyed", LONG, |d| d.count(Kind::Destroy) == 1)?;
+    assert_eq!(bed.machine.check("pidof rgpu_selftest | wc -w", LONG)?, "1");
+    bed.machine.check("killall -9 rgpu_selftest", LONG)?;
     bed.check_idle()
 }
 
@@ -220,8 +222,8 @@ fn doorbells_reach_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let text = bed.selftest("doorbells 20")?;
     let count: u64 = text.split_whitespace().next().unwrap_or("").parse()?;
-    // The device may take several for one, but they were given with pauses.
-    assert!((2..=21).contains(&count), "{text}");
+    // The device may take several for one, even all of them if it is kept from its processor meanwhile.
+    assert!((1..=21).contains(&count), "{text}");
     bed.check_idle()
 }
 
@@ -236,13 +238,13 @@ fn a_killed_program_leaves_nothing_behind() -> Result<()> {
     let processes: Vec<_> =
         (0..5).map(|_| bed.machine.spawn("exec rgpu_selftest hold")).collect::<Result<_>>()?;
     for process in &processes {
-        process.wait_for("ready", SHORT)?;
+        process.wait_for("ready", LONG)?;
     }
     assert_eq!((bed.device.channels().len(), bed.device.regions()), (5, 5));
     assert!(bed.pinned()? >= 5 * 1024);
     for process in processes {
         process.kill()?;
-        assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+        assert_eq!(process.wait(LONG)?.status, 128 + 9);
     }
     bed.check_idle()?;
     assert_eq!(bed.device.count(Kind::Destroy), 5);
@@ -254,15 +256,15 @@ fn pages_of_a_program_killed_while_connecting_stay_until_the_device_answers() ->
     let bed = Bed::new()?;
     bed.device.hold(Kind::Create);
     let process = bed.machine.spawn("exec rgpu_selftest connect-slowly")?;
-    bed.device.wait_until("CREATE_CHANNEL arrives", SHORT, |d| d.count(Kind::Create) == 1)?;
+    bed.device.wait_until("CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 1)?;
     process.kill()?;
-    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    assert_eq!(process.wait(LONG)?.status, 128 + 9);
     // Its pages are still its own: were they not, this would be given some of them, and the mock would see that.
     let second = bed.machine.spawn("rgpu_selftest register-scattered 64")?;
-    bed.device.wait_until("another CREATE_CHANNEL arrives", SHORT, |d| d.count(Kind::Create) == 2)?;
+    bed.device.wait_until("another CREATE_CHANNEL arrives", LONG, |d| d.count(Kind::Create) == 2)?;
     bed.device.release();
     assert!(second.wait(LONG)?.success());
-    bed.device.wait_until("both are destroyed", SHORT, |d| d.count(Kind::Destroy) == 2)?;
+    bed.device.wait_until("both are destroyed", LONG, |d| d.count(Kind::Destroy) == 2)?;
     bed.check_idle()
 }
 
@@ -271,11 +273,11 @@ fn pages_of_a_program_killed_while_registering_stay_pinned_until_the_device_answ
     let bed = Bed::new()?;
     bed.device.hold(Kind::Register);
     let process = bed.machine.spawn("exec rgpu_selftest register-slowly")?;
-    bed.device.wait_until("REGISTER_MEMORY arrives", SHORT, |d| d.count(Kind::Register) == 1)?;
+    bed.device.wait_until("REGISTER_MEMORY arrives", LONG, |d| d.count(Kind::Register) == 1)?;
     process.kill()?;
-    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
-    bed.device.wait_until("DESTROY_CHANNEL arrives", SHORT, |d| d.count(Kind::Destroy) == 1)?;
-    bed.device.wait_until("the channel is gone", SHORT, |d| d.channels().is_empty())?;
+    assert_eq!(process.wait(LONG)?.status, 128 + 9);
+    bed.device.wait_until("DESTROY_CHANNEL arrives", LONG, |d| d.count(Kind::Destroy) == 1)?;
+    bed.device.wait_until("the channel is gone", LONG, |d| d.channels().is_empty())?;
     assert!(bed.pinned()? >= 256, "unpinned before the device has answered");
     bed.device.release();
     bed.check_idle()
@@ -285,10 +287,10 @@ fn pages_of_a_program_killed_while_registering_stay_pinned_until_the_device_answ
 fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
     let bed = Bed::new()?;
     let process = bed.machine.spawn("exec rgpu_selftest hold")?;
-    process.wait_for("ready", SHORT)?;
+    process.wait_for("ready", LONG)?;
     bed.device.hold(Kind::Destroy);
     process.kill()?;
-    assert_eq!(process.wait(SHORT)?.status, 128 + 9);
+    assert_eq!(process.wait(LONG)?.status, 128 + 9);
     assert!(bed.pinned()? >= 1024, "unpinned before the device has answered");
     bed.device.release();
     bed.check_idle()
@@ -298,21 +300,21 @@ fn a_device_that_does_not_answer_hangs_no_program_that_exits() -> Result<()> {
 fn a_device_that_is_removed_wakes_everyone_and_leaves_nothing_pinned() -> Result<()> {
     let bed = Bed::new()?;
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
-    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
     for round in 1..=3 {
         let process = bed.machine.spawn("rgpu_selftest gone")?;
-        process.wait_for("ready", SHORT)?;
-        bed.machine.check(&format!("echo {name} > {driver}/unbind"), SHORT)?;
-        let output = process.wait(SHORT)?;
+        process.wait_for("ready", LONG)?;
+        bed.machine.check(&format!("echo {name} > {driver}/unbind"), LONG)?;
+        let output = process.wait(LONG)?;
         assert!(output.success(), "round {round}: {output}");
         bed.check_idle()?;
-        assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
-        bed.machine.check(&format!("echo {name} > {driver}/bind"), SHORT)?;
+        assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
+        bed.machine.check(&format!("echo {name} > {driver}/bind"), LONG)?;
         bed.selftest("channel 1024")?;
     }
     bed.check_idle()?;
     // With all files closed, the module goes and comes back.
-    bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", SHORT)?;
+    bed.machine.check("rmmod virtio_rgpu && insmod /lib/modules/virtio_rgpu.ko", LONG)?;
     bed.selftest("register")?;
     bed.check_idle()
 }
@@ -321,16 +323,16 @@ fn a_device_that_is_removed_wakes_everyone_and_leaves_nothing_pinned() -> Result
 fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
     let bed = Bed::new()?;
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
-    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
     let process = bed.machine.spawn("exec sleep 1000 < /dev/rgpu0")?;
-    bed.machine.check("for i in $(seq 100); do pidof sleep && exit; done; exit 1", SHORT)?;
-    bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), SHORT)?;
+    bed.machine.check("until pidof sleep; do :; done", LONG)?;
+    bed.machine.check(&format!("echo {name} > {driver}/unbind && echo {name} > {driver}/bind"), LONG)?;
     bed.selftest("channel 64")?;
-    let output = bed.machine.run("rmmod virtio_rgpu", SHORT)?;
+    let output = bed.machine.run("rmmod virtio_rgpu", LONG)?;
     assert!(!output.success(), "the module goes while a file of it is open");
     process.kill()?;
-    process.wait(SHORT)?;
-    bed.machine.check("rmmod virtio_rgpu", SHORT)?;
+    process.wait(LONG)?;
+    bed.machine.check("rmmod virtio_rgpu", LONG)?;
     bed.check_idle()
 }
 
@@ -338,9 +340,9 @@ fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
 fn suspension_ends_channels_and_not_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let process = bed.machine.spawn("rgpu_selftest suspend")?;
-    process.wait_for("ready", SHORT)?;
+    process.wait_for("ready", LONG)?;
     bed.machine.check("echo +2 > /sys/class/rtc/rtc0/wakealarm && echo mem > /sys/power/state", LONG)?;
-    let output = process.wait(SHORT)?;
+    let output = process.wait(LONG)?;
     assert!(output.success(), "{output}");
     bed.selftest("channel 64")?;
     bed.check_idle()
@@ -350,9 +352,9 @@ fn suspension_ends_channels_and_not_the_device() -> Result<()> {
 fn a_reboot_resets_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let process = bed.machine.spawn("exec rgpu_selftest hold")?;
-    process.wait_for("ready", SHORT)?;
+    process.wait_for("ready", LONG)?;
     bed.machine.reboot()?;
-    assert!(process.wait(SHORT).is_err());
+    assert!(process.wait(LONG).is_err());
     assert!(bed.device.channels().is_empty());
     bed.selftest("channel 1024")?;
     bed.check_idle()
@@ -385,7 +387,7 @@ fn two_devices_are_two_files() -> Result<()> {
 #[test]
 fn a_device_of_another_kind_is_left_alone_without_a_word() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { magic: 0x1234_5678, ..Config::default() }, 512)?;
-    assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
+    assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
     let log = bed.machine.console_log();
     assert!(!log.contains("virtio_rgpu virtio"), "{log}");
     Ok(())
@@ -394,7 +396,7 @@ fn a_device_of_another_kind_is_left_alone_without_a_word() -> Result<()> {
 #[test]
 fn a_device_of_another_version_is_refused_by_number() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { version: 9, ..Config::default() }, 512)?;
-    assert!(!bed.machine.run("test -e /dev/rgpu0", SHORT)?.success());
+    assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
     let log = bed.machine.console_log();
     assert!(log.contains("device speaks version 9 of the rgpu device, driver version 1"), "{log}");
     Ok(())
@@ -424,19 +426,19 @@ fn works_on(kernel: Kernel) -> Result<()> {
         bed.check_idle()?;
     }
     let process = bed.machine.spawn("exec rgpu_selftest hold")?;
-    process.wait_for("ready", SHORT)?;
+    process.wait_for("ready", LONG)?;
     process.kill()?;
-    process.wait(SHORT)?;
+    process.wait(LONG)?;
     bed.check_idle()?;
 
     let driver = "/sys/bus/virtio/drivers/virtio_rgpu";
-    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), SHORT)?;
+    let name = bed.machine.check(&format!("cd {driver} && echo virtio*"), LONG)?;
     let process = bed.machine.spawn("rgpu_selftest gone")?;
-    process.wait_for("ready", SHORT)?;
-    bed.machine.check(&format!("echo {name} > {driver}/unbind"), SHORT)?;
-    let output = process.wait(SHORT)?;
+    process.wait_for("ready", LONG)?;
+    bed.machine.check(&format!("echo {name} > {driver}/unbind"), LONG)?;
+    let output = process.wait(LONG)?;
     ensure!(output.success(), "{output}");
-    bed.machine.check(&format!("echo {name} > {driver}/bind"), SHORT)?;
+    bed.machine.check(&format!("echo {name} > {driver}/bind"), LONG)?;
     bed.selftest("channel 64")?;
     bed.check_idle()
 }

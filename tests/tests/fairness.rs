@@ -22,8 +22,9 @@ fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
     Ok(sessions.iter().filter(of).filter_map(|session| session["bytes_in"].as_u64()).sum())
 }
 
-/// What a session that copies without end may move while another runs a short program from its start to its end.
-const MOST: u64 = 16 << 30;
+/// What a session that copies without end may move while another runs a short program from its start to its end: far more than a
+/// busy machine moves meanwhile, and less than in the time after which the short program is taken to hang.
+const MOST: u64 = 64 << 30;
 
 #[test]
 fn a_session_that_copies_without_end_lets_others_of_its_bridge_and_its_server_work() -> Result<()> {

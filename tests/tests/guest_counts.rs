@@ -11,7 +11,7 @@ use rgpu_tests::machine::Machine;
 use rgpu_tests::programs::counted;
 use rgpu_tests::tree;
 
-const LIMIT: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_secs(600);
 /// Calls of a loop whose costs are compared: what both take alike is the program's start and end.
 const CALLS: [u64; 2] = [100, 1100];
 /// The loops of the program `bench`, what each does, and the calls of each turn.

@@ -4,11 +4,10 @@
 mod support;
 
 use std::collections::BTreeMap;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use support::{Rig, TRANSPORTS, Transport, eventually};
+use support::{Idle, Rig, TRANSPORTS, eventually};
 
 /// How long nothing may happen: longer than any period at which something was ever looked at here.
 const QUIET: Duration = Duration::from_secs(6);
@@ -84,46 +83,13 @@ fn comes_to_rest(rig: &Rig, more: &[u32]) -> Result<()> {
     })
 }
 
-/// A program that has worked, and waits for its standard input to be closed.
-struct Idle(Child);
-
-impl Idle {
-    fn start(rig: &Rig, transport: Transport) -> Result<Self> {
-        let mut command: Command = rig.program(transport, "idle")?;
-        command.arg("wait").stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().context("cannot start a program")?;
-        let output = child.stdout.as_mut().context("no standard output")?;
-        let mut line = [0; 5];
-        std::io::Read::read_exact(output, &mut line).context("the program ended too soon")?;
-        ensure!(&line == b"IDLE\n", "the program said {:?}", String::from_utf8_lossy(&line));
-        Ok(Self(child))
-    }
-
-    /// Lets it work again, and requires that it passes.
-    fn passes(mut self) -> Result<()> {
-        drop(self.0.stdin.take());
-        let mut text = String::new();
-        let mut output = self.0.stdout.take().context("no standard output")?;
-        std::io::Read::read_to_string(&mut output, &mut text)?;
-        ensure!(self.0.wait()?.success() && text.contains("PASS idle"), "after its rest: {text}");
-        Ok(())
-    }
-}
-
-impl Drop for Idle {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn idle_daemons_and_sessions_take_no_processor_time() -> Result<()> {
     let rig = Rig::start("idle")?;
     comes_to_rest(&rig, &[]).context("with no session")?;
     let programs = TRANSPORTS.map(|transport| Idle::start(&rig, transport));
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
-    let pids: Vec<u32> = programs.iter().map(|program| program.0.id()).collect();
+    let pids: Vec<u32> = programs.iter().map(Idle::pid).collect();
     comes_to_rest(&rig, &pids).context("with a session of each transport that has worked")?;
     // The status is right all the same, and whoever rested works again.
     let sessions = rig.server.status()?["sessions"].as_array().map_or(0, Vec::len);

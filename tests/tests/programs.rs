@@ -16,7 +16,8 @@ const WAYS: [(&str, Way); 3] = [
     ("with_nvidias_runtime", Way::Inside("software", "local")),
 ];
 /// Where userfaultfd is refused, as in containers, managed memory is made of page protection; all but system calls on it works.
-const BY_PAGE_PROTECTION: [&str; 4] = ["managed_memory", "managed_variables", "managed_api", "mapped_memory"];
+const BY_PAGE_PROTECTION: [&str; 5] =
+    ["managed_memory", "managed_neighbors", "managed_variables", "managed_api", "mapped_memory"];
 
 /// The program passes, and its calls are served where `tests/calls.txt` says.
 fn run(name: &str, way: Way) -> anyhow::Result<()> {

@@ -9,10 +9,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ChannelMemory, ConnectError, RegionError, RegionMemory, Session, Wakeup};
+use host_bridge::bridge::{
+    ChannelMemory, ConnectError, Prepared, RegionError, RegionMemory, Session, Turn, Wakeup,
+};
 use host_bridge::framing::recv_some;
 use host_bridge::memory::{Memories, MemoryError};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
@@ -147,7 +150,7 @@ impl From<MemoryError> for Refusal {
     fn from(e: MemoryError) -> Refusal {
         let answer = match &e {
             MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => Answer::Version,
-            MemoryError::Map { .. } => Answer::NoResources,
+            MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };
         Refusal(answer, chain(&e))
@@ -207,6 +210,8 @@ impl Connection<'_> {
                     let doorbell = self.channel.as_ref().map(|(session, _)| session.doorbell_fd().as_fd());
                     (answer(self.socket, Answer::Ok, "", doorbell), false)
                 }
+                Ok(Done::Answered) => (Ok(()), false),
+                Ok(Done::WaitedInVain) => (Ok(()), true),
                 Err(Refusal(status, why)) => {
                     if *status == Answer::Invalid {
                         self.server.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
@@ -277,8 +282,7 @@ impl Connection<'_> {
                     ));
                 }
                 let (memories, extents) = own_memory(fds, offset, size)?;
-                self.create(memories, extents, size)?;
-                Ok(Done::Created)
+                self.create(memories, extents, size)
             }
             request::DESTROY_CHANNEL => {
                 self.session()?;
@@ -313,26 +317,74 @@ impl Connection<'_> {
         }
     }
 
-    fn create(&mut self, memories: Memories, extents: Vec<Extent>, size: u64) -> Result<(), Refusal> {
+    fn create(&mut self, memories: Memories, extents: Vec<Extent>, size: u64) -> Result<Done, Refusal> {
         let channel = ChannelMemory::new(memories, extents, size)?;
         let stopper = Stopper::for_connection(self.socket)
             .map_err(|e| Refusal(Answer::NoResources, format!("this host is short of descriptors: {e}")))?;
         let config = &self.server.config.session;
+        let refused = |_: &ConnectError| {
+            self.server.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
+        };
+        let mut turn = Queued { socket: self.socket, channel: &channel, answered: false };
+        let connected = Prepared::connect(config, &channel, &mut turn).inspect_err(refused);
+        let waited = turn.answered;
+        let prepared = match connected {
+            Err(e) if waited => {
+                // The client has had its answer: the channel says the rest.
+                self.limit.warn(&self.who, &e.to_string());
+                channel.tell_refused(&e.to_string());
+                channel.wake_by_futex();
+                return Ok(Done::WaitedInVain);
+            }
+            connected => connected?,
+        };
         // The end of the session closes the connection; the thread then wakes up and cleans up.
-        let session = Session::connect(config, channel, Wakeup::Futex, Box::new(move |_| stopper.stop()))
-            .inspect_err(|_| {
-                self.server.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
-            })?;
-        let session = Arc::new(session);
+        let started =
+            prepared.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
+        let session = match started {
+            Err(e) if waited => {
+                // A client that waits for its turn sees the connection closed.
+                self.limit.warn(&self.who, &e.to_string());
+                return Ok(Done::WaitedInVain);
+            }
+            started => Arc::new(started?),
+        };
         let listed = self.server.registry.list(&self.who, self.number, session.clone());
         self.channel = Some((session, listed));
-        Ok(())
+        Ok(if waited { Done::Answered } else { Done::Created })
+    }
+}
+
+/// A client whose session waits in a server's queue. It has its answer at once, and finds its place in the channel's header.
+struct Queued<'c> {
+    socket: &'c OwnedFd,
+    channel: &'c ChannelMemory,
+    answered: bool,
+}
+
+impl Turn for Queued<'_> {
+    fn wait(&mut self, server: &str, ahead: u32) {
+        if !self.channel.may_wait() {
+            return;
+        }
+        self.channel.tell_waiting(server, ahead);
+        if !std::mem::replace(&mut self.answered, true) {
+            // A client that is gone is noticed by its closed connection.
+            let _ = answer(self.socket, Answer::Ok, "", Some(self.channel.doorbell.as_fd()));
+        }
+    }
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        Some(PollFd::new(self.socket.as_fd(), PollFlags::POLLHUP))
     }
 }
 
 /// What a request came to.
 enum Done {
     Created,
+    /// The client had its answer before the session began.
+    Answered,
+    WaitedInVain,
     Registered,
     Destroyed,
 }

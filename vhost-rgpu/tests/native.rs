@@ -26,7 +26,7 @@ use protocol::channel::{Geometry, Header, NO_SLOT, Producer, RingMemory, SlotSta
 use protocol::data::{HostIn, HostOut};
 use protocol::device::{Answer, Extent, Response, request};
 use protocol::handle::StreamId;
-use protocol::link::{Ack, Hello, Memory, Welcome, frame};
+use protocol::link::{Ack, Hello, Memory, Welcome, frame, wish};
 use protocol::native::{MAGIC, Request};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
@@ -100,6 +100,17 @@ struct Channel {
     doorbell: OwnedFd,
     view: ChannelView,
     geometry: Geometry,
+}
+
+/// A client that can be told to wait, and has asked for a channel; its answer has come.
+fn ask_patiently(path: &Path) -> (Native, ChannelView) {
+    let native = Native::connect(path);
+    let (file, view, geometry) = channel_file(1 << 20);
+    view.header().set_wishes(wish::MAY_WAIT);
+    native.send(Request { size: geometry.size as u64, ..GOOD }.as_bytes(), &[&file]);
+    let (answer, reason, fds) = native.response();
+    assert_eq!((answer, reason.as_str(), fds.len()), (Answer::Ok, "", 1));
+    (native, view)
 }
 
 fn channel_file(arena: usize) -> (OwnedFd, ChannelView, Geometry) {
@@ -320,6 +331,41 @@ fn a_client_that_spoils_its_doorbell_spoils_only_its_own() {
     assert!(bystander.synchronize(&mut producer).is_success());
     // And the daemon can still end that session.
     assert_eq!(channel.native.ask(DESTROY, &[]).0, Answer::Ok);
+}
+
+#[test]
+fn a_client_in_a_servers_queue_finds_its_place_in_its_channel_and_then_its_session() {
+    let server = FakeServer::start(Manners { queue: &[5, 4], ..Manners::default() });
+    let daemon = serving(&server);
+    let (_native, view) = ask_patiently(&daemon.native());
+    eventually(|| view.header().state() == State::Ready);
+    // The last place that was told of, and by whom.
+    assert_eq!((view.header().ahead(), view.header().reason().as_str()), (4, "fake"));
+    eventually(|| sessions(&daemon) == 1);
+}
+
+#[test]
+fn a_client_that_waits_in_vain_is_told_why_and_one_that_leaves_is_taken_out_of_the_queue() {
+    let refusal = Some((Answer::NoResources, "nobody is served here"));
+    let server = FakeServer::start(Manners { queue: &[1], answer: refusal, ..Manners::default() });
+    // A refusal that follows at once: the answer may be the queue's or the refusal's, and the channel says the rest.
+    let daemon = serving(&server);
+    let native = Native::connect(&daemon.native());
+    let (file, view, geometry) = channel_file(1 << 20);
+    view.header().set_wishes(wish::MAY_WAIT);
+    native.send(Request { size: geometry.size as u64, ..GOOD }.as_bytes(), &[&file]);
+    assert_eq!(native.response().0, Answer::Ok);
+    eventually(|| view.header().state() == State::Lost);
+    assert!(view.header().reason().contains("nobody is served here"), "{}", view.header().reason());
+    assert!(native.closed());
+
+    let server = FakeServer::start(Manners { queue: &[7], queue_stands: true, ..Manners::default() });
+    let daemon = serving(&server);
+    let (native, view) = ask_patiently(&daemon.native());
+    assert_eq!((view.header().state(), view.header().ahead()), (State::Waiting, 7));
+    drop(native);
+    eventually(|| server.left() == 1);
+    assert_eq!(sessions(&daemon), 0);
 }
 
 #[test]

@@ -21,7 +21,7 @@ use protocol::device::{
     Event, Extent, Request, Response, request,
 };
 use protocol::handle::StreamId;
-use protocol::link::Memory;
+use protocol::link::{Memory, wish};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::ops::{Op, encode};
@@ -527,6 +527,57 @@ fn a_request_that_takes_long_holds_up_no_other() {
     server.release();
     assert_eq!(guest.wait_used(CONTROL_QUEUE).0, slow);
     assert_eq!(guest.answer_at(slow_at).0, Answer::Ok);
+}
+
+#[test]
+fn a_channel_in_a_servers_queue_is_answered_at_once_and_can_be_destroyed() {
+    let server = FakeServer::start(Manners { queue: &[7], queue_stands: true, ..Manners::default() });
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let waiting = |guest: &mut Guest, channel: u32| {
+        let (extents, geometry) = guest.prepare(channel);
+        let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+        view.header().set_wishes(wish::MAY_WAIT);
+        assert_eq!(guest.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
+        assert_eq!((view.header().state(), view.header().ahead()), (State::Waiting, 7));
+        view
+    };
+    let first = waiting(&mut guest, 1);
+    // A sign of life comes while it waits.
+    let alive = first.header().alive();
+    eventually(|| first.header().alive() != alive);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]), (Answer::Ok, String::new()));
+    eventually(|| server.left() == 1);
+    // A reset takes a channel out of the queue as well.
+    waiting(&mut guest, 2);
+    guest.reset();
+    eventually(|| server.left() == 2);
+    assert_eq!(sessions(&daemon), 0);
+}
+
+#[test]
+fn a_channel_that_waited_learns_how_it_ended() {
+    let server = FakeServer::start(Manners { queue: &[2, 1], ..Manners::default() });
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    view.header().set_wishes(wish::MAY_WAIT);
+    assert_eq!(guest.ask(create(1, &extents), &extents), (Answer::Ok, String::new()));
+    eventually(|| view.header().state() == State::Ready);
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]), (Answer::Ok, String::new()));
+
+    let refusal = Some((Answer::NoResources, "nobody is served here"));
+    let server = FakeServer::start(Manners { queue: &[1], answer: refusal, ..Manners::default() });
+    let daemon = serving(&server);
+    let mut guest = Guest::connect(&daemon);
+    let (extents, geometry) = guest.prepare(1);
+    let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
+    view.header().set_wishes(wish::MAY_WAIT);
+    assert_eq!(guest.ask(create(1, &extents), &extents), (Answer::Ok, String::new()));
+    eventually(|| view.header().state() == State::Lost);
+    assert!(view.header().reason().contains("nobody is served here"), "{}", view.header().reason());
+    assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]), (Answer::Ok, String::new()));
 }
 
 #[test]

@@ -6,11 +6,14 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
-use rgpu_tests::tree;
+use anyhow::{Context, Result, bail};
+use rgpu_tests::tree::{self, Build};
 
 use crate::progress::Step;
 use crate::{debian, process};
+
+/// Debian packages that the build needs beside Cargo.
+pub const PACKAGES: &[&str] = &["gcc", "libc6-dev", "binutils"];
 
 /// The executables, by package; each has the package's name.
 pub const EXECUTABLES: &[&str] = &["vhost-rgpu", "rgpu-server", "rgpuctl"];
@@ -67,64 +70,58 @@ pub const LIBRARIES: &[Library] = &[
     },
 ];
 
-/// Builds everything, and says loudly which library could not be.
+/// Builds everything, optimized.
 pub fn build() -> Result<()> {
-    let missing = build_what_exists()?;
-    for name in &missing {
-        eprintln!("! NOT BUILT: {name} (its package has no link.sh yet)");
-    }
-    Ok(())
-}
-
-/// Builds everything, all of it.
-pub fn build_all() -> Result<()> {
-    let missing = build_what_exists()?;
-    ensure!(missing.is_empty(), "not built, since there is no link.sh for it: {}", missing.join(", "));
-    Ok(())
-}
-
-fn build_what_exists() -> Result<Vec<&'static str>> {
-    debian::packages(&["gcc", "libc6-dev", "binutils"], "linking the guest libraries")?;
+    debian::packages(PACKAGES, "building")?;
     let log = process::log("build")?;
     let step = Step::spinner("building the daemons and rgpuctl");
     let mut command = process::cargo();
-    command.args(["build", "--release"]);
-    for package in EXECUTABLES {
-        command.args(["-p", package]);
-    }
-    process::run(&mut command, &log)?;
+    command.args(["build", "--release"]).args(packages());
+    process::watch(&mut command, &log, &step)?;
     step.done("");
 
-    let folder = tree::guest_libraries();
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let step = Step::bar("building the guest libraries", LIBRARIES.len());
-    let mut missing = Vec::new();
+    let step = Step::spinner("building the libraries that programs load");
     for library in LIBRARIES {
-        step.note(library.name);
-        if !build_library(library, &folder, &log)? {
-            missing.push(library.name);
+        let mut command = process::cargo();
+        command.args(["rustc", "--release", "--lib", "--crate-type", "staticlib", "-p", library.package]);
+        if !library.features.is_empty() {
+            command.arg("--features").arg(library.features.join(","));
         }
-        step.advance();
+        process::watch(&mut command, &log, &step)?;
+        link(library, Build::Release, &log)?;
     }
-    step.done(&format!("{} in {}", LIBRARIES.len() - missing.len(), folder.display()));
-    Ok(missing)
+    step.done(&format!("{} in {}", LIBRARIES.len(), tree::guest_libraries().display()));
+    Ok(())
 }
 
-/// Whether the library was built: it is not when its package has no `link.sh`.
-fn build_library(library: &Library, folder: &Path, log: &Path) -> Result<bool> {
-    let script = tree::root().join("guest-cudart").join(library.folder).join("link.sh");
-    if !script.is_file() {
-        return Ok(false);
-    }
+/// Builds the executables, and of the libraries only `libcuda.so.1`, without optimization. That is all that a guest needs for
+/// programs with NVIDIA's runtime inside.
+pub fn build_quickly() -> Result<()> {
+    let log = process::log("build-debug")?;
+    let step = Step::spinner("building the daemons, rgpuctl and libcuda");
+    let library = LIBRARIES.iter().find(|library| library.name == "libcuda.so.1");
+    let library = library.context("libcuda.so.1 is not in the list of libraries")?;
     let mut command = process::cargo();
-    command.args(["rustc", "--release", "--lib", "--crate-type", "staticlib", "-p", library.package]);
-    if !library.features.is_empty() {
-        command.arg("--features").arg(library.features.join(","));
-    }
-    process::run(&mut command, log)?;
-    let archive = tree::target().join("release").join(library.archive);
+    command.arg("build").args(packages()).args(["-p", library.package]);
+    process::watch(&mut command, &log, &step)?;
+    link(library, Build::Debug, &log)?;
+    step.done("without optimization");
+    Ok(())
+}
+
+/// Cargo's arguments for all executables.
+fn packages() -> impl Iterator<Item = &'static str> {
+    EXECUTABLES.iter().flat_map(|package| ["-p", package])
+}
+
+/// Makes a shared library of the static one that Cargo has built.
+fn link(library: &Library, build: Build, log: &Path) -> Result<()> {
+    let folder = build.guest_libraries();
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let script = tree::root().join("guest-cudart").join(library.folder).join("link.sh");
+    let archive = build.binaries().join(library.archive);
     let mut link = Command::new("sh");
-    link.arg(&script).arg(&archive).arg(folder).args(library.arguments);
+    link.arg(&script).arg(&archive).arg(&folder).args(library.arguments);
     process::run(&mut link, log)?;
 
     let built = folder.join(library.name);
@@ -132,5 +129,5 @@ fn build_library(library: &Library, folder: &Path, log: &Path) -> Result<bool> {
     if !dynamic.contains(&format!("[{}]", library.name)) {
         bail!("{} does not say that it is {}: its soname is wrong", built.display(), library.name);
     }
-    Ok(true)
+    Ok(())
 }

@@ -68,7 +68,7 @@ fn build_release(what: &str, which: &[&str]) -> Result<()> {
     let step = Step::spinner(what);
     let mut build = process::cargo();
     build.args(["build", "--release"]).args(which);
-    process::run(build.current_dir(tree::root()), &process::log("bench")?)?;
+    process::watch(&mut build, &process::log("bench")?, &step)?;
     step.done("");
     Ok(())
 }

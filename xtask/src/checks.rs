@@ -10,7 +10,7 @@ pub fn checks() -> Result<()> {
     let log = process::log("checks")?;
     let check = |name: &str, arguments: &[&str]| -> Result<()> {
         let step = Step::spinner(name);
-        process::run(process::cargo().args(arguments), &log)?;
+        process::watch(process::cargo().args(arguments), &log, &step)?;
         step.done("");
         Ok(())
     };
@@ -24,7 +24,7 @@ pub fn checks() -> Result<()> {
     let step = Step::spinner("checking the dependencies' licences, versions and sources");
     let mut command = std::process::Command::new(deny);
     command.args(["--workspace", "--all-features", "check", "licenses", "bans", "sources"]);
-    process::run(&mut command, &log)?;
+    process::watch(&mut command, &log, &step)?;
     step.done("");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Debian packages that a step needs: the missing ones are installed.
+//! Debian packages that a step needs. Missing ones are installed.
 
 use std::process::Command;
 
@@ -8,36 +8,52 @@ use nix::unistd::geteuid;
 use crate::process;
 use crate::progress::Step;
 
-/// Makes sure that every package of `names` is installed; `purpose` says what for, after "for".
+/// An error if packages of `names` are missing and this user may not install them, so that nobody waits for other steps to end
+/// before being told. `purpose` completes the sentence "… needs packages".
+pub fn check(names: &[&str], purpose: &str) -> Result<()> {
+    let missing = missing(names);
+    if !missing.is_empty() && !geteuid().is_root() {
+        bail!(
+            "{purpose} needs Debian packages that are not installed, and only root may install them: sudo apt-get install {}",
+            missing.join(" ")
+        );
+    }
+    Ok(())
+}
+
+/// Makes sure that every package of `names` is installed.
 pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
-    let missing: Vec<&str> = names.iter().copied().filter(|name| !installed(name)).collect();
+    check(names, purpose)?;
+    let missing = missing(names);
     if missing.is_empty() {
         return Ok(());
     }
     let list = missing.join(" ");
-    if !geteuid().is_root() {
-        bail!(
-            "{purpose} needs Debian packages that are not installed, and only root may install them: sudo apt-get install {list}"
-        );
-    }
-    let step = Step::spinner(format!("installing {list} for {purpose}"));
+    let step = Step::spinner(format!("installing Debian packages for {purpose}"));
+    step.note(&list);
     let log = process::log("packages")?;
     let apt = |arguments: &[&str]| {
         let mut command = Command::new("apt-get");
-        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-qy").args(arguments);
+        command.env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C").arg("-y").args(arguments);
+        // Another process may be installing something just now.
+        command.args(["-o", "DPkg::Lock::Timeout=600"]);
         command
     };
-    let install = |log| {
+    let install = || {
         let mut command = apt(&["install", "--no-install-recommends"]);
-        process::run(command.args(&missing), log)
+        process::watch(command.args(&missing), &log, &step)
     };
-    // The lists of packages may be absent or old: refreshed only then, since it takes a while.
-    if install(&log).is_err() {
-        process::run(&mut apt(&["update"]), &log)?;
-        install(&log)?;
+    // The lists of packages may be missing or old. They are refreshed only then, because it takes a while.
+    if install().is_err() {
+        process::watch(&mut apt(&["update"]), &log, &step)?;
+        install()?;
     }
-    step.done("");
+    step.done(&list);
     Ok(())
+}
+
+fn missing<'a>(names: &[&'a str]) -> Vec<&'a str> {
+    names.iter().copied().filter(|name| !installed(name)).collect()
 }
 
 fn installed(name: &str) -> bool {

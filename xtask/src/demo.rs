@@ -1,35 +1,62 @@
-//! `cargo xtask demo`: the whole path once, in sight: a guest without a GPU runs CUDA programs, and a server on this
-//! machine computes them.
+//! `cargo xtask demo`: a guest without a GPU runs CUDA programs, and a server on this machine executes them.
+//!
+//! When nothing is there yet, the time goes into compiling rgpu, compiling the programs and fetching a guest. All of that
+//! happens at the same time, and only as far as the demonstration needs it. rgpu is compiled without optimization (except for
+//! the software GPU), which takes a third of the time and shares its dependencies with xtask. `cargo xtask test demo` runs
+//! the same code.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use rgpu_tests::guest::{self, Host, Options};
-use rgpu_tests::machine::{Accelerator, Kernel, Machine, Qemu};
-use rgpu_tests::programs::Program;
+use rgpu_tests::machine::{self, Accelerator, Machine};
+use rgpu_tests::programs::{Program, portable};
+use rgpu_tests::tree::{self, Build};
 
+use crate::programs::{self, Runtime};
 use crate::progress::Step;
-use crate::{artifacts, demo_shell, programs};
+use crate::{artifacts, debian, demo_shell, machines, toolchain};
+
+/// The programs, in the order in which they run, and what each does. All of them run on the software GPU.
+const PROGRAMS: [(&str, &str); 10] = [
+    ("device_list", "asks for the devices, as nvidia-smi does"),
+    ("vectorAdd", "adds two vectors"),
+    ("matrixMul", "multiplies matrices in shared memory"),
+    ("reduction", "sums with shuffles, shared memory, atomics"),
+    ("streams_events", "overlaps streams, orders them with events"),
+    ("managed_variables", "host and device share unified memory"),
+    ("cooperative_tiles", "splits blocks into cooperative groups"),
+    ("device_printf", "prints from a kernel"),
+    ("textures", "samples textures in two and three dimensions"),
+    ("graph_explicit", "builds CUDA graphs and launches them"),
+];
+
+/// The most characters of a program's result that the table shows.
+const WIDTH: usize = 48;
+
+/// What Debian packages are needed for.
+const PURPOSE: &str = "the CUDA compiler and the guest";
 
 /// How long one program may run in an emulated guest before the demonstration gives up on it.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(900);
 
 /// Boot a guest and run CUDA programs in it, on a GPU server of this machine.
 ///
 /// Sets up everything it needs, as root on Debian 12: packages, NVIDIA's compiler, QEMU, a guest. The server uses
-/// this machine's GPU if there is one, else a GPU in software.
+/// this machine's GPU if there is one, otherwise a GPU in software.
 #[derive(Args)]
 pub struct Arguments {
-    /// Leave the guest up afterwards, with a shell in it
+    /// Keep the guest running afterwards and open a shell in it
     #[arg(long)]
     keep: bool,
 }
 
-/// One line of the closing table.
+/// What one program did: a line of the closing table.
 struct Row {
-    name: String,
+    name: &'static str,
+    what: &'static str,
     passed: bool,
     detail: String,
     time: Duration,
@@ -37,12 +64,28 @@ struct Row {
 
 /// Runs the demonstration; fails if any program does.
 pub fn demo(arguments: &Arguments) -> Result<()> {
-    artifacts::build()?;
-    let programs = programs::build()?;
-    let accelerator = prepare_machine()?;
+    let start = Instant::now();
+    demonstrate(arguments.keep)?;
+    println!(
+        "Done in {:.0} s. What to do next:
+
+  cargo xtask demo --keep                         the same, then a shell in the guest
+  cargo xtask build                               build rgpu for use: optimized, with all its libraries
+  target/release/rgpuctl run -- ./your_program    then run a CUDA program of yours on this machine
+  target/release/rgpuctl doctor                   and see what it lacks for a GPU server or for guests
+  README.md, \"Quick start\"                        GPU servers, hosts and guests",
+        start.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
+
+/// Prepares everything, boots the guest and runs the programs; returns how many ran, all of which passed.
+pub fn demonstrate(keep: bool) -> Result<u64> {
+    let programs = chosen()?;
+    let accelerator = prepare(&programs)?;
 
     let step = Step::spinner("starting rgpu-server and vhost-rgpu");
-    let options = Options { transport: "local", backend: "auto", poll_us: None };
+    let options = Options { transport: "local", backend: "auto", poll_us: None, build: Build::Debug };
     let host = Host::start("demo", options)?;
     let logs = host.logs();
     step.done(&format!("logs in {}", logs.display()));
@@ -50,22 +93,26 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("rgpu-demo-").tempdir().context("cannot create a folder")?;
     let console = folder.path().join("shell.sock");
     let step = Step::spinner("booting the guest");
-    let mut builder = guest::builder(&programs).rgpu_socket(host.socket());
-    if arguments.keep {
+    let mut builder =
+        guest::builder_of(Build::Debug, &programs, &tree::programs_static()).rgpu_socket(host.socket());
+    if keep {
         builder = demo_shell::console(builder, &console);
     }
     let machine = builder.boot()?;
-    step.done("");
+    step.done(match accelerator {
+        Accelerator::Kvm => "with KVM",
+        Accelerator::Tcg => "emulated, since this machine has no usable KVM",
+    });
 
-    let step = Step::bar("running the programs in the guest", programs.len());
+    let step = Step::bar("running CUDA programs in the guest", programs.len());
     let mut rows = Vec::new();
-    let mut listing = String::new();
-    for program in &programs {
-        step.note(&program.name);
-        let (row, output) = run(&machine, program);
-        keep_output(logs, &program.name, &output)?;
-        if program.name == "device_list" {
-            listing = output;
+    let mut devices = String::new();
+    for (program, (name, what)) in programs.iter().zip(PROGRAMS) {
+        step.note(name);
+        let (row, output) = run(&machine, program, name, what);
+        keep_output(logs, name, &output)?;
+        if name == "device_list" {
+            devices = output;
         }
         rows.push(row);
         step.advance();
@@ -73,49 +120,63 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
     let failed = rows.iter().filter(|row| !row.passed).count();
     step.done(&format!("{} of {} passed", rows.len() - failed, rows.len()));
 
-    let how = match accelerator {
-        Accelerator::Kvm => "KVM",
-        Accelerator::Tcg => "emulated",
-    };
-    println!("\nThe guest has no GPU of its own. Its programs see:\n");
-    listing.lines().filter(|line| !line.starts_with("PASS ")).for_each(|line| println!("  {line}"));
-    let device = device_name(&listing).unwrap_or_else(|| "an unknown device".to_owned());
-    print_table(&rows, &format!("guest ({how}) → {device}"));
-    if arguments.keep {
+    println!("\nThe guest has no GPU. Its programs see the one of rgpu-server on this machine:\n");
+    devices.lines().filter(|line| !line.starts_with("PASS ")).for_each(|line| println!("  {line}"));
+    print_table(&rows);
+    if keep {
         demo_shell::run(&machine, &console)?;
     }
     keep_output(logs, "guest-console", &machine.console_log())?;
     if failed > 0 {
         bail!(
-            "{failed} of {} programs failed; what they and the guest's kernel said, and the daemons' logs, are in {}",
+            "{failed} of {} programs failed. Their output, the daemons' logs and the guest's console are in {}",
             rows.len(),
             logs.display()
         );
     }
     machine.check_console()?;
-    machine.shutdown()
+    machine.shutdown()?;
+    Ok(rows.len() as u64)
 }
 
-/// Fetches and builds what a machine needs, a step at a time, so that each is seen.
-fn prepare_machine() -> Result<Accelerator> {
-    let step = Step::spinner("finding a QEMU that can give a guest an rgpu device");
-    let qemu = Qemu::find()?;
-    let accelerator = qemu.accelerator()?;
-    step.done(&format!("{}, {accelerator:?}", qemu.version()));
-    let step = Step::spinner("fetching the guest's kernel and building its driver");
-    let kernel = Kernel::default();
-    let version = kernel.files()?.version;
-    kernel.driver()?;
-    step.done(&version);
-    Ok(accelerator)
+/// The programs of [`PROGRAMS`], out of the manifest.
+fn chosen() -> Result<Vec<Program>> {
+    let all = portable()?;
+    let find = |(name, _): (&str, &str)| {
+        let found = all.iter().find(|program| program.name == name);
+        found.cloned().with_context(|| format!("programs.toml has no {name} that runs on any device"))
+    };
+    PROGRAMS.into_iter().map(find).collect()
 }
 
-/// Runs one program in the guest; gives its line of the table and everything it printed.
-fn run(machine: &Machine, program: &Program) -> (Row, String) {
+/// Builds and fetches everything at the same time: rgpu, the programs, the guest.
+fn prepare(programs: &[Program]) -> Result<Accelerator> {
+    let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
+    debian::check(&packages, PURPOSE)?;
+    std::thread::scope(|scope| {
+        // Compiling takes longest and needs nothing that is not there, so it begins at once.
+        let build = scope.spawn(artifacts::build_quickly);
+        let others = debian::packages(&packages, PURPOSE).and_then(|()| {
+            let compile = scope.spawn(|| programs::build_these(programs, &[Runtime::Static]));
+            let accelerator = machines::prepare()?;
+            joined(compile.join())?;
+            Ok(accelerator)
+        });
+        joined(build.join())?;
+        others
+    })
+}
+
+fn joined<T>(result: std::thread::Result<Result<T>>) -> Result<T> {
+    result.unwrap_or_else(|_| Err(anyhow!("a thread of the preparation panicked")))
+}
+
+/// Runs one program in the guest; returns its line of the table and everything it printed.
+fn run(machine: &Machine, program: &Program, name: &'static str, what: &'static str) -> (Row, String) {
     let start = Instant::now();
-    let result = machine.run(&format!("{} {}", program.name, program.args.join(" ")), LIMIT);
+    let result = machine.run(&format!("{name} {}", program.args.join(" ")), LIMIT);
     let time = start.elapsed();
-    let row = |passed, detail| Row { name: program.name.clone(), passed, detail, time };
+    let row = |passed, detail| Row { name, what, passed, detail, time };
     let output = match result {
         Ok(output) => output,
         Err(error) => {
@@ -125,16 +186,10 @@ fn run(machine: &Machine, program: &Program) -> (Row, String) {
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let last = stdout.lines().last().unwrap_or_default();
-    let passed = output.status == 0 && last.starts_with(&format!("PASS {}", program.name));
+    let passed = output.success() && last.starts_with(&format!("PASS {name}"));
     let detail = last.splitn(3, ' ').nth(2).unwrap_or(last).to_owned();
     let detail = if passed || !detail.is_empty() { detail } else { format!("exit status {}", output.status) };
     (row(passed, detail), format!("{stdout}{stderr}"))
-}
-
-/// The first device's name in what `device_list` prints.
-fn device_name(output: &str) -> Option<String> {
-    let line = output.lines().find_map(|line| line.trim().strip_prefix("0: "))?;
-    Some(line.split(", capability").next()?.to_owned())
 }
 
 fn keep_output(logs: &Path, name: &str, output: &str) -> Result<()> {
@@ -142,29 +197,32 @@ fn keep_output(logs: &Path, name: &str, output: &str) -> Result<()> {
     std::fs::write(&path, output).with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn print_table(rows: &[Row], place: &str) {
-    let width = |header: &str, column: fn(&Row) -> usize| {
-        rows.iter().map(column).max().unwrap_or(0).max(header.len())
+fn print_table(rows: &[Row]) {
+    let width = |header: &str, column: fn(&Row) -> &str| {
+        rows.iter().map(|row| column(row).chars().count()).max().unwrap_or(0).max(header.len())
     };
-    let name = width("program", |row| row.name.len());
+    let (name, what) = (width("program", |row| row.name), width("what it does", |row| row.what));
     println!(
-        "\n{:name$}  {:place_width$}  {:7}  {:>7}  what it checked against the CPU",
-        "program",
-        "where it ran",
-        "result",
-        "time",
-        place_width = place.chars().count()
+        "\n  {:name$}  {:what$}  {:7}  {:>6}  result, as it printed it",
+        "program", "what it does", "", "time"
     );
     for row in rows {
-        let result = if row.passed { "correct" } else { "FAILED" };
-        println!(
-            "{:name$}  {place}  {result:7}  {:>5.1} s  {}",
-            row.name,
-            row.time.as_secs_f64(),
-            row.detail
-        );
+        let verdict = if row.passed { "correct" } else { "FAILED" };
+        let seconds = row.time.as_secs_f64();
+        let detail = shortened(&row.detail);
+        println!("  {:name$}  {:what$}  {verdict:7}  {seconds:>4.1} s  {detail}", row.name, row.what);
     }
     println!();
+}
+
+/// At most [`WIDTH`] characters, so that the table's lines stay readable. The whole output is in the logs.
+fn shortened(text: &str) -> String {
+    if text.chars().count() <= WIDTH {
+        return text.to_owned();
+    }
+    let mut short: String = text.chars().take(WIDTH - 1).collect();
+    short.push('…');
+    short
 }
 
 #[cfg(test)]
@@ -172,10 +230,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_devices_name_is_found_in_the_listing() {
-        let output =
-            "CUDA driver 13.0\n  0: rgpu software GPU, capability 7.5, 4 multiprocessors\nPASS device_list";
-        assert_eq!(device_name(output).as_deref(), Some("rgpu software GPU"));
-        assert_eq!(device_name("FAIL device_list"), None);
+    fn a_long_result_is_shortened_for_the_table() {
+        assert_eq!(shortened("20077 elements"), "20077 elements");
+        let short = shortened(&"é".repeat(200));
+        assert_eq!((short.chars().count(), short.chars().last()), (WIDTH, Some('…')));
+    }
+
+    #[test]
+    fn every_program_of_the_demonstration_runs_on_the_software_gpu() {
+        let names: Vec<String> = chosen().unwrap().into_iter().map(|program| program.name).collect();
+        assert_eq!(names, PROGRAMS.map(|(name, _)| name));
     }
 }

@@ -31,7 +31,7 @@ const LEFT_OUT: &[&str] = &["ko", "o", "cmd", "mod", "symvers", "order"];
 
 /// Builds the tree and checks it.
 pub fn dist() -> Result<()> {
-    artifacts::build_all()?;
+    artifacts::build()?;
     let step = Step::spinner("making the relocatable tree");
     let log = process::log("dist")?;
     let dist = tree::target().join("dist");

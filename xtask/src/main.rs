@@ -1,10 +1,10 @@
-//! cargo xtask: everything that is done with this tree beyond compiling it.
+//! cargo xtask: builds, demonstrates, tests, measures and packs what is in this tree.
 //!
 //! In reading order:
-//! - [`progress`]: one line, or one moving bar, for each long step;
-//! - [`process`]: running a command as part of a step, its output in a log that is named when it fails;
-//! - [`debian`], [`toolchain`]: what a step needs from outside, installed when it is missing;
-//! - [`artifacts`], [`programs`]: the daemons, the guest libraries, and the CUDA test programs;
+//! - [`progress`]: shows what each long step is doing;
+//! - [`process`]: runs a command as part of a step and keeps its output in a log;
+//! - [`debian`], [`toolchain`]: install what a step needs from outside;
+//! - [`artifacts`], [`programs`], [`machines`]: make the daemons and libraries, the CUDA programs, and what guests consist of;
 //! - [`test`], [`checks`], [`demo`] (and its [`demo_shell`]), [`dist`], [`stage`], [`bench`]: the commands made of these.
 
 mod artifacts;
@@ -15,6 +15,7 @@ mod demo;
 mod demo_shell;
 mod dist;
 mod licences;
+mod machines;
 mod nightly;
 mod process;
 mod programs;
@@ -28,7 +29,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-/// Everything that is done with this tree beyond compiling it.
+/// Builds, demonstrates, tests, measures and packs rgpu.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Cli {
@@ -40,7 +41,7 @@ struct Cli {
 enum Command {
     /// Boot a guest and run CUDA programs in it, on a GPU server of this machine
     Demo(demo::Arguments),
-    /// Run the tests: all that need no GPU, or the named parts
+    /// Run the tests: all that need no GPU, or only some parts
     Test(test::Arguments),
     /// Build the daemons and the guest libraries (target/release, target/guest/lib)
     Build,
@@ -48,11 +49,11 @@ enum Command {
     Programs,
     /// Install NVIDIA's CUDA compiler from PyPI (build/cuda13)
     Toolchain,
-    /// Make the relocatable tree that is installed elsewhere (target/dist)
+    /// Make the tree that can be installed on other machines (target/dist)
     Dist,
-    /// Measure native and remote calls and copies, and write table and plots into docs/benchmarks
+    /// Measure calls and copies, natively and through rgpu, and write the results into docs/benchmarks
     Bench(bench::Arguments),
-    /// Put all that `test gpu` needs into a folder, for a machine with a GPU but no compiler
+    /// Put what `test gpu` needs into a folder, for a machine that has a GPU but no compiler
     StageGpu(stage::Arguments),
     /// Check the format, the lints and the dependencies' licences
     CiChecks,

@@ -1,8 +1,9 @@
 //! The CUDA test programs, compiled by NVIDIA's own compiler.
 //!
-//! Every program is compiled once and linked twice: in `target/programs/` with the CUDA runtime as a shared library, and
-//! in `target/programs-static/` with the runtime inside the program, as nvcc does unless told otherwise. A program is
-//! built again only when its sources, the headers, its flags or the compiler's version have changed.
+//! A program can be linked in two ways: into `target/programs/` with the CUDA runtime as a shared library, and into
+//! `target/programs-static/` with the runtime inside the program, as nvcc does by default. Both take the same object
+//! files, from `target/programs/.objects/`. Objects and programs are made again only when the sources, the headers, the
+//! flags or the compiler's version have changed: a file beside them keeps a hash of all these.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -32,15 +33,15 @@ pub const FLAGS: &[&str] = &[
 ];
 
 /// Where the CUDA runtime of a program is.
-#[derive(Clone, Copy)]
-enum Runtime {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Runtime {
+    /// In a library that the program loads.
     Shared,
+    /// In the program.
     Static,
 }
 
 impl Runtime {
-    const BOTH: [Runtime; 2] = [Self::Shared, Self::Static];
-
     fn flag(self) -> &'static str {
         match self {
             Self::Shared => "shared",
@@ -54,28 +55,61 @@ impl Runtime {
             Self::Static => tree::programs_static(),
         }
     }
+
+    /// The file with the hash of what the program was built from.
+    fn hash_file(self, program: &Program) -> PathBuf {
+        self.folder().join(".hash").join(&program.name)
+    }
+
+    fn is_current(self, program: &Program, hash: &str) -> bool {
+        self.folder().join(&program.name).is_file() && holds(&self.hash_file(program), hash)
+    }
 }
 
-/// Builds every test program; gives the list of them.
+/// Whether a file says that something was made from what has this hash.
+fn holds(file: &Path, hash: &str) -> bool {
+    std::fs::read_to_string(file).is_ok_and(|found| found == hash)
+}
+
+fn record(file: &Path, hash: &str) -> Result<()> {
+    if let Some(folder) = file.parent() {
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    }
+    std::fs::write(file, hash).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// A program to build.
+struct Job<'a> {
+    program: &'a Program,
+    hash: String,
+    runtimes: Vec<Runtime>,
+}
+
+/// Builds every test program in both ways; returns the list of them.
 pub fn build() -> Result<Vec<Program>> {
     let programs = manifest()?;
+    build_these(&programs, &[Runtime::Shared, Runtime::Static])?;
+    Ok(programs)
+}
+
+/// Builds these programs.
+pub fn build_these(programs: &[Program], runtimes: &[Runtime]) -> Result<()> {
     let toolkit = toolchain::cuda()?;
     let headers = headers()?;
-    for folder in [tree::programs().join(".hash"), tree::programs_static()] {
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    }
     let mut jobs = Vec::new();
-    for program in &programs {
+    for program in programs {
         let hash = content_hash(program, &headers)?;
-        if !is_current(program, &hash) {
-            jobs.push((program, hash));
+        let old = runtimes.iter().copied().filter(|runtime| !runtime.is_current(program, &hash));
+        let runtimes: Vec<Runtime> = old.collect();
+        if !runtimes.is_empty() {
+            jobs.push(Job { program, hash, runtimes });
         }
     }
     if jobs.is_empty() {
-        return Ok(programs);
+        return Ok(());
     }
 
-    let step = Step::bar("compiling the CUDA test programs", jobs.len());
+    let step = Step::bar("compiling CUDA programs", jobs.len());
     let count = jobs.len();
     let jobs = Mutex::new(jobs.into_iter());
     let first_error = Mutex::new(None);
@@ -86,9 +120,9 @@ pub fn build() -> Result<Vec<Program>> {
                 loop {
                     // A statement of its own, so that the lock is not held while the program is compiled.
                     let job = lock(&jobs).next();
-                    let Some((program, hash)) = job else { return };
-                    step.note(&program.name);
-                    match compile(program, &toolkit, &hash) {
+                    let Some(job) = job else { return };
+                    step.note(&job.program.name);
+                    match compile(&job, &toolkit) {
                         Ok(()) => step.advance(),
                         Err(error) => {
                             lock(&first_error).get_or_insert(error);
@@ -103,7 +137,7 @@ pub fn build() -> Result<Vec<Program>> {
         return Err(error);
     }
     step.done(&format!("{count} built"));
-    Ok(programs)
+    Ok(())
 }
 
 /// No holder of these locks can panic half-way through a change.
@@ -144,16 +178,8 @@ fn content_hash(program: &Program, headers: &[(PathBuf, Vec<u8>)]) -> Result<Str
     Ok(format!("{:016x}", hasher.finish()))
 }
 
-fn hash_file(program: &Program) -> PathBuf {
-    tree::programs().join(".hash").join(&program.name)
-}
-
-fn is_current(program: &Program, hash: &str) -> bool {
-    Runtime::BOTH.iter().all(|runtime| runtime.folder().join(&program.name).is_file())
-        && std::fs::read_to_string(hash_file(program)).is_ok_and(|found| found == hash)
-}
-
-fn compile(program: &Program, toolkit: &Path, hash: &str) -> Result<()> {
+fn compile(job: &Job, toolkit: &Path) -> Result<()> {
+    let Job { program, hash, runtimes } = job;
     let log = process::log(&format!("nvcc-{}", program.name))?;
     let scratch = tree::programs().join(".objects").join(&program.name);
     std::fs::create_dir_all(&scratch).with_context(|| format!("cannot create {}", scratch.display()))?;
@@ -163,24 +189,30 @@ fn compile(program: &Program, toolkit: &Path, hash: &str) -> Result<()> {
         command
     };
 
-    let mut objects = Vec::new();
-    for source in &program.sources {
-        let object = scratch.join(source).with_extension("o");
-        process::run(nvcc().arg("-c").arg(source).arg("-o").arg(&object), &log)?;
-        objects.push(object);
+    let objects: Vec<PathBuf> =
+        program.sources.iter().map(|source| scratch.join(source).with_extension("o")).collect();
+    let compiled = scratch.join("hash");
+    if !holds(&compiled, hash) {
+        for (source, object) in program.sources.iter().zip(&objects) {
+            process::run(nvcc().arg("-c").arg(source).arg("-o").arg(object), &log)?;
+        }
+        record(&compiled, hash)?;
     }
     if program.driver {
         driver_stub(&objects, &scratch, &log)?;
     }
-    for runtime in Runtime::BOTH {
+    for runtime in runtimes {
+        let folder = runtime.folder();
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
         let mut link = nvcc();
         link.args(["-cudart", runtime.flag()]).args(&objects).arg("-L").arg(toolkit.join("lib"));
         if program.driver {
             link.arg("-L").arg(&scratch).arg("-lcuda");
         }
-        process::run(link.arg("-o").arg(runtime.folder().join(&program.name)), &log)?;
+        process::run(link.arg("-o").arg(folder.join(&program.name)), &log)?;
+        record(&runtime.hash_file(program), hash)?;
     }
-    std::fs::write(hash_file(program), hash).context("cannot record what was built")
+    Ok(())
 }
 
 /// A `libcuda.so` to link against, with just the functions that the objects call. The wheels hold none, and the real

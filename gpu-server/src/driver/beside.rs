@@ -20,6 +20,9 @@ pub trait Beside: Send + Sync {
     /// Lets the stream that waits for `ticket` go on. False: none does.
     fn signal(&self, ticket: TicketId) -> bool;
 
+    /// The session is over, and the client signals nothing any more: lets every stream that waits for it go on.
+    fn release(&self);
+
     /// Fills `bytes` from a mirror, from `address` on.
     ///
     /// # Errors

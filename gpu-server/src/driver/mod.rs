@@ -22,6 +22,9 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
+use protocol::ops::Op;
+use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
+use protocol::ops::module::{ModuleLoad, ModuleUnload};
 
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
@@ -33,6 +36,10 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// Names of the devices, by ordinal.
     fn devices(&self) -> Vec<String>;
+
+    /// Makes ready what nearly every session needs: the first device's context. Called at most once, before [`Backend::begin`]; where it is not called, a context is made when a
+    /// session needs it. Returns the bytes that are then free on that device, if they are known.
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable>;
 
     /// A client has come. Called once, before the first command.
     fn begin(&mut self, client: Arc<dyn Client>);
@@ -56,8 +63,35 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     fn end(&mut self);
 }
 
-/// Makes the backend that `backing` chooses, everything about it ready. The error is one line for a person.
-pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, String> {
+/// Whether a command makes the driver load code, or unload it. A graph's kernels are loaded when it is instantiated.
+fn loads_code(opcode: u16) -> bool {
+    let all = [
+        <ModuleLoad as Op>::INFO.opcode,
+        <ModuleUnload as Op>::INFO.opcode,
+        <GraphInstantiate as Op>::INFO.opcode,
+        <GraphUpdate as Op>::INFO.opcode,
+        <GraphInstantiateDraft as Op>::INFO.opcode,
+    ];
+    all.contains(&opcode)
+}
+
+/// Why a worker cannot serve.
+#[derive(Debug)]
+pub struct Unavailable {
+    /// In one line.
+    pub reason: String,
+    /// A device has no memory left for its context: something else has to end first.
+    pub full: bool,
+}
+
+impl From<String> for Unavailable {
+    fn from(reason: String) -> Unavailable {
+        Unavailable { reason, full: false }
+    }
+}
+
+/// Makes the backend that `backing` chooses. It has no context yet: see [`Backend::warm`].
+pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Unavailable> {
     let choice = match backing.backend {
         Choice::Auto => match cuda::probe() {
             Ok(count) if count > 0 => Choice::Cuda,

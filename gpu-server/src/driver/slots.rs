@@ -149,6 +149,11 @@ impl Slots {
         }
     }
 
+    /// Whether no transfer is under way.
+    pub fn are_unused(&self) -> bool {
+        self.lock().flows.is_empty()
+    }
+
     /// Nobody waits in here any more.
     pub fn stop(&self) {
         self.lock().over = true;

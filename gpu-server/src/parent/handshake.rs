@@ -1,21 +1,22 @@
 //! The first message of a connection, and where the connection goes.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use host_bridge::framing::send_frame;
+use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
 use protocol::VERSION;
 use protocol::device::{Answer, text, untext};
-use protocol::link::{Hello, MAGIC, Welcome, frame, purpose};
+use protocol::link::{Hello, MAGIC, Welcome, frame, purpose, wish};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::pool::Worker;
-use super::{Server, Session, State, Token};
-use crate::ipc::{Counters, ToWorker, Transport};
+use super::queue::{Parked, join};
+use super::{Server, Token};
+use crate::ipc::{Kind, ToWorker, Transport};
 use crate::share::random_token;
 
 /// A client has this long to say hello.
@@ -31,14 +32,16 @@ pub(super) enum Control {
     Tcp(TcpStream),
 }
 
-impl Control {
+impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Control::Local(stream) => stream.as_fd(),
             Control::Tcp(stream) => stream.as_fd(),
         }
     }
+}
 
+impl Control {
     fn limit(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()> {
         match self {
             Control::Local(s) => s.set_read_timeout(read).and_then(|()| s.set_write_timeout(write)),
@@ -53,14 +56,17 @@ impl Control {
         }
     }
 
-    fn write_all(&self, buf: &[u8]) -> io::Result<()> {
-        match self {
-            Control::Local(s) => Write::write_all(&mut &*s, buf),
-            Control::Tcp(s) => Write::write_all(&mut &*s, buf),
+    /// Sends a welcome, or an error if the client has left so much unread that there is no room for it. Never blocks.
+    pub(super) fn say(&self, welcome: &Welcome) -> io::Result<()> {
+        let bytes = welcome.as_bytes();
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        match send(self.as_fd().as_raw_fd(), bytes, flags)? {
+            n if n == bytes.len() => Ok(()),
+            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read what it is told")),
         }
     }
 
-    /// The name of the transport, for people.
+    /// The transport's name, for the log and the status.
     pub(super) fn transport(&self) -> &'static str {
         match self {
             Control::Local(_) => "local",
@@ -70,18 +76,26 @@ impl Control {
 
     /// Tells the client that its session is over, in place of a worker that cannot.
     pub(super) fn bye(&self, reason: &str) {
-        // The client may be gone too, or take nothing any more: then it learns by the closed connection.
+        // The client may be gone too, or read nothing any more: then the closed connection tells it.
         let _ = self.limit(None, Some(Duration::from_secs(1)));
         let _ = send_frame(self.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
+    }
+
+    /// Ends the connection, also for a thread that reads from it.
+    pub(super) fn shut_down(&self) {
+        // It may be closed already.
+        let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
     }
 }
 
 /// A refusal: what, and why.
-struct Refused(Answer, String);
+pub(super) struct Refused(pub(super) Answer, pub(super) String);
 
-/// Serves one new connection as far as its handshake goes.
-pub(super) fn serve(server: &Arc<Server>, connection: Control, peer: &str) {
-    let hello = match hello(&connection) {
+/// Serves one new connection as far as its handshake goes. `heard` is called once the client has said hello, or will not.
+pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str, heard: impl FnOnce()) {
+    let hello = hello(connection);
+    heard();
+    let hello = match hello {
         Ok(hello) => hello,
         Err(e) => {
             tracing::info!(peer, "connection closed in its handshake: {e}");
@@ -89,16 +103,21 @@ pub(super) fn serve(server: &Arc<Server>, connection: Control, peer: &str) {
         }
     };
     let (client, program) = (untext(&hello.client), untext(&hello.program));
-    let result = check(&connection, &hello).and_then(|()| match hello.purpose {
-        purpose::DATA => route_data(server, &connection, &hello),
-        _ => open_session(server, &connection, &hello, peer),
+    let result = check(connection, &hello).and_then(|()| match hello.purpose {
+        purpose::DATA => route_data(server, connection, &hello),
+        _ => open_session(server, connection, &hello, peer),
     });
-    if let Err(Refused(answer, reason)) = result {
-        tracing::info!(peer, client, program, "refused: {reason}");
-        let welcome = welcome(answer, [0; 16], 0, &reason);
-        // The client may be gone already.
-        let _ = connection.write_all(welcome.as_bytes());
+    if let Err(refused) = result {
+        refuse(connection, peer, &client, &program, &refused);
     }
+}
+
+/// Tells a client why it gets no session.
+pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &str, refused: &Refused) {
+    let Refused(answer, reason) = refused;
+    tracing::info!(peer, client, program, "refused: {reason}");
+    // The client may be gone already.
+    let _ = connection.say(&welcome(*answer, [0; 16], 0, reason));
 }
 
 fn hello(connection: &Control) -> io::Result<Hello> {
@@ -153,14 +172,15 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     }
 }
 
-fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
+/// A welcome, or a refusal.
+pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
     Welcome {
         magic: MAGIC,
         version: VERSION,
         status: answer as u32,
         token,
         data_connections,
-        reserved: 0,
+        ahead: 0,
         server: text(&super::host_name()),
         reason: text(reason),
     }
@@ -173,18 +193,23 @@ fn route_data(server: &Server, connection: &Control, hello: &Hello) -> Result<()
     let failed = |e: io::Error| Refused(Answer::NoResources, format!("the session's worker is gone: {e}"));
     connection.limit(None, None).map_err(failed)?;
     // The answer goes first: once the worker has the connection, it may send data on it.
-    connection.write_all(welcome(Answer::Ok, hello.token, 0, "").as_bytes()).map_err(failed)?;
+    connection.say(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
     if let Err(e) = worker.send(&ToWorker::Data, connection.as_fd()) {
         tracing::debug!("a data connection for a worker that is gone: {e}");
     }
     Ok(())
 }
 
-fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str) -> Result<(), Refused> {
+/// Puts a session's client into the queue, where it is served at once if a worker is ready.
+fn open_session(
+    server: &Server,
+    connection: &Arc<Control>,
+    hello: &Hello,
+    peer: &str,
+) -> Result<(), Refused> {
     let failed = |what: &str, e: io::Error| Refused(Answer::NoResources, format!("{what}: {e}"));
     let token = random_token().map_err(|e| failed("no random numbers", e))?;
-    let (client, program) = (untext(&hello.client), untext(&hello.program));
-    let (transport, connections) = match connection {
+    let (transport, data_connections) = match &**connection {
         Control::Local(_) => (Transport::Local, 0),
         Control::Tcp(_) if hello.purpose == purpose::VERBS => {
             (Transport::Verbs { slot_count: hello.slot_count }, 0)
@@ -196,163 +221,24 @@ fn open_session(server: &Server, connection: &Control, hello: &Hello, peer: &str
         }
     };
     connection.limit(None, None).map_err(|e| failed("the connection", e))?;
-    loop {
-        let worker = take_worker(server)?;
-        let again = match connection {
-            Control::Local(s) => s.try_clone().map(Control::Local),
-            Control::Tcp(s) => s.try_clone().map(Control::Tcp),
-        };
-        let session = Session {
-            client: client.clone(),
-            program: program.clone(),
-            pid: hello.pid,
-            transport: if matches!(transport, Transport::Verbs { .. }) {
-                "verbs"
-            } else {
-                connection.transport()
-            },
+    let kind = if hello.wishes & wish::NVML_ONLY != 0 { Kind::Nvml } else { Kind::Gpu };
+    let now = Instant::now();
+    join(
+        server,
+        kind,
+        Parked {
+            connection: Arc::clone(connection),
             peer: peer.to_owned(),
-            since: Instant::now(),
-            counters: Counters::default(),
+            client: untext(&hello.client),
+            program: untext(&hello.program),
+            pid: hello.pid,
+            transport,
+            data_connections,
             token,
-            control: again.map_err(|e| failed("the connection", e))?,
-            ended: false,
-        };
-        {
-            let mut state = server.lock();
-            state.sessions.insert(worker.pid(), session);
-            state.tokens.insert(token, Arc::clone(&worker));
-            state.sessions_begun += 1;
-        }
-        let message = ToWorker::Session { transport, program: program.clone(), client: client.clone() };
-        match worker.send(&message, connection.as_fd()) {
-            Ok(()) => {
-                tracing::info!(
-                    peer,
-                    client,
-                    program,
-                    pid = hello.pid,
-                    worker = worker.pid(),
-                    "session begins"
-                );
-                let welcome = welcome(Answer::Ok, token, connections, "");
-                // A client that is gone is the worker's to notice.
-                let _ = connection.write_all(welcome.as_bytes());
-                return Ok(());
-            }
-            Err(e) => {
-                tracing::debug!(worker = worker.pid(), "a ready worker was gone: {e}");
-                let mut state = server.lock();
-                state.sessions.remove(&worker.pid());
-                state.tokens.remove(&token);
-                state.sessions_begun -= 1;
-            }
-        }
-    }
-}
-
-/// A ready worker, out of the pool. Waits for one, behind those that came before.
-fn take_worker(server: &Server) -> Result<Arc<Worker>, Refused> {
-    let mut state = server.lock();
-    let most = server.options.max_sessions;
-    // Those that wait will be sessions; so no more wait than may begin.
-    let taken = state.sessions.len() + state.line.waiting.len();
-    if taken >= most {
-        let reason = format!("the server already has its {most} sessions (--max-sessions)");
-        return Err(Refused(Answer::NoResources, reason));
-    }
-    let place = state.line.join();
-    let (mut state, taken) = wait_for_worker(server, state, place);
-    state.line.leave(place);
-    // The next in the line may have its turn now.
-    server.changed.notify_all();
-    taken
-}
-
-fn wait_for_worker<'s>(
-    server: &'s Server,
-    mut state: MutexGuard<'s, State>,
-    place: u64,
-) -> (MutexGuard<'s, State>, Result<Arc<Worker>, Refused>) {
-    let begun = Instant::now();
-    let patience = Duration::from_secs(server.options.wait_seconds);
-    let mut said = false;
-    loop {
-        if state.draining {
-            return (state, Err(Refused(Answer::Denied, "the server is shutting down".into())));
-        }
-        let before = state.line.before(place);
-        if before == 0
-            && let Some(worker) = state.idle.pop_front()
-        {
-            return (state, Ok(worker));
-        }
-        if !std::mem::replace(&mut said, true) {
-            tracing::info!(before, starting = state.starting, "a session waits for a worker");
-        }
-        let left = patience.saturating_sub(begun.elapsed());
-        if left.is_zero() {
-            let reason = format!(
-                "no worker became ready within {} s (--wait-seconds), and {before} sessions that came before wait too; more workers can be kept ready (--workers)",
-                patience.as_secs()
-            );
-            return (state, Err(Refused(Answer::NoResources, reason)));
-        }
-        state = server.changed.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::Parser;
-    use std::sync::{Condvar, Mutex};
-
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        serve: crate::cli::Serve,
-    }
-
-    fn server(arguments: &[&str]) -> Arc<Server> {
-        let command = Command::parse_from(std::iter::once("rgpu-server").chain(arguments.iter().copied()));
-        Arc::new(Server { options: command.serve, state: Mutex::default(), changed: Condvar::new() })
-    }
-
-    fn refusal(result: Result<Arc<Worker>, Refused>) -> String {
-        result.err().map(|Refused(_, reason)| reason).unwrap_or_default()
-    }
-
-    #[test]
-    fn sessions_that_wait_for_workers_are_served_in_the_order_in_which_they_came() {
-        let server = server(&["--wait-seconds", "600", "--max-sessions", "9"]);
-        let (served, order) = std::sync::mpsc::channel();
-        std::thread::scope(|scope| {
-            for number in 0..8 {
-                let (waits, served) = (Arc::clone(&server), served.clone());
-                scope.spawn(move || {
-                    served.send((number, take_worker(&waits).ok().unwrap().pid())).unwrap();
-                });
-                while server.lock().line.waiting.len() <= number as usize {
-                    std::thread::yield_now();
-                }
-            }
-            // They count as sessions to come: there is room for one more.
-            for number in 0..8u32 {
-                server.lock().idle.push_back(Worker::made_up(number));
-                server.changed.notify_all();
-                assert_eq!(order.recv().unwrap(), (number, number));
-            }
-        });
-        assert!(server.lock().line.waiting.is_empty() && server.lock().idle.is_empty());
-    }
-
-    #[test]
-    fn who_waits_in_vain_and_who_comes_too_many_is_told_why() {
-        let server = server(&["--wait-seconds", "0", "--max-sessions", "1"]);
-        let text = refusal(take_worker(&server));
-        assert!(text.contains("within 0 s (--wait-seconds), and 0 sessions"), "{text}");
-        server.lock().line.join();
-        assert!(refusal(take_worker(&server)).contains("--max-sessions"));
-    }
+            may_wait: hello.wishes & wish::MAY_WAIT != 0,
+            since: now,
+            told: None,
+            failures: 0,
+        },
+    )
 }

@@ -1,11 +1,12 @@
 //! Listening sockets.
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -14,10 +15,11 @@ use host_bridge::framing::Address;
 use super::Server;
 use super::handshake::{self, Control};
 
-/// Connections whose handshake is under way, at most. More are closed as they come.
+/// Connections whose first message is awaited, at most. When more come, the one that has been silent for longest is closed.
 const MAX_HANDSHAKES: usize = 512;
 
-static HANDSHAKES: AtomicUsize = AtomicUsize::new(0);
+/// Connections whose first message is awaited, by number, in the order in which they came.
+static SILENT: Mutex<BTreeMap<u64, Arc<Control>>> = Mutex::new(BTreeMap::new());
 
 /// Socket files of this daemon, removed when it ends.
 #[derive(Debug, Default)]
@@ -102,18 +104,36 @@ fn admit(server: &Arc<Server>, accepted: std::io::Result<Control>, peer: impl Fn
         }
     };
     let peer = peer();
-    if HANDSHAKES.fetch_add(1, Ordering::AcqRel) >= MAX_HANDSHAKES {
-        HANDSHAKES.fetch_sub(1, Ordering::AcqRel);
-        tracing::warn!(peer, "closed: {MAX_HANDSHAKES} handshakes are under way");
-        return;
-    }
-    let server = Arc::clone(server);
+    let (server, connection) = (Arc::clone(server), Arc::new(connection));
+    let number = await_hello(&connection);
     let shaken = std::thread::Builder::new().name("rgpu-handshake".into()).spawn(move || {
-        handshake::serve(&server, connection, &peer);
-        HANDSHAKES.fetch_sub(1, Ordering::AcqRel);
+        handshake::serve(&server, &connection, &peer, || heard(number));
     });
     if let Err(e) = shaken {
-        HANDSHAKES.fetch_sub(1, Ordering::AcqRel);
+        heard(number);
         tracing::warn!("no thread for a handshake: {e}");
     }
+}
+
+fn silent() -> MutexGuard<'static, BTreeMap<u64, Arc<Control>>> {
+    SILENT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes a connection among those whose first message is awaited; its number there.
+fn await_hello(connection: &Arc<Control>) -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let mut silent = silent();
+    silent.insert(number, Arc::clone(connection));
+    // A client of rgpu says hello at once, so the oldest is one that only takes up room. Its thread ends with its connection.
+    if silent.len() > MAX_HANDSHAKES
+        && let Some((_, oldest)) = silent.pop_first()
+    {
+        oldest.shut_down();
+    }
+    number
+}
+
+fn heard(number: u64) {
+    silent().remove(&number);
 }

@@ -2,6 +2,7 @@
 //!
 //! - [`listen`]: sockets and accepting;
 //! - [`handshake`]: the first message of a connection, and what becomes of it;
+//! - [`queue`]: clients that wait for a worker;
 //! - [`pool`]: worker processes, from their start to their end;
 //! - [`status`]: what `rgpuctl status` shows.
 //!
@@ -10,9 +11,10 @@
 mod handshake;
 mod listen;
 mod pool;
+mod queue;
 mod status;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -21,9 +23,10 @@ use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
 
 use self::handshake::Control;
-use self::pool::Worker;
+use self::pool::{Managed, Pool, Stage, Worker};
+use self::queue::Nudge;
 use crate::cli::Serve;
-use crate::ipc::Counters;
+use crate::ipc::{Counters, Kind};
 use crate::share::{Shares, Token};
 
 /// The daemon's state.
@@ -32,26 +35,24 @@ struct Server {
     state: Mutex<State>,
     /// Notified at every change of the state that somebody may wait for.
     changed: Condvar,
+    /// Wakes the thread of the queue.
+    nudge: Nudge,
 }
 
 #[derive(Default)]
 struct State {
-    /// Workers that wait for a session.
-    idle: VecDeque<Arc<Worker>>,
-    /// Sessions that wait for one of these.
-    line: Line,
-    /// Workers that prepare.
-    starting: usize,
+    /// Workers for sessions that use devices.
+    gpu: Pool,
+    /// Workers for sessions that only ask NVML's questions.
+    nvml: Pool,
     /// Every worker process, by its id.
-    workers: HashMap<u32, Arc<Worker>>,
+    workers: HashMap<u32, Managed>,
     /// By the worker's process id.
     sessions: HashMap<u32, Session>,
     tokens: HashMap<Token, Arc<Worker>>,
     shares: Shares,
     /// What workers serve, once one was ready: backend, devices.
     serving: Option<(String, Vec<String>)>,
-    /// Workers that failed to prepare, one after the other.
-    failures: u32,
     /// Why nothing can be served at all.
     fatal: Option<String>,
     draining: bool,
@@ -60,33 +61,25 @@ struct State {
     workers_crashed: u64,
 }
 
-/// Sessions that wait for a worker: first come, first served.
-#[derive(Debug, Default)]
-struct Line {
-    waiting: VecDeque<u64>,
-    next: u64,
-}
-
-impl Line {
-    /// Takes a place at the end; its number.
-    fn join(&mut self) -> u64 {
-        self.next += 1;
-        self.waiting.push_back(self.next);
-        self.next
+impl State {
+    fn pool(&self, kind: Kind) -> &Pool {
+        match kind {
+            Kind::Gpu => &self.gpu,
+            Kind::Nvml => &self.nvml,
+        }
     }
 
-    /// How many have come before, and still wait.
-    fn before(&self, place: u64) -> usize {
-        self.waiting.partition_point(|other| *other < place)
-    }
-
-    fn leave(&mut self, place: u64) {
-        self.waiting.retain(|other| *other != place);
+    fn pool_mut(&mut self, kind: Kind) -> &mut Pool {
+        match kind {
+            Kind::Gpu => &mut self.gpu,
+            Kind::Nvml => &mut self.nvml,
+        }
     }
 }
 
 /// A session, as the daemon knows it.
 struct Session {
+    kind: Kind,
     client: String,
     program: String,
     pid: u32,
@@ -96,12 +89,18 @@ struct Session {
     counters: Counters,
     token: Token,
     /// To tell the client why, if the worker cannot any more.
-    control: Control,
+    control: Arc<Control>,
+    /// The worker has the connection. Before that, the client can still be given to another.
+    begun: bool,
     /// The worker has said that the session is over.
     ended: bool,
 }
 
 impl Server {
+    fn new(options: Serve) -> anyhow::Result<Server> {
+        Ok(Server { options, state: Mutex::default(), changed: Condvar::new(), nudge: Nudge::new()? })
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -158,12 +157,13 @@ pub fn main(options: &Serve) -> anyhow::Result<()> {
         log: options.log.clone(),
         ..*options
     };
-    let server = Arc::new(Server { options, state: Mutex::default(), changed: Condvar::new() });
+    let server = Arc::new(Server::new(options)?);
     let mut files = listen::Files::default();
     listen::start(&server, &mut files)?;
     if let Some(path) = &server.options.status_socket {
         status::start(&server, path, &mut files)?;
     }
+    queue::start(&server)?;
     pool::start(&server)?;
     tracing::info!("{} is listening at {}", server_name(), listen::addresses(&server.options.listen));
 
@@ -187,17 +187,28 @@ pub fn main(options: &Serve) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lets sessions end by themselves for a while, then ends them.
+/// Lets sessions end by themselves for a while, then ends them. Workers without a session are killed at once: whoever asked for them is refused, and nobody waits for contexts
+/// that are still being made.
 fn drain(server: &Server) {
     let mut state = server.lock();
     state.draining = true;
-    for worker in std::mem::take(&mut state.idle) {
-        worker.hang_up();
+    let unused: Vec<_> = state.workers.values().filter(|managed| managed.stage != Stage::Serving).collect();
+    unused.iter().for_each(|managed| managed.worker.kill());
+    if !unused.is_empty() {
+        tracing::info!("killed {} workers that had no session", unused.len());
+    }
+    for kind in Kind::ALL {
+        state.pool_mut(kind).idle.clear();
     }
     server.changed.notify_all();
-    let wait = |mut state: MutexGuard<'_, State>, limit: Duration, done: fn(&State) -> bool| {
+    server.nudge.nudge();
+    let over = |state: &State| {
+        state.sessions.values().all(|session| session.ended)
+            && Kind::ALL.iter().all(|kind| state.pool(*kind).queue.is_empty())
+    };
+    let wait = |mut state: MutexGuard<'_, State>, limit: Duration| {
         let deadline = Instant::now() + limit;
-        while !done(&state) {
+        while !over(&state) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -206,13 +217,17 @@ fn drain(server: &Server) {
         }
         drop(state);
     };
-    wait(state, Duration::from_secs(server.options.drain_seconds), |s| s.sessions.is_empty());
+    wait(state, Duration::from_secs(server.options.drain_seconds));
     let state = server.lock();
-    if !state.sessions.is_empty() {
-        tracing::warn!("ending {} sessions that still run", state.sessions.len());
+    let running = state.sessions.values().filter(|session| !session.ended).count();
+    if running > 0 {
+        tracing::warn!("ending {running} sessions that still run");
+        // Each tells its client before it goes.
+        state.workers.values().for_each(|managed| managed.worker.hang_up());
+        wait(state, Duration::from_secs(2));
+    } else {
+        drop(state);
     }
-    // Each tells its client before it goes.
-    state.workers.values().for_each(|w| w.hang_up());
-    wait(state, Duration::from_secs(2), |s| s.workers.is_empty());
-    server.lock().workers.values().for_each(|w| w.kill());
+    // Workers whose session is over have nothing left to do but to end, which takes the driver its time.
+    server.lock().workers.values().for_each(|managed| managed.worker.kill());
 }

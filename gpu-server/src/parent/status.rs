@@ -44,9 +44,9 @@ fn describe(server: &Server) -> serde_json::Value {
         "listen": super::listen::addresses(&server.options.listen),
         "backend": backend,
         "devices": devices.join(", "),
-        "workers_ready": state.idle.len(),
-        "workers_starting": state.starting,
-        "sessions_waiting": state.line.waiting.len(),
+        "workers_ready": state.gpu.idle.len(),
+        "workers_starting": state.gpu.starting,
+        "sessions_waiting": state.gpu.queue.len(),
         "draining": state.draining,
         "max_sessions": server.options.max_sessions,
         "sessions_begun": state.sessions_begun,
@@ -59,6 +59,7 @@ fn describe(server: &Server) -> serde_json::Value {
 fn row(worker: u32, session: &Session) -> serde_json::Value {
     json!({
         "worker": worker,
+        "kind": session.kind.name(),
         "client": session.client,
         "program": session.program,
         "pid": session.pid,

@@ -216,7 +216,7 @@ mod tests {
     use protocol::ops::{self, Op};
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    const LONG: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(240);
     const MIRROR: u64 = 0x10_0000;
 
     struct Queue(Receiver<(Record, Vec<u8>)>);
@@ -305,6 +305,8 @@ mod tests {
         fn signal(&self, ticket: TicketId) -> bool {
             self.waits.contains(&ticket.0) && self.signals.lock().expect("no panic").send(ticket.0).is_ok()
         }
+
+        fn release(&self) {}
 
         fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
             let from = address.checked_sub(MIRROR).ok_or(Status::INVALID_VALUE)? as usize;

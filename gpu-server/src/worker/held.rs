@@ -144,6 +144,8 @@ pub(super) struct Held {
     /// Made streams that are ordered with the legacy default stream of their context: that stream.
     blocking: HashMap<StreamId, StreamId>,
     waits: HashMap<StreamId, Waits>,
+    /// What streams waited for when they were destroyed: their work still does.
+    gone: HashSet<TicketId>,
     /// Events that were recorded on a stream that waits, with what it waits for.
     events: HashMap<EventId, HashSet<TicketId>>,
     aside: VecDeque<(Record, Vec<u8>)>,
@@ -173,7 +175,7 @@ impl Held {
     #[inline]
     pub(super) fn judge(&mut self, record: &Record, body: &[u8], may_wait: impl FnOnce() -> bool) -> Verdict {
         self.last = record.seq;
-        if self.waits.is_empty() && self.aside.is_empty() {
+        if !self.is_waiting() && self.aside.is_empty() {
             return Verdict::Execute;
         }
         let verdict = self.judge_slowly(record, body, may_wait());
@@ -181,6 +183,11 @@ impl Held {
             self.set_aside(*record, body.to_vec());
         }
         verdict
+    }
+
+    /// Whether any work waits for the client.
+    fn is_waiting(&self) -> bool {
+        !self.waits.is_empty() || !self.gone.is_empty()
     }
 
     fn judge_slowly(&mut self, record: &Record, body: &[u8], may_wait: bool) -> Verdict {
@@ -218,7 +225,7 @@ impl Held {
     }
 
     fn holds_back(&self, kind: Kind, opcode: u16, touched: &Touched, may_wait: bool) -> bool {
-        let waiting = !self.waits.is_empty();
+        let waiting = self.is_waiting();
         match kind {
             Kind::Signal | Kind::Beside => false,
             Kind::Free => self.blocked.all,
@@ -272,7 +279,9 @@ impl Held {
         } else if let Some(op) = decoded::<StreamDestroy>(opcode, body) {
             // What is still on it goes on; another stream may have its number now.
             self.blocking.remove(&op.stream);
-            self.waits.remove(&op.stream);
+            if let Some(waits) = self.waits.remove(&op.stream) {
+                self.gone.extend(waits.tickets);
+            }
         } else if let Some(op) = decoded::<StreamHostSignal>(opcode, body) {
             self.signal(op.ticket);
         } else if let Some(op) = decoded::<StreamHostWait>(opcode, body)
@@ -315,7 +324,8 @@ impl Held {
         let before = self.waits.len();
         self.waits.retain(|_, waits| !(waits.tickets.remove(&ticket) && waits.tickets.is_empty()));
         self.events.retain(|_, tickets| !(tickets.remove(&ticket) && tickets.is_empty()));
-        self.moved |= self.waits.len() < before;
+        let last_gone = self.gone.remove(&ticket) && self.gone.is_empty();
+        self.moved |= self.waits.len() < before || last_gone;
     }
 
     /// The commands that were set aside, in their order, if some of them may be executed now. Each is to be judged by [`Held::judge_aside`].
@@ -383,6 +393,7 @@ mod tests {
         held: Held,
         seq: u64,
         executed: Vec<u64>,
+        waiting_calls: HashSet<u16>,
     }
 
     impl Fake {
@@ -392,11 +403,18 @@ mod tests {
         }
 
         fn push<'a, T: Op<'a>>(&mut self, op: &T) -> u64 {
+            self.push_one(op, false)
+        }
+
+        /// As [`push`](Self::push), of one that the driver may keep until the device's work is done, whenever it is executed.
+        fn push_one<'a, T: Op<'a>>(&mut self, op: &T, may_wait: bool) -> u64 {
+            let opcode = T::INFO.opcode;
+            self.waiting_calls.extend(may_wait.then_some(opcode));
             self.seq += 1;
             let mut body = Vec::new();
             ops::encode(op, &mut body);
             let record = Record { opcode: T::INFO.opcode, reply_slot: NO_SLOT, seq: self.seq };
-            if self.held.judge(&record, &body, || false) == Verdict::Execute {
+            if self.held.judge(&record, &body, || may_wait) == Verdict::Execute {
                 self.run(record, &body);
             }
             while let Some((record, body)) = self.held.take_surplus() {
@@ -404,7 +422,8 @@ mod tests {
             }
             while let Some(mut aside) = self.held.take() {
                 while let Some((record, body)) = aside.pop_front() {
-                    if let Some(body) = self.held.judge_aside(record, body, false) {
+                    let may_wait = self.waiting_calls.contains(&record.opcode);
+                    if let Some(body) = self.held.judge_aside(record, body, may_wait) {
                         self.run(record, &body);
                     }
                 }
@@ -461,6 +480,20 @@ mod tests {
         assert!(fake.held.executed_upto() < last);
         fake.signal(1);
         assert!(fake.did(last) && fake.held.executed_upto() == fake.seq);
+    }
+
+    #[test]
+    fn what_waits_goes_on_waiting_when_its_stream_is_destroyed() {
+        let mut fake = Fake::default();
+        let held = fake.stream(100, NON_BLOCKING);
+        fake.wait(held, 1);
+        let context = ContextId(0);
+        let before = fake.push_one(&ContextSynchronize { context }, true);
+        fake.push(&StreamDestroy { stream: held });
+        let after = fake.push_one(&ContextSynchronize { context }, true);
+        assert!(!fake.did(before) && !fake.did(after));
+        fake.signal(1);
+        assert!(fake.did(before) && fake.did(after) && fake.held.executed_upto() == fake.seq);
     }
 
     #[test]

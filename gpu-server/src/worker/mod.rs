@@ -1,7 +1,7 @@
 //! A worker: one process, one session.
 //!
-//! It makes its devices ready, tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind goes with the
-//! process.
+//! It makes its first device ready (unless it is for NVML's questions), tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind
+//! goes with the process.
 
 mod ahead;
 mod held;
@@ -24,12 +24,14 @@ use host_bridge::verbs::Settings;
 use protocol::trace::RECORDER;
 
 use crate::cli;
-use crate::driver;
-use crate::ipc::{self, Counters, FromWorker, ToWorker, Transport};
+use crate::driver::{self, Beside};
+use crate::ipc::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 use crate::share::Broker;
 
 /// How often the daemon is told of a session's counters while they change.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
+/// How long the dispatcher may be in a call of the driver's once its session is over.
+const LAST_CALL: Duration = Duration::from_secs(5);
 
 /// Numbers that the dispatcher writes and the reporter reads.
 #[derive(Debug, Default)]
@@ -38,6 +40,8 @@ pub struct Shared {
     device_memory: AtomicU64,
     /// Raised by the reporter when nothing has changed, lowered by the dispatcher at the next command.
     resting: AtomicBool,
+    /// The session is over.
+    over: AtomicBool,
     reporter: OnceLock<Thread>,
 }
 
@@ -52,21 +56,25 @@ impl Shared {
         }
     }
 
-    /// The reporter's thread: tells `report` of the counters while they change, and sleeps while they do not. Ends when `report` says so.
-    fn report(&self, client: &dyn Client, mut report: impl FnMut(Counters) -> bool) {
+    /// The session is over.
+    fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
+        self.reporter.get().inspect(|reporter| reporter.unpark());
+    }
+
+    /// The reporter's thread: tells `report` of the counters while they change, and sleeps while they do not. Returns when the session is over.
+    fn report(&self, client: &dyn Client, mut report: impl FnMut(Counters)) {
         let _ = self.reporter.set(std::thread::current());
         let mut last = Counters::default();
-        loop {
+        while !self.over.load(Ordering::SeqCst) {
             std::thread::sleep(REPORT_EVERY);
             let now = self.counters(client);
             if now != last {
                 last = now;
-                if !report(now) {
-                    return;
-                }
+                report(now);
             } else if self.resting.swap(true, Ordering::Relaxed) {
                 // Raised a second ago already, so whoever has executed a command since has seen it.
-                while self.resting.load(Ordering::Relaxed) {
+                while self.resting.load(Ordering::Relaxed) && !self.over.load(Ordering::SeqCst) {
                     std::thread::park();
                 }
             }
@@ -92,18 +100,23 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { backing, memory_limit, rdma, poll_us }, _)) = ipc::receive(daemon.as_fd())?
+    let Some((ToWorker::Prepare { kind, backing, memory_limit, rdma, poll_us }, _)) =
+        ipc::receive(daemon.as_fd())?
     else {
         bail!("a worker is started by the daemon, which tells it what to prepare");
     };
-    let mut backend = match driver::make(&backing, memory_limit) {
-        Ok(backend) => backend,
-        Err(reason) => {
-            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason }, &[])?;
+    let made = driver::make(&backing, memory_limit).and_then(|mut backend| {
+        let free = if kind == Kind::Gpu { backend.warm()? } else { None };
+        Ok((backend, free))
+    });
+    let (mut backend, free) = match made {
+        Ok(made) => made,
+        Err(driver::Unavailable { reason, full }) => {
+            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason, full }, &[])?;
             return Ok(());
         }
     };
-    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices() };
+    let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
     ipc::send(daemon.as_fd(), &ready, &[])?;
     let polling = poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
@@ -125,9 +138,9 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let (lost, counters) = match begin(transport, connection, &rdma, polling) {
         Ok((mut commands, client, tcp)) => {
             let broker = Broker::new(Arc::clone(&daemon));
-            watch(&daemon, tcp, &client, &shared, &broker)?;
+            watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;
             backend.share(broker);
-            let lost = session::run(&mut *commands, &client, &mut *backend, &shared);
+            let lost = session::run(&mut *commands, &client, &mut *backend, &shared, kind);
             (lost, shared.counters(&*client))
         }
         Err(lost) => (Some(lost), Counters::default()),
@@ -175,13 +188,14 @@ fn begin(
     }
 }
 
-/// Listens to the daemon (data connections; its end is ours), and reports to it.
+/// Listens to the daemon (data connections; its end is ours), reports to it, and ends the process if nobody else can.
 fn watch(
     daemon: &Arc<OwnedFd>,
     tcp: Option<Arc<TcpClient>>,
     client: &Arc<dyn Client>,
     shared: &Arc<Shared>,
     broker: &Arc<Broker>,
+    beside: Arc<dyn Beside>,
 ) -> anyhow::Result<()> {
     let broker = Arc::clone(broker);
     let socket = Arc::clone(daemon);
@@ -213,10 +227,22 @@ fn watch(
         }
     })?;
     let (socket, client, shared) = (Arc::clone(daemon), Arc::clone(client), Arc::clone(shared));
+    let over = Arc::clone(&shared);
+    client.when_over(Box::new(move || over.end()));
     std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {
+        // A daemon that is gone is noticed by the thread above.
         shared.report(&*client, |counters| {
-            ipc::send(socket.as_fd(), &FromWorker::Counters(counters), &[]).is_ok()
+            drop(ipc::send(socket.as_fd(), &FromWorker::Counters(counters), &[]))
         });
+        // The dispatcher sees the end as well and ends the process, unless it is in a call of the driver's that waits for a stream. One that waits for the client waits in vain now;
+        // one whose kernel does not end would keep this process, and its device memory, for ever.
+        beside.release();
+        std::thread::sleep(LAST_CALL);
+        tracing::warn!("the session is over, and a call of the driver's does not return: ending without it");
+        let (lost, counters) = (None, shared.counters(&*client));
+        // The daemon may be gone.
+        let _ = ipc::send(socket.as_fd(), &FromWorker::Ended { lost, counters }, &[]);
+        std::process::exit(0)
     })?;
     Ok(())
 }

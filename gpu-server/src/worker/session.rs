@@ -9,7 +9,8 @@ use host_bridge::endpoint::{Client, Commands, Lost};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
-use protocol::ops::{self, Class, Malformed, OpInfo, Outcome, dispatch};
+use protocol::ops::nvml::NvmlSystem;
+use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 
 use protocol::trace::{RECORDER, Stage};
 
@@ -17,6 +18,7 @@ use super::Shared;
 use super::ahead::Ahead;
 use super::held::{Held, Verdict};
 use crate::driver::{Backend, Call, Errors};
+use crate::ipc::Kind;
 
 /// Executes a session to its end. `Some`: why it was lost.
 pub fn run(
@@ -24,6 +26,7 @@ pub fn run(
     client: &Arc<dyn Client>,
     backend: &mut dyn Backend,
     shared: &Shared,
+    kind: Kind,
 ) -> Option<Lost> {
     backend.begin(Arc::clone(client));
     let mut dispatcher = Dispatcher {
@@ -31,6 +34,7 @@ pub fn run(
         errors: Errors::new(Arc::clone(client)),
         backend,
         shared,
+        kind,
         reply: Vec::with_capacity(4096),
         held: Held::default(),
         executed: 0,
@@ -49,11 +53,17 @@ pub fn run(
     lost
 }
 
+/// Whether an operation is one of NVML's questions.
+fn asks_nvml(opcode: u16) -> bool {
+    opcode >> 8 == NvmlSystem::INFO.opcode >> 8
+}
+
 struct Dispatcher<'a> {
     call: Call,
     errors: Errors,
     backend: &'a mut dyn Backend,
     shared: &'a Shared,
+    kind: Kind,
     reply: Vec<u8>,
     held: Held,
     /// Every command up to this has been executed, and the client told.
@@ -147,8 +157,13 @@ impl Dispatcher<'_> {
         self.call.begin(record.seq, record.reply_slot);
         self.reply.clear();
         RECORDER.note(Stage::Begun, record.seq, record.opcode);
-        let outcome = dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply)
-            .map_err(malformed)?;
+        let outcome = if self.kind == Kind::Nvml && !asks_nvml(record.opcode) {
+            // Whatever the client said about itself, this process makes no context.
+            Outcome::Failed(Status::NOT_PERMITTED)
+        } else {
+            dispatch(&mut *self.backend, &mut self.call, record.opcode, body, &mut self.reply)
+                .map_err(malformed)?
+        };
         RECORDER.note(Stage::Executed, record.seq, record.opcode);
         tracing::trace!(seq = record.seq, op = info.name, ?outcome);
         if info.carries_data && self.call.client.streams_data() {

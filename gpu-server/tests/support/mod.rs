@@ -109,9 +109,9 @@ impl Drop for Server {
     }
 }
 
-/// Waits until `done`; a test that waits in vain fails after half a minute.
+/// Waits until `done`. A test that waits in vain fails after four minutes.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(240);
     while !done() {
         assert!(Instant::now() < deadline, "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(2));
@@ -127,7 +127,7 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
         index,
         pid: std::process::id(),
         slot_count: 64,
-        reserved: 0,
+        wishes: 0,
         client: text("test"),
         program: text("a test"),
     }
@@ -136,6 +136,38 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
 pub fn greet(socket: impl AsFd, hello: &Hello) -> Welcome {
     send_message(socket.as_fd(), &[hello.as_bytes()], &[]).unwrap();
     recv_struct::<Welcome>(socket.as_fd(), &mut Vec::new()).unwrap().expect("a welcome")
+}
+
+/// A client that asked for a session over a Unix socket and may have to wait for it.
+pub struct Waits {
+    pub socket: UnixStream,
+}
+
+impl Waits {
+    pub fn ask(path: &Path, wishes: u32) -> Waits {
+        let socket = UnixStream::connect(path).unwrap();
+        let hello = Hello { wishes: wishes | wish::MAY_WAIT, ..hello(purpose::LOCAL, [0; 16], 0) };
+        send_message(socket.as_fd(), &[hello.as_bytes()], &[]).unwrap();
+        Waits { socket }
+    }
+
+    /// The next thing that the server says.
+    pub fn heard(&self) -> Welcome {
+        recv_struct::<Welcome>(self.socket.as_fd(), &mut Vec::new()).unwrap().expect("a welcome")
+    }
+
+    /// Waits until the server says something else than "wait": `Err` with the reason of a refusal. With it, the places that it told of.
+    pub fn served(self) -> (Result<Local, String>, Vec<u32>) {
+        let mut places = Vec::new();
+        loop {
+            let welcome = self.heard();
+            match protocol::device::Answer::from_number(welcome.status) {
+                protocol::device::Answer::Waiting => places.push(welcome.ahead),
+                protocol::device::Answer::Ok => return (Local::attach(self.socket), places),
+                _ => return (Err(protocol::device::untext(&welcome.reason)), places),
+            }
+        }
+    }
 }
 
 /// What the tests do with a session, whatever carries it.
@@ -202,6 +234,11 @@ impl Local {
         if welcome.status != 0 {
             return Err(protocol::device::untext(&welcome.reason));
         }
+        Local::attach(socket)
+    }
+
+    /// Goes on where a welcome has come.
+    pub fn attach(socket: UnixStream) -> Result<Local, String> {
         let geometry = Geometry::with_arena(8 << 20);
         let size = geometry.size as u64;
         let file = memfd(size);
@@ -523,7 +560,7 @@ impl Session for Tcp {
     }
 
     fn wait(&mut self, _slot: u16, seq: u64) -> (Status, Vec<u8>) {
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(240);
         loop {
             if let Some(reply) = self.replies.remove(&seq) {
                 return reply;

@@ -4,6 +4,7 @@
 //! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`;
 //! - [`port`]: the way to the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`;
 //! - [`session`]: the channel: appending operations, waiting for replies and for progress, loss of the session;
+//! - `turn`: waiting for the session while the server serves other programs first;
 //! - [`arena`]: room in the channel's staging memory;
 //! - [`staging`]: copying much between program memory and the arena;
 //! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
@@ -30,6 +31,7 @@ pub mod regions;
 pub mod session;
 pub mod staging;
 pub mod thread;
+mod turn;
 
 pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
 

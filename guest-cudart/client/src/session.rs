@@ -18,18 +18,19 @@ use std::time::{Duration, Instant};
 use crate::arena::Arena;
 use crate::counters::{self, COUNTERS, add};
 use crate::port::{self, Port, PortError};
-use crate::{lock, log};
+use crate::{lock, log, turn};
 use protocol::Status;
 use protocol::channel::{
     Full, Geometry, Header, MAX_RECORD, NO_SLOT, Producer, Progress, RECORD_HEADER, ReplySlot, RingMemory,
     SleepFlag, SlotState, State,
 };
+use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 
 /// How often a sleeper looks whether the host side is still there.
-const LOOK: Duration = Duration::from_millis(250);
+pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
 /// A process's session.
 pub struct Session {
@@ -80,7 +81,19 @@ pub fn current() -> Option<&'static Session> {
     GLOBAL.get().copied()
 }
 
-/// The process's session, opened now if it was not yet. A failure is said on stderr, once for each text, and tried again at the next call.
+/// What a session is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Everything: the server gives it a device.
+    Compute,
+    /// NVML's questions alone, for which the server needs no device.
+    Nvml,
+}
+
+/// The process's session, opened now if it was not yet; the process waits while the server serves others first.
+///
+/// A failure is said on stderr, and is final for this process: a program whose first call failed does not expect the next to succeed, and would go on with what the first did not
+/// give it.
 pub fn open() -> Result<&'static Session, Status> {
     if forked() {
         return Err(Status::NOT_INITIALIZED);
@@ -88,13 +101,19 @@ pub fn open() -> Result<&'static Session, Status> {
     if let Some(session) = GLOBAL.get() {
         return Ok(session);
     }
-    static OPENING: Mutex<String> = Mutex::new(String::new());
-    let mut said = lock(&OPENING);
+    /// The process that was refused, and its error. A child of it may try for itself.
+    static REFUSED: Mutex<Option<(u32, Status)>> = Mutex::new(None);
+    let mut refused = lock(&REFUSED);
     if let Some(session) = GLOBAL.get() {
         return Ok(session);
     }
+    if let Some((process, status)) = *refused
+        && process == std::process::id()
+    {
+        return Err(status);
+    }
     let geometry = Geometry::with_arena(arena_size());
-    match port::open(geometry.size).and_then(|port| Session::over(port, geometry)) {
+    match port::open(geometry.size).and_then(|port| Session::over(port, geometry, Purpose::Compute)) {
         Ok(session) => {
             for (slot, fd) in DESCRIPTORS.iter().zip(session.port.descriptors()) {
                 slot.store(fd, Ordering::Relaxed);
@@ -106,17 +125,18 @@ pub fn open() -> Result<&'static Session, Status> {
             Ok(GLOBAL.get_or_init(|| session))
         }
         Err(error) => {
-            let line = error.line();
-            if *said != line {
-                log::error(format_args!("{line}"));
-                *said = line;
-            }
-            Err(match error {
+            let (status, name) = match error {
                 PortError::Nothing { .. } | PortError::NoSocket { .. } | PortError::Permission { .. } => {
-                    Status::NO_DEVICE
+                    (Status::NO_DEVICE, "no device")
                 }
-                _ => Status::DEVICE_UNAVAILABLE,
-            })
+                _ => (Status::DEVICE_UNAVAILABLE, "devices unavailable"),
+            };
+            log::error(format_args!(
+                "{}. Every CUDA call of this process answers \"{name}\" from now on",
+                error.line()
+            ));
+            *refused = Some((std::process::id(), status));
+            Err(status)
         }
     }
 }
@@ -139,8 +159,12 @@ fn arena_size() -> usize {
 }
 
 impl Session {
-    /// A session over a port whose channel has the size of `geometry`: writes the header and connects. It lives as long as the process.
-    pub fn over(port: Box<dyn Port>, geometry: Geometry) -> Result<&'static Session, PortError> {
+    /// A session over a port whose channel has the size of `geometry`: writes the header, connects, and waits its turn. It lives as long as the process.
+    pub fn over(
+        port: Box<dyn Port>,
+        geometry: Geometry,
+        purpose: Purpose,
+    ) -> Result<&'static Session, PortError> {
         let base = port.channel().base();
         assert_eq!(port.channel().len(), geometry.size, "the port made another channel than was asked for");
         // SAFETY: the mapping is as long as the geometry says and page-aligned, its parts do not overlap, everything in these parts is an
@@ -160,7 +184,12 @@ impl Session {
             )
         };
         header.write_fields(&geometry.fields(std::process::id(), &program()));
+        header.set_wishes(match purpose {
+            Purpose::Compute => wish::MAY_WAIT,
+            Purpose::Nvml => wish::MAY_WAIT | wish::NVML_ONLY,
+        });
         port.connect()?;
+        turn::wait(header, &*port)?;
         // SAFETY: inside the mapping, as above.
         let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
         Ok(Box::leak(Box::new(Session {

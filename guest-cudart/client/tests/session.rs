@@ -260,7 +260,9 @@ fn a_refusal_says_why() {
         });
     let geometry = rgpu_client::channel::Geometry::with_arena(1 << 20);
     let port = rgpu_client::port::at_socket(&daemon.socket, geometry.size).unwrap();
-    let error = rgpu_client::session::Session::over(port, geometry).err().unwrap();
+    let error = rgpu_client::session::Session::over(port, geometry, rgpu_client::session::Purpose::Compute)
+        .err()
+        .unwrap();
     let line = error.line();
     assert!(
         line.contains("no GPU server could be reached")
@@ -293,15 +295,17 @@ fn pinned_memory_is_registered_found_and_forgotten() {
     assert!(regions.find(address).is_none());
 }
 
+/// The answer comes only after the caller has gone to sleep.
 #[test]
 fn a_long_wait_is_slept_through() {
-    let daemon = Daemon::start(ok(), |host, record, _| {
-        std::thread::sleep(Duration::from_millis(400));
+    let before = COUNTERS.sleeps.get();
+    let daemon = Daemon::start(ok(), move |host, record, _| {
+        while COUNTERS.sleeps.get() == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         host.reply(&record, Status::SUCCESS, &info(1, 1));
         Next::GoOn
     });
     let session = daemon.session(1 << 20);
-    let before = COUNTERS.sleeps.get();
     session.call(&MemGetInfo { device: 0 }).unwrap();
-    assert!(COUNTERS.sleeps.get() > before);
 }

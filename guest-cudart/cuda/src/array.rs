@@ -213,7 +213,13 @@ impl Copier {
         src.check(extent)?;
         capture::refuse(&self.stream)?;
         let op = MemcpyArray { stream: self.stream.id, dst: dst.place(), src: src.place(), extent };
-        self.stream.work(self.driver, &op)
+        match dst {
+            End::Device(to) => {
+                let [width, height, depth] = extent.map(|n| n.saturating_sub(1));
+                self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1).map(drop)
+            }
+            End::Array(..) => self.stream.work(self.driver, &op).map(drop),
+        }
     }
 
     /// Device memory for as long as `work` and the stream use it, packed.

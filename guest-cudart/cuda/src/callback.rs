@@ -57,10 +57,17 @@ static OWN: Queue = Queue::new();
 
 /// Functions of the program that are being called.
 static CALLING: AtomicUsize = AtomicUsize::new(0);
+/// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
+static STOPPED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 /// Whether a function of the program is being called, so that its stream waits for this process.
 pub(crate) fn is_calling() -> bool {
     CALLING.load(Ordering::Acquire) != 0
+}
+
+/// The streams, by their unique numbers, that are idle because a function is being called for them. [`managed::before_going_on`] comes between a stream's disappearance from here and its next work.
+pub(crate) fn stopped() -> Vec<u64> {
+    lock(&STOPPED).clone()
 }
 
 thread_local! {
@@ -109,10 +116,8 @@ pub(crate) fn on(
     });
     // Under the queue's lock, so that calls stand in the queue in the order of their streams.
     let mut calls = lock(&queue.calls);
-    let mark = driver.session.append(&StreamMark { stream: stream.id })?;
-    stream.marked(mark);
-    let seq = driver.session.append(&StreamHostWait { stream: stream.id, ticket })?;
-    stream.worked(seq);
+    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
+    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
     late::calls(driver, &stream, seq);
     calls.push_back(Call { stream, mark, ticket, function, data });
     queue.came.notify_one();
@@ -186,7 +191,11 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         let Call { stream, ticket, function, data, .. } = call;
         // As in NVIDIA's driver, whose functions are refused there nevertheless.
         context::enter(stream.context);
+        let stopped = stream.unique();
         drop(stream);
+        // The function is to find what the stream has written before it.
+        managed::together::after_wait(driver);
+        lock(&STOPPED).push(stopped);
         CALLING.fetch_add(1, Ordering::AcqRel);
         match function {
             Function::Own(function) if status == Status::SUCCESS => function(),
@@ -205,6 +214,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         }
         CALLED.set(false);
         CALLING.fetch_sub(1, Ordering::AcqRel);
+        lock(&STOPPED).retain(|stream| *stream != stopped);
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
         let _ = driver.session.append(&StreamHostSignal { ticket });
@@ -214,7 +224,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
 api! {
     fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
         let function = function.ok_or(Status::INVALID_VALUE)?;
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
         let stream = stream::any(driver, context, stream, pt)?;
         if let Some(capture) = stream.capture() {
             return capture.add(&stream, Work::Host(function, Data(data)));
@@ -227,7 +237,7 @@ api! {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
         let on_stream = stream::any(driver, context, stream, pt)?;
         capture::forbid(&on_stream)?;
         on(driver, on_stream, Function::Callback(callback, stream), data)

@@ -238,8 +238,12 @@ unsafe fn tell<T>(to: *mut T, value: T) {
 
 unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, told: &Told) -> Result {
     non_null(status)?;
-    let driver = driver()?;
-    let stream = stream::plain(driver, context::current()?, handle, per_thread)?;
+    let stream = if handle > stream::PER_THREAD {
+        // A thread may ask that has no current context.
+        stream::ask(handle, per_thread)?.1
+    } else {
+        stream::plain(driver()?, context::current()?, handle, per_thread)?
+    };
     // Asking does not spoil that capture.
     if in_the_way(&stream).is_some() {
         return Err(code::STREAM_CAPTURE_IMPLICIT);

@@ -47,6 +47,8 @@ pub(crate) struct Context {
     last_work: AtomicU64,
     /// The same, of work on streams that do not wait for the legacy default stream.
     last_free_work: AtomicU64,
+    /// Records on such streams that are being appended: they may be in the ring and not yet be counted in `last_free_work`.
+    appending_free: AtomicU64,
     /// All work up to this `seq` is known to be done.
     synced: AtomicU64,
     /// The copies that streams beside theirs come behind.
@@ -55,6 +57,20 @@ pub(crate) struct Context {
     pub limits: Limits,
     /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
+}
+
+/// An announcement of [`Context::appending`].
+pub(crate) struct Appending<'c> {
+    context: &'c Context,
+    free: bool,
+}
+
+impl Drop for Appending<'_> {
+    fn drop(&mut self) {
+        if self.free {
+            self.context.appending_free.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
 }
 
 /// A value in a context's storage for other libraries.
@@ -131,6 +147,7 @@ impl Context {
                 legacy_synced: AtomicU64::new(0),
                 last_work: AtomicU64::new(0),
                 last_free_work: AtomicU64::new(0),
+                appending_free: AtomicU64::new(0),
                 synced: AtomicU64::new(0),
                 fences: Fences::new(),
                 cache_config: AtomicU32::new(0),
@@ -156,6 +173,15 @@ impl Context {
         self.legacy.get_or_init(|| Stream::legacy(self))
     }
 
+    /// Announces a record of work in this context, before it is appended. The announcement is dropped after [`worked`](Self::worked).
+    #[inline]
+    pub fn appending(&self, free: bool) -> Appending<'_> {
+        if free {
+            self.appending_free.fetch_add(1, Ordering::AcqRel);
+        }
+        Appending { context: self, free }
+    }
+
     /// Notes that record `seq` is work in this context.
     #[inline]
     pub fn worked(&self, seq: u64, free: bool) {
@@ -176,9 +202,14 @@ impl Context {
     }
 
     /// Notes that the legacy default stream, and so everything that it waits for, is done up to `seq`.
+    ///
+    /// All work of the context is done up to `seq` if the work on other streams is. A record before `seq` was announced before `seq` was appended. So if no announcement
+    /// is open now, `last_free_work`, which is read after that, covers every such record.
     pub fn legacy_is_synced(&self, seq: u64) {
         self.legacy_synced.fetch_max(seq, Ordering::AcqRel);
-        if self.last_free_work.load(Ordering::Acquire) <= self.synced.load(Ordering::Acquire) {
+        if self.appending_free.load(Ordering::Acquire) == 0
+            && self.last_free_work.load(Ordering::Acquire) <= self.synced.load(Ordering::Acquire)
+        {
             self.is_synced(seq);
         }
     }
@@ -371,6 +402,14 @@ pub(crate) fn quiesce_all(driver: &Driver) -> bool {
     all
 }
 
+/// Whether all work of all contexts is known to be over, but for work that stands behind a function that is being called.
+pub(crate) fn all_stopped(driver: &Driver) -> bool {
+    CONTEXTS
+        .all()
+        .iter()
+        .all(|context| !context.is_alive() || !context.is_busy() || stream::is_stopped(driver, context))
+}
+
 /// Every context of a device, its primary one whether it is in use or not.
 pub(crate) fn of_device(device: u32) -> impl Iterator<Item = &'static Context> {
     CONTEXTS.all().into_iter().map(|context| *context).filter(move |context| context.device == device)
@@ -414,6 +453,38 @@ pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     driver.session.check()?;
     context.deferred(driver)?;
     Ok((driver, context))
+}
+
+/// As [`ready`], for a call that names a stream: in a thread without a current context the stream's is current until the guard goes. NVIDIA's driver takes launches, copies and fills so, as long as
+/// the stream is no default stream.
+#[inline]
+pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    match ready() {
+        Ok((driver, context)) => Ok((driver, context, None)),
+        Err(Status::INVALID_CONTEXT) => lent_by(stream),
+        Err(status) => Err(status),
+    }
+}
+
+/// A stream's context, current to a thread that has none until this goes.
+pub(crate) struct Lent(());
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().pop());
+    }
+}
+
+#[cold]
+fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    if current_handle() != 0 || stream <= stream::PER_THREAD {
+        return Err(Status::INVALID_CONTEXT);
+    }
+    let (_, stream) = stream::ask(stream, false)?;
+    push(Named { context: stream.context, green: None });
+    let lent = Lent(());
+    let (driver, context) = ready()?;
+    Ok((driver, context, Some(lent)))
 }
 
 /// The context that a handle names; NULL is the current one.
@@ -688,5 +759,33 @@ api! {
         }
         // The last usage is its maker's.
         destroy(ctx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_synchronized_legacy_stream_does_not_hide_work_that_another_thread_is_appending() {
+        let context = Context::new(ContextId(0), 0, 0, true);
+        // A thread appends record 10 on a non-blocking stream. Before it notes that, another synchronizes the legacy default stream with record 11.
+        let appending = context.appending(true);
+        context.legacy_is_synced(11);
+        context.worked(10, true);
+        drop(appending);
+        assert!(context.is_busy(), "record 10 may still run");
+        context.is_synced(12);
+        assert!(!context.is_busy());
+    }
+
+    #[test]
+    fn a_synchronized_legacy_stream_covers_all_work_when_no_other_is_open() {
+        let context = Context::new(ContextId(0), 0, 0, true);
+        let appending = context.appending(false);
+        context.worked(10, false);
+        drop(appending);
+        context.legacy_is_synced(11);
+        assert!(!context.is_busy());
     }
 }

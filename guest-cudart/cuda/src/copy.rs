@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use crate::callback::{self, Function};
 use crate::capture::{self, Capture};
-use crate::context::{self, Context};
+use crate::context::{self, Context, Lent};
 use crate::graph::Work;
 use crate::host::REGIONS;
 use crate::late;
@@ -29,6 +29,7 @@ use client::arena::{Block, Owner};
 use client::channel::MAX_PAYLOAD;
 use client::counters::{self, COUNTERS};
 use client::data::{HostIn, HostOut};
+use client::ops::Op;
 use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
 use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
 use client::session::Pending;
@@ -60,6 +61,8 @@ pub(crate) struct Copier {
     pub own: bool,
     /// The last record that the stream had to pass when the copier was made.
     pub before: u64,
+    /// The stream's context, where the thread has none.
+    lent: Option<Lent>,
 }
 
 impl Drop for Copier {
@@ -96,14 +99,16 @@ struct Flight<'s> {
 impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
-        let (driver, context) = context::ready()?;
-        Ok(Copier::on(driver, stream::any(driver, context, handle, per_thread)?, mode, false))
+        let (driver, context, lent) = context::ready_on(handle)?;
+        let mut copier = Copier::on(driver, stream::any(driver, context, handle, per_thread)?, mode, false);
+        copier.lent = lent;
+        Ok(copier)
     }
 
     /// A copier for a stream; `own`: for copies of this library's own.
     pub fn on(driver: &'static Driver, stream: Arc<Stream>, mode: Mode, own: bool) -> Copier {
         let before = stream.due();
-        Copier { driver, stream, mode, own, before }
+        Copier { driver, stream, mode, own, before, lent: None }
     }
 
     /// The capture that the copy becomes part of.
@@ -129,6 +134,13 @@ impl Copier {
         } else {
             Ok(())
         }
+    }
+
+    /// Puts a copy on the stream that writes device memory in the `len` bytes at `dst`; the `seq` of its record.
+    pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<u64> {
+        // This library's own copies are what gives managed memory to the device.
+        let _order = if self.own { None } else { managed::before_work_on(dst, len)? };
+        self.stream.work(self.driver, op)
     }
 
     /// Host to device.
@@ -178,7 +190,7 @@ impl Copier {
                     drop(steady);
                     return self.on_device(dst, src as u64, len);
                 }
-                self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: from })?);
+                self.put(&MemcpyHtoD { stream, dst, src: from }, dst, len as u64)?;
                 drop(steady);
                 return self.finish();
             }
@@ -192,7 +204,7 @@ impl Copier {
             counters::add(&COUNTERS.copied_bytes, len as u64);
             // SAFETY: readable, as the caller says.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
-            self.stream.worked(session.append(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) })?);
+            self.put(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) }, dst, len as u64)?;
             return self.copied();
         }
         let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
@@ -202,13 +214,10 @@ impl Copier {
             let block = session.arena().alloc_for(session, n, &Staging(self))?;
             // SAFETY: the source's bytes at..at+n are inside it, and the block has n bytes.
             unsafe { move_bytes(src.add(at), block.ptr(), n) };
-            let seq = session.append(&MemcpyHtoD {
-                stream,
-                dst: dst + at as u64,
-                src: HostIn::Range(block.range(n)),
-            })?;
+            let to = dst + at as u64;
+            let op = MemcpyHtoD { stream, dst: to, src: HostIn::Range(block.range(n)) };
+            let seq = self.put(&op, to, n as u64)?;
             block.release_after(seq, self.stream.unique());
-            self.stream.worked(seq);
             at += n;
         }
         self.copied()
@@ -258,8 +267,7 @@ impl Copier {
                 drop(steady);
                 return self.on_device(dst as u64, src, len);
             };
-            let seq = session.append(&MemcpyDtoH { stream, src, dst: HostOut(range) })?;
-            self.stream.worked(seq);
+            let seq = self.stream.work(self.driver, &MemcpyDtoH { stream, src, dst: HostOut(range) })?;
             late::writes(self.driver, &self.stream, seq, dst as usize, len);
             drop(steady);
             return self.finish();
@@ -305,12 +313,8 @@ impl Copier {
                         _ => break,
                     }
                 };
-                let seq = session.append(&MemcpyDtoH {
-                    stream,
-                    src: src + at as u64,
-                    dst: HostOut(block.range(n)),
-                })?;
-                self.stream.worked(seq);
+                let dst = HostOut(block.range(n));
+                self.stream.work(self.driver, &MemcpyDtoH { stream, src: src + at as u64, dst })?;
                 let pending = match session.submit(&StreamSynchronize { stream }) {
                     Ok(pending) => pending,
                     Err(status) => {
@@ -345,7 +349,8 @@ impl Copier {
         if let Some(capture) = self.stream.capture() {
             return capture.add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, DEVICE, src, len))?);
         }
-        self.stream.work(self.driver, &MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 })
+        let op = MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 };
+        self.put(&op, dst, len as u64).map(drop)
     }
 
     /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory, unless all of it is pinned.

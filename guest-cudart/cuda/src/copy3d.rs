@@ -98,7 +98,7 @@ impl Copier {
                         src: src.pitched(),
                         extent: [e.width, e.height, e.depth],
                     };
-                    self.stream.work(self.driver, &op)
+                    self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?).map(drop)
                 }
                 (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
                 (true, false) => self.rows_to_device(dst, src, e),
@@ -150,14 +150,14 @@ impl Copier {
                     move_bytes(from, block.ptr().add(i * part.width as usize), part.width as usize);
                 }
             }
-            let seq = session.append(&MemcpyHtoD3D {
+            let op = MemcpyHtoD3D {
                 stream,
                 dst: Pitched { address: dst.row(part.z, part.y) + part.x, ..dst.pitched() },
                 extent: [part.width, part.height, part.depth],
                 src: HostIn::Range(block.range(n)),
-            })?;
+            };
+            let seq = self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
             block.release_after(seq, self.stream.unique());
-            self.stream.worked(seq);
         }
         self.copied()
     }
@@ -175,13 +175,13 @@ impl Copier {
         for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
             let block = session.arena().alloc(session, n)?;
-            let seq = session.append(&MemcpyDtoH3D {
+            let op = MemcpyDtoH3D {
                 stream,
                 src: Pitched { address: src.row(part.z, part.y) + part.x, ..src.pitched() },
                 extent: [part.width, part.height, part.depth],
                 dst: HostOut(block.range(n)),
-            })?;
-            self.stream.worked(seq);
+            };
+            self.stream.work(self.driver, &op)?;
             let pending = match session.submit(&StreamSynchronize { stream }) {
                 Ok(pending) => pending,
                 Err(status) => {

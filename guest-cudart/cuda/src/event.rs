@@ -254,8 +254,8 @@ pub(crate) fn record_on(driver: &Driver, event: &Event, stream: Arc<Stream>) -> 
     *lock(&event.captured) = None;
     // The lock is kept meanwhile: what the event says last is what was recorded last.
     let mut last = lock(&event.last);
-    let seq = driver.session.append(&EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
-    stream.marked(seq);
+    let seq =
+        stream.publishing_work(driver, &EventRecord { event: event.id, stream: stream.id, flags: 0 })?;
     *last = Some((stream, seq));
     drop(last);
     event.arrive(driver)

@@ -160,8 +160,14 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
     finish("integrity check", unsafe { put(result, integrity::answer(&question, &devices)) })
 }
 
+/// The number of a context, which is 0 for none. No context stands for none here, and not for the current one: cuBLAS asks so before a thread has one, and takes its calls for impossible in the
+/// answer of an error.
 unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
     let result = (|| {
+        if ctx == 0 {
+            // SAFETY: as below.
+            return unsafe { put(id, 0) };
+        }
         let context = context::of(ctx)?;
         // SAFETY: checked for NULL; the caller's own to vouch for.
         unsafe { put(id, context.unique) }
@@ -169,7 +175,11 @@ unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
     finish("context id", result)
 }
 
+/// The number of a stream that was made: the default stream is no argument here.
 unsafe extern "C" fn stream_id(_ctx: usize, stream: usize, id: *mut u64) -> u32 {
+    if stream == 0 {
+        return Status::INVALID_VALUE.0;
+    }
     // SAFETY: the same arguments, under the same terms.
     unsafe { crate::stream::cuStreamGetId(stream, id) }
 }

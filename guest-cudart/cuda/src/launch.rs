@@ -254,7 +254,7 @@ pub(crate) unsafe fn launch(
     params: *const *const c_void,
     extra: *const *mut c_void,
 ) -> Result {
-    let (driver, context) = context::ready()?;
+    let (driver, context, _lent) = context::ready_on(stream)?;
     if handle == 0 {
         return Err(Status::INVALID_HANDLE);
     }
@@ -323,14 +323,14 @@ api! {
         let attributes = attributes(&c)?;
         let events = events(&c)?;
         if attributes.iter().any(|attribute| attribute.id == launch_attr::COOPERATIVE && attribute.value[0] != 0) {
-            let (driver, context) = context::ready()?;
+            let (driver, context, _lent) = context::ready_on(c.hStream)?;
             let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
             crate::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
         }
         if events.is_empty() {
             return launch(function, shape, c.hStream, pt, attributes, params, extra);
         }
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(c.hStream)?;
         let stream = stream::any(driver, context, c.hStream, pt)?;
         if stream.capture().is_some() {
             return refuse_form("a captured launch that records an event", &SAID);
@@ -343,7 +343,7 @@ api! {
     fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
         function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const c_void
     ) |pt| {
-        let (driver, context) = context::ready()?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         if device.attribute(attr::COOPERATIVE_LAUNCH) == 0 {
             return Err(Status::NOT_SUPPORTED);

@@ -37,7 +37,11 @@ impl Fill {
     pub fn run(self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
         match self {
             Fill::Nothing => Ok(()),
-            Fill::Server(op) => stream.work(driver, &op),
+            Fill::Server(op) => {
+                let span = op.pitch * op.height.saturating_sub(1) + op.width * u64::from(op.element);
+                let _order = managed::before_work_on(op.dst, span)?;
+                stream.work(driver, &op).map(drop)
+            }
             Fill::Here(bytes) => {
                 let filled = Function::Own(Box::new(move || {
                     // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
@@ -122,7 +126,7 @@ fn fill(
     handle: Option<usize>,
     per_thread: bool,
 ) -> Result {
-    let (driver, context) = context::ready()?;
+    let (driver, context, _lent) = context::ready_on(handle.unwrap_or(0))?;
     let stream = stream::any(driver, context, handle.unwrap_or(0), per_thread)?;
     let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
     let fill = Fill::of(driver, stream.id, &params)?;

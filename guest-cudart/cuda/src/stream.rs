@@ -162,25 +162,28 @@ impl Stream {
         *lock(&self.capturing) = Some(capture);
     }
 
-    /// Puts an operation on the stream, which is not being captured.
+    /// Puts an operation on the stream, which is not being captured; the `seq` of its record.
     #[inline]
-    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result {
-        self.worked(driver.session.append(op)?);
-        Ok(())
+    pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
+        let _appending = self.context.appending(self.is_free());
+        let seq = driver.session.append(op)?;
+        self.worked(seq);
+        Ok(seq)
+    }
+
+    /// Puts an operation on the stream that publishes: an event's record. It is work too.
+    pub fn publishing_work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
+        let seq = self.work(driver, op)?;
+        self.last_mark.fetch_max(seq, Ordering::AcqRel);
+        Ok(seq)
     }
 
     /// Notes that record `seq` is work on this stream.
     #[inline]
-    pub fn worked(&self, seq: u64) {
+    fn worked(&self, seq: u64) {
         self.last_work.fetch_max(seq, Ordering::AcqRel);
         self.context.worked(seq, self.is_free());
         managed::edges::work_came();
-    }
-
-    /// Notes that record `seq` on this stream publishes: an event's record. It is work too.
-    pub fn marked(&self, seq: u64) {
-        self.last_mark.fetch_max(seq, Ordering::AcqRel);
-        self.worked(seq);
     }
 
     /// `seq` of the last work that this stream has to pass: for the legacy default stream also that of the streams it waits for.
@@ -240,6 +243,12 @@ impl Stream {
         }
         self.is_synced(mark);
         Ok(true)
+    }
+
+    /// Whether its own work is known to be over. It may be learnt later: this does not wait.
+    pub fn is_idle(&self, driver: &Driver) -> bool {
+        let last = self.last_work.load(Ordering::Acquire);
+        self.is_known_done(last) || self.mark(driver).is_ok_and(|mark| self.has_passed(driver, mark))
     }
 
     /// Whether it was destroyed, and everything that was ever on it is done.
@@ -447,6 +456,14 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
     all
 }
 
+/// Whether all work of a context is known to be over, but for work that stands behind a function that is being called. This does not wait.
+pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
+    let stopped = callback::stopped();
+    let mut all = of_context(context, None);
+    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle(driver))
+}
+
 /// The streams of a green context, which is destroyed, are gone with it.
 pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
     let mut gone = of_context(green.context, Some(green));
@@ -560,8 +577,7 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
     if last.is_none() && !event.is_shared() {
         return Ok(());
     }
-    let seq = driver.session.append(&StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
-    stream.worked(seq);
+    let seq = stream.work(driver, &StreamWaitEvent { stream: stream.id, event: event.id, flags: 0 })?;
     if let Some((other, record)) = last {
         stream.waits_for(seq, &other, record);
     }

@@ -152,11 +152,13 @@ impl Operations {
         for ops in self.ops.chunk_by(|a, b| a.place != Where::Here && b.place != Where::Here) {
             let Checked { op, place } = &ops[0];
             if *place != Where::Here {
-                for Checked { op, .. } in ops.iter().filter(|op| op.place == Where::InTurn) {
-                    managed::lend(op.address, op.width())?;
-                }
-                let seq = driver.session.append(&on_server(stream.id, ops))?;
-                stream.worked(seq);
+                let order = ops
+                    .iter()
+                    .filter(|op| op.place == Where::InTurn)
+                    .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
+                    .collect::<Result<Vec<_>>>()?;
+                let seq = stream.work(driver, &on_server(stream.id, ops))?;
+                drop(order);
                 if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
                     late::holds(driver, stream, seq);
                 }
@@ -240,10 +242,8 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
     });
     let ticket = callback::ticket();
     let mut waits = lock(&WAITS);
-    let mark = driver.session.append(&StreamMark { stream: stream.id })?;
-    stream.marked(mark);
-    let seq = driver.session.append(&StreamHostWait { stream: stream.id, ticket })?;
-    stream.worked(seq);
+    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
+    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
     late::holds(driver, stream, seq);
     WAITING.fetch_add(1, Ordering::AcqRel);
     waits.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
@@ -318,7 +318,7 @@ unsafe fn slice<'a>(given: *const BatchMemOp, count: u32) -> Result<&'a [BatchMe
 }
 
 fn enqueue(handle: usize, per_thread: bool, given: &[BatchMemOp], first: bool) -> Result {
-    let (driver, context) = context::ready()?;
+    let (driver, context, _lent) = context::ready_on(handle)?;
     let stream = stream::any(driver, context, handle, per_thread)?;
     let device = driver.devices.get(stream.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     let operations = Operations::new(driver, device, given, first)?;

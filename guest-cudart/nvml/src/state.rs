@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 use client::channel::{Geometry, MAX_DEVICES};
 use client::ops::nvml::{NvmlSystem, NvmlSystemReply, status};
 use client::port;
-use client::session::Session;
+use client::session::{Purpose, Session};
 use client::{lock, log};
 
 use crate::error::{Result, of_session};
@@ -101,7 +101,7 @@ fn connect() -> Result<&'static Connected> {
         return Ok(connected);
     }
     let geometry = Geometry::with_arena(ARENA);
-    let opened = port::open(geometry.size).and_then(|port| Session::over(port, geometry));
+    let opened = port::open(geometry.size).and_then(|port| Session::over(port, geometry, Purpose::Nvml));
     let session = opened.map_err(|error| {
         let line = error.line();
         if *said != line {

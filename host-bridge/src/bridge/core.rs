@@ -1,6 +1,5 @@
 //! What a session and its transport share: the channel's memory, the doorbell, counters, and how the session ended.
 
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -8,6 +7,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::Status;
 use protocol::channel::{Header, State};
 use protocol::device::{Extent, untext};
+use protocol::link::wish;
 use protocol::trace::Recorder;
 
 use super::Counters;
@@ -28,6 +28,10 @@ pub struct ChannelMemory {
     pub pid: u32,
     /// Program's name that the client gave, for people.
     pub program: String,
+    /// What session the client would like: bits of [`wish`](protocol::link::wish).
+    pub wishes: u32,
+    /// The doorbell of the session to come.
+    pub doorbell: Arc<EventFd>,
 }
 
 impl ChannelMemory {
@@ -38,7 +42,39 @@ impl ChannelMemory {
         // The name goes into logs: nothing in it may steer a terminal.
         let program: String =
             untext(&fields.program).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
-        Ok(ChannelMemory { memories, extents, size, view, pid: fields.pid, program })
+        let wishes = view.header().wishes();
+        let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| MemoryError::Doorbell { source: e.into() })?;
+        Ok(ChannelMemory {
+            memories,
+            extents,
+            size,
+            view,
+            pid: fields.pid,
+            program,
+            wishes,
+            doorbell: Arc::new(doorbell),
+        })
+    }
+
+    /// Whether the client can be told that its session waits in a queue.
+    pub fn may_wait(&self) -> bool {
+        self.wishes & wish::MAY_WAIT != 0
+    }
+
+    /// Tells the client that its session waits in the queue of the server of that name, and how many come first.
+    pub fn tell_waiting(&self, server: &str, ahead: u32) {
+        self.view.header().set_waiting(server, ahead);
+    }
+
+    /// Tells a client that was made to wait that it gets no session. It sleeps on the word at [`Header::STATE_OFFSET`], and is woken by the caller.
+    pub fn tell_refused(&self, reason: &str) {
+        self.view.header().set_lost(reason);
+    }
+
+    /// Wakes a process of this host that sleeps on the state.
+    pub fn wake_by_futex(&self) {
+        futex_wake(self, Header::STATE_OFFSET);
     }
 }
 
@@ -68,7 +104,7 @@ pub struct Core {
     pub channel: ChannelMemory,
     /// Rings when the client has appended records while the other end slept. A native client holds this descriptor too, so nothing here may depend on the
     /// state in which it leaves it: it is watched edge-triggered and never read.
-    pub doorbell: EventFd,
+    pub doorbell: Arc<EventFd>,
     /// What was done so far.
     pub counters: Counters,
     /// When commands came where, if somebody asks.
@@ -90,19 +126,14 @@ impl std::fmt::Debug for Core {
 }
 
 impl Core {
-    pub(super) fn new(
-        channel: ChannelMemory,
-        server: String,
-        wakeup: Wakeup,
-        on_lost: OnLost,
-    ) -> io::Result<Core> {
-        let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    pub(super) fn new(channel: ChannelMemory, server: String, wakeup: Wakeup, on_lost: OnLost) -> Core {
+        let doorbell = Arc::clone(&channel.doorbell);
         let (counters, ended, on_lost) = (Counters::default(), OnceLock::new(), Mutex::new(Some(on_lost)));
         let trace = Recorder::default();
         if crate::trace::folder().is_some() {
             trace.start();
         }
-        Ok(Core { channel, doorbell, counters, trace, server, wakeup, ended, on_lost })
+        Core { channel, doorbell, counters, trace, server, wakeup, ended, on_lost }
     }
 
     /// Rings the doorbell, on a guest's behalf. (A process rings by itself.)
@@ -191,7 +222,7 @@ impl Waker<'_> {
     pub fn wake(&mut self, offset: u64) {
         match self.core.wakeup {
             Wakeup::Futex => {
-                futex_wake(self.core, offset);
+                futex_wake(&self.core.channel, offset);
                 self.core.counters.wakes.add(1);
             }
             Wakeup::Call(_) => self.call = true,
@@ -208,10 +239,10 @@ impl Drop for Waker<'_> {
     }
 }
 
-fn futex_wake(core: &Core, offset: u64) {
-    debug_assert!(offset.is_multiple_of(4) && offset + 4 <= core.channel.size);
-    // SAFETY: callers pass offsets of words inside the channel, which `core` keeps mapped.
-    let word = unsafe { core.channel.view.base().add(offset as usize) };
+fn futex_wake(channel: &ChannelMemory, offset: u64) {
+    debug_assert!(offset.is_multiple_of(4) && offset + 4 <= channel.size);
+    // SAFETY: callers pass offsets of words inside the channel, which its view keeps mapped.
+    let word = unsafe { channel.view.base().add(offset as usize) };
     // SAFETY: FUTEX_WAKE reads no memory of ours; the address only names the futex.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }

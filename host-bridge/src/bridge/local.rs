@@ -25,7 +25,7 @@ use std::os::fd::AsRawFd;
 use zerocopy::IntoBytes;
 
 use super::core::{ChannelMemory, Core, thread_name};
-use super::session::{Handshake, hello, welcome};
+use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
 
@@ -33,6 +33,7 @@ use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, sen
 pub(super) fn connect(
     config: &SessionConfig,
     memory: &ChannelMemory,
+    turn: &mut dyn Turn,
 ) -> Result<(OwnedFd, Handshake), ConnectError> {
     let server = config.server.to_string();
     let failed = |source| ConnectError::NoServer { server: server.clone(), source };
@@ -50,8 +51,8 @@ pub(super) fn connect(
     let socket: OwnedFd = connect_unix(path).map_err(failed)?.into();
     send_message(socket.as_fd(), &[hello(config, memory, purpose::LOCAL, 0).as_bytes()], &[])
         .map_err(failed)?;
-    let handshake =
-        welcome(config, socket.as_fd(), Instant::now() + config.connect_timeout + config.handshake_timeout)?;
+    let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
+    let handshake = welcome_in_turn(config, socket.as_fd(), deadline, turn)?;
     Ok((socket, handshake))
 }
 

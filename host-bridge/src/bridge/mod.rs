@@ -34,7 +34,7 @@ use crate::memory::{Memories, MemoryError};
 
 pub use self::core::{ChannelMemory, Wakeup};
 pub use counters::Counters;
-pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind};
+pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind, Turn};
 
 /// What a transport can do. Users ask for these and never for a transport's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,10 +7,12 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use protocol::VERSION;
+use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{Hello, MAGIC};
+use protocol::link::{Hello, MAGIC, wish};
 use thiserror::Error;
 
 use super::core::{ChannelMemory, Core, Wakeup};
@@ -87,7 +89,7 @@ pub struct SessionConfig {
     pub hands: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
-    /// Longest time, after that, to wait for the server's welcome: it may have to start a worker.
+    /// Longest time, after that, that the server may be silent before its welcome. A server that lets the session wait its turn says so again and again.
     pub handshake_timeout: Duration,
     /// A server silent for longer is lost.
     pub silence: Duration,
@@ -166,6 +168,12 @@ pub enum ConnectError {
         /// Why.
         source: VerbsError,
     },
+    /// The client went away while it waited.
+    #[error("the program gave up waiting for its turn at the server at {server}")]
+    GivenUp {
+        /// Its address.
+        server: String,
+    },
     /// Something on this host failed.
     #[error("this host cannot open a session: {source}")]
     Here {
@@ -181,7 +189,9 @@ impl ConnectError {
             ConnectError::NoServer { .. } | ConnectError::Protocol { .. } => Answer::NoServer,
             ConnectError::Version { .. } => Answer::Version,
             ConnectError::Refused { answer, .. } => *answer,
-            ConnectError::Here { .. } | ConnectError::Verbs { .. } => Answer::NoResources,
+            ConnectError::Here { .. } | ConnectError::Verbs { .. } | ConnectError::GivenUp { .. } => {
+                Answer::NoResources
+            }
         }
     }
 }
@@ -204,18 +214,119 @@ pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u3
         index,
         pid: channel.pid,
         slot_count: channel.view.geometry().slot_count as u32,
-        reserved: 0,
+        wishes: channel.wishes & (wish::NVML_ONLY | wish::MAY_WAIT),
         client: text(&config.client),
         program: text(&channel.program),
     }
 }
 
-/// Waits for the answer to a hello and judges it.
-pub(super) fn welcome(
+/// How a client waits while the server serves others before it.
+pub trait Turn {
+    /// The session waits in the queue of the server of that name, and `ahead` others come first. Called as soon as that is known, and at least each second from then on, by the
+    /// thread that connects. Must not block for long.
+    fn wait(&mut self, server: &str, ahead: u32);
+
+    /// A descriptor, and the events on it, that say that nobody wants the session any more. The wait then ends with [`ConnectError::GivenUp`].
+    fn given_up(&self) -> Option<PollFd<'_>>;
+}
+
+/// Waits its turn and tells nobody.
+struct Patient;
+
+impl Turn for Patient {
+    fn wait(&mut self, _server: &str, _ahead: u32) {}
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        None
+    }
+}
+
+/// How often a client that waits is told its place, also when the server is silent.
+const TELL_EVERY: Duration = Duration::from_secs(1);
+
+/// Waits for the answer to a hello that may put the session into a queue.
+pub(super) fn welcome_in_turn(
     config: &SessionConfig,
     socket: BorrowedFd<'_>,
     deadline: Instant,
+    turn: &mut dyn Turn,
 ) -> Result<Handshake, ConnectError> {
+    let mut deadline = deadline;
+    let mut place: Option<(String, u32)> = None;
+    loop {
+        if wait_for_answer(config, socket, deadline, &*turn)? {
+            match welcome(config, socket, deadline)? {
+                Heard::Welcome(handshake) => return Ok(handshake),
+                Heard::Waiting { server, ahead } => {
+                    // The server is there. It may be silent for as long again.
+                    deadline = Instant::now() + config.handshake_timeout;
+                    place = Some((server, ahead));
+                }
+            }
+        }
+        if let Some((server, ahead)) = &place {
+            turn.wait(server, *ahead);
+        }
+    }
+}
+
+/// Waits a moment until the server has answered. False: not yet.
+fn wait_for_answer(
+    config: &SessionConfig,
+    socket: BorrowedFd<'_>,
+    deadline: Instant,
+    turn: &dyn Turn,
+) -> Result<bool, ConnectError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        let source = io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
+        return Err(ConnectError::NoServer { server: config.server.to_string(), source });
+    }
+    let mut watched = vec![PollFd::new(socket, PollFlags::POLLIN)];
+    watched.extend(turn.given_up());
+    let limit = left.min(TELL_EVERY).as_millis().max(1);
+    match poll(&mut watched, PollTimeout::from(u16::try_from(limit).unwrap_or(u16::MAX))) {
+        Ok(_) | Err(nix::Error::EINTR) => {}
+        Err(e) => return Err(ConnectError::Here { source: e.into() }),
+    }
+    let happened =
+        |index: usize| watched.get(index).and_then(PollFd::revents).is_some_and(|events| !events.is_empty());
+    if happened(1) {
+        return Err(ConnectError::GivenUp { server: config.server.to_string() });
+    }
+    Ok(happened(0))
+}
+
+/// What a server says to a hello.
+pub(super) enum Heard {
+    /// The session may begin.
+    Welcome(Handshake),
+    /// It waits in a queue.
+    Waiting {
+        /// The server's name.
+        server: String,
+        /// How many come first.
+        ahead: u32,
+    },
+}
+
+/// Waits for the answer to a data connection's hello.
+pub(super) fn welcome_at_once(
+    config: &SessionConfig,
+    socket: BorrowedFd<'_>,
+    deadline: Instant,
+) -> Result<(), ConnectError> {
+    match welcome(config, socket, deadline)? {
+        Heard::Welcome(_) => Ok(()),
+        Heard::Waiting { .. } => Err(ConnectError::Protocol {
+            server: config.server.to_string(),
+            what: "it lets a data connection wait".into(),
+        }),
+    }
+}
+
+/// Receives the answer to a hello and judges it.
+fn welcome(config: &SessionConfig, socket: BorrowedFd<'_>, deadline: Instant) -> Result<Heard, ConnectError> {
     let server = config.server.to_string();
     let welcome = match receive_welcome(socket, deadline) {
         Ok(Some(welcome)) => welcome,
@@ -234,13 +345,19 @@ pub(super) fn welcome(
         return Err(ConnectError::Version { server, theirs: welcome.version, ours: VERSION });
     }
     match Answer::from_number(welcome.status) {
-        Answer::Ok => Ok(Handshake {
+        Answer::Ok => Ok(Heard::Welcome(Handshake {
             token: welcome.token,
             data_connections: welcome.data_connections,
-            server: untext(&welcome.server),
-        }),
+            server: printable(&welcome.server),
+        })),
+        Answer::Waiting => Ok(Heard::Waiting { server: printable(&welcome.server), ahead: welcome.ahead }),
         answer => Err(ConnectError::Refused { server, answer, reason: untext(&welcome.reason) }),
     }
+}
+
+/// A server's name. Nothing in it may steer a terminal.
+fn printable(name: &[u8]) -> String {
+    untext(name).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// A server that has welcomed a session which has not begun: the channel's memory was not touched yet.
@@ -259,18 +376,21 @@ enum Link {
 }
 
 impl Prepared {
-    /// Reaches the server and shakes hands, for this channel. Blocks until that is done or has failed; takes from the channel only its slots' number and
-    /// the names in its header.
-    pub fn connect(config: &SessionConfig, channel: &ChannelMemory) -> Result<Prepared, ConnectError> {
+    /// Reaches the server and shakes hands, for this channel. Blocks until that is done or has failed, which may be long after others were served; `turn` hears of it. Takes from the
+    /// channel only its slots' number and what its header says of the client.
+    pub fn connect(
+        config: &SessionConfig,
+        channel: &ChannelMemory,
+        turn: &mut dyn Turn,
+    ) -> Result<Prepared, ConnectError> {
         let (link, handshake) = match config.transport {
             TransportKind::Tcp => {
-                tcp::connect(config, channel).map(|(links, handshake)| (Link::Tcp(links), handshake))?
+                tcp::connect(config, channel, turn).map(|(links, handshake)| (Link::Tcp(links), handshake))?
             }
-            TransportKind::Verbs => verbs::connect(config, channel)
+            TransportKind::Verbs => verbs::connect(config, channel, turn)
                 .map(|(links, handshake)| (Link::Verbs(Box::new(links)), handshake))?,
-            TransportKind::Local => {
-                local::connect(config, channel).map(|(link, handshake)| (Link::Local(link), handshake))?
-            }
+            TransportKind::Local => local::connect(config, channel, turn)
+                .map(|(link, handshake)| (Link::Local(link), handshake))?,
         };
         Ok(Prepared { config: config.clone(), link, handshake })
     }
@@ -287,14 +407,16 @@ impl Prepared {
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> Result<Session, ConnectError> {
         let Prepared { config, link, handshake } = self;
-        let core = Core::new(channel, config.server.to_string(), wakeup, on_lost)
-            .map_err(|source| ConnectError::Here { source })?;
-        let core = Arc::new(core);
+        let waited = channel.view.header().state() == State::Waiting;
+        let core = Arc::new(Core::new(channel, config.server.to_string(), wakeup, on_lost));
         let transport: Box<dyn Transport> = match link {
             Link::Tcp(links) => Box::new(Tcp::start(&config, core.clone(), links)?),
             Link::Verbs(links) => Box::new(Verbs::start(&config, core.clone(), *links)?),
             Link::Local(link) => Box::new(Local::start(&config, core.clone(), link)?),
         };
+        if waited {
+            core.waker().wake(Header::STATE_OFFSET);
+        }
         tracing::info!(
             client = %config.client, program = %core.channel.program, pid = core.channel.pid, server = %config.server,
             server_name = %handshake.server, transport = %config.transport, "session opened"
@@ -336,7 +458,7 @@ impl Session {
         wakeup: Wakeup,
         on_lost: Box<dyn FnOnce(&str) + Send>,
     ) -> Result<Session, ConnectError> {
-        Prepared::connect(config, &channel)?.start(channel, wakeup, on_lost)
+        Prepared::connect(config, &channel, &mut Patient)?.start(channel, wakeup, on_lost)
     }
 
     /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
@@ -351,7 +473,7 @@ impl Session {
     }
 
     /// The doorbell itself, for a client that can ring it.
-    pub fn doorbell_fd(&self) -> &EventFd {
+    pub fn doorbell_fd(&self) -> &Arc<EventFd> {
         &self.core.doorbell
     }
 

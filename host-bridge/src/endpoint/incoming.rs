@@ -438,34 +438,9 @@ impl Inbox {
         self.place_aside(key);
     }
 
-    /// The bridge has data of this piece that it may not send eagerly. The error is what it has done wrong.
+    /// The bridge has data of this piece that it may not send before it is granted. It says so before it sends the command, because whoever executes that may read nothing further
+    /// until the data is there. The error is what the bridge has done wrong.
     pub(super) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
-        let mut held = self.lock();
-        let state = &mut *held;
-        let granted = match state.expected.get_mut(&key) {
-            Some(expected) => {
-                expected.tell = true;
-                expected.granted
-            }
-            // Whoever did not want it has said so before.
-            None if key.0 <= self.executed.load(Ordering::SeqCst) || state.unwanted.contains(&key) => 0,
-            None if state.asked.len() >= MAX_ASKED => {
-                return Err(format!("it waits for grants for more than {MAX_ASKED} pieces of data"));
-            }
-            None => {
-                state.asked.insert(key);
-                0
-            }
-        };
-        drop(held);
-        if granted > 0 {
-            self.tell_grant(key, granted);
-        }
-        Ok(())
-    }
-
-    /// As [`ask`](Self::ask), where that comes before the command.
-    pub(super) fn ask_ahead(&self, key: (u64, u32)) -> Result<(), String> {
         let mut state = self.lock();
         if state.expected.contains_key(&key) || key.0 <= self.executed.load(Ordering::SeqCst) {
             return Err(format!("it asks for data of command {} behind it", key.0));
@@ -494,6 +469,7 @@ impl Inbox {
         }
         let landing = Arc::clone(&expected.landing);
         drop(state);
+        self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         copy_in(&*landing, header.offset, bytes);
         self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.landed(key, bytes.len() as u64);

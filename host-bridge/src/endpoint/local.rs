@@ -27,7 +27,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::patience::{Answers, Patience};
 use super::region::{Regions, Released};
 use super::wake::{self, Bell, Watch};
-use super::{Client, Commands, Lost, Polling, Sink, Source};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct};
 use crate::memory::{ChannelView, Memories};
 
@@ -69,6 +69,7 @@ pub struct LocalClient {
     executed: AtomicU64,
     has_read: AtomicBool,
     answers: Answers,
+    farewell: Farewell,
 }
 
 /// How the client's threads are reached.
@@ -139,6 +140,7 @@ impl LocalCommands {
             executed: AtomicU64::new(0),
             has_read: AtomicBool::new(false),
             answers: Answers::default(),
+            farewell: Farewell::default(),
         });
         // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
         // drops the consumer first).
@@ -377,6 +379,7 @@ impl LocalClient {
     fn finish(&self, end: Option<Lost>) {
         if self.end.set(end).is_ok() {
             self.stop.ring();
+            self.farewell.call();
         }
     }
 
@@ -497,6 +500,10 @@ impl Client for LocalClient {
         self.finish(None);
         // Lets the control thread go if it still waits for a frame.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Read);
+    }
+
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
     }
 
     fn streams_data(&self) -> bool {

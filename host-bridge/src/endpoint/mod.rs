@@ -15,7 +15,7 @@
 //! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only it knows how its device reads each.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use protocol::Status;
@@ -107,6 +107,10 @@ pub trait Client: Send + Sync {
     /// Ends the session's traffic: everybody who waits in here is let go.
     fn close(&self);
 
+    /// Has `then` be called once the session is over, whoever ends it, also while the dispatcher is not in [`Commands::next`]. It is called by the thread that ends the session, so it
+    /// must not block; at once, if the session is over already. To be called once.
+    fn when_over(&self, _then: Box<dyn FnOnce() + Send>) {}
+
     /// Whether data comes and goes in chunks rather than through mapped memory.
     fn streams_data(&self) -> bool;
 
@@ -133,6 +137,43 @@ pub trait Client: Send + Sync {
     /// The memory stays mapped as long as the client lives.
     unsafe fn adopt(&self, _at: NonNull<u8>, _len: usize) -> Result<(), Lost> {
         Ok(())
+    }
+}
+
+/// What is to be called when a session is over ([`Client::when_over`]).
+#[derive(Default)]
+struct Farewell(Mutex<FarewellState>);
+
+#[derive(Default)]
+struct FarewellState {
+    over: bool,
+    then: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl Farewell {
+    fn lock(&self) -> MutexGuard<'_, FarewellState> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn set(&self, then: Box<dyn FnOnce() + Send>) {
+        let mut state = self.lock();
+        if state.over {
+            drop(state);
+            then();
+        } else {
+            state.then = Some(then);
+        }
+    }
+
+    /// The session is over.
+    fn call(&self) {
+        let mut state = self.lock();
+        state.over = true;
+        let then = state.then.take();
+        drop(state);
+        if let Some(then) = then {
+            then();
+        }
     }
 }
 

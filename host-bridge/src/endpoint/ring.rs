@@ -10,6 +10,7 @@
 //! A slot is counted in rounds: its first chunk is round 1, the next round 2. The bridge may write a slot's next round once it was told that the slot is free, which it is
 //! when the chunk in it has landed and was *passed*: read by whoever wanted it, or wanted by nobody. Slots become free in the chunks' order: one that a stream does not come to
 //! holds back those behind it, once the bridge has filled all the others. As with `tcp` that cannot deadlock, for a command's data never waits for that of a later one.
+//! (Data that is granted later than its command comes has slots of its own, [`protocol::link::GRANTED_SLOTS`], which are not counted here.)
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -38,12 +39,6 @@ pub trait Arrivals: Send + Sync {
     fn lost(&self);
 }
 
-/// Who takes data that was granted ([`protocol::link::frame::DATA_NEXT`]) out of its slots as it lands. Called with a lock held: it must not block. The error is what the bridge has
-/// done wrong.
-pub(super) trait Takes: Send + Sync {
-    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String>;
-}
-
 /// Who is to be told when slots may have become free.
 pub(super) trait Freed: Send + Sync {
     fn freed(&self);
@@ -67,7 +62,6 @@ pub(super) struct Ring {
     /// Bytes landed.
     pub(super) bytes: AtomicU64,
     freed: Weak<dyn Freed>,
-    takes: Arc<dyn Takes>,
 }
 
 // SAFETY: `at` points to memory that its owner keeps as long as this; who uses which slot is the rounds' protocol.
@@ -102,15 +96,13 @@ struct Piece {
     count: u64,
     landed: u64,
     asked: bool,
-    /// Where in the piece these bytes begin, if they were granted and are taken as they land.
-    granted: Option<u64>,
 }
 
 impl Piece {
     fn header(&self, chunk: u64) -> DataHeader {
         let offset = (chunk - self.first) * self.chunk;
         let len = (self.len - offset).min(self.chunk) as u32;
-        DataHeader { seq: self.seq, offset: self.granted.unwrap_or(0) + offset, piece: self.piece, len }
+        DataHeader { seq: self.seq, offset, piece: self.piece, len }
     }
 }
 
@@ -125,7 +117,6 @@ impl Ring {
         count: usize,
         queues: usize,
         freed: Weak<dyn Freed>,
-        takes: Arc<dyn Takes>,
     ) -> Arc<Ring> {
         let zeros = || (0..count).map(|_| AtomicU64::new(0)).collect();
         let state = State {
@@ -152,7 +143,6 @@ impl Ring {
             over: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
             freed,
-            takes,
         })
     }
 
@@ -172,18 +162,6 @@ impl Ring {
 
     /// A command with `len` bytes of `In` data has come; commands come in order. The error is what the bridge has done wrong before.
     pub(super) fn plan(&self, seq: u64, piece: u32, len: u64) -> Result<(), String> {
-        self.plan_part(seq, piece, None, len)
-    }
-
-    /// Bytes that were granted come next. The error is what the bridge has done wrong.
-    pub(super) fn plan_granted(&self, seq: u64, piece: u32, offset: u64, len: u64) -> Result<(), String> {
-        if offset.checked_add(len).is_none() {
-            return Err(format!("{len} bytes at {offset} of command {seq}"));
-        }
-        self.plan_part(seq, piece, Some(offset), len)
-    }
-
-    fn plan_part(&self, seq: u64, piece: u32, granted: Option<u64>, len: u64) -> Result<(), String> {
         if len == 0 {
             return Ok(());
         }
@@ -197,10 +175,9 @@ impl Ring {
         let Some(next) = first.checked_add(count).filter(|_| state.plan.len() < MAX_OWED) else {
             return Err(format!("command {seq} names {len} bytes more than the bridge can be waited for"));
         };
-        let asked = granted.is_some();
-        state.plan.push_back(Piece { seq, piece, len, chunk, first, count, landed: 0, asked, granted });
+        state.plan.push_back(Piece { seq, piece, len, chunk, first, count, landed: 0, asked: false });
         state.next = next;
-        self.unasked.fetch_add(usize::from(!asked), Ordering::AcqRel);
+        self.unasked.fetch_add(1, Ordering::AcqRel);
         for chunk in first..state.next.min(state.told + self.count) {
             if let Some(header) = state.early[(chunk % self.count) as usize].take() {
                 self.land(state, chunk, &header)?;
@@ -235,21 +212,8 @@ impl Ring {
             return Err(format!("the bridge wrote {header:?} into slot {slot}, where {due:?} was due"));
         };
         piece.landed += 1;
-        let granted = piece.granted.is_some();
         state.arrived += 1;
         self.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
-        if granted {
-            // SAFETY: inside the slot, which the bridge has written and may write again only when it is told that it is free. One that writes it all the same spoils its own
-            // session's data.
-            let bytes = unsafe {
-                let at = self.at.add(slot * self.slot_size + SLOT_DATA as usize);
-                std::slice::from_raw_parts(at.as_ptr(), header.len as usize)
-            };
-            self.takes.take(header, bytes)?;
-            self.landed[slot].store(round, Ordering::Release);
-            self.passed[slot].fetch_max(round, Ordering::AcqRel);
-            return Ok(());
-        }
         self.landed[slot].store(round, Ordering::Release);
         if let Some(device) = self.device.get() {
             device.landed(slot, round);
@@ -457,43 +421,7 @@ mod tests {
         let at = NonNull::new(memory.as_mut_ptr()).unwrap();
         let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
         // SAFETY: the tests keep the memory as long as the ring.
-        (unsafe { Ring::new(at, SLOT, count, 1, freed, Arc::new(Taken::default())) }, memory)
-    }
-
-    /// What was taken out of slots.
-    #[derive(Default)]
-    struct Taken(Mutex<Vec<(u64, u64, usize)>>);
-    impl Takes for Taken {
-        fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
-            self.0.lock().unwrap().push((header.seq, header.offset, bytes.len()));
-            if header.seq == 99 { Err("not granted".into()) } else { Ok(()) }
-        }
-    }
-
-    #[test]
-    fn what_was_granted_is_taken_as_it_lands_and_its_slots_are_free_at_once() {
-        let mut memory = vec![0u8; 2 * SLOT];
-        let at = NonNull::new(memory.as_mut_ptr()).unwrap();
-        let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
-        let taken = Arc::new(Taken::default());
-        // SAFETY: the memory outlives the ring.
-        let ring = unsafe { Ring::new(at, SLOT, 2, 1, freed, taken.clone()) };
-        ring.plan_granted(1, 0, 1000, 100_000).unwrap();
-        ring.arrived(1, header(1, 1000 + (64 << 10), 100_000 - (64 << 10))).unwrap();
-        ring.arrived(0, header(1, 1000, 64 << 10)).unwrap();
-        assert_eq!(told(&ring), [0, 1]);
-        // One that comes before it is announced; commands that are executed meanwhile do not matter.
-        ring.arrived(0, header(2, 5, 10)).unwrap();
-        ring.executed(2);
-        ring.plan_granted(2, 0, 5, 10).unwrap();
-        assert_eq!(told(&ring), [0]);
-        assert_eq!(
-            *taken.0.lock().unwrap(),
-            [(1, 1000 + (64 << 10), 34464), (1, 1000, 64 << 10), (2, 5, 10)]
-        );
-        ring.plan_granted(99, 0, 0, 10).unwrap();
-        assert!(ring.arrived(1, header(99, 0, 10)).is_err());
-        assert!(ring.plan_granted(3, 0, u64::MAX, 10).is_err());
+        (unsafe { Ring::new(at, SLOT, count, 1, freed) }, memory)
     }
 
     fn header(seq: u64, offset: u64, len: u32) -> DataHeader {

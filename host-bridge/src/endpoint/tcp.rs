@@ -1,6 +1,7 @@
 //! The worker's end of a `tcp` session: commands, answers and progress on the control connection, data on others.
 //!
-//! The dispatcher reads the control connection itself, polling before it sleeps. Every thread may send on it, whole frames under a lock. A bridge that waits for
+//! The dispatcher reads the control connection itself, polling before it sleeps. While it executes a command it reads nothing, and a command may take until its stream has its data: so
+//! nothing that a command needs may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge that waits for
 //! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keeper thread does. In an idle session both
 //! sleep, and what notices a bridge that is gone is the connection's keepalive.
 
@@ -24,7 +25,7 @@ use super::outgoing::{Outbox, Outgoing};
 use super::patience::{Answers, Patience};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, Bell};
-use super::{Client, Commands, Lost, Polling, Sink, Source};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
 
 /// A peer that takes nothing for this long is lost.
@@ -58,6 +59,7 @@ pub struct TcpClient {
     stop: Bell,
     keeper: Keeper,
     answers: Answers,
+    farewell: Farewell,
 }
 
 /// When the keeper is needed. See [`TcpClient::keep_alive`].
@@ -162,6 +164,7 @@ impl TcpCommands {
             stop,
             keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
             answers: Answers::default(),
+            farewell: Farewell::default(),
         });
         let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
         client.inbox.tell(bridge);
@@ -372,6 +375,7 @@ impl TcpClient {
         self.stop.ring();
         self.inbox.close();
         self.outbox.close();
+        self.farewell.call();
         true
     }
 }
@@ -455,6 +459,10 @@ impl Client for TcpClient {
             let _ = self.control.shutdown(Shutdown::Both);
         }
         drop(whole);
+    }
+
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
     }
 
     fn streams_data(&self) -> bool {

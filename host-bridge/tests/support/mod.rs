@@ -2,7 +2,7 @@
 
 #![allow(dead_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -27,7 +27,7 @@ use rgpu_host_bridge::memory::{ChannelView, Memories};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// How long anything may take before a test gives up. Nothing is judged by it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(240);
 
 /// A memfd of `size` bytes.
 pub fn memfd(size: u64) -> OwnedFd {
@@ -304,6 +304,10 @@ pub struct Manners {
     pub version: Option<u32>,
     /// What it answers a hello with.
     pub answer: Option<(Answer, &'static str)>,
+    /// It lets a client that may wait do so, and tells it of these places first.
+    pub queue: &'static [u32],
+    /// It serves nobody in its queue.
+    pub queue_stands: bool,
     /// It says that data was sent, and only then sends it.
     pub data_after_sent: bool,
     /// It holds the data of `DtoH` copies until [`FakeServer::release`].
@@ -320,6 +324,8 @@ pub struct Manners {
     pub extra_data: Option<DataHeader>,
     /// It does not read `In` data for this long after each piece.
     pub slow: Option<Duration>,
+    /// It executes no command until [`FakeServer::release`].
+    pub hold_commands: bool,
 }
 
 /// A server on a port of this machine. Each session is served by threads that end with its connections.
@@ -339,6 +345,8 @@ struct Shared {
     pub frames: AtomicUsize,
     /// How often a bridge asked whether it is there.
     asked: AtomicUsize,
+    /// How many clients have left its queue.
+    left: AtomicUsize,
     pub programs: Mutex<Vec<String>>,
 }
 
@@ -370,6 +378,7 @@ impl FakeServer {
             commands: Mutex::default(),
             frames: AtomicUsize::new(0),
             asked: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
             programs: Mutex::default(),
         });
         let for_thread = shared.clone();
@@ -413,12 +422,22 @@ impl FakeServer {
         self.shared.asked.load(Ordering::SeqCst)
     }
 
+    /// How many clients have left its queue.
+    pub fn left(&self) -> usize {
+        self.shared.left.load(Ordering::SeqCst)
+    }
+
     pub fn programs(&self) -> Vec<String> {
         self.shared.programs.lock().unwrap().clone()
     }
 }
 
 impl Shared {
+    fn await_release(&self) {
+        let held = self.released.0.lock().unwrap();
+        drop(self.released.1.wait_timeout_while(held, PATIENCE, |released| !*released));
+    }
+
     fn greet(&self, mut stream: TcpStream) {
         stream.set_nodelay(true).unwrap();
         let mut hello = Hello::new_zeroed();
@@ -438,10 +457,24 @@ impl Shared {
             status: answer as u32,
             token,
             data_connections: hello.index,
-            reserved: 0,
+            ahead: 0,
             server: text("fake"),
             reason: text(reason),
         };
+        if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
+            for ahead in self.manners.queue {
+                let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };
+                if stream.write_all(place.as_bytes()).is_err() {
+                    return;
+                }
+            }
+            if self.manners.queue_stands {
+                // Nothing is sent to it before its session begins: it can only leave.
+                assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)));
+                self.left.fetch_add(1, Ordering::SeqCst);
+                return;
+            }
+        }
         let lanes = (hello.purpose == purpose::CONTROL).then(|| {
             let (lanes, received) = mpsc::channel();
             self.sessions.lock().unwrap().insert(token, lanes);
@@ -477,8 +510,15 @@ impl Shared {
         }
         let control = Arc::new(Mutex::new(control));
         let reader = control.lock().unwrap().try_clone().unwrap();
-        let mut gpu =
-            Gpu { shared: self, control: &control, inbox, lanes: data, memory: HashMap::new(), due: 1 };
+        let mut gpu = Gpu {
+            shared: self,
+            control: &control,
+            inbox,
+            lanes: data,
+            memory: HashMap::new(),
+            due: 1,
+            asked: HashSet::new(),
+        };
         gpu.run(reader);
         for lane in &gpu.lanes {
             let _ = lane.shutdown(std::net::Shutdown::Both);
@@ -523,8 +563,11 @@ struct Gpu<'s> {
     lanes: Vec<TcpStream>,
     memory: HashMap<u64, Vec<u8>>,
     due: u64,
+    /// Pieces of data of commands to come that wait for grants.
+    asked: HashSet<(u64, u32)>,
 }
 
+/// One thread, which reads nothing further while it executes a command, and waits for the command's data: all that a command needs must come before it.
 impl Gpu<'_> {
     fn run(&mut self, mut control: TcpStream) {
         let mut reader = FrameReader::new();
@@ -533,10 +576,18 @@ impl Gpu<'_> {
                 Ok(0) | Err(_) => return,
                 Ok(_) => {}
             }
-            let mut bodies = Vec::new();
             while let Some((kind, body)) = reader.next_frame().unwrap() {
                 match kind {
-                    frame::COMMANDS => bodies.push(body.to_vec()),
+                    frame::COMMANDS => {
+                        if !self.commands(body) {
+                            return;
+                        }
+                    }
+                    frame::DATA_ASK => {
+                        let (ask, _) = DataAsk::read_from_prefix(body).unwrap();
+                        assert!(ask.seq >= self.due, "command {} is executed already", ask.seq);
+                        self.asked.insert((ask.seq, ask.piece));
+                    }
                     frame::ALIVE => {
                         self.shared.asked.fetch_add(1, Ordering::SeqCst);
                         let _ = send(self.control, frame::ALIVE, &[]);
@@ -545,24 +596,28 @@ impl Gpu<'_> {
                     other => panic!("frame of kind {other}"),
                 }
             }
-            for body in bodies {
-                self.shared.frames.fetch_add(1, Ordering::SeqCst);
-                let mut rest = &body[..];
-                while !rest.is_empty() {
-                    let (header, _) = <[u8; RECORD_HEADER]>::read_from_prefix(rest).unwrap();
-                    let (record, size) = Record::from_bytes(&header);
-                    if !self.execute(record, &rest[RECORD_HEADER..size as usize]) {
-                        return;
-                    }
-                    rest = &rest[size as usize..];
-                }
-                if !self.shared.manners.swallow {
-                    let update =
-                        ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: self.due - 1, value: 0 };
-                    let _ = send(self.control, frame::PROGRESS, update.as_bytes());
-                }
-            }
         }
+    }
+
+    /// Executes a frame of commands. False: the session is over.
+    fn commands(&mut self, mut rest: &[u8]) -> bool {
+        self.shared.frames.fetch_add(1, Ordering::SeqCst);
+        if self.shared.manners.hold_commands {
+            self.shared.await_release();
+        }
+        while !rest.is_empty() {
+            let (header, _) = <[u8; RECORD_HEADER]>::read_from_prefix(rest).unwrap();
+            let (record, size) = Record::from_bytes(&header);
+            if !self.execute(record, &rest[RECORD_HEADER..size as usize]) {
+                return false;
+            }
+            rest = &rest[size as usize..];
+        }
+        if !self.shared.manners.swallow {
+            let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq: self.due - 1, value: 0 };
+            let _ = send(self.control, frame::PROGRESS, update.as_bytes());
+        }
+        true
     }
 
     fn execute(&mut self, record: Record, body: &[u8]) -> bool {
@@ -582,11 +637,13 @@ impl Gpu<'_> {
             let op = MemcpyHtoD::get(&mut reader).unwrap();
             let bytes = match op.src {
                 HostIn::Inline(bytes) => bytes.to_vec(),
-                HostIn::Range(range) | HostIn::Late(range) => match self.incoming(seq, 0, range.len as usize)
-                {
-                    Some(bytes) => bytes,
-                    None => return false,
-                },
+                HostIn::Range(range) | HostIn::Late(range) => {
+                    let late = matches!(op.src, HostIn::Late(_));
+                    match self.incoming(seq, 0, range.len as usize, late) {
+                        Some(bytes) => bytes,
+                        None => return false,
+                    }
+                }
             };
             self.memory.insert(op.dst, bytes);
         } else if opcode == MemcpyDtoH::INFO.opcode {
@@ -600,9 +657,7 @@ impl Gpu<'_> {
                 std::thread::sleep(Duration::from_millis(30));
             }
             if self.shared.manners.hold_data {
-                let held = self.shared.released.0.lock().unwrap();
-                let wait = self.shared.released.1.wait_timeout_while(held, PATIENCE, |released| !*released);
-                drop(wait);
+                self.shared.await_release();
             }
             self.outgoing(seq, 0, bytes);
             if !self.shared.manners.data_after_sent {
@@ -628,10 +683,12 @@ impl Gpu<'_> {
         true
     }
 
-    fn incoming(&self, seq: u64, piece: u32, len: usize) -> Option<Vec<u8>> {
-        // All of it at once: there is room for everything here.
-        let grant = DataGrant { seq, piece, reserved: 0, upto: len as u64 };
-        let _ = send(self.control, frame::DATA_GRANT, grant.as_bytes());
+    fn incoming(&mut self, seq: u64, piece: u32, len: usize, late: bool) -> Option<Vec<u8>> {
+        if self.asked.remove(&(seq, piece)) || late || len as u64 > EAGER_PIECE {
+            // All of it at once: there is room for everything here.
+            let grant = DataGrant { seq, piece, reserved: 0, upto: len as u64 };
+            let _ = send(self.control, frame::DATA_GRANT, grant.as_bytes());
+        }
         let held = self.inbox.0.lock().unwrap();
         let complete = |held: &Arrived| {
             held.data

@@ -54,10 +54,14 @@ pub struct HeaderFields {
 #[derive(Debug)]
 pub struct Header {
     fields: [AtomicU64; 12],
-    _to_state: [AtomicU64; 4],
-    /// [`State`], by number. Written by the host side.
+    /// Offset 0x60. Bits of [`wish`](crate::link::wish). Written by the client before it connects.
+    wishes: AtomicU32,
+    _to_state: [AtomicU32; 7],
+    /// Offset 0x80. [`State`], by number. Written by the host side.
     state: AtomicU32,
-    _to_tail: [AtomicU32; 31],
+    /// Offset 0x84. In [`State::Waiting`]: sessions that the server serves before this one. Written by the host side.
+    ahead: AtomicU32,
+    _to_tail: [AtomicU32; 30],
     /// Offset 0x100. Bytes ever appended to the ring. Written by the client.
     tail: AtomicU64,
     _to_head: [AtomicU64; 15],
@@ -76,7 +80,7 @@ pub struct Header {
     /// Offset 0x380. Raised by the host side at each doorbell of a guest's device.
     alive: AtomicU32,
     _to_reason: [AtomicU32; 31 + 256],
-    /// Offset 0x800. Why the session was lost: UTF-8, NUL-terminated. Written by the host side before the state.
+    /// Offset 0x800. Why the session was lost, or the name of the server that it waits for: UTF-8, NUL-terminated. Written by the host side before the state.
     reason: [AtomicU64; REASON_SIZE / 8],
     _end: [AtomicU64; 224],
 }
@@ -84,6 +88,7 @@ pub struct Header {
 #[cfg(not(loom))]
 const _: () = {
     assert!(size_of::<Header>() == HEADER_SIZE && size_of::<HeaderFields>() == 96);
+    assert!(std::mem::offset_of!(Header, wishes) == 0x60);
     assert!(std::mem::offset_of!(Header, state) == 0x80);
     assert!(std::mem::offset_of!(Header, tail) == 0x100);
     assert!(std::mem::offset_of!(Header, head) == 0x180);
@@ -104,6 +109,8 @@ pub enum State {
     Ready = 1,
     /// Over, against the client's will; the reason stands in the header.
     Lost = 2,
+    /// In a server's queue; how many sessions come first, and the server's name, stand in the header. Only for a client that [may wait](crate::link::wish::MAY_WAIT).
+    Waiting = 3,
 }
 
 impl Header {
@@ -133,8 +140,33 @@ impl Header {
         match self.state.load(Ordering::Acquire) {
             0 => State::New,
             1 => State::Ready,
+            3 => State::Waiting,
             _ => State::Lost,
         }
+    }
+
+    /// Says what session the client would like: bits of [`wish`](crate::link::wish). Client, before it connects.
+    pub fn set_wishes(&self, wishes: u32) {
+        self.wishes.store(wishes, Ordering::Relaxed);
+    }
+
+    /// What session the client would like: bits of [`wish`](crate::link::wish).
+    pub fn wishes(&self) -> u32 {
+        self.wishes.load(Ordering::Relaxed)
+    }
+
+    /// Publishes [`State::Waiting`] with the session's place in the queue of the server of that name. Host side; it then wakes who sleeps on the state.
+    pub fn set_waiting(&self, server: &str, ahead: u32) {
+        if self.state() != State::Waiting {
+            self.write_text(server);
+        }
+        self.ahead.store(ahead, Ordering::Relaxed);
+        self.state.store(State::Waiting as u32, Ordering::Release);
+    }
+
+    /// Sessions that the server serves before this one. Client, in [`State::Waiting`].
+    pub fn ahead(&self) -> u32 {
+        self.ahead.load(Ordering::Relaxed)
     }
 
     /// Publishes [`State::Ready`]. Host side.
@@ -144,18 +176,17 @@ impl Header {
 
     /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). Host side; it then wakes every sleeper.
     pub fn set_lost(&self, reason: &str) {
-        let mut text = [0u8; REASON_SIZE];
-        let mut n = reason.len().min(REASON_SIZE - 1);
-        while !reason.is_char_boundary(n) {
-            n -= 1;
-        }
-        text[..n].copy_from_slice(&reason.as_bytes()[..n]);
+        self.write_text(reason);
+        self.state.store(State::Lost as u32, Ordering::Release);
+    }
+
+    fn write_text(&self, text: &str) {
+        let text = crate::device::text::<REASON_SIZE>(text);
         for (word, bytes) in self.reason.iter().zip(text.chunks_exact(8)) {
             let mut le = [0; 8];
             le.copy_from_slice(bytes);
             word.store(u64::from_le_bytes(le), Ordering::Relaxed);
         }
-        self.state.store(State::Lost as u32, Ordering::Release);
     }
 
     /// Whether the ring holds records that the host side has not taken. A hint, for one who passes doorbells on: a hostile client can make it say anything.
@@ -173,7 +204,7 @@ impl Header {
         self.alive.load(Ordering::Relaxed)
     }
 
-    /// Why the session was lost. Client, after [`State::Lost`].
+    /// Why the session was lost, after [`State::Lost`]; the server's name, in [`State::Waiting`]. Client.
     pub fn reason(&self) -> String {
         let bytes: Vec<u8> =
             self.reason.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).collect();
@@ -181,6 +212,8 @@ impl Header {
         String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
+    /// Offset of the state in the channel, for a wait on it.
+    pub const STATE_OFFSET: u64 = 0x80;
     /// Offset of [`Header::ring_sleep`] in the channel, for a wait on it.
     pub const RING_SLEEP_OFFSET: u64 = 0x280;
     /// Offset of [`Header::progress_sleep`] in the channel, for a wait on it.

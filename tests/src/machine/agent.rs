@@ -176,7 +176,7 @@ impl Agent {
             payload.extend_from_slice(chunk);
             let process = self.record();
             self.shared.send(kind::PUT, process.id, &payload)?;
-            let status = process.wait(Duration::from_secs(60))?.status;
+            let status = process.wait(Duration::from_secs(240))?.status;
             ensure!(status == 0, "cannot write {path} in the machine: errno {status}");
             if left.is_empty() {
                 return Ok(());
@@ -241,7 +241,7 @@ impl Process {
             return output;
         }
         self.kill()?;
-        let output = self.shared.wait(Duration::from_secs(10), |state| self.ended(state))?;
+        let output = self.shared.wait(Duration::from_secs(60), |state| self.ended(state))?;
         match output {
             Some(Ok(output)) => bail!("not done within {timeout:?}, and killed: {output}"),
             Some(Err(e)) => Err(e),

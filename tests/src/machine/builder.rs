@@ -54,7 +54,7 @@ impl Builder {
             hardware: Hardware::Own,
             qemu_args: Vec::new(),
             kernel_args: Vec::new(),
-            boot_timeout: Duration::from_secs(120),
+            boot_timeout: Duration::from_secs(300),
             steps: Vec::new(),
         }
     }
@@ -132,7 +132,7 @@ impl Builder {
         self
     }
 
-    /// How long booting may take (120 s).
+    /// How long booting may take (300 s: an emulated machine on a busy host).
     pub fn boot_timeout(mut self, timeout: Duration) -> Self {
         self.boot_timeout = timeout;
         self
@@ -248,6 +248,8 @@ impl Builder {
         command.arg("-kernel").arg(kernel.image()).arg("-initrd").arg(&initrd);
         // An oops is never to be passed over, and a panic is seen at once as an unexpected boot.
         let mut line = vec!["console=ttyS0", "loglevel=5", "oops=panic", "panic=-1"];
+        // A busy host may take the processors away for a while. The kernel is not to take that for a fault of its own.
+        line.extend(["rcupdate.rcu_cpu_stall_timeout=300", "watchdog_thresh=60"]);
         line.extend(self.kernel_args.iter().map(String::as_str));
         command.arg("-append").arg(line.join(" ")).args(&self.qemu_args);
 
@@ -273,7 +275,7 @@ impl Running {
     /// Takes QEMU's connection to the agent's port, unless QEMU ends first.
     fn accept(&mut self, listener: &UnixListener) -> Result<Agent> {
         listener.set_nonblocking(true)?;
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(180);
         loop {
             match listener.accept() {
                 Ok((stream, _)) => {
@@ -395,8 +397,8 @@ impl Machine {
     /// Has the guest power itself off, and waits for QEMU to end.
     pub fn shutdown(&self) -> Result<()> {
         self.agent.power_off()?;
-        let ended = self.running().wait(Duration::from_secs(30))?;
-        self.with_logs(ended.context("the machine did not power off within 30 s"))
+        let ended = self.running().wait(Duration::from_secs(180))?;
+        self.with_logs(ended.context("the machine did not power off within 180 s"))
     }
 
     /// QEMU's process id.

@@ -57,7 +57,7 @@ impl Kernel {
         let root = chroot.clone().unwrap_or_else(|| setup::build_dir().join("bookworm"));
         let version_file = setup::build_dir().join(format!("{}.version", self.name()));
         setup::once(self.name(), "3", || {
-            eprintln!("machine: fetching {} ...", self.name());
+            setup::announce(&format!("fetching {}", self.name()));
             setup::need_program("depmod", "kmod")?;
             let apt = Apt { chroot: chroot.as_deref() };
             let version = apt.kernel_version(self)?;
@@ -87,7 +87,11 @@ impl Kernel {
         let sources = setup::repository().join("guest-driver");
         let key = source_key(&sources)?;
         let built = setup::build_dir().join("driver").join(&files.version);
+        if files.chroot {
+            setup::trixie_with_compiler()?;
+        }
         setup::once(&format!("driver-{}", files.version), &key, || {
+            setup::announce(&format!("building the driver for Linux {}", files.version));
             setup::need_program("make", "make")?;
             setup::need_program("gcc", "gcc")?;
             let inside = format!("/driver-{}", files.version);
@@ -109,7 +113,7 @@ impl Kernel {
                 command
             };
             let output =
-                setup::run(make.args(["KCFLAGS=-Werror", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]))
+                setup::watch(make.args(["KCFLAGS=-Werror", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]))
                     .with_context(|| format!("the driver does not build for {}", files.version))?;
             ensure!(
                 !output.contains("warning:"),

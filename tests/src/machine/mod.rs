@@ -32,3 +32,7 @@ pub use agent::{Output, Process};
 pub use builder::{Builder, Machine};
 pub use kernel::Kernel;
 pub use qemu::{Accelerator, Qemu};
+
+/// Debian packages of this host that a machine with [`Kernel::V6_1`] takes, so that they can be installed at once.
+/// Whatever is missing is also installed on its own when it is needed.
+pub const PACKAGES: [&str; 6] = ["busybox-static", "debootstrap", "gcc", "kmod", "make", "xz-utils"];

@@ -117,9 +117,9 @@ impl Qemu {
             let works = Builder::new()
                 .kernel(Kernel::V6_1)
                 .accelerator(Accelerator::Kvm)
-                .boot_timeout(Duration::from_secs(20))
+                .boot_timeout(Duration::from_secs(60))
                 .boot()
-                .and_then(|machine| machine.run("true", Duration::from_secs(5)));
+                .and_then(|machine| machine.run("true", Duration::from_secs(60)));
             let text = match works {
                 Ok(_) => "kvm",
                 Err(_) => "tcg",

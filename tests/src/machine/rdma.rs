@@ -20,6 +20,9 @@ pub const CLIENT: (&str, &str) = ("10.0.1.2", "rxe1");
 /// The RDMA device on the virtual function of [`virtual_function`].
 pub const FUNCTION: &str = "rxevf";
 
+/// How long the machine may take for anything here, emulated on a busy host.
+const LONG: Duration = Duration::from_secs(600);
+
 /// Command that cuts the link.
 pub const CUT: &str = "/bin/ip link set w0 down; /bin/ip link set w1 down";
 /// Command that mends it.
@@ -74,13 +77,13 @@ rdma link add rxe0 type rxe netdev v0
 rdma link add rxe1 type rxe netdev v1
 ";
 
-const UP: &str = "for i in $(seq 600); do rdma link | grep -c 'state ACTIVE' | grep -qx 2 && exit 0; sleep 0.1; done; rdma link; exit 1";
+const UP: &str = "for i in $(seq 3000); do rdma link | grep -c 'state ACTIVE' | grep -qx 2 && exit 0; sleep 0.1; done; rdma link; exit 1";
 
 /// RDMA's user space, unpacked; fetched if it is not there.
 pub fn userland() -> Result<PathBuf> {
     let root = setup::build_dir().join("rdma");
     setup::once("rdma", "1", || {
-        eprintln!("machine: fetching RDMA's user space ...");
+        setup::announce("fetching RDMA's user space");
         let _ = std::fs::remove_dir_all(&root);
         std::fs::create_dir_all(&root)?;
         let packages: Vec<String> = PACKAGES.iter().map(|p| (*p).to_owned()).collect();
@@ -115,14 +118,14 @@ pub fn builder() -> Result<Builder> {
 /// Boots a machine and brings its link up.
 pub fn boot(builder: Builder) -> Result<Machine> {
     let machine = builder.boot()?;
-    machine.check(NETWORK, Duration::from_secs(180)).context("setting up the machine's network")?;
+    machine.check(NETWORK, LONG).context("setting up the machine's network")?;
     wait_up(&machine)?;
     Ok(machine)
 }
 
 /// Waits until both RDMA devices have an active port.
 pub fn wait_up(machine: &Machine) -> Result<()> {
-    machine.check(UP, Duration::from_secs(120)).context("waiting for the RDMA devices")?;
+    machine.check(UP, LONG).context("waiting for the RDMA devices")?;
     Ok(())
 }
 
@@ -150,7 +153,7 @@ interface() { for n in /sys/class/net/*; do [ -e $n/device/driver ] && [ $(basen
 pf=$(interface igb); peer=$(interface e1000e)
 /bin/ip link set $pf up
 echo 1 > /sys/class/net/$pf/device/sriov_numvfs
-for i in $(seq 50); do vf=$(interface igbvf); [ -n \"$vf\" ] && break; sleep 0.1; done
+for i in $(seq 3000); do vf=$(interface igbvf); [ -n \"$vf\" ] && break; sleep 0.1; done
 /bin/ip link set $vf name vf0
 /bin/ip link set $peer name peer0
 echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter
@@ -166,17 +169,16 @@ cd /
 /bin/ip link set peer0 up
 rdma link add rxevf type rxe netdev vf0
 rdma link add rxepeer type rxe netdev peer0
-for i in $(seq 600); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done
+for i in $(seq 3000); do rdma link | grep -c 'state ACTIVE' | grep -qx 4 && exit 0; sleep 0.1; done
 rdma link; /bin/ip link; exit 1
 ";
 
 /// Makes a virtual function and puts an RDMA device on it: [`FUNCTION`], 10.0.2.2. The other end is `rxepeer`, 10.0.2.1.
 pub fn virtual_function(machine: &Machine) -> Result<()> {
-    machine.check(FUNCTIONS, Duration::from_secs(180)).context("making a virtual function")?;
-    let driver =
-        machine.check("basename $(readlink /sys/class/net/vf0/device/driver)", Duration::from_secs(60))?;
+    machine.check(FUNCTIONS, LONG).context("making a virtual function")?;
+    let driver = machine.check("basename $(readlink /sys/class/net/vf0/device/driver)", LONG)?;
     ensure!(driver == "igbvf", "the interface is driven by {driver}, so it is no virtual function");
-    let physical = machine.check("ls -d /sys/class/net/vf0/device/physfn", Duration::from_secs(60))?;
+    let physical = machine.check("ls -d /sys/class/net/vf0/device/physfn", LONG)?;
     ensure!(!physical.is_empty(), "the interface has no physical function behind it");
     Ok(())
 }

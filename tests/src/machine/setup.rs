@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! build/machine/
-//!   trixie/            a private Debian trixie: QEMU from its backports, compilers and headers for its kernels
+//!   trixie/            a private Debian trixie: QEMU from its backports; its kernels, a compiler and headers for them
 //!   bookworm/          Debian 12's cloud kernel and its headers, unpacked
 //!   driver/VERSION/    virtio_rgpu.ko for that kernel, and a stamp of the sources it was built from
 //!   agent              the guest's first process
@@ -13,7 +13,9 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
+use std::cell::RefCell;
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -38,20 +40,80 @@ pub(crate) fn lock(name: &str) -> Result<Flock<File>> {
         .with_context(|| format!("cannot lock {}", path.display()))
 }
 
-/// Runs a command to its end; on failure the error carries the end of what it wrote.
+type Listener = Box<dyn Fn(&str)>;
+
+thread_local! {
+    /// Who wants to know what this thread's set-up is doing.
+    static LISTENER: RefCell<Option<Listener>> = const { RefCell::new(None) };
+}
+
+/// Calls `work`. Meanwhile `listener` gets a line for everything that this thread sets up, and each line that its longer
+/// commands print.
+pub fn listening<T>(listener: impl Fn(&str) + 'static, work: impl FnOnce() -> T) -> T {
+    let before = LISTENER.replace(Some(Box::new(listener)));
+    let value = work();
+    LISTENER.set(before);
+    value
+}
+
+/// Tells the listener, if there is one.
+fn tell(line: &str) {
+    LISTENER.with_borrow(|listener| {
+        if let Some(listener) = listener {
+            listener(line);
+        }
+    });
+}
+
+/// Says what is about to be set up: to the listener, or on standard error if there is none.
+pub(crate) fn announce(text: &str) {
+    if LISTENER.with_borrow(Option::is_none) {
+        eprintln!("machine: {text} …");
+    }
+    tell(text);
+}
+
+/// Runs a command to its end and returns its standard output. If it fails, the error carries the end of what it wrote.
 pub(crate) fn run(command: &mut Command) -> Result<String> {
-    let output =
-        command.stdin(Stdio::null()).output().with_context(|| format!("cannot start {command:?}"))?;
-    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
-    if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        let all = format!("{stdout}{stderr}");
+    run_with(command, |_| ())
+}
+
+/// The same for a command that takes a while: what it prints meanwhile goes to the listener.
+pub(crate) fn watch(command: &mut Command) -> Result<String> {
+    run_with(command, tell)
+}
+
+fn run_with(command: &mut Command, line: impl Fn(&str)) -> Result<String> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    let errors = child.stderr.take();
+    // A thread of its own: a command that waits until somebody reads its errors would never close its output.
+    let errors = std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What came before an error of the pipe is still worth showing.
+        let _ = errors.map(|mut pipe| pipe.read_to_end(&mut bytes));
+        bytes
+    });
+    let mut output = Vec::new();
+    if let Some(pipe) = child.stdout.take() {
+        let mut pipe = BufReader::new(pipe);
+        let mut begin = 0;
+        while pipe.read_until(b'\n', &mut output).context("cannot read a command's output")? > 0 {
+            line(&String::from_utf8_lossy(&output[begin..]));
+            begin = output.len();
+        }
+    }
+    let status = child.wait().with_context(|| format!("cannot wait for {command:?}"))?;
+    let stdout = String::from_utf8_lossy(&output).into_owned();
+    if !status.success() {
+        let stderr = errors.join().unwrap_or_default();
+        let all = format!("{stdout}{}", String::from_utf8_lossy(&stderr));
         let lines: Vec<&str> = all.lines().collect();
-        bail!(
-            "{command:?} failed ({}):\n{}",
-            output.status,
-            lines[lines.len().saturating_sub(25)..].join("\n")
-        );
+        bail!("{command:?} failed ({status}):\n{}", lines[lines.len().saturating_sub(25)..].join("\n"));
     }
     Ok(stdout)
 }
@@ -96,12 +158,14 @@ pub(crate) fn need_program(program: &str, package: &str) -> Result<()> {
 /// Installs a Debian package on this host.
 fn install(package: &str) -> Result<()> {
     let _lock = lock("apt")?;
-    let args = ["install", "-y", "--no-install-recommends", package];
-    if run(apt("apt-get").args(args)).is_ok() {
+    announce(&format!("installing Debian's package {package}"));
+    // Another process, one that knows nothing of the lock above, may be installing something just now.
+    let args = ["install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=600", package];
+    if watch(apt("apt-get").args(args)).is_ok() {
         return Ok(());
     }
-    run(apt("apt-get").arg("update"))?;
-    run(apt("apt-get").args(args)).map(drop)
+    watch(apt("apt-get").arg("update"))?;
+    watch(apt("apt-get").args(args)).map(drop)
 }
 
 /// Downloads Debian packages into `dir` and unpacks them into `root`, without installing them. `chroot` runs apt in that
@@ -124,7 +188,7 @@ pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) ->
     fs::create_dir_all(on_host(&downloads))?;
     // apt-get downloads into its working directory, which a chroot takes from its caller only through a shell.
     let script = "cd \"$0\" && exec apt-get -o APT::Sandbox::User=root download \"$@\"";
-    run(inside("sh").args(["-c", script]).arg(&downloads).args(packages))?;
+    watch(inside("sh").args(["-c", script]).arg(&downloads).args(packages))?;
     for package in fs::read_dir(on_host(&downloads))? {
         let name = package?.file_name();
         run(inside("dpkg-deb").arg("-x").arg(downloads.join(name)).arg(root))?;
@@ -133,7 +197,7 @@ pub(crate) fn unpack(packages: &[String], root: &Path, chroot: Option<&Path>) ->
     Ok(())
 }
 
-/// The private Debian trixie, made if it is not there (about a minute and a half).
+/// The private Debian trixie with QEMU, made if it is not there (about a minute).
 pub fn trixie() -> Result<PathBuf> {
     let root = build_dir().join("trixie");
     once("trixie", "3", || {
@@ -146,34 +210,35 @@ pub fn trixie() -> Result<PathBuf> {
         if root.exists() {
             fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))?;
         }
-        eprintln!("machine: making a Debian trixie in {} ...", root.display());
+        announce(&format!("making a Debian trixie in {}", root.display()));
         let mut command = apt("debootstrap");
         command.args(["--variant=minbase", "trixie"]).arg(&root);
         if let Some(mirror) = mirror() {
             command.arg(mirror);
         }
-        run(&mut command)?;
+        watch(&mut command)?;
         configure_apt(&root)?;
         // Nothing in there is a service to start.
         write_executable(&root.join("usr/sbin/policy-rc.d"), "#!/bin/sh\nexit 101\n")?;
+        // It can be made again at any time, so it need not survive a power failure; nobody reads its documentation.
+        fs::write(
+            root.join("etc/dpkg/dpkg.cfg.d/fast"),
+            "force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n",
+        )?;
         chroot_apt(&root, &["update"])?;
-        chroot_apt(
-            &root,
-            &["install", "-y", "--no-install-recommends", "-t", "trixie-backports", "qemu-system-x86"],
-        )?;
-        chroot_apt(
-            &root,
-            &[
-                "install",
-                "-y",
-                "--no-install-recommends",
-                "-t",
-                "trixie-backports",
-                "libelf1t64",
-                "libdw1t64",
-            ],
-        )?;
-        chroot_apt(&root, &["install", "-y", "--no-install-recommends", "gcc", "make", "xz-utils"])?;
+        chroot_apt(&root, &["install", "-t", "trixie-backports", "qemu-system-x86"])?;
+        chroot_apt(&root, &["clean"])
+    })?;
+    Ok(root)
+}
+
+/// The same with what it takes to build modules for its kernels.
+pub(crate) fn trixie_with_compiler() -> Result<PathBuf> {
+    let root = trixie()?;
+    once("trixie-compiler", "1", || {
+        announce("installing a compiler in the Debian trixie");
+        chroot_apt(&root, &["install", "-t", "trixie-backports", "libelf1t64", "libdw1t64"])?;
+        chroot_apt(&root, &["install", "gcc", "make", "xz-utils"])?;
         chroot_apt(&root, &["clean"])
     })?;
     Ok(root)
@@ -181,7 +246,7 @@ pub fn trixie() -> Result<PathBuf> {
 
 /// Runs apt-get in a private Debian.
 fn chroot_apt(root: &Path, args: &[&str]) -> Result<()> {
-    run(apt("chroot").arg(root).arg("apt-get").args(args)).map(drop)
+    watch(apt("chroot").arg(root).args(["apt-get", "-y", "--no-install-recommends"]).args(args)).map(drop)
 }
 
 /// The mirror of Debian that this host uses, if apt knows one; otherwise debootstrap has a default.

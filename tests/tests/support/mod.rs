@@ -6,7 +6,6 @@
 pub mod client;
 
 use std::io::{BufRead, BufReader};
-use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
@@ -19,11 +18,12 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use rgpu_tests::daemons::Daemon;
+use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Outcome};
 use rgpu_tests::tree;
 
 /// How long anything may take before a test gives up. Nothing is judged by it.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(240);
 
 /// How a native client's session travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,11 +66,19 @@ impl Rig {
 
     /// The same, with more arguments for the server and for both bridges.
     pub fn with(name: &str, server: &[&str], bridge: &[&str]) -> Result<Self> {
+        Self::through(name, server, bridge, Ok)
+    }
+
+    /// The same, where `link` gives the port at which the bridge over TCP finds the server that listens at another.
+    pub fn through(
+        name: &str,
+        server: &[&str],
+        bridge: &[&str],
+        link: impl FnOnce(u16) -> Result<u16>,
+    ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let logs = tree::logs().join(name);
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let port = listener.local_addr()?.port();
-        drop(listener);
+        let port = free_port()?;
         let unix = format!("unix:{}", folder.path().join("server.sock").display());
         let mut server_arguments: Vec<String> = [
             "--backend",
@@ -87,8 +95,8 @@ impl Rig {
         server_arguments.extend(server.iter().map(|&argument| argument.to_owned()));
         let server = start_server(folder.path(), &logs, &server_arguments)?;
         let local = start_bridge(folder.path(), &logs, Transport::Local, &unix, bridge)?;
-        let tcp =
-            start_bridge(folder.path(), &logs, Transport::Tcp, &format!("tcp:127.0.0.1:{port}"), bridge)?;
+        let near = format!("tcp:127.0.0.1:{}", link(port)?);
+        let tcp = start_bridge(folder.path(), &logs, Transport::Tcp, &near, bridge)?;
         Ok(Self { server, local, tcp, port, folder, logs, server_arguments })
     }
 
@@ -318,6 +326,45 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A program that has worked, and waits for its standard input to be closed.
+pub struct Idle(Child);
+
+impl Idle {
+    /// Starts it, and returns when it waits.
+    pub fn start(rig: &Rig, transport: Transport) -> Result<Self> {
+        let mut command: Command = rig.program(transport, "idle")?;
+        command.arg("wait").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("cannot start a program")?;
+        let output = child.stdout.as_mut().context("no standard output")?;
+        let mut line = [0; 5];
+        std::io::Read::read_exact(output, &mut line).context("the program ended too soon")?;
+        ensure!(&line == b"IDLE\n", "the program said {:?}", String::from_utf8_lossy(&line));
+        Ok(Self(child))
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// Lets it work again, and requires that it passes.
+    pub fn passes(mut self) -> Result<()> {
+        drop(self.0.stdin.take());
+        let mut text = String::new();
+        let mut output = self.0.stdout.take().context("no standard output")?;
+        std::io::Read::read_to_string(&mut output, &mut text)?;
+        ensure!(self.0.wait()?.success() && text.contains("PASS idle"), "after its rest: {text}");
+        Ok(())
+    }
+}
+
+impl Drop for Idle {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

@@ -130,7 +130,7 @@ impl From<MemoryError> for Refusal {
     fn from(e: MemoryError) -> Refusal {
         let answer = match &e {
             MemoryError::Geometry(GeometryError::Version { .. }) => Answer::Version,
-            MemoryError::Map { .. } => Answer::NoResources,
+            MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };
         Refusal(answer, chain(&e))

@@ -9,13 +9,14 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Wakeup};
+use host_bridge::bridge::{ChannelMemory, Closed, Prepared, RegionMemory, Session, Turn, Wakeup};
 use host_bridge::memory::Memories;
+use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use protocol::device::{
     Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, QUEUE_COUNT,
@@ -59,6 +60,10 @@ const THREADS: [u64; 2] = [1 << CONTROL_QUEUE | 1 << EVENT_QUEUE, 1 << DOORBELL_
 enum Channel {
     /// A job is opening it.
     Opening,
+    /// A server has put its session into a queue, and the guest has been told. The job that opens it gives up when this is rung.
+    Waiting(Arc<EventFd>),
+    /// Its session came to nothing after the guest had been told that it waits. Nothing touches its memory.
+    Over,
     /// A job waits until the server has let go of its memory.
     Closing(Arc<Session>),
     Open(Arc<Session>, #[expect(dead_code, reason = "keeps the session listed")] Listed),
@@ -143,7 +148,12 @@ impl Device {
             let mut channels = self.channels();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
                 Channel::Open(session, _) | Channel::Closing(session) => Some((session.clone(), channel)),
-                Channel::Opening => None,
+                Channel::Waiting(give_up) => {
+                    // The only failure is a counter at its end, which rings as well.
+                    let _ = give_up.write(1);
+                    None
+                }
+                Channel::Opening | Channel::Over => None,
             });
             ended.collect()
         };
@@ -262,10 +272,9 @@ impl Device {
         let Some(device) = self.me.upgrade() else { return };
         let pieces = answer.clone();
         let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
-            let result = device.carry_out(order, epoch);
-            device.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            device.jobs.fetch_sub(1, Ordering::Relaxed);
-            device.answer(epoch, head, &pieces, result);
+            let mut job = Job { device: &device, epoch, head, pieces, bytes, answered: false };
+            let result = device.carry_out(order, &mut job);
+            job.answer(result);
         });
         if let Err(e) = spawned {
             self.jobs.fetch_sub(1, Ordering::Relaxed);
@@ -322,10 +331,10 @@ impl Device {
         }
     }
 
-    fn carry_out(&self, order: Order, epoch: u64) -> Result<(), Refusal> {
+    fn carry_out(&self, order: Order, job: &mut Job<'_>) -> Result<(), Refusal> {
         match order {
-            Order::Create { channel, extents, size } => self.create(channel, extents, size, epoch),
-            Order::Destroy { channel } => self.destroy(channel, epoch),
+            Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
+            Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
                 let session = self.session(channel)?;
                 let memories = self.memories();
@@ -345,7 +354,7 @@ impl Device {
     fn session(&self, channel: u32) -> Result<Arc<Session>, Refusal> {
         match self.channels().get(&channel) {
             Some(Channel::Open(session, _)) => Ok(session.clone()),
-            Some(Channel::Opening | Channel::Closing(_)) => {
+            Some(Channel::Opening | Channel::Waiting(_) | Channel::Over | Channel::Closing(_)) => {
                 Err(invalid(format!("channel {channel} is not open")))
             }
             None => Err(invalid(format!("channel {channel} does not exist"))),
@@ -357,8 +366,9 @@ impl Device {
         channel: u32,
         extents: Vec<protocol::device::Extent>,
         size: u64,
-        epoch: u64,
+        job: &mut Job<'_>,
     ) -> Result<(), Refusal> {
+        let epoch = job.epoch;
         {
             let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
             let mut channels = self.channels();
@@ -369,10 +379,16 @@ impl Device {
                 channels.insert(channel, Channel::Opening);
             }
         }
-        let result = self.open(channel, extents, size, epoch);
+        let memory = ChannelMemory::new(self.memories(), extents, size).map_err(Refusal::from);
+        let result = memory.and_then(|memory| self.open(channel, memory, job));
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate == epoch && result.is_err() {
-            self.channels().remove(&channel);
+            let mut channels = self.channels();
+            match channels.get(&channel) {
+                // The guest has the channel: it is the guest's to destroy.
+                Some(Channel::Waiting(_)) => drop(channels.insert(channel, Channel::Over)),
+                _ => drop(channels.remove(&channel)),
+            }
             self.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
         }
         drop(gate);
@@ -380,15 +396,18 @@ impl Device {
         result
     }
 
-    fn open(
-        &self,
-        channel: u32,
-        extents: Vec<protocol::device::Extent>,
-        size: u64,
-        epoch: u64,
-    ) -> Result<(), Refusal> {
-        let memory = ChannelMemory::new(self.memories(), extents, size)?;
-        let prepared = Prepared::connect(&self.config.session, &memory)?;
+    fn open(&self, channel: u32, memory: ChannelMemory, job: &mut Job<'_>) -> Result<(), Refusal> {
+        let epoch = job.epoch;
+        let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| Refusal(Answer::NoResources, format!("this host is short of descriptors: {e}")))?;
+        let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
+        let prepared = match Prepared::connect(&self.config.session, &memory, &mut turn) {
+            Ok(prepared) => prepared,
+            Err(e) => {
+                turn.wait_was_in_vain(&e.to_string());
+                return Err(e.into());
+            }
+        };
         let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate != epoch {
             return Err(invalid("the device was reset"));
@@ -410,7 +429,15 @@ impl Device {
             let mut channels = self.channels();
             loop {
                 match channels.get(&channel) {
-                    Some(Channel::Opening | Channel::Closing(_)) => {
+                    Some(Channel::Over) => {
+                        channels.remove(&channel);
+                        return Ok(());
+                    }
+                    Some(waits @ (Channel::Opening | Channel::Waiting(_) | Channel::Closing(_))) => {
+                        if let Channel::Waiting(give_up) = waits {
+                            // As above.
+                            let _ = give_up.write(1);
+                        }
                         channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
                     }
                     Some(Channel::Open(session, _)) => break session.clone(),
@@ -456,6 +483,80 @@ impl Device {
     /// Whether the device was reset. Does not wait for a reset under way: that one waits for nobody who asks here.
     fn epoch_changed(&self, epoch: u64) -> bool {
         self.gate.try_read().is_ok_and(|now| *now != epoch)
+    }
+}
+
+/// A request under way: what is needed to answer it.
+struct Job<'d> {
+    device: &'d Device,
+    epoch: u64,
+    head: u16,
+    pieces: Vec<Piece>,
+    bytes: usize,
+    answered: bool,
+}
+
+impl Job<'_> {
+    /// Answers the request, unless that was done; it counts no more then.
+    fn answer(&mut self, result: Result<(), Refusal>) {
+        if std::mem::replace(&mut self.answered, true) {
+            if let Err(Refusal(_, why)) = result {
+                self.device.limit.warn(&self.device.who, &why);
+            }
+            return;
+        }
+        self.device.job_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.device.jobs.fetch_sub(1, Ordering::Relaxed);
+        self.device.answer(self.epoch, self.head, &self.pieces, result);
+    }
+}
+
+/// A channel whose session waits in a server's queue. The guest's request is answered at once, so that its driver can destroy the channel meanwhile; the place stands in the channel's
+/// header.
+struct Queued<'a, 'd> {
+    device: &'a Device,
+    channel: u32,
+    memory: &'a ChannelMemory,
+    give_up: Arc<EventFd>,
+    job: &'a mut Job<'d>,
+}
+
+impl Queued<'_, '_> {
+    /// Does something to the channel's memory, unless the device was reset.
+    fn tell(&self, tell: impl FnOnce(&ChannelMemory)) {
+        let gate = self.device.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == self.job.epoch {
+            tell(self.memory);
+        }
+    }
+
+    fn wait_was_in_vain(&self, why: &str) {
+        if self.job.answered {
+            self.tell(|memory| memory.tell_refused(why));
+            self.device.events.wake(self.channel);
+        }
+    }
+}
+
+impl Turn for Queued<'_, '_> {
+    fn wait(&mut self, server: &str, ahead: u32) {
+        if !self.memory.may_wait() {
+            return;
+        }
+        self.tell(|memory| {
+            memory.tell_waiting(server, ahead);
+            // The guest asks for a sign of life while it waits.
+            memory.view.header().raise_alive();
+            if !self.job.answered {
+                let waiting = Channel::Waiting(self.give_up.clone());
+                self.device.channels().insert(self.channel, waiting);
+            }
+        });
+        self.job.answer(Ok(()));
+    }
+
+    fn given_up(&self) -> Option<PollFd<'_>> {
+        Some(PollFd::new(self.give_up.as_fd(), PollFlags::POLLIN))
     }
 }
 

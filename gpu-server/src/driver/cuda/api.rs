@@ -102,6 +102,7 @@ api! {
     context_create = "cuCtxCreate_v2" (*mut CUcontext, c_uint, CUdevice);
     context_destroy = "cuCtxDestroy_v2" (CUcontext);
     context_set = "cuCtxSetCurrent" (CUcontext);
+    context_current = "cuCtxGetCurrent" (*mut CUcontext);
     context_priorities = "cuCtxGetStreamPriorityRange" (*mut c_int, *mut c_int);
     context_get_limit = "cuCtxGetLimit" (*mut usize, u32);
     context_set_limit = "cuCtxSetLimit" (u32, usize);

@@ -72,8 +72,8 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` zeroed bytes, registered in the current context.
-    pub fn new(api: &Api, len: usize) -> Result<Pinned, Status> {
+    /// `len` zeroed bytes, to be [registered](Self::register).
+    pub fn new(len: usize) -> Result<Pinned, Status> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
             libc::mmap(
@@ -86,9 +86,7 @@ impl Pinned {
             )
         };
         let at = if at == libc::MAP_FAILED { None } else { NonNull::new(at.cast::<u8>()) };
-        let mut pinned = Pinned { at: at.ok_or(Status::OUT_OF_MEMORY)?, len, device: 0 };
-        pinned.register(api)?;
-        Ok(pinned)
+        Ok(Pinned { at: at.ok_or(Status::OUT_OF_MEMORY)?, len, device: 0 })
     }
 
     /// Registers it with the current context, again after the one before was reset.
@@ -129,9 +127,9 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// All words, zero.
-    pub fn new(api: &Api) -> Result<Arc<Words>, Status> {
-        let memory = Pinned::new(api, WORDS * 8)?;
+    /// All words, zero, to be [registered](Self::register) before a stream uses one.
+    pub fn new() -> Result<Arc<Words>, Status> {
+        let memory = Pinned::new(WORDS * 8)?;
         let host = memory.host(0).cast();
         Ok(Arc::new(Words {
             memory: Mutex::new(memory),

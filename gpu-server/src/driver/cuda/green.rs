@@ -103,6 +103,8 @@ impl GreenOps<Call> for Cuda {
         cx.context = ContextId(op.device);
         let device = self.device(op.device)?.handle;
         may_have(&self.greens.contexts, op.green.0)?;
+        // A green context is a part of it.
+        self.make_primary(op.device)?;
         let descriptor = *self.greens.descriptors.get(&op.descriptor.0).ok_or(Status::INVALID_VALUE)?;
         let mut handle: CUgreenCtx = std::ptr::null_mut();
         // SAFETY: a descriptor that the driver made, and a device; writes a handle.

@@ -6,7 +6,6 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use host_bridge::endpoint::Sink;
 use protocol::Status;
 use protocol::handle::{ContextId, FunctionId};
-use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 use protocol::ops::{Answer, Op};
@@ -211,18 +210,6 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
         Some(end) if end <= image.len() as u64 => Ok(image),
         _ => Err(Status::INVALID_IMAGE),
     }
-}
-
-/// Whether a command makes the driver load code, or unload it. A graph's kernels are loaded when it is instantiated.
-pub(super) fn loads_code(opcode: u16) -> bool {
-    let all = [
-        <ModuleLoad as Op>::INFO.opcode,
-        <ModuleUnload as Op>::INFO.opcode,
-        <GraphInstantiate as Op>::INFO.opcode,
-        <GraphUpdate as Op>::INFO.opcode,
-        <GraphInstantiateDraft as Op>::INFO.opcode,
-    ];
-    all.contains(&opcode)
 }
 
 impl Cuda {

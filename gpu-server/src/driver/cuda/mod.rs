@@ -57,8 +57,10 @@ use self::ranges::Ranges;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::{Lane, Moment};
+use super::Unavailable;
 use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
+use super::loads_code;
 use super::output::{self, Output};
 use super::space::Space;
 use crate::share::{Broker, Token};
@@ -78,9 +80,15 @@ const STREAM_NON_BLOCKING: u32 = 1;
 pub struct Cuda {
     api: &'static Api,
     devices: Vec<Device>,
+    /// Primary contexts have their device's ordinal, and are here once something has needed them.
     contexts: Ids<Context>,
     /// The context that is current in the dispatcher's thread.
     current: Option<u32>,
+    /// The context in which page-locked memory is registered.
+    home: Option<u32>,
+    /// Windows of addresses, and how many of them are reserved: all, once there was a context.
+    windows: u32,
+    windows_reserved: u32,
     lanes: Ids<Lane>,
     events: Ids<Moment>,
     modules: Ids<LoadedModule>,
@@ -97,6 +105,8 @@ pub struct Cuda {
     words: Arc<Words>,
     completer: Arc<Completer>,
     staging: Arc<Staging>,
+    /// From the session's beginning.
+    client: Option<Arc<dyn Client>>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
     /// Memory without an address, and where it is mapped.
@@ -187,7 +197,7 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 }
 
 impl Cuda {
-    /// Makes everything ready: contexts, windows, page-locked memory. `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
+    /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
     pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
@@ -197,33 +207,28 @@ impl Cuda {
             return Err("CUDA sees no device on this machine".into());
         }
         let mut devices = Vec::new();
-        let mut contexts = Ids::default();
-        for (ordinal, number) in all.iter().enumerate() {
+        for number in &all {
             if *number >= count {
                 return Err(format!("device {number} does not exist: CUDA sees {count}"));
             }
             let what = |step: &str, status: Status| format!("device {number}: {step}: {}", api.name(status));
-            let (device, context) =
-                open(api, ordinal as u32, *number).map_err(|(step, status)| what(step, status))?;
-            devices.push(device);
-            contexts.insert(ordinal as u32, context);
+            devices.push(open(api, *number).map_err(|(step, status)| what(step, status))?);
         }
         let failed = |status: Status| format!("page-locked memory: {}", api.name(status));
-        // Page-locked memory is registered in the first device's context.
-        let first = contexts.get(&0).map_or(std::ptr::null_mut(), |c: &Context| c.handle);
-        // SAFETY: a live context.
-        unsafe { api.context_set(first) }.map_err(failed)?;
-        let words = Words::new(api).map_err(failed)?;
+        let words = Words::new().map_err(failed)?;
         let staging = Staging::new(api, &words).map_err(failed)?;
         let completer = Completer::start(api).map_err(|e| format!("a thread: {e}"))?;
         let output = Output::new();
         output::capture(&output).map_err(|e| format!("streams for what kernels print: {e}"))?;
         completer.flush_to(&output);
-        let mut cuda = Cuda {
+        Ok(Cuda {
             api,
+            windows: devices.len() as u32,
+            windows_reserved: 0,
             devices,
-            contexts,
+            contexts: Ids::default(),
             current: None,
+            home: None,
             lanes: Ids::default(),
             events: Ids::default(),
             modules: Ids::default(),
@@ -238,6 +243,7 @@ impl Cuda {
             words,
             completer,
             staging,
+            client: None,
             arrived: None,
             space: Space::default(),
             broker: None,
@@ -245,9 +251,136 @@ impl Cuda {
             memory_limit,
             output,
             errors: None,
-        };
-        cuda.enter_context(ContextId(0)).map_err(failed)?;
-        Ok(cuda)
+        })
+    }
+
+    /// Makes a device's primary context if there is none, and with the first one everything else that needs a context: windows, page-locked memory. It is current then.
+    fn make_primary(&mut self, ordinal: u32) -> Result<(), Status> {
+        if self.contexts.contains_key(&ordinal) {
+            return Ok(());
+        }
+        let device = self.device(ordinal).map_err(|_| Status::INVALID_CONTEXT)?.handle;
+        tracing::debug!("making a context of device {ordinal}");
+        self.current = None;
+        let context = primary(self.api, ordinal, device)?;
+        self.contexts.insert(ordinal, context);
+        self.current = Some(ordinal);
+        let furnished = self.furnish(ordinal);
+        if furnished.is_err() {
+            // Nothing may use it as it is.
+            self.contexts.remove(&ordinal);
+            self.current = None;
+            self.home = self.home.filter(|home| *home != ordinal);
+            // SAFETY: known to nobody any more. The first error is the one to tell.
+            let _ = unsafe { self.api.primary_reset(device) };
+        }
+        furnished
+    }
+
+    /// What a new context needs before something uses it. It is current.
+    fn furnish(&mut self, ordinal: u32) -> Result<(), Status> {
+        for device in self.devices.iter_mut().filter(|device| device.granule == 0) {
+            device.granule = granule(self.api, device.handle)?;
+        }
+        self.reserve_windows()?;
+        self.settle()?;
+        self.reach_others(ordinal)
+    }
+
+    /// Reserves the addresses of all windows, before something else is put there.
+    fn reserve_windows(&mut self) -> Result<(), Status> {
+        while self.windows_reserved < self.windows {
+            let wanted = window(self.windows_reserved);
+            let mut at: CUdeviceptr = 0;
+            // SAFETY: reserves addresses; nothing is backed yet.
+            unsafe { self.api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, wanted, 0) }?;
+            if at != wanted {
+                tracing::error!(
+                    "window {} was reserved at {at:#x} instead of {wanted:#x}: its addresses are taken",
+                    self.windows_reserved
+                );
+                return Err(Status::MAP_FAILED);
+            }
+            self.windows_reserved += 1;
+        }
+        Ok(())
+    }
+
+    /// Registers the page-locked memory of this process in the current context, unless it is registered in another.
+    fn settle(&mut self) -> Result<(), Status> {
+        let Some(current) = self.current.filter(|_| self.home.is_none()) else { return Ok(()) };
+        self.words.register(self.api)?;
+        self.staging.register()?;
+        if let Some(arrived) = &self.arrived {
+            arrived.register(self.api)?;
+        }
+        self.home = Some(current);
+        self.receive_by_rdma();
+        Ok(())
+    }
+
+    /// The memory that both the network's device and the GPU use, each way, for a session over verbs.
+    fn receive_by_rdma(&mut self) {
+        let Some(client) = self.client.clone().filter(|_| self.arrived.is_none()) else { return };
+        let shared = client.staging().map(|area| Arrived::new(self.api, &self.words, area)).transpose();
+        match shared {
+            Ok(Some(arrived)) => {
+                client.watch(Arc::<Arrived>::clone(&arrived));
+                self.arrived = Some(arrived);
+                let adopted = self.staging.keep_area().map_err(|status| self.api.name(status)).and_then(
+                    // SAFETY: the pool is never unmapped from now on.
+                    |(at, len)| unsafe { client.adopt(at, len) }.map_err(|lost| lost.to_string()),
+                );
+                if let Err(why) = adopted {
+                    client.lose(&format!("registering the staging buffers with the RDMA device: {why}"));
+                }
+            }
+            Ok(None) => {}
+            Err(status) => client
+                .lose(&format!("registering the RDMA device's buffers with CUDA: {}", self.api.name(status))),
+        }
+    }
+
+    /// The page-locked memory was registered in a context that is gone: registers it in another, or with the next one that is made.
+    fn move_home(&mut self) -> Result<(), Status> {
+        self.home = None;
+        let mut primaries = self.contexts.iter().filter(|(id, _)| **id < MAX_DEVICES);
+        let other = primaries.find(|(_, context)| context.health.check().is_ok());
+        match other.map(|(id, _)| *id) {
+            Some(id) => {
+                self.enter_context(ContextId(id))?;
+                self.settle()
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Gives a device whose context is new the other devices' memory, as far as it can reach it: see [`access`](Self::access).
+    fn reach_others(&self, ordinal: u32) -> Result<(), Status> {
+        let device = self.device(ordinal)?.handle;
+        for other in self.devices.iter().filter(|other| other.handle != device) {
+            if other.backed.total() == 0 || !self.reaches(device, other.handle)? {
+                continue;
+            }
+            let access = api::AccessDesc::device(device, true);
+            for (address, size) in other.backed.iter() {
+                // SAFETY: mapped in one piece.
+                unsafe { self.api.memory_access(address, size as usize, &access, 1) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The priorities that streams of a device can have. They belong to a context, but are the same for devices of one model.
+    fn priorities(&mut self, ordinal: u32) -> Result<[i32; 2], Status> {
+        let name = self.device(ordinal)?.name.clone();
+        let alike = |other: &&u32| self.device(**other).is_ok_and(|device| device.name == name);
+        let like = self.contexts.keys().filter(|id| **id < MAX_DEVICES).find(alike).copied();
+        self.enter_context(ContextId(like.unwrap_or(ordinal)))?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: writes two integers.
+        unsafe { self.api.context_priorities(&mut least, &mut greatest) }?;
+        Ok([least, greatest])
     }
 
     fn device(&self, ordinal: u32) -> Result<&Device, Status> {
@@ -262,8 +395,12 @@ impl Cuda {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
 
-    /// Makes a context current in this thread. One that has failed is refused with its error.
+    /// Makes a context current in this thread; a primary context that is not there yet is made. One that has failed is refused with its error.
     fn enter_context(&mut self, id: ContextId) -> Result<&Context, Status> {
+        // What is current is there.
+        if self.current != Some(id.0) && !self.contexts.contains_key(&id.0) {
+            self.make_primary(id.0)?;
+        }
         let context = self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)?;
         context.health.check()?;
         if self.current != Some(id.0) {
@@ -298,12 +435,13 @@ impl Cuda {
         self.host_views.retain(|_, view| view.context != context);
     }
 
-    /// Who reaches what is backed in a device's window: every device of the session that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
+    /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
     /// was mapped need access like a kernel's).
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
-        for other in self.devices.iter().filter(|other| other.handle != device.handle) {
+        let others = (0..).zip(&self.devices).filter(|(other, _)| *other != ordinal);
+        for (_, other) in others.filter(|(other, _)| self.contexts.contains_key(other)) {
             if self.reaches(other.handle, device.handle)? {
                 all.push(api::AccessDesc::device(other.handle, true));
             }
@@ -320,8 +458,8 @@ impl Cuda {
     }
 }
 
-/// Opens a device: its primary context, its window.
-fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'static str, Status)> {
+/// Looks at a device. It gets no context.
+fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
     let mut handle = 0;
     // SAFETY: writes a device handle.
     unsafe { api.device_get(&mut handle, number as i32) }.map_err(|s| ("cuDeviceGet", s))?;
@@ -332,30 +470,25 @@ fn open(api: &Api, ordinal: u32, number: u32) -> Result<(Device, Context), (&'st
             Status::NOT_SUPPORTED,
         ));
     }
-    let context = primary(api, ordinal, handle).map_err(|s| ("making its context", s))?;
-    let mut at: CUdeviceptr = 0;
-    // SAFETY: reserves addresses; nothing is backed yet.
-    unsafe { api.address_reserve(&mut at, WINDOW_SIZE as usize, 0, window(ordinal), 0) }
-        .map_err(|s| ("cuMemAddressReserve", s))?;
-    if at != window(ordinal) {
-        tracing::error!("window {ordinal} was reserved at {at:#x} instead of {:#x}", window(ordinal));
-        return Err(("its window of addresses is taken", Status::OUT_OF_MEMORY));
-    }
-    let mut granule = 0;
-    let prop = api::AllocationProp::device(handle);
-    // SAFETY: a valid description; writes one integer. 0: the minimum.
-    unsafe { api.memory_granularity(&mut granule, &prop, 0) }
-        .map_err(|s| ("cuMemGetAllocationGranularity", s))?;
-    let device = Device {
+    Ok(Device {
         handle,
         name,
-        granule: granule as u64,
+        // CUDA's manual does not ask for a context here. Should a driver, then it is known with the first one.
+        granule: granule(api, handle).unwrap_or(0),
         backed: Ranges::default(),
         allocations: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
         tokens: HashMap::new(),
-    };
-    Ok((device, context))
+    })
+}
+
+/// What sizes of a device's memory are multiples of, in bytes.
+fn granule(api: &Api, device: CUdevice) -> Result<u64, Status> {
+    let mut granule = 0;
+    let prop = api::AllocationProp::device(device);
+    // SAFETY: a valid description; writes one integer. 0: the minimum.
+    unsafe { api.memory_granularity(&mut granule, &prop, 0) }?;
+    Ok(granule as u64)
 }
 
 fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context, Status> {
@@ -384,31 +517,34 @@ impl super::Backend for Cuda {
         self.devices.iter().map(|d| d.name.clone()).collect()
     }
 
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
+        let api = self.api;
+        let failed = |status: Status| Unavailable {
+            reason: format!("making a context of the first device: {}", api.name(status)),
+            full: status == Status::OUT_OF_MEMORY,
+        };
+        self.make_primary(0).and_then(|()| self.staging.prepare()).map_err(failed)?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two integers.
+        let known = unsafe { api.memory_info(&mut free, &mut total) };
+        Ok(known.ok().map(|()| free as u64))
+    }
+
     fn begin(&mut self, client: Arc<dyn Client>) {
         self.completer.serve_over_network(client.streams_data());
         self.output.serve(Arc::clone(&client));
         self.errors = Some(Errors::new(Arc::clone(&client)));
-        // The thread that made the contexts may have been another.
+        self.client = Some(client);
+        self.staging.begin_session();
+        // The thread that made the context may have been another.
         self.current = None;
-        if let Err(status) = self.enter_context(ContextId(0)) {
-            tracing::error!("the first device's context cannot be used: {}", self.api.name(status));
-            return;
-        }
-        // Memory that both the network's device and the GPU use, each way.
-        let shared = client.staging().map(|area| Arrived::new(self.api, &self.words, area)).transpose();
-        match shared {
-            Ok(Some(arrived)) => {
-                client.watch(Arc::<Arrived>::clone(&arrived));
-                self.arrived = Some(arrived);
-                let (at, len) = self.staging.area();
-                // SAFETY: the pool is never unmapped.
-                if let Err(lost) = unsafe { client.adopt(at, len) } {
-                    client.lose(&format!("registering the staging buffers with the RDMA device: {lost}"));
+        if let Some(home) = self.home {
+            match self.enter_context(ContextId(home)) {
+                Ok(_) => self.receive_by_rdma(),
+                Err(status) => {
+                    tracing::error!("the first device's context cannot be used: {}", self.api.name(status));
                 }
             }
-            Ok(None) => {}
-            Err(status) => client
-                .lose(&format!("registering the RDMA device's buffers with CUDA: {}", self.api.name(status))),
         }
     }
 
@@ -422,7 +558,7 @@ impl super::Backend for Cuda {
 
     fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
         let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
-        sets_limit || kernels::loads_code(opcode) || self.is_first_launch(opcode, body)
+        sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
     }
 
     fn device_memory(&self) -> u64 {
@@ -431,7 +567,7 @@ impl super::Backend for Cuda {
     }
 
     fn end(&mut self) {
-        self.beside.release_all();
+        self.beside.release();
         self.staging.stop();
         self.completer.stop();
     }
@@ -450,17 +586,17 @@ impl DeviceOps<Call> for Cuda {
 
     fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
         cx.context = ContextId(op.device);
+        self.device(op.device)?;
+        let stream_priorities = self.priorities(op.device)?;
         let (handle, name, granule) = {
             let device = self.device(op.device)?;
             (device.handle, device.name.clone(), device.granule)
         };
-        self.enter_context(ContextId(op.device))?;
-        let (mut uuid, mut total, mut least, mut greatest) = ([0; 16], 0, 0, 0);
+        let (mut uuid, mut total) = ([0; 16], 0);
         // SAFETY: each writes what its pointer has room for.
         unsafe {
             self.api.device_uuid(&mut uuid, handle)?;
             self.api.device_memory(&mut total, handle)?;
-            self.api.context_priorities(&mut least, &mut greatest)?;
         }
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
@@ -479,7 +615,7 @@ impl DeviceOps<Call> for Cuda {
             pci,
             total_memory: total as u64,
             granule,
-            stream_priorities: [least, greatest],
+            stream_priorities,
             attributes,
         }))
     }
@@ -507,23 +643,36 @@ impl DeviceOps<Call> for Cuda {
         let untouched = self.lanes.is_empty()
             && self.events.is_empty()
             && self.modules.is_empty()
-            && self.contexts.len() == self.devices.len()
+            && self.contexts.keys().all(|id| *id < MAX_DEVICES)
             && self.space.is_empty()
             && self.devices.iter().all(|device| device.backed.total() == 0);
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }
         check_selection(&op.devices, self.devices.len() as u32)?;
-        // The contexts of those that are left out stay: page-locked memory may be registered in one of them.
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         let mut contexts = std::mem::take(&mut self.contexts);
+        let home = self.home.take();
         for (ordinal, number) in (0..).zip(&op.devices) {
             self.devices.extend(old[*number as usize].take());
             let context = contexts.remove(number);
             self.contexts.extend(context.map(|context| (ordinal, Context { device: ordinal, ..context })));
+            if home == Some(*number) {
+                self.home = Some(ordinal);
+            }
         }
         self.current = None;
-        self.enter_context(ContextId(0))?;
+        // The session cannot use the others: their contexts would only take memory.
+        for (number, context) in contexts {
+            context.health.retire();
+            if let Some(device) = old.get(number as usize).and_then(Option::as_ref) {
+                // SAFETY: nothing of the device is in use.
+                unsafe { self.api.primary_reset(device.handle) }?;
+            }
+        }
+        if self.home.is_none() {
+            self.move_home()?;
+        }
         Ok(Answer::Now(SelectDevicesReply {}))
     }
 }
@@ -550,6 +699,8 @@ impl ContextOps<Call> for Cuda {
         {
             return Err(Status::INVALID_CONTEXT);
         }
+        // Memory is the primary context's.
+        self.make_primary(op.device)?;
         let mut handle: CUcontext = std::ptr::null_mut();
         self.current = None;
         // SAFETY: writes a context handle.
@@ -582,9 +733,12 @@ impl ContextOps<Call> for Cuda {
         cx.context = ContextId(op.device);
         let handle = self.device(op.device)?.handle;
         // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
-        self.context(ContextId(op.device))?.health.check()?;
+        if let Ok(context) = self.context(ContextId(op.device)) {
+            context.health.check()?;
+        }
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
+        let home_is_gone = self.home.is_some_and(|home| of_device.contains(&home));
         for id in of_device {
             if let Some(context) = self.contexts.remove(&id) {
                 self.retire(&context, id);
@@ -599,15 +753,9 @@ impl ContextOps<Call> for Cuda {
         unsafe { self.api.primary_reset(handle) }?;
         // After the reset: a kernel that still ran would have found its memory gone.
         self.unback_all(op.device);
-        let context = primary(self.api, op.device, handle)?;
-        self.contexts.insert(op.device, context);
-        if op.device == 0 {
-            // They were registered in this device's context, and their registrations went with it.
-            self.words.register(self.api)?;
-            self.staging.register(self.api)?;
-            if let Some(arrived) = &self.arrived {
-                arrived.register(self.api)?;
-            }
+        // The next one is made when something needs it, which for most programs is never: they end now.
+        if home_is_gone {
+            self.move_home()?;
         }
         self.errors()?.clear(ContextId(op.device));
         Ok(Answer::Now(PrimaryResetReply {}))
@@ -663,7 +811,7 @@ impl ContextOps<Call> for Cuda {
 
     fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
         cx.context = op.context;
-        let peer = self.context(op.peer)?.handle;
+        let peer = self.enter_context(op.peer)?.handle;
         self.enter_context(op.context)?;
         // SAFETY: live contexts, one of them current.
         unsafe { self.api.peer_enable(peer, 0) }?;
@@ -672,7 +820,7 @@ impl ContextOps<Call> for Cuda {
 
     fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
         cx.context = op.context;
-        let peer = self.context(op.peer)?.handle;
+        let peer = self.enter_context(op.peer)?.handle;
         self.enter_context(op.context)?;
         // SAFETY: live contexts, one of them current.
         unsafe { self.api.peer_disable(peer) }?;

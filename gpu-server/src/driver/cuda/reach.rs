@@ -51,11 +51,6 @@ impl Reach {
         self.tickets(|tickets| tickets.insert(ticket, word));
     }
 
-    /// Lets all streams go on.
-    pub(super) fn release_all(&self) {
-        self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
-    }
-
     /// A mirror is mapped, readable and writable, until it is removed.
     pub(super) fn add_mirror(&self, first: usize, len: usize) {
         self.mirrors(|mirrors| mirrors.insert(first, len));
@@ -87,6 +82,10 @@ impl Beside for Reach {
     fn signal(&self, ticket: TicketId) -> bool {
         let word = self.tickets(|tickets| tickets.remove(&ticket));
         word.inspect(|word| word.set(1)).is_some()
+    }
+
+    fn release(&self) {
+        self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {

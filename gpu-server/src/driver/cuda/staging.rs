@@ -9,10 +9,13 @@
 //! ```
 //!
 //! So a stream waits for nothing but the network, the dispatcher waits for nothing, and a stream whose data is late, or that is held up, holds back only itself.
+//!
+//! The slots' memory, 56 MiB, is there while it is needed: a worker has it when its session begins, so that the first copy is quick, and gives it back to the system when
+//! nothing was transferred for [`IDLE`]. The next transfer makes it anew.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
@@ -20,8 +23,8 @@ use protocol::Status;
 
 use std::ptr::NonNull;
 
-use super::api::{Api, CUdeviceptr};
-use super::fence::{Completer, Health, Pinned, Word, Words};
+use super::api::{Api, CUcontext, CUdeviceptr};
+use super::fence::{ALREADY_REGISTERED, Completer, Health, Pinned, Word, Words};
 use crate::driver::slots::{self, Flow, Slots, Use};
 
 /// Answers of a few bytes have places of their own, one for each of so many reply slots.
@@ -33,20 +36,118 @@ const LANES: usize = 4;
 /// A lane naps this long between looks when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
 
+/// The slots' memory goes when nothing was transferred for this long.
+const IDLE: Duration = Duration::from_secs(10);
+
 /// The pool, and the lanes.
 pub(super) struct Staging {
-    memory: Mutex<Pinned>,
-    base: NonNull<u8>,
+    api: &'static Api,
+    /// Places for small answers.
+    answers: Mutex<Pinned>,
+    answers_at: NonNull<u8>,
     words: Vec<Slot>,
     slots: Slots,
-    lanes: Vec<Mutex<Sender<Arc<Departure>>>>,
+    block: Mutex<Holding>,
+    /// Started with the first block.
+    lanes: OnceLock<Vec<Mutex<Sender<Job>>>>,
+    /// A transfer began since the first lane last looked.
+    used: AtomicBool,
+    /// The session has begun: from now on the memory is released when it is not used.
+    begun: AtomicBool,
     over: AtomicBool,
 }
 
-// SAFETY: `base` points into memory that is never unmapped; who uses which slot is the protocol of `slots` and of the words.
+// SAFETY: `answers_at` points into memory that is never unmapped, and a block's memory lives as long as the block; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Staging {}
 // SAFETY: as above.
 unsafe impl Sync for Staging {}
+
+/// The slots' memory as it is now.
+#[derive(Default)]
+struct Holding {
+    block: Option<Arc<Block>>,
+    /// The RDMA device has it, too.
+    forever: bool,
+}
+
+/// Memory for all slots, registered with CUDA. Transfers hold it.
+struct Block {
+    api: &'static Api,
+    at: NonNull<u8>,
+    /// Where it was registered last.
+    context: Mutex<Registered>,
+}
+
+/// The context in which memory is registered.
+struct Registered(CUcontext);
+
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for Registered {}
+// SAFETY: plain memory that lives as long as this; who uses which part is the protocol of `slots` and of the words.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// Fresh memory, registered with the current context.
+    fn new(api: &'static Api) -> Result<Block, Status> {
+        // SAFETY: a fresh anonymous mapping.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                slots::BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        let at = if at == libc::MAP_FAILED { None } else { NonNull::new(at.cast::<u8>()) };
+        let context = Mutex::new(Registered(std::ptr::null_mut()));
+        let block = Block { api, at: at.ok_or(Status::OUT_OF_MEMORY)?, context };
+        block.register()?;
+        Ok(block)
+    }
+
+    /// Registers it with the current context, again after the one before was reset.
+    fn register(&self) -> Result<(), Status> {
+        let mut current: CUcontext = std::ptr::null_mut();
+        // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered before it is unmapped. Flags: portable, device-mapped.
+        unsafe {
+            self.api.context_current(&mut current)?;
+            match self.api.host_register(self.at.as_ptr().cast(), slots::BYTES, 3) {
+                Ok(()) | Err(ALREADY_REGISTERED) => {}
+                Err(status) => return Err(status),
+            }
+        }
+        self.context.lock().unwrap_or_else(|e| e.into_inner()).0 = current;
+        Ok(())
+    }
+
+    /// Gives the memory back to the system. The driver may wait meanwhile for work that is under way.
+    fn release(self) {
+        let context = self.context.into_inner().unwrap_or_else(|e| e.into_inner()).0;
+        // SAFETY: a context of this process (the driver refuses one that is gone), memory that was registered there, and a mapping that nobody uses any more.
+        unsafe {
+            let unregistered = self
+                .api
+                .context_set(context)
+                .and_then(|()| self.api.host_unregister(self.at.as_ptr().cast()));
+            // What the driver may still know must stay mapped.
+            if unregistered.is_ok() {
+                libc::munmap(self.at.as_ptr().cast(), slots::BYTES);
+            }
+        }
+    }
+}
+
+/// What a lane is told.
+enum Job {
+    /// Send this.
+    Send(Arc<Departure>),
+    /// The memory may be released some time: look whether it is used.
+    Look,
+}
 
 struct Slot {
     /// Written by the host, awaited by streams.
@@ -56,38 +157,121 @@ struct Slot {
 }
 
 impl Staging {
-    /// The pool; the current context registers it.
-    pub(super) fn new(api: &Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
-        let memory = Pinned::new(api, slots::BYTES + ANSWERS * ANSWER)?;
-        let base = memory.host(0);
+    /// The pool, without its slots' memory. To be [registered](Self::register).
+    pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
+        let answers = Pinned::new(ANSWERS * ANSWER)?;
         let words = (0..slots::COUNT)
             .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
             .collect::<Result<_, Status>>()?;
-        let (senders, receivers): (Vec<_>, Vec<_>) = (0..LANES).map(|_| channel()).unzip();
-        let staging = Arc::new(Staging {
-            memory: Mutex::new(memory),
-            base,
+        Ok(Arc::new(Staging {
+            api,
+            answers_at: answers.host(0),
+            answers: Mutex::new(answers),
             words,
             slots: Slots::default(),
-            lanes: senders.into_iter().map(Mutex::new).collect(),
+            block: Mutex::default(),
+            lanes: OnceLock::new(),
+            used: AtomicBool::new(false),
+            begun: AtomicBool::new(false),
             over: AtomicBool::new(false),
-        });
-        for (lane, jobs) in receivers.into_iter().enumerate() {
-            let run = Arc::clone(&staging);
-            let thread = std::thread::Builder::new().name(format!("rgpu-lane-{lane}"));
-            thread.spawn(move || run.lane(lane, &jobs)).map_err(|_| Status::OPERATING_SYSTEM)?;
+        }))
+    }
+
+    fn holding(&self) -> MutexGuard<'_, Holding> {
+        self.block.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Registers what there is with the current context, again after the one before was reset.
+    pub(super) fn register(&self) -> Result<(), Status> {
+        self.answers.lock().unwrap_or_else(|e| e.into_inner()).register(self.api)?;
+        self.holding().block.as_ref().map_or(Ok(()), |block| block.register())
+    }
+
+    /// The slots' memory, made now if it is not there, in the current context.
+    fn block(self: &Arc<Staging>) -> Result<Arc<Block>, Status> {
+        let mut holding = self.holding();
+        if let Some(block) = &holding.block {
+            return Ok(Arc::clone(block));
         }
-        Ok(staging)
+        if self.lanes.get().is_none() {
+            let lanes = self.start_lanes().map_err(|_| Status::OPERATING_SYSTEM)?;
+            // The lock above is held: nobody else starts them.
+            let _ = self.lanes.set(lanes);
+        }
+        let block = Arc::new(Block::new(self.api)?);
+        holding.block = Some(Arc::clone(&block));
+        drop(holding);
+        self.look();
+        Ok(block)
     }
 
-    /// See [`Pinned::register`].
-    pub(super) fn register(&self, api: &Api) -> Result<(), Status> {
-        self.memory.lock().unwrap_or_else(|e| e.into_inner()).register(api)
+    /// Makes the slots' memory ahead of the first transfer.
+    pub(super) fn prepare(self: &Arc<Staging>) -> Result<(), Status> {
+        self.block().map(|_| ())
     }
 
-    /// The pool's memory, which stays to the process's end.
-    pub(super) fn area(&self) -> (NonNull<u8>, usize) {
-        (self.base, slots::BYTES)
+    /// The session has begun.
+    pub(super) fn begin_session(&self) {
+        self.begun.store(true, Ordering::Release);
+        self.look();
+    }
+
+    fn look(&self) {
+        if let Some(first) = self.lanes.get().and_then(|lanes| lanes.first()) {
+            // A lane ends only with the process.
+            let _ = first.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Look);
+        }
+    }
+
+    fn start_lanes(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
+        let mut senders = Vec::with_capacity(LANES);
+        for lane in 0..LANES {
+            let (sender, jobs) = channel();
+            let run = Arc::clone(self);
+            let thread = std::thread::Builder::new().name(format!("rgpu-lane-{lane}"));
+            thread.spawn(move || run.lane(lane, &jobs))?;
+            senders.push(Mutex::new(sender));
+        }
+        Ok(senders)
+    }
+
+    /// The slots' memory, which from now on stays to the process's end.
+    pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize), Status> {
+        let block = self.block()?;
+        let mut holding = self.holding();
+        holding.forever = true;
+        holding.block = Some(Arc::clone(&block));
+        Ok((block.at, slots::BYTES))
+    }
+
+    /// Whether the first lane is to look again whether the memory is used.
+    fn may_release(&self) -> bool {
+        let holding = self.holding();
+        self.begun.load(Ordering::Acquire) && holding.block.is_some() && !holding.forever
+    }
+
+    /// Gives the slots' memory back if no transfer has used it for a while.
+    fn release_if_idle(&self) {
+        let mut holding = self.holding();
+        if self.used.swap(false, Ordering::AcqRel) || holding.forever || !self.slots.are_unused() {
+            return;
+        }
+        if let Some(block) = holding.block.take() {
+            drop(holding);
+            tracing::debug!("the staging memory is idle: released");
+            // In a thread that may wait, as a lane may not. Without one the memory stays.
+            let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
+                let mut held = block;
+                // The last transfer gives its slots back a moment before it lets go of the memory.
+                loop {
+                    match Arc::try_unwrap(held) {
+                        Ok(block) => return block.release(),
+                        Err(still) => held = still,
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+        }
     }
 
     /// Nobody waits in here any more.
@@ -98,9 +282,8 @@ impl Staging {
 
     /// The place for the answer in a reply slot, [`ANSWER`] bytes: its command's alone until it is answered. `None`: that slot has none.
     pub(super) fn answer(&self, slot: u16) -> Option<NonNull<u8>> {
-        // SAFETY: inside the pool's memory, behind the slots.
-        (usize::from(slot) < ANSWERS)
-            .then(|| unsafe { self.base.add(slots::BYTES + usize::from(slot) * ANSWER) })
+        // SAFETY: inside the answers' memory.
+        (usize::from(slot) < ANSWERS).then(|| unsafe { self.answers_at.add(usize::from(slot) * ANSWER) })
     }
 
     /// Slots for a transfer of `len` bytes, the next of its flow, whose chunks are as long as `chunk_in` says for slots of a length.
@@ -116,6 +299,8 @@ impl Staging {
             chunk = chunk_in(slot).min(slot);
             len.div_ceil(chunk as u64)
         };
+        self.used.store(true, Ordering::Release);
+        let block = self.block()?;
         let uses = self.slots.take(flow, cut).ok_or(Status::DEVICE_UNAVAILABLE)?;
         let mut last: Vec<Use> = Vec::new();
         for used in uses.iter().rev() {
@@ -130,6 +315,7 @@ impl Staging {
             uses.iter().enumerate().position(|(i, used)| uses[..i].iter().any(|u| u.slot == used.slot));
         Ok(Arc::new(Transfer {
             staging: Arc::clone(self),
+            block,
             flow,
             own: first_again.unwrap_or(uses.len()) as u64,
             filled: uses.iter().map(|_| AtomicU32::new(0)).collect(),
@@ -150,27 +336,38 @@ impl Staging {
             sink: Mutex::new(Some(Arc::new(sink))),
             left: AtomicUsize::new(left),
         });
-        for lane in &self.lanes {
+        // They were started with the transfer's block.
+        for lane in self.lanes.get().into_iter().flatten() {
             // A lane ends only with the process.
-            let _ = lane.lock().unwrap_or_else(|e| e.into_inner()).send(Arc::clone(&job));
+            let _ = lane.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
         }
     }
 
     /// A lane's thread: of each job it sends every `LANES`-th chunk.
-    fn lane(&self, lane: usize, jobs: &Receiver<Arc<Departure>>) {
+    fn lane(&self, lane: usize, jobs: &Receiver<Job>) {
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         loop {
-            let new = if active.is_empty() {
-                jobs.recv().map_err(|_| TryRecvError::Disconnected)
-            } else {
+            let new = if !active.is_empty() {
                 jobs.try_recv()
+            } else if lane == 0 && self.may_release() {
+                match jobs.recv_timeout(IDLE) {
+                    Ok(job) => Ok(job),
+                    Err(RecvTimeoutError::Disconnected) => Err(TryRecvError::Disconnected),
+                    Err(RecvTimeoutError::Timeout) => {
+                        self.release_if_idle();
+                        continue;
+                    }
+                }
+            } else {
+                jobs.recv().map_err(|_| TryRecvError::Disconnected)
             };
             match new {
-                Ok(job) => {
+                Ok(Job::Send(job)) => {
                     active.push((job, lane as u64));
                     moved = Instant::now();
                 }
+                Ok(Job::Look) => {}
                 Err(TryRecvError::Disconnected) => return,
                 Err(TryRecvError::Empty) => {}
             }
@@ -199,6 +396,7 @@ impl Staging {
 /// A transfer's use of its slots. They go back to the pool with its flow's last transfer.
 pub(super) struct Transfer {
     staging: Arc<Staging>,
+    block: Arc<Block>,
     flow: Flow,
     /// What each chunk uses.
     uses: Vec<Use>,
@@ -249,7 +447,7 @@ impl Transfer {
 
     fn at(&self, slot: usize) -> NonNull<u8> {
         // SAFETY: a slot of the pool's, so inside its memory.
-        unsafe { self.staging.base.add(slots::offset(slot)) }
+        unsafe { self.block.at.add(slots::offset(slot)) }
     }
 
     /// Whether the stream has taken what was in a chunk's slot before.

@@ -198,7 +198,10 @@ impl Cuda {
     fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
         if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
             if !self.contexts.contains_key(&id.0) {
-                return Err(Status::INVALID_HANDLE);
+                if self.device(id.0).is_err() {
+                    return Err(Status::INVALID_HANDLE);
+                }
+                self.make_primary(id.0)?;
             }
             // The null stream, which means the current context's.
             let lane = self.make_lane(id.0, id.0, std::ptr::null_mut())?;

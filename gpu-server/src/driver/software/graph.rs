@@ -62,6 +62,8 @@ impl Software {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
+        let device = self.context(context)?.device;
+        self.begin_waiting_call(device)?;
         Ok(Arc::new(nodes))
     }
 }
@@ -183,6 +185,8 @@ impl GraphOps<Call> for Software {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
+        let device = self.context(context)?.device;
+        self.begin_waiting_call(device)?;
         let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
         let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
         self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });

@@ -235,6 +235,7 @@ impl ModuleOps<Call> for Software {
             return Err(Status::INVALID_HANDLE);
         }
         let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
+        self.begin_waiting_call(device)?;
         let gpu = self.device(device)?.gpu.clone();
         let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
         let module = match gpu.link_module(&parts) {
@@ -297,6 +298,7 @@ impl ModuleOps<Call> for Software {
         cx.context = ContextId(module.context);
         // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
         let device = self.context(cx.context)?.device;
+        self.begin_waiting_call(device)?;
         let gpu = self.device(device)?.gpu.clone();
         super::streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(module));
         Ok(())

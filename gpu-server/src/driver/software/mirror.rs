@@ -91,6 +91,10 @@ impl Beside for Reach {
         self.tickets.signal(ticket.0)
     }
 
+    fn release(&self) {
+        self.tickets.release_all();
+    }
+
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
         self.at(address, bytes.len() as u64, |gpu| gpu.read(address, bytes))
     }

@@ -6,7 +6,7 @@
 //! - [`green`]: green contexts;
 //! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses; [`mirror`]: pinned memory that kernels use;
 //! - [`kernels`]: modules and launches; [`link`]: the linker;
-//! - [`properties`]: what a device says of itself.
+//! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
 
@@ -14,6 +14,7 @@ mod array;
 mod conditional;
 mod graph;
 mod green;
+mod imitate;
 mod kernels;
 mod link;
 mod mirror;
@@ -29,6 +30,7 @@ mod vmm;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -41,10 +43,13 @@ use protocol::ops::memory::*;
 use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
+use self::imitate::Delays;
+pub use self::imitate::Imitate;
 use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::{Lane, Moment};
+use super::Unavailable;
 use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
 use super::output::{self, Output};
@@ -78,6 +83,8 @@ pub struct Software {
     drafts: conditional::Drafts,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
+    imitate: Imitate,
+    delays: Delays,
 }
 
 struct Device {
@@ -87,6 +94,8 @@ struct Device {
     config: GpuConfig,
     /// What backs its window, by first address.
     pieces: BTreeMap<u64, Piece>,
+    /// Something has needed its context. Nothing here does, but making one takes NVIDIA's driver its time.
+    context: AtomicBool,
 }
 
 /// A part of a window that is backed: a file, so that it can be shared.
@@ -171,7 +180,8 @@ impl Software {
                 },
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
-            devices.push(Device { gpu, number, config, pieces: BTreeMap::new() });
+            let context = AtomicBool::new(false);
+            devices.push(Device { gpu, number, config, pieces: BTreeMap::new(), context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
@@ -193,7 +203,31 @@ impl Software {
             greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
             bell: Arc::default(),
+            imitate: backing.software_imitate,
+            delays: Delays::new(&backing.software_imitate),
         })
+    }
+
+    /// Something needs the device's context, which is made if it was not yet.
+    fn need_context(&self, device: u32) -> Result<(), Status> {
+        if !self.device(device)?.context.swap(true, Ordering::Relaxed) {
+            tracing::debug!("making a context of device {device}");
+            self.imitate.make_context();
+        }
+        Ok(())
+    }
+
+    /// A call begins for which NVIDIA's driver waits until all work on the device is done.
+    fn begin_waiting_call(&mut self, device: u32) -> Result<(), Status> {
+        self.delays.delay();
+        if self.imitate.waiting_calls {
+            let gpu = self.device(device)?.gpu.clone();
+            let (done, all_done) = std::sync::mpsc::channel::<()>();
+            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
+            streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(done));
+            let _ = all_done.recv();
+        }
+        Ok(())
     }
 
     fn device(&self, ordinal: u32) -> Result<&Device, Status> {
@@ -254,6 +288,11 @@ impl super::Backend for Software {
         self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
     }
 
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
+        self.need_context(0).map_err(|status| format!("software device 0: {status}"))?;
+        Ok(None)
+    }
+
     fn begin(&mut self, client: Arc<dyn Client>) {
         self.output.serve(Arc::clone(&client));
         self.errors = Some(Errors::new(client));
@@ -262,6 +301,10 @@ impl super::Backend for Software {
     fn device_memory(&self) -> u64 {
         let backed: u64 = self.devices.iter().map(Device::used).sum();
         self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
+    }
+
+    fn may_wait(&self, opcode: u16, _body: &[u8]) -> bool {
+        self.imitate.waiting_calls && super::loads_code(opcode)
     }
 
     fn share(&mut self, broker: Arc<Broker>) {
@@ -351,6 +394,7 @@ impl ContextOps<Call> for Software {
         {
             return Err(Status::INVALID_CONTEXT);
         }
+        self.imitate.make_context();
         self.contexts.insert(op.context.0, Context::new(op.device));
         Ok(Answer::Now(ContextCreateReply {}))
     }
@@ -361,9 +405,12 @@ impl ContextOps<Call> for Software {
         op: ContextDestroy,
     ) -> Result<Answer<ContextDestroyReply>, Status> {
         cx.context = op.context;
-        if op.context.0 < MAX_DEVICES || self.contexts.remove(&op.context.0).is_none() {
+        let device = self.context(op.context)?.device;
+        if op.context.0 < MAX_DEVICES {
             return Err(Status::INVALID_CONTEXT);
         }
+        self.begin_waiting_call(device)?;
+        self.contexts.remove(&op.context.0);
         self.clear_context(op.context.0);
         Ok(Answer::Now(ContextDestroyReply {}))
     }
@@ -375,13 +422,15 @@ impl ContextOps<Call> for Software {
     ) -> Result<Answer<PrimaryResetReply>, Status> {
         cx.context = ContextId(op.device);
         let config = self.device(op.device)?.config.clone();
-        let fresh = Gpu::new(config).map_err(|e| code(&e))?;
         self.beside.tickets.release_all();
+        self.begin_waiting_call(op.device)?;
+        let fresh = Gpu::new(config).map_err(|e| code(&e))?;
         self.map_again(op.device, &fresh)?;
         let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
         pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
+        device.context.store(false, Ordering::Relaxed);
         device.pieces.clear();
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
@@ -449,6 +498,8 @@ impl ContextOps<Call> for Software {
 impl MemoryOps<Call> for Software {
     fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
         cx.context = ContextId(op.device);
+        self.need_context(op.device)?;
+        self.begin_waiting_call(op.device)?;
         let held = super::Backend::device_memory(self);
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let first = window(op.device);
@@ -479,6 +530,7 @@ impl MemoryOps<Call> for Software {
         if self.device(op.device)?.pieces.get(&address).is_none_or(|piece| piece.size != size) {
             return Err(Status::INVALID_VALUE);
         }
+        self.begin_waiting_call(op.device)?;
         let lanes = self.lanes_of_device(op.device);
         let idle = lanes.iter().all(|lane| lane.query().unwrap_or(true));
         if idle {

@@ -18,6 +18,7 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 use software_gpu::{Event, Gpu, Stream};
 
+use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
@@ -36,6 +37,7 @@ pub(super) struct Lane {
     /// Operations of the legacy stream that it has waited for.
     joined: u64,
     word: Arc<Word>,
+    queue: Arc<Queue>,
     pub(super) attributes: StreamAttributes,
     /// The green context that it was made in.
     pub(super) green: Option<GreenId>,
@@ -208,6 +210,7 @@ impl Software {
         device: u32,
         blocking: bool,
     ) -> Result<Lane, Status> {
+        self.need_context(device)?;
         let word = Word {
             stream: id,
             context: ContextId(context),
@@ -222,6 +225,7 @@ impl Software {
             dirty: false,
             joined: 0,
             word: Arc::new(word),
+            queue: Arc::default(),
             attributes: StreamAttributes::default(),
             green: None,
         })
@@ -242,8 +246,25 @@ impl Software {
         Ok(Place { stream, gpu: self.device(device)?.gpu.clone(), device, context: cx.context, word })
     }
 
+    /// A stream's queue takes one more operation, which is about to be enqueued.
+    fn begin_operation(&mut self, id: StreamId) -> Result<(), Status> {
+        self.delays.delay();
+        let size = self.imitate.queue;
+        if size > 0 {
+            let lane = self.lane(id)?;
+            let (stream, entry) = (lane.stream.clone(), lane.queue.enter(size));
+            // Refused by a device that has failed, the entry is dropped: nothing waits there any more.
+            let _ = stream.enqueue(move |_| {
+                drop(entry);
+                Ok(())
+            });
+        }
+        Ok(())
+    }
+
     /// The place in a stream where the next operation goes, in its right order with the context's legacy default stream. A failed device refuses.
     pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
+        self.begin_operation(id)?;
         let place = self.look(cx, id)?;
         if let Err(error) = place.gpu.status() {
             // Before the answer: who has that finds the context failed.
@@ -287,7 +308,11 @@ impl Software {
     /// Where a mark, a query or a synchronization of a stream goes. On the legacy default stream it covers the blocking streams, as any operation there.
     fn enter_to_look(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
         let place = self.look(cx, id)?;
-        if id.0 == place.context.0 && place.gpu.status().is_ok() { self.enter(cx, id) } else { Ok(place) }
+        if id.0 == place.context.0 && place.gpu.status().is_ok() {
+            return self.enter(cx, id);
+        }
+        self.begin_operation(id)?;
+        Ok(place)
     }
 
     /// Answers `cx` when all streams of the context are done.

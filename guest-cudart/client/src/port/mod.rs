@@ -168,5 +168,6 @@ fn refusal(answer: protocol::device::Answer) -> &'static str {
         Answer::Version => "another version of rgpu",
         Answer::Denied => "the GPU server refused this client",
         Answer::Unsupported => "the host does not know this request",
+        Answer::Waiting => "the host gave an answer that only servers give",
     }
 }

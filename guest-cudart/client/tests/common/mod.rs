@@ -11,7 +11,7 @@ use protocol::native::Request;
 use rgpu_client::Status;
 use rgpu_client::channel::{Consumer, Geometry, Header, Progress, Record, ReplySlot, RingMemory};
 use rgpu_client::port;
-use rgpu_client::session::Session;
+use rgpu_client::session::{Purpose, Session};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// The host's view of a channel.
@@ -271,7 +271,7 @@ impl Daemon {
     pub fn session(&self, arena: usize) -> &'static Session {
         let geometry = Geometry::with_arena(arena);
         let port = port::at_socket(&self.socket, geometry.size).expect("a connection");
-        Session::over(port, geometry).expect("a session")
+        Session::over(port, geometry, Purpose::Compute).expect("a session")
     }
 }
 

@@ -493,7 +493,7 @@ impl Exec {
             match step {
                 Step::Server(graph, _) => {
                     let op = GraphLaunch { graph: *graph, stream: stream.id };
-                    stream.worked(driver.session.append(&op)?);
+                    stream.work(driver, &op)?;
                 }
                 Step::Alone(place) => {
                     let node = &mut nodes[*place];
@@ -543,7 +543,7 @@ impl Exec {
         for step in &state.steps {
             if let Step::Server(graph, _) = step {
                 let op = GraphUpload { graph: *graph, stream: stream.id };
-                stream.worked(driver.session.append(&op)?);
+                stream.work(driver, &op)?;
             }
         }
         drop(backed);

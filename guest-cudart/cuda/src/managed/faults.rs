@@ -30,10 +30,10 @@ pub(super) fn serve(driver: &'static Driver, pages: &'static Pages) {
             if is_pinned(fault.address as u64) {
                 let idle = idle_now();
                 together::answer(driver, pages, &fault, &mut buffer, idle.is_none());
-            } else if is_waited_for() {
-                answer(driver, pages, &fault, &mut buffer);
             } else if let Some(_order) = idle_now() {
                 answer(driver, pages, &fault, &mut buffer);
+            } else if is_waited_for() {
+                answer_waiting(driver, pages, &fault, &mut buffer);
             } else if later.send(fault).is_err() {
                 return;
             }
@@ -52,14 +52,32 @@ fn is_waited_for() -> bool {
     callback::is_calling() || stream_memory::is_waiting()
 }
 
+/// No work comes before the guard goes. `None`: some is just coming.
+fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
+    match ORDER.try_write() {
+        Ok(order) => Some(order),
+        Err(TryLockError::Poisoned(order)) => Some(order.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
 /// No work is under way, and none comes before the guard goes.
 fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
-    let order = match ORDER.try_write() {
-        Ok(order) => order,
-        Err(TryLockError::Poisoned(order)) => order.into_inner(),
-        Err(TryLockError::WouldBlock) => return None,
+    no_work_comes().filter(|_| !context::any_busy())
+}
+
+/// Answers an access at once, while the device waits for this process. What else the device does meanwhile may change the block.
+fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    let order = no_work_comes();
+    let mut state = lock(&STATE);
+    // Under the lock: a stream that stops waiting asks for it before it goes on.
+    let given = if order.is_some() && context::all_stopped(driver) {
+        state.give_to_host(driver, pages, fault, buffer)
+    } else {
+        state.give_beside_work(driver, pages, fault, buffer)
     };
-    (!context::any_busy()).then_some(order)
+    drop(state);
+    finish(pages, fault, given);
 }
 
 /// The thread that waits for the device.
@@ -68,17 +86,22 @@ fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::R
     while let Ok(fault) = waiting.recv() {
         loop {
             let over = context::quiesce_all(driver);
-            let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+            let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
             // New work may have come meanwhile; a context that has failed is never known to be done.
-            if !over || !context::any_busy() || is_waited_for() {
+            if !over || !context::any_busy() {
                 break answer(driver, pages, &fault, &mut buffer);
+            }
+            if is_waited_for() {
+                drop(order);
+                break answer_waiting(driver, pages, &fault, &mut buffer);
             }
         }
     }
 }
 
 pub(super) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
-    finish(pages, fault, give(driver, pages, fault, buffer));
+    let given = lock(&STATE).give_to_host(driver, pages, fault, buffer);
+    finish(pages, fault, given);
 }
 
 /// Lets the stopped access go on, or end the program.
@@ -102,31 +125,36 @@ pub(super) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
     }
 }
 
-/// Gives the host what an access needs. False: there is nothing at the address.
-fn give(driver: &'static Driver, pages: &Pages, fault: &Fault, buffer: &mut Vec<u8>) -> Result<bool> {
-    let state = &mut *lock(&STATE);
-    let Some((base, _)) = state.find(fault.address as u64) else { return Ok(false) };
-    let Some((_, piece)) = state.pieces.get(&base) else { return Ok(false) };
-    match piece.blocks.fault(fault.address as u64, fault.write) {
-        Answer::Nothing => {}
-        Answer::Allow(run) => {
-            state.given(base, run, true);
-            pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
-        }
-        Answer::Zeroes(run) => {
-            state.given(base, run, fault.write);
-            fill(pages, run, zeroed(buffer, run), fault.write)?;
-        }
-        Answer::Fetch(run) => {
-            state.fetch(driver, base, run, buffer)?;
-            state.given(base, run, fault.write);
-            fill(pages, run, buffer, fault.write)?;
-        }
-    }
-    Ok(true)
-}
-
 impl State {
+    /// Gives the host what an access needs, while no work changes it. False: there is nothing at the address.
+    fn give_to_host(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
+        match piece.blocks.fault(fault.address as u64, fault.write) {
+            Answer::Nothing => {}
+            Answer::Allow(run) => {
+                self.given(base, run, true);
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
+            }
+            Answer::Zeroes(run) => {
+                self.given(base, run, fault.write);
+                fill(pages, run, zeroed(buffer, run), fault.write)?;
+            }
+            Answer::Fetch(run) => {
+                self.fetch(driver, base, run, buffer)?;
+                self.given(base, run, fault.write);
+                fill(pages, run, buffer, fault.write)?;
+            }
+        }
+        Ok(true)
+    }
+
     /// Notes that the host is about to have a run. Before it has: its thread goes on as soon as the pages are there, and may put work on a stream that needs what it writes.
     pub(super) fn given(&mut self, base: u64, run: Run, write: bool) {
         if let Some((_, piece)) = self.pieces.get_mut(&base) {

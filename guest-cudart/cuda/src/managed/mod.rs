@@ -11,9 +11,9 @@
 //!
 //! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
 //! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
-//! and the device gets everything back before it goes on ([`before_going_on`]).
+//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`together`]).
 //!
-//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time ([`together`]).
+//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time whenever the device works.
 //!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 
@@ -24,6 +24,7 @@ mod faults;
 pub(crate) mod pinned;
 pub(crate) mod together;
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char};
 use std::ops::Range;
@@ -64,6 +65,8 @@ struct Piece {
 struct State {
     /// By first address.
     pieces: BTreeMap<u64, (u64, Piece)>,
+    /// How many pieces lie outside of the windows' parts for managed memory.
+    elsewhere: usize,
     /// The pieces that the next work of the device has to look at.
     held: BTreeSet<u64>,
     /// For each context the stream on which blocks travel: beside all others, since what they may wait for may wait for these.
@@ -78,6 +81,7 @@ struct State {
 
 static STATE: Mutex<State> = Mutex::new(State {
     pieces: BTreeMap::new(),
+    elsewhere: 0,
     held: BTreeSet::new(),
     movers: Vec::new(),
     together: Vec::new(),
@@ -87,8 +91,38 @@ static STATE: Mutex<State> = Mutex::new(State {
 /// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
 static PIECES: AtomicUsize = AtomicUsize::new(0);
 static HELD: AtomicUsize = AtomicUsize::new(0);
+/// How many pieces lie outside of the windows' parts for managed memory: variables, and pinned memory. An address says of the others that they are managed.
+static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 /// Read while work goes to the device, written while a fault is answered: no work comes in between.
 static ORDER: RwLock<()> = RwLock::new(());
+
+thread_local! {
+    /// Whether the thread holds [`ORDER`] for reading.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While a thread has this, no fault is answered as if the device were idle. Work is put on a stream, and is noted there, before it goes.
+pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
+
+impl Order {
+    fn take() -> Order {
+        // A graph's launch has it when its copies ask for it. A second lock would wait for a writer that waits for the first.
+        if INSIDE.get() {
+            return Order(None);
+        }
+        let guard = ORDER.read().unwrap_or_else(PoisonError::into_inner);
+        INSIDE.set(true);
+        Order(Some(guard))
+    }
+}
+
+impl Drop for Order {
+    fn drop(&mut self) {
+        if self.0.is_some() {
+            INSIDE.set(false);
+        }
+    }
+}
 
 /// The process's pages, and the thread that answers their faults.
 fn pages(driver: &'static Driver) -> Result<&'static Pages> {
@@ -144,6 +178,7 @@ impl State {
 
     fn counted(&self) {
         PIECES.store(self.pieces.len() + self.edges.len(), Ordering::Release);
+        ELSEWHERE.store(self.elsewhere + self.edges.len(), Ordering::Release);
         // What is not watched may have been changed at any time.
         HELD.store(self.held.len() + self.edges.len(), Ordering::Release);
     }
@@ -153,6 +188,7 @@ impl State {
         if piece.blocks.is_held() {
             self.held.insert(base);
         }
+        self.elsewhere += usize::from(!is_managed(base));
         self.pieces.insert(base, (size, piece));
         self.counted();
     }
@@ -161,6 +197,7 @@ impl State {
         self.held.remove(&base);
         self.together.retain(|together| together.base != base);
         let piece = self.pieces.remove(&base);
+        self.elsewhere -= usize::from(piece.is_some() && !is_managed(base));
         self.counted();
         piece
     }
@@ -231,11 +268,11 @@ impl Piece {
 
 /// Before work that may use any memory is put on a stream: the device gets what the host has. Work follows before the guard goes.
 #[inline]
-pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<RwLockReadGuard<'static, ()>>> {
+pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     if PIECES.load(Ordering::Acquire) == 0 {
         return Ok(None);
     }
-    let order = ORDER.read().unwrap_or_else(PoisonError::into_inner);
+    let order = Order::take();
     if HELD.load(Ordering::Acquire) != 0 {
         give_all(driver)?;
     }
@@ -244,7 +281,8 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<RwLockReadGu
 
 /// Before a stream goes on that has waited for this process: what the host had meanwhile goes back, whoever has touched it.
 pub(crate) fn before_going_on(driver: &'static Driver) {
-    if HELD.load(Ordering::Acquire) != 0
+    // Not by a look at `HELD`: a fault that is just being answered as if the stream were stopped is answered, and so held, when the lock is free.
+    if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
         log::error(format_args!("managed memory does not reach the device: {status}"));
@@ -261,7 +299,20 @@ fn give_all(driver: &'static Driver) -> Result {
     state.send_edges(driver, &all).map(drop)
 }
 
-/// Before work on a range of managed memory: the device gets what the host has of it.
+/// Before work is put on a stream that writes a range of memory: the device gets what the host has of it. Work follows before the guard goes: the host cannot get, meanwhile, bytes that the work is
+/// about to change, which would go back to the device over what the work has written.
+#[inline]
+pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
+    let pieces = PIECES.load(Ordering::Acquire) != 0;
+    if !pieces || !is_managed(address) && ELSEWHERE.load(Ordering::Acquire) == 0 {
+        return Ok(None);
+    }
+    let order = Order::take();
+    lend(address, len)?;
+    Ok(Some(order))
+}
+
+/// The device gets what the host has of a range of managed memory.
 pub(crate) fn lend(address: u64, len: u64) -> Result {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(());

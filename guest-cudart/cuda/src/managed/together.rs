@@ -4,6 +4,9 @@
 //! remembered bytes by then is what the program has written, and goes to the device word by word; what the device has written is found at the next access. So a change is seen on the
 //! other side within about a millisecond, and neither side waits for the other.
 //!
+//! Managed memory is given so only while the device waits for this process on one stream, and may be at work on others. Then it is not taken away after a moment, but when the stream goes on, when
+//! other work is put on a stream, and when the program learns that work is over. Bytes that the program has changed go to the device, and no others: what kernels have written beside them stays.
+//!
 //! What the device wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away. What the
 //! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
 
@@ -30,6 +33,8 @@ const MOST: usize = 4;
 pub(super) struct Together {
     /// Of the piece.
     pub base: u64,
+    /// The piece is pinned memory, where each side soon sees what the other writes.
+    pinned: bool,
     run: Run,
     /// The bytes as they were.
     before: Vec<u8>,
@@ -85,7 +90,7 @@ pub(super) fn answer(
 fn serve(driver: &'static Driver) {
     let (mut pause, mut seldom) = (WHILE, WHILE);
     loop {
-        let given = !lock(&STATE).together.is_empty();
+        let given = lock(&STATE).together.iter().any(|together| together.pinned);
         if !given && !edges::is_due() {
             seldom = WHILE;
             let came = CAME.1.wait_while(lock(&CAME.0), |came| !*came);
@@ -94,7 +99,7 @@ fn serve(driver: &'static Driver) {
         }
         std::thread::sleep(if given { pause } else { seldom });
         let begin = Instant::now();
-        take_all(driver);
+        take_all(driver, |together| together.pinned);
         // The program has at least as much time for a block as it takes to move it.
         pause = WHILE.max(begin.elapsed() * 2);
         if edges::is_due() {
@@ -109,8 +114,8 @@ static GIVEN: AtomicUsize = AtomicUsize::new(0);
 /// After the program has learnt that work is over, and before it is told: it is to find what that work has written.
 #[inline]
 pub(crate) fn after_wait(driver: &'static Driver) {
-    if GIVEN.load(Ordering::Acquire) != 0 {
-        take_all(driver);
+    if GIVEN.load(Ordering::SeqCst) != 0 {
+        take_all(driver, |_| true);
     }
     if edges::is_due() {
         edges::compare_all(driver);
@@ -118,9 +123,9 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 }
 
 #[cold]
-fn take_all(driver: &'static Driver) {
-    if let Err(status) = lock(&STATE).part(driver, |_| true) {
-        log::error(format_args!("pinned memory does not reach the device: {status}"));
+fn take_all(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
+    if let Err(status) = lock(&STATE).part(driver, which) {
+        log::error(format_args!("memory of the program's does not reach the device: {status}"));
     }
 }
 
@@ -132,23 +137,28 @@ impl State {
         let gone: Vec<Together> = gone;
         let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
         // Not before they are gone: who finds none may let the program go on without asking for the lock.
-        GIVEN.store(self.together.len(), Ordering::Release);
+        GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
 
     fn take_away(&mut self, driver: &'static Driver, together: &Together) -> Result {
         let pages = pages(driver)?;
-        let Together { base, run, before } = together;
-        let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
+        let Together { base, pinned, run, before } = together;
+        let Some((_, piece)) = self.pieces.get(base) else { return Ok(()) };
         let range = run.address..run.address + run.len;
         let (at, len) = (run.address as usize, run.len as usize);
         if !piece.blocks.dirty(&range).is_empty() {
             pages.forbid_writes(at, len).map_err(faults::failed)?;
             // SAFETY: present pages that nobody changes now.
             let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
-            send(driver, piece.context, changes(run.address, before, now))?;
+            if *pinned {
+                send(driver, piece.context, changes(run.address, before, now))?;
+            } else {
+                self.overwrite(driver, *base, run, before, now)?;
+            }
         }
         pages.clear(at, len);
+        let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
         piece.blocks.taken(&range);
         if !piece.blocks.is_held() {
             self.held.remove(base);
@@ -157,9 +167,65 @@ impl State {
         Ok(())
     }
 
+    /// Copies the bytes of a run that the program has changed, and no others, to the device.
+    fn overwrite(
+        &mut self,
+        driver: &'static Driver,
+        base: u64,
+        run: &Run,
+        before: &[u8],
+        now: &[u8],
+    ) -> Result {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let copier = self.mover(driver, piece.context)?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        for part in piece.parts_in(run) {
+            let within = (part.start - run.address) as usize..(part.end - run.address) as usize;
+            for row in rows(&before[within.clone()], &now[within.clone()]) {
+                let bytes = &now[within.start + row.start..within.start + row.end];
+                // SAFETY: bytes of present pages that nobody changes now; they are read before the call returns.
+                unsafe { copier.send(part.start + row.start as u64, bytes.as_ptr(), bytes.len()) }?;
+            }
+        }
+        copier.stream.synchronize(driver)
+    }
+
+    /// Gives the host what an access to managed memory needs while work may change what is in the same block.
+    pub(super) fn give_beside_work(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
+        match piece.blocks.fault(fault.address as u64, fault.write) {
+            Answer::Nothing => {}
+            Answer::Allow(run) => {
+                self.given(base, run, true);
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(faults::failed)?;
+            }
+            Answer::Zeroes(run) | Answer::Fetch(run) => {
+                self.announce();
+                self.fetch(driver, base, run, buffer)?;
+                self.given(base, run, fault.write);
+                pages.fill(run.address as usize, buffer, fault.write).map_err(faults::failed)?;
+                self.together.push(Together { base, pinned: false, run, before: buffer.clone() });
+            }
+        }
+        Ok(true)
+    }
+
+    /// Before bytes are fetched that the host is given while the device works: who learns from here on that work is over takes them away again.
+    fn announce(&self) {
+        GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
+    }
+
     /// Sends what the program has changed so far: it is about to change another block, and the device sees the changes of two blocks in their order.
     fn publish(&mut self, driver: &'static Driver, pages: &Pages) -> Result {
-        for Together { base, run, before } in &mut self.together {
+        for Together { base, run, before, .. } in self.together.iter_mut().filter(|together| together.pinned)
+        {
             let Some((_, piece)) = self.pieces.get(base) else { continue };
             let (at, len) = (run.address as usize, run.len as usize);
             if piece.blocks.dirty(&(run.address..run.address + run.len)).is_empty() {
@@ -192,6 +258,7 @@ impl State {
                 pages.allow_writes(run.address as usize, run.len as usize).map_err(faults::failed)?;
             }
             Answer::Zeroes(run) | Answer::Fetch(run) => {
+                self.announce();
                 self.fetch(driver, base, run, buffer)?;
                 let before = buffer.clone();
                 self.look_again(driver, buffer)?;
@@ -199,9 +266,8 @@ impl State {
                     self.publish(driver, pages)?;
                 }
                 self.given(base, run, fault.write);
-                GIVEN.store(self.together.len() + 1, Ordering::Release);
                 pages.fill(run.address as usize, &before, fault.write).map_err(faults::failed)?;
-                self.together.push(Together { base, run, before });
+                self.together.push(Together { base, pinned: true, run, before });
                 wake();
             }
         }
@@ -210,9 +276,13 @@ impl State {
 
     /// Takes away what the device has changed since the host was given it, and what is too much.
     fn look_again(&mut self, driver: &'static Driver, buffer: &mut Vec<u8>) -> Result {
-        let oldest = self.together.len().saturating_sub(MOST - 1);
-        let mut gone: Vec<Together> = self.together.drain(..oldest).collect();
-        for together in std::mem::take(&mut self.together) {
+        let (pinned, managed): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.together).into_iter().partition(|together| together.pinned);
+        self.together = managed;
+        let oldest = pinned.len().saturating_sub(MOST - 1);
+        let mut pinned = pinned.into_iter();
+        let mut gone: Vec<Together> = pinned.by_ref().take(oldest).collect();
+        for together in pinned {
             self.fetch(driver, together.base, together.run, buffer)?;
             if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
         }
@@ -241,6 +311,33 @@ fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
     each.filter_map(|(i, (before, now))| change(address + 8 * i as u64, *before, *now, u64::MAX)).collect()
 }
 
+/// Rows that few changes may make, told byte by byte.
+const FEW: usize = 1024;
+
+/// Where bytes differ: rows of bytes, or, where these are many, of words of 8 bytes, which neighboring changes mostly fill.
+fn rows(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
+    let of = |grain: usize| {
+        let mut rows: Vec<Range<usize>> = Vec::new();
+        for (i, (before, now)) in before.chunks(grain).zip(now.chunks(grain)).enumerate() {
+            if before == now {
+                continue;
+            }
+            let (start, end) = (i * grain, i * grain + now.len());
+            match rows.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => rows.push(start..end),
+            }
+        }
+        rows
+    };
+    let words = of(8);
+    if words.len() > FEW {
+        return words;
+    }
+    let bytes = of(1);
+    if bytes.len() > FEW { words } else { bytes }
+}
+
 /// What makes one word of another, in the bytes of a mask; `None`: nothing.
 pub(super) fn change(address: u64, before: u64, now: u64, mask: u64) -> Option<WordPatch> {
     let bytes = ((before ^ now) & mask).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
@@ -252,6 +349,25 @@ pub(super) fn change(address: u64, before: u64, now: u64, mask: u64) -> Option<W
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn rows_are_exact_while_they_are_few() {
+        let before = [7u8; 64];
+        let mut now = before;
+        (now[0], now[1], now[9], now[63]) = (1, 1, 1, 1);
+        assert_eq!(rows(&before, &now), [0..2, 9..10, 63..64]);
+        assert!(rows(&before, &before).is_empty());
+    }
+
+    #[test]
+    fn many_rows_are_of_words_that_have_changed() {
+        let before = vec![7u8; 8 * 4 * FEW + 3];
+        let mut now = before.clone();
+        now.iter_mut().step_by(4).for_each(|byte| *byte = 1);
+        assert_eq!(rows(&before, &now), vec![Range { start: 0, end: before.len() }]);
+        now[8..16].copy_from_slice(&before[8..16]);
+        assert_eq!(rows(&before, &now), [0..8, 16..before.len()]);
+    }
 
     proptest! {
         #[test]

@@ -27,7 +27,7 @@ use self::relay::Relay;
 use self::transfer::Region;
 use super::core::{ChannelMemory, Core};
 use super::relayed::{Relayed, dial};
-use super::session::{Handshake, hello, welcome};
+use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::send_message;
 use zerocopy::IntoBytes;
@@ -46,14 +46,15 @@ pub(super) struct Links {
 pub(super) fn connect(
     config: &SessionConfig,
     channel: &ChannelMemory,
+    turn: &mut dyn Turn,
 ) -> Result<(Links, Handshake), ConnectError> {
     let failed = |source| ConnectError::NoServer { server: config.server.to_string(), source };
-    let deadline = Instant::now() + config.connect_timeout;
-    let handshake_deadline = deadline + config.handshake_timeout;
+    let handshake_deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let control = dial(&config.server, config.connect_timeout).map_err(failed)?;
     let first = hello(config, channel, purpose::CONTROL, config.data_connections);
     send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
-    let handshake = welcome(config, control.as_fd(), handshake_deadline)?;
+    let handshake = welcome_in_turn(config, control.as_fd(), handshake_deadline, turn)?;
+    let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let count = handshake.data_connections;
     if count == 0 || count > MAX_LANES {
         return Err(ConnectError::Protocol {
@@ -69,7 +70,7 @@ pub(super) fn connect(
         data.push(lane);
     }
     for lane in &data {
-        welcome(config, lane.as_fd(), handshake_deadline)?;
+        welcome_at_once(config, lane.as_fd(), deadline)?;
     }
     Ok((Links { control, data }, handshake))
 }

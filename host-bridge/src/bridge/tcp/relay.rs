@@ -19,7 +19,7 @@ use protocol::trace::Stage;
 use zerocopy::IntoBytes;
 
 use super::Links;
-use super::control::Control;
+use super::control::{Begun, Control};
 use super::lane::{AHEAD, Lane};
 use super::socket::{Gather, Socket};
 use super::transfer::{Inputs, Outputs, Region, Span, When};
@@ -38,8 +38,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Looks at the ring between two looks at the connections, while polling.
 const RING_LOOKS: u32 = 64;
 
-/// The queue of data that belongs to no stream: a module's image, say.
-const NO_STREAM: u32 = u32::MAX;
+/// Marks the queue of a command that names no stream, its number the command's: its data (a module's image, say) waits for no other command's.
+const NO_STREAM: u64 = 1 << 63;
 
 const DOORBELL: u64 = 0;
 const MAILBOX: u64 = 1;
@@ -320,28 +320,33 @@ impl<'c> Relay<'c> {
 
     fn take_records(&mut self) -> Result<bool, EndReason> {
         let mut begun = None;
+        let mut worked = false;
         while self.can_take() {
             match self.consumer.pop(&mut self.body) {
                 Ok(None) => break,
                 Ok(Some(record)) => {
                     self.core.trace.note(Stage::Taken, record.seq, record.opcode);
-                    self.check(record)?;
-                    begun.get_or_insert_with(|| self.control.begin(frame::COMMANDS));
+                    self.check(record, &mut begun)?;
+                    if begun.is_none() {
+                        begun = Some(self.control.begin(frame::COMMANDS));
+                        self.core.counters.frames_sent.add(1);
+                    }
                     self.control.record(record, &self.body);
                     self.last_seq = record.seq;
                     let size = (protocol::channel::RECORD_HEADER + self.body.len()) as u64;
                     self.taken_bytes += size;
                     self.core.counters.commands.add(1);
                     self.core.counters.copied_bytes.add(2 * size);
+                    worked = true;
                 }
                 Err(e) => return Err(EndReason::Client(e.to_string())),
             }
         }
-        let Some(begun) = begun else { return Ok(false) };
-        self.control.finish(begun);
-        self.core.counters.frames_sent.add(1);
-        for (seq, piece) in self.inputs.take_asks() {
-            self.control.frame(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
+        if let Some(begun) = begun {
+            self.control.finish(begun);
+        }
+        if !worked {
+            return Ok(false);
         }
         if self.consumer.has_room() && self.core.header().ring_sleep.take() {
             self.core.waker().wake(Header::RING_SLEEP_OFFSET);
@@ -350,8 +355,9 @@ impl<'c> Relay<'c> {
         Ok(true)
     }
 
-    /// Judges the copy of a record, and queues the data that it names.
-    fn check(&mut self, record: Record) -> Result<(), EndReason> {
+    /// Judges the copy of a record, and queues the data that it names. Where the server must be asked for some of it, it is asked before it has the command: the frame of
+    /// commands `begun` ends then. While the server executes a command it reads nothing that is behind it.
+    fn check(&mut self, record: Record, begun: &mut Option<Begun>) -> Result<(), EndReason> {
         let Record { opcode, reply_slot, seq } = record;
         let Some(info) = ops::info(opcode) else {
             return Err(EndReason::Client(format!("command {seq} has unknown opcode {opcode:#06x}")));
@@ -384,10 +390,10 @@ impl<'c> Relay<'c> {
         let uses = &mut self.uses;
         (info.visit_data)(&self.body, &mut |data| uses.push(data))
             .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
-        let mut flow = NO_STREAM;
+        let mut flow = NO_STREAM | seq;
         (info.visit_handles)(&self.body, &mut |handle| {
             if let Handle::Stream(stream) = handle {
-                flow = stream.0;
+                flow = stream.0.into();
             }
         })
         .map_err(|e| wrong(&format_args!("does not decode: {e}")))?;
@@ -403,10 +409,14 @@ impl<'c> Relay<'c> {
                     range.offset, range.place, range.len
                 ))
             })?;
+            let piece = piece as u32;
             if write {
-                self.outputs.expect(seq, piece as u32, span);
-            } else {
-                self.inputs.push(flow, seq, piece as u32, span, when, self.lanes.len());
+                self.outputs.expect(seq, piece, span);
+            } else if self.inputs.push(flow, seq, piece, span, when, self.lanes.len()) {
+                if let Some(begun) = begun.take() {
+                    self.control.finish(begun);
+                }
+                self.control.frame(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
             }
         }
         Ok(())

@@ -141,17 +141,15 @@ pub(super) struct Chunk {
 /// data the server has no room for (its turn does not come for as long) keeps back nobody.
 #[derive(Debug)]
 pub(super) struct Inputs {
-    flows: HashMap<u32, VecDeque<Job>>,
+    flows: HashMap<u64, VecDeque<Job>>,
     /// The flow of each piece that is not wholly sent.
-    places: HashMap<(u64, u32), u32>,
+    places: HashMap<(u64, u32), u64>,
     /// Flows whose first piece may be sent, in the order of their turns.
-    turns: VecDeque<u32>,
+    turns: VecDeque<u64>,
     /// For each command with data under way, by seq: how many bytes are still to be sent.
     left: BTreeMap<u64, u64>,
     /// Bytes that may still be sent eagerly.
     eager: u64,
-    /// Pieces for which the server is to be asked.
-    asks: Vec<(u64, u32)>,
 }
 
 impl Default for Inputs {
@@ -162,7 +160,6 @@ impl Default for Inputs {
             turns: VecDeque::new(),
             left: BTreeMap::new(),
             eager: EAGER,
-            asks: Vec::new(),
         }
     }
 }
@@ -179,10 +176,21 @@ impl Inputs {
     }
 
     /// Queues one piece of data of command `seq`; pieces of one flow come in the commands' order. `lanes` is the number of connections to spread it over.
-    pub(super) fn push(&mut self, flow: u32, seq: u64, piece: u32, span: Span, when: When, lanes: usize) {
+    ///
+    /// True: the server must be asked to grant it, before it has the command. It is decided here once and for all what goes without a grant.
+    #[must_use]
+    pub(super) fn push(
+        &mut self,
+        flow: u64,
+        seq: u64,
+        piece: u32,
+        span: Span,
+        when: When,
+        lanes: usize,
+    ) -> bool {
         let len = span.len;
         if len == 0 {
-            return;
+            return false;
         }
         *self.left.entry(seq).or_default() += len;
         let queue = self.flows.entry(flow).or_default();
@@ -190,21 +198,15 @@ impl Inputs {
         let at_once = when == When::Now && (len <= SHORT || queue.is_empty());
         let eager = if at_once && self.eager >= wish { wish } else { 0 };
         self.eager -= eager;
-        if eager == 0 && when == When::Now && len <= EAGER_PIECE {
-            // Of longer ones, and of late ones, the server tells without being asked.
-            self.asks.push((seq, piece));
-        }
+        // Of longer ones, and of late ones, the server tells without being asked.
+        let ask = eager == 0 && when == When::Now && len <= EAGER_PIECE;
         let job = Job { seq, piece, span, at: 0, chunk: chunk(len, lanes), eager, granted: 0 };
         if queue.is_empty() && job.may_send() {
             self.turns.push_back(flow);
         }
         queue.push_back(job);
         self.places.insert((seq, piece), flow);
-    }
-
-    /// The pieces for which the server is to be asked, each once.
-    pub(super) fn take_asks(&mut self) -> Vec<(u64, u32)> {
-        std::mem::take(&mut self.asks)
+        ask
     }
 
     /// The server has room for a piece's bytes before `upto`. One that is sent already is of no interest.
@@ -375,6 +377,11 @@ mod tests {
         Span { region: None, offset: 0, len }
     }
 
+    /// Queues a piece for which the server need not be asked.
+    fn push(inputs: &mut Inputs, flow: u64, seq: u64, piece: u32, len: u64) {
+        assert!(!inputs.push(flow, seq, piece, span(len), When::Now, 4), "command {seq}");
+    }
+
     /// Takes chunks as long as there are some; gives the seq, offset and length of each.
     fn drain(inputs: &mut Inputs) -> Vec<(u64, u64, u64)> {
         let mut all = Vec::new();
@@ -388,9 +395,9 @@ mod tests {
     #[test]
     fn released_rises_only_when_all_earlier_data_is_sent() {
         let mut inputs = Inputs::default();
-        inputs.push(7, 3, 0, span(10), When::Now, 4);
-        inputs.push(7, 5, 0, span(20), When::Now, 4);
-        inputs.push(7, 5, 1, span(5), When::Now, 4);
+        push(&mut inputs, 7, 3, 0, 10);
+        push(&mut inputs, 7, 5, 0, 20);
+        push(&mut inputs, 7, 5, 1, 5);
         let (a, b, c) =
             (inputs.next_chunk().unwrap(), inputs.next_chunk().unwrap(), inputs.next_chunk().unwrap());
         assert_eq!(inputs.released(9), 2);
@@ -404,7 +411,7 @@ mod tests {
     fn chunks_cover_a_transfer_once_and_in_order() {
         for len in [1, MIN_CHUNK, MIN_CHUNK + 1, 7 * MAX_CHUNK + 13, 100 * MAX_CHUNK] {
             let mut inputs = Inputs::default();
-            inputs.push(0, 1, 0, span(len), When::Now, 4);
+            push(&mut inputs, 0, 1, 0, len);
             let mut at = 0;
             for step in 1..=4 {
                 inputs.grant(1, 0, len / 4 * step + len % 4);
@@ -423,10 +430,10 @@ mod tests {
     #[test]
     fn a_stream_without_room_keeps_back_no_other_and_no_later_data_is_eager_for_ever() {
         let mut inputs = Inputs::default();
-        inputs.push(1, 1, 0, span(64 << 20), When::Now, 4);
-        inputs.push(1, 2, 0, span(100), When::Now, 4);
-        inputs.push(2, 3, 0, span(100), When::Now, 4);
-        inputs.push(3, 4, 0, span(100), When::Late, 4);
+        push(&mut inputs, 1, 1, 0, 64 << 20);
+        push(&mut inputs, 1, 2, 0, 100);
+        push(&mut inputs, 2, 3, 0, 100);
+        assert!(!inputs.push(3, 4, 0, span(100), When::Late, 4));
         let sent = drain(&mut inputs);
         assert!(
             sent.iter().all(|(seq, at, len)| *seq == 3 || (*seq == 1 && at + len <= EAGER_PIECE)),
@@ -436,16 +443,14 @@ mod tests {
         inputs.grant(4, 0, u64::MAX);
         assert_eq!(drain(&mut inputs), [(4, 0, 100)]);
         // What the server has no place for is not sent without end.
-        for seq in 5..500 {
-            inputs.push(9, seq, 0, span(EAGER_PIECE), When::Now, 4);
-        }
+        let asks: Vec<u64> =
+            (5..500).filter(|seq| inputs.push(9, *seq, 0, span(EAGER_PIECE), When::Now, 4)).collect();
         let bytes: u64 = drain(&mut inputs).iter().map(|(_, _, len)| len).sum();
         assert!(bytes <= EAGER, "{bytes}");
-        let asks = inputs.take_asks();
-        assert!(asks.len() as u64 >= 495 - EAGER / EAGER_PIECE && inputs.take_asks().is_empty());
+        assert!(asks.len() as u64 >= 495 - EAGER / EAGER_PIECE);
         assert!(inputs.placed(bytes + EAGER_PIECE + 100) && !inputs.placed(EAGER));
         inputs.grant(1, 0, 64 << 20);
-        asks.iter().for_each(|(seq, piece)| inputs.grant(*seq, *piece, EAGER_PIECE));
+        asks.iter().for_each(|seq| inputs.grant(*seq, 0, EAGER_PIECE));
         drain(&mut inputs);
         assert_eq!((inputs.len(), inputs.flows.len(), inputs.places.len()), (0, 0, 0));
     }
@@ -453,10 +458,9 @@ mod tests {
     #[test]
     fn long_data_behind_other_data_of_its_stream_waits_for_its_grant_and_short_data_does_not() {
         let mut inputs = Inputs::default();
-        inputs.push(1, 1, 0, span(4 << 20), When::Now, 4);
-        inputs.push(1, 2, 0, span(512 << 10), When::Now, 4);
-        inputs.push(1, 3, 0, span(SHORT), When::Now, 4);
-        assert_eq!(inputs.take_asks(), [(2, 0)]);
+        push(&mut inputs, 1, 1, 0, 4 << 20);
+        assert!(inputs.push(1, 2, 0, span(512 << 10), When::Now, 4));
+        push(&mut inputs, 1, 3, 0, SHORT);
         // Each of four connections has something of the first eager megabyte.
         let eager = drain(&mut inputs);
         assert_eq!(eager.iter().map(|(seq, _, len)| (*seq, *len)).collect::<Vec<_>>(), [(1, 256 << 10); 4]);
@@ -469,11 +473,11 @@ mod tests {
     #[test]
     fn streams_take_turns() {
         let mut inputs = Inputs::default();
-        inputs.push(1, 1, 0, span(64 << 20), When::Now, 4);
+        push(&mut inputs, 1, 1, 0, 64 << 20);
         inputs.grant(1, 0, 64 << 20);
         inputs.next_chunk();
-        inputs.push(2, 2, 0, span(100), When::Now, 4);
-        inputs.push(3, 3, 0, span(4 << 20), When::Now, 4);
+        push(&mut inputs, 2, 2, 0, 100);
+        push(&mut inputs, 3, 3, 0, 4 << 20);
         let first: Vec<u64> = (0..4).filter_map(|_| inputs.next_chunk()).map(|chunk| chunk.seq).collect();
         assert_eq!(first, [1, 2, 3, 1]);
     }

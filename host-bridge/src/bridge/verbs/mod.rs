@@ -20,14 +20,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use protocol::device::Answer;
-use protocol::link::{Queues, SLOT_DATA, frame, purpose};
+use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::relay::Relay;
 use self::transfer::Region;
 use super::core::{ChannelMemory, Core};
 use super::relayed::{Relayed, dial};
-use super::session::{Handshake, hello, welcome};
+use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
@@ -44,6 +44,7 @@ pub(super) struct Links {
 pub(super) fn connect(
     config: &SessionConfig,
     channel: &ChannelMemory,
+    turn: &mut dyn Turn,
 ) -> Result<(Links, Handshake), ConnectError> {
     let server = || config.server.to_string();
     let failed = |source| ConnectError::NoServer { server: server(), source };
@@ -56,7 +57,7 @@ pub(super) fn connect(
     let offer = unconnected.offer(None);
     let first = hello(config, channel, purpose::VERBS, offer.count - 1);
     send_message(control.as_fd(), &[first.as_bytes()], &[]).map_err(failed)?;
-    let handshake = welcome(config, control.as_fd(), deadline)?;
+    let handshake = welcome_in_turn(config, control.as_fd(), deadline, turn)?;
     let protocol = |what: String| ConnectError::Protocol { server: server(), what };
     send_frame(control.as_fd(), frame::QUEUES, &[offer.as_bytes()], &[]).map_err(failed)?;
     let mut body = Vec::new();
@@ -71,7 +72,8 @@ pub(super) fn connect(
     let end = u64::from(queues.slots)
         .checked_mul(queues.slot_size.into())
         .and_then(|all| queues.slots_address.checked_add(all));
-    if queues.slots == 0 || queues.slots > 1 << 16 || queues.slot_size < SLOT_DATA + 4096 || end.is_none() {
+    let planned = queues.slots.checked_sub(GRANTED_SLOTS).filter(|slots| *slots > 0);
+    if planned.is_none() || queues.slots > 1 << 16 || queues.slot_size < SLOT_DATA + 4096 || end.is_none() {
         return Err(protocol(format!("it has {} slots of {} bytes", queues.slots, queues.slot_size)));
     }
     let link = unconnected.connect(&queues).map_err(|source| match source {

@@ -12,8 +12,8 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use protocol::channel::{Consumer, Header, NO_SLOT, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
 use protocol::link::{
-    ARENA_KEY, DataAsk, DataGrant, DataHeader, DataNext, DataSent, FrameHeader, ProgressUpdate, Queues,
-    RegionKey, SLOT_DATA, frame,
+    ARENA_KEY, COMMANDS_AHEAD, DataAsk, DataGrant, DataHeader, DataSent, FrameHeader, GRANTED_SLOTS,
+    ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame,
 };
 use protocol::ops::stream::{StreamBatchMemOp, StreamHostSignal, StreamHostWait};
 use protocol::ops::{self, Class, Op};
@@ -40,8 +40,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 const FAREWELL: Duration = Duration::from_millis(300);
 /// Bytes of the server's frames that wait for data before it is held off.
 const MAX_HELD: usize = 256 << 10;
-/// Bytes of this side's stream that wait for a server at most, where it is the server's doing that there are more.
-const MAX_BEHIND: usize = 16 << 20;
 
 /// Bytes under way, both ways together, from which on that is bulk data.
 const BULK: u64 = 256 << 10;
@@ -64,9 +62,12 @@ pub(super) struct Relay<'c> {
     /// The server has written this command's data; until it is here nothing further is taken.
     held: Option<DataSent>,
     queues: Queues,
-    /// Slots of the server that are free, in the order in which they are to be written, and for each slot whether it is.
+    /// Slots of the server that are free, in the order in which they are to be written; those for granted data; and for each slot whether it is.
     free: VecDeque<u32>,
+    free_granted: VecDeque<u32>,
     is_free: Vec<bool>,
+    /// Bytes of records that were sent and not taken yet.
+    untaken: u64,
     inputs: Inputs,
     outputs: Outputs,
     arena: Option<Arc<Region>>,
@@ -150,6 +151,7 @@ impl<'c> Relay<'c> {
         let now = Instant::now();
         let most = u64::from(queues.slot_size - SLOT_DATA);
         let under_way = link.most_under_way();
+        let planned = queues.slots.saturating_sub(GRANTED_SLOTS);
         Ok(Relay {
             core,
             mailbox,
@@ -158,7 +160,9 @@ impl<'c> Relay<'c> {
             control_reader: FrameReader::new(),
             reader: FrameReader::new(),
             held: None,
-            free: (0..queues.slots).collect(),
+            free: (0..planned).collect(),
+            free_granted: (planned..queues.slots).collect(),
+            untaken: 0,
             is_free: vec![true; queues.slots as usize],
             inputs: Inputs::new(most, link.data_queues(), under_way),
             outputs: Outputs::default(),
@@ -255,7 +259,10 @@ impl<'c> Relay<'c> {
     }
 
     fn can_take(&self) -> bool {
-        self.link.has_room() && self.inputs.len() < MAX_UNDER_WAY && self.outputs.len() < MAX_UNDER_WAY
+        self.link.has_room()
+            && self.untaken < COMMANDS_AHEAD
+            && self.inputs.len() < MAX_UNDER_WAY
+            && self.outputs.len() < MAX_UNDER_WAY
     }
 
     /// Whether something is due from the server. Only then does its silence mean anything; one that is gone meanwhile shows by its control connection, which the kernel watches, and a
@@ -383,7 +390,9 @@ impl<'c> Relay<'c> {
                         match slot.and_then(|slot| Some((slot, self.is_free.get_mut(slot as usize)?))) {
                             Some((slot, free)) if !*free => {
                                 *free = true;
-                                self.free.push_back(slot);
+                                let planned = slot < self.queues.slots.saturating_sub(GRANTED_SLOTS);
+                                let list = if planned { &mut self.free } else { &mut self.free_granted };
+                                list.push_back(slot);
                             }
                             _ => {
                                 return Err(EndReason::Server(format!(
@@ -398,20 +407,24 @@ impl<'c> Relay<'c> {
                         split_struct::<DataGrant>(body).map_err(|e| EndReason::Server(e.to_string()))?;
                     granted.push(grant);
                 }
+                frame::COMMANDS_TAKEN => {
+                    let bytes = body.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));
+                    self.untaken =
+                        bytes.and_then(|bytes| self.untaken.checked_sub(bytes)).ok_or_else(|| {
+                            EndReason::Server(format!(
+                                "it has taken {bytes:?} bytes of commands, more than were sent"
+                            ))
+                        })?;
+                }
                 frame::ALIVE => {}
                 other => return Err(EndReason::Server(format!("it sent a frame of unknown kind {other}"))),
             }
         }
         for DataGrant { seq, piece, upto, .. } in granted {
-            if self.inputs.is_overrun() || self.link.waiting() > MAX_BEHIND {
+            if self.inputs.is_overrun() {
                 return Err(EndReason::Server("it grants data in more parts than it takes".into()));
             }
-            if let Some((offset, len)) = self.inputs.grant(seq, piece, upto) {
-                let next = self.begin(frame::DATA_NEXT);
-                let body = DataNext { seq, piece, reserved: 0, offset, len };
-                self.link.out().extend_from_slice(body.as_bytes());
-                self.finish(next);
-            }
+            self.inputs.grant(seq, piece, upto);
         }
         if published && core.header().progress_sleep.take() {
             waker.wake(Header::PROGRESS_SLEEP_OFFSET);
@@ -450,6 +463,7 @@ impl<'c> Relay<'c> {
                     out.extend_from_slice(&self.body);
                     self.last_seq = record.seq;
                     self.taken_bytes += size as u64;
+                    self.untaken += size as u64;
                     self.core.counters.commands.add(1);
                     self.core.counters.copied_bytes.add(2 * size as u64);
                     worked = true;
@@ -557,9 +571,20 @@ impl<'c> Relay<'c> {
     /// Posts writes as far as there are slots, queues and tokens for them.
     fn post_writes(&mut self) -> Result<bool, EndReason> {
         let mut worked = false;
-        while self.inputs.has_jobs() && self.inputs.has_tokens() && !self.free.is_empty() {
+        while self.inputs.has_tokens() {
+            // Granted data first: work that goes on already waits for it.
+            let granted = self.inputs.has_granted() && !self.free_granted.is_empty();
+            let planned = self.inputs.has_jobs() && !self.free.is_empty();
+            if !granted && !planned {
+                break;
+            }
             let Some(queue) = self.link.next_queue() else { break };
-            let (Some(chunk), Some(slot)) = (self.inputs.next_chunk(), self.free.pop_front()) else { break };
+            let (chunk, slot) = if granted {
+                (self.inputs.next_granted(), self.free_granted.pop_front())
+            } else {
+                (self.inputs.next_chunk(), self.free.pop_front())
+            };
+            let (Some(chunk), Some(slot)) = (chunk, slot) else { break };
             let Some(token) = self.inputs.token(&chunk) else { break };
             self.is_free[slot as usize] = false;
             let header =

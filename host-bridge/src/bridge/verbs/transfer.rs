@@ -13,7 +13,7 @@ use crate::verbs::{RegisteredRegion, Segment};
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 const SIGNALLED: u64 = 32 << 10;
 
-/// Pieces and granted parts of pieces at most that wait for slots.
+/// Granted parts of pieces at most that wait for slots.
 const MAX_JOBS: usize = 1 << 18;
 
 /// Memory of the client that the device may use. How many hold it says whether anything is under way in it.
@@ -113,11 +113,13 @@ struct Posted {
     _span: Span,
 }
 
-/// `In` data in the order of its places among the slots, and which commands' data has all been read.
+/// `In` data in the order of its places among the slots, what goes when it is granted, and which commands' data has all been read.
 #[derive(Debug)]
 pub(super) struct Inputs {
     jobs: VecDeque<Job>,
-    /// By command and piece: what has no place among the slots yet.
+    /// Parts that were granted, in the order in which they were.
+    granted: VecDeque<Job>,
+    /// By command and piece: what waits for grants.
     later: HashMap<(u64, u32), Later>,
     /// For each command with data under way: its seq, and how many bytes the server does not have yet.
     tickets: VecDeque<(u64, u64)>,
@@ -138,8 +140,8 @@ impl Inputs {
         let posted = std::iter::repeat_with(|| None).take(under_way).collect();
         let free = (0..under_way).rev().collect();
         let (jobs, tickets) = (VecDeque::with_capacity(1024), VecDeque::with_capacity(1024));
-        let later = HashMap::new();
-        Inputs { jobs, later, tickets, due: 0, first: 0, posted, free, most, queues: queues as u64 }
+        let (granted, later) = (VecDeque::new(), HashMap::new());
+        Inputs { jobs, granted, later, tickets, due: 0, first: 0, posted, free, most, queues: queues as u64 }
     }
 
     /// Commands whose data is under way.
@@ -154,11 +156,15 @@ impl Inputs {
 
     /// Whether the server has granted data in more parts than any commands have.
     pub(super) fn is_overrun(&self) -> bool {
-        self.jobs.len() > MAX_JOBS
+        self.granted.len() > MAX_JOBS
     }
 
     pub(super) fn has_jobs(&self) -> bool {
         !self.jobs.is_empty()
+    }
+
+    pub(super) fn has_granted(&self) -> bool {
+        !self.granted.is_empty()
     }
 
     /// The ticket of command `seq`, which has `len` bytes more.
@@ -171,9 +177,9 @@ impl Inputs {
         self.first + self.tickets.len() as u64 - 1
     }
 
-    fn queue(&mut self, seq: u64, piece: u32, ticket: u64, span: Span, at: u64, end: u64) {
+    fn job(&self, seq: u64, piece: u32, ticket: u64, span: Span, at: u64, end: u64) -> Job {
         let chunk = chunk_len(end - at, self.queues, self.most);
-        self.jobs.push_back(Job { seq, piece, ticket, span, at, end, chunk });
+        Job { seq, piece, ticket, span, at, end, chunk }
     }
 
     /// Queues one piece of data of command `seq`; pieces come in the commands' order.
@@ -182,7 +188,8 @@ impl Inputs {
             return;
         }
         let (ticket, end) = (self.ticket(seq, span.len), span.len);
-        self.queue(seq, piece, ticket, span, 0, end);
+        let job = self.job(seq, piece, ticket, span, 0, end);
+        self.jobs.push_back(job);
     }
 
     /// As [`push`](Self::push), for a piece that waits for grants.
@@ -193,36 +200,30 @@ impl Inputs {
         }
     }
 
-    /// The server has room for a piece's bytes before `upto`: queues those that it had not granted before, and gives their offset and length. One that it has granted already is of no
-    /// interest.
-    pub(super) fn grant(&mut self, seq: u64, piece: u32, upto: u64) -> Option<(u64, u64)> {
-        let later = self.later.get_mut(&(seq, piece))?;
+    /// The server has room for a piece's bytes before `upto`: queues those that it had not granted before.
+    pub(super) fn grant(&mut self, seq: u64, piece: u32, upto: u64) {
+        let Some(later) = self.later.get_mut(&(seq, piece)) else { return };
         let (at, end) = (later.granted, upto.min(later.span.len));
         if end <= at {
-            return None;
+            return;
         }
         later.granted = end;
         let (ticket, span) = (later.ticket, later.span.clone());
         if end == span.len {
             self.later.remove(&(seq, piece));
         }
-        self.queue(seq, piece, ticket, span, at, end);
-        Some((at, end - at))
+        let job = self.job(seq, piece, ticket, span, at, end);
+        self.granted.push_back(job);
     }
 
-    /// The next write.
+    /// The next write of data that has its place among the slots.
     pub(super) fn next_chunk(&mut self) -> Option<Chunk> {
-        let job = self.jobs.front_mut()?;
-        let len = (job.end - job.at).min(job.chunk);
-        let source = job.span.segment(job.at, len as u32)?;
-        let (seq, piece, offset, ticket) = (job.seq, job.piece, job.at, job.ticket);
-        let span = job.span.clone();
-        job.at += len;
-        if job.at == job.end {
-            self.jobs.pop_front();
-        }
-        let signal = len > SIGNALLED || self.jobs.is_empty();
-        Some(Chunk { seq, piece, offset, len: len as u32, source, signal, ticket, span })
+        cut(&mut self.jobs)
+    }
+
+    /// The next write of granted data.
+    pub(super) fn next_granted(&mut self) -> Option<Chunk> {
+        cut(&mut self.granted)
     }
 
     /// The chunk is about to be posted: its token, to be given to [`written`](Self::written). `None`: too many are under way.
@@ -256,6 +257,21 @@ impl Inputs {
     pub(super) fn released(&self, last: u64) -> u64 {
         self.tickets.front().map_or(last, |(seq, _)| seq - 1)
     }
+}
+
+/// Cuts the next write off a queue.
+fn cut(jobs: &mut VecDeque<Job>) -> Option<Chunk> {
+    let job = jobs.front_mut()?;
+    let len = (job.end - job.at).min(job.chunk);
+    let source = job.span.segment(job.at, len as u32)?;
+    let (seq, piece, offset, ticket) = (job.seq, job.piece, job.at, job.ticket);
+    let span = job.span.clone();
+    job.at += len;
+    if job.at == job.end {
+        jobs.pop_front();
+    }
+    let signal = len > SIGNALLED || jobs.is_empty();
+    Some(Chunk { seq, piece, offset, len: len as u32, source, signal, ticket, span })
 }
 
 /// `Out` data of one command.

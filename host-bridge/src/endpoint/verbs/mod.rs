@@ -3,7 +3,10 @@
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
 //!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
+//!
+//! The pump reads everything at once, whatever the dispatcher is at: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
 //!
 //! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
@@ -28,23 +31,24 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::{HostRange, Place};
 use protocol::link::{
-    ARENA_KEY, DataGrant, DataHeader, DataSent, FrameHeader, ProgressUpdate, Queues, RegionKey, frame,
+    ARENA_KEY, COMMANDS_AHEAD, DataGrant, DataSent, FrameHeader, GRANTED_SLOTS, ProgressUpdate, Queues,
+    RegionKey, frame,
 };
 use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::Outgoing;
-use super::ring::{Arrivals, Freed, Ring, Takes};
+use super::ring::{Arrivals, Freed, Ring};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::Bell;
-use super::{Client, Commands, Lost, Polling, Sink, Source, StagingArea};
+use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
 use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
 
 /// Bytes of a slot: half a MiB of data, and a page for the header before it.
 const SLOT_SIZE: u32 = (512 << 10) + 4096;
-/// Slots of a session.
+/// Slots of a session that are used in turn. Those for granted data come behind them.
 const SLOTS: u32 = 48;
 /// Bytes of one write to the client at most, and of a buffer that is lent out.
 const CHUNK: usize = 512 << 10;
@@ -54,8 +58,6 @@ const BUFFERS: usize = 16;
 const SENDS: usize = 64;
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 const SIGNALLED: usize = 32 << 10;
-/// Records that wait for the dispatcher, in bytes, before the bridge is held off.
-const MAX_WAITING: usize = 1 << 20;
 /// A bridge that takes or says nothing for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
@@ -66,16 +68,9 @@ pub struct VerbsCommands {
     client: Arc<VerbsClient>,
     /// Taken over from the pump.
     records: Records,
+    /// Bytes of records taken over of which the bridge has not been told.
+    untold: u64,
     poll: PollTime,
-}
-
-/// Takes granted data out of slots for the inbox.
-struct Granted(Arc<Inbox>);
-
-impl Takes for Granted {
-    fn take(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
-        self.0.bring(header, bytes)
-    }
 }
 
 /// The side of every other thread.
@@ -97,7 +92,7 @@ pub struct VerbsClient {
     /// Data that waits for grants.
     inbox: Arc<Inbox>,
     arrived: Mutex<Vec<u8>>,
-    /// Bytes in `arrived`, to be polled.
+    /// Whether there may be something in `arrived`, to be polled: bytes that were put there.
     waiting: AtomicUsize,
     came: Condvar,
     executed: AtomicU64,
@@ -110,6 +105,7 @@ pub struct VerbsClient {
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
     stop: Bell,
+    farewell: Farewell,
 }
 
 struct Engine {
@@ -129,6 +125,8 @@ struct Engine {
     waiters: usize,
     /// `executed` as the client was last told.
     told: u64,
+    /// Slots for granted data that were emptied, of which the bridge has not been told.
+    emptied: Vec<u32>,
 }
 
 /// What a write's token says when it is done: a buffer is free, or (with this bit) a waiting call's write has left.
@@ -178,17 +176,17 @@ impl VerbsCommands {
             free_buffers: (0..BUFFERS).collect(),
             waiters: 0,
             told: 0,
+            emptied: Vec::with_capacity(GRANTED_SLOTS as usize),
         };
-        let Some(at) = slots.pointer(0, slots.registration().len()) else {
+        let Some(at) = slots.pointer(0, (SLOT_SIZE * SLOTS) as usize) else {
             return Err(Lost::new("the slots have no memory"));
         };
         let inbox = Inbox::new();
         let client = Arc::new_cyclic(|this: &Weak<VerbsClient>| {
             let freed: Weak<dyn Freed> = this.clone();
             inbox.tell(this.clone());
-            let takes = Arc::new(Granted(Arc::clone(&inbox)));
             // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
-            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed, takes) };
+            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
             VerbsClient {
                 this: this.clone(),
                 engine: Mutex::new(engine),
@@ -212,6 +210,7 @@ impl VerbsCommands {
                 ending: AtomicBool::new(false),
                 end: OnceLock::new(),
                 stop,
+                farewell: Farewell::default(),
             }
         });
         let poll = PollTime::giving_way(polling.most, cores());
@@ -221,7 +220,8 @@ impl VerbsCommands {
             .spawn(move || pump.pump(poll))
             .map_err(failed)?;
         let _ = client.pump.set(pump.thread().clone());
-        let commands = VerbsCommands { client: Arc::clone(&client), records: Records::default(), poll };
+        let commands =
+            VerbsCommands { client: Arc::clone(&client), records: Records::default(), untold: 0, poll };
         Ok((commands, client))
     }
 
@@ -234,12 +234,14 @@ impl VerbsCommands {
             }
             let mut arrived = lock(&self.client.arrived);
             std::mem::swap(&mut *arrived, into);
-            let held = self.client.waiting.swap(0, Ordering::AcqRel) > MAX_WAITING;
+            self.client.waiting.store(0, Ordering::Release);
             drop(arrived);
-            if held {
-                let mut engine = self.client.lock();
-                engine.link.hold(false);
-                self.client.flush(engine);
+            self.untold += into.len() as u64;
+            // In steps, so that a few commands cost the bridge no message.
+            if self.untold >= COMMANDS_AHEAD / 4 {
+                let taken = std::mem::take(&mut self.untold);
+                self.client
+                    .say(|engine| put(engine.link.out(), frame::COMMANDS_TAKEN, &[&taken.to_le_bytes()]));
             }
         }
         self.records.take(body)
@@ -253,7 +255,8 @@ fn connect(
     peer: &Queues,
 ) -> Result<(Link, Slab, Slab), VerbsError> {
     let domain = Domain::new(Device::open(settings)?)?;
-    let slots = Slab::new(&domain, (SLOT_SIZE * SLOTS) as usize, Access::RemoteWrite)?;
+    let slots = (SLOT_SIZE * (SLOTS + GRANTED_SLOTS)) as usize;
+    let slots = Slab::new(&domain, slots, Access::RemoteWrite)?;
     let buffers = Slab::new(&domain, CHUNK * BUFFERS, Access::Read)?;
     let unconnected = Unconnected::answering(&domain, settings, peer)?;
     let offer = unconnected.offer(Some((&slots, SLOT_SIZE)));
@@ -408,6 +411,7 @@ impl VerbsClient {
         drop(lock(&self.arrived));
         self.came.notify_all();
         self.room.notify_all();
+        self.farewell.call();
     }
 }
 
@@ -485,12 +489,17 @@ impl Client for VerbsClient {
         self.finish(None);
     }
 
+    fn when_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.farewell.set(then);
+    }
+
     fn streams_data(&self) -> bool {
         true
     }
 
     fn traffic(&self) -> (u64, u64) {
-        (self.ring.bytes.load(Ordering::Relaxed), self.sent.load(Ordering::Relaxed))
+        let granted = self.inbox.bytes.load(Ordering::Relaxed);
+        (self.ring.bytes.load(Ordering::Relaxed) + granted, self.sent.load(Ordering::Relaxed))
     }
 
     fn copied(&self) -> u64 {
@@ -498,7 +507,7 @@ impl Client for VerbsClient {
     }
 
     fn staging(&self) -> Option<StagingArea> {
-        let len = self.slots.registration().len();
+        let len = (SLOT_SIZE * SLOTS) as usize;
         let at = self.slots.pointer(0, len)?;
         Some(StagingArea { at, len, slots: SLOTS as usize })
     }

@@ -55,7 +55,7 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
 
 /// The stream of a launch or an upload, of the instance's context.
 fn on(driver: &Driver, exec: &Exec, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
-    let (_, context) = context::ready()?;
+    let (_, context, _lent) = context::ready_on(handle)?;
     let stream = stream::any(driver, context, handle, per_thread)?;
     if std::ptr::eq(stream.context, exec.context) { Ok(stream) } else { Err(Status::INVALID_VALUE) }
 }

@@ -1,0 +1,216 @@
+//! The pool and its queue: who gets a worker, who waits, and what is made only when it is needed.
+//!
+//! The software GPU imitates contexts that take their time. Where a test says that they take ten minutes, nothing of it waits for one.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::net::TcpStream;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use protocol::Status;
+use protocol::device::Answer;
+use protocol::link::wish;
+use protocol::ops::context::PrimaryReset;
+use protocol::ops::device::*;
+use protocol::ops::memory::*;
+use protocol::ops::nvml::NvmlSystem;
+use support::*;
+
+/// Contexts that no test waits for.
+const ENDLESS: &str = "--software-imitate=context-ms=600000";
+
+/// Worker processes of the server.
+fn workers(server: &Server) -> Vec<i32> {
+    let parent = server.child.id().to_string();
+    let entries = std::fs::read_dir("/proc").unwrap();
+    entries
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+            let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
+            (fields[1] == parent && fields[0] != "Z").then(|| entry.file_name().to_str()?.parse().ok())?
+        })
+        .collect()
+}
+
+/// Contexts that workers made, by device, as the log tells.
+fn contexts_made(server: &Server, device: u32) -> usize {
+    let made = format!("making a context of device {device}");
+    server.log().lines().filter(|line| line.ends_with(&made)).count()
+}
+
+#[test]
+fn thirty_two_programs_that_start_together_are_all_served() {
+    let server = Server::start(&["--workers=2", "--software-imitate=context-ms=1000"]);
+    let socket = server.socket();
+    let (sessions, places): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
+        let programs: Vec<_> = (0..32).map(|_| scope.spawn(|| Waits::ask(&socket, 0).served())).collect();
+        programs.into_iter().map(|program| program.join().unwrap()).unzip()
+    });
+    for session in sessions {
+        session.unwrap().call(&SessionInfo {}).unwrap();
+    }
+    for places in &places {
+        assert!(places.is_sorted_by(|before, after| before >= after), "a place got worse: {places:?}");
+    }
+    assert!(places.iter().flatten().any(|place| *place >= 8), "{places:?}");
+    assert_eq!(server.number("sessions_begun"), 32);
+}
+
+#[test]
+fn a_client_that_cannot_be_told_to_wait_gets_its_session_all_the_same() {
+    let server = Server::start(&["--workers=0", "--software-imitate=context-ms=300"]);
+    Local::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+}
+
+#[test]
+fn a_client_that_gives_up_leaves_the_queue_and_the_others_move_up() {
+    let server = Server::start(&["--workers=1", ENDLESS]);
+    let mut waiting = Vec::new();
+    for place in 0..3 {
+        let client = Waits::ask(&server.socket(), 0);
+        let heard = client.heard();
+        assert_eq!((Answer::from_number(heard.status), heard.ahead), (Answer::Waiting, place));
+        waiting.push(client);
+    }
+    waiting.remove(0);
+    until("it has left", || server.number("sessions_waiting") == 2);
+    for (place, client) in (0..).zip(&waiting) {
+        until("it has moved up", || client.heard().ahead == place);
+    }
+    let mut tcp = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let hello = protocol::link::Hello {
+        wishes: wish::MAY_WAIT,
+        ..hello(protocol::link::purpose::CONTROL, [0; 16], 0)
+    };
+    std::io::Write::write_all(&mut tcp, zerocopy::IntoBytes::as_bytes(&hello)).unwrap();
+    until("it waits", || server.number("sessions_waiting") == 3);
+    drop(tcp);
+    until("it has left", || server.number("sessions_waiting") == 2);
+}
+
+#[test]
+fn waiting_costs_the_daemon_a_descriptor_and_no_thread() {
+    let server = Server::start(&["--workers=0", "--max-sessions=200", ENDLESS]);
+    let threads = || std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap().count();
+    let first = Waits::ask(&server.socket(), 0);
+    first.heard();
+    until("workers start", || server.number("workers_starting") >= 1);
+    let clients: Vec<Waits> = (0..100).map(|_| Waits::ask(&server.socket(), 0)).collect();
+    clients.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
+    // One for each worker that starts, and those that the daemon has anyway.
+    until("handshakes have ended", || threads() <= workers(&server).len() + 12);
+}
+
+#[test]
+fn workers_that_crash_again_and_again_end_in_a_refusal_that_says_why() {
+    let server = Server::start(&["--workers=0", ENDLESS]);
+    let client = Waits::ask(&server.socket(), 0);
+    let asked = std::thread::spawn(|| client.served());
+    until("the client is answered", || {
+        for pid in workers(&server) {
+            // It may be gone already.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        asked.is_finished()
+    });
+    let reason = asked.join().unwrap().0.err().unwrap();
+    assert!(reason.contains("could not be started") && reason.contains("signal 9"), "{reason}");
+}
+
+#[test]
+fn a_queue_in_which_nothing_goes_on_is_refused() {
+    let server = Server::start(&["--workers=1", "--wait-seconds=1", ENDLESS]);
+    let reason = Waits::ask(&server.socket(), 0).served().0.err().unwrap();
+    assert!(reason.contains("no worker became ready within 1 s (--wait-seconds)"), "{reason}");
+}
+
+#[test]
+fn nvml_is_answered_at_once_while_others_wait_and_its_worker_does_nothing_else() {
+    let server = Server::start(&["--workers=1", "--log=debug", ENDLESS]);
+    let waiting: Vec<Waits> = (0..4).map(|_| Waits::ask(&server.socket(), 0)).collect();
+    waiting.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
+    let mut nvml = Waits::ask(&server.socket(), wish::NVML_ONLY).served().0.unwrap();
+    assert_eq!(nvml.call(&NvmlSystem {}).unwrap().device_count, 1);
+    assert_eq!(nvml.call(&MemGetInfo { device: 0 }).err(), Some(Status::NOT_PERMITTED));
+    let grow = MemGrow { device: 0, address: window(0), size: 2 << 20 };
+    assert_eq!(nvml.call(&grow).err(), Some(Status::NOT_PERMITTED));
+    assert_eq!(nvml.call(&NvmlSystem {}).unwrap().device_count, 1);
+    let row = &server.status()["sessions"][0];
+    assert_eq!(row["kind"], "nvml");
+    assert_eq!((server.number("workers_ready"), server.number("sessions_waiting")), (0, 4));
+}
+
+#[test]
+fn contexts_are_made_when_something_needs_them_and_for_that_device_alone() {
+    let server = Server::start(&["--workers=1", "--software-devices=4", "--log=debug"]);
+    // The log comes a moment later.
+    let made = |expected: [usize; 4]| {
+        let made = || [0, 1, 2, 3].map(|device| contexts_made(&server, device));
+        until("contexts are made", || made() >= expected);
+        assert_eq!(made(), expected);
+    };
+    until("a worker is ready", || server.number("workers_ready") == 1);
+    made([1, 0, 0, 0]);
+    let mut session = Local::connect(&server.socket());
+    until("a spare one is ready", || server.number("workers_ready") == 1);
+    for device in 0..4 {
+        session.call(&DeviceInfo { device }).unwrap();
+    }
+    session.call(&PeerInfo { device: 1, peer: 2 }).unwrap();
+    made([2, 0, 0, 0]);
+    session.call(&MemGrow { device: 2, address: window(2), size: 2 << 20 }).unwrap();
+    made([2, 0, 1, 0]);
+    // A reset makes no new one; the next use does.
+    session.call(&PrimaryReset { device: 2 }).unwrap();
+    made([2, 0, 1, 0]);
+    session.call(&MemGrow { device: 2, address: window(2), size: 2 << 20 }).unwrap();
+    made([2, 0, 2, 0]);
+}
+
+#[test]
+fn a_server_without_spare_workers_starts_one_when_a_client_asks() {
+    let server = Server::start(&["--workers=0", "--first-workers=1"]);
+    until("the first is ready", || server.number("workers_ready") == 1);
+    let mut first = Local::connect(&server.socket());
+    first.call(&SessionInfo {}).unwrap();
+    assert_eq!((server.number("workers_ready"), server.number("workers_starting")), (0, 0));
+    assert_eq!(workers(&server).len(), 1);
+    let mut second = Local::connect(&server.socket());
+    second.call(&SessionInfo {}).unwrap();
+    assert_eq!(workers(&server).len(), 2);
+}
+
+#[test]
+fn a_server_that_ends_kills_workers_that_still_prepare() {
+    let mut server = Server::start(&["--workers=2", ENDLESS]);
+    until("workers prepare", || workers(&server).len() == 2);
+    let preparing = workers(&server);
+    let waits = Waits::ask(&server.socket(), 0);
+    waits.heard();
+    kill(Pid::from_raw(server.child.id() as i32), Signal::SIGTERM).unwrap();
+    let reason = waits.served().0.err().unwrap();
+    assert!(reason.contains("shutting down"), "{reason}");
+    assert!(server.child.wait().unwrap().success());
+    let log = server.log();
+    assert!(log.contains("workers that had no session"), "{log}");
+    until("they are gone", || {
+        preparing.iter().all(|pid| {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            status.is_empty() || status.contains("State:\tZ")
+        })
+    });
+}
+
+#[test]
+fn silent_connections_lock_nobody_out() {
+    let server = Server::start(&[]);
+    let _silent: Vec<TcpStream> =
+        (0..600).map(|_| TcpStream::connect(("127.0.0.1", server.port)).unwrap()).collect();
+    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+    Local::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+}

@@ -1,0 +1,107 @@
+//! A TCP relay that adds delay, so that one machine can stand in for two that are far apart.
+//!
+//! ```text
+//!  client ──▶ reader ──▶ queue of (time due, bytes) ──▶ writer ──▶ server      and the same back
+//! ```
+//!
+//! Each direction of each connection holds every byte back for half the round-trip time, without limiting the rate. At a round-trip time of 0 it shows what
+//! the relay itself costs.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Parser;
+
+/// Bytes that one read takes at most.
+const CHUNK: usize = 256 << 10;
+/// Chunks on their way in one direction of one connection: up to 1 GiB, more than any window.
+const IN_FLIGHT: usize = 4096;
+/// The writer sleeps until this long before a chunk is due and spins for the rest, because a sleep ends late.
+const SPIN: Duration = Duration::from_micros(100);
+
+/// Relay TCP connections and add delay to them.
+#[derive(Parser)]
+struct Arguments {
+    /// Address to accept connections at
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: SocketAddr,
+    /// Address to connect them to
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    to: SocketAddr,
+    /// Round-trip time to add [µs]
+    #[arg(long, value_name = "MICROSECONDS")]
+    rtt_us: u64,
+}
+
+/// Bytes, and when they are due at the other side.
+type Parcel = (Instant, Vec<u8>);
+
+fn main() -> ExitCode {
+    match relay(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn relay(arguments: &Arguments) -> Result<()> {
+    let delay = Duration::from_micros(arguments.rtt_us) / 2;
+    let listener = TcpListener::bind(arguments.listen)
+        .with_context(|| format!("cannot listen at {}", arguments.listen))?;
+    for client in listener.incoming() {
+        let client = client.context("cannot accept a connection")?;
+        // A server that is not there yet refuses this client only.
+        match TcpStream::connect(arguments.to) {
+            Ok(server) => {
+                one_way(&client, &server, delay)?;
+                one_way(&server, &client, delay)?;
+            }
+            Err(error) => eprintln!("cannot connect to {}: {error}", arguments.to),
+        }
+    }
+    Ok(())
+}
+
+/// Starts the two threads of one direction.
+fn one_way(from: &TcpStream, to: &TcpStream, delay: Duration) -> Result<()> {
+    to.set_nodelay(true)?;
+    let (from, to) = (from.try_clone()?, to.try_clone()?);
+    let (sender, receiver) = sync_channel(IN_FLIGHT);
+    std::thread::spawn(move || read(from, &sender, delay));
+    std::thread::spawn(move || write(to, &receiver));
+    Ok(())
+}
+
+/// Stamps what arrives. An end or an error of the connection ends the queue.
+fn read(mut from: TcpStream, queue: &SyncSender<Parcel>, delay: Duration) {
+    let mut buffer = vec![0; CHUNK];
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        if queue.send((Instant::now() + delay, buffer[..count].to_vec())).is_err() {
+            return;
+        }
+    }
+}
+
+/// Passes each parcel on when it is due, then the end.
+fn write(mut to: TcpStream, queue: &Receiver<Parcel>) {
+    for (due, bytes) in queue {
+        let left = due.saturating_duration_since(Instant::now());
+        if left > SPIN {
+            std::thread::sleep(left - SPIN);
+        }
+        while Instant::now() < due {
+            std::hint::spin_loop();
+        }
+        if to.write_all(&bytes).is_err() {
+            break;
+        }
+    }
+    // Fails only if the other direction has ended the connection already.
+    let _ = to.shutdown(Shutdown::Write);
+}

@@ -1,0 +1,178 @@
+//! Sessions whose driver keeps its caller waiting, as NVIDIA's does: when a device's queue is full, and when code is loaded or memory made while there is work. The software GPU
+//! imitates that (`--software-imitate`). Whatever a stream needs to go on must reach the server although the thread that executes commands is inside such a call.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rgpu_tests::programs;
+use support::{Rig, TRANSPORTS, Transport};
+
+/// How long a program may take. Nothing but a hang takes so long.
+const LIMIT: Duration = Duration::from_secs(180);
+
+fn passes(
+    rig: &Rig,
+    transport: Transport,
+    name: &str,
+    arguments: &[&str],
+    bridge: Option<u32>,
+) -> Result<()> {
+    let mut command = rig.program(transport, name)?;
+    command.args(arguments);
+    if let Some(pid) = bridge {
+        command.env("BRIDGE_PID", pid.to_string());
+    }
+    let outcome = programs::run(&mut command, LIMIT)?;
+    outcome.verdict(name).map(drop).with_context(|| format!("{name} {arguments:?} over {transport:?}"))
+}
+
+#[test]
+fn a_call_that_waits_for_a_copy_gets_its_data_though_both_came_together() -> Result<()> {
+    let mut rig = Rig::with("waits-batched", &["--software-imitate", "queue=64,waiting-calls"], &[])?;
+    for mode in ["load", "symbol", "free", "malloc", "unload", "instantiate", "reset"] {
+        for bytes in ["65536", "800000", "4194304"] {
+            let argument = format!("{mode}-{bytes}");
+            passes(&rig, Transport::Local, "batched_asks", &[&argument], None)?;
+            // The bridge is stopped while the copy and the call are put into the ring.
+            passes(&rig, Transport::Tcp, "batched_asks", &[&argument], Some(rig.tcp.pid()))?;
+        }
+    }
+    rig.check_healthy()
+}
+
+#[test]
+fn many_short_copies_pass_through_a_queue_that_is_full() -> Result<()> {
+    let mut rig = Rig::with("waits-queue", &["--software-imitate", "queue=64"], &[])?;
+    for transport in TRANSPORTS {
+        passes(&rig, transport, "many_small_copies", &[], None)?;
+        passes(&rig, transport, "many_small_copies", &["--full"], None)?;
+    }
+    rig.check_healthy()
+}
+
+/// Copies of all kinds, loading, graphs, host functions, mirrored and managed memory, threads.
+const PROGRAMS: [&str; 26] = [
+    "alloc_churn",
+    "batched_asks",
+    "callback_load",
+    "context_threads",
+    "copies",
+    "copies_3d",
+    "copy_promises",
+    "default_stream",
+    "graph_host",
+    "graph_update",
+    "held_by_value",
+    "held_calls",
+    "held_streams",
+    "host_registration",
+    "managed_memory",
+    "many_small_copies",
+    "mapped_memory",
+    "memcpy_batch",
+    "pinned_bulk",
+    "pinned_kernels",
+    "stream_callbacks",
+    "stream_lifetimes",
+    "stream_memory",
+    "streams_events",
+    "symbol_copies",
+    "threads",
+];
+
+/// The seeds of the delays: `RGPU_SEEDS` (numbers with commas between them), else one.
+fn seeds() -> Result<Vec<u32>> {
+    let text = std::env::var("RGPU_SEEDS").unwrap_or_else(|_| "1".to_owned());
+    text.split(',').map(|seed| seed.trim().parse().with_context(|| format!("no seed: {seed:?}"))).collect()
+}
+
+#[test]
+fn programs_pass_whatever_is_delayed() -> Result<()> {
+    for seed in seeds()? {
+        let imitate = format!("queue=600,waiting-calls,call-us=300,seed={seed}");
+        let server = ["--software-imitate", imitate.as_str()];
+        let mut rig = Rig::through("waits-delays", &server, &[], |port| slow_link(port, seed))?;
+        for name in PROGRAMS {
+            for transport in TRANSPORTS {
+                passes(&rig, transport, name, &[], None).with_context(|| format!("with seed {seed}"))?;
+            }
+        }
+        rig.check_healthy()?;
+    }
+    Ok(())
+}
+
+/// A port that passes every connection on to `port` and delays what it passes, each way of each connection at random. Gives the port. It is there until the test's process ends.
+fn slow_link(port: u16, seed: u32) -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let own = listener.local_addr()?.port();
+    thread::spawn(move || {
+        for (number, near) in listener.incoming().enumerate() {
+            let pair = near.and_then(|near| {
+                let far = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+                near.set_nodelay(true)?;
+                far.set_nodelay(true)?;
+                Ok([(near.try_clone()?, far.try_clone()?), (far, near)])
+            });
+            for (way, (from, to)) in pair.into_iter().flatten().enumerate() {
+                let seed = u64::from(seed) << 32 | (number as u64) << 1 | way as u64;
+                thread::spawn(move || pass_on(from, to, Random(seed)));
+            }
+        }
+    });
+    Ok(own)
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+}
+
+fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
+    let mut buffer = vec![0; 256 << 10];
+    loop {
+        // Now and then only a part of what is there, so that frames are cut anywhere.
+        let most = if random.below(8) == 0 { 1 + random.below(100) as usize } else { buffer.len() };
+        let Ok(got @ 1..) = from.read(&mut buffer[..most]) else { break };
+        let delay = if random.below(40) == 0 { 5000 } else { 300 };
+        thread::sleep(Duration::from_micros(random.below(delay)));
+        if to.write_all(&buffer[..got]).is_err() {
+            break;
+        }
+    }
+    // One that is closed already needs no closing.
+    let _ = to.shutdown(Shutdown::Write);
+    let _ = from.shutdown(Shutdown::Read);
+}
+
+#[test]
+fn a_program_that_is_killed_lets_go_of_calls_that_wait_for_it() -> Result<()> {
+    let mut rig = Rig::with("waits-killed", &["--software-imitate", "queue=8,waiting-calls"], &[])?;
+    for transport in TRANSPORTS {
+        passes(&rig, transport, "vectorAdd", &[], None)?;
+    }
+    let before = rig.idle_holdings()?;
+    for transport in TRANSPORTS {
+        for state in ["copy", "kernel", "call", "callback"] {
+            let running = support::Running::start(rig.program(transport, "kill_me")?.arg(state), "RUNNING")?;
+            // It may be in the call by then. Whether it is or not: nothing may be left.
+            thread::sleep(Duration::from_millis(200));
+            running.kill()?;
+        }
+    }
+    rig.check_left_nothing(&before)?;
+    rig.check_healthy()
+}

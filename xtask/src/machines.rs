@@ -1,0 +1,49 @@
+//! The virtual machines that the demonstration and the tests boot: fetches and builds what they consist of, in steps that are
+//! seen. The tests would also do it by themselves, in silence.
+
+use anyhow::Result;
+use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup};
+
+use crate::progress::Step;
+
+/// Prepares an ordinary guest; returns how it will run.
+pub fn prepare() -> Result<Accelerator> {
+    driver(Kernel::default())?;
+    let step = Step::spinner("finding or fetching QEMU");
+    let (qemu, accelerator) = setup::listening(step.listener(), || -> Result<_> {
+        let qemu = Qemu::find()?;
+        let accelerator = qemu.accelerator()?;
+        Ok((qemu, accelerator))
+    })?;
+    step.done(qemu.version());
+    Ok(accelerator)
+}
+
+/// Prepares guests with all kernels that the driver is built for.
+pub fn prepare_all_kernels() -> Result<()> {
+    prepare()?;
+    Kernel::ALL.into_iter().try_for_each(driver)
+}
+
+/// Prepares machines with RDMA.
+pub fn prepare_rdma() -> Result<()> {
+    prepare()?;
+    let step = Step::spinner("fetching a kernel and tools with RDMA");
+    let version = setup::listening(step.listener(), || -> Result<_> {
+        rdma::userland()?;
+        Ok(Kernel::V6_1Full.files()?.version)
+    })?;
+    step.done(&version);
+    Ok(())
+}
+
+/// Fetches a kernel and builds the driver for it.
+fn driver(kernel: Kernel) -> Result<()> {
+    let step = Step::spinner("fetching a kernel for the guest, building the driver");
+    let version = setup::listening(step.listener(), || -> Result<_> {
+        kernel.driver()?;
+        Ok(kernel.files()?.version)
+    })?;
+    step.done(&version);
+    Ok(())
+}
