@@ -153,6 +153,8 @@ int main(int argc, char **argv) {
     int count = argc > 2 ? atoi(argv[2]) : 4, made = 0;
     CHECK(cudaMalloc((void **)&data, 8 * N));
     CHECK(cudaMemset((void *)data, 0, 8 * N));
+    // The stream of the steps does not wait for the default stream.
+    CHECK(cudaDeviceSynchronize());
     CHECK(cudaGetKernel((cudaKernel_t *)&kernel, (const void *)add));
     OK(cuCtxGetDevice(&device));
     CUstream stream;

@@ -683,7 +683,10 @@ impl Slots {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let mut queue = lock(&self.queue);
         let got = loop {
-            self.sweep();
+            // Under the lock that `sweep` takes.
+            if self.reclaim() > 1 {
+                self.came.notify_all();
+            }
             if let Some(slot) = self.try_acquire() {
                 break Ok(slot);
             }
@@ -705,15 +708,25 @@ impl Slots {
 
     /// Frees the slots that were left and whose answers have come.
     fn sweep(&self) {
-        let mut left = self.left.load(Ordering::Relaxed);
+        if self.reclaim() != 0 && self.waiting.load(Ordering::SeqCst) != 0 {
+            let _queue = lock(&self.queue);
+            self.came.notify_all();
+        }
+    }
+
+    /// As [`sweep`](Self::sweep), without telling those who wait for a slot; says how many it freed.
+    fn reclaim(&self) -> u32 {
+        let (mut left, mut freed) = (self.left.load(Ordering::Relaxed), 0);
         while left != 0 {
             let (slot, bit) = (left.trailing_zeros() as usize, left & left.wrapping_neg());
             left &= !bit;
             // Whoever takes the bit away frees the slot.
             if self.all[slot].is_done() && self.left.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
-                self.release(slot);
+                self.free.fetch_or(bit, Ordering::SeqCst);
+                freed += 1;
             }
         }
+        freed
     }
 
     fn release(&self, slot: usize) {

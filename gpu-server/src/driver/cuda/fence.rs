@@ -50,6 +50,12 @@ const BUSY_OVER_NETWORK: Duration = Duration::from_micros(300);
 /// Asks contexts for errors this often while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
 
+/// From now on this thread's naps end when they should: the kernel's usual 50 µs of slack would triple those of 20 µs.
+pub(super) fn nap_precisely() {
+    // SAFETY: changes this thread's timer slack alone.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
+}
+
 /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
 pub(super) const ALREADY_REGISTERED: Status = Status(712);
 
@@ -362,9 +368,7 @@ impl Completer {
     }
 
     fn run(&self, api: &Api) {
-        // Naps are short: the kernel's usual 50 µs of slack would more than double them.
-        // SAFETY: changes this thread's timer slack alone.
-        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
+        nap_precisely();
         let mut awaited: Vec<Awaited> = Vec::new();
         let mut ready: Vec<Awaited> = Vec::new();
         let mut moved = Instant::now();

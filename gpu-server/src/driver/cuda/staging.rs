@@ -24,7 +24,7 @@ use protocol::Status;
 use std::ptr::NonNull;
 
 use super::api::{Api, CUcontext, CUdeviceptr};
-use super::fence::{ALREADY_REGISTERED, Completer, Health, Pinned, Word, Words};
+use super::fence::{ALREADY_REGISTERED, Completer, Health, Pinned, Word, Words, nap_precisely};
 use crate::driver::slots::{self, Flow, Slots, Use};
 
 /// Answers of a few bytes have places of their own, one for each of so many reply slots.
@@ -345,6 +345,8 @@ impl Staging {
 
     /// A lane's thread: of each job it sends every `LANES`-th chunk.
     fn lane(&self, lane: usize, jobs: &Receiver<Job>) {
+        // A stream goes on only when what it has left here is sent.
+        nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();
         loop {

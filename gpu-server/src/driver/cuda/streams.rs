@@ -593,7 +593,8 @@ impl EventOps<Call> for Cuda {
         let (Some(first), Some(second)) = (&start.timed, &end.timed) else {
             return Err(Status::INVALID_HANDLE);
         };
-        let (Some((begun, from, _)), Some((word, value, health))) = (&start.recorded, &end.recorded) else {
+        let (Some((begun, from, other)), Some((word, value, health))) = (&start.recorded, &end.recorded)
+        else {
             return Err(Status::INVALID_HANDLE);
         };
         let interval = Interval::between(first, second);
@@ -606,11 +607,15 @@ impl EventOps<Call> for Cuda {
             return self.note(cx.context, measured).map(Answer::Now);
         }
         // Asked ahead: when the end has come, the start has, or the answer is that it has not.
-        let (api, pending, context) = (self.api, cx.later(), Arc::clone(health));
+        let (api, pending, context, other) = (self.api, cx.later(), Arc::clone(health), Arc::clone(other));
         let (begun, from) = (Arc::clone(begun), *from);
         let measure = move |status: Status| {
             let begun = if begun.get() >= from { Ok(()) } else { Err(Status::NOT_READY) };
-            let measured = status.ok().and(begun).and_then(|()| context.with(api, || interval.measure(api)));
+            let measure = || context.with(api, || interval.measure(api));
+            let measured = status.ok().and(begun).and_then(|()| {
+                // The start's context, if it is another, must not go meanwhile either.
+                if Arc::ptr_eq(&context, &other) { measure() } else { other.with(api, measure) }
+            });
             pending.answer(measured);
         };
         self.completer.when(word, *value, health, Box::new(measure));
