@@ -11,16 +11,17 @@ use crate::library::{self, KERNELS};
 use crate::module::Module;
 use crate::state::{self, driver};
 use crate::{Result, non_null, put};
-use client::Status;
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionSetAttribute, Param};
+use client::{Status, log};
 
 /// `CUfunction_attribute` numbers that are used here.
 pub(crate) mod func {
     pub const MAX_THREADS_PER_BLOCK: u32 = 0;
     pub const SHARED_SIZE_BYTES: u32 = 1;
     pub const NUM_REGS: u32 = 4;
+    pub const BINARY_VERSION: u32 = 6;
     pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
     pub const PREFERRED_SHARED_MEMORY_CARVEOUT: u32 = 9;
     pub const REQUIRED_CLUSTER_WIDTH: u32 = 11;
@@ -44,6 +45,8 @@ pub(crate) struct Function {
     pub params_size: usize,
     /// It is of a module that may call `printf`.
     pub prints: bool,
+    /// Why it cannot be launched, if it cannot: the server has no code of it that its device runs.
+    unsupported: Option<String>,
     attributes: [AtomicI32; func::MAX as usize],
     /// Attributes that the server's driver knows are those below this number. Not set while they have not come.
     known: OnceLock<u32>,
@@ -61,12 +64,19 @@ impl Function {
         context: &'static Context,
         info: FunctionInfo,
         prints: bool,
+        error_log: &str,
     ) -> Result<Function> {
         let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
         let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
         // What a launch can carry; the toolkit's own limit is 32764.
         let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
+        let unsupported = (info.attributes.get(func::BINARY_VERSION as usize) == Some(&0)).then(|| {
+            let name = name.to_str().unwrap_or_default();
+            let line = error_log.lines().find(|line| line.contains(name));
+            line.unwrap_or("the server's device has no code for it").to_owned()
+        });
         let function = Function {
+            unsupported,
             id: FunctionId::new(module, index),
             context,
             name,
@@ -104,6 +114,21 @@ impl Function {
     fn fetch(&self) -> Result<u32> {
         let reply = driver()?.session.call(&FunctionAttributes { function: self.id })?;
         Ok(self.keep(&reply.attributes))
+    }
+
+    /// That the server's device has code of it.
+    ///
+    /// # Errors
+    /// `NO_BINARY_FOR_GPU`, with a line on stderr that says what the device does not support.
+    #[inline]
+    pub fn has_code(&self) -> Result {
+        self.unsupported.as_ref().map_or(Ok(()), |why| self.refuse(why))
+    }
+
+    #[cold]
+    fn refuse(&self, why: &str) -> Result {
+        log::warn(format_args!("kernel {} cannot be launched: {why}", self.name.to_string_lossy()));
+        Err(Status::NO_BINARY_FOR_GPU)
     }
 
     /// The function's handle.
