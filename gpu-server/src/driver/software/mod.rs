@@ -17,7 +17,7 @@ mod green;
 mod kernels;
 mod link;
 mod mirror;
-mod nvml;
+pub mod nvml;
 mod properties;
 mod stream_attributes;
 mod stream_memory;
@@ -47,11 +47,14 @@ use self::stream_memory::Bell;
 use self::streams::{Lane, Moment};
 use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
+use super::nvml::Management;
 use super::output::{self, Output};
 use super::space::Space;
 use crate::cli::Backing;
 use crate::share::{Broker, Token};
 
+/// The name of every device.
+const NAME: &str = "rgpu software GPU";
 /// What is answered to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
 
@@ -59,6 +62,7 @@ const DRIVER_VERSION: u32 = 13000;
 pub struct Software {
     devices: Vec<Device>,
     memory_limit: u64,
+    nvml: Management,
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
@@ -138,16 +142,20 @@ fn code(error: &software_gpu::Error) -> Status {
     Status(error.cuda_code())
 }
 
+/// The server's numbers of the devices that are shared, in the order of a session's ordinals.
+fn numbers(backing: &Backing) -> Vec<u32> {
+    match backing.devices.as_slice() {
+        [] => (0..backing.software_devices).collect(),
+        some => some.to_vec(),
+    }
+}
+
 impl Software {
     /// Makes the devices.
     pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
         let output = Output::new();
         let mut devices = Vec::new();
-        let numbers: Vec<u32> = match backing.devices.as_slice() {
-            [] => (0..backing.software_devices).collect(),
-            some => some.to_vec(),
-        };
-        for number in numbers {
+        for number in numbers(backing) {
             if number >= backing.software_devices {
                 return Err(format!(
                     "software device {number} does not exist: there are {}",
@@ -155,7 +163,7 @@ impl Software {
                 ));
             }
             let config = GpuConfig {
-                name: "rgpu software GPU".into(),
+                name: NAME.into(),
                 memory_bytes: backing.software_memory,
                 workers: 0,
                 printf: {
@@ -177,6 +185,10 @@ impl Software {
         Ok(Software {
             devices,
             memory_limit,
+            nvml: {
+                let backing = backing.clone();
+                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, memory_limit)?)))
+            },
             output,
             errors: None,
             contexts,
