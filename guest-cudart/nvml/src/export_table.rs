@@ -188,4 +188,21 @@ mod tests {
             assert_eq!((*table).addr(), 4096);
         }
     }
+
+    #[test]
+    fn known_slots_ask_for_initialization_and_unknown_ones_are_not_supported() {
+        let (mut word, mut text, mut time) = (7, [7; SHORT_ADDRESS], [7; 16]);
+        // SAFETY: each argument is a live local variable of the size that the function writes.
+        let answers = unsafe {
+            [
+                can_be_watched(std::ptr::null(), &mut word),
+                address_by_index(0, text.as_mut_ptr()),
+                thermal_violation(std::ptr::null(), time.as_mut_ptr()),
+                process_samples(std::ptr::null(), 0, &mut word, &mut word, std::ptr::null_mut()),
+            ]
+        };
+        assert_eq!(answers, [status::UNINITIALIZED; 4]);
+        assert_eq!((word, text, time), (7, [7; SHORT_ADDRESS], [7; 16]));
+        assert_eq!(refused::<231>(), status::NOT_SUPPORTED);
+    }
 }
