@@ -15,6 +15,12 @@ pub fn main(backing: &Backing) -> ExitCode {
             Err(e) => println!("  CUDA: {e}"),
         }
     }
+    match driver::nvml::Management::new(backing, 0).devices() {
+        Ok(devices) => println!("  NVML: {} device(s): {}", devices.len(), devices.join(", ")),
+        Err(status) => {
+            println!("  NVML cannot be asked (nvmlReturn_t {status}): clients' nvidia-smi will not work")
+        }
+    }
     let made = driver::make(backing, 0).and_then(|mut backend| {
         // Windows of addresses are reserved with the first context.
         backend.warm()?;

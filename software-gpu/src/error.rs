@@ -92,6 +92,24 @@ pub enum Fault {
     Cancelled,
 }
 
+/// Something in a function that this GPU does not implement. The function's module loads; the function cannot run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unsupported {
+    /// The function that it is in (mangled, as in its PTX).
+    pub function: String,
+    /// Line in the PTX text, from 1.
+    pub line: u32,
+    /// The instruction or directive.
+    pub what: String,
+}
+
+impl std::fmt::Display for Unsupported {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Unsupported { function, line, what } = self;
+        write!(f, "{what} in function {function}, PTX line {line}, is not supported by the software GPU")
+    }
+}
+
 /// Every error of this crate. Cheap to clone: a GPU's sticky error is handed to many callers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -146,6 +164,14 @@ pub enum Error {
         /// The instruction or directive.
         what: String,
     },
+    /// The kernel uses something that this GPU does not implement; nothing was launched.
+    #[error("kernel {kernel} cannot be launched: {reason}")]
+    UnsupportedFunction {
+        /// Name of the kernel.
+        kernel: String,
+        /// What it uses, and where.
+        reason: Unsupported,
+    },
     /// A name that the module does not define.
     #[error("the module has no {kind} named {name}")]
     NotFound {
@@ -191,7 +217,7 @@ impl Error {
             Error::InvalidArgument(_) | Error::NotAllocated { .. } => 1,
             Error::OutOfMemory { .. } | Error::Host { .. } => 2,
             Error::InvalidImage(_) => 200,
-            Error::NoBinaryForGpu(_) => 209,
+            Error::NoBinaryForGpu(_) | Error::UnsupportedFunction { .. } => 209,
             Error::InvalidPtx { .. } | Error::UnsupportedPtx { .. } => 218,
             Error::NotFound { .. } => 500,
             Error::NoTime(_) => 400,

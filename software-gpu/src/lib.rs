@@ -34,5 +34,5 @@ pub use device::stream::Stream;
 pub use device::tensor::TensorMap;
 pub use device::texture::{AddressMode, ChannelFormat, Image, Sampler};
 pub use device::transfer::Plane;
-pub use error::{Error, Fault, Location, Result};
+pub use error::{Error, Fault, Location, Result, Unsupported};
 pub use fatbin::mentions;

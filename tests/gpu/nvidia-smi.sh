@@ -45,6 +45,32 @@ for field in name uuid serial pci.bus_id memory.total driver_version vbios_versi
     compare "$field" "--query-gpu=$field" --format=csv,noheader
 done
 
+# Monitors: the same columns and the same rows for the GPUs. Values change, and processes are the server's own matter.
+watch() {
+    name=$1
+    shift
+    nvidia-smi "$@" >"$out/$name.native" 2>&1
+    remote nvidia-smi "$@" >"$out/$name.rgpu" 2>"$out/$name.rgpu.err"
+    status=$?
+    grep '^#' "$out/$name.native" >"$out/$name.native.columns"
+    grep '^#' "$out/$name.rgpu" >"$out/$name.rgpu.columns"
+    if [ $status = 0 ] && [ -s "$out/$name.native.columns" ] && grep -q '^ *0 ' "$out/$name.rgpu" &&
+        cmp -s "$out/$name.native.columns" "$out/$name.rgpu.columns"; then
+        echo "PASS nvidia-smi $*"
+    else
+        echo "FAIL nvidia-smi $*: status $status"
+        cat "$out/$name.rgpu" "$out/$name.rgpu.err"
+        failed=1
+    fi
+}
+
+watch dmon dmon -c 2
+for columns in p u c v m e t pucvmet; do
+    watch "dmon-$columns" dmon -s "$columns" -c 1
+done
+watch pmon pmon -c 2
+watch pmon-um pmon -s um -c 1
+
 # The report that people look at: it must be made, and name the GPUs.
 nvidia-smi >"$out/report.native"
 if remote nvidia-smi >"$out/report.rgpu" 2>"$out/report.rgpu.err" && grep -q MiB "$out/report.rgpu"; then

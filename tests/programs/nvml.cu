@@ -1,6 +1,6 @@
 // NVML beside CUDA in one program: libnvidia-ml.so.1 is opened as pynvml and nvml-wrapper open it, and what it says of a
-// device is what CUDA says of it. What a device has not (a GPU in software has no temperature) must be "not supported",
-// and what it has must be a number that can be.
+// device is what CUDA says of it. What a device does not have (a fan, on most servers) must be "not supported", and what it
+// has must be a possible number. What programs ask when they start, versions and clocks, every device has.
 #define PROGRAM "nvml"
 #include "common.h"
 
@@ -83,6 +83,11 @@ int main(int argc, char **argv) {
     NVML("nvmlSystemGetCudaDriverVersion_v2", &nvml_cuda_version);
     REQUIRE(nvml_cuda_version >= cuda_version, "CUDA %d, to NVML %d", cuda_version, nvml_cuda_version);
 
+    char driver[80], version[80];
+    NVML("nvmlSystemGetDriverVersion", driver, 80u);
+    NVML("nvmlSystemGetNVMLVersion", version, 80u);
+    REQUIRE(atof(driver) >= 500 && strstr(version, "."), "driver %s, NVML %s", driver, version);
+
     Device device = nullptr;
     ANSWERS(InvalidArgument, "nvmlDeviceGetHandleByIndex_v2", count, &device);
     ANSWERS(InvalidArgument, "nvmlDeviceGetHandleByIndex_v2", 0u, (Device *)nullptr);
@@ -132,6 +137,16 @@ int main(int argc, char **argv) {
         again.version = sizeof again | 2 << 24;
         NVML("nvmlDeviceGetMemoryInfo_v2", device, &again);
         REQUIRE(again.total == memory.total, "%llu bytes in version 2, %llu in version 1", again.total, memory.total);
+
+        for (unsigned clock = 0; clock < 4; clock++) {  // graphics, SM, memory, video
+            unsigned now = 0, most = 0;
+            NVML("nvmlDeviceGetClockInfo", device, clock, &now);
+            NVML("nvmlDeviceGetMaxClockInfo", device, clock, &most);
+            REQUIRE(now > 0 && now <= most, "clock %u: %u MHz of %u", clock, now, most);
+        }
+        unsigned bits = 0;
+        NVML("nvmlDeviceGetMemoryBusWidth", device, &bits);
+        REQUIRE((int)bits == properties.memoryBusWidth, "a bus of %u bits, to CUDA of %d", bits, properties.memoryBusWidth);
 
         Utilization utilization = {};
         Return status = call("nvmlDeviceGetUtilizationRates", device, &utilization);

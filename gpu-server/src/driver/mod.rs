@@ -1,6 +1,7 @@
 //! What executes a session's commands.
 //!
 //! A [`Backend`] is a [`protocol::ops::Driver`] over a [`Call`], with a beginning and an end. Two of them: [`cuda`], [`software`].
+//! [`nvml`] answers NVML's questions for either, and can do so by itself.
 //! A backend is used by one thread, the dispatcher, and never blocks it on the device: what finishes later is told to the client by the backend's own threads,
 //! through [`Pending`] answers and [`Errors`].
 
@@ -9,6 +10,7 @@ pub mod call;
 pub mod cuda;
 pub mod drafts;
 pub mod graph;
+pub mod nvml;
 pub mod output;
 pub mod parts;
 pub mod rows;

@@ -16,7 +16,7 @@ use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
 use client::ops::{Op, SyncOp, encode};
-use client::{Status, lock};
+use client::{Status, lock, log};
 
 /// `CUfunction_attribute` numbers that are used here.
 pub(crate) mod func {
@@ -24,6 +24,7 @@ pub(crate) mod func {
     pub const SHARED_SIZE_BYTES: u32 = 1;
     pub const LOCAL_SIZE_BYTES: u32 = 3;
     pub const NUM_REGS: u32 = 4;
+    pub const BINARY_VERSION: u32 = 6;
     pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
     pub const PREFERRED_SHARED_MEMORY_CARVEOUT: u32 = 9;
     pub const REQUIRED_CLUSTER_WIDTH: u32 = 11;
@@ -65,6 +66,8 @@ pub(crate) struct Function {
     pub params_size: usize,
     /// It is of a module that may call `printf`.
     pub prints: bool,
+    /// Why it cannot be launched, if it cannot: the server has no code of it that its device runs.
+    unsupported: Option<String>,
     attributes: [AtomicI32; func::MAX as usize],
     /// Locked while something is set, so that the server hears of settings in the order in which they are kept here.
     settings: Mutex<Settings>,
@@ -84,12 +87,19 @@ impl Function {
         context: &'static Context,
         info: FunctionInfo,
         prints: bool,
+        error_log: &str,
     ) -> Result<Function> {
         let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
         let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
         // What a launch can carry; the toolkit's own limit is 32764.
         let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
+        let unsupported = (info.attributes.get(func::BINARY_VERSION as usize) == Some(&0)).then(|| {
+            let name = name.to_str().unwrap_or_default();
+            let line = error_log.lines().find(|line| line.contains(name));
+            line.unwrap_or("the server's device has no code for it").to_owned()
+        });
         let function = Function {
+            unsupported,
             id: FunctionId::new(module, index),
             context,
             name,
@@ -129,6 +139,21 @@ impl Function {
     fn fetch(&self) -> Result<u32> {
         let reply = driver()?.session.call(&FunctionAttributes { function: self.id })?;
         Ok(self.keep(&reply.attributes))
+    }
+
+    /// That the server's device has code of it.
+    ///
+    /// # Errors
+    /// `NO_BINARY_FOR_GPU`, with a line on stderr that says what the device does not support.
+    #[inline]
+    pub fn has_code(&self) -> Result {
+        self.unsupported.as_ref().map_or(Ok(()), |why| self.refuse(why))
+    }
+
+    #[cold]
+    fn refuse(&self, why: &str) -> Result {
+        log::warn(format_args!("kernel {} cannot be launched: {why}", self.name.to_string_lossy()));
+        Err(Status::NO_BINARY_FOR_GPU)
     }
 
     /// The function's handle.

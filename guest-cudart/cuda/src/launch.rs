@@ -58,6 +58,7 @@ fn check(device: &Device, function: &Function, shape: &Shape) -> Result {
     if threads > device.attribute(attr::MAX_THREADS_PER_BLOCK).max(0) as u64 {
         return Err(Status::INVALID_VALUE);
     }
+    function.has_code()?;
     function.ready()?;
     let most = function.attribute(func::MAX_THREADS_PER_BLOCK);
     if most > 0 && threads > most as u64 {

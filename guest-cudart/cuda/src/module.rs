@@ -253,7 +253,9 @@ pub(crate) fn load(
         .functions
         .into_iter()
         .enumerate()
-        .map(|(index, info)| Function::new(id, index as u32, context, info, reply.prints).map(Arc::new))
+        .map(|(index, info)| {
+            Function::new(id, index as u32, context, info, reply.prints, &reply.error_log).map(Arc::new)
+        })
         .collect::<Result<_>>()?;
     let by_name = functions.iter().enumerate().map(|(i, function)| (function.name.clone(), i)).collect();
     Ok(Arc::new(Module {

@@ -32,11 +32,12 @@ pub(crate) fn finish(name: &str, result: Result) -> u32 {
     }
 }
 
-/// Ends a function that is not served, with one line on stderr at its first call.
+/// Ends a function that is not served. "Not supported" is an answer that every caller of NVML expects (no GPU serves all of
+/// it), so it is worth a line on stderr only to those who ask for such lines.
 #[cold]
 pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
     if !said.swap(true, Ordering::Relaxed) {
-        log::warn(format_args!("{name} is not supported by rgpu; it answers NVML_ERROR_NOT_SUPPORTED"));
+        log::info(format_args!("{name} is not supported by rgpu; it answers NVML_ERROR_NOT_SUPPORTED"));
     }
     status::NOT_SUPPORTED
 }

@@ -1,17 +1,24 @@
 //! `nvmlInternalGetExportTable`: a private table of functions that nvidia-smi asks for by GUID, and does not start
-//! without. It has no documentation. What is known of its slots is what NVIDIA's open mock of NVML (k8s-test-infra) says
-//! and what watching nvidia-smi confirmed; a slot that is not known answers `NVML_ERROR_NOT_SUPPORTED`, which nvidia-smi
-//! shows as N/A.
+//! without. It has no documentation. What is known of its slots comes from watching nvidia-smi call NVIDIA's library 580:
+//! arguments, what the memory behind them held before and after, and what nvidia-smi printed. A slot that is not known
+//! answers `NVML_ERROR_NOT_SUPPORTED`, which nvidia-smi shows as N/A.
 //!
 //! The first word is the table's size in bytes; a function's slot is its place in the table.
 
 use std::ffi::c_void;
 
 use client::log;
-use client::ops::nvml::status;
+use client::ops::nvml::{self, status};
 
-use crate::process::nvmlDeviceGetComputeRunningProcesses_v3;
-use crate::system::nvmlDeviceGetHandleByIndex_v2;
+use crate::device::{
+    nvmlDeviceGetBoardPartNumber, nvmlDeviceGetDisplayActive, nvmlDeviceGetEnforcedPowerLimit,
+    nvmlDeviceGetGpuOperationMode, nvmlDeviceGetPowerManagementDefaultLimit,
+    nvmlDeviceGetPowerManagementLimitConstraints,
+};
+use crate::error::{Result, finish};
+use crate::process::{none, nvmlDeviceGetComputeRunningProcesses_v3};
+use crate::shape::{block, front, non_null};
+use crate::state::{self, Handle};
 
 /// The table's GUID.
 const NVIDIA_SMI: [u8; 16] =
@@ -19,10 +26,32 @@ const NVIDIA_SMI: [u8; 16] =
 
 /// Called around every line that nvidia-smi prints, whatever it answers: its tracing.
 const TRACE: usize = 26;
-/// `(unsigned int index, nvmlDevice_t *device, …)`.
-const HANDLE_BY_INDEX: usize = 81;
+/// `(nvmlDevice_t device, unsigned int *supported)`: whether `dmon` and `pmon` may watch the device.
+const CAN_BE_WATCHED: usize = 72;
+/// `(unsigned int index, char *address)`: the device's PCI address as a text of at most 16 bytes.
+const ADDRESS_BY_INDEX: usize = 81;
+/// `(nvmlDevice_t device, nvmlViolationTime_t *time)`: how long heat has kept the clocks low.
+const THERMAL_VIOLATION: usize = 138;
+/// `(nvmlDevice_t device, unsigned long long since, unsigned int *processes, unsigned int *samples, sample *list)`: what
+/// part of the device each process had. A sample has 488 bytes.
+const PROCESS_SAMPLES: usize = 145;
 /// `(nvmlDevice_t device, unsigned int *count, entry *list)`: compute, graphics and MPS processes with their names.
 const PROCESSES: std::ops::RangeInclusive<usize> = 213..=215;
+
+/// Functions that NVML exports by name as well.
+const PUBLIC: &[(usize, Slot)] = &[
+    (29, nvmlDeviceGetGpuOperationMode as Slot),
+    (31, nvmlDeviceGetDisplayActive as Slot),
+    (46, nvmlDeviceGetPowerManagementLimitConstraints as Slot),
+    (47, nvmlDeviceGetPowerManagementDefaultLimit as Slot),
+    (108, nvmlDeviceGetEnforcedPowerLimit as Slot),
+    (149, nvmlDeviceGetBoardPartNumber as Slot),
+];
+
+/// `NVML_PERF_POLICY_THERMAL`.
+const THERMAL: u32 = 1;
+/// Bytes of `nvmlPciInfo_t` that hold the short form of the address.
+const SHORT_ADDRESS: usize = 16;
 
 const SLOTS: usize = 512;
 
@@ -41,6 +70,54 @@ extern "C" fn refused<const SLOT: usize>() -> u32 {
 
 extern "C" fn nothing() -> u32 {
     status::SUCCESS
+}
+
+/// Ends a function of the table, which has a name only here.
+fn end(slot: usize, result: Result) -> u32 {
+    finish(&format!("slot {slot} of nvidia-smi's export table"), result)
+}
+
+unsafe extern "C" fn can_be_watched(device: Handle, supported: *mut u32) -> u32 {
+    let answer = || {
+        state::ordinal(state::connected()?, device)?;
+        non_null(supported)?;
+        // SAFETY: not NULL, and nvidia-smi gives a place for one word.
+        unsafe { supported.write(1) };
+        Ok(())
+    };
+    end(CAN_BE_WATCHED, answer())
+}
+
+unsafe extern "C" fn address_by_index(index: u32, address: *mut u8) -> u32 {
+    let answer = || {
+        let device = state::handle(state::connected()?, index)?;
+        let mut text = [0; SHORT_ADDRESS];
+        // SAFETY: there is room for so many bytes.
+        unsafe { front(device, nvml::PCI_INFO, &[], SHORT_ADDRESS, text.as_mut_ptr())? };
+        non_null(address)?;
+        // NVIDIA's library writes the text and its NUL, nothing behind.
+        let length = text.iter().position(|byte| *byte == 0).map_or(SHORT_ADDRESS, |end| end + 1);
+        // SAFETY: not NULL, and nvidia-smi gives room for an address.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), address, length) };
+        Ok(())
+    };
+    end(ADDRESS_BY_INDEX, answer())
+}
+
+unsafe extern "C" fn thermal_violation(device: Handle, time: *mut u8) -> u32 {
+    // SAFETY: nvidia-smi gives room for the structure, or NULL.
+    end(THERMAL_VIOLATION, unsafe { block(device, nvml::VIOLATION_STATUS, &[THERMAL], time) })
+}
+
+unsafe extern "C" fn process_samples(
+    device: Handle,
+    _since: u64,
+    processes: *mut u32,
+    samples: *mut u32,
+    _list: *mut u8,
+) -> u32 {
+    // SAFETY: nvidia-smi gives a place for one word each, or NULL.
+    end(PROCESS_SAMPLES, unsafe { none(device, processes).and_then(|()| none(device, samples)) })
 }
 
 macro_rules! rows {
@@ -63,7 +140,15 @@ static TABLE: Table = {
         rows! { 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 };
     slots[0] = std::ptr::without_provenance(SLOTS * size_of::<Slot>());
     slots[TRACE] = nothing as Slot;
-    slots[HANDLE_BY_INDEX] = nvmlDeviceGetHandleByIndex_v2 as Slot;
+    slots[CAN_BE_WATCHED] = can_be_watched as Slot;
+    slots[ADDRESS_BY_INDEX] = address_by_index as Slot;
+    slots[THERMAL_VIOLATION] = thermal_violation as Slot;
+    slots[PROCESS_SAMPLES] = process_samples as Slot;
+    let mut next = 0;
+    while next < PUBLIC.len() {
+        slots[PUBLIC[next].0] = PUBLIC[next].1;
+        next += 1;
+    }
     let mut slot = *PROCESSES.start();
     while slot <= *PROCESSES.end() {
         // All three are empty, whatever their entries look like.
@@ -102,5 +187,22 @@ mod tests {
             assert_eq!(nvmlInternalGetExportTable(&mut table, &NVIDIA_SMI), status::SUCCESS);
             assert_eq!((*table).addr(), 4096);
         }
+    }
+
+    #[test]
+    fn known_slots_ask_for_initialization_and_unknown_ones_are_not_supported() {
+        let (mut word, mut text, mut time) = (7, [7; SHORT_ADDRESS], [7; 16]);
+        // SAFETY: each argument is a live local variable of the size that the function writes.
+        let answers = unsafe {
+            [
+                can_be_watched(std::ptr::null(), &mut word),
+                address_by_index(0, text.as_mut_ptr()),
+                thermal_violation(std::ptr::null(), time.as_mut_ptr()),
+                process_samples(std::ptr::null(), 0, &mut word, &mut word, std::ptr::null_mut()),
+            ]
+        };
+        assert_eq!(answers, [status::UNINITIALIZED; 4]);
+        assert_eq!((word, text, time), (7, [7; SHORT_ADDRESS], [7; 16]));
+        assert_eq!(refused::<231>(), status::NOT_SUPPORTED);
     }
 }

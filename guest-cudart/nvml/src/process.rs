@@ -1,4 +1,5 @@
-//! Processes on a device, as this session sees them: none (see the crate's documentation).
+//! Processes on a device, as this session sees them: none (see the crate's documentation). NVML knows the server's
+//! processes, which serve all of its clients; none of the lists is ever asked for there.
 
 use std::ffi::c_char;
 
@@ -12,7 +13,7 @@ use crate::state::{self, Handle};
 ///
 /// # Safety
 /// `count` is NULL or may be written.
-unsafe fn none(device: Handle, count: *mut u32) -> Result {
+pub(crate) unsafe fn none(device: Handle, count: *mut u32) -> Result {
     non_null(count)?;
     let connected = state::connected()?;
     state::ordinal(connected, device)?;
@@ -34,7 +35,38 @@ lists! {
     nvmlDeviceGetMPSComputeRunningProcesses_v3
 }
 
+/// The version words of `nvmlProcessDetailList_v1_t` and `nvmlProcessesUtilizationInfo_v1_t`, both of 24 bytes.
+const LIST_V1: u32 = 24 | 1 << 24;
+
+/// A structure with a version and a place for a count.
+///
+/// # Safety
+/// `structure` is NULL or points to a structure as long as its first word says.
+unsafe fn versioned(structure: *mut u32) -> Result {
+    non_null(structure)?;
+    // SAFETY: not NULL, and at least one word long.
+    if unsafe { structure.read() } != LIST_V1 { Err(status::ARGUMENT_VERSION_MISMATCH) } else { Ok(()) }
+}
+
 nvml! {
+    // Accounting is off, or of the server's processes.
+    fn nvmlDeviceGetAccountingPids(device: Handle, count: *mut u32, _pids: *mut u32) {
+        none(device, count)
+    }
+
+    // Version, kind of processes, count, array.
+    fn nvmlDeviceGetRunningProcessDetailList(device: Handle, list: *mut u32) {
+        versioned(list)?;
+        none(device, list.add(2))
+    }
+
+    // Version, count, time, array.
+    fn nvmlDeviceGetProcessesUtilizationInfo(device: Handle, info: *mut u32) {
+        versioned(info)?;
+        none(device, info.add(1))?;
+        Err(status::NOT_FOUND)
+    }
+
     fn nvmlDeviceGetProcessUtilization(device: Handle, _samples: *mut u8, count: *mut u32, _since: u64) {
         none(device, count)?;
         // What NVML says where there are no samples.

@@ -45,6 +45,16 @@ pub mod status {
     pub const UNKNOWN: u32 = 999;
 }
 
+/// The numbers of [`NvmlPair::question`].
+pub mod pair {
+    /// `nvmlDeviceGetTopologyCommonAncestor`.
+    pub const TOPOLOGY_COMMON_ANCESTOR: u32 = 0;
+    /// `nvmlDeviceOnSameBoard`.
+    pub const ON_SAME_BOARD: u32 = 1;
+    /// `nvmlDeviceGetP2PStatus`.
+    pub const P2P_STATUS: u32 = 2;
+}
+
 /// The shape of what a function writes, after the device and its numeric arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Output {
@@ -287,7 +297,7 @@ ops! {
         device: u32,
         /// The other's ordinal.
         peer: u32,
-        /// 0: `nvmlDeviceGetTopologyCommonAncestor`; 1: `nvmlDeviceOnSameBoard`; 2: `nvmlDeviceGetP2PStatus`.
+        /// One of [`pair`].
         question: u32,
         /// For `nvmlDeviceGetP2PStatus` the kind of access; else 0.
         argument: u32,

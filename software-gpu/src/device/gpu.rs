@@ -96,6 +96,38 @@ pub struct Properties {
     pub max_parameter_bytes: u32,
 }
 
+impl Properties {
+    /// Those of the GPU that is made by `config`.
+    pub fn of(config: &GpuConfig) -> Properties {
+        let workers = match config.workers {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        };
+        Properties {
+            name: config.name.clone(),
+            compute_capability: (9, 0),
+            total_memory: config.memory_bytes,
+            multiprocessors: workers as u32,
+            warp_size: 32,
+            max_threads_per_block: 1024,
+            max_cluster_blocks: crate::lower::MAX_CLUSTER,
+            max_threads_per_multiprocessor: 2048,
+            max_blocks_per_multiprocessor: 32,
+            max_block: [1024, 1024, 64],
+            max_grid: [0x7fff_ffff, 65535, 65535],
+            shared_per_block: 48 << 10,
+            shared_per_block_optin: 227 << 10,
+            shared_per_multiprocessor: 228 << 10,
+            shared_reserved_per_block: 1 << 10,
+            registers_per_block: crate::lower::BLOCK_REGISTERS,
+            constant_memory: 64 << 10,
+            clock_khz: 1_000_000,
+            max_local_per_thread: 512 << 10,
+            max_parameter_bytes: 32764,
+        }
+    }
+}
+
 pub(crate) struct Inner {
     pub properties: Properties,
     pub printf: PrintfSink,
@@ -135,32 +167,8 @@ pub struct Gpu {
 impl Gpu {
     /// Makes a GPU and starts its workers.
     pub fn new(config: GpuConfig) -> Result<Gpu> {
-        let workers = match config.workers {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            n => n,
-        };
-        let properties = Properties {
-            name: config.name,
-            compute_capability: (9, 0),
-            total_memory: config.memory_bytes,
-            multiprocessors: workers as u32,
-            warp_size: 32,
-            max_threads_per_block: 1024,
-            max_cluster_blocks: crate::lower::MAX_CLUSTER,
-            max_threads_per_multiprocessor: 2048,
-            max_blocks_per_multiprocessor: 32,
-            max_block: [1024, 1024, 64],
-            max_grid: [0x7fff_ffff, 65535, 65535],
-            shared_per_block: 48 << 10,
-            shared_per_block_optin: 227 << 10,
-            shared_per_multiprocessor: 228 << 10,
-            shared_reserved_per_block: 1 << 10,
-            registers_per_block: crate::lower::BLOCK_REGISTERS,
-            constant_memory: 64 << 10,
-            clock_khz: 1_000_000,
-            max_local_per_thread: 512 << 10,
-            max_parameter_bytes: 32764,
-        };
+        let properties = Properties::of(&config);
+        let workers = properties.multiprocessors as usize;
         Ok(Gpu {
             inner: Arc::new(Inner {
                 properties,

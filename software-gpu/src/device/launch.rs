@@ -82,6 +82,9 @@ impl KernelRun {
     pub fn new(gpu: &Gpu, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<KernelRun> {
         let p = gpu.properties();
         let info = function.info();
+        if let Some(reason) = &info.unsupported {
+            return Err(Error::UnsupportedFunction { kernel: info.name.clone(), reason: reason.clone() });
+        }
         for i in 0..3 {
             if config.block[i] == 0 || config.block[i] > p.max_block[i] {
                 return Err(Error::InvalidArgument(format!("block dimensions {:?}", config.block)));

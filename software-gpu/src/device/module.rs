@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::gpu::Gpu;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unsupported};
 use crate::fatbin;
 use crate::lower::program::{Code, Program};
 use crate::ptx::ast::File;
@@ -47,6 +47,8 @@ pub struct FunctionInfo {
     pub max_cluster_blocks: u32,
     /// PTX version times ten, as `CU_FUNC_ATTRIBUTE_PTX_VERSION` counts: that of the `.target`.
     pub ptx_version: u32,
+    /// Why it cannot be launched, if it cannot: it, or a function that it calls, uses something that this GPU does not implement.
+    pub unsupported: Option<Unsupported>,
 }
 
 /// One global or constant variable of a module.

@@ -65,6 +65,18 @@ pub(crate) struct Lowering<'a, 'b> {
     returns: Vec<(u32, u32)>,
 }
 
+/// Where a kernel's parameters lie in its parameter block.
+pub(crate) fn parameters(f: &Function<'_>) -> Result<Vec<ParamInfo>> {
+    let mut at = 0u32;
+    let place = |var: &Var<'_>| {
+        let (size, align) = layout(var)?;
+        let offset = at.next_multiple_of(align);
+        at = offset + size as u32;
+        Ok(ParamInfo { offset, size: size as u32 })
+    };
+    f.params.iter().map(place).collect()
+}
+
 impl<'a, 'b> Lowering<'a, 'b> {
     pub fn new(
         context: &'b Context<'a>,
@@ -96,18 +108,17 @@ impl<'a, 'b> Lowering<'a, 'b> {
 
     /// Lowers the body; gives the code and, for a kernel, its parameters.
     pub fn run(mut self, f: &Function<'a>, body: &[Stmt<'a>]) -> Result<(Code, Vec<ParamInfo>)> {
-        let mut infos = Vec::new();
+        if let Some(directive) = f.unsupported {
+            return self.unsupported(directive);
+        }
+        let infos = if f.kernel { parameters(f)? } else { Vec::new() };
         let mut params = Vec::new();
-        let mut at = 0u32;
-        for var in &f.params {
-            let (size, align) = layout(var)?;
-            if f.kernel {
-                at = at.next_multiple_of(align);
-                infos.push(ParamInfo { offset: at, size: size as u32 });
-                self.scopes[0].insert(var.name, Symbol::Param(at));
-                at += size as u32;
-            } else {
-                params.push(self.place_value(var)?);
+        for (i, var) in f.params.iter().enumerate() {
+            match infos.get(i) {
+                Some(info) => {
+                    self.scopes[0].insert(var.name, Symbol::Param(info.offset));
+                }
+                None => params.push(self.place_value(var)?),
             }
         }
         for var in &f.returns {
@@ -133,6 +144,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
             params,
             returns: self.returns,
             builtin: None,
+            unsupported: None,
         };
         Ok((code, infos))
     }

@@ -68,6 +68,28 @@ impl<'a> Modifiers<'a> {
     }
 }
 
+/// Instructions of PTX that this GPU has nothing of.
+const UNIMPLEMENTED: &[&str] =
+    &["clusterlaunchcontrol", "istypep", "multimem", "setmaxnreg", "sured", "tcgen05", "tensormap", "wgmma"];
+
+/// Modifiers of PTX that are words. Others are types and names with digits, colons or underscores in them.
+const WORDS: &str = "a abs acquire add address alias aligned all alloc and any approx array arrive async b ballot base \
+     bfly block bulk c ca cancel cas cg channel clamp cluster col collector commit complete const count \
+     cp cs cta cube cv d dealloc dec dependents depth down drop eq equ exch expect explicit fence filter \
+     finite first ftz full ge geom geu global gpu grad gt gtu height hi hs idx im inc infinite init inval \
+     is kind l launch ld le leu level lo local ls lt ltu lu m max min mma mmio mode mul multicast nan nc \
+     ne neu noftz noinc normal not notanumber num number oob op or override pack param pending popc \
+     prefetch priority proxy query r ra rand rc red reduce relaxed release relinquish relu remap replace \
+     rm rmi rn rna rni row rp rpi rs rz rzi samples sat satfinite sc scale shared shift size sp space \
+     sparse st subnormal sum sync sys tensor tensormap test tile to trans trap try tx uni unified \
+     unordered up v valid volatile vote w wait warp weak wide width wrap write ws x xor xorsign y z zero";
+
+/// Whether PTX has such a modifier, as far as its form tells.
+fn is_modifier(text: &str) -> bool {
+    text.contains(|c: char| c.is_ascii_digit() || c == ':' || c == '_')
+        || WORDS.split(' ').any(|word| word == text)
+}
+
 impl<'a> Lowering<'a, '_> {
     /// The instruction as the PTX has it, for error messages.
     pub(super) fn spelled(inst: &Inst<'_>) -> String {
@@ -79,8 +101,13 @@ impl<'a> Lowering<'a, '_> {
         text
     }
 
+    /// Refuses a form of an instruction: it is not PTX, or not implemented.
     pub fn unknown<T>(&self, inst: &Inst<'_>) -> Result<T> {
-        self.unsupported(Self::spelled(inst))
+        if inst.modifiers.iter().all(|modifier| is_modifier(modifier)) {
+            self.unsupported(Self::spelled(inst))
+        } else {
+            self.error(format!("{} is no instruction of PTX", Self::spelled(inst)))
+        }
     }
 
     pub fn found(&self, inst: &Inst<'_>, handler: Option<Handler>, mods: &Modifiers<'_>) -> Result<Handler> {
@@ -149,7 +176,8 @@ impl<'a> Lowering<'a, '_> {
             "cp" => self.lower_copy_async(inst),
             "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),
-            _ => self.unknown(inst),
+            name if UNIMPLEMENTED.contains(&name) => self.unknown(inst),
+            _ => self.error(format!("{} is no instruction of PTX", Self::spelled(inst))),
         }
     }
 
@@ -489,5 +517,16 @@ impl<'a> Lowering<'a, '_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modifiers_are_told_from_other_words() {
+        assert!(["sync", "f32", "acc::f32", "seq_cst", "128x256b"].into_iter().all(is_modifier));
+        assert!(!["an", "instruction", "", " "].into_iter().any(is_modifier));
     }
 }

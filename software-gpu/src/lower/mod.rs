@@ -18,10 +18,10 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::device::module::{FunctionInfo, GlobalInfo, ParamInfo};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unsupported};
 use crate::ptx::ast::{File, Function, Init, Linkage, Operand, Space, Stmt, Var};
 use function::{Lowering, Symbol};
-use program::{Builtin, Code, FUNCTION_WINDOW, Program};
+use program::{Builtin, Code, FUNCTION_WINDOW, Kind, Program};
 
 /// Registers of a block.
 pub(crate) const BLOCK_REGISTERS: u32 = 1 << 16;
@@ -348,7 +348,10 @@ pub(crate) fn load(
     for (i, linked) in functions.iter().enumerate() {
         let (f, file) = (linked.function, &files[linked.file]);
         let (code, params) = match &f.body {
-            Some(body) => Lowering::new(&contexts[linked.file], f, i, &own).run(f, body)?,
+            Some(body) => match Lowering::new(&contexts[linked.file], f, i, &own).run(f, body) {
+                Err(Error::UnsupportedPtx { line, what }) => unsupported(f, line, what)?,
+                lowered => lowered?,
+            },
             None => (declared(f)?, Vec::new()),
         };
         if f.kernel && f.body.is_some() {
@@ -375,11 +378,17 @@ pub(crate) fn load(
                     cluster_must_be_given: f.cluster.explicit && f.cluster.required.is_none(),
                     max_cluster_blocks: f.cluster.max_blocks.unwrap_or(MAX_CLUSTER).min(MAX_CLUSTER),
                     ptx_version: target,
+                    unsupported: None,
                 },
                 i,
             ));
         }
         codes.push(Arc::new(code));
+    }
+    if codes.iter().any(|code| code.unsupported.is_some()) {
+        for (info, index) in &mut kernels {
+            info.unsupported = find_unsupported(*index, &codes).cloned();
+        }
     }
     let mut images = Vec::new();
     for (file, var, address, size) in placed {
@@ -388,6 +397,29 @@ pub(crate) fn load(
         }
     }
     Ok(Loaded { program: Program { functions: codes }, kernels, globals, images })
+}
+
+/// Stands for a function with something in it that this GPU does not implement, so that the rest of its module can be used.
+fn unsupported(f: &Function<'_>, line: u32, what: String) -> Result<(Code, Vec<ParamInfo>)> {
+    let params = if f.kernel { function::parameters(f)? } else { Vec::new() };
+    let reason = Unsupported { function: f.name.into(), line, what };
+    Ok((Code { unsupported: Some(reason), ..declared(f)? }, params))
+}
+
+/// Why the function at `root` cannot run: it, or a function that it calls by name, directly or through others, uses something
+/// unsupported. Calls through pointers are not followed: they fail when they are made.
+fn find_unsupported(root: usize, codes: &[Arc<Code>]) -> Option<&Unsupported> {
+    let mut seen = HashSet::from([root]);
+    let mut work = vec![root];
+    while let Some(index) = work.pop() {
+        let code = codes.get(index)?;
+        if code.unsupported.is_some() {
+            return code.unsupported.as_ref();
+        }
+        let called = code.insts.iter().filter(|inst| inst.kind == Kind::Call).map(|inst| inst.r[0] as usize);
+        work.extend(called.filter(|&index| seen.insert(index)));
+    }
+    None
 }
 
 /// A function of the device runtime.
@@ -459,6 +491,7 @@ fn declared(f: &Function<'_>) -> Result<Code> {
         params,
         returns,
         builtin: builtin(f.name),
+        unsupported: None,
     })
 }
 

@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 
+use crate::error::Unsupported;
 use crate::exec::warp::Warp;
 
 /// Operand bit: the row is one of the function's constants.
@@ -183,6 +184,8 @@ pub(crate) struct Code {
     pub returns: Vec<(u32, u32)>,
     /// What stands in for a function that the device runtime defines.
     pub builtin: Option<Builtin>,
+    /// Why it cannot run, if it cannot: it has no instructions then.
+    pub unsupported: Option<Unsupported>,
 }
 
 /// Functions of the device runtime.

@@ -85,6 +85,8 @@ pub(crate) struct Function<'a> {
     pub req_ntid: Option<[u32; 3]>,
     pub max_registers: Option<u32>,
     pub cluster: Clusters,
+    /// A directive that this GPU does not implement.
+    pub unsupported: Option<&'static str>,
     pub line: u32,
 }
 

@@ -431,6 +431,7 @@ impl<'a> Parser<'a> {
             max_registers: None,
             req_ntid: None,
             cluster: Clusters::default(),
+            unsupported: None,
             line,
         };
         loop {
@@ -473,8 +474,8 @@ impl<'a> Parser<'a> {
                 }
                 // Dimensions of grids counted in clusters: what a launch and the registers would mean by them is another matter.
                 Token::Dot("blocksareclusters") => {
-                    let what = ".blocksareclusters".into();
-                    return Err(Error::UnsupportedPtx { line: self.line(), what });
+                    self.next();
+                    f.unsupported = Some(".blocksareclusters");
                 }
                 Token::Dot("pragma") => self.skip_to_semicolon()?,
                 Token::Punct(b';') => {

@@ -21,7 +21,7 @@ mod ipc;
 mod kernels;
 mod link;
 mod memory;
-mod nvml;
+pub mod nvml;
 mod ranges;
 mod reach;
 mod registration;
@@ -61,6 +61,7 @@ use super::Unavailable;
 use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
 use super::loads_code;
+use super::nvml::Management;
 use super::output::{self, Output};
 use super::space::Space;
 use crate::share::{Broker, Token};
@@ -115,6 +116,8 @@ pub struct Cuda {
     broker: Option<Arc<Broker>>,
     /// Under which events are shared.
     event_tokens: HashMap<u32, Vec<Token>>,
+    /// Answers NVML's questions, which need none of the rest.
+    nvml: Management,
     memory_limit: u64,
     output: Arc<Output>,
     errors: Option<Errors>,
@@ -249,6 +252,10 @@ impl Cuda {
             broker: None,
             event_tokens: HashMap::new(),
             memory_limit,
+            nvml: {
+                let chosen = chosen.to_vec();
+                Management::from(move || Ok(Box::new(nvml::Nvidia::new(&chosen, memory_limit)?)))
+            },
             output,
             errors: None,
         })

@@ -113,6 +113,8 @@ impl LoadedFunction {
             3 => info.local_bytes as i32,
             4 => self.registers as i32,
             5 => info.ptx_version as i32,
+            // `BINARY_VERSION`: a client launches no function whose code is for no device.
+            6 if info.unsupported.is_some() => 0,
             6 => 90,
             7 => 0,
             MAX_DYNAMIC_SHARED => self.dynamic_limit as i32,
@@ -255,13 +257,17 @@ impl ModuleOps<Call> for Software {
             let dynamic_limit = usual.saturating_sub(info.shared_bytes);
             functions.push(LoadedFunction::new(function, info.registers.min(most_registers), dynamic_limit));
         }
+        let error_log = super::link::told_of_kernels(module.functions());
+        for reason in module.functions().iter().filter_map(|kernel| kernel.unsupported.as_ref()) {
+            tracing::info!("a module was loaded without all of its kernels: {reason}");
+        }
         let loaded = LoadedModule { context: op.context.0, module, functions };
         let table = loaded.table();
         write_if_it_fits(cx, op.info, &table)?;
         self.modules.insert(op.module.0, loaded);
         let capability = gpu.properties().compute_capability;
         let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
-        let (info_size, [info_log, error_log]) = (table.len() as u64, Default::default());
+        let (info_size, info_log) = (table.len() as u64, String::new());
         Ok(Answer::Now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log }))
     }
 
@@ -457,7 +463,10 @@ impl LaunchOps<Call> for Software {
         let (function, config) = self.prepare(cx, place.context, &op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
         place.stream.launch(&function, config, op.params).map_err(|e| {
-            tracing::debug!("launch of {} refused: {e}", function.info().name);
+            match e {
+                software_gpu::Error::UnsupportedFunction { .. } => tracing::warn!("{e}"),
+                _ => tracing::debug!("launch of {} refused: {e}", function.info().name),
+            }
             code(&e)
         })
     }

@@ -6,7 +6,7 @@ use protocol::handle::ContextId;
 use protocol::ops::module::*;
 
 use object::{Object, ObjectSection};
-use software_gpu::Error;
+use software_gpu::{Error, FunctionInfo, Unsupported};
 
 use super::kernels::{MAX_IMAGE, write_if_it_fits};
 use super::{Software, code};
@@ -128,6 +128,21 @@ pub(super) fn told(error: &Error) -> String {
     };
     text.truncate(text.floor_char_boundary(LOG));
     text + "\nptxas fatal   : Ptx assembly aborted due to errors"
+}
+
+/// The error log of a module that loaded although some of its kernels cannot be launched: a line for each of them, cut to what a
+/// reply holds.
+pub(super) fn told_of_kernels(kernels: &[FunctionInfo]) -> String {
+    let lines = kernels.iter().filter_map(|kernel| {
+        let Unsupported { line, what, .. } = kernel.unsupported.as_ref()?;
+        Some(format!(
+            "ptxas application ptx input, line {line}; warning : {what} is not supported by the software GPU: kernel {} cannot be launched\n",
+            kernel.name
+        ))
+    });
+    let mut text: String = lines.collect();
+    text.truncate(text.floor_char_boundary(LOG));
+    text
 }
 
 impl Link {

@@ -18,7 +18,7 @@ mod imitate;
 mod kernels;
 mod link;
 mod mirror;
-mod nvml;
+pub mod nvml;
 mod properties;
 mod stream_attributes;
 mod stream_memory;
@@ -52,11 +52,14 @@ use self::streams::{Lane, Moment};
 use super::Unavailable;
 use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
+use super::nvml::Management;
 use super::output::{self, Output};
 use super::space::Space;
 use crate::cli::Backing;
 use crate::share::{Broker, Token};
 
+/// The name of every device.
+const NAME: &str = "rgpu software GPU";
 /// What is answered to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
 
@@ -64,6 +67,7 @@ const DRIVER_VERSION: u32 = 13000;
 pub struct Software {
     devices: Vec<Device>,
     memory_limit: u64,
+    nvml: Management,
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
@@ -147,16 +151,20 @@ fn code(error: &software_gpu::Error) -> Status {
     Status(error.cuda_code())
 }
 
+/// The server's numbers of the devices that are shared, in the order of a session's ordinals.
+fn numbers(backing: &Backing) -> Vec<u32> {
+    match backing.devices.as_slice() {
+        [] => (0..backing.software_devices).collect(),
+        some => some.to_vec(),
+    }
+}
+
 impl Software {
     /// Makes the devices.
     pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
         let output = Output::new();
         let mut devices = Vec::new();
-        let numbers: Vec<u32> = match backing.devices.as_slice() {
-            [] => (0..backing.software_devices).collect(),
-            some => some.to_vec(),
-        };
-        for number in numbers {
+        for number in numbers(backing) {
             if number >= backing.software_devices {
                 return Err(format!(
                     "software device {number} does not exist: there are {}",
@@ -164,7 +172,7 @@ impl Software {
                 ));
             }
             let config = GpuConfig {
-                name: "rgpu software GPU".into(),
+                name: NAME.into(),
                 memory_bytes: backing.software_memory,
                 workers: 0,
                 printf: {
@@ -187,6 +195,10 @@ impl Software {
         Ok(Software {
             devices,
             memory_limit,
+            nvml: {
+                let backing = backing.clone();
+                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, memory_limit)?)))
+            },
             output,
             errors: None,
             contexts,

@@ -77,6 +77,10 @@ impl Warp {
             self.set_fault(Fault::StackOverflow { bytes: needed, limit }, lane);
             return Step::Fault;
         }
+        if let Some(reason) = &callee.unsupported {
+            self.set_fault(Fault::IllegalInstruction(reason.to_string()), lane);
+            return Step::Fault;
+        }
         self.local.reserve(needed as u32);
         let list = &code.ext[ext as usize..];
         let (args, rets) = (list[0] as usize, list[1] as usize);

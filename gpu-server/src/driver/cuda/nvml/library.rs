@@ -1,21 +1,14 @@
-//! NVML's questions, put to NVIDIA's library on this machine.
+//! NVIDIA's library, opened and called.
 //!
-//! The library is opened at the first question and never closed. Questions take up to some milliseconds and are answered in the dispatcher's thread: a
-//! client's NVML has a session of its own, so it is nobody's kernel that waits.
+//! It is opened at the first question and never closed. A question takes up to some milliseconds and is answered in the dispatcher's
+//! thread: a client's NVML has a session of its own, so no kernel waits for it.
 
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
 
-use protocol::Status;
-use protocol::ops::Answer;
 use protocol::ops::nvml::{
-    self, FIELD_SIZE, MAX_FIELDS, MAX_OUTPUT, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply,
-    NvmlSystem, NvmlSystemReply, NvmlText, Output, QUERIES, Query, status, struct_size,
+    FIELD_SIZE, MAX_FIELDS, MAX_OUTPUT, NvmlQuery, Output, QUERIES, Query, status, struct_size,
 };
-use protocol::wire::Bytes;
-
-use super::{Cuda, attribute, version};
-use crate::driver::call::Call;
 
 /// A symbol that rgpu's own library exports, and NVIDIA's does not.
 const OWN_LIBRARY: &CStr = c"rgpu_libnvml";
@@ -33,14 +26,94 @@ const PAIR_FUNCTIONS: &[&CStr] =
 
 /// Every function is called with six words, of which it reads as many as it has parameters: a pointer, a device and an `unsigned int` each travel in
 /// one integer register, and the calling conventions of x86-64 and AArch64 Linux let a callee ignore registers that it has no parameter for.
-type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
+pub(super) type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
 
 /// NVIDIA's library, initialized.
-struct Library {
+pub(super) struct Library {
     handle: usize,
     /// By place in [`QUERIES`].
     queries: Vec<Option<Function>>,
+    /// By the number of the question.
     pairs: Vec<Option<Function>>,
+}
+
+impl Library {
+    /// A function by its name.
+    pub fn find(&self, name: &CStr) -> Option<Function> {
+        symbol(self.handle as *mut c_void, name)
+    }
+
+    /// The function of a question.
+    pub fn of_query(&self, query: &Query) -> Option<Function> {
+        let place = QUERIES.iter().position(|other| other == query)?;
+        self.queries.get(place).copied().flatten()
+    }
+
+    /// The function of a question about two devices.
+    pub fn of_pair(&self, question: u32) -> Result<Function, u32> {
+        let found = self.pairs.get(question as usize).ok_or(status::INVALID_ARGUMENT)?;
+        found.ok_or(status::FUNCTION_NOT_FOUND)
+    }
+
+    /// The handle that a function finds for a text: a UUID or a PCI address.
+    pub fn device(&self, function: &CStr, text: &str) -> Option<usize> {
+        let function = self.find(function)?;
+        let text = CString::new(text).ok()?;
+        let mut found = 0usize;
+        // SAFETY: a NUL-terminated text, and a place for one pointer.
+        let answer =
+            unsafe { function(text.as_ptr() as usize, std::ptr::from_mut(&mut found) as usize, 0, 0, 0, 0) };
+        (answer == status::SUCCESS).then_some(found)
+    }
+
+    /// The handle of the device with an index of NVML's own.
+    pub fn device_at(&self, index: u32) -> Result<usize, u32> {
+        let function = self.find(c"nvmlDeviceGetHandleByIndex_v2").ok_or(status::FUNCTION_NOT_FOUND)?;
+        let mut found = 0usize;
+        // SAFETY: an index, and a place for one pointer.
+        match unsafe { function(index as usize, std::ptr::from_mut(&mut found) as usize, 0, 0, 0, 0) } {
+            status::SUCCESS => Ok(found),
+            failure => Err(failure),
+        }
+    }
+
+    /// One number that a function without other parameters writes.
+    pub fn number(&self, function: &CStr) -> Result<u32, u32> {
+        let function = self.find(function).ok_or(status::FUNCTION_NOT_FOUND)?;
+        let mut value = 0u32;
+        // SAFETY: a place for one integer.
+        match unsafe { function(std::ptr::from_mut(&mut value) as usize, 0, 0, 0, 0, 0) } {
+            status::SUCCESS => Ok(value),
+            failure => Err(failure),
+        }
+    }
+
+    /// A text that belongs to no device.
+    pub fn text(&self, function: &CStr) -> Result<String, u32> {
+        const LENGTH: usize = 128;
+        let function = self.find(function).ok_or(status::FUNCTION_NOT_FOUND)?;
+        let mut buffer = Buffer::new(LENGTH);
+        // SAFETY: a buffer and its length.
+        match unsafe { function(buffer.address(), LENGTH, 0, 0, 0, 0) } {
+            status::SUCCESS => {
+                let mut text = buffer.bytes(LENGTH);
+                text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(0));
+                Ok(String::from_utf8_lossy(&text).into_owned())
+            }
+            failure => Err(failure),
+        }
+    }
+
+    /// A question without arguments about a device, for this server's own use.
+    pub fn ask(&self, device: usize, query: &Query) -> Result<Vec<u8>, u32> {
+        let function = self.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
+        ask(
+            function,
+            device,
+            query,
+            &NvmlQuery { device: 0, query: query.number, arguments: [0; 3], input: &[] },
+        )
+    }
 }
 
 fn symbol(handle: *mut c_void, name: &CStr) -> Option<Function> {
@@ -83,7 +156,8 @@ fn open() -> Result<Library, u32> {
     Err(status::LIBRARY_NOT_FOUND)
 }
 
-fn library() -> Result<&'static Library, u32> {
+/// The library, which is opened at the first call.
+pub(super) fn library() -> Result<&'static Library, u32> {
     static LIBRARY: OnceLock<Result<Library, u32>> = OnceLock::new();
     LIBRARY.get_or_init(open).as_ref().map_err(|status| *status)
 }
@@ -116,8 +190,13 @@ impl Buffer {
     }
 }
 
-/// Asks one question. `device` is NVML's handle.
-fn ask(function: Function, device: usize, query: &Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
+/// Asks one question. `device` is NVML's handle. The program's input is checked before the library sees it.
+pub(super) fn ask(
+    function: Function,
+    device: usize,
+    query: &Query,
+    op: &NvmlQuery<'_>,
+) -> Result<Vec<u8>, u32> {
     let mut words = [0; 6];
     words[0] = device;
     let mut next = 1;
@@ -192,150 +271,10 @@ fn ask(function: Function, device: usize, query: &Query, op: &NvmlQuery<'_>) -> 
     }
 }
 
-impl Cuda {
-    /// NVML's handle of a device of this session, by what CUDA calls it: their numbers need not agree.
-    fn nvml_device(&self, library: &Library, ordinal: u32) -> Result<usize, u32> {
-        let device = self.device(ordinal).map_err(|_| status::INVALID_ARGUMENT)?.handle;
-        let mut uuid = [0; 16];
-        // SAFETY: writes 16 bytes.
-        unsafe { self.api.device_uuid(&mut uuid, device) }.map_err(|_| status::GPU_IS_LOST)?;
-        let uuid = nvml::uuid_text(&uuid);
-        // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
-        let [domain, bus, number] =
-            [50, 33, 34].map(|number| attribute(self.api, device, number).unwrap_or(0));
-        let names = [
-            (c"nvmlDeviceGetHandleByUUID", format!("GPU-{uuid}")),
-            (c"nvmlDeviceGetHandleByUUID", format!("MIG-{uuid}")),
-            (c"nvmlDeviceGetHandleByPciBusId_v2", format!("{domain:08X}:{bus:02X}:{number:02X}.0")),
-        ];
-        for (function, name) in names {
-            let (Some(function), Ok(name)) =
-                (symbol(library.handle as *mut c_void, function), CString::new(name))
-            else {
-                continue;
-            };
-            let mut found = 0usize;
-            // SAFETY: a NUL-terminated name, and a place for one pointer.
-            if unsafe {
-                function(name.as_ptr() as usize, std::ptr::from_mut(&mut found) as usize, 0, 0, 0, 0)
-            } == status::SUCCESS
-            {
-                return Ok(found);
-            }
-        }
-        Err(status::NOT_FOUND)
-    }
-
-    fn nvml_answer(&self, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
-        let query = Query::by_number(op.query).ok_or(status::FUNCTION_NOT_FOUND)?;
-        let library = library()?;
-        let place = QUERIES.iter().position(|other| other == query);
-        let function = place
-            .and_then(|place| library.queries.get(place).copied().flatten())
-            .ok_or(status::FUNCTION_NOT_FOUND)?;
-        let device = self.nvml_device(library, op.device)?;
-        let mut output = ask(function, device, query, op)?;
-        if self.memory_limit > 0 {
-            limit_memory(query, &mut output, self.memory_limit);
-        }
-        Ok(output)
-    }
-}
-
-/// What a session may have of a device's memory is all that it is told of.
-fn limit_memory(query: &Query, output: &mut [u8], limit: u64) {
-    // Places of total, free and used, in 64-bit words.
-    let places = match query {
-        q if q == nvml::MEMORY => [0, 1, 2],
-        q if q == nvml::MEMORY_V2 => [1, 3, 4],
-        _ => return,
-    };
-    let (words, _) = output.as_chunks_mut::<8>();
-    let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
-    let total = total.min(limit);
-    let free = free.min(total);
-    for (place, value) in places.into_iter().zip([total, free, total - free]) {
-        if let Some(word) = words.get_mut(place) {
-            *word = value.to_le_bytes();
-        }
-    }
-}
-
-/// A text of the library's that belongs to no device.
-fn system_text(library: &Library, function: &CStr) -> NvmlText {
-    const LENGTH: usize = 128;
-    let mut buffer = Buffer::new(LENGTH);
-    let answer = match symbol(library.handle as *mut c_void, function) {
-        // SAFETY: a buffer and its length.
-        Some(function) => unsafe { function(buffer.address(), LENGTH, 0, 0, 0, 0) },
-        None => status::FUNCTION_NOT_FOUND,
-    };
-    let mut text = buffer.bytes(LENGTH);
-    text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(0));
-    NvmlText { status: answer, text: String::from_utf8_lossy(&text).into_owned() }
-}
-
-impl NvmlOps<Call> for Cuda {
-    fn nvml_system(&mut self, _cx: &mut Call, _op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
-        let cuda_version = version(self.api)? as c_int as u32;
-        let device_count = self.devices.len() as u32;
-        let missing = |status| NvmlText { status, text: String::new() };
-        Ok(Answer::Now(match library() {
-            Ok(library) => NvmlSystemReply {
-                status: status::SUCCESS,
-                device_count,
-                driver_version: system_text(library, c"nvmlSystemGetDriverVersion"),
-                nvml_version: system_text(library, c"nvmlSystemGetNVMLVersion"),
-                cuda_version,
-            },
-            Err(status) => NvmlSystemReply {
-                status,
-                device_count,
-                driver_version: missing(status),
-                nvml_version: missing(status),
-                cuda_version,
-            },
-        }))
-    }
-
-    fn nvml_query(&mut self, _cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
-        Ok(Answer::Now(match self.nvml_answer(&op) {
-            Ok(output) => NvmlQueryReply { status: status::SUCCESS, output: Bytes(output) },
-            Err(status) => NvmlQueryReply { status, output: Bytes::default() },
-        }))
-    }
-
-    fn nvml_pair(&mut self, _cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
-        let ask = || {
-            let library = library()?;
-            let function = library
-                .pairs
-                .get(op.question as usize)
-                .ok_or(status::INVALID_ARGUMENT)?
-                .ok_or(status::FUNCTION_NOT_FOUND)?;
-            let (device, peer) = (self.nvml_device(library, op.device)?, self.nvml_device(library, op.peer)?);
-            let mut value = 0u32;
-            let to = std::ptr::from_mut(&mut value) as usize;
-            // SAFETY: two handles of the library's, for the last question a number, and a place for one integer.
-            let answer = unsafe {
-                if op.question == 2 {
-                    function(device, peer, op.argument as usize, to, 0, 0)
-                } else {
-                    function(device, peer, to, 0, 0, 0)
-                }
-            };
-            if answer == status::SUCCESS { Ok(value) } else { Err(answer) }
-        };
-        Ok(Answer::Now(match ask() {
-            Ok(value) => NvmlPairReply { status: status::SUCCESS, value },
-            Err(status) => NvmlPairReply { status, value: 0 },
-        }))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use protocol::ops::nvml;
 
     fn question<'a>(query: &Query, input: &'a [u8]) -> NvmlQuery<'a> {
         NvmlQuery { device: 0, query: query.number, arguments: [7, 8, 9], input }
@@ -443,12 +382,5 @@ mod tests {
                 Err(status::ARGUMENT_VERSION_MISMATCH)
             );
         }
-    }
-
-    #[test]
-    fn a_session_with_a_limit_is_told_of_no_more_memory_than_that() {
-        let mut output: Vec<u8> = [100u64, 90, 10].iter().flat_map(|value| value.to_le_bytes()).collect();
-        limit_memory(nvml::MEMORY, &mut output, 40);
-        assert_eq!(output, [40u64, 40, 0].iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
     }
 }

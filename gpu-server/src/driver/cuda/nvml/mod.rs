@@ -1,0 +1,136 @@
+//! NVML's questions, put to NVIDIA's library on this machine: `library`. No question needs a context, and none needs the CUDA driver
+//! unless the order of the devices does: `order`.
+
+mod library;
+mod order;
+
+use protocol::Status;
+use protocol::ops::Answer;
+use protocol::ops::nvml::{
+    self, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem, NvmlSystemReply, Query,
+    status,
+};
+
+use self::library::{Library, ask, library};
+use self::order::Listed;
+use super::Cuda;
+use crate::driver::call::Call;
+use crate::driver::nvml::Answers;
+
+/// The devices of a session.
+pub struct Nvidia {
+    devices: Vec<Listed>,
+    memory_limit: u64,
+}
+
+impl Nvidia {
+    /// The devices with these ordinals of CUDA's, in this order; all, if there are none. The error is a status of NVML's.
+    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Nvidia, u32> {
+        let all = order::devices(library()?)?;
+        let devices = match chosen {
+            [] => all,
+            chosen => {
+                let one = |number: &u32| all.get(*number as usize).cloned().ok_or(status::NOT_FOUND);
+                chosen.iter().map(one).collect::<Result<_, _>>()?
+            }
+        };
+        Ok(Nvidia { devices, memory_limit })
+    }
+
+    /// NVML's handle of a device. It is looked up for each question: a GPU that was reset has another.
+    fn handle(&self, library: &Library, ordinal: u32) -> Result<usize, u32> {
+        let device = self.devices.get(ordinal as usize).ok_or(status::INVALID_ARGUMENT)?;
+        device.handle(library).ok_or(status::NOT_FOUND)
+    }
+}
+
+impl Answers for Nvidia {
+    fn devices(&self) -> Vec<String> {
+        self.devices.iter().map(|device| device.name.clone()).collect()
+    }
+
+    fn versions(&self) -> [Result<String, u32>; 2] {
+        [c"nvmlSystemGetDriverVersion", c"nvmlSystemGetNVMLVersion"]
+            .map(|function| library().and_then(|library| library.text(function)))
+    }
+
+    fn cuda_version(&self) -> u32 {
+        let version = library().and_then(|library| library.number(c"nvmlSystemGetCudaDriverVersion_v2"));
+        version.unwrap_or_else(|failure| {
+            tracing::warn!("nvmlSystemGetCudaDriverVersion_v2: {failure}");
+            0
+        })
+    }
+
+    fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
+        let library = library()?;
+        let function = library.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
+        let mut output = ask(function, self.handle(library, op.device)?, query, op)?;
+        if self.memory_limit > 0 {
+            limit_memory(query, &mut output, self.memory_limit);
+        }
+        Ok(output)
+    }
+
+    fn pair(&self, op: &NvmlPair) -> Result<u32, u32> {
+        let library = library()?;
+        let function = library.of_pair(op.question)?;
+        let (device, peer) = (self.handle(library, op.device)?, self.handle(library, op.peer)?);
+        let mut value = 0u32;
+        let to = std::ptr::from_mut(&mut value) as usize;
+        // SAFETY: two handles of the library's, for the last question a number, and a place for one integer.
+        let answer = unsafe {
+            if op.question == nvml::pair::P2P_STATUS {
+                function(device, peer, op.argument as usize, to, 0, 0)
+            } else {
+                function(device, peer, to, 0, 0, 0)
+            }
+        };
+        if answer == status::SUCCESS { Ok(value) } else { Err(answer) }
+    }
+}
+
+/// What a session may have of a device's memory is all that it is told of.
+fn limit_memory(query: &Query, output: &mut [u8], limit: u64) {
+    // Places of total, free and used, in 64-bit words.
+    let places = match query {
+        q if q == nvml::MEMORY => [0, 1, 2],
+        q if q == nvml::MEMORY_V2 => [1, 3, 4],
+        _ => return,
+    };
+    let (words, _) = output.as_chunks_mut::<8>();
+    let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
+    let total = total.min(limit);
+    let free = free.min(total);
+    for (place, value) in places.into_iter().zip([total, free, total - free]) {
+        if let Some(word) = words.get_mut(place) {
+            *word = value.to_le_bytes();
+        }
+    }
+}
+
+impl NvmlOps<Call> for Cuda {
+    fn nvml_system(&mut self, cx: &mut Call, op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
+        self.nvml.nvml_system(cx, op)
+    }
+
+    fn nvml_query(&mut self, cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
+        self.nvml.nvml_query(cx, op)
+    }
+
+    fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
+        self.nvml.nvml_pair(cx, op)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_with_a_limit_is_told_of_no_more_memory_than_that() {
+        let mut output: Vec<u8> = [100u64, 90, 10].iter().flat_map(|value| value.to_le_bytes()).collect();
+        limit_memory(nvml::MEMORY, &mut output, 40);
+        assert_eq!(output, [40u64, 40, 0].iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,135 @@
+//! NVML's questions, answered without a context on any device.
+//!
+//! [`Management`] answers them for a session. It needs nothing else of a backend, so a worker that serves only NVML can use it by
+//! itself: it takes no device memory and starts in milliseconds. Behind it are NVIDIA's library ([`super::cuda::nvml`]) or the software
+//! devices' answers ([`super::software::nvml`]).
+//!
+//! Processes are not among the questions: the server's processes belong to all of its clients.
+
+use std::cell::OnceCell;
+
+use protocol::Status;
+use protocol::ops::Answer;
+use protocol::ops::nvml::{
+    NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem, NvmlSystemReply, NvmlText,
+    Query, status,
+};
+use protocol::wire::Bytes;
+
+use super::call::Call;
+use super::cuda::{self, nvml::Nvidia};
+use super::software::nvml::Devices;
+use crate::cli::{Backend, Backing};
+
+/// The devices of one session, as NVML describes them. Errors are statuses of NVML's own.
+pub trait Answers: Send {
+    /// Names of the devices, by ordinal.
+    fn devices(&self) -> Vec<String>;
+
+    /// Versions: the driver's, and NVML's.
+    fn versions(&self) -> [Result<String, u32>; 2];
+
+    /// `nvmlSystemGetCudaDriverVersion`.
+    fn cuda_version(&self) -> u32;
+
+    /// Answers a question about the device with an ordinal.
+    fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32>;
+
+    /// Answers a question about two devices.
+    fn pair(&self, op: &NvmlPair) -> Result<u32, u32>;
+}
+
+/// What finds the devices. The error is a status of NVML's.
+type Find = Box<dyn Fn() -> Result<Box<dyn Answers>, u32> + Send>;
+
+/// Answers NVML's questions. Libraries are loaded, and devices looked for, at the first question.
+pub struct Management {
+    find: Find,
+    answers: OnceCell<Result<Box<dyn Answers>, u32>>,
+}
+
+impl Management {
+    /// For the devices that `backing` chooses. A session is told of no more device memory than `memory_limit`, if that is not 0.
+    pub fn new(backing: &Backing, memory_limit: u64) -> Management {
+        let backing = backing.clone();
+        Management::from(move || {
+            let nvidia = || Nvidia::new(&backing.devices, memory_limit);
+            let software = || Ok(Box::new(Devices::new(&backing, memory_limit)?) as Box<dyn Answers>);
+            match backing.backend {
+                Backend::Cuda => Ok(Box::new(nvidia()?)),
+                Backend::Software => software(),
+                Backend::Auto => match nvidia() {
+                    Ok(nvidia) if !nvidia.devices().is_empty() => Ok(Box::new(nvidia)),
+                    // CUDA may be there without NVML: the session's devices are CUDA's then.
+                    Err(failure) if cuda::probe().is_ok_and(|count| count > 0) => Err(failure),
+                    _ => software(),
+                },
+            }
+        })
+    }
+
+    /// For the devices that `find` finds.
+    pub fn from(find: impl Fn() -> Result<Box<dyn Answers>, u32> + Send + 'static) -> Management {
+        Management { find: Box::new(find), answers: OnceCell::new() }
+    }
+
+    /// Names of the devices, by ordinal. The error is a status of NVML's.
+    pub fn devices(&self) -> Result<Vec<String>, u32> {
+        self.answers().map(|answers| answers.devices())
+    }
+
+    fn answers(&self) -> Result<&dyn Answers, u32> {
+        self.answers.get_or_init(|| (self.find)()).as_deref().map_err(|status| *status)
+    }
+
+    fn system(&self) -> NvmlSystemReply {
+        let text = |version: Result<String, u32>| match version {
+            Ok(text) => NvmlText { status: status::SUCCESS, text },
+            Err(status) => NvmlText { status, text: String::new() },
+        };
+        match self.answers() {
+            Ok(answers) => {
+                let [driver_version, nvml_version] = answers.versions().map(text);
+                NvmlSystemReply {
+                    status: status::SUCCESS,
+                    device_count: answers.devices().len() as u32,
+                    driver_version,
+                    nvml_version,
+                    cuda_version: answers.cuda_version(),
+                }
+            }
+            Err(status) => NvmlSystemReply {
+                status,
+                device_count: 0,
+                driver_version: text(Err(status)),
+                nvml_version: text(Err(status)),
+                cuda_version: 0,
+            },
+        }
+    }
+
+    fn query(&self, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
+        let query = Query::by_number(op.query).ok_or(status::FUNCTION_NOT_FOUND)?;
+        self.answers()?.query(query, op)
+    }
+}
+
+impl NvmlOps<Call> for Management {
+    fn nvml_system(&mut self, _cx: &mut Call, _op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
+        Ok(Answer::Now(self.system()))
+    }
+
+    fn nvml_query(&mut self, _cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
+        Ok(Answer::Now(match self.query(&op) {
+            Ok(output) => NvmlQueryReply { status: status::SUCCESS, output: Bytes(output) },
+            Err(status) => NvmlQueryReply { status, output: Bytes::default() },
+        }))
+    }
+
+    fn nvml_pair(&mut self, _cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
+        Ok(Answer::Now(match self.answers().and_then(|answers| answers.pair(&op)) {
+            Ok(value) => NvmlPairReply { status: status::SUCCESS, value },
+            Err(status) => NvmlPairReply { status, value: 0 },
+        }))
+    }
+}
