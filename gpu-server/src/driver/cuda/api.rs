@@ -480,6 +480,31 @@ impl Api {
         if status == 0 { found } else { Vec::new() }
     }
 
+    /// Calls `f` with `context` current to this thread, then makes the thread's own context current again. A null `context` stands for the thread's own.
+    ///
+    /// Memory that is registered with CUDA belongs to the context that is current then, and its registration ends with that context.
+    ///
+    /// # Safety
+    /// `context` is null or a live context.
+    pub unsafe fn within<T>(
+        &self,
+        context: CUcontext,
+        f: impl FnOnce() -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        let mut own: CUcontext = std::ptr::null_mut();
+        // SAFETY: writes a context handle.
+        unsafe { self.context_current(&mut own) }?;
+        if context.is_null() || context == own {
+            return f();
+        }
+        // SAFETY: a live context, as the caller says.
+        unsafe { self.context_set(context) }?;
+        let result = f();
+        // SAFETY: it was current before, and `f` destroys no context.
+        unsafe { self.context_set(own) }?;
+        result
+    }
+
     /// The result's name, as the driver has it.
     pub fn name(&self, status: Status) -> String {
         let mut name = std::ptr::null();

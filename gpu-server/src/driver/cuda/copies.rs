@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUmemorytype;
-use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Sink};
+use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
 use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::{ContextId, StreamId};
@@ -18,7 +18,7 @@ use protocol::wire::Bytes;
 
 use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
-use super::registration::in_place;
+use super::registration;
 use super::staging::{ANSWER, Transfer};
 use super::streams::Place;
 use crate::driver::call::{Call, Input};
@@ -138,6 +138,14 @@ fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
 }
 
 impl Cuda {
+    /// Whether work in `context`, which is current, can use a region of the client's memory in place.
+    fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool, Status> {
+        let home = self.home.and_then(|home| self.contexts.get(&home));
+        let home = home.map_or_else(|| self.context(context), Ok)?;
+        // SAFETY: a context in the table is live.
+        unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
+    }
+
     fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> Result<(), Status> {
         let place = self.enter(cx, stream)?;
         let (packed, span) = to.sizes()?;
@@ -151,8 +159,7 @@ impl Cuda {
         match cx.input(src)? {
             Input::Inline(bytes) => self.upload_at_once(&place, &to, bytes),
             Input::Mapped(mapped) => {
-                let context = self.context(place.context)?.handle;
-                if in_place(self.api, context, mapped.region()) {
+                if self.in_place(place.context, mapped.region())? {
                     let mut offset = 0;
                     for (at, len) in mapped.runs() {
                         // SAFETY: the rows were checked; the run is registered and held until the fence below.
@@ -305,24 +312,23 @@ impl Cuda {
         if packed == 0 {
             return Ok(());
         }
-        if let Sink::Mapped(mapped) = &sink {
-            let context = self.context(place.context)?.handle;
-            if in_place(self.api, context, mapped.region()) {
-                let mut offset = 0;
-                for (at, len) in mapped.runs() {
-                    // SAFETY: the rows were checked; the run is registered and held until the fence below.
-                    let copied = unsafe {
-                        copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len)
-                    };
-                    self.note(place.context, copied)?;
-                    offset += *len as u64;
-                }
-                let progress = Arc::clone(&place.progress);
-                return self.fence(&place, cx.seq, move |status| {
-                    progress.complain(status);
-                    drop(sink);
-                });
+        if let Sink::Mapped(mapped) = &sink
+            && self.in_place(place.context, mapped.region())?
+        {
+            let mut offset = 0;
+            for (at, len) in mapped.runs() {
+                // SAFETY: the rows were checked; the run is registered and held until the fence below.
+                let copied = unsafe {
+                    copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len)
+                };
+                self.note(place.context, copied)?;
+                offset += *len as u64;
             }
+            let progress = Arc::clone(&place.progress);
+            return self.fence(&place, cx.seq, move |status| {
+                progress.complain(status);
+                drop(sink);
+            });
         }
         let chunk_in = |slot| chunk_of(&from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;

@@ -47,6 +47,8 @@ pub(super) struct Staging {
     answers_at: NonNull<u8>,
     words: Vec<Slot>,
     slots: Slots,
+    /// The context in which everything here is registered. It outlives those that the program makes.
+    home: Mutex<Registered>,
     block: Mutex<Holding>,
     /// Started with the first block.
     lanes: OnceLock<Vec<Mutex<Sender<Job>>>>,
@@ -169,6 +171,7 @@ impl Staging {
             answers: Mutex::new(answers),
             words,
             slots: Slots::default(),
+            home: Mutex::new(Registered(std::ptr::null_mut())),
             block: Mutex::default(),
             lanes: OnceLock::new(),
             used: AtomicBool::new(false),
@@ -181,13 +184,18 @@ impl Staging {
         self.block.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Registers what there is with the current context, again after the one before was reset.
+    /// Registers what there is with the current context, again after the one before was reset. What is made later is registered there as well.
     pub(super) fn register(&self) -> Result<(), Status> {
+        let mut home = self.home.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: writes a context handle.
+        unsafe { self.api.context_current(&mut home.0) }?;
+        drop(home);
         self.answers.lock().unwrap_or_else(|e| e.into_inner()).register(self.api)?;
         self.holding().block.as_ref().map_or(Ok(()), |block| block.register())
     }
 
-    /// The slots' memory, made now if it is not there, in the current context.
+    /// The slots' memory, made now if it is not there. The current context may be one that the program destroys while the session goes on, so the memory is registered in
+    /// the [home](Self::home) context. Were its registration to end, the driver would take it for pageable memory and read a slot before its data has come.
     fn block(self: &Arc<Staging>) -> Result<Arc<Block>, Status> {
         let mut holding = self.holding();
         if let Some(block) = &holding.block {
@@ -198,7 +206,9 @@ impl Staging {
             // The lock above is held: nobody else starts them.
             let _ = self.lanes.set(lanes);
         }
-        let block = Arc::new(Block::new(self.api)?);
+        let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
+        // SAFETY: a primary context that is live as long as it is the home: another is registered here when it is reset.
+        let block = Arc::new(unsafe { self.api.within(home, || Block::new(self.api)) }?);
         holding.block = Some(Arc::clone(&block));
         drop(holding);
         self.look();
