@@ -100,11 +100,7 @@ impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
         let (driver, context, lent) = context::ready_on(handle)?;
-        let stream = match mode {
-            Mode::Sync => stream::without_fence(driver, context, handle, per_thread)?,
-            Mode::Async => stream::any(driver, context, handle, per_thread)?,
-        };
-        let mut copier = Copier::on(driver, stream, mode, false);
+        let mut copier = Copier::on(driver, stream::any(driver, context, handle, per_thread)?, mode, false);
         copier.lent = lent;
         Ok(copier)
     }

@@ -31,8 +31,6 @@ pub(crate) fn host_sees() {
 pub(crate) struct Fences {
     /// Whether the context ever had a stream that does not wait for its legacy default stream.
     any_beside: AtomicBool,
-    /// Whether the legacy default stream has made a copy that others would have to come behind, and that has no fence, since there were no such others.
-    unfenced: AtomicBool,
     /// `seq` of the latest fence.
     latest: AtomicU64,
     /// The streams that have one that may not have been passed.
@@ -41,12 +39,7 @@ pub(crate) struct Fences {
 
 impl Fences {
     pub const fn new() -> Self {
-        Fences {
-            any_beside: AtomicBool::new(false),
-            unfenced: AtomicBool::new(false),
-            latest: AtomicU64::new(0),
-            open: Mutex::new(Vec::new()),
-        }
+        Fences { any_beside: AtomicBool::new(false), latest: AtomicU64::new(0), open: Mutex::new(Vec::new()) }
     }
 }
 
@@ -79,50 +72,21 @@ pub(crate) fn copied(driver: &Driver, stream: &Arc<Stream>, before: u64) -> Resu
         return stream.synchronize(driver);
     }
     driver.session.show_output();
-    let fences = &stream.context.fences;
     // A thread's own stream has all others beside it.
-    if open || !stream.is_legacy() || fences.any_beside.load(Ordering::Acquire) {
+    if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
         record(driver, stream)?;
-    } else {
-        // Another thread may be making the first stream beside this one: it finds the mark, or this one finds that there is such a stream.
-        fences.unfenced.store(true, Ordering::SeqCst);
-        if fences.any_beside.load(Ordering::SeqCst) {
-            fence_off(driver, stream.context)?;
-        }
     }
     stream.promise.upto.fetch_max(stream.due(), Ordering::AcqRel);
     Ok(())
 }
 
-/// Before the program has a stream beside the legacy default stream: that comes behind what the latter has copied.
+/// Before the program has a stream beside the legacy default stream: that comes behind what the latter has just copied.
 pub(crate) fn before_stream(driver: &Driver, context: &'static Context) -> Result {
-    context.fences.any_beside.store(true, Ordering::SeqCst);
-    before_other_work(driver, context)
-}
-
-/// Before work is put on a stream behind copies without a fence: it would be behind the same fence if that were recorded later, and a stream that only has to come behind the copies would wait for it.
-#[inline]
-pub(crate) fn before_other_work(driver: &Driver, context: &'static Context) -> Result {
-    if context.fences.unfenced.load(Ordering::SeqCst) { fence_off(driver, context) } else { Ok(()) }
-}
-
-/// Records the fence of copies of the legacy default stream that have none.
-#[cold]
-fn fence_off(driver: &Driver, context: &'static Context) -> Result {
-    if !context.fences.unfenced.swap(false, Ordering::SeqCst) {
-        return Ok(());
-    }
+    context.fences.any_beside.store(true, Ordering::Release);
     let legacy = context.legacy();
     let due = legacy.due();
-    if legacy.is_known_done(due) {
-        return Ok(());
-    }
-    let promised = legacy.promise.covers(due);
-    record(driver, legacy)?;
-    if promised {
-        legacy.promise.upto.fetch_max(legacy.due(), Ordering::AcqRel);
-    }
-    Ok(())
+    // What other work is behind already has a fence if it needs one.
+    if legacy.promise.covers(due) && !legacy.is_known_done(due) { record(driver, legacy) } else { Ok(()) }
 }
 
 /// Records the event that streams beside this one wait for.

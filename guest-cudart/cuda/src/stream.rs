@@ -346,19 +346,6 @@ pub(crate) fn any(
     handle: usize,
     per_thread: bool,
 ) -> Result<Arc<Stream>> {
-    let stream = without_fence(driver, context, handle, per_thread)?;
-    promise::before_other_work(driver, stream.context)?;
-    Ok(stream)
-}
-
-/// As [`any`], for what needs no fence behind the copies before it: a synchronous copy, since copies in a row have one fence, or a question.
-#[inline]
-pub(crate) fn without_fence(
-    driver: &Driver,
-    context: &'static Context,
-    handle: usize,
-    per_thread: bool,
-) -> Result<Arc<Stream>> {
     let stream = plain(driver, context, handle, per_thread)?;
     capture::implicit(&stream)?;
     if stream.capture().is_none() {
@@ -643,7 +630,7 @@ pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, A
         return Ok((driver, named(handle)?));
     }
     let context = context::current()?;
-    Ok((driver, without_fence(driver, context, handle, per_thread)?))
+    Ok((driver, any(driver, context, handle, per_thread)?))
 }
 
 api! {
