@@ -34,6 +34,7 @@ mod vmm;
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
@@ -267,12 +268,17 @@ impl Cuda {
             return Ok(());
         }
         let device = self.device(ordinal).map_err(|_| Status::INVALID_CONTEXT)?.handle;
-        tracing::debug!("making a context of device {ordinal}");
+        let begun = Instant::now();
         self.current = None;
         let context = primary(self.api, ordinal, device)?;
+        let made = begun.elapsed();
         self.contexts.insert(ordinal, context);
         self.current = Some(ordinal);
         let furnished = self.furnish(ordinal);
+        tracing::debug!(
+            "device {ordinal}: the driver made a context in {made:.1?}; reserving addresses and registering memory took {:.1?}",
+            begun.elapsed() - made
+        );
         if furnished.is_err() {
             // Nothing may use it as it is.
             self.contexts.remove(&ordinal);
