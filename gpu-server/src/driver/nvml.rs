@@ -49,7 +49,7 @@ pub struct Management {
 }
 
 impl Management {
-    /// For the devices that `backing` chooses. A session is told of no more device memory than `memory_limit`, if that is not 0.
+    /// For the devices that `backing` chooses. A session sees at most `memory_limit` bytes of device memory, unless that is 0.
     pub fn new(backing: &Backing, memory_limit: u64) -> Management {
         let backing = backing.clone();
         Management::from(move || {

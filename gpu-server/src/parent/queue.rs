@@ -40,7 +40,7 @@ pub(super) struct Parked {
     pub(super) transport: Transport,
     pub(super) data_connections: u32,
     pub(super) token: Token,
-    /// It understands what it is told while it waits.
+    /// The client understands messages about its place in the queue.
     pub(super) may_wait: bool,
     pub(super) since: Instant,
     /// When it was last told its place.

@@ -61,11 +61,6 @@ impl Registration {
         registration.whole = true;
         registration
     }
-
-    /// Forgets what its context, which is gone, has unregistered.
-    fn forget(mut self) {
-        self.runs.clear();
-    }
 }
 
 impl Drop for Registration {
@@ -99,9 +94,6 @@ pub(super) unsafe fn in_place(
     let Some(Attached(held)) = attached.downcast_ref::<Attached>() else { return Ok(false) };
     let mut held = held.lock().unwrap_or_else(|e| e.into_inner());
     if held.as_ref().is_none_or(|registration| registration.home.check().is_err()) {
-        if let Some(old) = held.take() {
-            old.forget();
-        }
         // SAFETY: live, as the caller says.
         *held = Some(unsafe { api.within(context, || Ok(Registration::new(api, context, home, region))) }?);
     }

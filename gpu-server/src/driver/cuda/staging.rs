@@ -143,11 +143,11 @@ impl Block {
     }
 }
 
-/// What a lane is told.
+/// A message to a lane.
 enum Job {
     /// Send this.
     Send(Arc<Departure>),
-    /// The memory may be released some time: look whether it is used.
+    /// Start checking whether the memory is idle and can be released.
     Look,
 }
 
@@ -355,7 +355,7 @@ impl Staging {
 
     /// A lane's thread: of each job it sends every `LANES`-th chunk.
     fn lane(&self, lane: usize, jobs: &Receiver<Job>) {
-        // A stream goes on only when what it has left here is sent.
+        // A stream waits until its data has been sent, so every delay here is a delay of the stream.
         nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
         let mut moved = Instant::now();

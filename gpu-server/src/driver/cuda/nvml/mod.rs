@@ -90,7 +90,7 @@ impl Answers for Nvidia {
     }
 }
 
-/// What a session may have of a device's memory is all that it is told of.
+/// A session sees only the device memory that it may use.
 fn limit_memory(query: &Query, output: &mut [u8], limit: u64) {
     // Places of total, free and used, in 64-bit words.
     let places = match query {
