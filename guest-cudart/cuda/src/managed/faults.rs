@@ -126,6 +126,13 @@ pub(super) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
 }
 
 impl State {
+    /// The piece that an access hit, by its first address, and what the access needs. `None`: there is nothing at the address.
+    pub(super) fn answer(&self, fault: &Fault) -> Option<(u64, Answer)> {
+        let (base, _) = self.find(fault.address as u64)?;
+        let (_, piece) = self.pieces.get(&base)?;
+        Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
+    }
+
     /// Gives the host what an access needs, while no work changes it. False: there is nothing at the address.
     fn give_to_host(
         &mut self,
@@ -134,9 +141,8 @@ impl State {
         fault: &Fault,
         buffer: &mut Vec<u8>,
     ) -> Result<bool> {
-        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
-        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
-        match piece.blocks.fault(fault.address as u64, fault.write) {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
             Answer::Nothing => {}
             Answer::Allow(run) => {
                 self.given(base, run, true);

@@ -198,9 +198,8 @@ impl State {
         fault: &Fault,
         buffer: &mut Vec<u8>,
     ) -> Result<bool> {
-        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
-        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
-        match piece.blocks.fault(fault.address as u64, fault.write) {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
             Answer::Nothing => {}
             Answer::Allow(run) => {
                 self.given(base, run, true);
@@ -248,9 +247,8 @@ impl State {
         fault: &Fault,
         buffer: &mut Vec<u8>,
     ) -> Result<bool> {
-        let Some((base, _)) = self.find(fault.address as u64) else { return Ok(false) };
-        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(false) };
-        match piece.blocks.fault(fault.address as u64, fault.write) {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
             Answer::Nothing => {}
             Answer::Allow(run) => {
                 self.publish(driver, pages)?;
