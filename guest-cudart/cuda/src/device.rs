@@ -40,6 +40,8 @@ pub(crate) mod attr {
     pub const HOST_REGISTER_SUPPORTED: usize = 99;
     pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
     pub const MEMORY_POOLS_SUPPORTED: usize = 115;
+    pub const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 141;
+    pub const HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 145;
     pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
@@ -72,10 +74,8 @@ const NOT_HERE: &[usize] = &[
     132, // MULTICAST_SUPPORTED
     136, // MEM_DECOMPRESS_ALGORITHM_MASK
     137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
-    141, // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     142, // HOST_NUMA_MEMORY_POOLS_SUPPORTED
     143, // HOST_NUMA_MULTINODE_IPC_SUPPORTED
-    145, // HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     146, // HOST_ALLOC_DMA_BUF_SUPPORTED
     147, // ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED
 ];
@@ -111,6 +111,8 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::MEMORY_POOLS_SUPPORTED, 1);
     set(attr::HOST_MEMORY_POOLS_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
+    set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
+    set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     // No NUMA node of this machine is near the GPU: −1 says so.
     set(131, -1);
     set(134, -1);

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use crate::context::{self, Context};
 use crate::state::{Driver, driver, unique_id};
 use crate::stream::Stream;
-use crate::{Result, code, host_pool, late, managed, non_null, promise, put, refuse_form};
+use crate::{Result, code, host_pool, late, managed, non_null, promise, put, refuse_form, vmm};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::regions::{Regions, RegisterError};
@@ -70,9 +70,14 @@ pub(crate) fn find(pointer: u64) -> Option<(usize, usize, HostTag)> {
     REGIONS.any(pointer as usize)
 }
 
+/// Whether kernels reach the piece that begins at `base` by now.
+pub(crate) fn is_reached_now(base: u64) -> bool {
+    is_mapped(base) || managed::pinned::is_here(base)
+}
+
 /// Whether a kernel that is given the address reaches what is there.
 pub(crate) fn is_reached(pointer: u64) -> bool {
-    is_mapped(pointer) || managed::pinned::is_here(pointer) || unreached_at(pointer).is_some()
+    is_reached_now(pointer) || unreached_at(pointer).is_some()
 }
 
 /// The piece at an address that kernels cannot reach yet.
@@ -99,9 +104,15 @@ pub(crate) fn reach(driver: &'static Driver, parameters: &[u8]) {
 
 /// Lets kernels reach the pinned memory at an address, if there is any that they cannot reach yet. Where that cannot be, the log says why, and kernels find nothing there.
 #[cold]
-fn reach_at(driver: &'static Driver, pointer: u64) {
+pub(crate) fn reach_at(driver: &'static Driver, pointer: u64) {
     let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
-    let Some((base, size)) = unreached_at(pointer) else { return };
+    let Some((base, _)) = unreached_at(pointer) else { return };
+    reach_piece(driver, base);
+    vmm::host_neighbors(base as u64).into_iter().for_each(|base| reach_piece(driver, base as usize));
+}
+
+fn reach_piece(driver: &'static Driver, base: usize) {
+    let Some((base, size)) = unreached_at(base as u64) else { return };
     let Some((_, _, tag)) = REGIONS.find(base) else { return };
     let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
     if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
@@ -174,15 +185,16 @@ pub(crate) fn settle_all() -> Result {
     if context.is_busy() { context.synchronize() } else { Ok(()) }
 }
 
-/// Makes pinned memory; its address.
+/// Makes pinned memory, exactly at an address if one is given; its address.
 pub(crate) fn pin_new(
     driver: &'static Driver,
     context: &'static Context,
     size: usize,
+    at: Option<usize>,
     flags: u32,
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
-    let address = REGIONS.alloc(driver.session.port(), size, tag).map_err(|error| {
+    let address = REGIONS.alloc(driver.session.port(), size, at, tag).map_err(|error| {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
@@ -227,7 +239,7 @@ fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
         // SAFETY: as below.
         return unsafe { put(pp, std::ptr::null_mut()) };
     }
-    let address = pin_new(driver, context, size, flags)?;
+    let address = pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
         reach_at(driver, address as u64);
@@ -250,8 +262,8 @@ api! {
         if p.is_null() {
             return Ok(());
         }
-        // What a pool has is freed as device memory is.
-        if !REGIONS.begins_at(p as usize, true) || host_pool::find(p as u64).is_some() {
+        // A pool's memory is freed as device memory is; mapped memory is unmapped.
+        if !REGIONS.begins_at(p as usize, true) || host_pool::find(p as u64).is_some() || vmm::is_host(p as u64) {
             return Err(Status::INVALID_VALUE);
         }
         settle_all()?;

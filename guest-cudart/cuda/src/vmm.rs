@@ -3,12 +3,15 @@
 //! The server has the same tables and checks everything again; what is kept here is what the program may ask back, and what tells a good pointer from a bad one
 //! without a round trip. Addresses are chosen here, apart from every device's window.
 
-use std::collections::BTreeMap;
+mod host_memory;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use self::host_memory::HostMemory;
 use crate::context;
 use crate::device::attr;
 use crate::memory::Found;
@@ -56,10 +59,16 @@ const MAGIC: descriptor::Magic = *b"rgpu:mem";
 /// Addresses that are tried when the server's process has something else at those chosen.
 const ATTEMPTS: usize = 16;
 
-/// Memory of a device, which the program names by a handle.
+/// Where memory is.
+enum Home {
+    /// On the server's side: its name there, and the ordinal of its device.
+    Device(MemoryId, u32),
+    Host(HostMemory),
+}
+
+/// Memory that the program names by a handle.
 struct Memory {
-    id: MemoryId,
-    device: u32,
+    home: Home,
     size: u64,
     handle_types: u32,
     /// `cuMemCreate` and everything that gave the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
@@ -77,19 +86,27 @@ struct Mapping {
     part: Option<(u64, u64)>,
     /// `CUmemAccess_flags` by device.
     access: Vec<u32>,
+    /// The same for the host, of host memory.
+    host_access: u32,
 }
 
 /// The program's.
 #[derive(Default)]
 struct Space {
     reserved: BTreeMap<u64, u64>,
+    /// Those of them that the server has given up for host memory, by their first address.
+    given_up: BTreeSet<u64>,
     mappings: BTreeMap<u64, Mapping>,
     /// Where the next reservation is looked for.
     next: u64,
 }
 
-static SPACES: RwLock<Space> =
-    RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new(), next: 0 });
+static SPACES: RwLock<Space> = RwLock::new(Space {
+    reserved: BTreeMap::new(),
+    given_up: BTreeSet::new(),
+    mappings: BTreeMap::new(),
+    next: 0,
+});
 static MEMORIES: Slab<Memory> = Slab::new(14);
 
 /// Whether this process shares memory with another.
@@ -121,9 +138,24 @@ fn write() -> RwLockWriteGuard<'static, Space> {
     SPACES.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether an address is one of those that are reserved here.
+/// Whether an address is one of those that are reserved here, for memory of devices.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
+    in_space(address) && !host_memory::is_mapped_at(address)
+}
+
+/// The first addresses of the pieces of host memory in one reservation, if one of them begins at `address`.
+pub(crate) fn host_neighbors(address: u64) -> Vec<u64> {
+    if is_host(address) { host_memory::neighbors(address) } else { Vec::new() }
+}
+
+/// Whether host memory is mapped at an address. It is pinned memory for everything but `cuMemUnmap`.
+pub(crate) fn is_host(address: u64) -> bool {
+    in_space(address) && host_memory::is_mapped_at(address)
+}
+
+#[inline]
+fn in_space(address: u64) -> bool {
     address.wrapping_sub(SPACE) < SPACE_SIZE
 }
 
@@ -135,7 +167,8 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     if address.checked_sub(base)? >= size {
         return None;
     }
-    let context = driver.devices.get(mapping.memory.device as usize)?.primary;
+    let Home::Device(_, device) = mapping.memory.home else { return None };
+    let context = driver.devices.get(device as usize)?.primary;
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
@@ -203,7 +236,7 @@ impl Space {
             return Err(Status::INVALID_VALUE);
         }
         let alignment = alignment.max(SPACE_ALIGN);
-        let wished = is_here(wish)
+        let wished = in_space(wish)
             && wish.is_multiple_of(alignment)
             && wish.checked_add(size).is_some_and(|end| end <= SPACE + SPACE_SIZE)
             && self.is_free(wish, size);
@@ -229,9 +262,43 @@ impl Space {
         if self.reserved.get(&address) != Some(&size) {
             return Err(Status::INVALID_VALUE);
         }
-        driver.session.call(&AddressFree { address, size })?;
+        if !self.given_up.contains(&address) {
+            driver.session.call(&AddressFree { address, size })?;
+        } else if self.mappings.range(address..address + size).next().is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.given_up.remove(&address);
         self.reserved.remove(&address);
         Ok(())
+    }
+
+    /// Lets the reservation around a range be used for host memory, or for memory of devices; gives its first address. One that has had host memory has no other: the server may still be about to unregister its mirror.
+    fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        let (start, whole) = self
+            .reserved
+            .range(..=address)
+            .next_back()
+            .map(|(start, whole)| (*start, *whole))
+            .filter(|(start, whole)| {
+                size > 0 && address.checked_add(size).is_some_and(|end| end <= start + whole)
+            })
+            .ok_or(Status::INVALID_VALUE)?;
+        if self.given_up.contains(&start) == for_host {
+            return Ok(start);
+        }
+        if !for_host || self.mappings.range(start..start + whole).next().is_some() {
+            return refuse_form("cuMemMap of host memory and memory of a device in one reservation", &SAID);
+        }
+        driver.session.call(&AddressFree { address: start, size: whole })?;
+        self.given_up.insert(start);
+        Ok(start)
+    }
+
+    /// Whether nothing is mapped in a range.
+    fn is_unmapped(&self, address: u64, size: u64) -> bool {
+        let last = self.mappings.range(..address + size).next_back();
+        last.is_none_or(|(start, mapping)| start + mapping.size <= address)
     }
 
     fn map(
@@ -243,11 +310,29 @@ impl Space {
         handle: usize,
         part: Option<(u64, u64)>,
     ) -> Result {
+        static SAID: AtomicBool = AtomicBool::new(false);
         let memory = memory_of(handle)?;
-        driver.session.call(&MemoryMap { memory: memory.id, offset, address, size })?;
+        let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
+        match &memory.home {
+            Home::Device(id, _) => {
+                driver.session.call(&MemoryMap { memory: *id, offset, address, size })?;
+            }
+            Home::Host(host) => {
+                let whole = size.is_multiple_of(Space::granule(driver))
+                    && address.is_multiple_of(Space::granule(driver));
+                if !whole || offset != 0 || size > memory.size || !self.is_unmapped(address, size) {
+                    return Err(Status::INVALID_VALUE);
+                }
+                if host.is_mapped() || size < memory.size {
+                    return refuse_form("cuMemMap of host memory at two places, or of a part of it", &SAID);
+                }
+                host.map(reservation, address, size)?;
+            }
+        }
         memory.mapped.fetch_add(1, Ordering::Relaxed);
         let access = vec![0; driver.devices.len()];
-        self.mappings.insert(address, Mapping { size, handle, memory, buffer: unique_id(), part, access });
+        let mapping = Mapping { size, handle, memory, buffer: unique_id(), part, access, host_access: 0 };
+        self.mappings.insert(address, mapping);
         Ok(())
     }
 
@@ -267,7 +352,15 @@ impl Space {
     fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
-            driver.session.call(&MemoryUnmap { address, size: mapping.size })?;
+            match &mapping.memory.home {
+                Home::Device(..) => {
+                    driver.session.call(&MemoryUnmap { address, size: mapping.size })?;
+                }
+                Home::Host(host) => {
+                    let keep = mapping.memory.handles.load(Ordering::Relaxed) > 0;
+                    host.unmap(address, mapping.size, keep)?;
+                }
+            }
             if let Some(mapping) = self.mappings.remove(&address) {
                 mapping.memory.mapped.fetch_sub(1, Ordering::Relaxed);
                 self.end_if_unused(driver, mapping.handle, &mapping.memory)?;
@@ -279,10 +372,26 @@ impl Space {
     fn set_access(&mut self, driver: &Driver, address: u64, size: u64, device: u32, flags: u32) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
+            // A device reaches pinned memory in any case.
+            if let Home::Device(..) = mapping.memory.home {
+                driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
+            }
             if let Some(place) = mapping.access.get_mut(device as usize) {
                 *place = flags;
             }
+        }
+        Ok(())
+    }
+
+    /// The host reaches host memory in any case.
+    fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        for address in self.whole(address, size)? {
+            let Some(mapping) = self.mappings.get_mut(&address) else { continue };
+            if let Home::Device(..) = mapping.memory.home {
+                return refuse_form("cuMemSetAccess for the host on memory of a device", &SAID);
+            }
+            mapping.host_access = flags;
         }
         Ok(())
     }
@@ -291,7 +400,9 @@ impl Space {
     fn end_if_unused(&self, driver: &Driver, handle: usize, memory: &Memory) -> Result {
         if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
             MEMORIES.remove(handle);
-            driver.session.call(&MemoryRelease { memory: memory.id })?;
+            if let Home::Device(id, _) = memory.home {
+                driver.session.call(&MemoryRelease { memory: id })?;
+            }
         }
         Ok(())
     }
@@ -307,8 +418,7 @@ fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize,
     let id = new_id();
     let reply = driver.session.call(&MemoryImport { memory: id, token })?;
     let memory = Memory {
-        id,
-        device: reply.device,
+        home: Home::Device(id, reply.device),
         size: reply.size,
         handle_types,
         handles: AtomicU32::new(1),
@@ -323,6 +433,7 @@ pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own
     let mut space = write();
     let (handle, own) = import(driver, token, 0)?;
     let memory = memory_of(handle)?;
+    let Home::Device(_, device) = memory.home else { return Err(Status::INVALID_VALUE) };
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
     let opened = if own && !own_too {
         Err(Status::INVALID_CONTEXT)
@@ -333,7 +444,7 @@ pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own
             let part = Some((address + offset, size));
             let mapped = space
                 .map(driver, address, memory.size, 0, handle, part)
-                .and_then(|()| space.set_access(driver, address, memory.size, memory.device, 3));
+                .and_then(|()| space.set_access(driver, address, memory.size, device, 3));
             if mapped.is_err() {
                 // What was made of it goes again; the first error is the one to tell.
                 let _ = space.unmap(driver, address, memory.size);
@@ -397,20 +508,26 @@ fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<us
     let exportable = handle_types & POSIX_FD != 0;
     driver.session.call(&MemoryCreate { memory: id, device, size, exportable })?;
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
-    let memory = Memory { id, device, size, handle_types, handles, mapped };
+    let memory = Memory { home: Home::Device(id, device), size, handle_types, handles, mapped };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// The device of what a program wants to make, if it can be made.
-fn wanted(prop: &AllocationProp) -> Result<&'static state::Device> {
-    static SAID: AtomicBool = AtomicBool::new(false);
+/// The device of what a program wants to make; `None` for host memory.
+fn wanted(prop: &AllocationProp) -> Result<Option<&'static state::Device>> {
     if prop.kind != PINNED {
         return Err(Status::INVALID_VALUE);
     }
-    if prop.location.kind != DEVICE {
-        return refuse_form("cuMemCreate of memory that is no device's", &SAID);
+    if prop.location.kind == DEVICE {
+        return state::device(prop.location.id).map(Some);
     }
-    state::device(prop.location.id)
+    host_memory::check(prop.location).map(|()| None)
+}
+
+fn make_host(size: u64, location: MemLocation) -> Result<usize> {
+    let home = Home::Host(HostMemory::new(location));
+    let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
+    let memory = Memory { home, size, handle_types: 0, handles, mapped };
+    MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }
 
 api! {
@@ -436,13 +553,20 @@ api! {
         let prop = *prop;
         let device = wanted(&prop)?;
         let size = size as u64;
-        if flags != 0 || size == 0 || !size.is_multiple_of(device.info.granule.max(1)) {
+        let granule = device.map_or_else(|| Space::granule(driver), |device| device.info.granule.max(1));
+        if flags != 0 || size == 0 || !size.is_multiple_of(granule) {
             return Err(Status::INVALID_VALUE);
         }
         if prop.handle_types & !POSIX_FD != 0 || prop.gpu_direct_rdma != 0 {
             return refuse_form("cuMemCreate of memory for fabric handles or GPUDirect RDMA", &SAID);
         }
         let exportable = prop.handle_types & POSIX_FD != 0;
+        let Some(device) = device else {
+            if exportable {
+                return refuse_form("cuMemCreate of host memory for export", &SAID);
+            }
+            return put(handle, make_host(size, prop.location)? as u64);
+        };
         if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -468,7 +592,11 @@ api! {
             .whole(ptr, size as u64)?
             .iter()
             .filter_map(|at| space.mappings.get(at))
-            .flat_map(|mapping| mapping.access.iter().enumerate().filter(|(_, flags)| **flags != 0))
+            .flat_map(|mapping| {
+                // Any device reaches host memory.
+                let any = matches!(mapping.memory.home, Home::Host(_));
+                mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
+            })
             .filter_map(|(device, _)| driver.devices.get(device))
             .map(|device| device.primary)
             .collect();
@@ -482,19 +610,20 @@ api! {
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: *const AccessDesc, count: usize) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         non_null(descs)?;
         let driver = driver()?;
         let mut space = write();
         for i in 0..count {
             let desc = descs.add(i).read();
-            if desc.location.kind != DEVICE {
-                return refuse_form("cuMemSetAccess for the host", &SAID);
-            }
-            let device = state::device(desc.location.id)?.ordinal;
             if !matches!(desc.flags, 0 | 1 | 3) {
                 return Err(Status::INVALID_VALUE);
             }
+            if desc.location.kind != DEVICE {
+                host_memory::check(desc.location)?;
+                space.set_host_access(ptr, size as u64, desc.flags)?;
+                continue;
+            }
+            let device = state::device(desc.location.id)?.ordinal;
             space.set_access(driver, ptr, size as u64, device, desc.flags)?;
         }
         Ok(())
@@ -505,10 +634,6 @@ api! {
         non_null(location)?;
         driver()?;
         let location = *location;
-        if location.kind != DEVICE {
-            return put(flags, 0);
-        }
-        let device = state::device(location.id)?.ordinal as usize;
         let space = read();
         let (_, mapping) = space
             .mappings
@@ -516,17 +641,22 @@ api! {
             .next_back()
             .filter(|(start, mapping)| ptr - **start < mapping.size)
             .ok_or(Status::INVALID_VALUE)?;
+        if location.kind != DEVICE {
+            return put(flags, mapping.host_access.into());
+        }
+        let device = state::device(location.id)?.ordinal as usize;
         put(flags, mapping.access.get(device).copied().unwrap_or(0).into())
     }
 
     fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const AllocationProp, option: u32) {
         non_null(granularity)?;
         non_null(prop)?;
-        driver()?;
+        let driver = driver()?;
         if option > 1 {
             return Err(Status::INVALID_VALUE);
         }
-        put(granularity, wanted(&*prop)?.info.granule as usize)
+        let device = wanted(&*prop)?;
+        put(granularity, device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
     }
 
     fn cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) {
@@ -536,7 +666,10 @@ api! {
         put(prop, AllocationProp {
             kind: PINNED,
             handle_types: memory.handle_types,
-            location: MemLocation { kind: DEVICE, id: memory.device as i32 },
+            location: match &memory.home {
+                Home::Device(_, device) => MemLocation { kind: DEVICE, id: *device as i32 },
+                Home::Host(host) => host.location,
+            },
             win32: std::ptr::null_mut(),
             compression: 0,
             gpu_direct_rdma: 0,
@@ -567,8 +700,9 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
+        let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
         share(driver)?;
-        let token = driver.session.call(&MemoryExport { memory: memory.id })?.token;
+        let token = driver.session.call(&MemoryExport { memory: id })?.token;
         put(shareable.cast::<RawFd>(), descriptor::make(&MAGIC, &token)?)
     }
 

@@ -230,7 +230,7 @@ impl Cuda {
     ) -> Result<Answer<HostMirrorReply>, Status> {
         cx.context = op.context;
         op.check()?;
-        if self.host_views.contains_key(&op.address) {
+        if self.host_views.contains_key(&op.address) || self.space.has_reserved(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
         self.may_mirror(op.size)?;

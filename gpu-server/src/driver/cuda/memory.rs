@@ -8,7 +8,6 @@ use protocol::ops::memory::*;
 use super::Cuda;
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::Call;
-use crate::driver::space::Space;
 
 impl Cuda {
     /// The ordinal of the device whose window holds an address.
@@ -21,7 +20,7 @@ impl Cuda {
     pub(super) fn check_range(&self, address: u64, len: u64) -> Result<(), Status> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => self.device(ordinal)?.allocations.holds(address, len),
-            None if Space::<u64>::is_here(address) => self.space.reached_by(address, len, 0).is_some(),
+            None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, 0).is_some(),
             None => {
                 self.modules.values().any(|m| m.globals.holds(address, len))
                     || self.is_host_view(address, len)

@@ -49,7 +49,7 @@ impl Reach {
         self.mirrors.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn touches(&self, address: u64, size: u64) -> bool {
+    pub(super) fn touches(&self, address: u64, size: u64) -> bool {
         let mirrors = self.mirrors();
         let before = mirrors.range(..address + size).next_back();
         before.is_some_and(|(start, mirror)| start + mirror.size > address)
@@ -127,7 +127,7 @@ impl Software {
         let device = self.context(op.context)?.device;
         let home = self.device(device)?.gpu.clone();
         op.check()?;
-        if self.beside.touches(op.address, op.size) {
+        if self.beside.touches(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
         let fresh: Vec<u64> =

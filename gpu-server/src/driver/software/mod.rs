@@ -257,7 +257,7 @@ impl Software {
     /// The device whose window holds `address`; for an address outside all windows (a module's variable) the device `home`.
     fn gpu_of(&self, address: u64, home: u32) -> Result<&Gpu, Status> {
         let ordinal = match address.checked_sub(window(0)) {
-            _ if Space::<OwnedFd>::is_here(address) => {
+            _ if self.space.has_reserved(address, 1) => {
                 self.space.reached_by(address, 1, home).ok_or(Status::INVALID_VALUE)?
             }
             Some(offset) if offset / WINDOW_SIZE < u64::from(MAX_DEVICES) => (offset / WINDOW_SIZE) as u32,

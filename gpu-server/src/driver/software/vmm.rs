@@ -17,6 +17,10 @@ use crate::share::{Shared, Token};
 impl Software {
     pub(super) fn reserve_addresses(&mut self, op: &AddressReserve) -> Result<(), Status> {
         self.space.may_reserve(op.address, op.size, GRANULE)?;
+        // As NVIDIA's driver, which finds the addresses taken.
+        if self.beside.touches(op.address, op.size) {
+            return Err(Status::OUT_OF_MEMORY);
+        }
         self.space.reserve(op.address, op.size);
         Ok(())
     }

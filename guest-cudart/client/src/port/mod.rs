@@ -107,8 +107,9 @@ pub trait Port: Send + Sync {
     /// What there is to say once [`Port::alive`] has been false.
     fn why_dead(&self) -> String;
 
-    /// Allocates `size` bytes (a multiple of the page size) of pinned memory and registers it with the host.
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError>;
+    /// Allocates `size` bytes (a multiple of the page size) of pinned memory and registers it with the host. `at`: its address (a multiple of the page size), where this process must have
+    /// nothing; `None` leaves the choice to the port.
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError>;
 
     /// Registers program memory with the host, if this port can; returns its region. `None`: this port cannot, and the memory is to be
     /// treated as pageable.
