@@ -10,7 +10,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
 use protocol::ops::nvml::NvmlSystem;
-use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
+use protocol::ops::{self, Class, Malformed, Op, OpInfo, Order, Outcome, dispatch};
 
 use protocol::trace::{RECORDER, Stage};
 
@@ -56,6 +56,11 @@ pub fn run(
 /// Whether an operation is one of NVML's questions.
 fn asks_nvml(opcode: u16) -> bool {
     opcode >> 8 == NvmlSystem::INFO.opcode >> 8
+}
+
+/// Whether the driver's call for a command may wait for work that may wait for the client.
+fn may_wait(backend: &dyn Backend, opcode: u16, body: &[u8]) -> bool {
+    ops::info(opcode).is_some_and(|info| backend.may_wait(info.may_block, body))
 }
 
 struct Dispatcher<'a> {
@@ -104,8 +109,8 @@ impl Dispatcher<'_> {
     /// Takes the next command. `served`: it was executed already, beside this thread.
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let backend = &*self.backend;
-        let may_wait = || backend.may_wait(record.opcode, body);
-        match self.held.judge(&record, body, may_wait) {
+        let waits = || may_wait(backend, record.opcode, body);
+        match self.held.judge(&record, body, waits) {
             Verdict::Execute if served => {
                 self.held.executed(&record, body, true);
                 self.shared.executed();
@@ -118,8 +123,8 @@ impl Dispatcher<'_> {
         }
         while let Some(mut aside) = self.held.take() {
             while let Some((record, body)) = aside.pop_front() {
-                let may_wait = self.backend.may_wait(record.opcode, &body);
-                if let Some(body) = self.held.judge_aside(record, body, may_wait) {
+                let waits = may_wait(&*self.backend, record.opcode, &body);
+                if let Some(body) = self.held.judge_aside(record, body, waits) {
                     self.execute(record, &body)?;
                 }
             }
@@ -176,7 +181,8 @@ impl Dispatcher<'_> {
             }
             Outcome::Failed(status) => self.failed(info, &record, status),
         }
-        if info.opcode >> 8 == 0x03 {
+        // Work on streams allocates nothing.
+        if matches!(info.order, Order::Session | Order::None) {
             self.shared.device_memory.store(self.backend.device_memory(), Ordering::Relaxed);
         }
         Ok(outcome)

@@ -43,7 +43,7 @@ use protocol::handle::ContextId;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
-use protocol::ops::{Answer, Op};
+use protocol::ops::{Answer, MayBlock};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -61,7 +61,6 @@ use self::streams::{Lane, Moment};
 use super::Unavailable;
 use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
-use super::loads_code;
 use super::nvml::Management;
 use super::output::{self, Output};
 use super::space::Space;
@@ -569,9 +568,12 @@ impl super::Backend for Cuda {
         self.beside.clone()
     }
 
-    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
-        let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
-        sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        match may_block {
+            MayBlock::Never | MayBlock::Stream => false,
+            MayBlock::Context => true,
+            MayBlock::FirstLaunch => self.is_first_launch(body),
+        }
     }
 
     fn device_memory(&self) -> u64 {

@@ -36,10 +36,10 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
-use protocol::ops::Answer;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
+use protocol::ops::{Answer, MayBlock};
 use software_gpu::{GRANULE, Gpu, GpuConfig};
 
 use self::array::Arrays;
@@ -315,8 +315,8 @@ impl super::Backend for Software {
         self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
     }
 
-    fn may_wait(&self, opcode: u16, _body: &[u8]) -> bool {
-        self.imitate.waiting_calls && super::loads_code(opcode)
+    fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
+        self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
     fn share(&mut self, broker: Arc<Broker>) {

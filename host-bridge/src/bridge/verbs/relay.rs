@@ -15,8 +15,7 @@ use protocol::link::{
     ARENA_KEY, COMMANDS_AHEAD, DataAsk, DataGrant, DataHeader, DataSent, FrameHeader, GRANTED_SLOTS,
     ProgressUpdate, Queues, RegionKey, SLOT_DATA, frame,
 };
-use protocol::ops::stream::{StreamBatchMemOp, StreamHostSignal, StreamHostWait};
-use protocol::ops::{self, Class, Op};
+use protocol::ops::{self, Class, Hold};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::transfer::{Inputs, Outputs, Region, Span};
@@ -99,14 +98,12 @@ struct Holds {
 }
 
 impl Holds {
-    fn note(&mut self, opcode: u16) {
-        let is = |info: &'static ops::OpInfo| info.opcode == opcode;
-        if is(&<StreamHostWait as Op>::INFO) {
-            self.host += 1;
-        } else if is(&<StreamHostSignal as Op>::INFO) {
-            self.host = self.host.saturating_sub(1);
-        } else if opcode == <StreamBatchMemOp as Op>::INFO.opcode {
-            self.word = true;
+    fn note(&mut self, hold: Hold) {
+        match hold {
+            Hold::None => {}
+            Hold::UntilSignal => self.host += 1,
+            Hold::Ends => self.host = self.host.saturating_sub(1),
+            Hold::UntilWord => self.word = true,
         }
     }
 
@@ -511,7 +508,7 @@ impl<'c> Relay<'c> {
                 }
             },
         }
-        self.holds.note(opcode);
+        self.holds.note(info.hold);
         if !info.carries_data {
             return Ok(());
         }
