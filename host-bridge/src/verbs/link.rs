@@ -493,7 +493,7 @@ impl Link {
         segments[count] = put.source.sge;
         count += 1;
         let mut flags = 0;
-        if put.source.host && bytes <= queue.pair.inline {
+        if bytes <= queue.pair.inline {
             flags |= number::SEND_INLINE;
         }
         if queue.signals(put.signal) {
