@@ -97,6 +97,14 @@ pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpSt
     Err(last)
 }
 
+/// An error with its causes, in one line.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", with_causes(cause)),
+        None => error.to_string(),
+    }
+}
+
 /// Connects to a Unix stream socket.
 pub fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
     UnixStream::connect(path)

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use protocol::channel::{Consumer, Header, NO_SLOT, Record};
+use protocol::channel::{Consumer, Header, NO_SLOT, Position, Record};
 use protocol::data::DataUse;
 use protocol::handle::Handle;
 use protocol::link::{DataAsk, frame};
@@ -105,7 +105,7 @@ impl<'c> Relay<'c> {
         Ok(Relay {
             core,
             mailbox,
-            consumer: core.channel.view.consumer(),
+            consumer: core.channel.view.consumer(Position::default()),
             control,
             lanes,
             inputs: Inputs::default(),

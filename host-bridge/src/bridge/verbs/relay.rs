@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use protocol::channel::{Consumer, Header, NO_SLOT, RECORD_HEADER, Record};
+use protocol::channel::{Consumer, Header, NO_SLOT, Position, RECORD_HEADER, Record};
 use protocol::data::{DataUse, Place};
 use protocol::link::{
     ARENA_KEY, COMMANDS_AHEAD, DataAsk, DataGrant, DataHeader, DataSent, FrameHeader, GRANTED_SLOTS,
@@ -155,7 +155,7 @@ impl<'c> Relay<'c> {
         Ok(Relay {
             core,
             mailbox,
-            consumer: core.channel.view.consumer(),
+            consumer: core.channel.view.consumer(Position::default()),
             control,
             control_reader: FrameReader::new(),
             reader: FrameReader::new(),
