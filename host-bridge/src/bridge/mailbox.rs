@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::bridge::RegionError;
-use crate::bridge::core::Raised;
+use crate::bridge::state::Raised;
 
 /// Takes the outcome of a wish.
 pub(in crate::bridge) type Done = Sender<Result<(), RegionError>>;

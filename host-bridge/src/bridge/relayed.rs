@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::core::{Core, thread_name};
+use super::state::{SessionState, thread_name};
 use super::mailbox::{Done, Mailbox, Message};
 use super::{Closed, ConnectError, RegionError};
 use crate::framing::{Address, connect_tcp, connect_unix};
@@ -70,7 +70,7 @@ struct Ended {
 
 /// A running relay, from outside. `R`: a region, as the relay wants it.
 pub(super) struct Relayed<R> {
-    core: Arc<Core>,
+    session: Arc<SessionState>,
     mailbox: Arc<Mailbox<R>>,
     ended: Arc<Ended>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -78,21 +78,21 @@ pub(super) struct Relayed<R> {
 
 impl<R> std::fmt::Debug for Relayed<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Relayed").field("core", &self.core).finish_non_exhaustive()
+        f.debug_struct("Relayed").field("session", &self.session).finish_non_exhaustive()
     }
 }
 
 impl<R: Send + 'static> Relayed<R> {
     /// Has a thread run `relay`, until it says why it ended. The channel is ready when this returns.
     pub(super) fn start(
-        core: Arc<Core>,
-        relay: impl FnOnce(&Arc<Core>, &Mailbox<R>) -> EndReason + Send + 'static,
+        session: Arc<SessionState>,
+        relay: impl FnOnce(&Arc<SessionState>, &Mailbox<R>) -> EndReason + Send + 'static,
     ) -> Result<Relayed<R>, ConnectError> {
         let here = |source| ConnectError::Here { source };
         let mailbox = Arc::new(Mailbox::new().map_err(here)?);
         let ended = Arc::new(Ended::default());
-        core.header().set_ready();
-        let (for_relay, for_mailbox, for_ended) = (core.clone(), mailbox.clone(), ended.clone());
+        session.header().set_ready();
+        let (for_relay, for_mailbox, for_ended) = (session.clone(), mailbox.clone(), ended.clone());
         let thread = std::thread::Builder::new()
             .name(thread_name("relay"))
             .spawn(move || {
@@ -111,13 +111,13 @@ impl<R: Send + 'static> Relayed<R> {
                 for_ended.changed.notify_all();
             })
             .map_err(here)?;
-        Ok(Relayed { core, mailbox, ended, thread: Mutex::new(Some(thread)) })
+        Ok(Relayed { session, mailbox, ended, thread: Mutex::new(Some(thread)) })
     }
 }
 
 impl<R> Relayed<R> {
     fn over(&self) -> RegionError {
-        RegionError::Over(self.core.ended().unwrap_or("the session is over").to_owned())
+        RegionError::Over(self.session.ended().unwrap_or("the session is over").to_owned())
     }
 
     fn wait_for_end(&self, patience: Duration) -> bool {

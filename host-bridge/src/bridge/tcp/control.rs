@@ -11,7 +11,7 @@ use zerocopy::IntoBytes;
 
 use super::socket::{Socket, not_now};
 use super::transfer::{Inputs, Outputs};
-use crate::bridge::core::{Core, Waker};
+use crate::bridge::state::{SessionState, Waker};
 use crate::bridge::relayed::EndReason;
 use crate::framing::{FrameReader, split_struct};
 
@@ -100,7 +100,7 @@ impl Control {
     }
 
     /// Sends what the connection takes. True: it took something.
-    pub(super) fn send(&mut self, core: &Core, now: Instant) -> Result<bool, EndReason> {
+    pub(super) fn send(&mut self, session: &SessionState, now: Instant) -> Result<bool, EndReason> {
         let mut worked = false;
         while self.wants_out() {
             match not_now(self.socket.send_bytes(&self.out[self.sent..])) {
@@ -108,7 +108,7 @@ impl Control {
                     self.sent += n;
                     self.said = now;
                     worked = true;
-                    core.counters.control_bytes_sent.add(n as u64);
+                    session.counters.control_bytes_sent.add(n as u64);
                 }
                 Ok(None) => break,
                 Err(e) => return Err(EndReason::Gone(e.to_string())),
@@ -125,11 +125,11 @@ impl Control {
     }
 
     /// Reads once. True: there was something.
-    pub(super) fn read(&mut self, core: &Core) -> Result<bool, EndReason> {
+    pub(super) fn read(&mut self, session: &SessionState) -> Result<bool, EndReason> {
         match not_now(self.reader.fill(&mut &self.socket)) {
             Ok(Some(0)) => Err(EndReason::Gone("the server closed the connection".into())),
             Ok(Some(n)) => {
-                core.counters.control_bytes_received.add(n as u64);
+                session.counters.control_bytes_received.add(n as u64);
                 Ok(true)
             }
             Ok(None) => Ok(false),
@@ -140,13 +140,13 @@ impl Control {
     /// Acts on the frames that are here, as far as the order of data allows. True: there was one.
     pub(super) fn take_frames(
         &mut self,
-        core: &Core,
+        session: &SessionState,
         waiting: &mut [u64],
         outputs: &mut Outputs,
         inputs: &mut Inputs,
     ) -> Result<bool, EndReason> {
         let mut worked = false;
-        let mut waker = core.waker();
+        let mut waker = session.waker();
         let mut published = false;
         loop {
             if let Some(held) = self.held {
@@ -160,10 +160,10 @@ impl Control {
             else {
                 break;
             };
-            core.counters.frames_received.add(1);
+            session.counters.frames_received.add(1);
             worked = true;
             match kind {
-                frame::REPLY => reply(core, waiting, body, &mut waker)?,
+                frame::REPLY => reply(session, waiting, body, &mut waker)?,
                 frame::PROGRESS => {
                     // Read one by one: a frame begins anywhere in the buffer, so its body may lie at any address.
                     let updates = body.chunks_exact(size_of::<ProgressUpdate>());
@@ -173,7 +173,7 @@ impl Control {
                     for update in updates {
                         let (update, _) =
                             split_struct(update).map_err(|e| EndReason::Server(e.to_string()))?;
-                        publish(core, &update)?;
+                        publish(session, &update)?;
                     }
                     published = true;
                 }
@@ -205,7 +205,7 @@ impl Control {
                 other => return Err(EndReason::Server(format!("it sent a frame of unknown kind {other}"))),
             }
         }
-        if published && core.header().progress_sleep.take() {
+        if published && session.header().progress_sleep.take() {
             waker.wake(protocol::channel::Header::PROGRESS_SLEEP_OFFSET);
         }
         Ok(worked)
@@ -213,7 +213,7 @@ impl Control {
 }
 
 pub(in crate::bridge) fn reply(
-    core: &Core,
+    session: &SessionState,
     waiting: &mut [u64],
     body: &[u8],
     waker: &mut Waker<'_>,
@@ -223,7 +223,7 @@ pub(in crate::bridge) fn reply(
     let ReplyHeader { seq, slot, status } = header;
     let awaited = waiting.get_mut(slot as usize).filter(|awaited| **awaited == seq && seq != 0);
     let (Some(awaited), Some(reply_slot)) =
-        (awaited, u16::try_from(slot).ok().and_then(|slot| core.channel.view.slot(slot)))
+        (awaited, u16::try_from(slot).ok().and_then(|slot| session.channel.view.slot(slot)))
     else {
         return Err(EndReason::Server(format!(
             "it answered command {seq} in slot {slot}, where no such answer is awaited"
@@ -236,17 +236,17 @@ pub(in crate::bridge) fn reply(
         )));
     }
     *awaited = 0;
-    core.counters.replies.add(1);
-    core.counters.copied_bytes.add(payload.len() as u64);
-    core.trace.note(Stage::Delivered, seq, 0);
+    session.counters.replies.add(1);
+    session.counters.copied_bytes.add(payload.len() as u64);
+    session.trace.note(Stage::Delivered, seq, 0);
     if reply_slot.complete(seq, Status(status), payload) {
-        waker.wake(core.channel.view.geometry().slot_offset(slot as usize) as u64);
+        waker.wake(session.channel.view.geometry().slot_offset(slot as usize) as u64);
     }
     Ok(())
 }
 
-pub(in crate::bridge) fn publish(core: &Core, update: &ProgressUpdate) -> Result<(), EndReason> {
-    let area = core.channel.view.progress();
+pub(in crate::bridge) fn publish(session: &SessionState, update: &ProgressUpdate) -> Result<(), EndReason> {
+    let area = session.channel.view.progress();
     let wrong = || {
         EndReason::Server(format!("a progress update of kind {} for index {:#x}", update.kind, update.index))
     };

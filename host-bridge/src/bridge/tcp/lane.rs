@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 use super::hand::Hand;
 use super::socket::{Gather, Socket, not_now};
 use super::transfer::{Chunk, Inputs, Outputs, Span};
-use crate::bridge::core::{Core, thread_name};
+use crate::bridge::state::{SessionState, thread_name};
 use crate::bridge::relayed::EndReason;
 
 const HEADER: usize = size_of::<DataHeader>();
@@ -53,16 +53,16 @@ struct Hands {
 }
 
 /// Sends a piece to its end.
-fn send_whole(socket: &Socket, core: &Core, sending: &mut Sending) -> io::Result<()> {
+fn send_whole(socket: &Socket, session: &SessionState, sending: &mut Sending) -> io::Result<()> {
     let mut gather = Gather::new();
     while sending.sent < HEADER + sending.chunk.len as usize {
-        sending.gather(core, &mut gather);
-        // SAFETY: the header lives in `sending`; the span's memory is mapped as long as the region and the channel are, and `sending` and `core` hold them.
+        sending.gather(session, &mut gather);
+        // SAFETY: the header lives in `sending`; the span's memory is mapped as long as the region and the channel are, and `sending` and `session` hold them.
         match not_now(unsafe { socket.send(&mut gather) })? {
             Some(n) => {
                 let before = sending.sent.saturating_sub(HEADER);
                 sending.sent += n;
-                core.counters.data_bytes_sent.add((sending.sent.saturating_sub(HEADER) - before) as u64);
+                session.counters.data_bytes_sent.add((sending.sent.saturating_sub(HEADER) - before) as u64);
             }
             None => socket.wait(false)?,
         }
@@ -71,24 +71,24 @@ fn send_whole(socket: &Socket, core: &Core, sending: &mut Sending) -> io::Result
 }
 
 /// Receives a piece to its end, and of the next header what is there already.
-fn receive_whole(socket: &Socket, core: &Core, arriving: &mut Arriving) -> io::Result<()> {
+fn receive_whole(socket: &Socket, session: &SessionState, arriving: &mut Arriving) -> io::Result<()> {
     let mut gather = Gather::new();
     let Arriving { receiving, header, header_got } = arriving;
     while receiving.at < receiving.span.len() {
         let left = receiving.span.len() - receiving.at;
         gather.clear();
-        receiving.span.gather(core, receiving.at, left, &mut gather);
+        receiving.span.gather(session, receiving.at, left, &mut gather);
         if gather.bytes() as u64 == left {
             gather.push(NonNull::from(&mut *header).cast(), HEADER);
         }
-        // SAFETY: the header lives in `arriving` and is not borrowed; client memory is mapped as long as `receiving` and `core` live, and no reference covers it.
+        // SAFETY: the header lives in `arriving` and is not borrowed; client memory is mapped as long as `receiving` and `session` live, and no reference covers it.
         match not_now(unsafe { socket.receive(&mut gather) })? {
             Some(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed by the server")),
             Some(n) => {
                 let data = (n as u64).min(left);
                 receiving.at += data;
                 *header_got = n - data as usize;
-                core.counters.data_bytes_received.add(data);
+                session.counters.data_bytes_received.add(data);
             }
             None => socket.wait(true)?,
         }
@@ -98,14 +98,14 @@ fn receive_whole(socket: &Socket, core: &Core, arriving: &mut Arriving) -> io::R
 
 impl Sending {
     /// What is left to send.
-    fn gather(&mut self, core: &Core, gather: &mut Gather) {
+    fn gather(&mut self, session: &SessionState, gather: &mut Gather) {
         gather.clear();
         if self.sent < HEADER {
             let rest = &mut self.header[self.sent..];
             gather.push(NonNull::from(&mut *rest).cast(), rest.len());
         }
         let at = self.sent.saturating_sub(HEADER) as u64;
-        self.chunk.span.gather(core, self.chunk.at + at, u64::from(self.chunk.len) - at, gather);
+        self.chunk.span.gather(session, self.chunk.at + at, u64::from(self.chunk.len) - at, gather);
     }
 }
 
@@ -147,17 +147,17 @@ impl Lane {
     }
 
     /// Gives the lane threads of its own for long pieces. They write to `wake` when they are done with one.
-    pub(super) fn take_hands(&mut self, core: &Arc<Core>, wake: &OwnedFd) -> io::Result<()> {
+    pub(super) fn take_hands(&mut self, session: &Arc<SessionState>, wake: &OwnedFd) -> io::Result<()> {
         let tell = |wake: OwnedFd| {
             move || {
                 // A full counter means that it is raised already.
                 let _ = nix::unistd::write(&wake, &1u64.to_ne_bytes());
             }
         };
-        let (socket, held) = (self.socket.clone(), core.clone());
+        let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |sending: &mut Sending| send_whole(&socket, &held, sending);
         let sends = Hand::start(thread_name("send"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
-        let (socket, held) = (self.socket.clone(), core.clone());
+        let (socket, held) = (self.socket.clone(), session.clone());
         let work = move |arriving: &mut Arriving| receive_whole(&socket, &held, arriving);
         let receives = Hand::start(thread_name("receive"), work, tell(wake.as_fd().try_clone_to_owned()?))?;
         self.hands = Some(Hands { sends, receives });
@@ -204,7 +204,7 @@ impl Lane {
     /// Sends what the connection takes. A hand is given tasks until it has `ahead` of them; beyond the first that is all that this does.
     pub(super) fn send(
         &mut self,
-        core: &Core,
+        session: &SessionState,
         inputs: &mut Inputs,
         gather: &mut Gather,
         ahead: usize,
@@ -244,13 +244,13 @@ impl Lane {
             let Some(sending) = &mut self.sending else { break };
             let whole = HEADER + sending.chunk.len as usize;
             let at = sending.sent.saturating_sub(HEADER) as u64;
-            sending.gather(core, gather);
-            // SAFETY: the header lives in `self`; the span's memory is mapped as long as the region and the channel are, and `sending` and `core` hold them.
+            sending.gather(session, gather);
+            // SAFETY: the header lives in `self`; the span's memory is mapped as long as the region and the channel are, and `sending` and `session` hold them.
             let result = unsafe { self.socket.send(gather) };
             match not_now(result) {
                 Ok(Some(n)) => {
                     let data = (sending.sent + n).saturating_sub(HEADER) as u64 - at;
-                    core.counters.data_bytes_sent.add(data);
+                    session.counters.data_bytes_sent.add(data);
                     sending.sent += n;
                     done.worked = true;
                     budget = budget.saturating_sub(n);
@@ -269,7 +269,7 @@ impl Lane {
     /// Receives what there is. True: there was something.
     pub(super) fn receive(
         &mut self,
-        core: &Core,
+        session: &SessionState,
         outputs: &mut Outputs,
         gather: &mut Gather,
     ) -> Result<bool, EndReason> {
@@ -279,13 +279,13 @@ impl Lane {
             gather.clear();
             let body = self.receiving.as_ref().map_or(0, |r| r.span.len() - r.at);
             if let Some(receiving) = &self.receiving {
-                receiving.span.gather(core, receiving.at, body, gather);
+                receiving.span.gather(session, receiving.at, body, gather);
             }
             if gather.bytes() as u64 == body {
                 let rest = &mut self.header[self.header_got..];
                 gather.push(NonNull::from(&mut *rest).cast(), rest.len());
             }
-            // SAFETY: the header lives in `self` and is not borrowed; client memory is mapped as long as `receiving` and `core` live, and no reference covers it.
+            // SAFETY: the header lives in `self` and is not borrowed; client memory is mapped as long as `receiving` and `session` live, and no reference covers it.
             let result = unsafe { self.socket.receive(gather) };
             let n = match not_now(result) {
                 Ok(Some(0)) => return Err(self.gone("closed by the server")),
@@ -298,7 +298,7 @@ impl Lane {
             if let Some(receiving) = &mut self.receiving {
                 receiving.at += data;
                 outputs.received(receiving.seq, data);
-                core.counters.data_bytes_received.add(data);
+                session.counters.data_bytes_received.add(data);
                 if receiving.at == receiving.span.len() {
                     self.receiving = None;
                 }

@@ -25,7 +25,7 @@ use protocol::link::{Hello, Welcome, purpose};
 
 use self::relay::Relay;
 use self::transfer::Region;
-use super::core::{ChannelMemory, Core};
+use super::state::{ChannelMemory, SessionState};
 use super::relayed::{Relayed, dial};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
@@ -83,14 +83,14 @@ pub(super) struct Tcp {
 
 impl Tcp {
     /// Starts the relay. The channel is ready when this returns.
-    pub(super) fn start(config: &SessionConfig, core: Arc<Core>, links: Links) -> Result<Tcp, ConnectError> {
+    pub(super) fn start(config: &SessionConfig, session: Arc<SessionState>, links: Links) -> Result<Tcp, ConnectError> {
         let config = config.clone();
-        let relayed = Relayed::start(core, move |core, mailbox| {
-            let end = match Relay::new(core, mailbox, links, &config) {
+        let relayed = Relayed::start(session, move |session, mailbox| {
+            let end = match Relay::new(session, mailbox, links, &config) {
                 Ok(relay) => relay.run(),
                 Err(end) => end,
             };
-            crate::trace::save(&core.trace, &format!("bridge-{}", core.channel.pid));
+            crate::trace::save(&session.trace, &format!("bridge-{}", session.channel.pid));
             end
         })?;
         Ok(Tcp { relayed })

@@ -24,7 +24,7 @@ use super::lane::{AHEAD, Lane};
 use super::socket::{Gather, Socket};
 use super::transfer::{Inputs, Outputs, Region, Span, When};
 use crate::bridge::SessionConfig;
-use crate::bridge::core::Core;
+use crate::bridge::state::SessionState;
 use crate::bridge::mailbox::Mailbox;
 use crate::bridge::polling::PollTime;
 use crate::bridge::relayed::{EndReason, Regions};
@@ -47,7 +47,7 @@ const CONTROL: u64 = 2;
 const FIRST_LANE: u64 = 3;
 
 pub(super) struct Relay<'c> {
-    core: &'c Core,
+    session: &'c SessionState,
     mailbox: &'c Mailbox<Region>,
     consumer: Consumer<'c>,
     control: Control,
@@ -76,7 +76,7 @@ fn broken(e: nix::Error) -> EndReason {
 
 impl<'c> Relay<'c> {
     pub(super) fn new(
-        core: &'c Arc<Core>,
+        session: &'c Arc<SessionState>,
         mailbox: &'c Mailbox<Region>,
         links: Links,
         config: &SessionConfig,
@@ -88,13 +88,13 @@ impl<'c> Relay<'c> {
             let mut lane = Lane::new(Socket::new(fd).map_err(here)?, index);
             if config.hands {
                 let wake = mailbox.wake().as_fd().try_clone_to_owned().map_err(here)?;
-                lane.take_hands(core, &wake).map_err(here)?;
+                lane.take_hands(session, &wake).map_err(here)?;
             }
             lanes.push(lane);
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(broken)?;
         let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
-        epoll.add(&core.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
+        epoll.add(&session.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
         epoll.add(mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
         epoll.add(control.socket(), EpollEvent::new(EpollFlags::EPOLLIN, CONTROL)).map_err(broken)?;
         for (i, lane) in lanes.iter().enumerate() {
@@ -103,15 +103,15 @@ impl<'c> Relay<'c> {
                 .map_err(broken)?;
         }
         Ok(Relay {
-            core,
+            session,
             mailbox,
-            consumer: core.channel.view.consumer(Position::default()),
+            consumer: session.channel.view.consumer(Position::default()),
             control,
             lanes,
             inputs: Inputs::default(),
             outputs: Outputs::default(),
             regions: Regions::new(),
-            waiting: vec![0; core.channel.view.geometry().slot_count],
+            waiting: vec![0; session.channel.view.geometry().slot_count],
             epoll,
             poll: PollTime::new(config.poll),
             silence: config.silence,
@@ -135,14 +135,14 @@ impl<'c> Relay<'c> {
         let farewell = match &end {
             EndReason::Asked(reason) => Some(reason.clone()),
             EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) => {
-                Some(end.text(&self.core.server))
+                Some(end.text(&self.session.server))
             }
             EndReason::Gone(_) | EndReason::Bye(_) => None,
         };
         if let Some(text) = farewell {
             // As far as the connection takes it now: a server that misses it sees the connection close.
             self.control.frame(frame::BYE, text.as_bytes());
-            let _ = self.control.send(self.core, Instant::now());
+            let _ = self.control.send(self.session, Instant::now());
         }
         self.control.socket().shut_down();
         self.lanes.iter().for_each(|lane| lane.socket().shut_down());
@@ -153,13 +153,13 @@ impl<'c> Relay<'c> {
     fn last_words(&mut self, what: String) -> EndReason {
         let deadline = Instant::now() + LAST_WORDS;
         loop {
-            match self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)
+            match self.control.take_frames(self.session, &mut self.waiting, &mut self.outputs, &mut self.inputs)
             {
                 Err(EndReason::Bye(reason)) => return EndReason::Bye(reason),
                 Err(_) => return EndReason::Gone(what),
                 Ok(_) => {}
             }
-            match self.control.read(self.core) {
+            match self.control.read(self.session) {
                 Ok(true) => {}
                 Ok(false) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
                 Ok(false) | Err(_) => return EndReason::Gone(what),
@@ -228,7 +228,7 @@ impl<'c> Relay<'c> {
         self.control.wants_out()
             || self.inputs.len() > 0
             || self.outputs.len() > 0
-            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.session.channel.view.progress().executed() < self.last_seq
             || self.waiting.iter().any(|seq| *seq != 0)
     }
 
@@ -243,7 +243,7 @@ impl<'c> Relay<'c> {
         } else {
             EpollTimeout::NONE
         };
-        let sleep = &self.core.header().host_sleep;
+        let sleep = &self.session.header().host_sleep;
         // While the connection is behind, records must wait anyway: only its progress wakes us.
         let listen = self.can_take();
         if listen {
@@ -253,7 +253,7 @@ impl<'c> Relay<'c> {
             sleep.cancel();
             return Ok(0);
         }
-        self.core.counters.sleeps.add(1);
+        self.session.counters.sleeps.add(1);
         let count = self.wait(events, timeout)?;
         if listen {
             sleep.cancel();
@@ -275,32 +275,32 @@ impl<'c> Relay<'c> {
 
     /// Receives on the connections that have something. True: there was something.
     fn react(&mut self, events: &[EpollEvent]) -> Result<bool, EndReason> {
-        let core = self.core;
+        let session = self.session;
         let (mut worked, mut heard) = (false, false);
         for event in events {
             match event.data() {
                 DOORBELL => {
-                    core.counters.doorbells.add(1);
+                    session.counters.doorbells.add(1);
                     worked = true;
                 }
                 MAILBOX => worked = true,
                 CONTROL => {
                     if self.control.wants_in() {
-                        heard |= self.control.read(core)?;
+                        heard |= self.control.read(session)?;
                     } else if event.events().intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
                         return Err(EndReason::Gone("the server closed the connection".into()));
                     }
                 }
                 lane => {
                     if let Some(lane) = self.lanes.get_mut((lane - FIRST_LANE) as usize) {
-                        heard |= lane.receive(core, &mut self.outputs, &mut self.gather)?;
+                        heard |= lane.receive(session, &mut self.outputs, &mut self.gather)?;
                     }
                 }
             }
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
+            self.control.take_frames(session, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(worked || heard)
     }
@@ -313,7 +313,7 @@ impl<'c> Relay<'c> {
         }
         if heard {
             self.control.heard = Instant::now();
-            self.control.take_frames(self.core, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
+            self.control.take_frames(self.session, &mut self.waiting, &mut self.outputs, &mut self.inputs)?;
         }
         Ok(heard)
     }
@@ -325,18 +325,18 @@ impl<'c> Relay<'c> {
             match self.consumer.pop(&mut self.body) {
                 Ok(None) => break,
                 Ok(Some(record)) => {
-                    self.core.trace.note(Stage::Taken, record.seq, record.opcode);
+                    self.session.trace.note(Stage::Taken, record.seq, record.opcode);
                     self.check(record, &mut begun)?;
                     if begun.is_none() {
                         begun = Some(self.control.begin(frame::COMMANDS));
-                        self.core.counters.frames_sent.add(1);
+                        self.session.counters.frames_sent.add(1);
                     }
                     self.control.record(record, &self.body);
                     self.last_seq = record.seq;
                     let size = (protocol::channel::RECORD_HEADER + self.body.len()) as u64;
                     self.taken_bytes += size;
-                    self.core.counters.commands.add(1);
-                    self.core.counters.copied_bytes.add(2 * size);
+                    self.session.counters.commands.add(1);
+                    self.session.counters.copied_bytes.add(2 * size);
                     worked = true;
                 }
                 Err(e) => return Err(EndReason::Client(e.to_string())),
@@ -348,8 +348,8 @@ impl<'c> Relay<'c> {
         if !worked {
             return Ok(false);
         }
-        if self.consumer.has_room() && self.core.header().ring_sleep.take() {
-            self.core.waker().wake(Header::RING_SLEEP_OFFSET);
+        if self.consumer.has_room() && self.session.header().ring_sleep.take() {
+            self.session.waker().wake(Header::RING_SLEEP_OFFSET);
         }
         self.publish_released();
         Ok(true)
@@ -403,7 +403,7 @@ impl<'c> Relay<'c> {
                 DataUse::Late(range) => (range, false, When::Late),
                 DataUse::Out(range) => (range, true, When::Now),
             };
-            let span = Span::new(self.core, self.regions.known(), range, write).map_err(|what| {
+            let span = Span::new(self.session, self.regions.known(), range, write).map_err(|what| {
                 wrong(&format_args!(
                     "names data at offset {:#x} of {:?}, {} bytes, which {what}",
                     range.offset, range.place, range.len
@@ -423,7 +423,7 @@ impl<'c> Relay<'c> {
     }
 
     fn send(&mut self, now: Instant) -> Result<bool, EndReason> {
-        let mut worked = self.control.send(self.core, now)?;
+        let mut worked = self.control.send(self.session, now)?;
         let mut completed = false;
         // Every lane has something to do before one has something ahead.
         for ahead in 1..=AHEAD {
@@ -431,7 +431,7 @@ impl<'c> Relay<'c> {
                 if !lane.wants_out() && !lane.is_sending() && !self.inputs.has_jobs() {
                     continue;
                 }
-                let sent = lane.send(self.core, &mut self.inputs, &mut self.gather, ahead)?;
+                let sent = lane.send(self.session, &mut self.inputs, &mut self.gather, ahead)?;
                 worked |= sent.worked;
                 completed |= sent.completed;
             }
@@ -448,14 +448,14 @@ impl<'c> Relay<'c> {
             return;
         }
         self.released = released;
-        self.core.channel.view.progress().set_released(released);
-        if self.core.header().progress_sleep.take() {
-            self.core.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+        self.session.channel.view.progress().set_released(released);
+        if self.session.header().progress_sleep.take() {
+            self.session.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
         }
     }
 
     fn keep_alive(&mut self, now: Instant) -> Result<(), EndReason> {
-        let received = self.core.counters.data_bytes_received.get();
+        let received = self.session.counters.data_bytes_received.get();
         if received != self.received {
             (self.received, self.control.heard) = (received, now);
         }
@@ -472,7 +472,7 @@ impl<'c> Relay<'c> {
         }
         if now.saturating_duration_since(self.control.said) >= ALIVE_EVERY && !self.control.wants_out() {
             self.control.frame(frame::ALIVE, &[]);
-            self.control.send(self.core, now)?;
+            self.control.send(self.session, now)?;
         }
         Ok(())
     }
@@ -497,7 +497,7 @@ impl<'c> Relay<'c> {
     }
 
     fn let_regions_go(&mut self) {
-        let ring = self.core.channel.view.geometry().ring_size as u64;
+        let ring = self.session.channel.view.geometry().ring_size as u64;
         self.regions.let_go(|| self.consumer.has_work(), self.taken_bytes, ring);
     }
 }

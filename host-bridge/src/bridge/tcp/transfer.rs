@@ -7,7 +7,7 @@ use protocol::data::{HostRange, Place};
 use protocol::link::{EAGER, EAGER_PIECE};
 
 use super::socket::Gather;
-use crate::bridge::core::Core;
+use crate::bridge::state::SessionState;
 use crate::bridge::relayed::EndReason;
 use crate::memory::Pieces;
 
@@ -36,7 +36,7 @@ pub(super) struct Span {
 impl Span {
     /// Checks a range that a record names. The error is what is wrong with it.
     pub(super) fn new(
-        core: &Core,
+        session: &SessionState,
         regions: &HashMap<u32, Arc<Region>>,
         range: HostRange,
         write: bool,
@@ -44,7 +44,7 @@ impl Span {
         let HostRange { place, offset, len } = range;
         match place {
             Place::Arena => {
-                core.channel.view.arena(offset, len).ok_or("lies outside the arena")?;
+                session.channel.view.arena(offset, len).ok_or("lies outside the arena")?;
                 Ok(Span { region: None, offset, len })
             }
             Place::Region(id) => {
@@ -65,11 +65,11 @@ impl Span {
     }
 
     /// Appends the memory of `len` bytes from `at` to `gather`, as far as there is room for runs. The range was checked to lie inside.
-    pub(super) fn gather(&self, core: &Core, at: u64, len: u64, gather: &mut Gather) {
+    pub(super) fn gather(&self, session: &SessionState, at: u64, len: u64, gather: &mut Gather) {
         debug_assert!(at + len <= self.len);
         match &self.region {
             None => {
-                if let Some((at, len)) = core.channel.view.arena(self.offset + at, len) {
+                if let Some((at, len)) = session.channel.view.arena(self.offset + at, len) {
                     gather.push(at, len);
                 }
             }

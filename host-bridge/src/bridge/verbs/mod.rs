@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 
 use self::relay::Relay;
 use self::transfer::Region;
-use super::core::{ChannelMemory, Core};
+use super::state::{ChannelMemory, SessionState};
 use super::relayed::{Relayed, dial};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
@@ -94,15 +94,15 @@ impl Verbs {
     /// Starts the relay. The channel is ready when this returns.
     pub(super) fn start(
         config: &SessionConfig,
-        core: Arc<Core>,
+        session: Arc<SessionState>,
         links: Links,
     ) -> Result<Verbs, ConnectError> {
         let (domain, config) = (Arc::clone(links.link.domain()), config.clone());
-        // SAFETY: the relay drops the registration before it ends, and `core`, which owns the view, outlives the relay.
-        let arena = unsafe { RegisteredRegion::arena(&domain, &core.channel.view) }
+        // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
+        let arena = unsafe { RegisteredRegion::arena(&domain, &session.channel.view) }
             .map_err(|source| ConnectError::Verbs { source })?;
-        let relayed = Relayed::start(core, move |core, mailbox| {
-            match Relay::new(core, mailbox, links, arena, &config) {
+        let relayed = Relayed::start(session, move |session, mailbox| {
+            match Relay::new(session, mailbox, links, arena, &config) {
                 Ok(relay) => relay.run(),
                 Err(end) => end,
             }

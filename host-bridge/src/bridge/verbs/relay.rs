@@ -22,7 +22,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::transfer::{Inputs, Outputs, Region, Span};
 use super::{Links, quiet};
 use crate::bridge::SessionConfig;
-use crate::bridge::core::Core;
+use crate::bridge::state::SessionState;
 use crate::bridge::mailbox::Mailbox;
 use crate::bridge::polling::{PollTime, cores};
 use crate::bridge::relayed::{EndReason, Regions};
@@ -53,7 +53,7 @@ const DEVICE: u64 = 4;
 pub(super) struct Relay<'c> {
     /// Dropped first: after that nobody reaches the client's memory.
     link: Link,
-    core: &'c Core,
+    session: &'c SessionState,
     mailbox: &'c Mailbox<Region>,
     consumer: Consumer<'c>,
     control: TcpStream,
@@ -131,7 +131,7 @@ impl From<VerbsError> for EndReason {
 
 impl<'c> Relay<'c> {
     pub(super) fn new(
-        core: &'c Core,
+        session: &'c SessionState,
         mailbox: &'c Mailbox<Region>,
         links: Links,
         arena: Option<RegisteredRegion>,
@@ -141,7 +141,7 @@ impl<'c> Relay<'c> {
         let control = quiet(control).map_err(|e| EndReason::Here(e.to_string()))?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(broken)?;
         let edge = EpollFlags::EPOLLIN | EpollFlags::EPOLLET;
-        epoll.add(&core.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
+        epoll.add(&session.doorbell, EpollEvent::new(edge, DOORBELL)).map_err(broken)?;
         epoll.add(mailbox.wake(), EpollEvent::new(edge, MAILBOX)).map_err(broken)?;
         epoll.add(&control, EpollEvent::new(EpollFlags::EPOLLIN, CONTROL)).map_err(broken)?;
         epoll.add(link.fd(), EpollEvent::new(EpollFlags::EPOLLIN, COMPLETIONS)).map_err(broken)?;
@@ -153,9 +153,9 @@ impl<'c> Relay<'c> {
         let under_way = link.most_under_way();
         let planned = queues.slots.saturating_sub(GRANTED_SLOTS);
         Ok(Relay {
-            core,
+            session,
             mailbox,
-            consumer: core.channel.view.consumer(Position::default()),
+            consumer: session.channel.view.consumer(Position::default()),
             control,
             control_reader: FrameReader::new(),
             reader: FrameReader::new(),
@@ -168,7 +168,7 @@ impl<'c> Relay<'c> {
             outputs: Outputs::default(),
             arena: arena.map(|registered| Arc::new(Region::new(registered, false))),
             regions: Regions::new(),
-            waiting: vec![0; core.channel.view.geometry().slot_count],
+            waiting: vec![0; session.channel.view.geometry().slot_count],
             epoll,
             poll: PollTime::giving_way(config.poll, cores()),
             silence: config.silence,
@@ -209,7 +209,7 @@ impl<'c> Relay<'c> {
         let farewell = match &end {
             EndReason::Asked(_) => Some(String::new()),
             EndReason::Client(_) | EndReason::Server(_) | EndReason::Here(_) | EndReason::Gone(_) => {
-                Some(end.text(&self.core.server))
+                Some(end.text(&self.session.server))
             }
             EndReason::Bye(_) => None,
         };
@@ -270,7 +270,7 @@ impl<'c> Relay<'c> {
     fn awaits(&self) -> bool {
         self.inputs.len() > 0
             || self.outputs.len() > 0
-            || self.core.channel.view.progress().executed() < self.last_seq
+            || self.session.channel.view.progress().executed() < self.last_seq
             || self.waiting.iter().any(|seq| *seq != 0)
     }
 
@@ -287,8 +287,8 @@ impl<'c> Relay<'c> {
         } else {
             EpollTimeout::NONE
         };
-        let core = self.core;
-        let sleep = &core.header().host_sleep;
+        let session = self.session;
+        let sleep = &session.header().host_sleep;
         // While the link is behind, records must wait anyway: only its progress wakes us.
         let listen = self.can_take();
         if listen {
@@ -298,11 +298,11 @@ impl<'c> Relay<'c> {
         let late =
             (listen && self.consumer.has_work()) || self.mailbox.has_messages() || self.poll_link(now)?;
         if !late {
-            core.counters.sleeps.add(1);
+            session.counters.sleeps.add(1);
             match self.epoll.wait(events, timeout) {
                 Ok(count) => {
                     let bells = events[..count].iter().filter(|e| e.data() == DOORBELL).count();
-                    core.counters.doorbells.add(bells as u64);
+                    session.counters.doorbells.add(bells as u64);
                 }
                 Err(nix::Error::EINTR) => {}
                 Err(e) => return Err(broken(e)),
@@ -322,18 +322,18 @@ impl<'c> Relay<'c> {
 
     /// Takes completions, and acts on the frames that they brought.
     fn poll_link(&mut self, now: Instant) -> Result<bool, EndReason> {
-        let Relay { link, reader, inputs, outputs, core, last_seq, .. } = self;
+        let Relay { link, reader, inputs, outputs, session, last_seq, .. } = self;
         let (mut completed, last) = (false, *last_seq);
         let heard = link.poll::<EndReason>(&mut |event| {
             match event {
                 Event::Bytes(mut bytes) => {
-                    core.counters.control_bytes_received.add(bytes.len() as u64);
+                    session.counters.control_bytes_received.add(bytes.len() as u64);
                     while !bytes.is_empty() {
                         reader.fill(&mut bytes).map_err(|e| EndReason::Here(e.to_string()))?;
                     }
                 }
                 Event::Placed { immediate, len, .. } => {
-                    core.counters.data_bytes_received.add(len.into());
+                    session.counters.data_bytes_received.add(len.into());
                     outputs.placed(immediate, len, last)?;
                 }
                 Event::Written { token } => completed |= inputs.written(token),
@@ -351,8 +351,8 @@ impl<'c> Relay<'c> {
     }
 
     fn take_frames(&mut self) -> Result<(), EndReason> {
-        let core = self.core;
-        let mut waker = core.waker();
+        let session = self.session;
+        let mut waker = session.waker();
         let mut published = false;
         let mut granted: Vec<DataGrant> = Vec::new();
         loop {
@@ -369,14 +369,14 @@ impl<'c> Relay<'c> {
             else {
                 break;
             };
-            core.counters.frames_received.add(1);
+            session.counters.frames_received.add(1);
             match kind {
-                frame::REPLY => reply(core, &mut self.waiting, body, &mut waker)?,
+                frame::REPLY => reply(session, &mut self.waiting, body, &mut waker)?,
                 frame::PROGRESS => {
                     for update in body.chunks(size_of::<ProgressUpdate>()) {
                         let wrong =
                             |_| EndReason::Server(format!("a progress frame of {} bytes", body.len()));
-                        publish(core, &ProgressUpdate::read_from_bytes(update).map_err(wrong)?)?;
+                        publish(session, &ProgressUpdate::read_from_bytes(update).map_err(wrong)?)?;
                     }
                     published = true;
                 }
@@ -426,7 +426,7 @@ impl<'c> Relay<'c> {
             }
             self.inputs.grant(seq, piece, upto);
         }
-        if published && core.header().progress_sleep.take() {
+        if published && session.header().progress_sleep.take() {
             waker.wake(Header::PROGRESS_SLEEP_OFFSET);
         }
         Ok(())
@@ -443,7 +443,7 @@ impl<'c> Relay<'c> {
         let out = self.link.out();
         let len = (out.len() - begun) as u32;
         out[begun - 4..begun].copy_from_slice(&len.to_le_bytes());
-        self.core.counters.frames_sent.add(1);
+        self.session.counters.frames_sent.add(1);
     }
 
     fn take_records(&mut self) -> Result<bool, EndReason> {
@@ -464,8 +464,8 @@ impl<'c> Relay<'c> {
                     self.last_seq = record.seq;
                     self.taken_bytes += size as u64;
                     self.untaken += size as u64;
-                    self.core.counters.commands.add(1);
-                    self.core.counters.copied_bytes.add(2 * size as u64);
+                    self.session.counters.commands.add(1);
+                    self.session.counters.copied_bytes.add(2 * size as u64);
                     worked = true;
                 }
                 Err(e) => return Err(EndReason::Client(e.to_string())),
@@ -475,8 +475,8 @@ impl<'c> Relay<'c> {
             self.finish(begun);
         }
         if worked {
-            if self.consumer.has_room() && self.core.header().ring_sleep.take() {
-                self.core.waker().wake(Header::RING_SLEEP_OFFSET);
+            if self.consumer.has_room() && self.session.header().ring_sleep.take() {
+                self.session.waker().wake(Header::RING_SLEEP_OFFSET);
             }
             self.publish_released();
         }
@@ -601,7 +601,7 @@ impl<'c> Relay<'c> {
                 token,
                 signal: chunk.signal,
             })?;
-            self.core.counters.data_bytes_sent.add(chunk.len.into());
+            self.session.counters.data_bytes_sent.add(chunk.len.into());
             worked = true;
         }
         Ok(worked)
@@ -613,9 +613,9 @@ impl<'c> Relay<'c> {
             return;
         }
         self.released = released;
-        self.core.channel.view.progress().set_released(released);
-        if self.core.header().progress_sleep.take() {
-            self.core.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+        self.session.channel.view.progress().set_released(released);
+        if self.session.header().progress_sleep.take() {
+            self.session.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
         }
     }
 
@@ -701,7 +701,7 @@ impl<'c> Relay<'c> {
     }
 
     fn let_regions_go(&mut self) {
-        let ring = self.core.channel.view.geometry().ring_size as u64;
+        let ring = self.session.channel.view.geometry().ring_size as u64;
         self.regions.let_go(|| self.consumer.has_work(), self.taken_bytes, ring);
     }
 }
