@@ -24,8 +24,8 @@ use protocol::link::{
 use std::os::fd::AsRawFd;
 use zerocopy::IntoBytes;
 
-use super::state::{ChannelMemory, SessionState, thread_name};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
+use super::state::{ChannelMemory, SessionState, thread_name};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
 

@@ -10,16 +10,16 @@
 //! In reading order:
 //! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
 //! - [`state`]: what session and transport share; the only code that writes into a channel on loss;
-//! - [`tcp`], [`verbs`] and [`local`]: the transports; `relayed` and `mailbox`: what the first two share;
+//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
+//! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
 //! - [`polling`], [`counters`]: small parts.
 //!
 //! Whatever a client does wrong ends its own session, with a reason that a person can read, and no other.
 
 pub mod counters;
 pub mod local;
-mod mailbox;
 pub mod polling;
-mod relayed;
+mod relay;
 pub mod session;
 pub mod state;
 pub mod tcp;

@@ -15,8 +15,8 @@ use protocol::device::{Answer, text, untext};
 use protocol::link::{Hello, MAGIC, wish};
 use thiserror::Error;
 
-use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::local::{self, Local};
+use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
 use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
@@ -86,7 +86,7 @@ pub struct SessionConfig {
     /// Data connections to ask for.
     pub data_connections: u32,
     /// Whether each data connection gets threads of its own for long pieces of data (transport `tcp`).
-    pub hands: bool,
+    pub io_threads: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
     /// Longest time, after that, that the server may be silent before its welcome. A server that lets the session wait its turn says so again and again.
@@ -110,7 +110,7 @@ impl SessionConfig {
             client: client.to_owned(),
             poll: polling::default_bound(polling::cores()),
             data_connections: 4,
-            hands: polling::cores() >= 4,
+            io_threads: polling::cores() >= 4,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),

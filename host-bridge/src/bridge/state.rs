@@ -126,7 +126,12 @@ impl std::fmt::Debug for SessionState {
 }
 
 impl SessionState {
-    pub(super) fn new(channel: ChannelMemory, server: String, wakeup: Wakeup, on_lost: OnLost) -> SessionState {
+    pub(super) fn new(
+        channel: ChannelMemory,
+        server: String,
+        wakeup: Wakeup,
+        on_lost: OnLost,
+    ) -> SessionState {
         let doorbell = Arc::clone(&channel.doorbell);
         let (counters, ended, on_lost) = (Counters::default(), OnceLock::new(), Mutex::new(Some(on_lost)));
         let trace = Recorder::default();
