@@ -802,6 +802,53 @@ fn a_region_is_released_only_when_its_data_is_sent() {
 }
 
 #[test]
+fn records_wait_when_a_server_over_queue_pairs_takes_none() {
+    let (session, _) = session();
+    let mut session = Session::<Slots<TestMemory>>::new(&session, 1);
+    let bytes = vec![0; 4000];
+    let mut pushed = 0;
+    // Everything that is sent arrives at once, so that nothing else holds records back.
+    while session.server.untaken < COMMANDS_AHEAD {
+        let before = session.server.untaken;
+        pushed += 1;
+        session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src: HostIn::Inline(&bytes) }, NO_SLOT);
+        session.machine.take_records(&mut session.out).unwrap();
+        session.server.hear(session.out.unsent());
+        session.out.advance(session.out.unsent().len());
+        assert!(session.server.untaken > before);
+    }
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(!session.step(0), "one more than {COMMANDS_AHEAD} bytes allow");
+    for _ in 0..pushed {
+        assert!(session.step(5));
+    }
+    session.server_tells();
+    session.settle();
+}
+
+#[test]
+fn records_wait_while_too_many_commands_have_data_under_way() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    let range = HostRange { place: Place::Arena, offset: 0, len: 1 };
+    let src = HostIn::Late(range);
+    for _ in 0..1 << 16 {
+        session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src }, NO_SLOT);
+        assert!(session.step(0));
+        session.out.advance(session.out.unsent().len());
+    }
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(!session.step(0));
+    session.frames.frame(frame::DATA_GRANT, DataGrant { seq: 9, piece: 0, reserved: 0, upto: 1 }.as_bytes());
+    assert!(session.machine.schedule().next().is_none(), "not granted yet");
+    session.machine.read(&mut session.frames.unsent()).unwrap();
+    session.machine.take_frames().unwrap();
+    assert!(session.machine.schedule().next().is_none(), "behind data of its stream that is not granted");
+    session.machine.sent(9, 1);
+    assert!(session.step(0));
+}
+
+#[test]
 fn a_silent_server_is_asked_and_then_lost_only_if_something_is_expected_of_it() {
     let (session, _) = session();
     let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
