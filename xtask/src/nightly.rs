@@ -61,17 +61,20 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The command that runs the protocol's tests under Miri.
-pub fn miri() -> Result<Command> {
+/// The commands that run tests under Miri: the protocol's, and those of the copies to and from shared memory.
+pub fn miri() -> Result<[Command; 2]> {
     ensure!(
         process::output(&mut nightly(&["cargo", "miri", "--version"])).is_ok(),
         "this part needs Miri: rustup toolchain install nightly --profile minimal --component miri,rust-src"
     );
-    let mut command = nightly(&["cargo", "miri", "test", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
-    command.arg(tree::target().join("miri"));
-    // Property tests are slow there, and may not write files.
-    command.env("PROPTEST_CASES", "4").env("MIRIFLAGS", "-Zmiri-disable-isolation");
-    Ok(command)
+    let tests = |package: &str, filter: &[&str]| {
+        let mut command = nightly(&["cargo", "miri", "test", "-p", package, "--lib", "--target-dir"]);
+        command.arg(tree::target().join("miri")).args(filter);
+        // Property tests are slow there, and may not write files.
+        command.env("PROPTEST_CASES", "4").env("MIRIFLAGS", "-Zmiri-disable-isolation");
+        command
+    };
+    Ok([tests("rgpu-protocol", &[]), tests("rgpu-host-bridge", &["shared::"])])
 }
 
 fn nightly(words: &[&str]) -> Command {

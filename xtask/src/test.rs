@@ -119,7 +119,11 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             tally.failed += failed;
             return Ok(failed == 0);
         }
-        "miri" => command = nightly::miri()?,
+        "miri" => {
+            let [mut protocol, mut shared] = nightly::miri()?;
+            let succeeded = process::show(&mut protocol, &log, |line| tally.count(line))?;
+            return Ok(process::show(&mut shared, &log, |line| tally.count(line))? && succeeded);
+        }
         "programs" => {
             artifacts::build()?;
             programs::build()?;

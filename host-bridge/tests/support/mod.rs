@@ -399,7 +399,7 @@ impl FakeServer {
         let mut config = SessionConfig::new(self.address.clone(), "test-host");
         config.data_connections = 3;
         // Also on a machine that is too small for them to pay.
-        config.hands = true;
+        config.io_threads = true;
         config
     }
 

@@ -99,7 +99,7 @@ impl std::fmt::Debug for Wakeup {
 type OnLost = Box<dyn FnOnce(&str) + Send>;
 
 /// See the module's text.
-pub struct Core {
+pub struct SessionState {
     /// The channel.
     pub channel: ChannelMemory,
     /// Rings when the client has appended records while the other end slept. A native client holds this descriptor too, so nothing here may depend on the
@@ -116,24 +116,29 @@ pub struct Core {
     on_lost: Mutex<Option<OnLost>>,
 }
 
-impl std::fmt::Debug for Core {
+impl std::fmt::Debug for SessionState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Core")
+        f.debug_struct("SessionState")
             .field("server", &self.server)
             .field("ended", &self.ended)
             .finish_non_exhaustive()
     }
 }
 
-impl Core {
-    pub(super) fn new(channel: ChannelMemory, server: String, wakeup: Wakeup, on_lost: OnLost) -> Core {
+impl SessionState {
+    pub(super) fn new(
+        channel: ChannelMemory,
+        server: String,
+        wakeup: Wakeup,
+        on_lost: OnLost,
+    ) -> SessionState {
         let doorbell = Arc::clone(&channel.doorbell);
         let (counters, ended, on_lost) = (Counters::default(), OnceLock::new(), Mutex::new(Some(on_lost)));
         let trace = Recorder::default();
         if crate::trace::folder().is_some() {
             trace.start();
         }
-        Core { channel, doorbell, counters, trace, server, wakeup, ended, on_lost }
+        SessionState { channel, doorbell, counters, trace, server, wakeup, ended, on_lost }
     }
 
     /// Rings the doorbell, on a guest's behalf. (A process rings by itself.)
@@ -206,24 +211,24 @@ impl Core {
 
     /// Collects wake-ups; what has to be called is called when the waker is dropped.
     pub fn waker(&self) -> Waker<'_> {
-        Waker { core: self, call: false }
+        Waker { session: self, call: false }
     }
 }
 
 /// Wakes the client's threads: by futex one word at a time, otherwise all by one call for all words together.
 #[derive(Debug)]
 pub struct Waker<'c> {
-    core: &'c Core,
+    session: &'c SessionState,
     call: bool,
 }
 
 impl Waker<'_> {
     /// Wakes who sleeps on the word at `offset` of the channel.
     pub fn wake(&mut self, offset: u64) {
-        match self.core.wakeup {
+        match self.session.wakeup {
             Wakeup::Futex => {
-                futex_wake(&self.core.channel, offset);
-                self.core.counters.wakes.add(1);
+                futex_wake(&self.session.channel, offset);
+                self.session.counters.wakes.add(1);
             }
             Wakeup::Call(_) => self.call = true,
         }
@@ -232,9 +237,9 @@ impl Waker<'_> {
 
 impl Drop for Waker<'_> {
     fn drop(&mut self) {
-        if let (true, Wakeup::Call(call)) = (self.call, &self.core.wakeup) {
+        if let (true, Wakeup::Call(call)) = (self.call, &self.session.wakeup) {
             call();
-            self.core.counters.wakes.add(1);
+            self.session.counters.wakes.add(1);
         }
     }
 }

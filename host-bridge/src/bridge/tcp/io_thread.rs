@@ -1,8 +1,8 @@
-//! A thread that moves long pieces of data for the relay, one after the other.
+//! A thread that moves long chunks of data for the relay, one after the other.
 //!
-//! One thread moves about 4 GB/s through a socket, because the kernel copies. So where there are processors to spare, each data connection has one of these for either
-//! direction: the relay says what goes where, as it would for itself, and the hand does nothing but the system calls. Short pieces stay with the relay, whom no other
-//! thread has to wake. A hand may be given its next task while it is at one: then it goes on to that at once, whenever the relay comes to take back what is done.
+//! One thread moves about 4 GB/s through a socket, because the kernel copies. So where there are processors to spare, each data connection has one of these for each
+//! direction: the relay decides what goes where, and the thread makes the system calls. Short chunks stay with the relay, which no other thread has to wake. A thread may be given
+//! its next task while it works on one, and then goes on with that at once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,10 +11,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a hand looks for its next task before it sleeps: the pieces of one transfer come one soon after the other.
+/// How long a thread polls for its next task before it sleeps: the chunks of one transfer come soon after one another.
 const LINGER: Duration = Duration::from_micros(50);
 
-/// Tasks that are to be done, and those that are.
+/// Tasks to do, and tasks done.
 struct Tasks<T> {
     todo: VecDeque<T>,
     done: VecDeque<(T, io::Result<()>)>,
@@ -30,26 +30,26 @@ struct Shared<T> {
 }
 
 /// See the module's text.
-pub(super) struct Hand<T> {
+pub(super) struct IoThread<T> {
     shared: Arc<Shared<T>>,
     /// Tasks that were given and not taken back.
     held: AtomicUsize,
     thread: Option<JoinHandle<()>>,
 }
 
-impl<T> std::fmt::Debug for Hand<T> {
+impl<T> std::fmt::Debug for IoThread<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Hand({} tasks)", self.held.load(Ordering::Relaxed))
+        write!(f, "IoThread({} tasks)", self.held.load(Ordering::Relaxed))
     }
 }
 
-impl<T: Send + 'static> Hand<T> {
+impl<T: Send + 'static> IoThread<T> {
     /// Starts the thread. It does `work` with each task and then calls `tell`.
     pub(super) fn start(
         name: String,
         work: impl Fn(&mut T) -> io::Result<()> + Send + 'static,
         tell: impl Fn() + Send + 'static,
-    ) -> io::Result<Hand<T>> {
+    ) -> io::Result<IoThread<T>> {
         let tasks = Mutex::new(Tasks { todo: VecDeque::new(), done: VecDeque::new() });
         let (todo, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let shared =
@@ -63,7 +63,7 @@ impl<T: Send + 'static> Hand<T> {
                 tell();
             }
         })?;
-        Ok(Hand { shared, held: AtomicUsize::new(0), thread: Some(thread) })
+        Ok(IoThread { shared, held: AtomicUsize::new(0), thread: Some(thread) })
     }
 
     /// Tasks that it was given and that were not taken back.
@@ -79,7 +79,7 @@ impl<T: Send + 'static> Hand<T> {
         self.shared.came.notify_one();
     }
 
-    /// Takes a task back that is done, with how it went; in the order in which they were given. `None`: there is none. Never waits long.
+    /// Takes back a finished task with its result, in the order in which tasks were given. `None`: none is finished. Does not block.
     pub(super) fn take(&self) -> Option<(T, io::Result<()>)> {
         if self.shared.done.load(Ordering::Acquire) == 0 {
             return None;
@@ -119,8 +119,8 @@ impl<T> Shared<T> {
     }
 }
 
-impl<T> Drop for Hand<T> {
-    /// Waits for the thread: whoever drops a hand has closed the connection that it is at.
+impl<T> Drop for IoThread<T> {
+    /// Waits for the thread. Its connection was shut down before, so it does not wait for the peer.
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         // Through the lock, so that the thread is not between its look and its sleep.
@@ -144,39 +144,39 @@ mod tests {
             *n += 1;
             if *n == 3 { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
         };
-        let hand = Hand::start("hand".into(), work, move || {
+        let thread = IoThread::start("test".into(), work, move || {
             let _ = tell.send(());
         })
         .unwrap();
         for n in 0..100u32 {
-            assert!(hand.held() == 0 && hand.take().is_none());
-            hand.give(n);
+            assert!(thread.held() == 0 && thread.take().is_none());
+            thread.give(n);
             told.recv().unwrap();
-            let (back, result) = hand.take().unwrap();
+            let (back, result) = thread.take().unwrap();
             assert_eq!((back, result.is_err()), (n + 1, n == 2));
         }
     }
 
     #[test]
-    fn a_hand_goes_on_to_its_next_task_before_the_one_done_is_taken_back() {
+    fn the_next_task_begins_before_the_one_done_is_taken_back() {
         let (tell, told) = channel();
-        let hand = Hand::start(
-            "hand".into(),
+        let thread = IoThread::start(
+            "test".into(),
             |_: &mut u32| Ok(()),
             move || {
                 let _ = tell.send(());
             },
         )
         .unwrap();
-        (0..3).for_each(|n| hand.give(n));
+        (0..3).for_each(|n| thread.give(n));
         (0..3).for_each(|_| told.recv().unwrap());
-        assert_eq!(hand.held(), 3);
-        let back: Vec<u32> = std::iter::from_fn(|| hand.take()).map(|(n, _)| n).collect();
-        assert_eq!((back, hand.held()), (vec![0, 1, 2], 0));
+        assert_eq!(thread.held(), 3);
+        let back: Vec<u32> = std::iter::from_fn(|| thread.take()).map(|(n, _)| n).collect();
+        assert_eq!((back, thread.held()), (vec![0, 1, 2], 0));
     }
 
     #[test]
-    fn an_idle_hand_ends_when_it_is_dropped() {
-        drop(Hand::start("hand".into(), |_: &mut u32| Ok(()), || {}).unwrap());
+    fn an_idle_thread_ends_when_it_is_dropped() {
+        drop(IoThread::start("test".into(), |_: &mut u32| Ok(()), || {}).unwrap());
     }
 }

@@ -1,4 +1,4 @@
-//! What other threads ask of a relay.
+//! What other threads ask of a relay's thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,28 +8,28 @@ use std::sync::{Mutex, PoisonError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::bridge::RegionError;
-use crate::bridge::core::Raised;
+use crate::bridge::state::Raised;
 
-/// Takes the outcome of a wish.
-pub(in crate::bridge) type Done = Sender<Result<(), RegionError>>;
+/// Takes the outcome of a request.
+pub(super) type Done = Sender<Result<(), RegionError>>;
 
-pub(in crate::bridge) enum Message<R> {
-    Register { id: u32, region: R, done: Done },
+pub(super) enum Message<M> {
+    Register { id: u32, region: M, done: Done },
     Unregister { id: u32, done: Done },
     Close(String),
 }
 
-/// Messages in order, with a doorbell of its own: the channel's is in the client's hands.
-pub(in crate::bridge) struct Mailbox<R> {
+/// Messages in order, with an eventfd of its own: the channel's doorbell belongs to the client as well.
+pub(in crate::bridge) struct Mailbox<M> {
     /// `None`: the relay has ended and takes no more.
-    messages: Mutex<Option<VecDeque<Message<R>>>>,
+    messages: Mutex<Option<VecDeque<Message<M>>>>,
     raised: Raised,
     /// Watched edge-triggered, never read.
     wake: EventFd,
 }
 
-impl<R> Mailbox<R> {
-    pub(in crate::bridge) fn new() -> io::Result<Mailbox<R>> {
+impl<M> Mailbox<M> {
+    pub(super) fn new() -> io::Result<Mailbox<M>> {
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Mailbox { messages: Mutex::new(Some(VecDeque::new())), raised: Raised::default(), wake })
     }
@@ -38,8 +38,8 @@ impl<R> Mailbox<R> {
         &self.wake
     }
 
-    /// Leaves a message. It comes back if the relay has ended.
-    pub(in crate::bridge) fn post(&self, message: Message<R>) -> Result<(), Message<R>> {
+    /// Posts a message. It comes back if the relay has ended.
+    pub(super) fn post(&self, message: Message<M>) -> Result<(), Message<M>> {
         match self.messages.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
             Some(messages) => messages.push_back(message),
             None => return Err(message),
@@ -49,12 +49,12 @@ impl<R> Mailbox<R> {
         Ok(())
     }
 
-    pub(in crate::bridge) fn has_messages(&self) -> bool {
+    pub(super) fn has_messages(&self) -> bool {
         self.raised.is_raised()
     }
 
     /// The next message.
-    pub(in crate::bridge) fn next(&self) -> Option<Message<R>> {
+    pub(super) fn next(&self) -> Option<Message<M>> {
         if !self.raised.is_raised() {
             return None;
         }
@@ -66,8 +66,8 @@ impl<R> Mailbox<R> {
         next
     }
 
-    /// Takes no more messages; those left are dropped, and with them the senders that somebody waits for.
-    pub(in crate::bridge) fn close(&self) {
+    /// Takes no more messages. Those left are dropped, and with them the senders whose answers somebody waits for.
+    pub(super) fn close(&self) {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
