@@ -13,6 +13,8 @@ pub mod graph;
 pub mod nvml;
 pub mod output;
 pub mod parts;
+pub mod quota;
+pub mod ranges;
 pub mod rows;
 pub mod slots;
 pub mod software;
@@ -28,6 +30,7 @@ use protocol::ops::Op;
 use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
 use protocol::ops::module::{ModuleLoad, ModuleUnload};
 
+use self::quota::Quota;
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
 
@@ -57,9 +60,6 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;
-
-    /// Bytes of device memory that the session holds.
-    fn device_memory(&self) -> u64;
 
     /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
     fn end(&mut self);
@@ -92,8 +92,8 @@ impl From<String> for Unavailable {
     }
 }
 
-/// Makes the backend that `backing` chooses. It has no context yet: see [`Backend::warm`].
-pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Unavailable> {
+/// Makes the backend that `backing` chooses, for a session with this quota of device memory. It has no context yet: see [`Backend::warm`].
+pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavailable> {
     let choice = match backing.backend {
         Choice::Auto => match cuda::probe() {
             Ok(count) if count > 0 => Choice::Cuda,
@@ -106,7 +106,7 @@ pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Un
         chosen => chosen,
     };
     match choice {
-        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, memory_limit)?)),
-        _ => Ok(Box::new(software::Software::new(backing, memory_limit)?)),
+        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, quota)?)),
+        _ => Ok(Box::new(software::Software::new(backing, quota)?)),
     }
 }

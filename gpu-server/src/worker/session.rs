@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::Scope;
 
 use host_bridge::endpoint::{Client, Commands, Lost};
@@ -175,9 +174,6 @@ impl Dispatcher<'_> {
                 self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
             }
             Outcome::Failed(status) => self.failed(info, &record, status),
-        }
-        if info.opcode >> 8 == 0x03 {
-            self.shared.device_memory.store(self.backend.device_memory(), Ordering::Relaxed);
         }
         Ok(outcome)
     }

@@ -18,6 +18,7 @@ use super::api::{
 };
 use super::copies::blank;
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
 
 /// `CUresourcetype`.
@@ -39,8 +40,8 @@ pub(super) struct Arrays {
 struct Array {
     context: u32,
     shape: ArrayShape,
-    /// Bytes that count against the session's memory.
-    bytes: u64,
+    /// The elements' bytes; none for a level, whose elements are its mipmapped array's.
+    _charge: Option<Charge>,
     kind: Kind,
 }
 
@@ -61,10 +62,6 @@ enum Kind {
 }
 
 impl Arrays {
-    pub(super) fn bytes(&self) -> u64 {
-        self.arrays.values().map(|array| array.bytes).sum()
-    }
-
     /// A context's arrays are gone, and all that was made of them.
     pub(super) fn forget(&mut self, context: u32) {
         self.arrays.retain(|_, array| array.context != context);
@@ -151,10 +148,7 @@ impl ArrayOps<Call> for Cuda {
         }
         let all = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
         let bytes = if op.shape.flags & flag::DEFERRED_MAPPING == 0 { all } else { 0 };
-        let held = crate::driver::Backend::device_memory(self);
-        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        let charge = self.quota.charge(bytes)?;
         self.enter_context(op.context)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| Status::INVALID_VALUE);
         let desc = CUDA_ARRAY3D_DESCRIPTOR {
@@ -178,7 +172,7 @@ impl ArrayOps<Call> for Cuda {
             self.note(op.context, made)?;
             Kind::Mipmapped { handle, levels: op.levels, named: 0 }
         };
-        let array = Array { context: op.context.0, shape: op.shape, bytes, kind };
+        let array = Array { context: op.context.0, shape: op.shape, _charge: Some(charge), kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
     }
@@ -203,7 +197,7 @@ impl ArrayOps<Call> for Cuda {
         let array = Array {
             context,
             shape,
-            bytes: 0,
+            _charge: None,
             kind: Kind::Level { handle: level, of: op.mipmapped.0, level: op.level },
         };
         self.arrays.arrays.insert(op.array.0, array);

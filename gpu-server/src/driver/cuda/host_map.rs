@@ -18,6 +18,7 @@ use super::Cuda;
 use super::api::{Api, CUcontext};
 use super::reach::Reach;
 use crate::driver::call::Call;
+use crate::driver::quota::{Charge, Quota};
 
 const PAGE: usize = 4096;
 /// Below this, no mapping is made, whatever a client says.
@@ -34,6 +35,8 @@ pub(super) struct HostView {
     first: usize,
     len: usize,
     mirror: Option<Mirror>,
+    /// A mirror's bytes, against both of its quotas.
+    _charges: Option<[Charge; 2]>,
 }
 
 /// What makes a view a mirror. It is there as soon as [`Reach`] has it.
@@ -92,10 +95,12 @@ unsafe fn register(api: &Api, view: &HostView) -> Result<(), Status> {
     Ok(())
 }
 
-fn machine_memory() -> u64 {
-    // SAFETY: plain questions to the system.
+/// Mirrors take at most a quarter of this machine's memory.
+pub(super) fn mirror_quota() -> Quota {
+    // SAFETY: `sysconf` only reads its argument.
     let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
+    let machine = u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0));
+    Quota::new("pinned memory that kernels use", (machine / 4).max(1))
 }
 
 impl Drop for HostView {
@@ -143,7 +148,7 @@ impl HostView {
             );
             return Err(Status::MAP_FAILED);
         }
-        let view = HostView { context, first: got as usize, len, mirror: None };
+        let view = HostView { context, first: got as usize, len, mirror: None, _charges: None };
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
@@ -233,7 +238,7 @@ impl Cuda {
         if self.host_views.contains_key(&op.address) {
             return Err(Status::INVALID_VALUE);
         }
-        self.may_mirror(op.size)?;
+        let charges = [self.quota.charge(op.size)?, self.mirror_quota.charge(op.size)?];
         let context = self.enter_context(op.context)?.handle as usize;
         let helper = match &self.mirrors {
             Some(helper) => helper.clone(),
@@ -242,7 +247,8 @@ impl Cuda {
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
         let beside = Arc::clone(&self.beside);
         let mirror = Mirror { beside: Arc::clone(&beside), helper: helper.clone(), context, api };
-        let view = HostView { context: op.context.0, first, len, mirror: Some(mirror) };
+        let view =
+            HostView { context: op.context.0, first, len, mirror: Some(mirror), _charges: Some(charges) };
         self.host_views.insert(op.address, view);
         let pending = cx.later();
         helper.run(move || {
@@ -253,23 +259,6 @@ impl Cuda {
             pending.answer(made.map(|()| HostMirrorReply {}));
         });
         Ok(Answer::Later)
-    }
-
-    /// Whether the session may have so many bytes more of this machine's memory: as much as its memory limit leaves, and a quarter of what the machine has.
-    fn may_mirror(&self, bytes: u64) -> Result<(), Status> {
-        let mirrored = self.mirrored();
-        let held = crate::driver::Backend::device_memory(self);
-        let limit = if self.memory_limit > 0 { self.memory_limit } else { u64::MAX };
-        if bytes > limit.saturating_sub(held) || bytes > (machine_memory() / 4).saturating_sub(mirrored) {
-            tracing::warn!(bytes, mirrored, held, "refused: too much pinned memory that kernels use");
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        Ok(())
-    }
-
-    /// Bytes of mirrors.
-    pub(super) fn mirrored(&self) -> u64 {
-        self.host_views.values().filter(|view| view.mirror.is_some()).map(|view| view.len as u64).sum()
     }
 
     /// Whether `len` bytes from `address` are memory of the client's, or a mirror of it, that devices reach.

@@ -15,9 +15,9 @@ use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttrib
 
 use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
-use super::ranges::Ranges;
 use crate::driver::call::Call;
 use crate::driver::output::may_print;
+use crate::driver::ranges::Ranges;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
@@ -390,7 +390,7 @@ impl ModuleOps<Call> for Cuda {
         self.note(cx.context, asked)?;
         if let Some(module) = self.modules.get_mut(&op.module.0) {
             // Known already when it is asked for again.
-            module.globals.insert(address, size as u64);
+            module.globals.insert(address, size as u64, ());
         }
         Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 }))
     }

@@ -66,7 +66,6 @@ impl Cuda {
 impl MemoryOps<Call> for Cuda {
     fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
         cx.context = ContextId(op.device);
-        let held = crate::driver::Backend::device_memory(self);
         let device = self.device(op.device)?;
         let first = window(op.device);
         let end = op.address.checked_add(op.size).ok_or(Status::INVALID_VALUE)?;
@@ -81,19 +80,11 @@ impl MemoryOps<Call> for Cuda {
         {
             return Err(Status::INVALID_VALUE);
         }
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes = op.size,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        let charge = self.quota.charge(op.size)?;
         self.enter_context(ContextId(op.device))?;
         self.back(&op)?;
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        device.backed.insert(op.address, op.size);
+        device.backed.insert(op.address, op.size, charge);
         Ok(Answer::Now(MemGrowReply {}))
     }
 
@@ -119,7 +110,7 @@ impl MemoryOps<Call> for Cuda {
         let ordinal = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         cx.context = ContextId(ordinal);
         let device = self.devices.get_mut(ordinal as usize).ok_or(Status::INVALID_VALUE)?;
-        if !device.backed.cover(op.address, op.size) || !device.allocations.insert(op.address, op.size) {
+        if !device.backed.cover(op.address, op.size) || !device.allocations.insert(op.address, op.size, ()) {
             return Err(Status::INVALID_VALUE);
         }
         Ok(())
@@ -139,12 +130,7 @@ impl MemoryOps<Call> for Cuda {
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two integers.
         unsafe { self.api.memory_info(&mut free, &mut total) }?;
-        let (free, total) = (free as u64, total as u64);
-        let held = crate::driver::Backend::device_memory(self);
-        let (free, total) = match self.memory_limit {
-            0 => (free, total),
-            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
-        };
+        let (free, total) = self.quota.visible(free as u64, total as u64);
         Ok(Answer::Now(MemGetInfoReply { free, total }))
     }
 

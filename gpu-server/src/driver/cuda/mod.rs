@@ -1,6 +1,6 @@
 //! The backend on NVIDIA's driver.
 //!
-//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
+//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of;
 //! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
 //!
@@ -22,7 +22,6 @@ mod kernels;
 mod link;
 mod memory;
 pub mod nvml;
-mod ranges;
 mod reach;
 mod registration;
 mod staging;
@@ -54,7 +53,6 @@ use self::green::Greens;
 use self::host_map::HostView;
 use self::ids::Ids;
 use self::kernels::LoadedModule;
-use self::ranges::Ranges;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::{Lane, Moment};
@@ -64,6 +62,8 @@ use super::call::{Call, Errors, check_selection};
 use super::loads_code;
 use super::nvml::Management;
 use super::output::{self, Output};
+use super::quota::{Charge, Quota};
+use super::ranges::Ranges;
 use super::space::Space;
 use crate::share::{Broker, Token};
 
@@ -119,7 +119,9 @@ pub struct Cuda {
     event_tokens: HashMap<u32, Vec<Token>>,
     /// Answers NVML's questions, which need none of the rest.
     nvml: Management,
-    memory_limit: u64,
+    quota: Quota,
+    /// Limits mirrors to a part of this machine's memory.
+    mirror_quota: Quota,
     output: Arc<Output>,
     errors: Option<Errors>,
 }
@@ -131,8 +133,8 @@ struct Device {
     handle: CUdevice,
     name: String,
     granule: u64,
-    /// What is backed in its window, as it was asked for.
-    backed: Ranges,
+    /// What is backed in its window, piece by piece.
+    backed: Ranges<Charge>,
     /// The program's allocations.
     allocations: Ranges,
     /// Whether its memory can be shared between processes.
@@ -202,7 +204,7 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 
 impl Cuda {
     /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
-    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
+    pub fn new(chosen: &[u32], quota: Quota) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
         let all: Vec<u32> =
@@ -252,11 +254,12 @@ impl Cuda {
             space: Space::default(),
             broker: None,
             event_tokens: HashMap::new(),
-            memory_limit,
             nvml: {
-                let chosen = chosen.to_vec();
-                Management::from(move || Ok(Box::new(nvml::Nvidia::new(&chosen, memory_limit)?)))
+                let (chosen, quota) = (chosen.to_vec(), quota.clone());
+                Management::from(move || Ok(Box::new(nvml::Nvidia::new(&chosen, quota.clone())?)))
             },
+            quota,
+            mirror_quota: host_map::mirror_quota(),
             output,
             errors: None,
         })
@@ -372,7 +375,7 @@ impl Cuda {
     fn reach_others(&self, ordinal: u32) -> Result<(), Status> {
         let device = self.device(ordinal)?.handle;
         for other in self.devices.iter().filter(|other| other.handle != device) {
-            if other.backed.total() == 0 || !self.reaches(device, other.handle)? {
+            if other.backed.is_empty() || !self.reaches(device, other.handle)? {
                 continue;
             }
             let access = api::AccessDesc::device(device, true);
@@ -574,11 +577,6 @@ impl super::Backend for Cuda {
         sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
     }
 
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(|d| d.backed.total()).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.mirrored()
-    }
-
     fn end(&mut self) {
         self.beside.release();
         self.staging.stop();
@@ -658,7 +656,7 @@ impl DeviceOps<Call> for Cuda {
             && self.modules.is_empty()
             && self.contexts.keys().all(|id| *id < MAX_DEVICES)
             && self.space.is_empty()
-            && self.devices.iter().all(|device| device.backed.total() == 0);
+            && self.devices.iter().all(|device| device.backed.is_empty());
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }

@@ -8,7 +8,6 @@ use protocol::ops::memory::*;
 
 use super::Cuda;
 use super::api::{AccessDesc, AllocationProp};
-use crate::driver::Backend;
 use crate::driver::call::Call;
 use crate::driver::space::Memory;
 use crate::share::{Shared, Token};
@@ -58,21 +57,6 @@ impl Cuda {
         Ok(())
     }
 
-    /// Whether the session may hold so many bytes more.
-    fn may_hold(&self, bytes: u64) -> Result<(), Status> {
-        let held = Backend::device_memory(self);
-        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        Ok(())
-    }
-
     pub(super) fn create_memory(&mut self, cx: &mut Call, op: &MemoryCreate) -> Result<(), Status> {
         cx.context = ContextId(op.device);
         let granule = self.device(op.device)?.granule;
@@ -80,7 +64,7 @@ impl Cuda {
         if op.size == 0 || !op.size.is_multiple_of(granule) {
             return Err(Status::INVALID_VALUE);
         }
-        self.may_hold(op.size)?;
+        let charge = self.quota.charge(op.size)?;
         if op.exportable && !self.device(op.device)?.exports {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -89,7 +73,7 @@ impl Cuda {
         let mut handle = 0;
         // SAFETY: a valid description; writes one handle.
         unsafe { self.api.memory_create(&mut handle, op.size as usize, &prop, 0) }?;
-        self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle));
+        self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle, charge));
         Ok(())
     }
 
@@ -166,7 +150,7 @@ impl Cuda {
     pub(super) fn export_piece(&mut self, op: &PieceExport) -> Result<PieceExportReply, Status> {
         let ordinal = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         let device = self.device(ordinal)?;
-        let (base, size) = device.backed.find(op.address).ok_or(Status::INVALID_VALUE)?;
+        let (base, size, _) = device.backed.find(op.address).ok_or(Status::INVALID_VALUE)?;
         if !device.exports {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -207,12 +191,12 @@ impl Cuda {
         let ordinal = self.devices.iter().position(|d| d.handle as u32 == device);
         let ordinal = ordinal.ok_or(Status::INVALID_DEVICE)? as u32;
         cx.context = ContextId(ordinal);
-        self.may_hold(self.space.more_by(&op.token, size))?;
+        let charge = self.space.charge_import(&self.quota, &op.token, size)?;
         self.enter_context(ContextId(ordinal))?;
         let mut handle = 0;
         // SAFETY: a descriptor that this driver made in another worker, passed as the number that it is; writes one handle.
         unsafe { self.api.memory_import(&mut handle, fd.as_raw_fd() as usize as *mut _, POSIX_FD) }?;
-        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, handle));
+        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, handle, charge));
         Ok(MemoryImportReply { device: ordinal, size, own })
     }
 }

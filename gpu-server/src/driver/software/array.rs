@@ -11,6 +11,7 @@ use software_gpu::{AddressMode, ChannelFormat, Image, Sampler};
 
 use super::{Software, code};
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
 
 /// `CUresourcetype`.
@@ -46,8 +47,8 @@ struct Array {
     device: u32,
     shape: ArrayShape,
     address: u64,
-    /// Bytes of memory that is its own: a level has none.
-    bytes: u64,
+    /// Of memory that is its own: a level has none, nor does an array whose memory is mapped later.
+    charge: Option<Charge>,
     kind: Kind,
 }
 
@@ -74,10 +75,6 @@ fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
 }
 
 impl Arrays {
-    pub(super) fn bytes(&self) -> u64 {
-        self.arrays.values().map(|array| array.bytes).sum()
-    }
-
     /// Whether there is room for one more, of whatever kind.
     fn may_grow(&self) -> Result<(), Status> {
         let full = self.arrays.len() >= MOST || self.handles.len() >= MOST;
@@ -112,9 +109,10 @@ impl Array {
         Ok(Array {
             shape: self.shape.level(level),
             address: self.address + before,
-            bytes: 0,
+            charge: None,
             kind: Kind::Level { of, level },
-            ..*self
+            context: self.context,
+            device: self.device,
         })
     }
 
@@ -306,7 +304,7 @@ impl Software {
     }
 
     fn free(&self, array: &Array) {
-        if array.bytes == 0 {
+        if array.charge.is_none() {
             return;
         }
         if let Ok(device) = self.device(array.device)
@@ -386,15 +384,15 @@ impl ArrayOps<Call> for Software {
             levels => (Kind::Mipmapped { levels, named: 0 }, before_level(&op.shape, levels)),
         };
         let bytes = bytes.ok_or(Status::INVALID_VALUE)?;
-        self.may_hold(bytes)?;
+        let charge = self.quota.charge(bytes)?;
         let gpu = &self.device(device)?.gpu;
         if bytes > gpu.properties().total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
         let deferred = op.shape.flags & flag::DEFERRED_MAPPING != 0;
-        let (address, bytes) =
-            if deferred { (0, 0) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, bytes) };
-        let array = Array { context: op.context.0, device, shape: op.shape, address, bytes, kind };
+        let (address, charge) =
+            if deferred { (0, None) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, Some(charge)) };
+        let array = Array { context: op.context.0, device, shape: op.shape, address, charge, kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
     }

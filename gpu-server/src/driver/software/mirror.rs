@@ -16,17 +16,10 @@ use super::streams::Tickets;
 use super::{Software, code, vmm};
 use crate::driver::beside::Beside;
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 
-/// How many mirrors have bytes in each granule that is mapped.
-#[derive(Default)]
-pub(super) struct Granules(BTreeMap<u64, usize>);
-
-impl Granules {
-    /// Bytes that they take.
-    pub fn bytes(&self) -> u64 {
-        self.0.len() as u64 * GRANULE
-    }
-}
+/// How many mirrors have bytes in each granule that is mapped, and the granule's charge.
+pub(super) type Granules = BTreeMap<u64, (usize, Charge)>;
 
 /// A mirror.
 struct Mirror {
@@ -131,9 +124,9 @@ impl Software {
             return Err(Status::INVALID_VALUE);
         }
         let fresh: Vec<u64> =
-            granules(op.address, op.size).filter(|at| !self.granules.0.contains_key(at)).collect();
+            granules(op.address, op.size).filter(|at| !self.granules.contains_key(at)).collect();
         let bytes = fresh.len() as u64 * GRANULE;
-        self.may_hold(bytes)?;
+        let mut charge = self.quota.charge(bytes)?;
         let gpus = self.gpus();
         let file = vmm::file(bytes.max(GRANULE)).map_err(|e| {
             tracing::warn!(bytes, "no memory for a mirror: {e}");
@@ -155,7 +148,7 @@ impl Software {
             return Err(Status::NOT_SUPPORTED);
         }
         for at in granules(op.address, op.size) {
-            *self.granules.0.entry(at).or_default() += 1;
+            self.granules.entry(at).or_insert_with(|| (0, charge.split(GRANULE))).0 += 1;
         }
         let cleared = if fresh.len() < granules(op.address, op.size).count() {
             // Another mirror may have left something in a granule that it shared.
@@ -174,10 +167,10 @@ impl Software {
             gpu.release(address).map_err(|e| code(&e))?;
         }
         for at in granules(address, size) {
-            let Some(users) = self.granules.0.get_mut(&at) else { continue };
+            let Some((users, _)) = self.granules.get_mut(&at) else { continue };
             *users -= 1;
             if *users == 0 {
-                self.granules.0.remove(&at);
+                self.granules.remove(&at);
                 for gpu in &gpus {
                     gpu.unmap(at, GRANULE).map_err(|e| code(&e))?;
                 }

@@ -54,6 +54,7 @@ use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
 use super::nvml::Management;
 use super::output::{self, Output};
+use super::quota::{Charge, Quota};
 use super::space::Space;
 use crate::cli::Backing;
 use crate::share::{Broker, Token};
@@ -66,7 +67,7 @@ const DRIVER_VERSION: u32 = 13000;
 /// The backend.
 pub struct Software {
     devices: Vec<Device>,
-    memory_limit: u64,
+    quota: Quota,
     nvml: Management,
     output: Arc<Output>,
     errors: Option<Errors>,
@@ -108,13 +109,7 @@ struct Piece {
     file: OwnedFd,
     /// Under which it is shared.
     token: Option<Token>,
-}
-
-impl Device {
-    /// Bytes backed in its window.
-    fn used(&self) -> u64 {
-        self.pieces.values().map(|piece| piece.size).sum()
-    }
+    _charge: Charge,
 }
 
 struct Context {
@@ -161,7 +156,7 @@ fn numbers(backing: &Backing) -> Vec<u32> {
 
 impl Software {
     /// Makes the devices.
-    pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
+    pub fn new(backing: &Backing, quota: Quota) -> Result<Software, String> {
         let output = Output::new();
         let mut devices = Vec::new();
         for number in numbers(backing) {
@@ -194,11 +189,11 @@ impl Software {
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
             devices,
-            memory_limit,
             nvml: {
-                let backing = backing.clone();
-                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, memory_limit)?)))
+                let (backing, quota) = (backing.clone(), quota.clone());
+                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, quota.clone())?)))
             },
+            quota,
             output,
             errors: None,
             contexts,
@@ -308,11 +303,6 @@ impl super::Backend for Software {
     fn begin(&mut self, client: Arc<dyn Client>) {
         self.output.serve(Arc::clone(&client));
         self.errors = Some(Errors::new(client));
-    }
-
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(Device::used).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
     }
 
     fn may_wait(&self, opcode: u16, _body: &[u8]) -> bool {
@@ -512,7 +502,6 @@ impl MemoryOps<Call> for Software {
         cx.context = ContextId(op.device);
         self.need_context(op.device)?;
         self.begin_waiting_call(op.device)?;
-        let held = super::Backend::device_memory(self);
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let first = window(op.device);
         let end = op.address.checked_add(op.size);
@@ -521,16 +510,8 @@ impl MemoryOps<Call> for Software {
         {
             return Err(Status::INVALID_VALUE);
         }
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes = op.size,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        let piece = vmm::back(&device.gpu, op.address, op.size)?;
+        let charge = self.quota.charge(op.size)?;
+        let piece = vmm::back(&device.gpu, op.address, op.size, charge)?;
         device.pieces.insert(op.address, piece);
         Ok(Answer::Now(MemGrowReply {}))
     }
@@ -596,7 +577,8 @@ impl MemoryOps<Call> for Software {
 
     fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
         cx.context = ContextId(op.device);
-        let (free, total) = self.memory_of(&self.device(op.device)?.gpu);
+        let (free, total) = self.device(op.device)?.gpu.memory_info();
+        let (free, total) = self.quota.visible(free, total);
         Ok(Answer::Now(MemGetInfoReply { free, total }))
     }
 
@@ -670,16 +652,6 @@ fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Statu
 }
 
 impl Software {
-    /// Free and total memory of a device in bytes, as far as this session may have it.
-    fn memory_of(&self, gpu: &Gpu) -> (u64, u64) {
-        let (free, total) = gpu.memory_info();
-        let held = super::Backend::device_memory(self);
-        match self.memory_limit {
-            0 => (free, total),
-            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
-        }
-    }
-
     /// The device whose window holds an allocation's address.
     fn window_gpu(&self, cx: &mut Call, address: u64) -> Result<&Gpu, Status> {
         let ordinal = address

@@ -9,8 +9,8 @@ use protocol::ops::memory::*;
 use software_gpu::{GRANULE, Gpu};
 
 use super::{Piece, Software, code};
-use crate::driver::Backend;
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 use crate::driver::space::Memory;
 use crate::share::{Shared, Token};
 
@@ -27,33 +27,18 @@ impl Software {
         Ok(())
     }
 
-    /// Whether the session may hold so many bytes more.
-    pub(super) fn may_hold(&self, bytes: u64) -> Result<(), Status> {
-        let held = Backend::device_memory(self);
-        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        Ok(())
-    }
-
     pub(super) fn create_memory(&mut self, cx: &mut Call, op: &MemoryCreate) -> Result<(), Status> {
         cx.context = ContextId(op.device);
         self.space.may_name(op.memory.0)?;
         if op.size == 0 || !op.size.is_multiple_of(GRANULE) {
             return Err(Status::INVALID_VALUE);
         }
-        self.may_hold(op.size)?;
+        let charge = self.quota.charge(op.size)?;
         let gpu = &self.device(op.device)?.gpu;
         gpu.charge(op.size).map_err(|e| code(&e))?;
         match file(op.size) {
             Ok(fd) => {
-                self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, fd));
+                self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, fd, charge));
                 Ok(())
             }
             Err(e) => {
@@ -192,14 +177,14 @@ impl Software {
         let ordinal = self.devices.iter().position(|d| d.number == device);
         let ordinal = ordinal.ok_or(Status::INVALID_DEVICE)? as u32;
         cx.context = ContextId(ordinal);
-        self.may_hold(self.space.more_by(&op.token, size))?;
-        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, fd));
+        let charge = self.space.charge_import(&self.quota, &op.token, size)?;
+        self.space.add(op.memory.0, Memory::imported(ordinal, size, op.token, fd, charge));
         Ok(MemoryImportReply { device: ordinal, size, own })
     }
 }
 
 /// Backs a part of a device's window.
-pub(super) fn back(gpu: &Gpu, address: u64, size: u64) -> Result<Piece, Status> {
+pub(super) fn back(gpu: &Gpu, address: u64, size: u64, charge: Charge) -> Result<Piece, Status> {
     gpu.charge(size).map_err(|e| code(&e))?;
     let made = file(size).map_err(|e| {
         tracing::warn!(bytes = size, "no memory for a device's: {e}");
@@ -207,7 +192,7 @@ pub(super) fn back(gpu: &Gpu, address: u64, size: u64) -> Result<Piece, Status> 
     });
     let mapped = made.and_then(|file| {
         gpu.map_file(address, size, file.as_fd(), 0).map_err(|e| code(&e))?;
-        Ok(Piece { size, file, token: None })
+        Ok(Piece { size, file, token: None, _charge: charge })
     });
     if mapped.is_err() {
         gpu.discharge(size);
