@@ -9,6 +9,7 @@ pub mod beside;
 pub mod call;
 pub mod cuda;
 pub mod drafts;
+pub mod gpu;
 pub mod graph;
 pub mod nvml;
 pub mod output;
@@ -16,6 +17,7 @@ pub mod parts;
 pub mod quota;
 pub mod ranges;
 pub mod rows;
+pub mod session;
 pub mod slots;
 pub mod software;
 pub mod space;
@@ -31,6 +33,7 @@ use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate}
 use protocol::ops::module::{ModuleLoad, ModuleUnload};
 
 use self::quota::Quota;
+use self::session::Session;
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
 
@@ -105,8 +108,10 @@ pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavail
         },
         chosen => chosen,
     };
+    let session_backing = Backing { backend: choice, ..backing.clone() };
+    let nvml = nvml::Management::new(&session_backing, quota.clone());
     match choice {
-        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, quota)?)),
-        _ => Ok(Box::new(software::Software::new(backing, quota)?)),
+        Choice::Cuda => Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices)?, quota, nvml))),
+        _ => Ok(Box::new(Session::new(software::Software::new(backing)?, quota, nvml))),
     }
 }

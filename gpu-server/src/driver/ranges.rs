@@ -19,6 +19,12 @@ impl<V> Ranges<V> {
         (address - start < *size).then_some((*start, *size, value))
     }
 
+    /// The same, with what it carries to be changed.
+    pub fn find_mut(&mut self, address: u64) -> Option<(u64, u64, &mut V)> {
+        let (start, (size, value)) = self.0.range_mut(..=address).next_back()?;
+        (address - start < *size).then_some((*start, *size, value))
+    }
+
     /// Whether one range holds `len` bytes from `address`.
     pub fn holds(&self, address: u64, len: u64) -> bool {
         self.find(address).is_some_and(|(start, size, _)| len <= size - (address - start))

@@ -216,6 +216,11 @@ impl<M> Space<M> {
         self.mappings.get(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
     }
 
+    /// The same, to be changed.
+    pub fn mapping_mut(&mut self, address: u64, size: u64) -> Result<&mut Mapping, Status> {
+        self.mappings.get_mut(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
+    }
+
     /// Takes a mapping out.
     pub fn unmap(&mut self, address: u64) {
         if let Some(mapping) = self.mappings.remove(&address)

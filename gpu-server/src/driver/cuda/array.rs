@@ -20,6 +20,7 @@ use super::copies::blank;
 use crate::driver::call::Call;
 use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
+use crate::driver::session::Session;
 
 /// `CUresourcetype`.
 const OF_ARRAY: u32 = 0;
@@ -96,7 +97,7 @@ fn inside(shape: &ArrayShape, at: [u64; 3], extent: [u64; 3]) -> bool {
         .is_some_and(|whole| (0..3).all(|d| at[d].checked_add(extent[d]).is_some_and(|end| end <= whole[d])))
 }
 
-impl Cuda {
+impl Session<Cuda> {
     fn resource(&self, context: ContextId, r: &Resource) -> Result<ResourceDesc, Status> {
         let mut desc = ResourceDesc { kind: r.kind, ..ResourceDesc::default() };
         match r.kind {
@@ -124,7 +125,7 @@ impl Cuda {
                 let pitch = if r.kind == OF_LINEAR { row } else { r.pitch };
                 let span =
                     Rows { at: r.address, pitch, slice: 0, width: row, height: rows, depth: 1 }.sizes()?.1;
-                self.check_range(r.address, span)?;
+                self.check_range(r.address, span, 0)?;
                 desc.words[0] = r.address;
                 desc.words[1] = u64::from(r.format) | u64::from(r.channels) << 32;
                 let sizes = if r.kind == OF_LINEAR { [row, 0, 0] } else { [r.width, r.height, r.pitch] };
@@ -136,7 +137,7 @@ impl Cuda {
     }
 }
 
-impl ArrayOps<Call> for Cuda {
+impl ArrayOps<Call> for Session<Cuda> {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         self.arrays.may_grow()?;
@@ -250,7 +251,7 @@ impl ArrayOps<Call> for Cuda {
                     ends.push(handle);
                 }
                 None => {
-                    self.check_range(end.memory.address, Rows::of(&end.memory, op.extent).sizes()?.1)?;
+                    self.check_range(end.memory.address, Rows::of(&end.memory, op.extent).sizes()?.1, 0)?;
                     ends.push(std::ptr::null_mut());
                 }
             }

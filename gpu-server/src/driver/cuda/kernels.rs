@@ -18,6 +18,7 @@ use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
 use crate::driver::call::Call;
 use crate::driver::output::may_print;
 use crate::driver::ranges::Ranges;
+use crate::driver::session::Session;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
@@ -285,7 +286,7 @@ impl Cuda {
     }
 }
 
-impl ModuleOps<Call> for Cuda {
+impl ModuleOps<Call> for Session<Cuda> {
     fn module_load<'a>(
         &mut self,
         cx: &mut Call,
@@ -548,7 +549,7 @@ fn config(
     }
 }
 
-impl LaunchOps<Call> for Cuda {
+impl LaunchOps<Call> for Session<Cuda> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let (stream, context) = self.enter_briefly(cx, op.stream)?;
         self.launch_at(cx, context, stream, &op)

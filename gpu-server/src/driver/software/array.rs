@@ -13,6 +13,7 @@ use super::{Software, code};
 use crate::driver::call::Call;
 use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
+use crate::driver::session::Session;
 
 /// `CUresourcetype`.
 const OF_ARRAY: u32 = 0;
@@ -313,7 +314,9 @@ impl Software {
             tracing::warn!("an array's memory: {error}");
         }
     }
+}
 
+impl Session<Software> {
     /// What a texture is of: one level, or several.
     fn images(&self, context: ContextId, r: &Resource) -> Result<Vec<Image>, Status> {
         let device = self.context(context)?.device;
@@ -366,7 +369,7 @@ impl Software {
     }
 }
 
-impl ArrayOps<Call> for Software {
+impl ArrayOps<Call> for Session<Software> {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;

@@ -4,18 +4,12 @@
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use protocol::Status;
-use protocol::ops::Answer;
 use protocol::ops::device::DeviceInfoReply;
-use protocol::ops::nvml::{
-    self, FIELD_SIZE, MAX_FIELDS, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem,
-    NvmlSystemReply, Output, Query, pair, status,
-};
+use protocol::ops::nvml::{self, FIELD_SIZE, MAX_FIELDS, NvmlPair, NvmlQuery, Output, Query, pair, status};
 use software_gpu::{GpuConfig, Properties};
 
-use super::{DRIVER_VERSION, NAME, Software, numbers, properties};
+use super::{DRIVER_VERSION, NAME, numbers, properties};
 use crate::cli::Backing;
-use crate::driver::call::Call;
 use crate::driver::nvml::Answers;
 use crate::driver::quota::Quota;
 
@@ -409,20 +403,6 @@ impl Answers for Devices {
             pair::P2P_STATUS if op.argument < 5 => Ok(5),
             _ => Err(status::INVALID_ARGUMENT),
         }
-    }
-}
-
-impl NvmlOps<Call> for Software {
-    fn nvml_system(&mut self, cx: &mut Call, op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
-        self.nvml.nvml_system(cx, op)
-    }
-
-    fn nvml_query(&mut self, cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
-        self.nvml.nvml_query(cx, op)
-    }
-
-    fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
-        self.nvml.nvml_pair(cx, op)
     }
 }
 

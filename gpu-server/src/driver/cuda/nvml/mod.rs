@@ -4,17 +4,10 @@
 mod library;
 mod order;
 
-use protocol::Status;
-use protocol::ops::Answer;
-use protocol::ops::nvml::{
-    self, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem, NvmlSystemReply, Query,
-    status,
-};
+use protocol::ops::nvml::{self, NvmlPair, NvmlQuery, Query, status};
 
 use self::library::{Library, ask, library};
 use self::order::Listed;
-use super::Cuda;
-use crate::driver::call::Call;
 use crate::driver::nvml::Answers;
 use crate::driver::quota::Quota;
 
@@ -104,20 +97,6 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
         if let Some(word) = words.get_mut(place) {
             *word = value.to_le_bytes();
         }
-    }
-}
-
-impl NvmlOps<Call> for Cuda {
-    fn nvml_system(&mut self, cx: &mut Call, op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
-        self.nvml.nvml_system(cx, op)
-    }
-
-    fn nvml_query(&mut self, cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
-        self.nvml.nvml_query(cx, op)
-    }
-
-    fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
-        self.nvml.nvml_pair(cx, op)
     }
 }
 
