@@ -80,6 +80,25 @@ fn row<S: Session>(s: &mut S, array: u32, at: [u64; 3], bytes: u64) -> Option<Ve
 }
 
 #[test]
+fn arrays_count_in_the_status_figure_at_once() {
+    let server = Server::start(&["--workers=1", "--memory-limit=1M"]);
+    let mut session = Local::connect(&server.socket());
+    let held = || server.status()["sessions"][0]["device_memory"].as_u64();
+    // No operation of the memory chapter is ever executed.
+    create(&mut session, 1, shape(64, 64, 0, 0), 0).unwrap();
+    until("the array counts", || held() == Some(64 * 64 * 4));
+    create(&mut session, 2, shape(256, 256, 0, 0), 0).unwrap();
+    until("both arrays count", || held() == Some(64 * 64 * 4 + 256 * 256 * 4));
+    assert_eq!(create(&mut session, 3, shape(512, 512, 0, 0), 0), Err(Status::OUT_OF_MEMORY));
+    session.push(&ArrayDestroy { array: ArrayId(2) });
+    until("one array is gone", || held() == Some(64 * 64 * 4));
+    create(&mut session, 3, shape(448, 512, 0, 0), 0).unwrap();
+    session.push(&ArrayDestroy { array: ArrayId(1) });
+    session.push(&ArrayDestroy { array: ArrayId(3) });
+    until("all arrays are gone", || held() == Some(0));
+}
+
+#[test]
 fn a_level_is_an_array_until_its_mipmapped_array_goes() {
     fn body<S: Session>(s: &mut S) {
         s.call(&MemGrow { device: 0, address: BASE, size: 2 << 20 }).unwrap();
