@@ -11,6 +11,7 @@ use protocol::ops::array::*;
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
 use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession};
 
 const BASE: u64 = window(0);
 const FLOAT: u32 = 0x20;
@@ -19,8 +20,8 @@ const FLOAT: u32 = 0x20;
 macro_rules! on_each_transport {
     ($server:expr, $body:expr) => {{
         let server = $server;
-        $body(&mut Local::connect(&server.socket()));
-        $body(&mut Tcp::connect(server.port));
+        $body(&mut LocalBridge::connect(&server.socket()));
+        $body(&mut TcpSession::connect(server.port));
     }};
 }
 
