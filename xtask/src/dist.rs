@@ -22,6 +22,7 @@ const SHARED: &[(&str, &str)] = &[
     ("docs", "docs"),
     ("vhost-rgpu/systemd", "systemd"),
     ("gpu-server/systemd", "systemd"),
+    ("gpu-server/rgpu-server.toml", "rgpu-server.toml"),
     ("vhost-rgpu/vhost-rgpu.toml", "vhost-rgpu.toml"),
     ("README.md", "README.md"),
     ("LICENSE", "LICENSE"),

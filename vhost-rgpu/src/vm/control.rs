@@ -163,7 +163,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     fn limits() -> Limits {
-        Limits { max_extents: 8, ..Limits::default() }
+        Limits { max_channels: 256, max_extents: 8, max_channel_size: 256 << 20, max_registered: 0 }
     }
 
     fn fixed(request: Request) -> [u8; FIXED] {
