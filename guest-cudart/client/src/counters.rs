@@ -13,7 +13,7 @@ use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
-use crate::log;
+use log;
 use protocol::trace::{RECORDER, VARIABLE};
 
 macro_rules! counters {

@@ -22,7 +22,6 @@
 pub mod arena;
 pub mod counters;
 pub mod handles;
-pub mod log;
 pub mod memory;
 pub mod pages;
 pub mod port;
@@ -33,6 +32,7 @@ pub mod staging;
 pub mod thread;
 mod turn;
 
+pub use log;
 pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
 
 /// Locks a mutex whether or not another thread has panicked with it held: nothing here leaves shared state half-changed.

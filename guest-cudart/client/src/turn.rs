@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::log;
 use crate::port::{Port, PortError};
 use crate::session::LOOK;
+use log;
 use protocol::channel::{Header, State};
 
 /// A program that waits says so after this long; then again when it has waited four times as long, and so on.
