@@ -1,4 +1,4 @@
-//! A host side for tests: a socket like `vhost-rgpu`'s, whose one thread does with each record what a test says.
+//! A host for tests: a socket like `vhost-rgpu`'s, whose single thread handles each record as the test says.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -22,28 +22,29 @@ pub struct Host {
     geometry: Geometry,
 }
 
-// SAFETY: what is reached through it is atomics in a mapping that is never unmapped.
+// SAFETY: everything reached through it is an atomic in a mapping that is never unmapped.
 unsafe impl Send for Host {}
 
 impl Host {
     pub fn header(&self) -> &'static Header {
-        // SAFETY: the mapping is page-aligned, as long as the geometry says and never unmapped; a header is atomics.
+        // SAFETY: the mapping is page-aligned, as long as the geometry says and never unmapped; a header
+        // consists of atomics.
         unsafe { &*self.base.cast() }
     }
 
     pub fn progress(&self) -> &'static Progress {
-        // SAFETY: as above.
+        // SAFETY: the geometry places these atomics inside the mapping, which is never unmapped.
         unsafe { &*self.base.add(self.geometry.progress_offset).cast() }
     }
 
     pub fn slot(&self, index: u16) -> &'static ReplySlot {
         assert!(usize::from(index) < self.geometry.slot_count);
-        // SAFETY: as above.
+        // SAFETY: the geometry places these atomics inside the mapping, which is never unmapped.
         unsafe { &*self.base.add(self.geometry.slot_offset(index.into())).cast() }
     }
 
     pub fn consumer(&self) -> Consumer<'static> {
-        // SAFETY: as above.
+        // SAFETY: the geometry places these atomics inside the mapping, which is never unmapped.
         let words = unsafe {
             std::slice::from_raw_parts(
                 self.base.add(self.geometry.ring_offset).cast::<AtomicU64>(),
@@ -53,7 +54,7 @@ impl Host {
         Consumer::new(self.header(), RingMemory::new(words))
     }
 
-    /// Wakes whoever sleeps on the word at `offset`.
+    /// Wakes threads that sleep on the word at `offset`.
     pub fn wake(&self, offset: usize) {
         // SAFETY: an address inside the mapping.
         unsafe { libc::syscall(libc::SYS_futex, self.base.add(offset), libc::FUTEX_WAKE, i32::MAX) };
@@ -72,7 +73,7 @@ impl Host {
         }
     }
 
-    /// Ends the session as a host does.
+    /// Ends the session like a host that reports the loss.
     pub fn lose(&self, reason: &str) {
         self.header().set_lost(reason);
         for index in 0..self.geometry.slot_count as u16 {
@@ -95,7 +96,7 @@ impl Host {
 #[derive(PartialEq, Eq)]
 pub enum Next {
     GoOn,
-    /// Says nothing more, and closes the connection as a killed daemon would.
+    /// Closes the connection without a message, like a killed daemon.
     Die,
 }
 
@@ -105,7 +106,7 @@ fn check(result: i32) -> i32 {
 }
 
 fn listen(path: &Path) -> OwnedFd {
-    // SAFETY: plain system calls on a whole address and a descriptor of this test's own.
+    // SAFETY: plain system calls on a complete address and a descriptor of this function.
     unsafe {
         let socket = OwnedFd::from_raw_fd(check(libc::socket(
             libc::AF_UNIX,
@@ -123,11 +124,11 @@ fn listen(path: &Path) -> OwnedFd {
     }
 }
 
-/// A request and the descriptor that came with it; `None` when the client is gone.
+/// Receives a request and its descriptor; `None` when the client is gone.
 fn receive(socket: &OwnedFd) -> Option<(Request, Option<OwnedFd>)> {
     let mut request = Request::new_zeroed();
     let mut control = [0u64; 4];
-    // SAFETY: the message names live buffers with their sizes.
+    // SAFETY: the message points to live buffers with their sizes.
     unsafe {
         let mut iov = libc::iovec {
             iov_base: request.as_mut_bytes().as_mut_ptr().cast(),
@@ -152,7 +153,7 @@ fn receive(socket: &OwnedFd) -> Option<(Request, Option<OwnedFd>)> {
 
 fn respond(socket: &OwnedFd, response: &Response, fd: Option<&OwnedFd>) {
     let mut control = [0u64; 4];
-    // SAFETY: as above.
+    // SAFETY: the message points to live buffers with their sizes.
     unsafe {
         let mut iov = libc::iovec {
             iov_base: response.as_bytes().as_ptr().cast_mut().cast(),
@@ -174,7 +175,7 @@ fn respond(socket: &OwnedFd, response: &Response, fd: Option<&OwnedFd>) {
     }
 }
 
-/// A host at a socket of its own.
+/// A host with its own socket.
 pub struct Daemon {
     pub socket: PathBuf,
     _folder: tempfile::TempDir,
@@ -182,7 +183,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// A host that answers every request with `answer`, and then, until the client goes, gives each record and its body to `each`.
+    /// Starts a host that replies `answer` to every request and then passes each record and its body to
+    /// `each` until the client is gone.
     pub fn start(
         answer: Response,
         mut each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
@@ -205,8 +207,9 @@ impl Daemon {
                 (request.magic, request.version, request.kind),
                 (protocol::native::MAGIC, protocol::VERSION, request::CREATE_CHANNEL)
             );
-            let memory = memory.expect("a channel comes with its memory");
-            // SAFETY: plain system calls; the mapping is of the size that the client says, which the seal keeps.
+            let memory = memory.expect("a channel has memory");
+            // SAFETY: plain system calls; the mapping has the size that the client reports, which the seal
+            // preserves.
             let (base, doorbell) = unsafe {
                 let seals = check(libc::fcntl(memory.as_raw_fd(), libc::F_GET_SEALS));
                 assert!(seals & libc::F_SEAL_SHRINK != 0);
@@ -224,9 +227,9 @@ impl Daemon {
                     OwnedFd::from_raw_fd(check(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK))),
                 )
             };
-            // SAFETY: a header page, all atomics.
+            // SAFETY: a header page consists of atomics.
             let fields = unsafe { &*base.cast::<Header>() }.read_fields();
-            let geometry = Geometry::check(&fields, request.size).expect("the header that the client wrote");
+            let geometry = Geometry::check(&fields, request.size).expect("a valid header from the client");
             let host = Host { base, geometry };
             if response_is_ok(&answer) {
                 host.header().set_ready();
@@ -235,9 +238,7 @@ impl Daemon {
             let mut consumer = host.consumer();
             let mut body = Vec::new();
             loop {
-                while let Some(record) =
-                    consumer.pop(&mut body).expect("records that a correct client writes")
-                {
+                while let Some(record) = consumer.pop(&mut body).expect("valid records from the client") {
                     if host.header().ring_sleep.take() {
                         host.wake(Header::RING_SLEEP_OFFSET as usize);
                     }
@@ -269,7 +270,7 @@ impl Daemon {
         Daemon { socket, _folder: folder, thread: Some(thread) }
     }
 
-    /// A session with this host, with an arena of `arena` bytes.
+    /// A session with this host, with `arena` bytes of staging memory.
     pub fn session(&self, arena: usize) -> &'static Session {
         let geometry = Geometry::with_arena(arena);
         let port = port::at_socket(&self.socket, geometry.size).expect("a connection");
@@ -283,19 +284,20 @@ fn response_is_ok(response: &Response) -> bool {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // A session lives as long as its process, and so does its host's thread; only what it found wrong is of interest.
+        // A session and its host's thread live as long as the process; only an error that the thread found
+        // matters.
         if let Some(thread) = self.thread.take().filter(|thread| thread.is_finished()) {
             thread.join().expect("the host's thread");
         }
     }
 }
 
-/// The bytes of an integer at a place in a body.
+/// The integer at an offset in a body.
 pub fn word(body: &[u8], at: usize) -> u64 {
     u64::read_from_bytes(&body[at..at + 8]).expect("eight bytes")
 }
 
-/// Counts what a host has seen.
+/// The current value of a counter.
 pub fn count(counter: &AtomicU64) -> u64 {
     counter.fetch_add(1, Ordering::SeqCst)
 }
