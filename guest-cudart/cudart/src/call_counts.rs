@@ -1,4 +1,5 @@
-//! Where `RGPU_STATS=1`, rgpu's libcuda counts what this library's functions lead to, if they tell it when they begin and end. Another libcuda does not know of it, and nothing is counted.
+//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, if
+//! told when a function begins and ends. No other libcuda has this table, so with those nothing is counted.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -6,7 +7,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use crate::driver::Driver;
 use crate::types::CUuuid;
 
-/// libcuda's table: its size, `enter` and `leave`.
+/// libcuda's table: its size, and the functions `enter` and `leave`.
 #[repr(C)]
 pub(crate) struct Table {
     size: usize,
@@ -18,7 +19,7 @@ const ID: &[u8; 16] = b"rgpu counts call";
 
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 
-/// A function, and what libcuda keeps for it.
+/// One exported function, and the word that libcuda keeps for it.
 pub(crate) struct Call {
     name: &'static CStr,
     known: AtomicPtr<c_void>,
@@ -30,37 +31,40 @@ impl Call {
     }
 }
 
-/// The thread is inside a function until this is dropped.
+/// Marks the thread as inside a function until dropped.
 pub(crate) struct Inside(&'static Table);
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        // SAFETY: a function of a library that is never closed.
+        // SAFETY: the table belongs to a library that is never closed.
         unsafe { (self.0.leave)() }
     }
 }
 
-/// Asks a driver for its table, if somebody wants counts.
-pub(crate) fn ask(driver: &Driver) {
+/// Gets the driver's table if counts are wanted.
+pub(crate) fn connect(driver: &Driver) {
     if std::env::var_os("RGPU_STATS").is_none_or(|value| value != "1") {
         return;
     }
     let mut table = std::ptr::null();
-    // SAFETY: the table's address is written to a live local variable; the name has the 16 bytes that a `CUuuid` is.
+    // SAFETY: the table's address is written to a live local variable; the name has the 16 bytes of a
+    // `CUuuid`.
     let found = unsafe { driver.cuGetExportTable(&mut table, ID.as_ptr().cast::<CUuuid>()) };
-    // SAFETY: a driver that knows the name has such a table; the first word of every table is its size.
+    // SAFETY: a driver that knows this ID returns its table or NULL; the first word of every export table is
+    // its size.
     let whole = unsafe { table.cast::<Table>().as_ref() }.is_some_and(|t| t.size == size_of::<Table>());
     if found.is_ok() && whole {
         TABLE.store(table.cast_mut().cast(), Ordering::Release);
     }
 }
 
-/// Says that this thread enters a function; `None` if nobody counts, or if another function of this library called it.
+/// Tells libcuda that this thread enters a function. Returns `None` if nothing is counted or if another
+/// function of this library made the call.
 #[inline]
 pub(crate) fn enter(call: &'static Call) -> Option<Inside> {
-    // SAFETY: stored by `ask` alone; the library that has it is never closed.
+    // SAFETY: `connect` alone stores the address, of a table in a library that is never closed.
     let table = unsafe { TABLE.load(Ordering::Acquire).as_ref() }?;
-    // SAFETY: the place and the name live as long as this library.
+    // SAFETY: the word and the name live as long as this library.
     let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr()) };
     (counted != 0).then_some(Inside(table))
 }

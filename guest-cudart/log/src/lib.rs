@@ -1,26 +1,27 @@
-//! One-line messages on stderr, as far as `RGPU_LOG` (`off`, `error`, `warn`, `info` or `debug`; default `warn`) lets them through.
+//! One-line messages of the guest libraries on stderr. `RGPU_LOG` sets the least important level that is written: `off`,
+//! `error`, `warn`, `info` or `debug`; the default is `warn`.
 
 use std::fmt::Arguments;
 use std::io::Write;
 use std::sync::OnceLock;
 
-/// How much a message matters.
+/// How important a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// Nothing at all; no message has this level.
+    /// No messages at all; no message has this level.
     Off,
-    /// The program cannot go on as it should.
+    /// The program cannot continue as intended.
     Error,
-    /// Something was refused, or is not as the program may think.
+    /// Something was refused, or differs from what the program may assume.
     Warn,
-    /// What a person would like to know once.
+    /// Facts worth knowing once, such as which server is in use.
     Info,
-    /// What only a developer would like to know.
+    /// Details for developers.
     Debug,
 }
 
 impl Level {
-    /// The level that a value of `RGPU_LOG` names; an unknown word means the default.
+    /// The level that a value of `RGPU_LOG` names. An unknown word means the default.
     fn parse(word: &str) -> Self {
         match word.trim().to_ascii_lowercase().as_str() {
             "off" => Level::Off,
@@ -40,32 +41,32 @@ pub fn enabled(level: Level) -> bool {
             .get_or_init(|| std::env::var("RGPU_LOG").map_or(Level::Warn, |word| Level::parse(&word)))
 }
 
-/// Writes one line if `RGPU_LOG` lets it through.
+/// Writes `message` as one line if messages of its level are written.
 pub fn write(level: Level, message: Arguments<'_>) {
     if enabled(level) {
-        // One write, so that lines of several threads do not mix. The program may have closed stderr: a message that
-        // cannot be written is not worth its life.
+        // A single write, so that lines of several threads do not mix. Errors are ignored: the program may have
+        // closed stderr.
         let line = format!("rgpu: {message}\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 }
 
-/// See [`Level::Error`].
+/// Writes a message of [`Level::Error`].
 pub fn error(message: Arguments<'_>) {
     write(Level::Error, message);
 }
 
-/// See [`Level::Warn`].
+/// Writes a message of [`Level::Warn`].
 pub fn warn(message: Arguments<'_>) {
     write(Level::Warn, message);
 }
 
-/// See [`Level::Info`].
+/// Writes a message of [`Level::Info`].
 pub fn info(message: Arguments<'_>) {
     write(Level::Info, message);
 }
 
-/// See [`Level::Debug`].
+/// Writes a message of [`Level::Debug`].
 pub fn debug(message: Arguments<'_>) {
     write(Level::Debug, message);
 }
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_word_means_the_default() {
+    fn an_unknown_level_means_the_default() {
         assert_eq!(Level::parse("OFF"), Level::Off);
         assert_eq!(Level::parse(" debug "), Level::Debug);
         assert_eq!(Level::parse("loud"), Level::Warn);

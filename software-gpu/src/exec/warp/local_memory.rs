@@ -3,16 +3,16 @@
 use crate::exec::rows::LANES;
 use crate::lower::program::Line;
 
-/// Local memory of a warp's threads.
+/// Local memory of all threads in a warp.
 #[derive(Default)]
 pub(crate) struct LocalMemory {
     lines: Vec<Line>,
-    /// Bytes of each thread.
+    /// Bytes per thread.
     pub stride: u32,
 }
 
 impl LocalMemory {
-    /// Makes room for `size` bytes in each thread.
+    /// Makes room for `size` bytes per thread.
     pub fn reserve(&mut self, size: u32) {
         if size <= self.stride {
             return;
@@ -28,14 +28,14 @@ impl LocalMemory {
         self.stride = stride;
     }
 
-    /// The host address of a thread's byte `offset`, if `size` bytes are there.
+    /// The host address of byte `offset` of a thread, if there are `size` bytes.
     #[inline(always)]
     pub fn at(&mut self, lane: usize, offset: u64, size: u32) -> Option<*mut u8> {
         if offset + u64::from(size) > u64::from(self.stride) || offset > u64::from(u32::MAX) {
             return None;
         }
         let index = lane * self.stride as usize + offset as usize;
-        // SAFETY: `lane` is below 32 and the offset below the stride, so the byte is in `lines`.
+        // SAFETY: `lane` is below 32 and `offset` below the stride, so the byte is inside `lines`.
         Some(unsafe { self.lines.as_mut_ptr().cast::<u8>().add(index) })
     }
 }

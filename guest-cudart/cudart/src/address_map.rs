@@ -1,8 +1,9 @@
-//! A map from addresses to entries that is read without a lock, for what a launch looks up.
+//! A map from addresses to entries with lock-free lookups, for what a launch looks up.
 //!
-//! Open addressing over a power-of-two array of (key, value) pairs, at most half full. Writers take turns and publish
-//! a larger array when one fills; the smaller ones stay (together less than the last), because a reader may
-//! still be in them. Entries live for ever; a key that is removed keeps its place with a NULL value.
+//! Open addressing over a power-of-two array of (key, value) pairs, at most half full. Writers hold a lock
+//! and publish a larger array when one fills up. Old arrays are kept, because a reader may still be in one;
+//! together they are smaller than the current array. Entries live forever. A removed key keeps its slot, with
+//! a NULL value.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
@@ -23,11 +24,11 @@ impl<T> Slots<T> {
         Slots { slots: (0..capacity).map(|_| slot()).collect() }
     }
 
-    /// The slot of `key`, or the free one where it would go. There is always a free one.
+    /// The slot of `key`, or the free slot where it would go. There is always a free one.
     #[inline]
     fn find(&self, key: usize) -> &Slot<T> {
         let mask = self.slots.len() - 1;
-        // Fibonacci hashing: host functions are 16-byte aligned, so the low bits alone say little.
+        // Fibonacci hashing: host functions are 16-byte aligned, so their low bits do not vary.
         let mut at = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) & mask;
         loop {
             let slot = &self.slots[at];
@@ -40,10 +41,10 @@ impl<T> Slots<T> {
     }
 }
 
-/// See the module.
+/// See the module's documentation.
 pub(crate) struct AddressMap<T: 'static> {
     slots: AtomicPtr<Slots<T>>,
-    /// How many keys the array holds, removed ones included.
+    /// The number of keys in the array, including removed ones.
     used: Mutex<usize>,
 }
 
@@ -52,32 +53,32 @@ impl<T: Sync> AddressMap<T> {
         AddressMap { slots: AtomicPtr::new(ptr::null_mut()), used: Mutex::new(0) }
     }
 
-    /// The entry of `key`, which is not zero.
+    /// The entry of `key`, which must not be zero.
     #[inline]
     pub(crate) fn get(&self, key: usize) -> Option<&'static T> {
-        // SAFETY: an array is published whole by `insert` and never freed.
+        // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         let slots = unsafe { self.slots.load(Ordering::Acquire).as_ref()? };
         let slot = slots.find(key);
         if slot.key.load(Ordering::Acquire) != key {
             return None;
         }
-        // SAFETY: values come from `insert`, as references for ever.
+        // SAFETY: `insert` stores values that are `&'static T`.
         unsafe { slot.value.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Sets the entry of `key`. A key of zero has no entry.
+    /// Sets the entry of `key`. A key of zero is ignored.
     pub(crate) fn insert(&self, key: usize, value: &'static T) {
         if key == 0 {
             return;
         }
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut current = self.slots.load(Ordering::Acquire);
-        // SAFETY: as in `get`.
+        // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         let capacity = unsafe { current.as_ref() }.map_or(0, |slots| slots.slots.len());
         if (*used + 1) * 2 > capacity {
             let larger = Slots::with_capacity((capacity * 2).max(64));
             *used = 0;
-            // SAFETY: as in `get`.
+            // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
             if let Some(slots) = unsafe { current.as_ref() } {
                 for slot in &slots.slots {
                     let value = slot.value.load(Ordering::Acquire);
@@ -93,7 +94,7 @@ impl<T: Sync> AddressMap<T> {
             current = Box::into_raw(Box::new(larger));
             self.slots.store(current, Ordering::Release);
         }
-        // SAFETY: not NULL since the array was grown from nothing above.
+        // SAFETY: not NULL, because the code above made an array if there was none; arrays are never freed.
         let slot = unsafe { &*current }.find(key);
         if slot.key.load(Ordering::Acquire) == 0 {
             *used += 1;
@@ -102,10 +103,10 @@ impl<T: Sync> AddressMap<T> {
         slot.key.store(key, Ordering::Release);
     }
 
-    /// Forgets the entry of `key`, if it is still `value`: somebody else may have taken the key since.
+    /// Removes the entry of `key` if it is still `value`: a new owner may have taken the key since.
     pub(crate) fn remove(&self, key: usize, value: &'static T) {
         let _turn = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: as in `get`.
+        // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         if let Some(slots) = unsafe { self.slots.load(Ordering::Acquire).as_ref() } {
             let slot = slots.find(key);
             let is_same = ptr::eq(slot.value.load(Ordering::Acquire), value);
@@ -115,12 +116,12 @@ impl<T: Sync> AddressMap<T> {
         }
     }
 
-    /// Every entry, at the cost of reading the whole array.
+    /// Every entry. This reads the whole array.
     pub(crate) fn values(&self) -> impl Iterator<Item = &'static T> {
-        // SAFETY: as in `get`.
+        // SAFETY: `insert` publishes an array only once it is complete, and never frees it.
         let slots = unsafe { self.slots.load(Ordering::Acquire).as_ref() };
         slots.into_iter().flat_map(|slots: &'static Slots<T>| slots.slots.iter()).filter_map(|slot| {
-            // SAFETY: as in `get`.
+            // SAFETY: `insert` stores values that are `&'static T`.
             unsafe { slot.value.load(Ordering::Acquire).as_ref() }
         })
     }
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_key_can_come_back() {
+    fn a_removed_key_can_be_inserted_again() {
         let map = AddressMap::new();
         let first = entry(1);
         map.insert(32, first);
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_was_taken_over_is_not_removed_for_its_first_owner() {
+    fn a_first_owner_does_not_remove_a_key_that_was_taken_over() {
         let map = AddressMap::new();
         let first = entry(1);
         map.insert(32, first);

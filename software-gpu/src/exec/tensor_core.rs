@@ -1,19 +1,20 @@
-//! How an H200's tensor cores add the products of small floating-point numbers.
+//! How an H200's tensor cores add products of small floating-point numbers.
 //!
-//! A sum's terms, the products and the number that they are added to, are exact, put in line with the largest of them, cut off 25
-//! bits below its highest place, and added. What comes out is cut off to an f32, or rounded to the nearest f16. The exponent of
-//! a product is the sum of its factors', although its digits may reach one place higher.
+//! The terms of a sum are the products and the addend. All are exact. They are aligned to the largest one,
+//! truncated 25 bits below its highest bit, and added. The result is truncated to an f32 or rounded to the
+//! nearest f16. The exponent of a product is the sum of the factors' exponents, even if its significand
+//! reaches one bit higher.
 
 use crate::exec::float::{flag, narrow};
 use crate::exec::half::{f8, to_f16};
 use crate::exec::matrix::Element;
 
-/// Places below the largest term's highest that are kept.
+/// How many bits below the largest term's highest bit are kept.
 const KEPT: u32 = 25;
-/// An exponent below any that a number has.
+/// An exponent lower than any number's.
 const NOTHING: i32 = -10_000;
 
-/// A number as a sum takes it: whole digits, and the exponent of its highest place.
+/// A term of a sum: its significand as an integer, and the exponent of its highest bit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Term {
     digits: i64,
@@ -21,7 +22,7 @@ pub(crate) struct Term {
     finite: bool,
 }
 
-/// Places that a format has after the point.
+/// Fraction bits of a format.
 fn places(element: Element) -> u32 {
     match element {
         Element::F32 => 23,
@@ -31,7 +32,7 @@ fn places(element: Element) -> u32 {
 }
 
 impl Term {
-    /// A number of a format. Those of 8 bits become f16 before, as they do on the GPU.
+    /// A number of a format. 8-bit formats are converted to f16 first, as on the GPU.
     pub fn new(element: Element, bits: u64) -> Term {
         let bits = bits as u32;
         let (bits, exponent_bits) = match element {
@@ -54,7 +55,7 @@ impl Term {
         }
     }
 
-    /// What it is worth, if its format has `places` after the point.
+    /// The value of a term with `places` fraction bits.
     fn value(self, places: u32) -> f64 {
         let magnitude = self.digits.unsigned_abs();
         let value = match self.finite {
@@ -67,13 +68,14 @@ impl Term {
     }
 }
 
-/// Digits moved up, then down by `down` places, cut off towards zero.
+/// The significand shifted up by `up` and down by `down` bits, truncated towards zero.
 fn in_line(digits: i64, up: u32, down: i32) -> i64 {
     let magnitude = (digits.unsigned_abs() << up) >> down.min(63);
     if digits < 0 { -(magnitude as i64) } else { magnitude as i64 }
 }
 
-/// The sum of products, of factors with so many places each, and a number: before it is rounded, and exact as an f64.
+/// The sum of products, whose factors have this many fraction bits, and an addend: not yet rounded, and exact
+/// as an f64.
 fn add(
     products: impl Iterator<Item = (Term, Term)> + Clone,
     (a, b): (u32, u32),
@@ -95,7 +97,7 @@ fn add(
     sum as f64 * f64::from_bits((unit as u64) << 52)
 }
 
-/// An f32 of a sum: cut off, but infinite from 2^128 on. There is one NaN.
+/// A sum truncated to f32; infinite from 2^128 on. There is one NaN.
 fn cut(sum: f64) -> u64 {
     let huge = sum.abs() >= 2f64.powi(128);
     bits(if huge { f64::INFINITY.copysign(sum) as f32 } else { narrow(sum, flag::RZ) })
@@ -105,8 +107,8 @@ fn bits(value: f32) -> u64 {
     u64::from(if value.is_nan() { 0x7fff_ffff } else { value.to_bits() })
 }
 
-/// What a row and a column come to with the number `start` (f32 or f16) added: bits of a `to`. Sums have `step` products; that
-/// of the first is what the next is added to.
+/// The dot product of a row and a column plus `start` (f32 or f16), as the bits of a `to`. It is computed in
+/// sums of `step` products, each of which is the addend of the next.
 pub(crate) fn dot(
     row: &[Term],
     column: &[Term],
@@ -120,7 +122,7 @@ pub(crate) fn dot(
     let round = |sum: f64| if half { u64::from(to_f16(sum, 0)) } else { cut(sum) };
     let all = row.iter().copied().zip(column.iter().copied());
     if a.bits() == 8 {
-        // Of the first two and of the last two of every four; then the number that they are added to.
+        // One sum of the first two of every four products and one of the last two, then the addend.
         let part = |lower: bool| {
             all.clone().enumerate().filter(move |(n, _)| (n % 4 < 2) == lower).map(|(_, pair)| pair)
         };

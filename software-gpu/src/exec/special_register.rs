@@ -37,7 +37,7 @@ macro_rules! same {
     };
 }
 
-/// The cluster's place in the grid and the block's in the cluster, in one dimension.
+/// The cluster's index in the grid and the block's index in the cluster, in one dimension.
 fn cluster(w: &mut Warp, dimension: usize) -> (u32, u32) {
     let block = w.block();
     let (index, size) = (block.index[dimension], block.run().cluster[dimension]);
@@ -56,12 +56,12 @@ fn clock() -> u64 {
 }
 
 fn worker() -> u32 {
-    // Threads are named by the pool: "sgpu-worker-3".
+    // The pool names its threads, for example "sgpu-worker-3".
     let name = std::thread::current();
     name.name().and_then(|n| n.rsplit('-').next()?.parse().ok()).unwrap_or(0)
 }
 
-/// Handler and width of a special register.
+/// The handler and width of a special register.
 pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
     Some((
         match name {
@@ -101,7 +101,8 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             }),
             "%warpid" => same!(u32, |w| w.index),
             "%nwarpid" => same!(u32, |w| 64),
-            // Where a cooperative grid's blocks meet, as the CUDA headers look for it; zero for other launches.
+            // The address where the CUDA headers expect the barrier of a cooperative grid; zero for other
+            // launches.
             "%envreg1" => same!(u32, |w| (w.block().run().workspace >> 32) as u32),
             "%envreg2" => same!(u32, |w| w.block().run().workspace as u32),
             "%smid" => same!(u32, |w| worker()),
@@ -130,7 +131,7 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
             "%clock_hi" => same!(u32, |w| (clock() >> 32) as u32),
             "%globaltimer_lo" => same!(u32, |w| wall_ns() as u32),
             "%globaltimer_hi" => same!(u32, |w| (wall_ns() >> 32) as u32),
-            // Where cooperative groups keep what tiles of several warps tell each other.
+            // Where cooperative groups exchange data between tiles of several warps.
             "%reserved_smem_offset_begin" | "%reserved_smem_offset_0" | "%reserved_smem_offset_1" => {
                 same!(u32, |w| RESERVED as u32)
             }
@@ -148,14 +149,14 @@ pub(crate) fn register(name: &str) -> Option<(Handler, u32)> {
     ))
 }
 
-/// Predicate `r[0]`: whether the launch or the kernel said how large clusters are.
+/// Predicate `r[0]`: whether the launch or the kernel gave a cluster size.
 pub(crate) const IS_EXPLICIT_CLUSTER: Handler = handler!(|w, i, m| {
     let explicit = w.block().run().explicit_cluster;
     rows::put_pred(w, i.r[0], m, if explicit { u32::MAX } else { 0 });
     Flow::Next
 });
 
-/// `nanosleep`: row `r[1]`. A short sleep only makes room for others.
+/// `nanosleep`: row `r[1]`. A short sleep only yields.
 pub(crate) const NANOSLEEP: Handler = handler!(|w, i, m| {
     let ns: [u32; LANES] = rows::get(w, i.r[1]);
     w.spinning = true;
@@ -174,16 +175,16 @@ fn trap(w: &mut Warp, mask: u32) -> Flow {
     w.set_fault(Fault::Trap, mask.trailing_zeros() as usize)
 }
 
-/// Does nothing: hints such as `prefetch`.
+/// Does nothing, for hints such as `prefetch`.
 pub(crate) const NOTHING: Handler = handler!(|w, i, m| Flow::Next);
 
-/// Address of the dynamic shared memory, which follows the static: 64 bits.
+/// The address of the dynamic shared memory, which follows the static: 64 bits.
 pub(crate) const DYNAMIC_SHARED_64: Handler = same!(u64, |w, i| {
     let block = w.block();
     u64::from(block.shared_bytes - block.run().config.dynamic_shared) + i.imm as u64
 });
 
-/// As [`DYNAMIC_SHARED_64`], 32 bits.
+/// Like [`DYNAMIC_SHARED_64`], 32 bits.
 pub(crate) const DYNAMIC_SHARED_32: Handler = same!(u32, |w, i| {
     let block = w.block();
     (block.shared_bytes - block.run().config.dynamic_shared).wrapping_add(i.imm as u32)

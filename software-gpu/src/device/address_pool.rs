@@ -1,8 +1,8 @@
-//! Addresses of the GPU's own that are handed out in pieces: for modules' variables, and for what kernels allocate.
+//! Allocators for the GPU's own address ranges: modules' variables, and kernels' `malloc`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Free pieces, joined with their neighbours; the smallest that is large enough goes first.
+/// Free ranges, merged with their neighbors. The smallest that is large enough is used first.
 #[derive(Default)]
 struct FreeList {
     by_address: BTreeMap<u64, u64>,
@@ -45,54 +45,54 @@ impl FreeList {
     }
 }
 
-/// A range of addresses, of which a part is mapped and handed out.
-pub(super) struct Region {
-    /// Where nothing is mapped yet.
+/// A range of addresses, of which the first part is mapped.
+pub(super) struct AddressPool {
+    /// The first address that is not mapped yet.
     next: u64,
     end: u64,
-    /// What sizes of pieces are multiples of.
+    /// Allocation sizes are multiples of this.
     unit: u64,
-    /// Bytes after each allocation that belong to nobody, so that an access beyond it is seen.
+    /// Inaccessible bytes after each allocation, which catch accesses beyond its end.
     gap: u64,
     free: FreeList,
-    /// Bytes of pieces that are handed out.
+    /// Bytes in use.
     pub used: u64,
 }
 
-impl Region {
-    pub fn new(base: u64, end: u64, unit: u64, gap: u64) -> Region {
-        Region { next: base, end, unit, gap, free: FreeList::default(), used: 0 }
+impl AddressPool {
+    pub fn new(base: u64, end: u64, unit: u64, gap: u64) -> AddressPool {
+        AddressPool { next: base, end, unit, gap, free: FreeList::default(), used: 0 }
     }
 
-    /// Whether an address is one of it.
+    /// Whether an address is in this range.
     pub fn holds(&self, addr: u64) -> bool {
         (self.end - super::memory::WINDOW..self.end).contains(&addr)
     }
 
-    /// Bytes that an allocation takes, if so many are thinkable.
+    /// The bytes that an allocation of `size` takes, unless that overflows.
     pub fn piece(&self, size: u64) -> Option<u64> {
         size.max(1).checked_add(self.gap)?.checked_next_multiple_of(self.unit)
     }
 
-    /// Takes a piece of memory that is mapped.
+    /// Takes memory that is already mapped.
     pub fn take(&mut self, piece: u64) -> Option<u64> {
         let addr = self.free.take(piece)?;
         self.used += piece;
         Some(addr)
     }
 
-    /// Addresses for `size` more bytes that must be mapped and then given.
+    /// The address where `size` more bytes must be mapped.
     pub fn extend(&self, size: u64) -> Option<u64> {
         self.next.checked_add(size).filter(|&end| end <= self.end).map(|_| self.next)
     }
 
-    /// What [`Region::extend`] said is mapped.
+    /// Adds the memory that [`AddressPool::extend`] asked for.
     pub fn extended(&mut self, size: u64) {
         self.free.give(self.next, size);
         self.next += size;
     }
 
-    /// Gives back a piece.
+    /// Gives memory back.
     pub fn give(&mut self, addr: u64, piece: u64) {
         self.free.give(addr, piece);
         self.used -= piece;
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_that_come_back_in_any_order_are_one_again() {
+    fn ranges_freed_in_any_order_are_merged() {
         let mut list = FreeList::default();
         list.give(0x1000, 0x1000);
         let pieces: Vec<u64> = (0..16).map(|_| list.take(0x100).unwrap()).collect();

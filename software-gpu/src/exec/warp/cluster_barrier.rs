@@ -1,19 +1,19 @@
-//! The barrier of a cluster, whose two halves are instructions of their own.
+//! The cluster barrier, whose arrive and wait are separate instructions.
 
 use super::{State, Step, Warp};
 use crate::error::Fault;
 
-/// Where a warp's lanes stand with their cluster's barrier.
+/// The lanes of a warp that have arrived at the cluster's barrier.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Arrivals {
-    /// Lanes that have arrived and not yet waited.
+    /// Lanes that have arrived but not waited yet.
     outstanding: u32,
-    /// The lowest bit of the phase at which each of them arrived: it cannot be two phases ago.
+    /// The lowest bit of the phase in which each of them arrived. A lane can be at most one phase behind.
     odd: u32,
 }
 
 impl Arrivals {
-    /// Those of `mask` that have arrived at this phase.
+    /// The lanes in `mask` that have arrived in this phase.
     fn at(self, mask: u32, phase: u64) -> u32 {
         let same = if phase & 1 != 0 { self.odd } else { !self.odd };
         self.outstanding & same & mask
@@ -25,7 +25,7 @@ impl Warp {
     pub(super) fn cluster_arrive(&mut self, mask: u32) -> Step {
         let twice = self.arrivals.outstanding & mask;
         if twice != 0 {
-            let what = "barrier.cluster.arrive again without barrier.cluster.wait".into();
+            let what = "barrier.cluster.arrive without barrier.cluster.wait after the previous one".into();
             self.set_fault(Fault::IllegalInstruction(what), twice.trailing_zeros() as usize);
             return Step::Fault;
         }
@@ -37,7 +37,7 @@ impl Warp {
         Step::Continue
     }
 
-    /// `barrier.cluster.wait`: lanes whose phase is over go on, the others wait for it.
+    /// `barrier.cluster.wait`: lanes whose phase has completed continue; the others wait.
     pub(super) fn cluster_wait(&mut self, mask: u32, active: u32) -> Step {
         let phase = self.block().cluster().phase;
         let waiting = self.arrivals.at(mask, phase);
@@ -50,7 +50,7 @@ impl Warp {
         Step::Schedule
     }
 
-    /// Wakes a group whose phase of the barrier is over.
+    /// Wakes a group whose phase of the barrier has completed.
     pub(super) fn finish_cluster_wait(&mut self, index: usize) {
         let group = &mut self.groups[index];
         self.arrivals.outstanding &= !group.mask;
@@ -58,7 +58,7 @@ impl Warp {
         group.state = State::Ready;
     }
 
-    /// Tells the cluster of threads that exit.
+    /// Tells the cluster that threads have exited.
     pub(super) fn leave_cluster(&mut self, mask: u32) {
         let arrivals = self.arrivals;
         let cluster = self.block().cluster();

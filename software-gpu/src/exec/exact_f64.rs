@@ -1,8 +1,9 @@
-//! f64 arithmetic in any rounding, by whole numbers.
+//! f64 arithmetic in any rounding mode, implemented with integers.
 
 use crate::exec::float::flag;
 
-/// (-1)^`negative` x `digits` x 2^`exponent`; the lowest digit may stand for anything smaller that is not zero.
+/// (-1)^`negative` x `digits` x 2^`exponent`. The lowest digit is sticky: it may stand for any smaller
+/// non-zero value.
 #[derive(Clone, Copy)]
 struct Number {
     negative: bool,
@@ -20,7 +21,7 @@ fn number(x: f64) -> Number {
     Number { negative: bits >> 63 != 0, digits: u128::from(digits), exponent }
 }
 
-/// With its highest digit at bit 124.
+/// Normalized: the highest digit is bit 124.
 fn normal(mut n: Number) -> Number {
     if n.digits != 0 {
         let shift = n.digits.leading_zeros() as i32 - 3;
@@ -30,7 +31,7 @@ fn normal(mut n: Number) -> Number {
     n
 }
 
-/// Shifts right; what falls out leaves a mark in the lowest digit.
+/// Shifts right; bits that are shifted out set the lowest digit.
 fn jam(digits: u128, shift: i32) -> u128 {
     match shift {
         0 => digits,
@@ -170,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rounding_to_nearest_is_the_hosts(a: u64, b: u64, c: u64) {
+        fn rounding_to_nearest_matches_the_host(a: u64, b: u64, c: u64) {
             let (a, b, c) = (f64::from_bits(a), f64::from_bits(b), f64::from_bits(c));
             same(add(a, b, 0), a + b);
             same(mul(a, b, 0), a * b);
@@ -180,14 +181,14 @@ mod tests {
         }
 
         #[test]
-        fn near_numbers_cancel_as_on_the_host(a in -4f64..4.0, b in -4f64..4.0, e in -60i32..4) {
+        fn cancellation_matches_the_host(a in -4f64..4.0, b in -4f64..4.0, e in -60i32..4) {
             let c = -(a * b) * (1.0 + 2f64.powi(e));
             same(fma(a, b, c, 0), a.mul_add(b, c));
             same(add(a, -a * (1.0 + 2f64.powi(e)), 0), a - a * (1.0 + 2f64.powi(e)));
         }
 
         #[test]
-        fn directed_results_enclose_the_nearest(a: u64, b: u64) {
+        fn directed_roundings_enclose_the_nearest(a: u64, b: u64) {
             let (a, b) = (f64::from_bits(a), f64::from_bits(b));
             for f in [add, mul, div] {
                 let (low, near, high) = (f(a, b, flag::RM), f(a, b, 0), f(a, b, flag::RP));

@@ -1,17 +1,17 @@
-//! Tensor maps: what kernels are given to copy tiles of tensors by.
+//! Tensor maps, by which kernels copy tiles of tensors.
 //!
-//! The 128 bytes are this GPU's own: NVIDIA does not say what is in theirs. A kernel may come with any bytes, so they are
-//! looked at again whenever they are used.
+//! The 128 bytes have this GPU's own format, since NVIDIA does not document theirs. A kernel may pass
+//! arbitrary bytes, so they are validated on every use.
 
 use crate::error::{Error, Result};
 
-/// Dimensions at most.
+/// Maximum number of dimensions.
 pub(crate) const MAX_RANK: usize = 5;
-/// Bytes of an encoded map.
+/// Size of an encoded map in bytes.
 const BYTES: usize = 128;
 const MAGIC: u64 = u64::from_le_bytes(*b"tensor 1");
 
-/// The types of elements that maps may have, by the number that `CUtensorMapDataType` gives them: PTX's name, and bytes.
+/// The element types, indexed by `CUtensorMapDataType`: PTX name, and size in bytes.
 const TYPES: [(&str, u32); 10] = [
     ("u8", 1),
     ("u16", 2),
@@ -25,35 +25,36 @@ const TYPES: [(&str, u32); 10] = [
     ("bf16", 2),
 ];
 
-/// A tensor in device memory and the tiles that it is copied by (`cuTensorMapEncodeTiled`, without interleaving; what is outside
-/// of the tensor is zero).
+/// A tensor in device memory and the tiles in which it is copied (`cuTensorMapEncodeTiled`, without
+/// interleaving; elements outside the tensor read as zero).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap {
     /// `CUtensorMapDataType`, up to `CU_TENSOR_MAP_DATA_TYPE_BFLOAT16`.
     pub data_type: u32,
-    /// Dimensions, from 1 to 5. Of the arrays below only as many entries count.
+    /// Number of dimensions, 1 to 5. The arrays below use only this many entries.
     pub rank: u32,
-    /// Of the first element: a multiple of 16.
+    /// Address of the first element, a multiple of 16.
     pub address: u64,
-    /// Elements in each dimension.
+    /// Number of elements in each dimension.
     pub sizes: [u64; MAX_RANK],
-    /// Bytes from one element to the next in each dimension but the first, multiples of 16.
+    /// Bytes between elements in each dimension except the first, multiples of 16.
     pub strides: [u64; MAX_RANK - 1],
-    /// Elements of a tile in each dimension, from 1 to 256.
+    /// Size of a tile in each dimension, 1 to 256.
     pub tile: [u32; MAX_RANK],
-    /// Of each dimension but the first, only every so manieth element of the tile is copied: from 1 to 8.
+    /// Element step in each dimension except the first, 1 to 8: only every n-th element of the tile is
+    /// copied.
     pub steps: [u32; MAX_RANK],
-    /// `CUtensorMapSwizzle`, up to `CU_TENSOR_MAP_SWIZZLE_128B`: how a tile lies in shared memory.
+    /// `CUtensorMapSwizzle`, up to `CU_TENSOR_MAP_SWIZZLE_128B`: how a tile is arranged in shared memory.
     pub swizzle: u32,
 }
 
 impl TensorMap {
-    /// Whether it is one that can be: the rules of `cuTensorMapEncodeTiled`.
+    /// Checks the rules of `cuTensorMapEncodeTiled`.
     fn check(&self) -> Result<()> {
         let rank = self.rank as usize;
         let refuse = |what: &str| Err(Error::InvalidArgument(format!("tensor map: {what}: {self:?}")));
         if !(1..=MAX_RANK).contains(&rank) || self.data_type as usize >= TYPES.len() || self.swizzle > 3 {
-            return refuse("rank, type or swizzle");
+            return refuse("invalid rank, type or swizzle");
         }
         if !self.address.is_multiple_of(16) || self.address >> 56 != 0 {
             return refuse("address");
@@ -66,17 +67,17 @@ impl TensorMap {
         }
         let steps = self.steps[..rank].iter().all(|n| (1..=8).contains(n));
         if !steps || self.tile[..rank].iter().any(|n| *n == 0 || *n > 256) {
-            return refuse("tile or steps");
+            return refuse("invalid tile or steps");
         }
         let inner = self.tile[0] * self.width();
         let most = [u32::MAX, 32, 64, 128][self.swizzle as usize];
         if !inner.is_multiple_of(16) || inner > most {
-            return refuse("bytes of a tile's row");
+            return refuse("invalid size of a tile's row");
         }
         Ok(())
     }
 
-    /// Bytes of an element.
+    /// Bytes per element.
     pub(crate) fn width(&self) -> u32 {
         TYPES[self.data_type as usize].1
     }
@@ -86,27 +87,28 @@ impl TensorMap {
         TYPES[self.data_type as usize].0
     }
 
-    /// Elements that are copied in a dimension.
+    /// The number of elements that are copied in a dimension.
     pub(crate) fn count(&self, dimension: usize) -> u32 {
-        // Steps do not apply to the first.
+        // Steps do not apply to the first dimension.
         if dimension == 0 { self.tile[0] } else { self.tile[dimension].div_ceil(self.steps[dimension]) }
     }
 
-    /// Bytes of a tile.
+    /// Bytes per tile.
     pub(crate) fn tile_bytes(&self) -> u64 {
         (0..self.rank as usize).fold(u64::from(self.width()), |n, d| n * u64::from(self.count(d)))
     }
 
-    /// Where a tile's byte that would be at a shared address is.
+    /// The swizzled form of a shared address within a tile.
     pub(crate) fn swizzled(&self, address: u64) -> u64 {
         let turns = (1u64 << self.swizzle) - 1;
         address ^ (address >> 7 & turns) << 4
     }
 
-    /// The bytes that a kernel is given.
+    /// Encodes the map for kernels.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there can be no such map.
+    ///
+    /// [`Error::InvalidArgument`] if the map is invalid.
     pub fn encode(&self) -> Result<[u8; BYTES]> {
         self.check()?;
         let mut words = [0u64; BYTES / 8];
@@ -126,7 +128,7 @@ impl TensorMap {
         Ok(out)
     }
 
-    /// The map of such bytes; `None` if they are none.
+    /// Decodes a map; `None` if the bytes are not a valid one.
     pub fn decode(bytes: &[u8; BYTES]) -> Option<TensorMap> {
         let word = |n: usize| bytes[8 * n..8 * n + 8].iter().rev().fold(0, |v, b| v << 8 | u64::from(*b));
         if word(0) != MAGIC {
@@ -164,13 +166,13 @@ mod tests {
     };
 
     #[test]
-    fn a_map_is_what_it_was_encoded_from() {
+    fn a_map_decodes_to_what_was_encoded() {
         assert_eq!(TensorMap::decode(&MAP.encode().unwrap()), Some(MAP));
         assert_eq!(MAP.tile_bytes(), 4 * 32 * 32 * 4);
     }
 
     #[test]
-    fn what_is_no_map_is_refused() {
+    fn invalid_maps_are_refused() {
         for wrong in [
             TensorMap { rank: 6, ..MAP },
             TensorMap { rank: 0, ..MAP },
@@ -190,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_swizzle_moves_sixteen_bytes_at_a_time() {
+    fn a_swizzle_moves_sixteen_byte_units() {
         assert_eq!(MAP.swizzled(0x80 + 0x13), 0x80 + 0x03);
         assert_eq!(MAP.swizzled(0x380), 0x380 + 0x70);
         assert_eq!(TensorMap { swizzle: 1, ..MAP }.swizzled(0x380), 0x390);

@@ -1,22 +1,21 @@
-//! Waiting for a session while the server serves other programs first, and saying so.
+//! Waiting for a session while the server serves other programs first, and reporting it.
 
 use std::time::{Duration, Instant};
 
-use crate::log;
 use crate::port::{Port, PortError};
-use crate::session::LOOK;
+use crate::session::LIVENESS_CHECK;
 use protocol::channel::{Header, State};
 
-/// A program that waits says so after this long; then again when it has waited four times as long, and so on.
+/// A waiting program reports it after this long, then whenever its wait has become four times as long.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Waits until the session that `port` has asked for begins. The host tells of every change in the channel's header.
+/// Waits until the requested session begins. The host reports every change in the channel's header.
 pub(crate) fn wait(header: &Header, port: &dyn Port) -> Result<(), PortError> {
     let begun = Instant::now();
     let mut report = Report::default();
     loop {
         match header.state() {
-            // A host that knows no queue answers only when the session stands.
+            // A host without a queue replies only when the session is established.
             State::New | State::Ready => {
                 if let Some(line) = report.end(begun.elapsed()) {
                     log::warn(format_args!("{line}"));
@@ -32,7 +31,7 @@ pub(crate) fn wait(header: &Header, port: &dyn Port) -> Result<(), PortError> {
         if let Some(line) = report.line(begun.elapsed(), &header.reason(), header.ahead()) {
             log::warn(format_args!("{line}"));
         }
-        port.wait(Header::STATE_OFFSET, State::Waiting as u32, LOOK);
+        port.wait(Header::STATE_OFFSET, State::Waiting as u32, LIVENESS_CHECK);
         if !port.alive() && header.state() == State::Waiting {
             let (path, reason) = (port.path().to_owned(), port.why_dead());
             return Err(PortError::Refused { path, what: "no GPU session", reason });
@@ -40,27 +39,27 @@ pub(crate) fn wait(header: &Header, port: &dyn Port) -> Result<(), PortError> {
     }
 }
 
-/// What is said of a wait.
+/// Decides when to report a wait.
 #[derive(Default)]
 struct Report {
-    /// When the last line was written, counted from the beginning of the wait, and of which server.
-    said: Option<(Duration, String)>,
+    /// When the last line was written, relative to the start of the wait, and the server it named.
+    reported: Option<(Duration, String)>,
 }
 
 impl Report {
-    /// The line to write now, if there is one.
+    /// The line to write now, if any.
     fn line(&mut self, waited: Duration, server: &str, ahead: u32) -> Option<String> {
-        let next = self.said.as_ref().map_or(PATIENCE, |(said, _)| *said * 4);
+        let next = self.reported.as_ref().map_or(PATIENCE, |(reported, _)| *reported * 4);
         if waited < next {
             return None;
         }
-        self.said = Some((waited, server.to_owned()));
+        self.reported = Some((waited, server.to_owned()));
         Some(format!("waiting for a GPU session on {server}: {ahead} ahead of this program"))
     }
 
-    /// The line that ends the wait, if one has begun it.
+    /// The line that ends the wait, if it was reported.
     fn end(self, waited: Duration) -> Option<String> {
-        let (_, server) = self.said?;
+        let (_, server) = self.reported?;
         Some(format!("the GPU session on {server} begins after {:.1} s", waited.as_secs_f64()))
     }
 }
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_is_told_of_seldom_and_ends_with_a_line() {
+    fn a_long_wait_is_reported_rarely_and_its_end_once() {
         let mut report = Report::default();
         let lines: Vec<u64> = (0..400)
             .filter(|quarter| report.line(Duration::from_millis(quarter * 250), "gpu7", 5).is_some())
@@ -86,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_wait_is_not_told_of() {
+    fn a_short_wait_is_not_reported() {
         let mut report = Report::default();
         assert_eq!(report.line(Duration::from_millis(1999), "gpu7", 0), None);
         assert_eq!(report.end(Duration::from_secs(3)), None);

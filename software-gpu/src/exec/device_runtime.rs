@@ -1,32 +1,33 @@
-//! The functions of the device runtime that PTX calls without defining them: printf, assert, malloc, free; the setting of a graph's
-//! condition, which is a word at the address that is its name; and those by which kernels launch kernels.
+//! The device runtime's functions, which PTX calls without defining: printf, assert, malloc, free, launches
+//! from kernels, and setting a graph's condition, which is a word at the address that serves as its handle.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::device::children::{INVALID_VALUE, MEMORY_ALLOCATION, Source, Transfer};
+use crate::device::child_launch::{INVALID_VALUE, MEMORY_ALLOCATION, Source, Transfer};
+use crate::device::copy::Plane;
 use crate::device::launch::LaunchConfig;
-use crate::device::transfer::Plane;
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Place};
 use crate::exec::rows::LANES;
 use crate::exec::warp::Warp;
 use crate::lower::program::{Builtin, Flow};
 
-/// Strings longer than this are cut: a missing terminator must not read all memory.
+/// Longer strings are cut off, so that a missing terminator does not read all memory.
 const MAX_STRING: u64 = 64 << 10;
 /// `cudaErrorInvalidMemcpyDirection`.
 const INVALID_DIRECTION: u32 = 21;
-/// Of `cudaMemcpyKind`.
+/// A `cudaMemcpyKind`.
 const DEVICE_TO_DEVICE: u64 = 3;
 const DEFAULT_KIND: u64 = 4;
 /// `cudaEventDisableTiming`.
 const DISABLE_TIMING: u64 = 2;
-/// What `cudaRuntimeGetVersion` says in a kernel.
+/// The result of `cudaRuntimeGetVersion` in a kernel.
 const RUNTIME_VERSION: u32 = 6000;
-/// The handle of every stream and event that a kernel makes.
+/// The handle of every stream and event that a kernel creates.
 const ORDER: u64 = 0x100;
 
-/// Runs a builtin for each lane of `mask`. Its parameters are in the threads' local memory, as a callee's would be.
+/// Runs a device runtime function for each lane in `mask`. Its parameters are in the threads' local memory,
+/// like those of any callee.
 pub(crate) fn run(
     w: &mut Warp,
     which: Builtin,
@@ -43,7 +44,7 @@ pub(crate) fn run(
         for (value, &(offset, size)) in values.iter_mut().zip(params) {
             if let Some(p) = w.local.at(lane, u64::from(base + offset), size) {
                 for n in 0..size.min(8) {
-                    // SAFETY: `at` answers for `size` bytes.
+                    // SAFETY: `at` has checked `size` bytes.
                     *value |= u64::from(unsafe { p.add(n as usize).read() }) << (8 * n);
                 }
             }
@@ -90,7 +91,7 @@ pub(crate) fn run(
             }
             Builtin::SetCondition => {
                 let Some(p) = target(w, lane, values[0], 4) else { return Flow::Fault };
-                // SAFETY: `target` answers for four aligned bytes.
+                // SAFETY: `target` has checked four aligned bytes.
                 unsafe { AtomicU32::from_ptr(p.cast()).store(values[1] as u32, Ordering::Release) };
                 0
             }
@@ -124,7 +125,7 @@ pub(crate) fn run(
             }
             Builtin::MakeStream | Builtin::MakeEvent => {
                 let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
-                // SAFETY: `target` answers for eight aligned bytes.
+                // SAFETY: `target` has checked eight aligned bytes.
                 unsafe { p.cast::<u64>().write(ORDER) };
                 0
             }
@@ -143,7 +144,7 @@ pub(crate) fn run(
                     Builtin::TellDeviceCount => 1,
                     _ => RUNTIME_VERSION,
                 };
-                // SAFETY: `target` answers for four aligned bytes.
+                // SAFETY: `target` has checked four aligned bytes.
                 unsafe { p.cast::<u32>().write(word) };
                 0
             }
@@ -154,7 +155,7 @@ pub(crate) fn run(
             Builtin::DeviceMalloc => {
                 let Some(p) = target(w, lane, values[0], 8) else { return Flow::Fault };
                 let found = w.block().memory().allocate_heap(values[1]);
-                // SAFETY: `target` answers for eight aligned bytes.
+                // SAFETY: `target` has checked eight aligned bytes.
                 unsafe { p.cast::<u64>().write(found.unwrap_or(0)) };
                 let error = if found.is_some() { 0 } else { MEMORY_ALLOCATION };
                 if error != 0 {
@@ -182,17 +183,17 @@ pub(crate) fn run(
             4
         };
         if let Some(p) = w.local.at(lane, u64::from(result), size) {
-            // SAFETY: `at` answers for `size` bytes.
+            // SAFETY: `at` has checked `size` bytes.
             unsafe { std::ptr::copy_nonoverlapping(answer.to_le_bytes().as_ptr(), p, size as usize) };
         }
     }
     Flow::Next
 }
 
-/// Begins a copy or a fill that a kernel asks for; the error is the runtime's.
+/// Starts a copy or fill that a kernel requests. The error is one of the runtime's codes.
 fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
     let rows = |addr: u64, pitch: u64| Plane { addr, pitch };
-    // The bytes' source, the size, what of host memory a copy's kind says, and the stream.
+    // The source, the size, whether a copy's kind involves host memory, and the stream.
     let (to, from, [width, height], kind, stream) = match which {
         Builtin::CopyAsync => (rows(v[0], v[2]), Source::Memory(rows(v[1], v[2])), [v[2], 1], v[3], v[4]),
         Builtin::CopyRowsAsync => {
@@ -211,7 +212,7 @@ fn transfer(w: &mut Warp, which: Builtin, v: [u64; 8]) -> Result<(), u32> {
     w.block().run().transfer(transfer, stream)
 }
 
-/// Where a function is to write, if it may: `size` bytes at a multiple of that.
+/// The host address of an output of `size` bytes, if the kernel can write there and it is aligned to `size`.
 fn target(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8> {
     let found = Generic::find(w, lane, address, size).filter(|_| address.is_multiple_of(size.into()));
     if found.is_none() {
@@ -223,14 +224,14 @@ fn target(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>
 /// Three numbers in a thread's local memory.
 fn dimensions(w: &mut Warp, lane: usize, at: u32) -> [u32; 3] {
     match w.local.at(lane, at.into(), 12) {
-        // SAFETY: `at` answers for twelve bytes.
+        // SAFETY: `at` has checked twelve bytes.
         Some(p) => unsafe { p.cast::<[u32; 3]>().read_unaligned() },
         None => [0; 3],
     }
 }
 
 fn byte(w: &mut Warp, lane: usize, address: u64) -> Option<u8> {
-    // SAFETY: `find` answers for a byte.
+    // SAFETY: `find` has checked a byte.
     Generic::find(w, lane, address, 1).map(|p| unsafe { p.read_volatile() })
 }
 
@@ -251,7 +252,8 @@ fn word(w: &mut Warp, lane: usize, address: u64, size: u64) -> Result<u64, u64> 
     })
 }
 
-/// What `printf` makes of its arguments, and how many it converted; the error is an address that cannot be read.
+/// The output of `printf`, and the number of arguments it converted. The error is an address that cannot be
+/// read.
 fn format(w: &mut Warp, lane: usize, format: u64, args: u64) -> Result<(Vec<u8>, u64), u64> {
     let text = string(w, lane, format).ok_or(format)?;
     let mut out = Vec::with_capacity(text.len());
@@ -452,7 +454,7 @@ impl Spec {
         self.pad(out, sign.as_bytes(), body.as_bytes(), self.zero && a.is_finite());
     }
 
-    /// The point that stands although no digits follow it.
+    /// The decimal point that `#` keeps although no digits follow.
     fn point(&self, precision: usize) -> &'static str {
         if self.alternate && precision == 0 { "." } else { "" }
     }
@@ -499,7 +501,7 @@ fn hexadecimal(a: f64, precision: Option<usize>, keep: bool) -> String {
         None => format!("{fraction:013x}").trim_end_matches('0').to_string(),
         Some(p) if p >= 13 => format!("{fraction:013x}{:0<1$}", "", p - 13),
         Some(p) => {
-            // To the nearest, of two as near the even one.
+            // Round to nearest, ties to even.
             let cut = 52 - 4 * p as u32;
             let all = lead << 52 | fraction;
             let (kept, rest, half) = (all >> cut, all & ((1 << cut) - 1), 1u64 << (cut - 1));
@@ -524,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn hexadecimal_numbers_are_rounded_and_filled_as_on_an_h200() {
+    fn hexadecimal_floats_are_rounded_and_padded_as_on_an_h200() {
         let p = |precision| Spec { precision: Some(precision), ..Spec::default() };
         assert_eq!(float(p(3), 3.625, b'a'), "0x1.d00p+1");
         assert_eq!(float(p(0), 1.5, b'a'), "0x2p+0");
@@ -540,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn a_point_stands_alone_if_asked_to() {
+    fn a_point_without_digits_is_kept_on_request() {
         let spec = || Spec { alternate: true, precision: Some(0), ..Spec::default() };
         assert_eq!(float(spec(), 12345.678, b'e'), "1.e+04");
         assert_eq!(float(spec(), 2.0, b'f'), "2.");

@@ -1,24 +1,25 @@
-//! Launches from kernels (CUDA's dynamic parallelism).
+//! Launches from kernels (CUDA dynamic parallelism).
 //!
-//! A kernel's launches wait until its own blocks are done, and then run one after the other, each with its own; last come its
-//! tail launches. That is an order that CUDA allows whatever streams they are in: a kernel cannot wait for what it launched.
-//! Copies and fills from kernels have their place in that order.
+//! A kernel's child launches wait until its own blocks have finished. They then run one after the other, each
+//! followed by its own children; tail launches come last. CUDA allows this order for any choice of streams,
+//! because a kernel cannot wait for its children. Copies and fills from kernels are ordered with the
+//! launches.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::device::copy::Plane;
 use crate::device::gpu::Gpu;
 use crate::device::launch::{KernelRun, LaunchConfig};
 use crate::device::memory::Memory;
 use crate::device::module::Function;
-use crate::device::transfer::Plane;
 use crate::error::Error;
 use crate::lower::program::FUNCTION_WINDOW;
 
-/// Launches of a kernel that wait, at most.
+/// The most child launches of a kernel that can be pending.
 const MOST: usize = 1 << 14;
-/// Of them, tail launches (what `cudaLimitDevRuntimePendingLaunchCount` is if nobody says otherwise). An H200 was seen to keep to it
-/// for these alone, and to know no limit for how many kernels are one inside the other.
+/// The most pending tail launches, which is the default of `cudaLimitDevRuntimePendingLaunchCount`. An H200
+/// applies that limit to tail launches only, and does not limit the nesting depth.
 const MOST_TAILS: usize = 2048;
 /// `cudaStreamTailLaunch`.
 const TAIL: u64 = 3;
@@ -31,22 +32,22 @@ const INVALID_FUNCTION: u32 = 98;
 /// `cudaErrorInvalidValue`.
 pub(crate) const INVALID_VALUE: u32 = 1;
 
-/// What a kernel has launched, and what it is about to.
+/// The launches that a kernel has made, and those that it is preparing.
 #[derive(Default)]
 pub(crate) struct Children {
-    /// By the address of the memory for their parameters.
+    /// Launches in preparation, by the address of their parameter buffer.
     drafts: HashMap<u64, (Function, LaunchConfig)>,
     begun: Vec<Child>,
     tails: Vec<Child>,
 }
 
-/// What a kernel has begun that runs after it.
+/// Work that a kernel has started and that runs after it.
 pub(crate) enum Child {
     Kernel(Arc<KernelRun>),
     Transfer(Transfer),
 }
 
-/// A copy or a fill, of `height` rows.
+/// A copy or fill of `height` rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transfer {
     pub to: Plane,
@@ -55,7 +56,7 @@ pub(crate) struct Transfer {
     pub height: u64,
 }
 
-/// Where the bytes of a [`Transfer`] come from.
+/// The source of a [`Transfer`]'s bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Source {
     Memory(Plane),
@@ -63,7 +64,7 @@ pub(crate) enum Source {
 }
 
 impl Transfer {
-    /// Whether all rows lie in memory that is there.
+    /// Whether all rows are in accessible memory.
     pub fn is_inside(&self, memory: &Memory) -> bool {
         let there = |plane: Plane| {
             let last = self.height.saturating_sub(1).checked_mul(plane.pitch);
@@ -78,7 +79,7 @@ impl Transfer {
             }
     }
 
-    /// Does it.
+    /// Runs the transfer.
     pub fn run(&self, gpu: &Gpu) -> Result<(), Error> {
         match self.from {
             Source::Memory(from) => gpu.copy_2d(self.to, from, self.width, self.height),
@@ -88,18 +89,18 @@ impl Transfer {
 }
 
 impl Children {
-    /// Launches and transfers that have not run.
+    /// The number of launches and transfers that have not run.
     fn waiting(&self) -> usize {
         self.drafts.len() + self.begun.len() + self.tails.len()
     }
 
-    /// Those that run with a stream's.
+    /// The list for a stream.
     fn list(&mut self, stream: u64) -> &mut Vec<Child> {
         if stream == TAIL { &mut self.tails } else { &mut self.begun }
     }
 }
 
-/// The runtime's number for a launch that cannot be.
+/// The runtime's error code for an invalid launch.
 fn refusal(error: &Error) -> u32 {
     match error {
         Error::InvalidArgument(_) | Error::LaunchOutOfResources(_) => INVALID_CONFIGURATION,
@@ -108,7 +109,7 @@ fn refusal(error: &Error) -> u32 {
 }
 
 impl KernelRun {
-    /// Memory for the parameters of a launch; the error is the runtime's.
+    /// Allocates a parameter buffer for a launch. The error is one of the runtime's codes.
     pub fn draft(&self, function: u64, config: LaunchConfig) -> Result<u64, u32> {
         let index = function.wrapping_sub(FUNCTION_WINDOW) / 16;
         let function = self.module.kernel_at(index as usize).ok_or(INVALID_FUNCTION)?;
@@ -122,16 +123,16 @@ impl KernelRun {
         Ok(address)
     }
 
-    /// Launches what [`KernelRun::draft`] began; the error is the runtime's.
+    /// Makes the launch that [`KernelRun::draft`] prepared. The error is one of the runtime's codes.
     pub fn launch_child(&self, parameters: u64, stream: u64) -> Result<(), u32> {
         let mut children = self.children();
         let (function, config) = children.drafts.remove(&parameters).ok_or(INVALID_VALUE)?;
         let mut bytes = vec![0u8; function.info().param_bytes as usize];
         if let Ok(host) = self.gpu.memory.host_range(parameters, bytes.len() as u64) {
-            // SAFETY: `host_range` answers for the bytes, which are this launch's until they are given back below.
+            // SAFETY: `host_range` has checked the bytes, which belong to this launch until freed below.
             unsafe { std::ptr::copy_nonoverlapping(host, bytes.as_mut_ptr(), bytes.len()) };
         }
-        // It came from the allocator and is given back once.
+        // Cannot fail: the allocator returned this address, and it is freed once.
         let _ = self.gpu.memory.free_module(parameters);
         let gpu = Gpu { inner: Arc::clone(&self.gpu) };
         let child = KernelRun::new(&gpu, &function, config, &bytes).map_err(|e| refusal(&e))?;
@@ -142,7 +143,7 @@ impl KernelRun {
         Ok(())
     }
 
-    /// Begins a copy or a fill; the error is the runtime's.
+    /// Starts a copy or fill. The error is one of the runtime's codes.
     pub fn transfer(&self, transfer: Transfer, stream: u64) -> Result<(), u32> {
         let mut children = self.children();
         if children.waiting() >= MOST {
@@ -152,7 +153,7 @@ impl KernelRun {
         Ok(())
     }
 
-    /// What it has launched, the last first.
+    /// The children that it has launched, the latest first.
     pub fn take_children(&self) -> Vec<Child> {
         let mut children = self.children();
         let mut all = std::mem::take(&mut children.begun);
@@ -161,10 +162,10 @@ impl KernelRun {
         all
     }
 
-    /// Gives back memory for parameters of launches that were never made.
+    /// Frees the parameter buffers of launches that were prepared but never made.
     pub fn forget_drafts(&self) {
         for address in std::mem::take(&mut self.children().drafts).into_keys() {
-            // It came from the allocator and is given back once.
+            // Cannot fail: the allocator returned this address, and it is freed once.
             let _ = self.gpu.memory.free_module(address);
         }
     }

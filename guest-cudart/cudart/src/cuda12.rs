@@ -1,4 +1,5 @@
-//! What CUDA 12 exports and 13 does not: functions under older names, in older forms, and with `_v2` and `_v3`.
+//! What CUDA 12 exports and CUDA 13 does not: functions under older names, in older forms, and with the
+//! suffixes `_v2` and `_v3`.
 
 use std::ffi::{c_int, c_uint};
 use std::ptr;
@@ -17,7 +18,7 @@ use crate::types::{
 /// `cudaCpuDeviceId`.
 const CPU: c_int = -1;
 
-/// The location that a device number meant before there were locations.
+/// The location that a device number stands for in functions older than `CUmemLocation`.
 fn location(device: c_int) -> CUmemLocation {
     const DEVICE: c_uint = 1;
     const HOST: c_uint = 2;
@@ -139,7 +140,8 @@ api! {
     ctx cudaThreadGetLimit => cuCtxGetLimit(value: *mut usize, limit: c_uint);
     ctx cudaThreadGetCacheConfig => cuCtxGetCacheConfig(config: *mut c_uint);
     ctx cudaThreadSetCacheConfig => cuCtxSetCacheConfig(config: c_uint);
-    // Converted doubles for GPUs that had none; on all GPUs since, NVIDIA's do nothing either.
+    // These converted doubles for GPUs without double precision. On every GPU since, NVIDIA's functions do
+    // nothing either.
     raw fn cudaSetDoubleForDevice(_value: *mut f64) |_d| Ok(());
     raw fn cudaSetDoubleForHost(_value: *mut f64) |_d| Ok(());
 }
@@ -168,13 +170,13 @@ const _: () = assert!(size_of::<SignalParamsV1>() == 32);
 pub struct WaitParamsV1 {
     values: [u64; 3],
     timeout_ms: c_uint,
-    /// The key and its time are a structure of 16 bytes.
+    /// Padding: in C, the key and its timeout are a structure of 16 bytes.
     _padding: c_uint,
     flags: c_uint,
 }
 const _: () = assert!(size_of::<WaitParamsV1>() == 40);
 
-/// What both became: 72 bytes of values, flags, reserved words.
+/// The current form of both: 72 bytes of values, flags, reserved words.
 #[repr(C)]
 struct Params {
     values: [u64; 9],

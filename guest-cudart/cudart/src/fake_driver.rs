@@ -1,5 +1,5 @@
-//! A fake driver for tests: two devices, libraries that have the kernels `known` and the variables `variable`
-//! (16 bytes) and `managed`, and a record of what was called. Tests that use it take turns.
+//! A fake driver for tests. It has two devices, libraries with the kernel `known` and the variables
+//! `variable` (16 bytes) and `managed`, and a record of the calls. Tests that use it run one at a time.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -21,10 +21,10 @@ const INVALID_HANDLE: u32 = 400;
 const NOT_FOUND: u32 = 500;
 
 pub(crate) const MAX_THREADS: c_uint = 1024;
-/// How many threads a block of the kernel `known` can have.
+/// The most threads that a block of the kernel `known` can have.
 pub(crate) const KERNEL_THREADS: c_uint = 512;
 pub(crate) const MAX_SHARED: c_uint = 48 << 10;
-/// What an address in the fake's memory begins with.
+/// The address of every allocation of the fake driver.
 pub(crate) const MEMORY: usize = 0x7000_0000;
 pub(crate) const KERNEL: usize = 0x5000;
 pub(crate) const VARIABLE: usize = 0x6000;
@@ -37,13 +37,13 @@ pub(crate) struct State {
     pub(crate) calls: Vec<&'static str>,
     pub(crate) retained: HashMap<CUdevice, usize>,
     pub(crate) nodes: Vec<CUDA_KERNEL_NODE_PARAMS>,
-    /// What `cuInit` answers.
+    /// The result of `cuInit`.
     pub(crate) init: u32,
-    /// What `cuLibraryLoadData` answers.
+    /// The result of `cuLibraryLoadData`.
     pub(crate) load: u32,
 }
 
-// SAFETY: the pointers in node descriptions are only compared.
+// SAFETY: the pointers in node parameters are only compared.
 unsafe impl Send for State {}
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
@@ -65,7 +65,7 @@ fn called(name: &'static str) {
     with(|state| state.calls.push(name));
 }
 
-/// The fake driver, for as long as this lives.
+/// Makes this test the only one that uses the fake driver, until dropped.
 pub(crate) struct Fake {
     _turn: MutexGuard<'static, ()>,
 }
@@ -74,7 +74,7 @@ impl Fake {
     pub(crate) fn new() -> Self {
         let turn = lock(&TURN);
         *lock(&STATE) = Some(State::default());
-        context::forget_for_test();
+        context::reset_for_test();
         CURRENT.set(0);
         driver::install(table());
         Fake { _turn: turn }
@@ -84,14 +84,13 @@ impl Fake {
         with(f)
     }
 
-    /// How often the driver's function was called.
+    /// How often a function of the driver was called.
     pub(crate) fn count(&self, name: &str) -> usize {
         with(|state| state.calls.iter().filter(|&&call| call == name).count())
     }
 }
 
-/// The context that the driver API of the fake has current in this thread; setting it is what `cuCtxSetCurrent` of a
-/// program does.
+/// The context that is current in this thread. Setting it has the effect of a program's `cuCtxSetCurrent`.
 pub(crate) fn current() -> usize {
     CURRENT.get()
 }
@@ -114,13 +113,13 @@ unsafe extern "C" fn init(_flags: c_uint) -> u32 {
 }
 
 unsafe extern "C" fn driver_version(out: *mut c_int) -> u32 {
-    // SAFETY: the library under test passes a local variable; so in all functions below.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(13000) };
     SUCCESS
 }
 
 unsafe extern "C" fn device_get_count(out: *mut c_int) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(2) };
     SUCCESS
 }
@@ -129,7 +128,7 @@ unsafe extern "C" fn device_get(out: *mut CUdevice, ordinal: c_int) -> u32 {
     if !(0..2).contains(&ordinal) {
         return INVALID_DEVICE;
     }
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(ordinal) };
     SUCCESS
 }
@@ -142,7 +141,7 @@ unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: c_uint, _devic
         6 | 7 => 65535,
         _ => attribute,
     };
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(value.cast_signed()) };
     SUCCESS
 }
@@ -150,7 +149,7 @@ unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: c_uint, _devic
 unsafe extern "C" fn retain(out: *mut CUcontext, device: CUdevice) -> u32 {
     called("cuDevicePrimaryCtxRetain");
     with(|state| *state.retained.entry(device).or_default() += 1);
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(ptr::without_provenance_mut(primary(device))) };
     SUCCESS
 }
@@ -173,7 +172,7 @@ unsafe extern "C" fn ctx_set_current(context: CUcontext) -> u32 {
 
 unsafe extern "C" fn ctx_get_current(out: *mut CUcontext) -> u32 {
     called("cuCtxGetCurrent");
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(ptr::without_provenance_mut(CURRENT.get())) };
     SUCCESS
 }
@@ -183,7 +182,7 @@ unsafe extern "C" fn ctx_get_device(out: *mut CUdevice) -> u32 {
     if context == 0 {
         return INVALID_CONTEXT;
     }
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write((context & 1) as CUdevice) };
     SUCCESS
 }
@@ -198,7 +197,7 @@ unsafe extern "C" fn mem_alloc(out: *mut *mut c_void, size: usize) -> u32 {
     if size > 1 << 40 {
         return OUT_OF_MEMORY;
     }
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(ptr::without_provenance_mut(MEMORY)) };
     needs_context()
 }
@@ -233,7 +232,7 @@ unsafe extern "C" fn library_load(
     called("cuLibraryLoadData");
     let answer = if code.is_null() { NO_BINARY_FOR_GPU } else { with(|state| state.load) };
     if answer == SUCCESS {
-        // SAFETY: as above.
+        // SAFETY: the library under test passes a live local variable.
         unsafe { out.write(ptr::without_provenance_mut(LIBRARY)) };
     }
     answer
@@ -250,7 +249,7 @@ unsafe extern "C" fn library_kernel(
     name: *const c_char,
 ) -> u32 {
     called("cuLibraryGetKernel");
-    // SAFETY: the name is a C string; the output as above.
+    // SAFETY: the library under test passes a C string and a live local variable.
     unsafe {
         if CStr::from_ptr(name) != c"known" {
             return NOT_FOUND;
@@ -266,7 +265,7 @@ unsafe extern "C" fn library_global(
     _library: *mut c_void,
     name: *const c_char,
 ) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe {
         if CStr::from_ptr(name) != c"variable" {
             return NOT_FOUND;
@@ -283,7 +282,7 @@ unsafe extern "C" fn library_managed(
     _library: *mut c_void,
     name: *const c_char,
 ) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe {
         if CStr::from_ptr(name) != c"managed" {
             return NOT_FOUND;
@@ -298,7 +297,7 @@ unsafe extern "C" fn kernel_function(out: *mut *mut c_void, kernel: *mut c_void)
     if kernel.addr() != KERNEL {
         return INVALID_HANDLE;
     }
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(ptr::without_provenance_mut(FUNCTION)) };
     SUCCESS
 }
@@ -313,7 +312,7 @@ unsafe extern "C" fn kernel_attribute(
     _kernel: *mut c_void,
     _device: CUdevice,
 ) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(KERNEL_THREADS.cast_signed()) };
     SUCCESS
 }
@@ -363,7 +362,7 @@ unsafe extern "C" fn add_kernel_node(
     _count: usize,
     params: *const CUDA_KERNEL_NODE_PARAMS,
 ) -> u32 {
-    // SAFETY: as above; the description is a local variable of the library.
+    // SAFETY: the library under test passes live local variables.
     unsafe {
         let params = *params;
         out.write(ptr::without_provenance_mut(with(|state| {
@@ -375,12 +374,12 @@ unsafe extern "C" fn add_kernel_node(
 }
 
 unsafe extern "C" fn kernel_node_params(node: *mut c_void, out: *mut CUDA_KERNEL_NODE_PARAMS) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the library under test passes a live local variable.
     unsafe { out.write(with(|state| state.nodes[node.addr() - 1])) };
     SUCCESS
 }
 
-/// The fake's table; what is not in it the driver does not have.
+/// The fake driver's table. It lacks every function that is not listed.
 fn table() -> Driver {
     Driver {
         cuInit: Some(init),

@@ -1,5 +1,5 @@
-//! What ties a process to a display that it has not got: OpenGL, EGL and VDPAU. None of it can be served from a GPU
-//! in another machine, nor can names of the runtime that NVIDIA does not document.
+//! Functions that cannot be served: OpenGL, EGL and VDPAU need a display in this machine, and some of the
+//! runtime's names are undocumented.
 
 unsupported! {
     cudaGLGetDevices: "OpenGL needs a GPU in this machine";

@@ -1,4 +1,5 @@
-//! Where threads meet: warp-wide instructions, which may be reached at several places, and the block's barriers.
+//! Where threads wait for each other: warp-wide instructions, whose lanes may arrive at different
+//! instructions, and block barriers.
 
 use super::{Group, State, Step, Warp, lanes_equal};
 use crate::error::Fault;
@@ -6,8 +7,8 @@ use crate::exec::rows::{self, LANES};
 use crate::lower::program::{Inst, Kind, Line, NONE, barrier, joint};
 
 impl Warp {
-    /// Executes the warp-wide instruction at which group `first` waits, if all its members wait at such an instruction,
-    /// be it at several places of the program.
+    /// Executes the warp-wide instruction at which group `first` waits, once all its members wait at such an
+    /// instruction. They may be at different instructions of the program.
     pub(super) fn finish_converging(&mut self, first: usize, members: u32) {
         let there = self.groups[first];
         let inst = self.instruction_of(&there).clone();
@@ -32,7 +33,7 @@ impl Warp {
             if joined.len() == 1 {
                 self.current = first;
                 self.enter();
-                // SAFETY: the lowering made the instruction's operands for its handler.
+                // SAFETY: the lowering emits the operands that the handler expects.
                 unsafe { (inst.exec)(self, &inst, lanes) };
             } else {
                 self.execute_jointly(&inst, &joined, lanes);
@@ -45,14 +46,14 @@ impl Warp {
         }
     }
 
-    /// The instruction at which a group stands.
+    /// The instruction that a group is at.
     pub(super) fn instruction_of(&self, group: &Group) -> &Inst {
-        // SAFETY: the launch holds the program; a group that waits stands at an instruction.
+        // SAFETY: the launch keeps the program alive; a waiting group is at a valid instruction.
         unsafe { &(&(*self.frames[group.frame as usize].code).insts)[group.pc as usize] }
     }
 
-    /// Executes a warp-wide instruction for groups at different places: their operands are gathered in rows of its own,
-    /// and the results given back.
+    /// Executes a warp-wide instruction for groups at different instructions: gathers their operands in
+    /// scratch rows and distributes the results.
     pub(super) fn execute_jointly(&mut self, inst: &Inst, joined: &[usize], lanes: u32) {
         const ROW: usize = 256;
         let roles = joint::roles(inst.flags);
@@ -60,8 +61,8 @@ impl Warp {
         let base: *mut u8 = scratch.as_mut_ptr().cast();
         let groups: Vec<(Group, Inst)> =
             joined.iter().map(|&i| (self.groups[i], self.instruction_of(&self.groups[i]).clone())).collect();
-        // SAFETY: each role names the width of the rows that the lowering gave for it; a row of the scratch memory has room for
-        // the widest, and is aligned for it.
+        // SAFETY: each role gives the width of the rows that the lowering emitted. A row of the scratch
+        // memory is large enough and aligned for the widest.
         unsafe {
             for (&index, (group, own)) in joined.iter().zip(&groups) {
                 self.current = index;
@@ -82,7 +83,7 @@ impl Warp {
                             }
                         }
                         joint::Role::InPred => {
-                            // The one immediate of such an instruction negates its predicate.
+                            // The only immediate of such an instruction negates its predicate.
                             let bits = rows::pred(self, own.r[n]);
                             let bits = if own.imm == 1 { !bits } else { bits };
                             *to.cast::<u32>() |= bits & group.mask;
@@ -117,7 +118,7 @@ impl Warp {
 
     pub(super) fn barrier(&mut self, inst: &Inst, mask: u32, active: u32) -> Step {
         let pc = self.pc;
-        // SAFETY: the lowering gives rows of u32, and a predicate to a reduction.
+        // SAFETY: the lowering guarantees u32 rows, and a predicate for a reduction.
         let (ids, counts, bits) = unsafe {
             let ids: [u32; LANES] = rows::get(self, inst.r[0]);
             let counts: [u32; LANES] =
@@ -129,7 +130,7 @@ impl Warp {
         let (id, count) = (ids[lane], counts[lane]);
         let same = lanes_equal(&ids, id, mask) & lanes_equal(&counts, count, mask);
         if same != mask {
-            // Lanes that name different barriers come to them one after the other.
+            // Lanes that name different barriers arrive at them one after the other.
             self.split(mask & !same, pc);
             if active != mask {
                 self.split(active & !mask, pc + 1);
@@ -144,11 +145,14 @@ impl Warp {
             };
         }
         if id >= 16 {
-            self.set_fault(Fault::IllegalInstruction(format!("barrier {id}")), lane);
+            self.set_fault(Fault::IllegalInstruction(format!("barrier {id} does not exist")), lane);
             return Step::Fault;
         }
         if count % 32 != 0 {
-            self.set_fault(Fault::IllegalInstruction(format!("barrier of {count} threads")), lane);
+            self.set_fault(
+                Fault::IllegalInstruction(format!("invalid thread count {count} of a barrier")),
+                lane,
+            );
             return Step::Fault;
         }
         let phase = self.block().barriers[id as usize].phase;
@@ -164,11 +168,11 @@ impl Warp {
         Step::Schedule
     }
 
-    /// Wakes a group whose barrier is complete.
+    /// Wakes a group whose barrier has completed.
     pub(super) fn finish_barrier(&mut self, index: usize, id: u32) {
         let group = self.groups[index];
         let frame = &mut self.frames[group.frame as usize];
-        // SAFETY: the launch holds the program.
+        // SAFETY: the launch keeps the program alive.
         let inst = unsafe { &(&(*frame.code).insts)[group.pc as usize] };
         let kind = inst.r[2];
         if kind >= barrier::RED_POPC {
@@ -176,7 +180,7 @@ impl Warp {
             let saved = self.current;
             self.current = index;
             self.enter();
-            // SAFETY: the lowering gives a reduction a row of u32 (popc) or a predicate.
+            // SAFETY: the lowering gives a reduction a u32 row (popc) or a predicate.
             unsafe {
                 match kind {
                     barrier::RED_POPC => rows::put(self, inst.r[4], group.mask, &[done.popc; LANES]),

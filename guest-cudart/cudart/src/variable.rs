@@ -1,4 +1,4 @@
-//! Device variables of the program: where they are, and copies to and from them.
+//! The program's device variables: their addresses, and copies to and from them.
 
 use std::ffi::{c_uint, c_void};
 
@@ -8,10 +8,11 @@ use crate::error::{Error, Result};
 use crate::registry;
 use crate::types::CUstream;
 
-/// The address of `count` bytes at `offset` of a variable.
+/// The address of `count` bytes at `offset` in a variable.
 ///
 /// # Errors
-/// `cudaErrorInvalidSymbol` for what is no variable; `cudaErrorInvalidValue` for bytes outside it.
+///
+/// `cudaErrorInvalidSymbol` if there is no such variable; `cudaErrorInvalidValue` for bytes outside it.
 pub(crate) fn place(d: &Driver, symbol: *const c_void, count: usize, offset: usize) -> Result<*mut c_void> {
     let (address, size) = registry::variable(d, symbol)?;
     if offset.checked_add(count).is_none_or(|end| end > size) {
@@ -20,7 +21,7 @@ pub(crate) fn place(d: &Driver, symbol: *const c_void, count: usize, offset: usi
     Ok(address.wrapping_byte_add(offset))
 }
 
-/// Checks that a direction can have a variable as its target (or, for `from`, as its source).
+/// Checks that a copy in this direction can have a variable as its target (or, with `from`, as its source).
 pub(crate) fn check_direction(direction: c_uint, from: bool) -> Result {
     let host = if from { kind::DEVICE_TO_HOST } else { kind::HOST_TO_DEVICE };
     match direction {

@@ -1,11 +1,11 @@
-//! Copies and fills by the host, each checked against the allocations.
+//! Copies and fills by the host. Each is checked against the allocations.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::device::gpu::Gpu;
 use crate::error::{Error, Result};
 
-/// A two-dimensional range of device memory: `height` rows of some width, `pitch` bytes apart.
+/// A 2D range of device memory: `height` rows, `pitch` bytes apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plane {
     /// Device address of the first row.
@@ -27,8 +27,8 @@ fn check_rows(width: u64, pitch: u64, height: u64) -> Result<u64> {
         .ok_or_else(|| Error::InvalidArgument(format!("{height} rows of {pitch} bytes overflow")))
 }
 
-/// All of these act at once, in the caller's thread: use [`crate::Stream::enqueue`] to put them in a stream's order.
-/// They read and write while kernels run, as a GPU's copy engines do.
+/// All of these run immediately in the caller's thread; use [`crate::Stream::enqueue`] to run them in a
+/// stream's order. Like a GPU's copy engines, they can run while kernels do.
 impl Gpu {
     /// Copies from the device.
     pub fn read(&self, addr: u64, out: &mut [u8]) -> Result<()> {
@@ -36,14 +36,14 @@ impl Gpu {
         self.read_unchecked(addr, out)
     }
 
-    /// [`Gpu::read`] without looking for a sticky error.
+    /// [`Gpu::read`] without checking for a sticky error.
     pub(crate) fn read_unchecked(&self, addr: u64, out: &mut [u8]) -> Result<()> {
         if out.is_empty() {
             return Ok(());
         }
         let host = self.memory().host_range(addr, out.len() as u64)?;
-        // SAFETY: `host_range` answers for `out.len()` bytes inside a window that lives as long as the
-        // GPU and is never the target of a Rust reference; kernels may race, which tears values only.
+        // SAFETY: `host_range` has checked `out.len()` bytes inside a window that lives as long as the GPU
+        // and that no Rust reference points to. A race with a kernel can only tear values.
         unsafe { std::ptr::copy_nonoverlapping(host, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -59,16 +59,18 @@ impl Gpu {
             return Ok(());
         }
         let host = self.memory().host_range(addr, data.len() as u64)?;
-        // SAFETY: as in `read_unchecked`.
+        // SAFETY: `host_range` has checked `data.len()` bytes inside a window that lives as long as the GPU
+        // and that no Rust reference points to. A race with a kernel can only tear values.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), host, data.len()) };
         Ok(())
     }
 
-    /// Reads a word of 4 or 8 bytes (`wide`) whole, ordered before all that this thread does next; `addr` must be a multiple of its size.
+    /// Reads a word of 4 or (with `wide`) 8 bytes atomically, before anything that this thread does next.
+    /// `addr` must be a multiple of its size.
     pub fn load(&self, addr: u64, wide: bool) -> Result<u64> {
         let word = self.word(addr, wide)?;
-        // SAFETY: `word` answers for an aligned word inside a window that lives as long as the GPU; kernels reach it by
-        // raw accesses and atomics only.
+        // SAFETY: `word` has checked an aligned word inside a window that lives as long as the GPU. Kernels
+        // access it only by raw accesses and atomics.
         Ok(unsafe {
             if wide {
                 AtomicU64::from_ptr(word.cast()).load(Ordering::Acquire)
@@ -78,10 +80,12 @@ impl Gpu {
         })
     }
 
-    /// Writes a word of 4 bytes (the lower half of `value`) or 8 (`wide`) whole, ordered behind all that this thread did before.
+    /// Writes a word of 4 bytes (the lower half of `value`) or (with `wide`) 8 bytes atomically, after
+    /// everything that this thread did before.
     pub fn store(&self, addr: u64, wide: bool, value: u64) -> Result<()> {
         let word = self.word(addr, wide)?;
-        // SAFETY: as in `load`.
+        // SAFETY: `word` has checked an aligned word inside a window that lives as long as the GPU. Kernels
+        // access it only by raw accesses and atomics.
         unsafe {
             if wide {
                 AtomicU64::from_ptr(word.cast()).store(value, Ordering::Release);
@@ -92,14 +96,14 @@ impl Gpu {
         Ok(())
     }
 
-    /// The host's address of an aligned word of 4 or 8 bytes.
+    /// The host address of an aligned word of 4 or 8 bytes.
     fn word(&self, addr: u64, wide: bool) -> Result<*mut u8> {
         self.status()?;
         let size = if wide { 8 } else { 4 };
         if !addr.is_multiple_of(size) {
             return Err(Error::InvalidArgument(format!("word of {size} bytes at {addr:#x}")));
         }
-        // Windows are page-aligned on the host, so its address is aligned as the device's is.
+        // Windows are page-aligned on the host, so host addresses are aligned like device addresses.
         self.memory().host_range(addr, size)
     }
 
@@ -111,7 +115,8 @@ impl Gpu {
         }
         let from = self.memory().host_range(src, size)?;
         let to = self.memory().host_range(dst, size)?;
-        // SAFETY: as in `read_unchecked`, for both ranges; `copy` allows them to overlap.
+        // SAFETY: `host_range` has checked both ranges, inside windows that live as long as the GPU and that
+        // no Rust reference points to; `copy` allows them to overlap.
         unsafe { std::ptr::copy(from, to, size as usize) };
         Ok(())
     }
@@ -125,7 +130,7 @@ impl Gpu {
         }
         let from = self.memory().host_range(src, size)?;
         let to = other.memory().host_range(dst, size)?;
-        // SAFETY: as in `copy`; both GPUs are borrowed, so both windows live.
+        // SAFETY: `host_range` has checked both ranges; both GPUs are borrowed, so both windows live.
         unsafe { std::ptr::copy(from, to, size as usize) };
         Ok(())
     }
@@ -137,7 +142,7 @@ impl Gpu {
             return Ok(());
         }
         let host = self.memory().host_range(addr, count)?;
-        // SAFETY: as in `read_unchecked`.
+        // SAFETY: `host_range` has checked `count` bytes inside a window that lives as long as the GPU.
         unsafe { std::ptr::write_bytes(host, value, count as usize) };
         Ok(())
     }
@@ -164,8 +169,8 @@ impl Gpu {
         }
         let host = self.memory().host_range(addr, size)?.cast::<T>();
         for i in 0..count as usize {
-            // SAFETY: as in `read_unchecked`; windows are page-aligned on the host, so `host` is aligned
-            // as `addr` is.
+            // SAFETY: `host_range` has checked the bytes. Windows are page-aligned on the host, so `host` is
+            // aligned like `addr`.
             unsafe { host.add(i).write(value) };
         }
         Ok(())

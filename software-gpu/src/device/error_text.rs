@@ -1,11 +1,11 @@
-//! The names and texts of errors, for kernels that ask for them: those that the device runtime can answer.
+//! Names and texts of the errors that the device runtime can return, for kernels that ask for them.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
 
 use crate::device::memory::Memory;
 
-/// Of what CUDA does not know. A name is the same.
+/// The text, and the name, of an error that CUDA does not know.
 const UNRECOGNIZED: &str = "unrecognized error code";
 
 /// Number, name, text.
@@ -40,16 +40,16 @@ const ALL: [(u32, &str, &str); 20] = [
     (999, "cudaErrorUnknown", "unknown error"),
 ];
 
-/// Those that kernels were given, by number and whether it is the name: addresses in the memory of modules.
+/// The strings that kernels were given: the address in module memory, by error and whether it is the name.
 #[derive(Default)]
-pub(crate) struct Texts(Mutex<HashMap<(u32, bool), u64>>);
+pub(crate) struct ErrorTexts(Mutex<HashMap<(u32, bool), u64>>);
 
-impl Texts {
-    /// The address of a name or a text; 0 if there is no memory for it.
+impl ErrorTexts {
+    /// The address of an error's name or text; 0 if there is no memory for it.
     pub fn address(&self, memory: &Memory, code: u32, name: bool) -> u64 {
         let known = ALL.iter().find(|(number, ..)| *number == code);
         let text = known.map_or(UNRECOGNIZED, |(_, short, long)| if name { short } else { long });
-        // All that is not known is one text.
+        // All unknown errors share one string.
         let key = (known.map_or(u32::MAX, |k| k.0), name);
         let mut given = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(address) = given.get(&key) {
@@ -58,7 +58,7 @@ impl Texts {
         let bytes = [text.as_bytes(), b"\0"].concat();
         let Ok(address) = memory.allocate_module(bytes.len() as u64) else { return 0 };
         let Ok(host) = memory.host_range(address, bytes.len() as u64) else { return 0 };
-        // SAFETY: `host_range` answers for the bytes, which nobody else has yet.
+        // SAFETY: `host_range` has checked the bytes, which nothing else uses yet.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), host, bytes.len()) };
         given.insert(key, address);
         address

@@ -1,7 +1,7 @@
-//! Accesses of up to 16 bytes that happen as one.
+//! Vector accesses of up to 16 bytes that are atomic.
 //!
-//! PTX treats an access to a vector as one to each of its elements. Hardware does it in one piece, and programs rely on that:
-//! CUB's scans publish a value and the word that says it is there by one store, and read both by one load.
+//! PTX treats a vector access as separate accesses to its elements. Hardware performs it as one, and programs
+//! rely on that: CUB's scans publish a value and its status word with one store, and read both with one load.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::__m128i;
@@ -12,35 +12,39 @@ use std::mem::{MaybeUninit, transmute_copy};
 use super::memory::Element;
 use super::rows::LANES;
 
-/// 16 bytes at a multiple of 16: one access on every CPU with AVX, by AMD's and Intel's word. Elsewhere it is two.
+/// 16 bytes at a multiple of 16. AMD and Intel guarantee that CPUs with AVX access them atomically. On other
+/// CPUs it takes two accesses.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 pub(crate) struct Quad([u64; 2]);
 
 impl Quad {
     /// # Safety
+    ///
     /// `p` is valid for 16 bytes, and a multiple of 16.
     #[inline(always)]
     pub unsafe fn load(p: *const u8) -> Quad {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above. Volatile, so that it is made once and stays whole: an access of this type is one instruction.
+        // SAFETY: the caller guarantees that `p` is valid and aligned. Volatile, so that the compiler makes
+        // exactly one access; an access of this type is one instruction.
         return unsafe { transmute::<__m128i, Quad>(p.cast::<__m128i>().read_volatile()) };
         #[cfg(not(target_arch = "x86_64"))]
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that `p` is valid and aligned.
         return unsafe { Quad([u64::load(p), u64::load(p.add(8))]) };
     }
 
     /// # Safety
-    /// As [`Quad::load`].
+    ///
+    /// As for [`Quad::load`].
     #[inline(always)]
     pub unsafe fn store(p: *mut u8, value: Quad) {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: as in `load`.
+        // SAFETY: the caller guarantees that `p` is valid and aligned; volatile as in `load`.
         unsafe {
             p.cast::<__m128i>().write_volatile(transmute::<Quad, __m128i>(value));
         }
         #[cfg(not(target_arch = "x86_64"))]
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that `p` is valid and aligned.
         unsafe {
             u64::store(p, value.0[0]);
             u64::store(p.add(8), value.0[1]);
@@ -48,13 +52,15 @@ impl Quad {
     }
 }
 
-/// A lane's elements.
+/// Loads a lane's elements.
 ///
 /// # Safety
-/// `p` is valid for them, and a multiple of their size in all, which is at most 16.
+///
+/// `p` is valid for all elements and a multiple of their total size, which is at most 16.
 #[inline(always)]
 pub(crate) unsafe fn load<T: Element, const N: usize>(p: *const u8) -> [T; N] {
-    // SAFETY: as above; each arm reads what the elements are in all, and any bits are an element.
+    // SAFETY: the caller guarantees that `p` is valid and aligned. Each arm reads the elements' total size,
+    // and any bits are valid elements.
     unsafe {
         match size_of::<T>() * N {
             1 => transmute_copy(&u8::load(p)),
@@ -66,13 +72,14 @@ pub(crate) unsafe fn load<T: Element, const N: usize>(p: *const u8) -> [T; N] {
     }
 }
 
-/// As [`load`], a store.
+/// Stores a lane's elements.
 ///
 /// # Safety
-/// As [`load`].
+///
+/// As for [`load`].
 #[inline(always)]
 pub(crate) unsafe fn store<T: Element, const N: usize>(p: *mut u8, values: [T; N]) {
-    // SAFETY: as in `load`.
+    // SAFETY: the caller guarantees that `p` is valid and aligned. Each arm writes the elements' total size.
     unsafe {
         match size_of::<T>() * N {
             1 => u8::store(p, transmute_copy(&values)),
@@ -84,17 +91,20 @@ pub(crate) unsafe fn store<T: Element, const N: usize>(p: *mut u8, values: [T; N
     }
 }
 
-/// Quads of a warp's elements, at most.
+/// The most quads in a warp's access.
 const QUADS: usize = LANES;
 
-/// The elements of all lanes, which are next to each other, into rows (`None`: not wanted).
+/// Loads the elements of all lanes, which are contiguous, into rows (`None`: not needed).
 ///
 /// # Safety
-/// `p` is valid for them and a multiple of a lane's size; the rows are of `T`, and aligned to 16.
+///
+/// `p` is valid for all elements and a multiple of one lane's size. The rows contain `T` and are 16-byte
+/// aligned.
 #[inline(always)]
 pub(crate) unsafe fn load_all<T: Element, const N: usize>(p: *const u8, to: [Option<*mut [T; LANES]>; N]) {
     let count = size_of::<T>() * N * LANES / size_of::<Quad>();
-    // SAFETY: as above; `count` quads are what is there, and fill what is read of the buffer.
+    // SAFETY: the caller guarantees that `p` and the rows are valid. `count` quads are the total size, and
+    // fill the part of the buffer that is read.
     unsafe {
         if !p.addr().is_multiple_of(16) {
             for l in 0..LANES {
@@ -131,14 +141,15 @@ pub(crate) unsafe fn load_all<T: Element, const N: usize>(p: *const u8, to: [Opt
     }
 }
 
-/// As [`load_all`], a store.
+/// Stores the elements of all lanes, which are contiguous, from rows.
 ///
 /// # Safety
-/// As [`load_all`].
+///
+/// As for [`load_all`].
 #[inline(always)]
 pub(crate) unsafe fn store_all<T: Element, const N: usize>(p: *mut u8, from: [*const [T; LANES]; N]) {
     let count = size_of::<T>() * N * LANES / size_of::<Quad>();
-    // SAFETY: as in `load_all`.
+    // SAFETY: the caller guarantees that `p` and the rows are valid. `count` quads are the total size.
     unsafe {
         if !p.addr().is_multiple_of(16) {
             for l in 0..LANES {

@@ -1,4 +1,4 @@
-//! Versions, entry points of the driver, the profiler's switch, the driver's log.
+//! Versions, the driver's entry points, profiler control, the driver's log.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -6,7 +6,7 @@ use crate::driver::{self, Driver, RUNTIME_VERSION};
 use crate::error::{Error, Result};
 use crate::types::CUuuid;
 
-/// The flag of `cuGetProcAddress` that asks for the forms for the per-thread default stream.
+/// The flag of `cuGetProcAddress` that asks for the per-thread default stream's variants.
 const PER_THREAD: u64 = 2;
 
 api! {
@@ -41,7 +41,8 @@ api! {
     ctx cudaProfilerStop => cuProfilerStop();
 }
 
-/// Finds a function of the driver. What was found out goes to `status`; "not found" is no error, also where nobody asks for the status: NULL says it.
+/// Finds a function of the driver and stores the outcome in `status`. A function that is not found is no
+/// error, even without a `status`: the pointer is then NULL.
 unsafe fn entry_point(
     d: &Driver,
     symbol: *const c_char,
@@ -54,7 +55,7 @@ unsafe fn entry_point(
         return Err(Error::INVALID_VALUE);
     }
     let mut found = 0;
-    // SAFETY: checked for NULL above; the caller keeps the rest of what `cudaGetDriverEntryPoint` asks for.
+    // SAFETY: checked for NULL above; the caller upholds the other requirements of `cudaGetDriverEntryPoint`.
     unsafe {
         let answer = d.cuGetProcAddress_v2(symbol, function, version, flags, &mut found);
         if found != 0 {

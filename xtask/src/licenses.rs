@@ -1,5 +1,5 @@
-//! The licences of what the executables and libraries of the relocatable tree are made of: each dependency's own files,
-//! as MIT, BSD and Apache-2.0 ask of whoever hands out a binary.
+//! The licenses of the executables and libraries in the relocatable tree: the license files of each
+//! dependency, which MIT, BSD and Apache-2.0 require with binaries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use crate::process;
 
-/// How the files are called that hold a licence or what it asks to be passed on.
+/// Prefixes of the names of files with licenses or required notices.
 const NAMES: &[&str] = &["license", "licence", "copying", "copyright", "notice", "unlicense"];
 
-/// Copies the licence files of every dependency that `packages` are built from to `folder`, one folder for each.
+/// Copies the license files of every dependency of `packages` to `folder`, one folder for each.
 pub fn collect(packages: &[&str], folder: &Path) -> Result<()> {
     let mut command = process::cargo();
     command.args([
@@ -25,14 +25,14 @@ pub fn collect(packages: &[&str], folder: &Path) -> Result<()> {
         "x86_64-unknown-linux-gnu",
     ]);
     let metadata = process::output(command.current_dir(tree::root()))?;
-    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata is no JSON")?;
+    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata is not valid JSON")?;
     for (name, manifest, spdx) in dependencies(&metadata, packages) {
         let target = folder.join(&name);
         std::fs::create_dir_all(&target).with_context(|| format!("cannot create {}", target.display()))?;
         let source = Path::new(&manifest).parent().context("a manifest without a folder")?;
         std::fs::write(target.join("SPDX"), format!("{spdx}\n"))
             .with_context(|| format!("cannot write in {}", target.display()))?;
-        let context = || format!("cannot copy the licences of {name}");
+        let context = || format!("cannot copy the licenses of {name}");
         for entry in std::fs::read_dir(source).with_context(context)? {
             let entry = entry.with_context(context)?;
             let file = entry.file_name().to_string_lossy().to_lowercase();
@@ -45,8 +45,8 @@ pub fn collect(packages: &[&str], folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Name with version, manifest and licence expression of every package from a registry that `packages` need, build tools and
-/// tests aside.
+/// Name with version, manifest and license expression of every registry package that `packages` depend on,
+/// except build and test dependencies.
 fn dependencies(metadata: &Value, packages: &[&str]) -> Vec<(String, String, String)> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_linked_counts() {
+    fn only_linked_dependencies_count() {
         let metadata = serde_json::json!({
             "packages": [
                 { "id": "own", "name": "own", "version": "1", "source": null },
