@@ -257,13 +257,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
         server.lock().workers.remove(&worker.pid);
         return Err(e);
     }
-    let prepare = ToWorker::Prepare {
-        kind,
-        backing: server.options.backing.clone(),
-        memory_limit: server.options.memory_limit,
-        rdma: server.options.rdma.clone(),
-        poll_us: server.options.poll_us,
-    };
+    let prepare = ToWorker::Prepare { kind, options: server.options.worker.clone() };
     // A worker that is gone already is seen by its watcher.
     let _ = ipc::send(worker.socket.as_fd(), &prepare, &[]);
     Ok(())
@@ -532,16 +526,9 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
 
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        serve: Serve,
-    }
-
-    fn options(arguments: &[&str]) -> Serve {
-        Command::parse_from(std::iter::once("rgpu-server").chain(arguments.iter().copied())).serve
+    fn options(flags: &[&str]) -> Serve {
+        Serve::from_flags(flags)
     }
 
     /// How many workers are started at once.
