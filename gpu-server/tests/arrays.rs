@@ -11,6 +11,8 @@ use protocol::ops::array::*;
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
 use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession};
+use test_kit::until;
 
 const BASE: u64 = window(0);
 const FLOAT: u32 = 0x20;
@@ -19,8 +21,8 @@ const FLOAT: u32 = 0x20;
 macro_rules! on_each_transport {
     ($server:expr, $body:expr) => {{
         let server = $server;
-        $body(&mut Local::connect(&server.socket()));
-        $body(&mut Tcp::connect(server.port));
+        $body(&mut LocalBridge::connect(&server.socket()));
+        $body(&mut TcpSession::connect(server.port));
     }};
 }
 
@@ -82,7 +84,7 @@ fn row<S: Session>(s: &mut S, array: u32, at: [u64; 3], bytes: u64) -> Option<Ve
 #[test]
 fn arrays_count_in_the_status_figure_at_once() {
     let server = Server::start(&["--workers=1", "--memory-limit=1M"]);
-    let mut session = Local::connect(&server.socket());
+    let mut session = LocalBridge::connect(&server.socket());
     let held = || server.status()["sessions"][0]["device_memory"].as_u64();
     // No operation of the memory chapter is ever executed.
     create(&mut session, 1, shape(64, 64, 0, 0), 0).unwrap();

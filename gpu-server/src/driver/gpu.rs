@@ -12,12 +12,12 @@ use std::sync::Arc;
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId, TicketId};
-use protocol::ops::Answer;
 use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
 use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 use protocol::ops::stream::MemoryOp;
+use protocol::ops::{Answer, MayBlock};
 
 use super::Unavailable;
 use super::beside::Beside;
@@ -45,7 +45,7 @@ pub trait Gpu: GpuMemory + GpuHostMemory + GpuStreams + Sized + Send {
     fn begin(&mut self, client: &Arc<dyn Client>);
 
     /// See [`Backend::may_wait`](super::Backend::may_wait).
-    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool;
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool;
 
     /// What other threads may use, for those.
     fn beside(&self) -> &Arc<Self::Beside>;

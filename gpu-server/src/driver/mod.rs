@@ -30,9 +30,7 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::ops::Op;
-use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
-use protocol::ops::module::{ModuleLoad, ModuleUnload};
+use protocol::ops::MayBlock;
 
 use self::quota::Quota;
 use self::session::Session;
@@ -57,9 +55,9 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
 
-    /// Whether executing a command may wait for work that the device has. While a stream waits for the client it might wait for ever: the word that lets the stream go on
-    /// comes behind the command.
-    fn may_wait(&self, _opcode: u16, _body: &[u8]) -> bool {
+    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. It is not executed while a stream waits for the client: the command
+    /// that ends that wait comes later.
+    fn may_wait(&self, _may_block: MayBlock, _body: &[u8]) -> bool {
         false
     }
 
@@ -68,18 +66,6 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
 
     /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
     fn end(&mut self);
-}
-
-/// Whether a command makes the driver load code, or unload it. A graph's kernels are loaded when it is instantiated.
-fn loads_code(opcode: u16) -> bool {
-    let all = [
-        <ModuleLoad as Op>::INFO.opcode,
-        <ModuleUnload as Op>::INFO.opcode,
-        <GraphInstantiate as Op>::INFO.opcode,
-        <GraphUpdate as Op>::INFO.opcode,
-        <GraphInstantiateDraft as Op>::INFO.opcode,
-    ];
-    all.contains(&opcode)
 }
 
 /// Why a worker cannot serve.

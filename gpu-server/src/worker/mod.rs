@@ -106,13 +106,11 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { kind, backing, memory_limit, rdma, poll_us }, _)) =
-        ipc::receive(daemon.as_fd())?
-    else {
+    let Some((ToWorker::Prepare { kind, options }, _)) = ipc::receive(daemon.as_fd())? else {
         bail!("a worker is started by the daemon, which tells it what to prepare");
     };
-    let quota = Quota::new("device memory", memory_limit);
-    let made = driver::make(&backing, quota.clone()).and_then(|mut backend| {
+    let quota = Quota::new("device memory", options.memory_limit);
+    let made = driver::make(&options.backing, quota.clone()).and_then(|mut backend| {
         let free = if kind == Kind::Gpu { backend.warm()? } else { None };
         Ok((backend, free))
     });
@@ -125,7 +123,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     };
     let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
     ipc::send(daemon.as_fd(), &ready, &[])?;
-    let polling = poll_us.map_or_else(Polling::default, |us| {
+    let polling = options.poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
         Polling { most, while_due: most }
     });
@@ -142,7 +140,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     if host_bridge::trace::folder().is_some() {
         RECORDER.start();
     }
-    let (lost, counters) = match begin(transport, connection, &rdma, polling) {
+    let (lost, counters) = match begin(transport, connection, &options.rdma, polling) {
         Ok((mut commands, client, tcp)) => {
             let broker = Broker::new(Arc::clone(&daemon));
             watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;

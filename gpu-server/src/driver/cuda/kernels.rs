@@ -6,9 +6,9 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use host_bridge::endpoint::Sink;
 use protocol::Status;
 use protocol::handle::{ContextId, FunctionId};
+use protocol::ops::Answer;
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
-use protocol::ops::{Answer, Op};
 use protocol::wire::{Wire, Writer};
 
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue};
@@ -214,11 +214,8 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
 }
 
 impl Cuda {
-    /// Whether a command launches a function that was never launched.
-    pub(super) fn is_first_launch(&self, opcode: u16, body: &[u8]) -> bool {
-        if opcode != <Launch as Op>::INFO.opcode {
-            return false;
-        }
+    /// Whether a launch, of which this is the body, is the first of its function.
+    pub(super) fn is_first_launch(&self, body: &[u8]) -> bool {
         let Some(id) = body.first_chunk::<8>().map(|id| FunctionId(u64::from_le_bytes(*id))) else {
             return false;
         };

@@ -36,8 +36,7 @@ use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::channel::MAX_DEVICES;
 use protocol::handle::ContextId;
-use protocol::ops::Op;
-use protocol::ops::context::*;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
@@ -56,7 +55,6 @@ use super::beside::Beside;
 use super::call::Errors;
 use super::gpu::Gpu;
 use super::ids::Ids;
-use super::loads_code;
 use super::output::{self, Output};
 use super::quota::Quota;
 use super::ranges::Ranges;
@@ -710,9 +708,12 @@ impl Gpu for Cuda {
         !self.modules.is_empty()
     }
 
-    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
-        let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
-        sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        match may_block {
+            MayBlock::Never | MayBlock::Stream => false,
+            MayBlock::Context => true,
+            MayBlock::FirstLaunch => self.is_first_launch(body),
+        }
     }
 
     fn end(&mut self, _streams: &mut Streams<CudaStream>) {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::ops::Driver;
+use protocol::ops::{Driver, MayBlock};
 
 use super::call::Call;
 use super::gpu::Gpu;
@@ -107,8 +107,8 @@ where
         self.broker = Some(broker);
     }
 
-    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
-        self.gpu.may_wait(opcode, body)
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        self.gpu.may_wait(may_block, body)
     }
 
     fn beside(&self) -> Arc<dyn Beside> {

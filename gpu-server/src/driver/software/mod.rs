@@ -35,6 +35,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::ContextId;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig};
 
@@ -231,8 +232,8 @@ impl driver::Gpu for Software {
         self.errors = Some(Errors::new(Arc::clone(client)));
     }
 
-    fn may_wait(&self, opcode: u16, _body: &[u8]) -> bool {
-        self.imitate.waiting_calls && super::loads_code(opcode)
+    fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
+        self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
     fn beside(&self) -> &Arc<Reach> {

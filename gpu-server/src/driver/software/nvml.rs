@@ -414,7 +414,7 @@ mod tests {
 
     fn devices() -> Devices {
         let line = "rgpu-server --backend software --software-memory 1G --software-devices 2 --devices 1,0";
-        let backing = crate::cli::Arguments::parse_from(line.split(' ')).serve.backing;
+        let backing = crate::cli::Arguments::parse_from(line.split(' ')).serve.worker.backing;
         Devices::new(&backing, Quota::new("device memory", 1 << 29)).unwrap()
     }
 

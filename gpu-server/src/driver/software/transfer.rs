@@ -141,12 +141,20 @@ impl Upload {
                 }
                 Ok(())
             }
-            // This device's copy engine is the CPU: it reads the bytes where they are.
-            Upload::Placed(placed) => match placed.read(|at, bytes| Ok(write(to, gpu, at, bytes)?)) {
-                // The session is over; nobody wants the rest.
-                Ok(()) | Err(Ended::Lost) => Ok(()),
-                Err(Ended::Failed(e)) => Err(e),
-            },
+            // This device's copy engine is the CPU. It copies what the peer may still write before it looks at it.
+            Upload::Placed(placed) => {
+                let mut buffer = Vec::new();
+                let read = placed.read(|at, bytes| {
+                    buffer.resize(bytes.len(), 0);
+                    bytes.read(&mut buffer);
+                    Ok(write(to, gpu, at, &buffer)?)
+                });
+                match read {
+                    // The session is over; nobody wants the rest.
+                    Ok(()) | Err(Ended::Lost) => Ok(()),
+                    Err(Ended::Failed(e)) => Err(e),
+                }
+            }
             Upload::Coming(mut queue) => {
                 while let Ok(Some(chunk)) = queue.next_chunk() {
                     write(to, gpu, chunk.offset, &chunk.bytes)?;
