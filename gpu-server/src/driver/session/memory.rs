@@ -139,15 +139,6 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// An event is gone, for the client's other sessions as well.
-    pub(in crate::driver) fn unshare_event(&mut self, event: u32) {
-        for token in self.event_tokens.remove(&event).unwrap_or_default() {
-            if let Some(broker) = &self.broker {
-                broker.unshare(token);
-            }
-        }
-    }
-
     fn broker(&self) -> Result<&Broker, Status> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
@@ -174,7 +165,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         let charge = self.quota.charge(op.size)?;
-        self.gpu.before_waiting_call(op.device)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
         let native = self.gpu.back(op.device, op.address, op.size)?;
         let piece = Piece { native, token: None, _charge: charge };
         self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
@@ -187,7 +178,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if window.pieces.at(op.address) != Some(op.size) || window.allocations.touches(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
-        self.gpu.before_waiting_call(op.device)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
         // It counts as given back at once, although its pages may go later.
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
@@ -195,7 +186,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let unback = self.gpu.unback(op.device, op.address, op.size);
         let pending = cx.later();
         let end = move |_| pending.answer(unback().map(|()| MemShrinkReply {}));
-        self.gpu.after_device(op.device, cx.seq, end);
+        self.gpu.after_device(&mut self.streams, op.device, cx.seq, end);
         Ok(Answer::Later)
     }
 
@@ -415,10 +406,12 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Result<Answer<EventExportReply>, Status> {
-        let broker = self.broker.as_deref().filter(|_| G::SHARES_EVENTS).ok_or(Status::NOT_SUPPORTED)?;
-        let (device, handle) = self.gpu.export_event(op.event)?;
-        let token = broker.share(Shared::Event { device, handle }, None)?;
-        self.event_tokens.entry(op.event.0).or_default().push(token);
+        if !G::SHARES_EVENTS || self.broker.is_none() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let (device, handle) = self.event_handle(op.event)?;
+        let token = self.broker()?.share(Shared::Event { device, handle }, None)?;
+        self.note_shared(op.event, token);
         now(EventExportReply { token })
     }
 
@@ -427,9 +420,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if !G::SHARES_EVENTS {
             return Err(Status::NOT_SUPPORTED);
         }
-        if self.gpu.has_event(op.event) {
-            return Err(Status::INVALID_HANDLE);
-        }
+        self.may_name_event(op.event)?;
         let (Shared::Event { handle, .. }, _, own) = self.broker()?.open(op.token)? else {
             return Err(Status::INVALID_VALUE);
         };
@@ -437,11 +428,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             // As without rgpu: a process cannot open its own.
             return Err(Status::INVALID_CONTEXT);
         }
-        self.gpu.import_event(op.context, op.event, handle)?;
+        self.open_event(op.context, op.event, handle)?;
         now(EventImportReply {})
     }
 
     fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Result<Answer<EventQueryReply>, Status> {
-        now(EventQueryReply { done: self.gpu.query_event(op.event)? })
+        if !G::SHARES_EVENTS {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        now(EventQueryReply { done: self.is_event_done(op.event)? })
     }
 }
