@@ -66,7 +66,7 @@ fn data_survives_where_the_relay_moves_it_all_by_itself() {
 fn data_survives(hands: bool) {
     let server = FakeServer::good();
     let mut config = server.config();
-    config.hands = hands;
+    config.io_threads = hands;
     let mut client = Client::connect(&config);
     for (id, size) in [1u64, 4095, 4097, 262_144, 262_145, 1_000_003, 9_876_543].into_iter().enumerate() {
         let extents = scattered(size, size);

@@ -1,6 +1,7 @@
 //! Why a guest's or a native client's request is refused, and what it is told.
 
 use host_bridge::bridge::{ConnectError, RegionError};
+use host_bridge::framing::with_causes;
 use host_bridge::memory::MemoryError;
 use protocol::channel::GeometryError;
 use protocol::device::Answer;
@@ -45,15 +46,4 @@ impl From<ConnectError> for Refusal {
     fn from(e: ConnectError) -> Refusal {
         Refusal(e.answer(), e.to_string())
     }
-}
-
-/// An error and its causes in one line.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text += &format!(": {cause}");
-        source = cause.source();
-    }
-    text
 }

@@ -272,11 +272,9 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
         .arg0("rgpu-server")
         .args(["worker", "--fd", &fd.to_string(), "--log", &server.options.log])
         .stdin(Stdio::null());
-    // Streams that share one of the device's channels wait for each other, also where one waits for its client. Unless somebody chose otherwise:
-    for (name, value) in [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "LAZY")] {
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
-        }
+    // Loads a module's functions when they are first used, unless the operator chose otherwise.
+    if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
+        command.env("CUDA_MODULE_LOADING", "LAZY");
     }
     let before_exec = move || {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;

@@ -11,7 +11,6 @@
 //! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
 //! - [`queue`]: queue pairs and completion queues; [`credits`]: who may send how much;
 //! - [`link`]: all of that as one connection with messages and writes;
-//! - [`gpudirect`]: whether a transfer may go past host memory;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
 //! A device's context and domain belong to one session, so a key is good for that session's memory and on that session's queue pairs only. A registration is revoked
@@ -20,7 +19,6 @@
 mod credits;
 pub mod device;
 mod error;
-pub mod gpudirect;
 pub mod link;
 pub mod memory;
 mod queue;

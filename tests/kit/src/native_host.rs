@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, accept4, bind, listen, socket};
 use protocol::Status;
-use protocol::channel::{Header, Record};
+use protocol::channel::{Header, Position, Record};
 use protocol::device::{Answer, Extent, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
@@ -151,7 +151,7 @@ fn serve(connection: &OwnedFd, answer: &Response, mut each: impl FnMut(&Host, Re
     } else {
         send_packet(connection, answer.as_bytes(), &[]).unwrap();
     }
-    let mut consumer = host.0.consumer();
+    let mut consumer = host.0.consumer(Position::default());
     let mut body = Vec::new();
     loop {
         while let Some(record) = consumer.pop(&mut body).expect("records that a correct client writes") {

@@ -124,7 +124,7 @@ impl FakeServer {
         let mut config = SessionConfig::new(self.address.clone(), "test-host");
         config.data_connections = 3;
         // On machines with few processors, too.
-        config.hands = true;
+        config.io_threads = true;
         config
     }
 
