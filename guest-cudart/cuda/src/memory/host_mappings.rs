@@ -35,7 +35,7 @@ fn update(change: impl FnOnce(&mut BTreeMap<u64, Mapped>)) {
 
 /// Whether host memory is mapped at an address.
 #[inline]
-pub(super) fn is_here(address: u64) -> bool {
+pub(crate) fn is_here(address: u64) -> bool {
     COUNT.load(Ordering::Acquire) > 0 && {
         let mapped = MAPPED.read().unwrap_or_else(PoisonError::into_inner);
         mapped.range(..=address).next_back().is_some_and(|(start, it)| address - start < it.size)
@@ -46,5 +46,9 @@ pub(super) fn is_here(address: u64) -> bool {
 pub(super) fn neighbors(address: u64) -> Vec<u64> {
     let mapped = MAPPED.read().unwrap_or_else(PoisonError::into_inner);
     let Some(Mapped { reservation, .. }) = mapped.get(&address) else { return Vec::new() };
-    mapped.range(reservation..).take_while(|(_, it)| it.reservation == *reservation).map(|(at, _)| *at).collect()
+    mapped
+        .range(reservation..)
+        .take_while(|(_, it)| it.reservation == *reservation)
+        .map(|(at, _)| *at)
+        .collect()
 }

@@ -16,10 +16,10 @@ use client::{Status, lock};
 /// `CUmemLocationType`s of the host.
 pub(super) const HOST: u32 = 2;
 pub(super) const HOST_NUMA: u32 = 3;
-pub(super) const HOST_NUMA_CURRENT: u32 = 4;
+pub(crate) const HOST_NUMA_CURRENT: u32 = 4;
 
 /// Host memory behind a handle.
-pub(super) struct HostMemory {
+pub(crate) struct HostMemory {
     /// Where the program asked for it. The pages are wherever the system puts them.
     pub location: MemLocation,
     state: Mutex<State>,
@@ -35,7 +35,7 @@ enum State {
 ///
 /// # Errors
 /// `INVALID_DEVICE` for a NUMA node that the machine does not have, `INVALID_VALUE` for a location that is not the host's.
-pub(super) fn check(location: MemLocation) -> Result {
+pub(crate) fn check(location: MemLocation) -> Result {
     match location.kind {
         HOST | HOST_NUMA_CURRENT => Ok(()),
         HOST_NUMA => {

@@ -4,103 +4,79 @@
 //! without a round trip. Addresses are chosen here, apart from every device's window.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::c_void;
-use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::MemLocation;
-use crate::api::devices::attr;
-use crate::memory::address::Found;
-use crate::memory::host_memory::{self, HostMemory};
+use crate::memory::device_memory::Found;
+use crate::memory::host_memory::HostMemory;
 use crate::memory::{host_mappings, shared_descriptor};
-use crate::process::driver::{Driver, driver, unique_id};
-use crate::process::{context, driver};
+use crate::process::context;
+use crate::process::driver::Driver;
+use crate::process::fences::SHARES;
+use crate::process::ids::unique_id;
 use client::Status;
 use client::handle::MemoryId;
 use client::handles::Slab;
 use client::ops::memory::{
-    AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryExport, MemoryImport, MemoryMap,
-    MemoryRelease, MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
+    AddressFree, AddressReserve, MemoryAccess, MemoryCreate, MemoryImport, MemoryMap, MemoryRelease,
+    MemoryUnmap, SPACE, SPACE_ALIGN, SPACE_SIZE,
 };
 
-/// `CUmemAllocationProp`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct AllocationProp {
-    kind: u32,
-    handle_types: u32,
-    location: MemLocation,
-    win32: *mut c_void,
-    compression: u8,
-    gpu_direct_rdma: u8,
-    usage: u16,
-    reserved: [u8; 4],
-}
-
-/// `CUmemAccessDesc`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct AccessDesc {
-    location: MemLocation,
-    flags: u32,
-}
-
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
-const PINNED: u32 = 1;
+pub(crate) const PINNED: u32 = 1;
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
-const DEVICE: u32 = 1;
+pub(crate) const DEVICE: u32 = 1;
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const POSIX_FD: u32 = 1;
+pub(crate) const POSIX_FD: u32 = 1;
 
 /// What a descriptor of exported memory begins with; a token follows.
-const MAGIC: shared_descriptor::Magic = *b"rgpu:mem";
+pub(crate) const MAGIC: shared_descriptor::Magic = *b"rgpu:mem";
 
 /// Addresses that are tried when the server's process has something else at those chosen.
 const ATTEMPTS: usize = 16;
 
 /// Where memory is.
-enum Home {
+pub(crate) enum Home {
     /// On the server's side: its name there, and the ordinal of its device.
     Device(MemoryId, u32),
     Host(HostMemory),
 }
 
 /// Memory that the program names by a handle.
-struct Memory {
-    home: Home,
+pub(crate) struct Memory {
+    pub home: Home,
     size: u64,
-    handle_types: u32,
+    pub handle_types: u32,
     /// `cuMemCreate` and everything that gave the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
-    handles: AtomicU32,
+    pub handles: AtomicU32,
     mapped: AtomicU32,
 }
 
 /// Memory at an address.
-struct Mapping {
-    size: u64,
-    handle: usize,
-    memory: Arc<Memory>,
+pub(crate) struct Mapping {
+    pub size: u64,
+    pub handle: usize,
+    pub memory: Arc<Memory>,
     buffer: u64,
     /// What the program was given of it, where that is less than all: first address and bytes.
-    part: Option<(u64, u64)>,
+    pub part: Option<(u64, u64)>,
     /// `CUmemAccess_flags` by device.
-    access: Vec<u32>,
+    pub access: Vec<u32>,
     /// The same for the host, of host memory.
-    host_access: u32,
+    pub host_access: u32,
 }
 
 /// The program's.
 #[derive(Default)]
-struct Space {
+pub(crate) struct Space {
     reserved: BTreeMap<u64, u64>,
     /// Those of them that the server has given up for host memory, by their first address.
     given_up: BTreeSet<u64>,
-    mappings: BTreeMap<u64, Mapping>,
+    pub mappings: BTreeMap<u64, Mapping>,
     /// Where the next reservation is looked for.
     next: u64,
 }
@@ -112,15 +88,6 @@ static SPACES: RwLock<Space> = RwLock::new(Space {
     next: 0,
 });
 static MEMORIES: Slab<Memory> = Slab::new(14);
-
-/// Whether this process shares memory with another.
-static SHARES: AtomicBool = AtomicBool::new(false);
-
-/// Whether this process shares memory with another, whose commands reach the server by another way: a copy that CUDA calls synchronous must then have reached the device when it returns.
-#[inline]
-pub(crate) fn shares() -> bool {
-    SHARES.load(Ordering::Relaxed)
-}
 
 /// Before this process first shares memory: what it has copied so far has reached the device when this returns.
 pub(crate) fn share(driver: &'static Driver) -> Result {
@@ -134,11 +101,11 @@ pub(crate) fn share(driver: &'static Driver) -> Result {
     Ok(())
 }
 
-fn read() -> RwLockReadGuard<'static, Space> {
+pub(crate) fn read() -> RwLockReadGuard<'static, Space> {
     SPACES.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn write() -> RwLockWriteGuard<'static, Space> {
+pub(crate) fn write() -> RwLockWriteGuard<'static, Space> {
     SPACES.write().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -187,7 +154,7 @@ pub(crate) fn check(driver: &Driver, address: u64, len: u64) -> Result<Found> {
     if may.contains(&true) { Ok(found) } else { Err(Status::INVALID_VALUE) }
 }
 
-fn memory_of(handle: usize) -> Result<Arc<Memory>> {
+pub(crate) fn memory_of(handle: usize) -> Result<Arc<Memory>> {
     let memory = MEMORIES.get(handle).ok_or(Status::INVALID_VALUE)?;
     if memory.handles.load(Ordering::Relaxed) == 0 { Err(Status::INVALID_VALUE) } else { Ok(memory) }
 }
@@ -198,7 +165,7 @@ fn new_id() -> MemoryId {
 }
 
 impl Space {
-    fn granule(driver: &Driver) -> u64 {
+    pub fn granule(driver: &Driver) -> u64 {
         driver.devices.iter().map(|device| device.info.granule).max().unwrap_or(1).max(1)
     }
 
@@ -224,7 +191,7 @@ impl Space {
     }
 
     /// Reserves addresses, with the server.
-    fn reserve(&mut self, driver: &Driver, size: u64, alignment: u64, wish: u64) -> Result<u64> {
+    pub fn reserve(&mut self, driver: &Driver, size: u64, alignment: u64, wish: u64) -> Result<u64> {
         let granule = Space::granule(driver);
         if size == 0 || !size.is_multiple_of(granule) || (alignment != 0 && !alignment.is_power_of_two()) {
             return Err(Status::INVALID_VALUE);
@@ -252,7 +219,7 @@ impl Space {
         Err(Status::OUT_OF_MEMORY)
     }
 
-    fn free(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
+    pub fn free(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
         if self.reserved.get(&address) != Some(&size) {
             return Err(Status::INVALID_VALUE);
         }
@@ -295,7 +262,7 @@ impl Space {
         last.is_none_or(|(start, mapping)| start + mapping.size <= address)
     }
 
-    fn map(
+    pub fn map(
         &mut self,
         driver: &Driver,
         address: u64,
@@ -331,7 +298,7 @@ impl Space {
     }
 
     /// The mappings that a range consists of, whole and without a gap.
-    fn whole(&self, address: u64, size: u64) -> Result<Vec<u64>> {
+    pub fn whole(&self, address: u64, size: u64) -> Result<Vec<u64>> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let mut at = address;
         let mut found = Vec::new();
@@ -343,7 +310,7 @@ impl Space {
         if at == end && !found.is_empty() { Ok(found) } else { Err(Status::INVALID_VALUE) }
     }
 
-    fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
+    pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
             match &mapping.memory.home {
@@ -363,7 +330,14 @@ impl Space {
         Ok(())
     }
 
-    fn set_access(&mut self, driver: &Driver, address: u64, size: u64, device: u32, flags: u32) -> Result {
+    pub fn set_access(
+        &mut self,
+        driver: &Driver,
+        address: u64,
+        size: u64,
+        device: u32,
+        flags: u32,
+    ) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
             // A device reaches pinned memory in any case.
@@ -378,7 +352,7 @@ impl Space {
     }
 
     /// The host reaches host memory in any case.
-    fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
+    pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
         static SAID: AtomicBool = AtomicBool::new(false);
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
@@ -401,14 +375,14 @@ impl Space {
         Ok(())
     }
 
-    fn release(&self, driver: &Driver, handle: usize) -> Result {
+    pub fn release(&self, driver: &Driver, handle: usize) -> Result {
         let memory = memory_of(handle)?;
         memory.handles.fetch_sub(1, Ordering::Relaxed);
         self.end_if_unused(driver, handle, &memory)
     }
 }
 
-fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize, bool)> {
+pub(crate) fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Result<(usize, bool)> {
     let id = new_id();
     let reply = driver.session.call(&MemoryImport { memory: id, token })?;
     let memory = Memory {
@@ -497,7 +471,7 @@ pub(crate) fn release(driver: &Driver, handle: usize) -> Result {
     write().release(driver, handle)
 }
 
-fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
+pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<usize> {
     let id = new_id();
     let exportable = handle_types & POSIX_FD != 0;
     driver.session.call(&MemoryCreate { memory: id, device, size, exportable })?;
@@ -506,212 +480,10 @@ fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -> Result<us
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// The device of what a program wants to make; `None` for host memory.
-fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
-    if prop.kind != PINNED {
-        return Err(Status::INVALID_VALUE);
-    }
-    if prop.location.kind == DEVICE {
-        return driver::device(prop.location.id).map(Some);
-    }
-    host_memory::check(prop.location).map(|()| None)
-}
-
-fn make_host(size: u64, location: MemLocation) -> Result<usize> {
+/// Makes host memory; its handle.
+pub(crate) fn make_host(size: u64, location: MemLocation) -> Result<usize> {
     let home = Home::Host(HostMemory::new(location));
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
     let memory = Memory { home, size, handle_types: 0, handles, mapped };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
-}
-
-api! {
-    fn cuMemAddressReserve(ptr: *mut u64, size: usize, alignment: usize, wish: u64, flags: u64) {
-        non_null(ptr)?;
-        let driver = driver()?;
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let address = write().reserve(driver, size as u64, alignment as u64, wish)?;
-        put(ptr, address)
-    }
-
-    fn cuMemAddressFree(ptr: u64, size: usize) {
-        write().free(driver()?, ptr, size as u64)
-    }
-
-    fn cuMemCreate(handle: *mut u64, size: usize, prop: *const AllocationProp, flags: u64) {
-        static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(handle)?;
-        non_null(prop)?;
-        let driver = driver()?;
-        let prop = *prop;
-        let device = wanted(&prop)?;
-        let size = size as u64;
-        let granule = device.map_or_else(|| Space::granule(driver), |device| device.info.granule.max(1));
-        if flags != 0 || size == 0 || !size.is_multiple_of(granule) {
-            return Err(Status::INVALID_VALUE);
-        }
-        if prop.handle_types & !POSIX_FD != 0 || prop.gpu_direct_rdma != 0 {
-            return refuse_form("cuMemCreate of memory for fabric handles or GPUDirect RDMA", &SAID);
-        }
-        let exportable = prop.handle_types & POSIX_FD != 0;
-        let Some(device) = device else {
-            if prop.location.kind == host_memory::HOST_NUMA_CURRENT {
-                // As NVIDIA's driver (580), which tells the granularity for it nevertheless.
-                return Err(Status::INVALID_VALUE);
-            }
-            if exportable {
-                return refuse_form("cuMemCreate of host memory for export", &SAID);
-            }
-            return put(handle, make_host(size, prop.location)? as u64);
-        };
-        if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        put(handle, make(driver, device.ordinal, size, prop.handle_types)? as u64)
-    }
-
-    fn cuMemRelease(handle: u64) {
-        write().release(driver()?, handle as usize)
-    }
-
-    fn cuMemMap(ptr: u64, size: usize, offset: usize, handle: u64, flags: u64) {
-        let driver = driver()?;
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        write().map(driver, ptr, size as u64, offset as u64, handle as usize, None)
-    }
-
-    fn cuMemUnmap(ptr: u64, size: usize) {
-        let driver = driver()?;
-        let mut space = write();
-        let contexts: Vec<_> = space
-            .whole(ptr, size as u64)?
-            .iter()
-            .filter_map(|at| space.mappings.get(at))
-            .flat_map(|mapping| {
-                // Any device reaches host memory.
-                let any = matches!(mapping.memory.home, Home::Host(_));
-                mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
-            })
-            .filter_map(|(device, _)| driver.devices.get(device))
-            .map(|device| device.primary)
-            .collect();
-        // Work that uses it comes first, as the driver does it: the addresses must not go under it.
-        for context in contexts {
-            if context.is_busy() && context.is_alive() {
-                context.synchronize()?;
-            }
-        }
-        space.unmap(driver, ptr, size as u64)
-    }
-
-    fn cuMemSetAccess(ptr: u64, size: usize, descs: *const AccessDesc, count: usize) {
-        non_null(descs)?;
-        let driver = driver()?;
-        let mut space = write();
-        for i in 0..count {
-            let desc = descs.add(i).read();
-            if !matches!(desc.flags, 0 | 1 | 3) {
-                return Err(Status::INVALID_VALUE);
-            }
-            if desc.location.kind != DEVICE {
-                host_memory::check(desc.location)?;
-                space.set_host_access(ptr, size as u64, desc.flags)?;
-                continue;
-            }
-            let device = driver::device(desc.location.id)?.ordinal;
-            space.set_access(driver, ptr, size as u64, device, desc.flags)?;
-        }
-        Ok(())
-    }
-
-    fn cuMemGetAccess(flags: *mut u64, location: *const MemLocation, ptr: u64) {
-        non_null(flags)?;
-        non_null(location)?;
-        driver()?;
-        let location = *location;
-        let space = read();
-        let (_, mapping) = space
-            .mappings
-            .range(..=ptr)
-            .next_back()
-            .filter(|(start, mapping)| ptr - **start < mapping.size)
-            .ok_or(Status::INVALID_VALUE)?;
-        if location.kind != DEVICE {
-            return put(flags, mapping.host_access.into());
-        }
-        let device = driver::device(location.id)?.ordinal as usize;
-        put(flags, mapping.access.get(device).copied().unwrap_or(0).into())
-    }
-
-    fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const AllocationProp, option: u32) {
-        non_null(granularity)?;
-        non_null(prop)?;
-        let driver = driver()?;
-        if option > 1 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let device = wanted(&*prop)?;
-        put(granularity, device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
-    }
-
-    fn cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) {
-        non_null(prop)?;
-        driver()?;
-        let memory = memory_of(handle as usize)?;
-        put(prop, AllocationProp {
-            kind: PINNED,
-            handle_types: memory.handle_types,
-            location: match &memory.home {
-                Home::Device(_, device) => MemLocation { kind: DEVICE, id: *device as i32 },
-                Home::Host(host) => host.location,
-            },
-            win32: std::ptr::null_mut(),
-            compression: 0,
-            gpu_direct_rdma: 0,
-            usage: 0,
-            reserved: [0; 4],
-        })
-    }
-
-    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *const c_void) {
-        let address = address as u64;
-        non_null(handle)?;
-        driver()?;
-        let space = write();
-        let (_, mapping) = space
-            .mappings
-            .range(..=address)
-            .next_back()
-            .filter(|(start, mapping)| address - **start < mapping.size && mapping.part.is_none())
-            .ok_or(Status::INVALID_VALUE)?;
-        mapping.memory.handles.fetch_add(1, Ordering::Relaxed);
-        put(handle, mapping.handle as u64)
-    }
-
-    fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
-        non_null(shareable)?;
-        let driver = driver()?;
-        let memory = memory_of(handle as usize)?;
-        if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
-        share(driver)?;
-        let token = driver.session.call(&MemoryExport { memory: id })?.token;
-        put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?)
-    }
-
-    fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
-        non_null(handle)?;
-        let driver = driver()?;
-        if kind != POSIX_FD {
-            return Err(Status::INVALID_VALUE);
-        }
-        let token = shared_descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
-        share(driver)?;
-        put(handle, import(driver, token, POSIX_FD)?.0 as u64)
-    }
 }
