@@ -75,6 +75,7 @@ impl Session {
         let hello = Hello {
             magic: MAGIC,
             version: VERSION,
+            fingerprint: protocol::version::OURS.fingerprint(),
             purpose: purpose::VERBS,
             token: [0; 16],
             index: 2,
@@ -99,6 +100,7 @@ impl Session {
         let welcome = Welcome {
             magic: MAGIC,
             version: VERSION,
+            fingerprint: protocol::version::OURS.fingerprint(),
             status: Answer::Ok as u32,
             token: [1; 16],
             data_connections: 0,

@@ -75,6 +75,7 @@ fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
     let welcome = Welcome {
         magic: MAGIC,
         version: protocol::VERSION,
+        fingerprint: protocol::version::OURS.fingerprint(),
         status: if refuses { Answer::NoResources as u32 } else { 0 },
         token: [0; 16],
         data_connections: 0,

@@ -404,7 +404,8 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
                 ("the progress area", link_fields(&good, |f| f.progress_offset = !4095)),
                 ("the arena", link_fields(&good, |f| f.arena_size = u32::MAX)),
                 ("the channel", link_fields(&good, |f| f.size = u64::MAX)),
-                ("version 99", link_fields(&good, |f| f.version = 99)),
+                ("version 99.0", link_fields(&good, |f| f.version = OTHER)),
+                ("different sources", link_fields(&good, |f| f.fingerprint = !f.fingerprint)),
             ];
             for (word, fields) in bad {
                 let (client, answer, reason) = Client::try_connect(&socket, usual, fields)?;
@@ -606,11 +607,15 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
     })
 }
 
+/// A version that nobody has.
+const OTHER: protocol::Version = protocol::Version { major: 99, minor: 0 };
+
 fn hello(purpose: u32) -> Hello {
     Hello {
         magic: link::MAGIC,
         version: protocol::VERSION,
         purpose,
+        fingerprint: protocol::version::OURS.fingerprint(),
         token: [0; 16],
         index: 2,
         pid: 7,
@@ -661,7 +666,8 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
             ensure!(welcome.version == protocol::VERSION, "version {}", welcome.version);
             logged(&rig.server, &["refused", word])
         };
-        refused(Hello { version: 99, ..hello(purpose::CONTROL) }, Answer::Version, "version 99")?;
+        refused(Hello { version: OTHER, ..hello(purpose::CONTROL) }, Answer::Version, "version 99.0")?;
+        refused(Hello { fingerprint: 1, ..hello(purpose::CONTROL) }, Answer::Version, "different sources")?;
         refused(hello(77), Answer::Invalid, "purpose 77")?;
         refused(hello(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
         // A token that nobody was given, and all zeros.
@@ -674,7 +680,7 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
 
         // The first twelve bytes of another version's hello are enough to be told.
         let mut tcp = stranger(rig)?;
-        tcp.write_all(&Hello { version: 2, ..hello(purpose::CONTROL) }.as_bytes()[..12])?;
+        tcp.write_all(&Hello { version: OTHER, ..hello(purpose::CONTROL) }.as_bytes()[..12])?;
         ensure!(
             Answer::from_number(welcome(&mut tcp)?.status) == Answer::Version,
             "another version's short hello"

@@ -20,6 +20,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
+use protocol::version::OURS;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
@@ -149,7 +150,7 @@ struct Refusal(Answer, String);
 impl From<MemoryError> for Refusal {
     fn from(e: MemoryError) -> Refusal {
         let answer = match &e {
-            MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => Answer::Version,
+            MemoryError::Geometry(protocol::channel::GeometryError::Version(_)) => Answer::Version,
             MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };
@@ -262,13 +263,9 @@ impl Connection<'_> {
         if magic != MAGIC {
             return Err(invalid(format!("a request begins with rGPUnatv, this one with {magic:#x}")));
         }
-        if version != protocol::VERSION {
-            let ours = protocol::VERSION;
-            let text = format!(
-                "the client speaks version {version} of rgpu, this host speaks version {ours}: install the same release on both"
-            );
-            return Err(Refusal(Answer::Version, text));
-        }
+        OURS.check_major(version).map_err(|mismatch| {
+            Refusal(Answer::Version, mismatch.describe("the client's libraries speak", "this host speaks"))
+        })?;
         match kind {
             request::CREATE_CHANNEL => {
                 if self.channel.is_some() {

@@ -31,6 +31,7 @@ use protocol::native::{MAGIC, Request};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::ops::{Op, encode};
+use protocol::version::Version;
 use rgpu_host_bridge::framing::{recv_frame, recv_some, recv_struct, send_frame, send_message};
 use rgpu_host_bridge::memory::{ChannelView, Memories};
 use support::{FakeServer, Manners, PATIENCE, arena, eventually, pattern, region};
@@ -272,7 +273,12 @@ fn what_makes_no_sense_is_answered_and_nothing_else_happens() {
     let native = Native::connect(&daemon.native());
     let cases: [(Request, &[&OwnedFd], Answer, &str); 13] = [
         (Request { magic: 1, ..good }, &[&file], Answer::Invalid, "rGPUnatv"),
-        (Request { version: 9, ..good }, &[&file], Answer::Version, "version 9"),
+        (
+            Request { version: Version { major: 9, minor: 1 }, ..good },
+            &[&file],
+            Answer::Version,
+            "version 9.1",
+        ),
         (Request { kind: 77, ..good }, &[&file], Answer::Unsupported, "77"),
         (good, &[], Answer::Invalid, "one file descriptor"),
         (good, &[&file, &file], Answer::Invalid, "one file descriptor"),
@@ -419,6 +425,7 @@ fn stuck_server(path: &Path) {
         recv_struct::<Hello>(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
         let mut welcome = Welcome::new_zeroed();
         (welcome.magic, welcome.version) = (protocol::link::MAGIC, protocol::VERSION);
+        welcome.fingerprint = protocol::version::OURS.fingerprint();
         send_message(socket.as_fd(), &[welcome.as_bytes()], &[]).unwrap();
         let mut fds = Vec::new();
         recv_frame(socket.as_fd(), &mut Vec::new(), &mut fds).unwrap().unwrap();

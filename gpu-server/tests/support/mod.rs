@@ -123,6 +123,7 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
         magic: MAGIC,
         version: protocol::VERSION,
         purpose,
+        fingerprint: protocol::version::OURS.fingerprint(),
         token,
         index,
         pid: std::process::id(),

@@ -33,7 +33,7 @@ pub mod staging;
 pub mod thread;
 mod turn;
 
-pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
+pub use protocol::{Status, VERSION, Version, channel, data, handle, ops, wire};
 
 /// Locks a mutex whether or not another thread has panicked with it held: nothing here leaves shared state half-changed.
 pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -28,6 +28,7 @@ use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
+use protocol::version::OURS;
 
 /// How often a sleeper looks whether the host side is still there.
 pub(crate) const LOOK: Duration = Duration::from_millis(250);
@@ -36,6 +37,8 @@ pub(crate) const LOOK: Duration = Duration::from_millis(250);
 pub struct Session {
     port: Box<dyn Port>,
     geometry: Geometry,
+    /// Minor number of the version that the session speaks.
+    minor: u16,
     header: &'static Header,
     progress: &'static Progress,
     producer: Mutex<Producer<'static>>,
@@ -190,6 +193,12 @@ impl Session {
         });
         port.connect()?;
         turn::wait(header, &*port)?;
+        let (version, fingerprint) = header.session_version();
+        let version = OURS.agree(version, fingerprint).map_err(|mismatch| PortError::Refused {
+            path: port.path().to_owned(),
+            what: "another version of rgpu",
+            reason: mismatch.describe("the host speaks", "these libraries speak"),
+        })?;
         // SAFETY: inside the mapping, as above.
         let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
         Ok(Box::leak(Box::new(Session {
@@ -205,6 +214,7 @@ impl Session {
             shown: AtomicU64::new(0),
             showing: Mutex::new(()),
             geometry,
+            minor: version.minor,
             port,
         })))
     }
@@ -294,6 +304,10 @@ impl Session {
     #[inline]
     fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
         self.check()?;
+        // Decided at compile time for an operation that every version has.
+        if T::INFO.since > 0 && T::INFO.since > self.minor {
+            return Err(Status::NOT_SUPPORTED);
+        }
         let push = |buffer: &mut Vec<u8>| {
             buffer.clear();
             encode(op, buffer);

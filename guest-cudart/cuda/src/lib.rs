@@ -107,9 +107,9 @@ pub(crate) mod code {
     pub const LOSSY_QUERY: Status = Status(402);
 }
 
-/// Tells this libcuda from NVIDIA's, for whoever wants to know.
+/// Distinguishes this libcuda from NVIDIA's. Its value is the version of the wire.
 #[unsafe(no_mangle)]
-pub static rgpu_libcuda: u32 = client::VERSION;
+pub static rgpu_libcuda: client::Version = client::VERSION;
 
 #[inline]
 pub(crate) fn finish(name: &str, result: Result) -> u32 {

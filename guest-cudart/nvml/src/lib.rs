@@ -41,6 +41,6 @@ mod shape;
 mod state;
 mod system;
 
-/// Tells this library from NVIDIA's, for whoever wants to know.
+/// Distinguishes this library from NVIDIA's. Its value is the version of the wire.
 #[unsafe(no_mangle)]
-pub static rgpu_libnvml: u32 = client::VERSION;
+pub static rgpu_libnvml: client::Version = client::VERSION;

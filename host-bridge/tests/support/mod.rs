@@ -21,6 +21,7 @@ use protocol::link::*;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::ops::{Class, Op, encode};
+use protocol::version::{OURS, Speaks};
 use rgpu_host_bridge::bridge::{ChannelMemory, RegionMemory, Session, SessionConfig, Wakeup};
 use rgpu_host_bridge::framing::{Address, FrameReader};
 use rgpu_host_bridge::memory::{ChannelView, Memories};
@@ -115,6 +116,11 @@ impl Client {
         };
         let producer = Producer::new(forever.header(), RingMemory::new(words));
         Ok(Client { session, producer, view, memories, geometry, lost, wakes, body: Vec::new() })
+    }
+
+    /// The version that the bridge says the session speaks, and its fingerprint.
+    pub fn session_version(&self) -> (protocol::Version, u64) {
+        self.view.header().session_version()
     }
 
     pub fn connect(config: &SessionConfig) -> Client {
@@ -300,8 +306,8 @@ pub fn region(id: u32, offset: u64, len: u64) -> HostRange {
 /// What a fake server does otherwise than a good one.
 #[derive(Debug, Clone, Default)]
 pub struct Manners {
-    /// Its version.
-    pub version: Option<u32>,
+    /// Its version and fingerprint.
+    pub speaks: Option<Speaks<'static>>,
     /// What it answers a hello with.
     pub answer: Option<(Answer, &'static str)>,
     /// It lets a client that may wait do so, and tells it of these places first.
@@ -451,9 +457,11 @@ impl Shared {
             self.programs.lock().unwrap().push(protocol::device::untext(&hello.program));
         }
         let (answer, reason) = self.manners.answer.unwrap_or((Answer::Ok, ""));
+        let speaks = self.manners.speaks.unwrap_or(OURS);
         let welcome = Welcome {
             magic: MAGIC,
-            version: self.manners.version.unwrap_or(protocol::VERSION),
+            version: speaks.version(),
+            fingerprint: speaks.fingerprint(),
             status: answer as u32,
             token,
             data_connections: hello.index,

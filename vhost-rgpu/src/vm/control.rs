@@ -129,7 +129,7 @@ pub fn parse(fixed: &[u8; FIXED], extents: &[u8], limits: &Limits) -> Result<Ord
 impl From<MemoryError> for Refusal {
     fn from(e: MemoryError) -> Refusal {
         let answer = match &e {
-            MemoryError::Geometry(GeometryError::Version { .. }) => Answer::Version,
+            MemoryError::Geometry(GeometryError::Version(_)) => Answer::Version,
             MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 
 use protocol::device::{Answer, Response, request};
 use protocol::native::Request;
+use protocol::version::{OURS, Speaks};
 use rgpu_client::Status;
 use rgpu_client::channel::{Consumer, Geometry, Header, Progress, Record, ReplySlot, RingMemory};
 use rgpu_client::port;
@@ -185,6 +186,15 @@ impl Daemon {
     /// A host that answers every request with `answer`, and then, until the client goes, gives each record and its body to `each`.
     pub fn start(
         answer: Response,
+        each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
+    ) -> Daemon {
+        Daemon::speaking(OURS, answer, each)
+    }
+
+    /// The same for a host that says this of its version.
+    pub fn speaking(
+        speaks: Speaks<'static>,
+        answer: Response,
         mut each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
     ) -> Daemon {
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -229,6 +239,7 @@ impl Daemon {
             let geometry = Geometry::check(&fields, request.size).expect("the header that the client wrote");
             let host = Host { base, geometry };
             if response_is_ok(&answer) {
+                host.header().set_session_version(speaks.version(), speaks.fingerprint());
                 host.header().set_ready();
             }
             respond(&connection, &answer, response_is_ok(&answer).then_some(&doorbell));
