@@ -8,7 +8,7 @@
 //! ```
 //!
 //! In reading order:
-//! - [`cli`], [`config`]: what to serve;
+//! - [`config`]: what to serve, from the command line and the configuration file;
 //! - [`sockets`]: where; listening sockets, made here or by systemd;
 //! - [`vm`]: the virtio device of one virtual machine: requests, doorbell, events;
 //! - [`native`]: processes of this host;
@@ -17,7 +17,6 @@
 //!
 //! The daemon knows virtio and sessions; it does not know what a command means, nor CUDA.
 
-mod cli;
 mod config;
 mod limit;
 mod native;
@@ -32,14 +31,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use clap::Parser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::socket::SockType;
 use tracing_subscriber::EnvFilter;
 
-use cli::Arguments;
-use config::Config;
+use config::{Arguments, Config};
 use registry::Registry;
 use sockets::{Activated, Stopper};
 
@@ -49,8 +46,7 @@ const DRAIN: Duration = Duration::from_secs(3);
 const LOOK: Duration = Duration::from_millis(5);
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match run(&arguments) {
+    match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("vhost-rgpu: {error:#}");
@@ -59,13 +55,18 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: &Arguments) -> Result<()> {
-    let config = arguments.config()?;
+fn run() -> Result<()> {
+    let (arguments, given) = Arguments::read(std::env::args_os());
+    if arguments.print_config {
+        print!("{}", config::example());
+        return Ok(());
+    }
+    let config = arguments.config(&given)?;
     let filter = EnvFilter::try_new(&config.log)
         .with_context(|| format!("log: {:?} is not a level or filter", config.log))?;
     if arguments.check_config {
         println!(
-            "the configuration is good: {} virtual machines, native socket {}",
+            "the configuration is valid: {} virtual machines, native socket {}",
             config.vms.len(),
             match &config.native {
                 Some(native) => native.socket.display().to_string(),

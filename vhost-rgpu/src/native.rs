@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use host_bridge::bridge::{
     ChannelMemory, ConnectError, Prepared, RegionError, RegionMemory, Session, Turn, Wakeup,
 };
-use host_bridge::framing::recv_some;
+use host_bridge::framing::{recv_some, with_causes};
 use host_bridge::memory::{Memories, MemoryError};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
@@ -154,7 +154,7 @@ impl From<MemoryError> for Refusal {
             MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };
-        Refusal(answer, chain(&e))
+        Refusal(answer, with_causes(&e))
     }
 }
 
@@ -175,17 +175,6 @@ impl From<ConnectError> for Refusal {
     fn from(e: ConnectError) -> Refusal {
         Refusal(e.answer(), e.to_string())
     }
-}
-
-/// An error with its causes, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text += &format!(": {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 impl Connection<'_> {

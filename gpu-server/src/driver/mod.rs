@@ -9,11 +9,15 @@ pub mod beside;
 pub mod call;
 pub mod cuda;
 pub mod drafts;
+pub mod gpu;
 pub mod graph;
 pub mod nvml;
 pub mod output;
 pub mod parts;
+pub mod quota;
+pub mod ranges;
 pub mod rows;
+pub mod session;
 pub mod slots;
 pub mod software;
 pub mod space;
@@ -26,6 +30,8 @@ use std::sync::Arc;
 use host_bridge::endpoint::Client;
 use protocol::ops::MayBlock;
 
+use self::quota::Quota;
+use self::session::Session;
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
 
@@ -56,9 +62,6 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;
 
-    /// Bytes of device memory that the session holds.
-    fn device_memory(&self) -> u64;
-
     /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
     fn end(&mut self);
 }
@@ -78,8 +81,8 @@ impl From<String> for Unavailable {
     }
 }
 
-/// Makes the backend that `backing` chooses. It has no context yet: see [`Backend::warm`].
-pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Unavailable> {
+/// Makes the backend that `backing` chooses, for a session with this quota of device memory. It has no context yet: see [`Backend::warm`].
+pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavailable> {
     let choice = match backing.backend {
         Choice::Auto => match cuda::probe() {
             Ok(count) if count > 0 => Choice::Cuda,
@@ -91,8 +94,10 @@ pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Un
         },
         chosen => chosen,
     };
+    let session_backing = Backing { backend: choice, ..backing.clone() };
+    let nvml = nvml::Management::new(&session_backing, quota.clone());
     match choice {
-        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, memory_limit)?)),
-        _ => Ok(Box::new(software::Software::new(backing, memory_limit)?)),
+        Choice::Cuda => Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices)?, quota, nvml))),
+        _ => Ok(Box::new(Session::new(software::Software::new(backing)?, quota, nvml))),
     }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::Scope;
 
 use host_bridge::endpoint::{Client, Commands, Lost};
@@ -10,7 +9,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::DataUse;
 use protocol::ops::nvml::NvmlSystem;
-use protocol::ops::{self, Class, Malformed, Op, OpInfo, Order, Outcome, dispatch};
+use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 
 use protocol::trace::{RECORDER, Stage};
 
@@ -180,10 +179,6 @@ impl Dispatcher<'_> {
                 self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
             }
             Outcome::Failed(status) => self.failed(info, &record, status),
-        }
-        // Work on streams allocates nothing.
-        if matches!(info.order, Order::Session | Order::None) {
-            self.shared.device_memory.store(self.backend.device_memory(), Ordering::Relaxed);
         }
         Ok(outcome)
     }

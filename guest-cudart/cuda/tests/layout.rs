@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use cuda::types;
+use cuda::abi::types;
 use cudarc::driver::sys;
 
 macro_rules! same {

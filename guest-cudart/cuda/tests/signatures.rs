@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cuda::{ipc, types};
+use cuda::abi::types;
 
 #[path = "../../c_signatures.rs"]
 mod c_signatures;
@@ -90,7 +90,7 @@ fn fits(rust: &str, c: Class) -> bool {
         "u8" => c == Class::Integer(1),
         "f32" => c == Class::Float(4),
         "MemLocation" => c == Class::Record(size_of::<types::MemLocation>()),
-        "IpcHandle" => c == Class::Record(size_of::<ipc::IpcHandle>()),
+        "IpcHandle" => c == Class::Record(size_of::<types::IpcHandle>()),
         _ if rust.starts_with('*') || rust.starts_with("Option<") => c == Class::Pointer,
         _ => panic!("an argument of type {rust}"),
     }

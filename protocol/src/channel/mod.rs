@@ -32,7 +32,7 @@ pub(crate) mod sync;
 
 pub use geometry::{Geometry, GeometryError, Header, HeaderFields, State};
 pub use progress::{ErrorWord, Progress};
-pub use ring::{Consumer, Full, PAD, Producer, Record, RecordError, RecordHeader, RingMemory};
+pub use ring::{Consumer, Full, PAD, Position, Producer, Record, RecordError, RecordHeader, RingMemory};
 pub use sleep::SleepFlag;
 pub use slots::{Completion, ReplySlot, SlotState};
 

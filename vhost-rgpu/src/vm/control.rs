@@ -3,13 +3,13 @@
 //! What comes here is a copy, fetched once; nothing here touches guest memory.
 
 use host_bridge::bridge::{ConnectError, RegionError};
+use host_bridge::framing::with_causes;
 use host_bridge::memory::MemoryError;
 use protocol::channel::GeometryError;
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Request, request};
 use zerocopy::FromBytes;
 
 use crate::config::Limits;
-use crate::native::chain;
 
 /// Bytes of a request without extents.
 pub const FIXED: usize = size_of::<Request>();
@@ -133,7 +133,7 @@ impl From<MemoryError> for Refusal {
             MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };
-        Refusal(answer, chain(&e))
+        Refusal(answer, with_causes(&e))
     }
 }
 
@@ -163,7 +163,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     fn limits() -> Limits {
-        Limits { max_extents: 8, ..Limits::default() }
+        Limits { max_channels: 256, max_extents: 8, max_channel_size: 256 << 20, max_registered: 0 }
     }
 
     fn fixed(request: Request) -> [u8; FIXED] {

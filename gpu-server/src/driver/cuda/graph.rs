@@ -12,6 +12,7 @@ use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
 use crate::driver::call::Call;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
+use crate::driver::session::Session;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
@@ -110,7 +111,7 @@ impl Build {
     }
 }
 
-impl Cuda {
+impl Session<Cuda> {
     fn node(
         &mut self,
         cx: &mut Call,
@@ -228,7 +229,7 @@ impl Cuda {
     }
 }
 
-impl GraphOps<Call> for Cuda {
+impl GraphOps<Call> for Session<Cuda> {
     fn graph_instantiate<'a>(
         &mut self,
         cx: &mut Call,

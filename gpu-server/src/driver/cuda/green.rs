@@ -12,6 +12,7 @@ use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::{Cuda, STREAM_NON_BLOCKING};
 use crate::driver::call::Call;
 use crate::driver::parts::{Parts, may_have};
+use crate::driver::session::Session;
 
 /// What a session has of them.
 #[derive(Default)]
@@ -53,7 +54,7 @@ impl Cuda {
     }
 }
 
-impl GreenOps<Call> for Cuda {
+impl GreenOps<Call> for Session<Cuda> {
     fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
         cx.context = ContextId(op.device);
         let device = self.device(op.device)?.handle;
@@ -89,12 +90,12 @@ impl GreenOps<Call> for Cuda {
         _cx: &mut Call,
         op: PartDescribe,
     ) -> Result<Answer<PartDescribeReply>, Status> {
-        let greens = &mut self.greens;
+        let greens = &mut self.gpu.greens;
         may_have(&greens.descriptors, op.descriptor.0)?;
         let mut parts = greens.parts.all(&op.parts)?;
         let mut descriptor: Descriptor = std::ptr::null_mut();
         // SAFETY: parts that the driver made, as many as it is told; writes a handle.
-        unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
+        unsafe { self.gpu.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
         greens.descriptors.insert(op.descriptor.0, descriptor);
         Ok(Answer::Now(PartDescribeReply {}))
     }

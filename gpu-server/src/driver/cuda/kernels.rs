@@ -15,9 +15,10 @@ use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttrib
 
 use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
-use super::ranges::Ranges;
 use crate::driver::call::Call;
 use crate::driver::output::may_print;
+use crate::driver::ranges::Ranges;
+use crate::driver::session::Session;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
@@ -282,7 +283,7 @@ impl Cuda {
     }
 }
 
-impl ModuleOps<Call> for Cuda {
+impl ModuleOps<Call> for Session<Cuda> {
     fn module_load<'a>(
         &mut self,
         cx: &mut Call,
@@ -387,7 +388,7 @@ impl ModuleOps<Call> for Cuda {
         self.note(cx.context, asked)?;
         if let Some(module) = self.modules.get_mut(&op.module.0) {
             // Known already when it is asked for again.
-            module.globals.insert(address, size as u64);
+            module.globals.insert(address, size as u64, ());
         }
         Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 }))
     }
@@ -545,7 +546,7 @@ fn config(
     }
 }
 
-impl LaunchOps<Call> for Cuda {
+impl LaunchOps<Call> for Session<Cuda> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let (stream, context) = self.enter_briefly(cx, op.stream)?;
         self.launch_at(cx, context, stream, &op)

@@ -1,6 +1,6 @@
 //! The backend on NVIDIA's driver.
 //!
-//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
+//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of;
 //! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
 //!
@@ -22,14 +22,12 @@ mod kernels;
 mod link;
 mod memory;
 pub mod nvml;
-mod ranges;
 mod reach;
 mod registration;
 mod staging;
 mod stream_memory;
 mod streams;
 mod texture;
-mod vmm;
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -51,20 +49,19 @@ use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
 use self::green::Greens;
-use self::host_map::HostView;
 use self::ids::Ids;
 use self::kernels::LoadedModule;
-use self::ranges::Ranges;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::{Lane, Moment};
 use super::Unavailable;
 use super::beside::Beside;
 use super::call::{Call, Errors, check_selection};
-use super::nvml::Management;
+use super::gpu::Gpu;
 use super::output::{self, Output};
-use super::space::Space;
-use crate::share::{Broker, Token};
+use super::quota::Quota;
+use super::ranges::Ranges;
+use super::session::Session;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
@@ -98,8 +95,6 @@ pub struct Cuda {
     greens: Greens,
     drafts: conditional::Drafts,
     arrays: Arrays,
-    /// Client memory mapped for kernels, by its address in the client.
-    host_views: HashMap<u64, HostView>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -110,15 +105,8 @@ pub struct Cuda {
     client: Option<Arc<dyn Client>>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
-    /// Memory without an address, and where it is mapped.
-    space: Space<u64>,
-    /// The way to the client's other sessions.
-    broker: Option<Arc<Broker>>,
-    /// Under which events are shared.
-    event_tokens: HashMap<u32, Vec<Token>>,
-    /// Answers NVML's questions, which need none of the rest.
-    nvml: Management,
-    memory_limit: u64,
+    /// Limits mirrors to a part of this machine's memory.
+    mirror_quota: Quota,
     output: Arc<Output>,
     errors: Option<Errors>,
 }
@@ -130,14 +118,10 @@ struct Device {
     handle: CUdevice,
     name: String,
     granule: u64,
-    /// What is backed in its window, as it was asked for.
-    backed: Ranges,
-    /// The program's allocations.
-    allocations: Ranges,
+    /// What is mapped in its window.
+    mapped: Ranges,
     /// Whether its memory can be shared between processes.
     exports: bool,
-    /// Under which pieces of its window are shared.
-    tokens: HashMap<u64, Token>,
 }
 
 struct Context {
@@ -201,7 +185,7 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 
 impl Cuda {
     /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
-    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
+    pub fn new(chosen: &[u32]) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
         let all: Vec<u32> =
@@ -240,7 +224,6 @@ impl Cuda {
             greens: Greens::default(),
             drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
-            host_views: HashMap::new(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -248,14 +231,7 @@ impl Cuda {
             staging,
             client: None,
             arrived: None,
-            space: Space::default(),
-            broker: None,
-            event_tokens: HashMap::new(),
-            memory_limit,
-            nvml: {
-                let chosen = chosen.to_vec();
-                Management::from(move || Ok(Box::new(nvml::Nvidia::new(&chosen, memory_limit)?)))
-            },
+            mirror_quota: host_map::mirror_quota(),
             output,
             errors: None,
         })
@@ -371,11 +347,11 @@ impl Cuda {
     fn reach_others(&self, ordinal: u32) -> Result<(), Status> {
         let device = self.device(ordinal)?.handle;
         for other in self.devices.iter().filter(|other| other.handle != device) {
-            if other.backed.total() == 0 || !self.reaches(device, other.handle)? {
+            if other.mapped.is_empty() || !self.reaches(device, other.handle)? {
                 continue;
             }
             let access = api::AccessDesc::device(device, true);
-            for (address, size) in other.backed.iter() {
+            for (address, size) in other.mapped.iter() {
                 // SAFETY: mapped in one piece.
                 unsafe { self.api.memory_access(address, size as usize, &access, 1) }?;
             }
@@ -444,7 +420,6 @@ impl Cuda {
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
         self.arrays.forget(context);
-        self.host_views.retain(|_, view| view.context != context);
     }
 
     /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
@@ -487,10 +462,8 @@ fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
         name,
         // CUDA's manual does not ask for a context here. Should a driver, then it is known with the first one.
         granule: granule(api, handle).unwrap_or(0),
-        backed: Ranges::default(),
-        allocations: Ranges::default(),
+        mapped: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
-        tokens: HashMap::new(),
     })
 }
 
@@ -520,12 +493,11 @@ fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context, Status> {
     Ok(Context { device, handle, health: Health::new(handle, probe) })
 }
 
-impl super::Backend for Cuda {
-    fn name(&self) -> &'static str {
-        "cuda"
-    }
+impl Gpu for Cuda {
+    const NAME: &'static str = "cuda";
+    type Beside = Reach;
 
-    fn devices(&self) -> Vec<String> {
+    fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.name.clone()).collect()
     }
 
@@ -542,11 +514,11 @@ impl super::Backend for Cuda {
         Ok(known.ok().map(|()| free as u64))
     }
 
-    fn begin(&mut self, client: Arc<dyn Client>) {
+    fn begin(&mut self, client: &Arc<dyn Client>) {
         self.completer.serve_over_network(client.streams_data());
-        self.output.serve(Arc::clone(&client));
-        self.errors = Some(Errors::new(Arc::clone(&client)));
-        self.client = Some(client);
+        self.output.serve(Arc::clone(client));
+        self.errors = Some(Errors::new(Arc::clone(client)));
+        self.client = Some(Arc::clone(client));
         self.staging.begin_session();
         // The thread that made the context may have been another.
         self.current = None;
@@ -560,12 +532,18 @@ impl super::Backend for Cuda {
         }
     }
 
-    fn share(&mut self, broker: Arc<Broker>) {
-        self.broker = Some(broker);
+    fn beside(&self) -> &Arc<Reach> {
+        &self.beside
     }
 
-    fn beside(&self) -> Arc<dyn Beside> {
-        self.beside.clone()
+    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+        self.enter_context(context).map(|_| ())
+    }
+
+    fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static) {
+        let contexts: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
+        self.after(seq, |lane| contexts.contains(&lane.context), end);
     }
 
     fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
@@ -576,11 +554,6 @@ impl super::Backend for Cuda {
         }
     }
 
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(|d| d.backed.total()).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.mirrored()
-    }
-
     fn end(&mut self) {
         self.beside.release();
         self.staging.stop();
@@ -588,7 +561,7 @@ impl super::Backend for Cuda {
     }
 }
 
-impl DeviceOps<Call> for Cuda {
+impl DeviceOps<Call> for Session<Cuda> {
     fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
         Ok(Answer::Now(SessionInfoReply {
             device_count: self.devices.len() as u32,
@@ -659,8 +632,7 @@ impl DeviceOps<Call> for Cuda {
             && self.events.is_empty()
             && self.modules.is_empty()
             && self.contexts.keys().all(|id| *id < MAX_DEVICES)
-            && self.space.is_empty()
-            && self.devices.iter().all(|device| device.backed.total() == 0);
+            && self.has_no_memory();
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }
@@ -685,6 +657,7 @@ impl DeviceOps<Call> for Cuda {
                 unsafe { self.api.primary_reset(device.handle) }?;
             }
         }
+        self.clear_windows(op.devices.len());
         if self.home.is_none() {
             self.move_home()?;
         }
@@ -692,7 +665,7 @@ impl DeviceOps<Call> for Cuda {
     }
 }
 
-impl ContextOps<Call> for Cuda {
+impl ContextOps<Call> for Session<Cuda> {
     fn device_output(
         &mut self,
         _cx: &mut Call,
@@ -720,7 +693,8 @@ impl ContextOps<Call> for Cuda {
         self.current = None;
         // SAFETY: writes a context handle.
         unsafe { self.api.context_create(&mut handle, op.flags, device) }?;
-        self.contexts.insert(op.context.0, wrap(self.api, op.device, handle)?);
+        let context = wrap(self.api, op.device, handle)?;
+        self.contexts.insert(op.context.0, context);
         Ok(Answer::Now(ContextCreateReply {}))
     }
 
@@ -846,11 +820,12 @@ impl ContextOps<Call> for Cuda {
     }
 }
 
-impl Cuda {
+impl Session<Cuda> {
     /// Before a context goes: whoever waits for its streams is answered, and what is in it is forgotten.
     fn retire(&mut self, context: &Context, id: u32) {
         context.health.retire();
-        self.forget_context(id);
-        self.current = None;
+        self.gpu.forget_context(id);
+        self.forget_host_views(id);
+        self.gpu.current = None;
     }
 }

@@ -6,8 +6,9 @@ use protocol::ops::stream::{MemoryOp, memory_op};
 
 use super::Cuda;
 use super::api::{BatchMemOp, BatchMemOpNode, CUgraph, CUgraphNode, CUstream};
+use crate::driver::session::Session;
 
-impl Cuda {
+impl Session<Cuda> {
     /// The operations as the driver takes them, each checked.
     fn memory_ops(&self, operations: &[MemoryOp]) -> Result<Vec<BatchMemOp>, Status> {
         if operations.is_empty() || operations.len() > memory_op::MOST {
@@ -28,7 +29,7 @@ impl Cuda {
                 ..BatchMemOp::default()
             });
         }
-        self.check_range(address, width)?;
+        self.check_range(address, width, 0)?;
         Ok(BatchMemOp {
             operation: op.operation,
             address,

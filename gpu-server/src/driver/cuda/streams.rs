@@ -16,6 +16,7 @@ use super::api::{Api, CUevent, CUstream, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Errors};
+use crate::driver::session::Session;
 use crate::driver::slots::Flow;
 
 const EVENT_DISABLE_TIMING: u32 = 2;
@@ -328,7 +329,12 @@ impl Cuda {
     }
 
     /// Fences every stream that `of` picks, and calls `end` when all of them are done.
-    fn after(&mut self, seq: u64, of: impl Fn(&Lane) -> bool, end: impl FnOnce(Status) + Send + 'static) {
+    pub(super) fn after(
+        &mut self,
+        seq: u64,
+        of: impl Fn(&Lane) -> bool,
+        end: impl FnOnce(Status) + Send + 'static,
+    ) {
         let gather = Gather::new(end);
         let ids: Vec<u32> = self.lanes.iter().filter(|(_, lane)| of(lane)).map(|(id, _)| *id).collect();
         for id in ids {
@@ -357,13 +363,6 @@ impl Cuda {
         }
     }
 
-    /// Calls `end` when everything enqueued so far on a device is done.
-    pub(super) fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static) {
-        let contexts: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
-        self.after(seq, |lane| contexts.contains(&lane.context), end);
-    }
-
     /// Answers `cx` when all streams of the context are done.
     pub(super) fn synchronize_context(&mut self, cx: &mut Call, id: ContextId) -> Result<(), Status> {
         self.enter_context(id)?;
@@ -379,7 +378,7 @@ impl Cuda {
     }
 }
 
-impl StreamOps<Call> for Cuda {
+impl StreamOps<Call> for Session<Cuda> {
     fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
         cx.context = op.context;
         if op.stream.0 < MAX_CONTEXTS || op.stream.0 >= MAX_STREAMS || self.lanes.contains_key(&op.stream.0) {
@@ -505,7 +504,7 @@ impl StreamOps<Call> for Cuda {
     }
 }
 
-impl EventOps<Call> for Cuda {
+impl EventOps<Call> for Session<Cuda> {
     fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
         cx.context = op.context;
         if self.events.contains_key(&op.event.0) {

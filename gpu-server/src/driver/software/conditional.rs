@@ -15,6 +15,7 @@ use super::{Software, code};
 use crate::driver::call::{Call, Errors};
 use crate::driver::drafts;
 use crate::driver::graph::{Work, work};
+use crate::driver::session::Session;
 
 /// The drafts of a session.
 pub(super) type Drafts = drafts::Drafts<(), (), Arc<Cell>>;
@@ -114,7 +115,7 @@ impl Run {
     }
 }
 
-impl Software {
+impl Session<Software> {
     /// The conditional nodes of a draft's parts, which were checked.
     pub(super) fn conditionals(
         &self,

@@ -15,6 +15,7 @@ use super::Software;
 use super::conditional::{Cell, Conditionals};
 use crate::driver::call::Call;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
+use crate::driver::session::Session;
 
 /// An instantiated graph.
 pub(super) struct SoftwareGraph {
@@ -26,7 +27,7 @@ pub(super) struct SoftwareGraph {
 /// The graphs of a session.
 pub(super) type Graphs = HashMap<u32, SoftwareGraph>;
 
-impl Software {
+impl Session<Software> {
     /// The graph, whose context is the stream's.
     fn graph_on(
         &mut self,
@@ -68,7 +69,7 @@ impl Software {
     }
 }
 
-impl GraphOps<Call> for Software {
+impl GraphOps<Call> for Session<Software> {
     fn graph_instantiate<'a>(
         &mut self,
         cx: &mut Call,

@@ -12,6 +12,7 @@ use protocol::ops::green::*;
 use super::Software;
 use crate::driver::call::Call;
 use crate::driver::parts::{Parts, may_have};
+use crate::driver::session::Session;
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
@@ -59,7 +60,7 @@ impl Software {
     }
 }
 
-impl GreenOps<Call> for Software {
+impl GreenOps<Call> for Session<Software> {
     fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
         cx.context = ContextId(op.device);
         let count = self.device(op.device)?.gpu.properties().multiprocessors;

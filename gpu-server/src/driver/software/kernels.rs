@@ -12,6 +12,7 @@ use software_gpu::{Function, LaunchConfig};
 use super::{Software, code};
 use crate::driver::call::Call;
 use crate::driver::output::may_print;
+use crate::driver::session::Session;
 
 /// Bytes of an image at most.
 pub(super) const MAX_IMAGE: u64 = 1 << 30;
@@ -225,7 +226,7 @@ impl Software {
     }
 }
 
-impl ModuleOps<Call> for Software {
+impl ModuleOps<Call> for Session<Software> {
     fn module_load<'a>(
         &mut self,
         cx: &mut Call,
@@ -457,7 +458,7 @@ impl Software {
     }
 }
 
-impl LaunchOps<Call> for Software {
+impl LaunchOps<Call> for Session<Software> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
         let (function, config) = self.prepare(cx, place.context, &op)?;

@@ -4,7 +4,7 @@
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
 //! - [`green`]: green contexts;
-//! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses; [`mirror`]: pinned memory that kernels use;
+//! - [`array`]: arrays, textures and surfaces; [`memory`]: device memory; [`mirror`]: pinned memory that kernels use;
 //! - [`kernels`]: modules and launches; [`link`]: the linker;
 //! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
@@ -17,6 +17,7 @@ mod green;
 mod imitate;
 mod kernels;
 mod link;
+mod memory;
 mod mirror;
 pub mod nvml;
 mod properties;
@@ -25,10 +26,8 @@ mod stream_memory;
 mod streams;
 mod tensor;
 mod transfer;
-mod vmm;
 
-use std::collections::{BTreeMap, HashMap};
-use std::os::fd::OwnedFd;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -38,9 +37,8 @@ use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
 use protocol::ops::context::*;
 use protocol::ops::device::*;
-use protocol::ops::memory::*;
 use protocol::ops::{Answer, MayBlock};
-use software_gpu::{GRANULE, Gpu, GpuConfig};
+use software_gpu::{Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::imitate::Delays;
@@ -50,13 +48,11 @@ use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::{Lane, Moment};
 use super::Unavailable;
-use super::beside::{self, Beside};
 use super::call::{Call, Errors, check_selection};
-use super::nvml::Management;
+use super::gpu::{self as driver, GpuSharedEvents};
 use super::output::{self, Output};
-use super::space::Space;
+use super::session::Session;
 use crate::cli::Backing;
-use crate::share::{Broker, Token};
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
@@ -66,8 +62,6 @@ const DRIVER_VERSION: u32 = 13000;
 /// The backend.
 pub struct Software {
     devices: Vec<Device>,
-    memory_limit: u64,
-    nvml: Management,
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
@@ -79,9 +73,6 @@ pub struct Software {
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
-    space: Space<OwnedFd>,
-    /// The way to the client's other sessions.
-    broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
     greens: green::Greens,
     drafts: conditional::Drafts,
@@ -96,25 +87,8 @@ struct Device {
     /// Among the server's.
     number: u32,
     config: GpuConfig,
-    /// What backs its window, by first address.
-    pieces: BTreeMap<u64, Piece>,
     /// Something has needed its context. Nothing here does, but making one takes NVIDIA's driver its time.
     context: AtomicBool,
-}
-
-/// A part of a window that is backed: a file, so that it can be shared.
-struct Piece {
-    size: u64,
-    file: OwnedFd,
-    /// Under which it is shared.
-    token: Option<Token>,
-}
-
-impl Device {
-    /// Bytes backed in its window.
-    fn used(&self) -> u64 {
-        self.pieces.values().map(|piece| piece.size).sum()
-    }
 }
 
 struct Context {
@@ -161,7 +135,7 @@ fn numbers(backing: &Backing) -> Vec<u32> {
 
 impl Software {
     /// Makes the devices.
-    pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
+    pub fn new(backing: &Backing) -> Result<Software, String> {
         let output = Output::new();
         let mut devices = Vec::new();
         for number in numbers(backing) {
@@ -189,16 +163,11 @@ impl Software {
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
             let context = AtomicBool::new(false);
-            devices.push(Device { gpu, number, config, pieces: BTreeMap::new(), context });
+            devices.push(Device { gpu, number, config, context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
             devices,
-            memory_limit,
-            nvml: {
-                let backing = backing.clone();
-                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, memory_limit)?)))
-            },
             output,
             errors: None,
             contexts,
@@ -209,8 +178,6 @@ impl Software {
             arrays: Arrays::default(),
             granules: Granules::default(),
             beside: Arc::default(),
-            space: Space::default(),
-            broker: None,
             graphs: graph::Graphs::default(),
             greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
@@ -253,50 +220,37 @@ impl Software {
     fn errors(&self) -> Result<&Errors, Status> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
+}
 
-    /// The device whose window holds `address`; for an address outside all windows (a module's variable) the device `home`.
-    fn gpu_of(&self, address: u64, home: u32) -> Result<&Gpu, Status> {
-        let ordinal = match address.checked_sub(window(0)) {
-            _ if Space::<OwnedFd>::is_here(address) => {
-                self.space.reached_by(address, 1, home).ok_or(Status::INVALID_VALUE)?
-            }
-            Some(offset) if offset / WINDOW_SIZE < u64::from(MAX_DEVICES) => (offset / WINDOW_SIZE) as u32,
-            _ => home,
-        };
-        self.device(ordinal).map(|d| &d.gpu).map_err(|_| Status::INVALID_VALUE)
-    }
-
-    /// Checks that `len` bytes from `address` lie in one allocation or variable.
+impl Session<Software> {
+    /// Checks a range of the session's, and finds the GPU through which it is reached.
     fn checked(&self, address: u64, len: u64, home: u32) -> Result<Gpu, Status> {
-        let gpu = self.gpu_of(address, home)?;
-        if len > 0 {
-            let (start, size) = gpu.allocation(address).ok_or(Status::INVALID_VALUE)?;
-            if len > size - (address - start) {
-                return Err(Status::INVALID_VALUE);
-            }
-        }
-        Ok(gpu.clone())
+        let device = self.check_range(address, len, home)?;
+        self.device(device).map(|device| device.gpu.clone())
     }
 
     /// Forgets everything that belongs to a context.
     fn clear_context(&mut self, context: u32) {
-        self.lanes.retain(|_, lane| lane.context != context);
+        self.gpu.lanes.retain(|_, lane| lane.context != context);
         self.events.retain(|_, event| event.context != context);
         self.modules.retain(|_, module| module.context != context);
         self.links.retain(|_, link| link.context != context);
         self.forget_arrays(context);
-        self.forget_mirrors(context);
+        self.forget_host_views(context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
 }
 
-impl super::Backend for Software {
-    fn name(&self) -> &'static str {
-        "software"
-    }
+impl GpuSharedEvents for Software {
+    const SHARES_EVENTS: bool = false;
+}
 
-    fn devices(&self) -> Vec<String> {
+impl driver::Gpu for Software {
+    const NAME: &'static str = "software";
+    type Beside = Reach;
+
+    fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
     }
 
@@ -305,26 +259,35 @@ impl super::Backend for Software {
         Ok(None)
     }
 
-    fn begin(&mut self, client: Arc<dyn Client>) {
-        self.output.serve(Arc::clone(&client));
-        self.errors = Some(Errors::new(client));
-    }
-
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(Device::used).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
+    fn begin(&mut self, client: &Arc<dyn Client>) {
+        self.output.serve(Arc::clone(client));
+        self.errors = Some(Errors::new(Arc::clone(client)));
     }
 
     fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
         self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
-    fn share(&mut self, broker: Arc<Broker>) {
-        self.broker = Some(broker);
+    fn beside(&self) -> &Arc<Reach> {
+        &self.beside
     }
 
-    fn beside(&self) -> Arc<dyn Beside> {
-        self.beside.clone()
+    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+        self.context(context).map(|_| ())
+    }
+
+    fn before_waiting_call(&mut self, device: u32) -> Result<(), Status> {
+        self.begin_waiting_call(device)
+    }
+
+    fn after_device(&mut self, device: u32, _seq: u64, end: impl FnOnce(Status) + Send + 'static) {
+        let Ok(gpu) = self.device(device).map(|device| device.gpu.clone()) else { return };
+        let lanes = self.lanes_of_device(device);
+        if lanes.iter().all(|lane| lane.query().unwrap_or(true)) {
+            end(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
+        } else {
+            streams::after_all(&gpu, &lanes, end);
+        }
     }
 
     fn end(&mut self) {
@@ -334,7 +297,7 @@ impl super::Backend for Software {
     }
 }
 
-impl DeviceOps<Call> for Software {
+impl DeviceOps<Call> for Session<Software> {
     fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
         Ok(Answer::Now(SessionInfoReply {
             device_count: self.devices.len() as u32,
@@ -371,8 +334,7 @@ impl DeviceOps<Call> for Software {
             && self.events.is_empty()
             && self.modules.is_empty()
             && self.contexts.len() == self.devices.len()
-            && self.space.is_empty()
-            && self.devices.iter().all(|device| device.pieces.is_empty());
+            && self.has_no_memory();
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }
@@ -380,11 +342,12 @@ impl DeviceOps<Call> for Software {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         self.devices.extend(op.devices.iter().filter_map(|number| old[*number as usize].take()));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
+        self.clear_windows(op.devices.len());
         Ok(Answer::Now(SelectDevicesReply {}))
     }
 }
 
-impl ContextOps<Call> for Software {
+impl ContextOps<Call> for Session<Software> {
     fn device_output(
         &mut self,
         _cx: &mut Call,
@@ -437,13 +400,11 @@ impl ContextOps<Call> for Software {
         self.beside.tickets.release_all();
         self.begin_waiting_call(op.device)?;
         let fresh = Gpu::new(config).map_err(|e| code(&e))?;
-        self.map_again(op.device, &fresh)?;
-        let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
-        pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
+        Software::map_again(op.device, &fresh, &self.space)?;
         let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.context.store(false, Ordering::Relaxed);
-        device.pieces.clear();
+        self.unback_all(op.device);
         let of_device: Vec<u32> =
             self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
         for context in of_device {
@@ -504,190 +465,5 @@ impl ContextOps<Call> for Software {
             self.device(device)?.gpu.set_heap_limit(op.value);
         }
         Ok(Answer::Now(ContextSetLimitReply {}))
-    }
-}
-
-impl MemoryOps<Call> for Software {
-    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.need_context(op.device)?;
-        self.begin_waiting_call(op.device)?;
-        let held = super::Backend::device_memory(self);
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let first = window(op.device);
-        let end = op.address.checked_add(op.size);
-        let inside = op.address >= first && end.is_some_and(|end| end <= first + WINDOW_SIZE);
-        if !inside || op.size == 0 || !op.size.is_multiple_of(GRANULE) || !op.address.is_multiple_of(GRANULE)
-        {
-            return Err(Status::INVALID_VALUE);
-        }
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes = op.size,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        let piece = vmm::back(&device.gpu, op.address, op.size)?;
-        device.pieces.insert(op.address, piece);
-        Ok(Answer::Now(MemGrowReply {}))
-    }
-
-    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
-        cx.context = ContextId(op.device);
-        let gpu = self.device(op.device)?.gpu.clone();
-        let (address, size) = (op.address, op.size);
-        if self.device(op.device)?.pieces.get(&address).is_none_or(|piece| piece.size != size) {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.begin_waiting_call(op.device)?;
-        let lanes = self.lanes_of_device(op.device);
-        let idle = lanes.iter().all(|lane| lane.query().unwrap_or(true));
-        if idle {
-            gpu_unmap(&gpu, address, size)?;
-        }
-        // Counted as given back at once: what may wait is only the moment at which its pages go.
-        self.unshare_piece(op.device, address);
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        device.pieces.remove(&address);
-        if idle {
-            return Ok(Answer::Now(MemShrinkReply {}));
-        }
-        let (unmapped, pending) = (gpu.clone(), cx.later());
-        streams::after_all(&gpu, &lanes, move |_| pending.answer(gpu_unmap(&unmapped, address, size)));
-        Ok(Answer::Later)
-    }
-
-    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
-        let gpu = self.window_gpu(cx, op.address)?;
-        gpu.place(op.address, op.size).map_err(|e| code(&e))
-    }
-
-    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
-        let gpu = self.window_gpu(cx, op.address)?;
-        gpu.release(op.address).map(|_| ()).map_err(|e| code(&e))
-    }
-
-    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
-        self.mirror_host(cx, &op).map(|()| Answer::Now(HostMirrorReply {}))
-    }
-
-    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
-        cx.context = op.context;
-        self.beside.patch(&op.words)
-    }
-
-    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
-        cx.context = op.context;
-        beside::read(&*self.beside, &op).map(Answer::Now)
-    }
-
-    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
-        cx.context = op.context;
-        self.beside.write(op.address, op.bytes)
-    }
-
-    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
-        cx.context = op.context;
-        self.unmirror_host(op.address)
-    }
-
-    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        let (free, total) = self.memory_of(&self.device(op.device)?.gpu);
-        Ok(Answer::Now(MemGetInfoReply { free, total }))
-    }
-
-    fn address_reserve(
-        &mut self,
-        _cx: &mut Call,
-        op: AddressReserve,
-    ) -> Result<Answer<AddressReserveReply>, Status> {
-        self.reserve_addresses(&op).map(|()| Answer::Now(AddressReserveReply {}))
-    }
-
-    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
-        self.free_addresses(&op).map(|()| Answer::Now(AddressFreeReply {}))
-    }
-
-    fn memory_create(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryCreate,
-    ) -> Result<Answer<MemoryCreateReply>, Status> {
-        self.create_memory(cx, &op).map(|()| Answer::Now(MemoryCreateReply {}))
-    }
-
-    fn memory_release(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryRelease,
-    ) -> Result<Answer<MemoryReleaseReply>, Status> {
-        self.release_memory(&op).map(|()| Answer::Now(MemoryReleaseReply {}))
-    }
-
-    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
-        self.map_memory(&op).map(|()| Answer::Now(MemoryMapReply {}))
-    }
-
-    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
-        self.unmap_memory(&op).map(|()| Answer::Now(MemoryUnmapReply {}))
-    }
-
-    fn memory_access(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryAccess,
-    ) -> Result<Answer<MemoryAccessReply>, Status> {
-        self.set_memory_access(cx, &op).map(|()| Answer::Now(MemoryAccessReply {}))
-    }
-
-    fn memory_export(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryExport,
-    ) -> Result<Answer<MemoryExportReply>, Status> {
-        self.export_memory(&op).map(|token| Answer::Now(MemoryExportReply { token }))
-    }
-
-    fn memory_import(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryImport,
-    ) -> Result<Answer<MemoryImportReply>, Status> {
-        self.import_memory(cx, &op).map(Answer::Now)
-    }
-
-    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
-        self.export_piece(&op).map(Answer::Now)
-    }
-}
-
-fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Status> {
-    vmm::unback(gpu, address, size).map(|()| MemShrinkReply {})
-}
-
-impl Software {
-    /// Free and total memory of a device in bytes, as far as this session may have it.
-    fn memory_of(&self, gpu: &Gpu) -> (u64, u64) {
-        let (free, total) = gpu.memory_info();
-        let held = super::Backend::device_memory(self);
-        match self.memory_limit {
-            0 => (free, total),
-            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
-        }
-    }
-
-    /// The device whose window holds an allocation's address.
-    fn window_gpu(&self, cx: &mut Call, address: u64) -> Result<&Gpu, Status> {
-        let ordinal = address
-            .checked_sub(window(0))
-            .map(|o| o / WINDOW_SIZE)
-            .filter(|n| *n < self.devices.len() as u64);
-        let ordinal = ordinal.ok_or(Status::INVALID_VALUE)? as u32;
-        cx.context = ContextId(ordinal);
-        self.device(ordinal).map(|d| &d.gpu)
     }
 }

@@ -12,6 +12,7 @@ use super::Software;
 use super::streams::Place;
 use super::transfer::{Again, enqueue_checked};
 use crate::driver::call::Call;
+use crate::driver::session::Session;
 
 /// Between a waiting stream's first looks, and between its later ones.
 const FIRST_NAP: Duration = Duration::from_micros(20);
@@ -64,7 +65,7 @@ fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result
     }
 }
 
-impl Software {
+impl Session<Software> {
     pub(super) fn memory_ops(
         &mut self,
         cx: &mut Call,

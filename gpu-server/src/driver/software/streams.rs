@@ -22,6 +22,7 @@ use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
+use crate::driver::session::Session;
 
 const STREAM_NON_BLOCKING: u32 = 1;
 const EVENT_DISABLE_TIMING: u32 = 2;
@@ -342,7 +343,7 @@ impl Software {
     }
 }
 
-impl StreamOps<Call> for Software {
+impl StreamOps<Call> for Session<Software> {
     fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
@@ -482,7 +483,7 @@ impl Place {
     }
 }
 
-impl EventOps<Call> for Software {
+impl EventOps<Call> for Session<Software> {
     fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;

@@ -5,12 +5,14 @@ use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use super::exec::{self, Flat};
-use super::work::Work;
-use super::{GRAPHS, Graph, Inner};
-use crate::state::{Driver, driver};
-use crate::types::ConditionalNodeParams;
-use crate::{Result, context, put, refuse_form};
+use crate::abi::arguments::put;
+use crate::abi::result::{Result, refuse_form};
+use crate::abi::types::ConditionalNodeParams;
+use crate::graph::instance::Flat;
+use crate::graph::node_work::Work;
+use crate::graph::{GRAPHS, Graph, Inner, instance};
+use crate::process::context;
+use crate::process::driver::{Driver, driver};
 use client::handle::GraphId;
 use client::ops::graph::{
     GraphCondition, GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
@@ -52,7 +54,7 @@ impl Conditional {
 
 /// A graph's draft.
 #[derive(Default)]
-pub(super) struct Draft {
+pub(crate) struct Draft {
     id: OnceLock<GraphId>,
     /// Belongs to another.
     part: bool,
@@ -85,7 +87,7 @@ fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
     if !std::ptr::eq(context::of(ctx)?, graph.context) {
         return Err(Status::INVALID_VALUE);
     }
-    let id = graph.draft.id().unwrap_or_else(exec::new_id);
+    let id = graph.draft.id().unwrap_or_else(instance::new_id);
     let context = graph.context.id;
     let reply = driver.session.call(&GraphCondition { context, graph: id, default, flags })?;
     // Of two threads that are here for the first time, one has made a draft that nobody uses.
@@ -98,7 +100,7 @@ fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
 }
 
 /// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
-pub(super) fn has_unused(graph: &Arc<Graph>) -> bool {
+pub(crate) fn has_unused(graph: &Arc<Graph>) -> bool {
     if graph.draft.id().is_none() {
         return false;
     }
@@ -119,7 +121,7 @@ pub(super) fn has_unused(graph: &Arc<Graph>) -> bool {
 ///
 /// # Safety
 /// The description may be read and written.
-pub(super) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> Result<Work> {
+pub(crate) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> Result<Work> {
     // SAFETY: as the caller says.
     let p = unsafe { &mut *p };
     let driver = driver()?;
@@ -131,7 +133,7 @@ pub(super) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> 
         _ => false,
     };
     let draft = graph.draft.id().filter(|_| known).ok_or(Status::INVALID_VALUE)?;
-    let ids: Vec<GraphId> = (0..p.size).map(|_| exec::new_id()).collect();
+    let ids: Vec<GraphId> = (0..p.size).map(|_| instance::new_id()).collect();
     driver.session.call(&GraphConditional {
         graph: draft,
         handle: p.handle,
@@ -151,12 +153,12 @@ pub(super) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> 
 }
 
 /// Whether some of an instance's nodes are conditional.
-pub(super) fn any(nodes: &[Flat]) -> bool {
+pub(crate) fn any(nodes: &[Flat]) -> bool {
     nodes.iter().any(|node| matches!(node.work, Work::Conditional(_)))
 }
 
 /// The draft that an instance's nodes go into, and what goes into it and into those that belong to it: `nodes`, which are those at `places`, first.
-pub(super) fn parts(
+pub(crate) fn parts(
     driver: &Driver,
     all: &[Flat],
     places: &[usize],
@@ -193,30 +195,30 @@ fn conditionals<'a>(nodes: impl Iterator<Item = &'a Flat>) -> Vec<Arc<Conditiona
 fn body_nodes(driver: &Driver, body: &Arc<Graph>) -> Result<(Vec<GraphNode>, Vec<Arc<Conditional>>)> {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut nodes = Vec::new();
-    exec::flatten(body, &[], &mut nodes);
+    instance::flatten(body, &[], &mut nodes);
     if nodes.iter().any(|node| matches!(node.work, Work::Alloc(_) | Work::Free(_))) {
         // CUDA has no such nodes there.
         return Err(Status::INVALID_VALUE);
     }
-    let places: Vec<usize> = exec::plan(&nodes).into_iter().flat_map(|(_, places)| places).collect();
+    let places: Vec<usize> = instance::plan(&nodes).into_iter().flat_map(|(_, places)| places).collect();
     if nodes.iter().any(|node| !node.is_servers()) {
         return refuse_form(
             "a graph of a conditional node with copies from or to the host's memory, host functions or events",
             &SAID,
         );
     }
-    let described = exec::describe(&nodes, driver, body.context, &places)?;
+    let described = instance::describe(&nodes, driver, body.context, &places)?;
     Ok((described, conditionals(nodes.iter())))
 }
 
 /// Notes that an instance with conditional nodes does not change.
-pub(super) fn refuse_change<T>() -> Result<T> {
+pub(crate) fn refuse_change<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form("changing an instance of a graph with conditional nodes", &SAID)
 }
 
 /// Notes that kernels which may set conditions are apart from the nodes that have them.
-pub(super) fn refuse_apart<T>() -> Result<T> {
+pub(crate) fn refuse_apart<T>() -> Result<T> {
     static SAID: AtomicBool = AtomicBool::new(false);
     refuse_form(
         "a graph with conditional nodes whose kernels stand before and behind steps of this process",
@@ -226,7 +228,7 @@ pub(super) fn refuse_apart<T>() -> Result<T> {
 
 api! {
     fn cuGraphConditionalHandleCreate(handle: *mut u64, graph: usize, ctx: usize, default: u32, flags: u32) {
-        crate::non_null(handle)?;
-        put(handle, create(&*super::of(graph)?, ctx, default, flags)?)
+        crate::abi::arguments::non_null(handle)?;
+        put(handle, create(&*crate::graph::of(graph)?, ctx, default, flags)?)
     }
 }

@@ -8,28 +8,24 @@
 //! - `build`, `params`, `inspect`: the functions of the API that make nodes, read and change what they do, and look at graphs;
 //! - [`memory`], [`physical`]: allocations of graphs, and what backs them; [`object`]: what a graph keeps alive for the program.
 
-mod build;
-mod conditional;
-mod exec;
-mod inspect;
-pub(crate) mod memory;
-mod object;
-mod params;
-pub(crate) mod physical;
-pub(crate) mod work;
+pub(crate) mod conditional;
+pub(crate) mod instance;
+pub(crate) mod launch_steps;
+pub(crate) mod node_work;
+pub(crate) mod user_object;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use self::conditional::Draft;
-pub(crate) use self::exec::forget;
-use self::memory::Allocations;
-use self::object::Held;
-pub(crate) use self::work::Work;
-use crate::context::Context;
-use crate::state::{driver, unique_id};
-use crate::{Result, non_null};
+use crate::abi::arguments::non_null;
+use crate::abi::result::Result;
+use crate::graph::conditional::Draft;
+use crate::graph::node_work::Work;
+use crate::graph::user_object::Held;
+use crate::memory::graph_memory::Allocations;
+use crate::process::context::Context;
+use crate::process::driver::{driver, unique_id};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -55,20 +51,20 @@ pub(crate) struct Graph {
     pub context: &'static Context,
     pub unique: u64,
     /// Of the graph that it is a clone of.
-    origin: Option<u64>,
+    pub origin: Option<u64>,
     /// Part of a node of another graph: not the program's to destroy.
-    part: bool,
+    pub part: bool,
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
     held: Mutex<Vec<Held>>,
-    allocations: Allocations,
+    pub allocations: Allocations,
     draft: Draft,
     /// A graph with memory nodes has one instance at a time.
     pub instantiated: AtomicBool,
 }
 
 #[derive(Default)]
-struct Inner {
+pub(crate) struct Inner {
     nodes: BTreeMap<u64, Node>,
     next: u64,
 }
@@ -87,7 +83,8 @@ struct NodeName {
     id: u64,
 }
 
-static GRAPHS: Slab<Graph> = Slab::new(9);
+pub(crate) static GRAPHS: Slab<Graph> = Slab::new(9);
+
 static NODES: Slab<NodeName> = Slab::new(11);
 
 impl Graph {
@@ -120,7 +117,7 @@ impl Graph {
     ///
     /// # Errors
     /// `NOT_SUPPORTED` for a graph with memory or conditional nodes, as CUDA has it.
-    fn copy(&self, part: bool) -> Result<Graph> {
+    pub fn copy(&self, part: bool) -> Result<Graph> {
         let inner = lock(&self.inner);
         let mut nodes = BTreeMap::new();
         for (id, node) in &inner.nodes {
@@ -131,7 +128,7 @@ impl Graph {
             };
             nodes.insert(*id, Node { work, before: node.before.clone(), handle: OnceLock::new() });
         }
-        let held = object::share(&lock(&self.held));
+        let held = user_object::share(&lock(&self.held));
         let inner = Inner { nodes, next: inner.next };
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
     }
@@ -205,7 +202,7 @@ impl Graph {
     }
 
     /// Adds dependencies: all of them, or none.
-    fn connect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
+    pub fn connect(&self, edges: &[(u64, u64, EdgeData)]) -> Result {
         let mut inner = lock(&self.inner);
         for (n, (from, to, _)) in edges.iter().enumerate() {
             let known = inner.nodes.contains_key(from) && inner.nodes.contains_key(to) && from != to;
@@ -237,7 +234,7 @@ impl Graph {
     ///
     /// # Errors
     /// `INVALID_VALUE` when one is not there, `NOT_SUPPORTED` when the graph has memory nodes.
-    fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
+    pub fn disconnect(&self, edges: &[(u64, u64)]) -> Result {
         let mut inner = lock(&self.inner);
         let there = |(from, to): &(u64, u64)| {
             inner.nodes.get(to).is_some_and(|node| node.before.iter().any(|edge| edge.from == *from))
@@ -258,7 +255,7 @@ impl Graph {
     ///
     /// # Errors
     /// `NOT_SUPPORTED` when the graph has memory nodes; the server's for a conditional node, which it has already.
-    fn remove(&self, id: u64) -> Result {
+    pub fn remove(&self, id: u64) -> Result {
         let mut inner = lock(&self.inner);
         inner.may_lose()?;
         if let Some(Work::Conditional(node)) = inner.nodes.get(&id).map(|node| &node.work) {
@@ -299,7 +296,7 @@ impl Graph {
     }
 
     /// Empties the graph: nodes and their handles are gone, and what it kept alive is let go.
-    fn clear(&self) {
+    pub fn clear(&self) {
         let nodes = std::mem::take(&mut lock(&self.inner).nodes);
         for node in nodes.into_values() {
             node.forget();
@@ -367,7 +364,7 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Graph>> {
 }
 
 /// The graph and the number of the node that a handle names.
-fn node(handle: usize) -> Result<(Arc<Graph>, u64)> {
+pub(crate) fn node(handle: usize) -> Result<(Arc<Graph>, u64)> {
     driver()?;
     let name = NODES.get(handle).ok_or(Status::INVALID_VALUE)?;
     Ok((name.graph.upgrade().ok_or(Status::INVALID_VALUE)?, name.id))
@@ -409,7 +406,7 @@ pub(crate) unsafe fn edges(
 }
 
 /// Entry `i` of an array of edge data; zeros when there is no array.
-unsafe fn edge_data(data: *const EdgeData, i: usize) -> Result<EdgeData> {
+pub(crate) unsafe fn edge_data(data: *const EdgeData, i: usize) -> Result<EdgeData> {
     if data.is_null() {
         return Ok([0; 8]);
     }
@@ -420,13 +417,13 @@ unsafe fn edge_data(data: *const EdgeData, i: usize) -> Result<EdgeData> {
 }
 
 /// A node's work, by the node's handle.
-fn work_of(handle: usize) -> Result<Work> {
+pub(crate) fn work_of(handle: usize) -> Result<Work> {
     let (graph, id) = node(handle)?;
     graph.with(id, |node| Ok(node.work.clone()))
 }
 
 /// Changes what a node does.
-fn set_work(handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result {
+pub(crate) fn set_work(handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result {
     let (graph, id) = node(handle)?;
     graph.with(id, |node| {
         node.work = change(&node.work)?;
@@ -435,7 +432,7 @@ fn set_work(handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result
 }
 
 /// Whether a graph with memory nodes has an instance, and notes that it has.
-fn claim(graph: &Graph) -> Result {
+pub(crate) fn claim(graph: &Graph) -> Result {
     if graph.instantiated.swap(true, Ordering::AcqRel) { Err(Status::NOT_SUPPORTED) } else { Ok(()) }
 }
 

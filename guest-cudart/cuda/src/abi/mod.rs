@@ -1,0 +1,7 @@
+//! What crosses the C interface: structures of `cuda.h`, arguments, status codes, and the macro that exports functions.
+
+pub(crate) mod arguments;
+#[macro_use]
+pub(crate) mod macros;
+pub(crate) mod result;
+pub mod types;

@@ -1,0 +1,334 @@
+//! Structures of `cuda.h` that a program passes, laid out as on 64-bit Linux. Enumerations in them are plain integers: a program may write any number. `tests/layout.rs` compares
+//! them with cudarc's.
+
+use std::ffi::c_void;
+
+/// `CUdevResource`: its kind, what the driver keeps in it, and for multiprocessors `CUdevSmResource` in the first three of the last words.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DevResource {
+    pub kind: u32,
+    pub inside: [u32; 23],
+    pub told: [u32; 12],
+}
+
+/// `CUDA_MEMCPY2D_v2`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy2D {
+    pub srcXInBytes: usize,
+    pub srcY: usize,
+    pub srcMemoryType: u32,
+    pub srcHost: usize,
+    pub srcDevice: u64,
+    pub srcArray: usize,
+    pub srcPitch: usize,
+    pub dstXInBytes: usize,
+    pub dstY: usize,
+    pub dstMemoryType: u32,
+    pub dstHost: usize,
+    pub dstDevice: u64,
+    pub dstArray: usize,
+    pub dstPitch: usize,
+    pub WidthInBytes: usize,
+    pub Height: usize,
+}
+
+/// `CUDA_MEMCPY3D_v2`, and `CUDA_MEMCPY3D_PEER`, whose reserved words are the contexts.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Memcpy3D {
+    pub srcXInBytes: usize,
+    pub srcY: usize,
+    pub srcZ: usize,
+    pub srcLOD: usize,
+    pub srcMemoryType: u32,
+    pub srcHost: usize,
+    pub srcDevice: u64,
+    pub srcArray: usize,
+    /// `srcContext` in the peer form.
+    pub reserved0: usize,
+    pub srcPitch: usize,
+    pub srcHeight: usize,
+    pub dstXInBytes: usize,
+    pub dstY: usize,
+    pub dstZ: usize,
+    pub dstLOD: usize,
+    pub dstMemoryType: u32,
+    pub dstHost: usize,
+    pub dstDevice: u64,
+    pub dstArray: usize,
+    /// `dstContext` in the peer form.
+    pub reserved1: usize,
+    pub dstPitch: usize,
+    pub dstHeight: usize,
+    pub WidthInBytes: usize,
+    pub Height: usize,
+    pub Depth: usize,
+}
+
+impl From<&Memcpy2D> for Memcpy3D {
+    fn from(c: &Memcpy2D) -> Memcpy3D {
+        Memcpy3D {
+            srcXInBytes: c.srcXInBytes,
+            srcY: c.srcY,
+            srcMemoryType: c.srcMemoryType,
+            srcHost: c.srcHost,
+            srcDevice: c.srcDevice,
+            srcArray: c.srcArray,
+            srcPitch: c.srcPitch,
+            dstXInBytes: c.dstXInBytes,
+            dstY: c.dstY,
+            dstMemoryType: c.dstMemoryType,
+            dstHost: c.dstHost,
+            dstDevice: c.dstDevice,
+            dstArray: c.dstArray,
+            dstPitch: c.dstPitch,
+            WidthInBytes: c.WidthInBytes,
+            Height: c.Height,
+            Depth: 1,
+            ..Memcpy3D::default()
+        }
+    }
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`; the first form ends before `kern`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct KernelNodeParams {
+    pub func: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub sharedMemBytes: u32,
+    pub kernelParams: *const *const c_void,
+    pub extra: *const *mut c_void,
+    pub kern: usize,
+    pub ctx: usize,
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v1`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct KernelNodeParams1 {
+    pub func: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub sharedMemBytes: u32,
+    pub kernelParams: *const *const c_void,
+    pub extra: *const *mut c_void,
+}
+
+/// `CUDA_MEMSET_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemsetNodeParams {
+    pub dst: u64,
+    pub pitch: usize,
+    pub value: u32,
+    pub elementSize: u32,
+    pub width: usize,
+    pub height: usize,
+}
+
+/// `CUDA_HOST_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct HostNodeParams {
+    pub function: Option<HostFn>,
+    pub userData: *mut c_void,
+}
+
+/// `CUstreamBatchMemOpParams`. A flush and a fence have nothing but their flags, at the place of `short_flags`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOp {
+    pub operation: u32,
+    pub short_flags: u32,
+    pub address: u64,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: u64,
+    pub pad: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BatchMemOpNodeParams {
+    pub ctx: usize,
+    pub count: u32,
+    pub paramArray: *const BatchMemOp,
+    pub flags: u32,
+}
+
+/// `CUDA_CONDITIONAL_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ConditionalNodeParams {
+    pub handle: u64,
+    pub kind: u32,
+    pub size: u32,
+    pub graphs: *const usize,
+    pub ctx: usize,
+}
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemAllocNodeParams {
+    pub poolProps: MemPoolProps,
+    pub accessDescs: *const MemAccessDesc,
+    pub accessDescCount: usize,
+    pub bytesize: usize,
+    pub dptr: u64,
+}
+
+/// `CUgraphNodeParams`: the body holds, by the node's type, one of the structures above; a copy's comes after its flags and its context.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct GraphNodeParams {
+    pub kind: u32,
+    pub reserved0: [i32; 3],
+    pub body: [u64; 29],
+    pub reserved2: i64,
+}
+
+/// `CUgraphExecUpdateResultInfo`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct UpdateResultInfo {
+    pub result: u32,
+    pub errorNode: usize,
+    pub errorFromNode: usize,
+}
+
+/// `CUmemorytype`.
+pub mod memory_type {
+    pub const HOST: u32 = 1;
+    pub const DEVICE: u32 = 2;
+    pub const ARRAY: u32 = 3;
+    pub const UNIFIED: u32 = 4;
+}
+
+/// `CUlaunchAttribute`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LaunchAttr {
+    pub id: u32,
+    pub pad: [u8; 4],
+    pub value: AttrValue,
+}
+
+/// `CUlaunchAttributeValue`: 64 bytes, aligned as its pointers are.
+#[repr(C, align(8))]
+#[derive(Clone, Copy)]
+pub struct AttrValue(pub [u8; 64]);
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LaunchConfig {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub sharedMemBytes: u32,
+    pub hStream: usize,
+    pub attrs: *const LaunchAttr,
+    pub numAttrs: u32,
+}
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemLocation {
+    pub kind: u32,
+    pub id: i32,
+}
+
+/// `CUmemPoolProps`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemPoolProps {
+    pub allocType: u32,
+    pub handleTypes: u32,
+    pub location: MemLocation,
+    pub win32SecurityAttributes: *mut c_void,
+    pub maxSize: usize,
+    pub usage: u16,
+    pub reserved: [u8; 54],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemAccessDesc {
+    pub location: MemLocation,
+    pub flags: u32,
+}
+
+/// `CUctxCreateParams`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CtxCreateParams {
+    pub execAffinityParams: *mut c_void,
+    pub numExecAffinityParams: i32,
+    pub cigParams: *mut c_void,
+}
+
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemcpyAttributes {
+    pub srcAccessOrder: u32,
+    pub srcLocHint: MemLocation,
+    pub dstLocHint: MemLocation,
+    pub flags: u32,
+}
+
+/// `CUmemcpy3DOperand`: by its kind a pointer, the length of its rows, the height of its layers, and a location; or an array and three offsets.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DOperand {
+    pub kind: u32,
+    pub words: [u64; 4],
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Memcpy3DBatchOp {
+    pub src: Memcpy3DOperand,
+    pub dst: Memcpy3DOperand,
+    pub extent: [usize; 3],
+    pub srcAccessOrder: u32,
+    pub flags: u32,
+}
+
+/// `CUdevprop`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DevProp {
+    pub maxThreadsPerBlock: i32,
+    pub maxThreadsDim: [i32; 3],
+    pub maxGridSize: [i32; 3],
+    pub sharedMemPerBlock: i32,
+    pub totalConstantMemory: i32,
+    pub SIMDWidth: i32,
+    pub memPitch: i32,
+    pub regsPerBlock: i32,
+    pub clockRate: i32,
+    pub textureAlign: i32,
+}
+
+/// `CUhostFn`.
+pub type HostFn = unsafe extern "C-unwind" fn(*mut c_void);
+
+/// `CUstreamCallback`.
+pub type StreamCallback = unsafe extern "C-unwind" fn(usize, u32, *mut c_void);
+
+/// `CUoccupancyB2DSize`.
+pub type BlockToShared = unsafe extern "C" fn(i32) -> usize;
+
+/// `CUipcMemHandle`, `CUipcEventHandle`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct IpcHandle(pub [u8; 64]);

@@ -1,0 +1,157 @@
+//! How other libraries find functions: `cuGetProcAddress`.
+//!
+//! A name stands for several functions, each since a version of CUDA and perhaps with a form for the per-thread default stream: `entry_table` has them all.
+
+use std::ffi::{CStr, c_char, c_void};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use client::Status;
+use table::ENTRIES;
+
+/// The version of the API that this library has.
+pub(crate) const API_VERSION: i32 = 13000;
+
+/// One function: the name that is asked for, the version since which it is meant by that name, its address, and that of its form for the per-thread default stream.
+struct Entry {
+    name: &'static str,
+    version: i32,
+    function: *const c_void,
+    per_thread: *const c_void,
+}
+
+// SAFETY: the addresses are of functions.
+unsafe impl Sync for Entry {}
+
+macro_rules! entries {
+    ($($name:ident $version:literal $symbol:ident $($per_thread:ident)?;)*) => {
+        use super::Entry;
+
+        pub(crate) mod symbols {
+            unsafe extern "C" {
+                $(pub fn $symbol();)*
+                $($(pub fn $per_thread();)?)*
+            }
+        }
+
+        pub(crate) static ENTRIES: &[Entry] = &[$(Entry {
+            name: stringify!($name),
+            version: $version,
+            function: symbols::$symbol as *const std::ffi::c_void,
+            per_thread: entries!(@address $($per_thread)?),
+        }),*];
+    };
+    (@address) => { std::ptr::null() };
+    (@address $symbol:ident) => { symbols::$symbol as *const std::ffi::c_void };
+}
+
+mod table;
+
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 1 is the legacy stream, 0 the default, which is that.
+const PER_THREAD: u64 = 2;
+
+/// The version since which there are forms for it.
+const PER_THREAD_SINCE: i32 = 7000;
+
+/// `CUdriverProcAddressQueryResult`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+enum Query {
+    Success = 0,
+    Missing = 1,
+    VersionNotSufficient = 2,
+}
+
+/// The newest function of that name that is no newer than `version`. A name that has a form for the per-thread default stream is not found where that is asked
+/// for in a version before those forms, not even as an older function that had none.
+fn find(name: &str, version: i32, flags: u64) -> (*const c_void, Query) {
+    let first = ENTRIES.partition_point(|entry| entry.name < name);
+    let forms = || ENTRIES[first..].iter().take_while(|entry| entry.name == name);
+    if forms().next().is_none() {
+        return (std::ptr::null(), Query::Missing);
+    }
+    let per_thread = flags & PER_THREAD != 0 && forms().any(|entry| !entry.per_thread.is_null());
+    match forms().take_while(|entry| entry.version <= version).last() {
+        Some(entry) if !per_thread => (entry.function, Query::Success),
+        Some(entry) if version >= PER_THREAD_SINCE => {
+            let address = if entry.per_thread.is_null() { entry.function } else { entry.per_thread };
+            (address, Query::Success)
+        }
+        _ => (std::ptr::null(), Query::VersionNotSufficient),
+    }
+}
+
+unsafe fn get(symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64) -> Result<Query> {
+    non_null(symbol)?;
+    non_null(pfn)?;
+    if version > crate::process::driver::driver().map_or(API_VERSION, |driver| driver.version)
+        || flags & !3 != 0
+    {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: the program gives a name that ends with NUL.
+    let name = unsafe { CStr::from_ptr(symbol) }.to_str().unwrap_or("");
+    let (address, found) = find(name, version, flags);
+    if found != Query::Success {
+        client::log::debug(format_args!("cuGetProcAddress: {name:?} of version {version}: {found:?}"));
+    }
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(pfn, address)? };
+    Ok(found)
+}
+
+api! {
+    fn cuGetProcAddress_v2 / cuGetProcAddress_v2_ptsz(
+        symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64, status: *mut u32
+    ) |pt| {
+        let flags = if flags == 0 && pt { PER_THREAD } else { flags };
+        let found = get(symbol, pfn, version, flags)?;
+        if !status.is_null() {
+            put(status, found as u32)?;
+        }
+        Ok(())
+    }
+
+    fn cuGetProcAddress(symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64) {
+        match get(symbol, pfn, version, flags)? {
+            Query::Success => Ok(()),
+            _ => Err(Status::NOT_FOUND),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::table::symbols;
+    use super::*;
+
+    #[test]
+    fn entries_are_in_order() {
+        assert!(ENTRIES.windows(2).all(|w| (w[0].name, w[0].version) < (w[1].name, w[1].version)));
+    }
+
+    #[test]
+    fn the_version_chooses_the_form() {
+        let at = |name, version, flags| find(name, version, flags).0;
+        assert_eq!(at("cuMemAlloc", 12000, 0), symbols::cuMemAlloc_v2 as *const c_void);
+        assert_eq!(at("cuMemAlloc", 2000, 0), symbols::cuMemAlloc as *const c_void);
+        assert_eq!(at("cuCtxCreate", 11040, 0), symbols::cuCtxCreate_v3 as *const c_void);
+        assert_eq!(at("cuCtxCreate", 13000, 0), symbols::cuCtxCreate_v4 as *const c_void);
+        assert_eq!(at("cuMemcpyHtoD", 13000, 2), symbols::cuMemcpyHtoD_v2_ptds as *const c_void);
+        assert_eq!(at("cuLaunchKernel", 12000, 2), symbols::cuLaunchKernel_ptsz as *const c_void);
+        assert_eq!(at("cuMemAlloc", 13000, 2), symbols::cuMemAlloc_v2 as *const c_void);
+    }
+
+    #[test]
+    fn what_is_not_there_is_told_from_what_is_too_new() {
+        assert_eq!(find("cuLibraryGetKernel", 11000, 0).1, Query::VersionNotSufficient);
+        assert_eq!(find("cuLaunchKernel", 4000, 2).1, Query::VersionNotSufficient);
+        assert_eq!(find("cuLaunchKernel", 4000, 0).1, Query::Success);
+        assert_eq!(find("cuMemAlloc", 4000, 2).1, Query::Success);
+        for version in [2000, 3020, 4000] {
+            assert_eq!(find("cuMemcpyHtoD", version, 2), (std::ptr::null(), Query::VersionNotSufficient));
+        }
+        assert_eq!(find("cuNoSuchThing", 13000, 0).1, Query::Missing);
+        assert_eq!(find("", 13000, 0).1, Query::Missing);
+    }
+}

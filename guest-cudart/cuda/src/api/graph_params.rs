@@ -1,0 +1,213 @@
+//! Reading and changing what a node of a graph does.
+
+use std::sync::Arc;
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::abi::types::{
+    AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
+    MemAllocNodeParams, MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams,
+};
+use crate::api::graph_build;
+use crate::graph::node_work::{Kernel, Work};
+use crate::graph::{Graph, set_work, work_of};
+use crate::process::driver::driver;
+use client::Status;
+use client::ops::launch::LaunchAttribute;
+
+/// Replaces what a node does by something of the same kind.
+fn replace(handle: usize, work: Result<Work>) -> Result {
+    set_work(handle, |before| {
+        let work = work?;
+        if work.kind() != before.kind() {
+            return Err(Status::INVALID_VALUE);
+        }
+        Ok(match (before, work) {
+            // Attributes are not among the parameters.
+            (Work::Kernel(before), Work::Kernel(work)) => {
+                Work::Kernel(Arc::new(work.with_attributes(before.attributes.clone())))
+            }
+            (_, work) => work,
+        })
+    })
+}
+
+fn kernel(handle: usize) -> Result<Arc<Kernel>> {
+    match work_of(handle)? {
+        Work::Kernel(kernel) => Ok(kernel),
+        _ => Err(Status::INVALID_VALUE),
+    }
+}
+
+/// `CUlaunchAttributeID`s that a node has: access policy, cooperative, cluster dimension, cluster scheduling, priority, and the memory synchronization
+/// domains, preferred cluster, shared memory carveout.
+fn is_known(attribute: u32) -> bool {
+    matches!(attribute, 1 | 2 | 4 | 5 | 6 | 8 | 9 | 10 | 11 | 14)
+}
+
+fn set_attributes(handle: usize, change: impl FnOnce(&Kernel) -> Vec<LaunchAttribute>) -> Result {
+    set_work(handle, |work| match work {
+        Work::Kernel(kernel) => Ok(Work::Kernel(Arc::new(kernel.with_attributes(change(kernel))))),
+        _ => Err(Status::INVALID_VALUE),
+    })
+}
+
+api! {
+    fn cuGraphKernelNodeGetParams(node: usize, p: *mut KernelNodeParams1) {
+        let KernelNodeParams { func, grid, block, sharedMemBytes, kernelParams, extra, kern, .. } = kernel(node)?.describe();
+        // The older form knows no kernels.
+        let func = if func != 0 { func } else { crate::code::library::function_of(kern)? };
+        put(p, KernelNodeParams1 { func, grid, block, sharedMemBytes, kernelParams, extra })
+    }
+
+    fn cuGraphKernelNodeGetParams_v2(node: usize, p: *mut KernelNodeParams) {
+        put(p, kernel(node)?.describe())
+    }
+
+    fn cuGraphKernelNodeSetParams(node: usize, p: *const KernelNodeParams1) {
+        non_null(p)?;
+        replace(node, graph_build::kernel(&KernelNodeParams::from(&*p)))
+    }
+
+    fn cuGraphKernelNodeSetParams_v2(node: usize, p: *const KernelNodeParams) {
+        replace(node, graph_build::kernel(p))
+    }
+
+    fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: *mut AttrValue) {
+        let kernel = kernel(node)?;
+        if !is_known(attribute) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let found = kernel.attributes.iter().find(|found| found.id == attribute);
+        put(value, AttrValue(found.map_or([0; 64], |found| found.value)))
+    }
+
+    fn cuGraphKernelNodeSetAttribute(node: usize, attribute: u32, value: *const AttrValue) {
+        non_null(value)?;
+        if !is_known(attribute) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let value = (*value).0;
+        set_attributes(node, |kernel| {
+            let mut all = kernel.attributes.clone();
+            all.retain(|other| other.id != attribute);
+            all.push(LaunchAttribute { id: attribute, value });
+            all
+        })
+    }
+
+    fn cuGraphKernelNodeCopyAttributes(to: usize, from: usize) {
+        let from = kernel(from)?;
+        set_attributes(to, |_| from.attributes.clone())
+    }
+
+    fn cuGraphMemcpyNodeGetParams(node: usize, p: *mut Memcpy3D) {
+        match work_of(node)? {
+            Work::Copy(copy) => put(p, copy),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphMemcpyNodeSetParams(node: usize, p: *const Memcpy3D) {
+        replace(node, Work::copy(driver()?, p))
+    }
+
+    fn cuGraphMemsetNodeGetParams(node: usize, p: *mut MemsetNodeParams) {
+        match work_of(node)? {
+            Work::Fill(fill) => put(p, fill),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphMemsetNodeSetParams(node: usize, p: *const MemsetNodeParams) {
+        replace(node, Work::fill(driver()?, p))
+    }
+
+    fn cuGraphHostNodeGetParams(node: usize, p: *mut HostNodeParams) {
+        match work_of(node)? {
+            Work::Host(function, data) => put(p, HostNodeParams { function: Some(function), userData: data.0 }),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphHostNodeSetParams(node: usize, p: *const HostNodeParams) {
+        replace(node, graph_build::host(p))
+    }
+
+    fn cuGraphChildGraphNodeGetGraph(node: usize, graph: *mut usize) {
+        match work_of(node)? {
+            Work::Child(child) => put(graph, Graph::handle(&child)?),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphBatchMemOpNodeGetParams(node: usize, p: *mut BatchMemOpNodeParams) {
+        match work_of(node)? {
+            Work::Words(words) => put(p, BatchMemOpNodeParams {
+                ctx: crate::graph::node(node)?.0.context.handle,
+                count: words.given.len() as u32,
+                // As long as the node stays as it is.
+                paramArray: words.given.as_ptr(),
+                flags: 0,
+            }),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphBatchMemOpNodeSetParams(node: usize, p: *const BatchMemOpNodeParams) {
+        replace(node, graph_build::words(p))
+    }
+
+    fn cuGraphEventRecordNodeGetEvent(node: usize, event: *mut usize) {
+        match work_of(node)? {
+            Work::Record(found) => put(event, found),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphEventRecordNodeSetEvent(node: usize, event: usize) {
+        replace(node, graph_build::recorded(event))
+    }
+
+    fn cuGraphEventWaitNodeGetEvent(node: usize, event: *mut usize) {
+        match work_of(node)? {
+            Work::Wait(found) => put(event, found),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphEventWaitNodeSetEvent(node: usize, event: usize) {
+        replace(node, graph_build::waited(event))
+    }
+
+    fn cuGraphMemAllocNodeGetParams(node: usize, p: *mut MemAllocNodeParams) {
+        let Work::Alloc(memory) = work_of(node)? else { return Err(Status::INVALID_VALUE) };
+        put(p, MemAllocNodeParams {
+            poolProps: MemPoolProps {
+                allocType: 1,
+                handleTypes: 0,
+                location: MemLocation { kind: 1, id: memory.device() as i32 },
+                win32SecurityAttributes: std::ptr::null_mut(),
+                maxSize: 0,
+                usage: 0,
+                reserved: [0; 54],
+            },
+            accessDescs: std::ptr::null(),
+            accessDescCount: 0,
+            bytesize: memory.size as usize,
+            dptr: memory.address,
+        })
+    }
+
+    fn cuGraphMemFreeNodeGetParams(node: usize, address: *mut u64) {
+        match work_of(node)? {
+            Work::Free(found) => put(address, found),
+            _ => Err(Status::INVALID_VALUE),
+        }
+    }
+
+    fn cuGraphNodeSetParams(node: usize, p: *mut GraphNodeParams) {
+        work_of(node)?;
+        replace(node, graph_build::described(p))
+    }
+}

@@ -1,0 +1,403 @@
+//! Green contexts: contexts that have a part of their device.
+//!
+//! What is in one is in the device's primary context: memory, modules, events. Its own are its streams, and its default stream, which a thread uses whose current context it is.
+//!
+//! A part of a device is a structure that programs copy about ([`DevResource`]). Ours holds the number by which the server knows the part, which keeps what its driver made.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::{Result, code};
+use crate::abi::types::DevResource;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::stream::Stream;
+use crate::process::{context, copy_fences, driver, stream};
+use crate::streams::event;
+use crate::streams::event::Event;
+use client::handle::{DescriptorId, GreenId};
+use client::handles::Slab;
+use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, Part, PartDescribe, PartGet, PartSplit};
+use client::{Status, lock};
+
+/// `CU_DEV_RESOURCE_TYPE_SM`.
+const SM: u32 = 1;
+
+/// A green context.
+pub(crate) struct Green {
+    pub id: GreenId,
+    /// The primary context that it is in.
+    pub context: &'static Context,
+    pub unique: u64,
+    handle: OnceLock<usize>,
+    /// Whether the program has asked for it as a context.
+    converted: AtomicBool,
+    alive: AtomicBool,
+    default: Mutex<Option<Arc<Stream>>>,
+}
+
+static GREENS: Slab<Green> = Slab::new(18);
+
+static IDS: AtomicU32 = AtomicU32::new(1);
+
+/// Whether there ever was one: while there was none, nobody looks for one.
+static ANY: AtomicBool = AtomicBool::new(false);
+
+/// What programs made descriptors of; their handle is the place here, from 1.
+static DESCRIPTORS: Mutex<Vec<DescriptorId>> = Mutex::new(Vec::new());
+
+/// A context, or a green one in it.
+type Whole = (&'static Context, Option<Arc<Green>>);
+
+/// Streams that wait for what all work of a context, or of a green one in it, has to wait for: streams made later wait for them.
+static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
+
+/// Whether there ever was a green context.
+#[inline]
+pub(crate) fn any() -> bool {
+    ANY.load(Ordering::Acquire)
+}
+
+impl Green {
+    pub fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Acquire)
+    }
+
+    pub fn handle(&self) -> usize {
+        self.handle.get().copied().unwrap_or(0)
+    }
+
+    /// Its handle, for use as a context's from now on.
+    pub fn convert(&self) -> usize {
+        self.converted.store(true, Ordering::Release);
+        self.handle()
+    }
+
+    /// Whether a stream is its default stream.
+    pub fn is_default(&self, stream: &Stream) -> bool {
+        lock(&self.default).as_ref().is_some_and(|default| std::ptr::eq(&**default, stream))
+    }
+
+    /// Its default stream, which waits for no other.
+    pub fn default_stream(&self) -> Result<Arc<Stream>> {
+        lock(&self.default).clone().ok_or(Status::CONTEXT_IS_DESTROYED)
+    }
+}
+
+/// The green context that a handle names as a context.
+pub(crate) fn as_context(handle: usize) -> Option<Arc<Green>> {
+    if !any() {
+        return None;
+    }
+    GREENS.get(handle).filter(|green| green.converted.load(Ordering::Acquire))
+}
+
+fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
+    let driver = driver()?;
+    Ok((driver, GREENS.get(handle).ok_or(Status::INVALID_CONTEXT)?))
+}
+
+/// A primary context is being emptied: its green contexts go with it.
+pub(crate) fn forget(context: &'static Context) {
+    for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
+        green.alive.store(false, Ordering::Release);
+        *lock(&green.default) = None;
+    }
+    lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
+}
+
+/// A new stream waits for what all work of its context has to wait for.
+pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
+    let gates = lock(&GATES);
+    for ((context, green), gate) in &*gates {
+        let same = match (green, stream.green()) {
+            (None, _) => true,
+            (Some(green), Some(other)) => Arc::ptr_eq(green, other),
+            (Some(_), None) => false,
+        };
+        if same && std::ptr::eq(*context, stream.context) {
+            join(driver, gate, stream)?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes a stream wait for all work so far on another.
+fn join(driver: &Driver, from: &Arc<Stream>, to: &Stream) -> Result {
+    let event = event::own(driver, from.context)?;
+    let joined =
+        event::record_on(driver, &event, from.clone()).and_then(|()| stream::wait(driver, to, &event));
+    event::end(driver, &event, false);
+    joined
+}
+
+/// The streams of a context, or of a green one in it.
+///
+/// # Errors
+/// `STREAM_CAPTURE_UNSUPPORTED` where one of them is being captured, which that ends.
+fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<Arc<Stream>>> {
+    let all = stream::of_context(context, green);
+    let captures: Vec<_> = all.iter().filter_map(|stream| stream.capture()).collect();
+    if captures.is_empty() {
+        return Ok(all);
+    }
+    captures.iter().for_each(|capture| capture.spoil());
+    Err(code::STREAM_CAPTURE_UNSUPPORTED)
+}
+
+/// Records an event after all work so far of a context, or of a green one in it.
+fn record_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
+    if event.context().device != context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let all = streams(context, green.as_ref())?;
+    let last = Arc::new(match &green {
+        None => stream::unnamed_once(driver, context)?,
+        Some(green) => stream::in_green(driver, green, 0)?,
+    });
+    for stream in all {
+        join(driver, &stream, &last)?;
+    }
+    event::record_on(driver, event, last.clone())?;
+    stream::end(driver, last);
+    Ok(())
+}
+
+/// Makes all work from now on in a context, or in a green one in it, wait for an event.
+fn wait_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
+    if let Some((capture, _)) = event.captured() {
+        capture.spoil();
+        return Err(code::STREAM_CAPTURE_UNSUPPORTED);
+    }
+    let all = streams(context, green.as_ref())?;
+    let mut gates = lock(&GATES);
+    let is_it = |other: &Option<Arc<Green>>| match (other, &green) {
+        (None, None) => true,
+        (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+        _ => false,
+    };
+    if !gates.iter().any(|((of, other), _)| std::ptr::eq(*of, context) && is_it(other)) {
+        let gate = match &green {
+            None => stream::unnamed(driver, context)?,
+            Some(green) => {
+                let gate = Arc::new(stream::in_green(driver, green, 0)?);
+                stream::keep(&gate);
+                gate
+            }
+        };
+        stream::wait(driver, &gate, event)?;
+        gates.push(((context, green), gate));
+    }
+    drop(gates);
+    for stream in all {
+        stream::wait(driver, &stream, event)?;
+    }
+    Ok(())
+}
+
+fn part(to: *mut DevResource, device: u32, green: Option<GreenId>, kind: u32) -> Result {
+    non_null(to)?;
+    if kind != SM {
+        return Err(code::INVALID_RESOURCE_TYPE);
+    }
+    let reply = driver()?.session.call(&PartGet { device, green, kind })?;
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(to, DevResource::holding(&reply.part)) }
+}
+
+unsafe fn split(
+    groups: *mut DevResource,
+    count: *mut u32,
+    input: *const DevResource,
+    rest: *mut DevResource,
+    flags: u32,
+    least: u32,
+) -> Result {
+    let driver = driver()?;
+    // SAFETY: NULL, or the program's to be read.
+    let (input, wanted) = unsafe { (input.as_ref(), count.as_ref()) };
+    let (input, wanted) = (input.ok_or(Status::INVALID_VALUE)?, *wanted.ok_or(Status::INVALID_VALUE)?);
+    if input.kind != SM {
+        return Err(code::INVALID_RESOURCE_TYPE);
+    }
+    let wanted = (!groups.is_null()).then_some(wanted.min(MAX_GROUPS));
+    let request = PartSplit { part: input.number()?, groups: wanted, flags, least };
+    let reply = driver.session.call(&request)?;
+    if reply.groups.len() > wanted.unwrap_or(0) as usize {
+        return Err(Status::UNKNOWN);
+    }
+    for (place, group) in reply.groups.iter().enumerate() {
+        // SAFETY: the program says that there is room for as many as it wants, and there are no more.
+        unsafe { groups.add(place).write(DevResource::holding(group)) };
+    }
+    // SAFETY: the program's to be written, where it is not NULL.
+    unsafe {
+        if !rest.is_null() {
+            rest.write(DevResource::holding(&reply.rest));
+        }
+        put(count, reply.count)
+    }
+}
+
+unsafe fn describe(to: *mut usize, parts: *const DevResource, count: u32) -> Result {
+    let driver = driver()?;
+    non_null(to)?;
+    non_null(parts)?;
+    if count == 0 || count > MAX_GROUPS {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: the program says that there are as many.
+    let parts = unsafe { std::slice::from_raw_parts(parts, count as usize) };
+    if parts.iter().any(|part| part.kind != SM) {
+        return Err(code::INVALID_RESOURCE_TYPE);
+    }
+    let parts = parts.iter().map(DevResource::number).collect::<Result<_>>()?;
+    let descriptor = DescriptorId(IDS.fetch_add(1, Ordering::Relaxed));
+    driver.session.call(&PartDescribe { descriptor, parts })?;
+    let mut all = lock(&DESCRIPTORS);
+    all.push(descriptor);
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(to, all.len()) }
+}
+
+fn create(to: *mut usize, descriptor: usize, dev: i32, flags: u32) -> Result {
+    let driver = driver()?;
+    non_null(to)?;
+    let device = driver::device(dev)?;
+    let found = descriptor.checked_sub(1).and_then(|place| lock(&DESCRIPTORS).get(place).copied());
+    let descriptor = found.ok_or(Status::INVALID_VALUE)?;
+    let id = GreenId(IDS.fetch_add(1, Ordering::Relaxed));
+    driver.session.call(&GreenCreate { green: id, descriptor, device: device.ordinal, flags })?;
+    let green = Arc::new(Green {
+        id,
+        context: device.primary,
+        unique: unique_id(),
+        handle: OnceLock::new(),
+        converted: AtomicBool::new(false),
+        alive: AtomicBool::new(true),
+        default: Mutex::new(None),
+    });
+    device.primary.retain();
+    copy_fences::before_stream(driver, device.primary)?;
+    let stream = Arc::new(stream::in_green(driver, &green, 0)?);
+    stream::keep(&stream);
+    inherit(driver, &stream)?;
+    *lock(&green.default) = Some(stream);
+    let handle = GREENS.insert(green.clone()).ok_or(Status::OUT_OF_MEMORY)?;
+    green.handle.get_or_init(|| handle);
+    ANY.store(true, Ordering::Release);
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(to, handle) }
+}
+
+fn destroy(handle: usize) -> Result {
+    let (driver, green) = of(handle)?;
+    GREENS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
+    let deferred = green.context.deferred(driver);
+    // Its work is done before its streams go.
+    green.context.quiesce(driver);
+    green.alive.store(false, Ordering::Release);
+    stream::end_all_of(driver, &green);
+    lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
+    *lock(&green.default) = None;
+    driver.session.call(&GreenDestroy { green: green.id })?;
+    green.context.release()?;
+    deferred
+}
+
+impl DevResource {
+    /// What stands before the number in the structure's inside: no program has this by chance.
+    const MARK: u32 = u32::from_le_bytes(*b"rgpu");
+
+    fn holding(part: &Part) -> DevResource {
+        let mut resource = DevResource { kind: part.kind, inside: [0; 23], told: [0; 12] };
+        resource.told[..3].copy_from_slice(&part.sm);
+        resource.inside[..2].copy_from_slice(&[Self::MARK, part.number]);
+        resource
+    }
+
+    fn number(&self) -> Result<u32> {
+        if self.inside[0] == Self::MARK { Ok(self.inside[1]) } else { Err(Status::INVALID_VALUE) }
+    }
+}
+
+api! {
+    fn cuDeviceGetDevResource(device: i32, resource: *mut DevResource, kind: u32) {
+        part(resource, driver::device(device)?.ordinal, None, kind)
+    }
+
+    fn cuCtxGetDevResource(ctx: usize, resource: *mut DevResource, kind: u32) {
+        let (context, green) = context::and_green_of(ctx)?;
+        part(resource, context.device, green.map(|green| green.id), kind)
+    }
+
+    fn cuGreenCtxGetDevResource(ctx: usize, resource: *mut DevResource, kind: u32) {
+        let (_, green) = of(ctx)?;
+        part(resource, green.context.device, Some(green.id), kind)
+    }
+
+    fn cuDevSmResourceSplitByCount(
+        groups: *mut DevResource, count: *mut u32, input: *const DevResource, rest: *mut DevResource, flags: u32, least: u32
+    ) {
+        split(groups, count, input, rest, flags, least)
+    }
+
+    fn cuDevResourceGenerateDesc(descriptor: *mut usize, resources: *mut DevResource, count: u32) {
+        describe(descriptor, resources, count)
+    }
+
+    fn cuGreenCtxCreate(ctx: *mut usize, descriptor: usize, dev: i32, flags: u32) {
+        create(ctx, descriptor, dev, flags)
+    }
+
+    fn cuGreenCtxDestroy(ctx: usize) {
+        destroy(ctx)
+    }
+
+    fn cuCtxFromGreenCtx(pctx: *mut usize, ctx: usize) {
+        let (_, green) = of(ctx)?;
+        put(pctx, green.convert())
+    }
+
+    fn cuGreenCtxGetId(ctx: usize, id: *mut u64) {
+        let green = if ctx == 0 { context::current_green().ok_or(Status::INVALID_CONTEXT)? } else { of(ctx)?.1 };
+        put(id, green.unique)
+    }
+
+    fn cuGreenCtxStreamCreate(stream: *mut usize, ctx: usize, flags: u32, priority: i32) {
+        const NON_BLOCKING: u32 = 1;
+        let (driver, green) = of(ctx)?;
+        driver.session.check()?;
+        green.context.deferred(driver)?;
+        if flags != NON_BLOCKING {
+            return Err(Status::INVALID_VALUE);
+        }
+        stream::create_in(green.context, Some(green), stream, flags, priority)
+    }
+
+    fn cuStreamGetGreenCtx(stream: usize, ctx: *mut usize) {
+        let (_, stream) = stream::ask(stream, false)?;
+        put(ctx, stream.green().map_or(0, |green| green.handle()))
+    }
+
+    fn cuGreenCtxRecordEvent(ctx: usize, event: usize) {
+        let (driver, green) = of(ctx)?;
+        record_all(driver, (green.context, Some(green)), &*event::of(event)?)
+    }
+
+    fn cuGreenCtxWaitEvent(ctx: usize, event: usize) {
+        let (driver, green) = of(ctx)?;
+        wait_all(driver, (green.context, Some(green)), &*event::of(event)?)
+    }
+
+    fn cuCtxRecordEvent(ctx: usize, event: usize) {
+        let event = event::of(event)?;
+        record_all(driver()?, context::and_green_of(ctx)?, &event)
+    }
+
+    fn cuCtxWaitEvent(ctx: usize, event: usize) {
+        let event = event::of(event)?;
+        wait_all(driver()?, context::and_green_of(ctx)?, &event)
+    }
+}

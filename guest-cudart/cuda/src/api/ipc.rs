@@ -1,0 +1,129 @@
+//! Memory and events shared between processes: a handle is 64 bytes that name something for every process of the same client.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::types::IpcHandle;
+use crate::memory::{address, virtual_memory};
+use crate::process::context;
+use crate::process::driver::driver;
+use crate::streams::event;
+use client::ops::memory::PieceExport;
+use client::{Status, lock};
+
+const MAGIC: [u8; 8] = *b"rgpu:ipc";
+
+const EVENT_MAGIC: [u8; 8] = *b"rgpu:evt";
+
+/// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Name {
+    token: [u8; 16],
+    offset: u64,
+    size: u64,
+}
+
+impl Name {
+    fn handle(&self) -> IpcHandle {
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..24].copy_from_slice(&self.token);
+        bytes[24..32].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.size.to_le_bytes());
+        IpcHandle(bytes)
+    }
+
+    fn of(handle: &IpcHandle) -> Option<Name> {
+        let rest = handle.0.strip_prefix(&MAGIC)?;
+        let (token, rest) = rest.split_first_chunk::<16>()?;
+        let (offset, rest) = rest.split_first_chunk::<8>()?;
+        let (size, _) = rest.split_first_chunk::<8>()?;
+        Some(Name { token: *token, offset: u64::from_le_bytes(*offset), size: u64::from_le_bytes(*size) })
+    }
+}
+
+/// What was opened: its address, and how often it was.
+static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
+
+api! {
+    fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: usize) {
+        non_null(handle)?;
+        let token = event::export(driver()?, event)?;
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&EVENT_MAGIC);
+        bytes[8..24].copy_from_slice(&token);
+        put(handle, IpcHandle(bytes))
+    }
+
+    fn cuIpcOpenEventHandle(event: *mut usize, handle: IpcHandle) {
+        non_null(event)?;
+        let (driver, context) = context::ready()?;
+        let token = handle.0.strip_prefix(&EVENT_MAGIC).and_then(|rest| rest.first_chunk::<16>());
+        put(event, event::import(driver, context, *token.ok_or(Status::INVALID_VALUE)?)?)
+    }
+
+    fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
+        non_null(handle)?;
+        let (driver, _) = context::ready()?;
+        let found = address::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
+        if !found.is_exportable(driver) {
+            return Err(Status::INVALID_VALUE);
+        }
+        virtual_memory::share(driver)?;
+        let reply = driver.session.call(&PieceExport { address: found.base })?;
+        let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
+        put(handle, Name { token: reply.token, offset, size: found.size }.handle())
+    }
+
+    fn cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32) {
+        non_null(dptr)?;
+        let (driver, _) = context::ready()?;
+        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
+        if flags != 1 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let name = Name::of(&handle).filter(|name| name.size > 0).ok_or(Status::INVALID_VALUE)?;
+        let mut opened = lock(&OPENED);
+        if let Some((address, times)) = opened.get_mut(&name) {
+            *times += 1;
+            return put(dptr, *address);
+        }
+        virtual_memory::share(driver)?;
+        let address = virtual_memory::open(driver, name.token, name.offset, name.size, false)?;
+        opened.insert(name, (address, 1));
+        put(dptr, address)
+    }
+
+    alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32);
+
+    fn cuIpcCloseMemHandle(dptr: u64) {
+        let (driver, context) = context::ready()?;
+        let mut opened = lock(&OPENED);
+        let (name, times) = opened
+            .iter_mut()
+            .find(|(_, (address, _))| *address == dptr)
+            .map(|(name, (_, times))| (*name, times))
+            .ok_or(Status::INVALID_VALUE)?;
+        if *times > 1 {
+            *times -= 1;
+            return Ok(());
+        }
+        context.synchronize()?;
+        virtual_memory::close(driver, dptr)?;
+        opened.remove(&name);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_says_what_was_put_in() {
+        let name = Name { token: [7; 16], offset: 512, size: 1 << 40 };
+        assert!(Name::of(&name.handle()) == Some(name));
+        assert!(Name::of(&IpcHandle([0; 64])).is_none());
+    }
+}

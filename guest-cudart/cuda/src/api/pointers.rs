@@ -1,0 +1,147 @@
+//! What a pointer is.
+
+use std::ffi::c_void;
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::memory::{address, host_pool, managed, pinned};
+use crate::process::driver::{Driver, driver};
+use client::{Status, lock};
+
+/// What lies behind a pointer.
+enum Behind {
+    Device(address::Found),
+    Host {
+        base: usize,
+        size: usize,
+        tag: pinned::HostTag,
+        /// Handle of the pool that it came from; 0: of none.
+        pool: usize,
+    },
+    /// Pageable, or nothing.
+    Nothing,
+}
+
+fn behind(driver: &Driver, pointer: u64) -> Behind {
+    match pinned::find(pointer) {
+        Some((_, _, tag)) if let Some((base, live)) = host_pool::find(pointer) => {
+            let tag = pinned::HostTag { buffer: live.buffer, ..tag };
+            Behind::Host { base, size: live.size as usize, tag, pool: live.handle }
+        }
+        Some((base, size, tag)) => Behind::Host { base, size, tag, pool: 0 },
+        None => address::find(driver, pointer).map_or(Behind::Nothing, Behind::Device),
+    }
+}
+
+/// One attribute, written as its own type. `Ok(false)`: the pointer has no such attribute, and zeroes stand there.
+unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u64) -> Result<bool> {
+    non_null(data)?;
+    let behind = behind(driver, pointer);
+    // SAFETY: `data` has room for the attribute's own type, as the manual gives it for each.
+    unsafe {
+        let word = |value: u64| put(data.cast::<u64>(), value);
+        let number32 = |value: u32| put(data.cast::<u32>(), value);
+        // The manual says "boolean"; callers, NVIDIA's runtime among them, give an int.
+        let flag = |value: bool| put(data.cast::<u32>(), value.into());
+        let (context, buffer) = match &behind {
+            Behind::Device(found) => (found.context, found.buffer),
+            Behind::Host { tag, .. } => (tag.context, tag.buffer),
+            Behind::Nothing => {
+                match number {
+                    // The host reaches its own memory where it is; NVIDIA's runtime takes that from here.
+                    4 => word(pointer)?,
+                    // As NVIDIA's driver does.
+                    11 => {}
+                    1 | 3 | 7 | 12 | 14 | 17 | 18 | 19 | 20 => word(0)?,
+                    2 | 16 => number32(0)?,
+                    9 => number32(-2i32 as u32)?,
+                    6 | 8 | 10 | 13 | 15 | 21 => flag(false)?,
+                    _ => return Err(Status::INVALID_VALUE),
+                }
+                return Ok(false);
+            }
+        };
+        let device = matches!(behind, Behind::Device(_));
+        let managed =
+            matches!(&behind, Behind::Device(found) if found.managed && !managed::is_beside(pointer));
+        let pool = match &behind {
+            Behind::Device(found) => found.pool,
+            Behind::Host { pool, .. } => *pool,
+            Behind::Nothing => 0,
+        };
+        match number {
+            // A pool's memory belongs to a device.
+            1 => word(if pool != 0 { 0 } else { context.handle as u64 })?,
+            2 => number32(if device { 2 } else { 1 })?,
+            3 if device => word(pointer)?,
+            4 if !device || managed => word(pointer)?,
+            // Pinned memory that the device reaches it reaches at the same address.
+            3 if pinned::is_reached(pointer) => word(pointer)?,
+            // The host cannot reach a device's memory.
+            3 | 4 => {
+                word(0)?;
+                return Ok(false);
+            }
+            6 => flag(matches!(&behind, Behind::Device(found) if found.sync_memops))?,
+            7 => word(buffer)?,
+            8 => flag(managed)?,
+            9 => number32(context.device)?,
+            10 => flag(matches!(&behind, Behind::Device(found) if found.is_exportable(driver)))?,
+            11 | 19 => word(match &behind {
+                Behind::Device(found) => found.base,
+                Behind::Host { base, .. } => *base as u64,
+                Behind::Nothing => 0,
+            })?,
+            12 | 18 => word(match &behind {
+                Behind::Device(found) => found.size,
+                Behind::Host { size, .. } => *size as u64,
+                Behind::Nothing => 0,
+            })?,
+            13 => flag(true)?,
+            14 => word(0)?,
+            // GPUDirect RDMA and decompression are chapters that are refused.
+            15 | 21 => flag(false)?,
+            16 => number32(3)?,
+            17 => word(pool as u64)?,
+            20 => word(buffer)?,
+            _ => return Err(Status::INVALID_VALUE),
+        }
+    }
+    Ok(true)
+}
+
+api! {
+    fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
+        let driver = driver()?;
+        // CUDA answers "invalid value" for a pointer that it knows nothing of.
+        if attribute(driver, data, number, pointer)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+
+    fn cuPointerGetAttributes(count: u32, numbers: *const u32, data: *const *mut c_void, pointer: u64) {
+        let driver = driver()?;
+        if count == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        non_null(numbers)?;
+        non_null(data)?;
+        for i in 0..count as usize {
+            attribute(driver, *data.add(i), *numbers.add(i), pointer)?;
+        }
+        Ok(())
+    }
+
+    fn cuPointerSetAttribute(value: *const c_void, number: u32, pointer: u64) {
+        let driver = driver()?;
+        non_null(value)?;
+        // SYNC_MEMOPS is the only one that can be set.
+        if number != 6 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let found = address::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
+        let device = address::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
+        if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
+            tag.sync_memops = value.cast::<u32>().read() != 0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,79 @@
+//! Attributes of streams. The server's driver keeps them; here is kept what kernels that are captured on the stream have of them.
+
+use std::sync::Arc;
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::abi::types::AttrValue;
+use crate::process::driver::Driver;
+use crate::process::stream;
+use crate::process::stream::Stream;
+use client::ops::launch::LaunchAttribute;
+use client::ops::stream::{StreamCopyAttributes, StreamGetAttribute, StreamSetAttribute, attribute};
+use client::{Status, lock};
+
+/// Those that a kernel's node has too.
+fn is_of_kernels(id: u32) -> bool {
+    id != attribute::SYNCHRONIZATION_POLICY
+}
+
+fn get(driver: &Driver, stream: &Stream, attribute: u32) -> Result<[u8; 64]> {
+    Ok(driver.session.call(&StreamGetAttribute { stream: stream.id, attribute })?.value)
+}
+
+/// Takes over the priority that the stream has now.
+fn follow_priority(driver: &Driver, stream: &Stream) -> Result {
+    let value = get(driver, stream, attribute::PRIORITY)?;
+    stream.set_priority(value.first_chunk().map_or(0, |bytes| i32::from_le_bytes(*bytes)));
+    Ok(())
+}
+
+/// The attributes of a kernel that is captured on a stream: those of its launch, and for the rest those of the stream.
+pub(crate) fn of_captured(stream: &Stream, mut attributes: Vec<LaunchAttribute>) -> Vec<LaunchAttribute> {
+    let given = attributes.len();
+    for attribute in lock(stream.attributes()).iter() {
+        if !attributes[..given].iter().any(|other| other.id == attribute.id) {
+            attributes.push(attribute.clone());
+        }
+    }
+    attributes
+}
+
+fn set(driver: &Driver, stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Result {
+    let new = LaunchAttribute { id, value };
+    driver.session.call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
+    if is_of_kernels(id) {
+        let mut all = lock(stream.attributes());
+        all.retain(|other| other.id != id);
+        all.push(new);
+    }
+    if id == attribute::PRIORITY { follow_priority(driver, stream) } else { Ok(()) }
+}
+
+api! {
+    fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz(stream: usize, attribute: u32, value: *const AttrValue) |pt| {
+        non_null(value)?;
+        let (driver, stream) = stream::ask(stream, pt)?;
+        set(driver, &stream, attribute, (*value).0)
+    }
+
+    fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: *mut AttrValue) |pt| {
+        non_null(value)?;
+        let (driver, stream) = stream::ask(stream, pt)?;
+        put(value, AttrValue(get(driver, &stream, attribute)?))
+    }
+
+    fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz(dst: usize, src: usize) |pt| {
+        let (driver, dst) = stream::ask(dst, pt)?;
+        let (_, src) = stream::ask(src, pt)?;
+        if !std::ptr::eq(dst.context, src.context) {
+            return Err(Status::INVALID_VALUE);
+        }
+        driver.session.call(&StreamCopyAttributes { dst: dst.id, src: src.id })?;
+        if !Arc::ptr_eq(&dst, &src) {
+            let all = lock(src.attributes()).clone();
+            *lock(dst.attributes()) = all;
+        }
+        follow_priority(driver, &dst)
+    }
+}

@@ -1,0 +1,376 @@
+//! Functions, and what is known of them: it came with the module, but for the attributes of a large module's functions, which come when the
+//! first of them is needed.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_char};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::api::devices::attr;
+use crate::code::library;
+use crate::code::library::KERNELS;
+use crate::code::module::Module;
+use crate::process::context::Context;
+use crate::process::driver::driver;
+use crate::process::{context, driver};
+use client::handle::{FunctionId, ModuleId};
+use client::handles::Slab;
+use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
+use client::ops::{Op, SyncOp, encode};
+use client::{Status, lock, log};
+
+/// `CUfunction_attribute` numbers that are used here.
+pub(crate) mod func {
+    pub const MAX_THREADS_PER_BLOCK: u32 = 0;
+    pub const SHARED_SIZE_BYTES: u32 = 1;
+    pub const LOCAL_SIZE_BYTES: u32 = 3;
+    pub const NUM_REGS: u32 = 4;
+    pub const BINARY_VERSION: u32 = 6;
+    pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: u32 = 8;
+    pub const PREFERRED_SHARED_MEMORY_CARVEOUT: u32 = 9;
+    pub const REQUIRED_CLUSTER_WIDTH: u32 = 11;
+    pub const REQUIRED_CLUSTER_HEIGHT: u32 = 12;
+    pub const REQUIRED_CLUSTER_DEPTH: u32 = 13;
+    pub const NON_PORTABLE_CLUSTER_SIZE_ALLOWED: u32 = 14;
+    pub const CLUSTER_SCHEDULING_POLICY_PREFERENCE: u32 = 15;
+    /// Known so far.
+    pub const MAX: u32 = 16;
+    /// From this one on they can be set.
+    pub const FIRST_SETTABLE: u32 = MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    /// How the cache configuration travels.
+    pub const CACHE_CONFIG: u32 = 0x1_0000;
+}
+
+/// Answers kept for one function at most. Programs ask about a few block sizes.
+const MOST_ANSWERS: usize = 256;
+
+/// What was set for a function beside its attributes, and answers that depend on both.
+#[derive(Default)]
+struct Settings {
+    /// `CUfunc_cache`.
+    cache_config: u32,
+    /// How often something was set.
+    changes: u64,
+    /// Attributes that were set by the function's own name, a bit for each: what is set for its kernel leaves them alone.
+    own: u32,
+    /// Answers of the server to questions about the function: see [`Function::ask`].
+    answers: HashMap<Vec<u8>, u64>,
+}
+
+/// A function in a context.
+pub(crate) struct Function {
+    pub id: FunctionId,
+    pub context: &'static Context,
+    pub name: CString,
+    pub params: Vec<Param>,
+    /// Bytes of the parameter block.
+    pub params_size: usize,
+    /// It is of a module that may call `printf`.
+    pub prints: bool,
+    /// Why it cannot be launched, if it cannot: the server has no code of it that its device runs.
+    unsupported: Option<String>,
+    attributes: [AtomicI32; func::MAX as usize],
+    /// Locked while something is set, so that the server hears of settings in the order in which they are kept here.
+    settings: Mutex<Settings>,
+    /// The attributes that the server's driver knows, as they were when the function was loaded. Not set while they have not come.
+    loaded: OnceLock<Vec<i32>>,
+    /// Made when it is asked for.
+    pub handle: OnceLock<usize>,
+    module: OnceLock<Weak<Module>>,
+}
+
+pub(crate) static FUNCTIONS: Slab<Function> = Slab::new(5);
+
+impl Function {
+    pub fn new(
+        module: ModuleId,
+        index: u32,
+        context: &'static Context,
+        info: FunctionInfo,
+        prints: bool,
+        error_log: &str,
+    ) -> Result<Function> {
+        let name = CString::new(info.name).map_err(|_| Status::UNKNOWN)?;
+        let end = info.params.iter().map(|p| u64::from(p.offset) + u64::from(p.size)).max().unwrap_or(0);
+        // What a launch can carry; the toolkit's own limit is 32764.
+        let params_size = usize::try_from(end).ok().filter(|end| *end <= 40 << 10).ok_or(Status::UNKNOWN)?;
+        let unsupported = (info.attributes.get(func::BINARY_VERSION as usize) == Some(&0)).then(|| {
+            let name = name.to_str().unwrap_or_default();
+            let line = error_log.lines().find(|line| line.contains(name));
+            line.unwrap_or("the server's device has no code for it").to_owned()
+        });
+        let function = Function {
+            unsupported,
+            id: FunctionId::new(module, index),
+            context,
+            name,
+            params_size,
+            params: info.params,
+            prints,
+            attributes: Default::default(),
+            settings: Mutex::default(),
+            loaded: OnceLock::new(),
+            handle: OnceLock::new(),
+            module: OnceLock::new(),
+        };
+        if !info.attributes.is_empty() {
+            function.keep(&info.attributes);
+        }
+        Ok(function)
+    }
+
+    /// Keeps the attributes as they came, once: what the program sets later is not overwritten by a second thread's answer.
+    fn keep(&self, values: &[i32]) -> u32 {
+        let loaded = self.loaded.get_or_init(|| {
+            for (place, value) in self.attributes.iter().zip(values) {
+                place.store(*value, Ordering::Relaxed);
+            }
+            values.iter().copied().take(self.attributes.len()).collect()
+        });
+        loaded.len() as u32
+    }
+
+    /// Sees to it that the attributes are here, and says how many there are.
+    #[inline]
+    pub fn ready(&self) -> Result<u32> {
+        self.loaded.get().map_or_else(|| self.fetch(), |loaded| Ok(loaded.len() as u32))
+    }
+
+    #[cold]
+    fn fetch(&self) -> Result<u32> {
+        let reply = driver()?.session.call(&FunctionAttributes { function: self.id })?;
+        Ok(self.keep(&reply.attributes))
+    }
+
+    /// That the server's device has code of it.
+    ///
+    /// # Errors
+    /// `NO_BINARY_FOR_GPU`, with a line on stderr that says what the device does not support.
+    #[inline]
+    pub fn has_code(&self) -> Result {
+        self.unsupported.as_ref().map_or(Ok(()), |why| self.refuse(why))
+    }
+
+    #[cold]
+    fn refuse(&self, why: &str) -> Result {
+        log::warn(format_args!("kernel {} cannot be launched: {why}", self.name.to_string_lossy()));
+        Err(Status::NO_BINARY_FOR_GPU)
+    }
+
+    /// The function's handle.
+    pub fn handle(self: &Arc<Self>, module: &Arc<Module>) -> Result<usize> {
+        if let Some(handle) = self.handle.get() {
+            return Ok(*handle);
+        }
+        let _ = self.module.set(Arc::downgrade(module));
+        let made = FUNCTIONS.insert(self.clone()).ok_or(Status::OUT_OF_MEMORY)?;
+        let kept = *self.handle.get_or_init(|| made);
+        if kept != made {
+            FUNCTIONS.remove(made);
+        }
+        Ok(kept)
+    }
+
+    /// An attribute; 0 if the server's driver does not know it. [`ready`](Self::ready) has been called.
+    #[inline]
+    pub fn attribute(&self, number: u32) -> i32 {
+        self.attributes.get(number as usize).map_or(0, |value| value.load(Ordering::Relaxed))
+    }
+
+    /// Bytes of stack that each of its threads needs, as far as that is known. [`ready`](Self::ready) has been called.
+    #[inline]
+    pub fn stack(&self) -> u64 {
+        self.attribute(func::LOCAL_SIZE_BYTES).max(0) as u64
+    }
+
+    /// An attribute as it was when the function was loaded.
+    pub fn loaded(&self, number: u32) -> Result<i32> {
+        if number >= func::MAX {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.ready()?;
+        let loaded = self.loaded.get().and_then(|loaded| loaded.get(number as usize));
+        loaded.copied().ok_or(Status::NOT_SUPPORTED)
+    }
+
+    /// `cuFuncGetAttribute`.
+    pub fn get(&self, number: u32) -> Result<i32> {
+        if number >= func::MAX {
+            return Err(Status::INVALID_VALUE);
+        }
+        if number >= self.ready()? { Err(Status::NOT_SUPPORTED) } else { Ok(self.attribute(number)) }
+    }
+
+    /// `cuFuncSetAttribute`, or `cuKernelSetAttribute` (`of_kernel`). Whether the driver takes a value is known here where that depends on nothing but the device and the function; such are
+    /// not waited for. What is set already is not sent.
+    pub fn set(&self, number: u32, value: i32, of_kernel: bool) -> Result {
+        let known = self.ready()?;
+        let (value, certain) = match number {
+            func::MAX_DYNAMIC_SHARED_SIZE_BYTES => {
+                let device = driver::device(self.context.device as i32)?;
+                let most = device
+                    .attribute(attr::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+                    .max(device.attribute(attr::MAX_SHARED_MEMORY_PER_BLOCK));
+                if value < 0
+                    || i64::from(value) + i64::from(self.attribute(func::SHARED_SIZE_BYTES)) > i64::from(most)
+                {
+                    return Err(Status::INVALID_VALUE);
+                }
+                (value, true)
+            }
+            func::PREFERRED_SHARED_MEMORY_CARVEOUT if (-1..=100).contains(&value) => (value, true),
+            // Only the driver knows which clusters its device can have.
+            func::REQUIRED_CLUSTER_WIDTH..=func::REQUIRED_CLUSTER_DEPTH if value >= 0 => (value, false),
+            func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED => (i32::from(value != 0), false),
+            func::CLUSTER_SCHEDULING_POLICY_PREFERENCE if (0..=2).contains(&value) => (value, false),
+            _ => return Err(Status::INVALID_VALUE),
+        };
+        let Some(place) = self.attributes.get(number as usize) else { return Err(Status::INVALID_VALUE) };
+        let session = driver()?.session;
+        session.check()?;
+        let mut settings = lock(&self.settings);
+        if of_kernel && settings.own & 1 << number != 0 {
+            return Ok(());
+        }
+        if number >= known || place.load(Ordering::Relaxed) != value {
+            if certain {
+                session.append(&FunctionPreset { function: self.id, attribute: number, value })?;
+            } else {
+                session.call(&FunctionSetAttribute { function: self.id, attribute: number, value })?;
+            }
+            place.store(value, Ordering::Relaxed);
+            settings.changes += 1;
+        }
+        if !of_kernel {
+            settings.own |= 1 << number;
+        }
+        Ok(())
+    }
+
+    /// `cuFuncSetCacheConfig`.
+    pub fn set_cache_config(&self, config: u32) -> Result {
+        if config > 3 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let session = driver()?.session;
+        session.check()?;
+        let mut settings = lock(&self.settings);
+        if settings.cache_config == config {
+            return Ok(());
+        }
+        let (attribute, value) = (func::CACHE_CONFIG, config as i32);
+        session.append(&FunctionPreset { function: self.id, attribute, value })?;
+        settings.cache_config = config;
+        settings.changes += 1;
+        Ok(())
+    }
+
+    /// The server's answer to a question that depends on nothing but the function and what is set for it. It is asked once for each.
+    pub fn ask<T: SyncOp<'static>>(&self, question: &T, number: impl FnOnce(T::Reply) -> u64) -> Result<u64> {
+        let session = driver()?.session;
+        session.check()?;
+        let mut key = <T as Op>::INFO.opcode.to_le_bytes().to_vec();
+        encode(question, &mut key);
+        let settings = lock(&self.settings);
+        key.extend(settings.cache_config.to_le_bytes());
+        for set in &self.attributes[func::FIRST_SETTABLE as usize..] {
+            key.extend(set.load(Ordering::Relaxed).to_le_bytes());
+        }
+        if let Some(answer) = settings.answers.get(&key) {
+            return Ok(*answer);
+        }
+        let changes = settings.changes;
+        drop(settings);
+        let answer = number(session.call(question)?);
+        let mut settings = lock(&self.settings);
+        // Another thread may have set something between the key and the question.
+        if settings.changes == changes {
+            if settings.answers.len() >= MOST_ANSWERS {
+                settings.answers.clear();
+            }
+            settings.answers.insert(key, answer);
+        }
+        Ok(answer)
+    }
+
+    /// `cuFuncGetParamInfo`.
+    pub fn param(&self, index: usize) -> Result<&Param> {
+        self.params.get(index).ok_or(Status::INVALID_VALUE)
+    }
+}
+
+/// The function that a handle names in the current context: a function's own, or a kernel's, which is loaded there if it was not yet.
+///
+/// # Errors
+/// `INVALID_HANDLE` for what is neither.
+#[inline]
+pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
+    if let Some(function) = FUNCTIONS.get(handle) {
+        return Ok(function);
+    }
+    let driver = driver()?;
+    let kernel = KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+    kernel.in_context(driver, context::current()?)
+}
+
+pub(crate) unsafe fn put_param(param: &Param, offset: *mut usize, size: *mut usize) -> Result {
+    non_null(offset)?;
+    // SAFETY: checked not to be NULL; the program says that they may be written.
+    unsafe {
+        put(offset, param.offset as usize)?;
+        if !size.is_null() {
+            put(size, param.size as usize)?;
+        }
+    }
+    Ok(())
+}
+
+api! {
+    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: usize) {
+        non_null(value)?;
+        put(value, of(function)?.get(number)?)
+    }
+
+    fn cuFuncSetAttribute(function: usize, number: u32, value: i32) {
+        of(function)?.set(number, value, false)
+    }
+
+    fn cuFuncSetCacheConfig(function: usize, config: u32) {
+        of(function)?.set_cache_config(config)
+    }
+
+    fn cuFuncSetSharedMemConfig(function: usize, config: u32) {
+        // As with cuCtxSetSharedMemConfig: banks have one width.
+        of(function)?;
+        if config > 2 { Err(Status::INVALID_VALUE) } else { Ok(()) }
+    }
+
+    fn cuFuncGetModule(module: *mut usize, function: usize) {
+        non_null(module)?;
+        let function = of(function)?;
+        let found = function.module.get().and_then(Weak::upgrade).or_else(|| library::module_of(&function));
+        put(module, found.ok_or(Status::INVALID_HANDLE)?.handle()?)
+    }
+
+    fn cuFuncGetName(name: *mut *const c_char, function: usize) {
+        // The text lives as long as the module is loaded, as CUDA says.
+        put(name, of(function)?.name.as_ptr())
+    }
+
+    fn cuFuncGetParamInfo(function: usize, index: usize, offset: *mut usize, size: *mut usize) {
+        let function = of(function)?;
+        put_param(function.param(index)?, offset, size)
+    }
+
+    fn cuFuncIsLoaded(loaded: *mut u32, function: usize) {
+        non_null(loaded)?;
+        of(function)?;
+        put(loaded, 1)
+    }
+
+    fn cuFuncLoad(function: usize) {
+        of(function).map(|_| ())
+    }
+}

@@ -1,0 +1,7 @@
+//! Code: images, modules, libraries and functions.
+
+pub(crate) mod function;
+pub(crate) mod image;
+pub(crate) mod library;
+pub(crate) mod linker;
+pub(crate) mod module;

@@ -1,0 +1,756 @@
+//! Instantiated graphs.
+//!
+//! An instance is a list of nodes without child graphs (theirs stand among the others), and the plan of a launch: steps that are put on the launch's
+//! stream one behind the other. What the server can do is gathered into graphs of the server's, as few as there can be: a graph of kernels, fills and copies inside the
+//! device is one step, one command. Between them stand the steps that only this process can do: host functions, copies with the host's
+//! memory, events.
+//!
+//! A change of parameters marks nodes; the next launch tells the server.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::abi::result::Result;
+use crate::abi::types::MemsetNodeParams;
+use crate::code::module::Staging;
+use crate::graph::launch_steps::Bounce;
+use crate::graph::node_work::{Way, Work};
+use crate::graph::user_object::Held;
+use crate::graph::{Graph, conditional, launch_steps, user_object};
+use crate::memory::graph_chunks;
+use crate::memory::graph_chunks::Segment;
+use crate::memory::graph_memory::GraphMemory;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, driver};
+use crate::process::stream;
+use crate::process::stream::Stream;
+use crate::streams::event;
+use crate::streams::event::Event;
+use crate::work::{copy, fill};
+use client::data::HostIn;
+use client::handle::GraphId;
+use client::handles::Slab;
+use client::ops::graph::{
+    GraphDestroy, GraphInstantiate, GraphInstantiateDraft, GraphLaunch, GraphNode, GraphNodes, GraphPart,
+    GraphParts, GraphUpdate, GraphUpload,
+};
+use client::wire::{Bytes, Wire, Writer};
+use client::{Status, lock};
+
+/// Descriptions up to this many bytes go inside the record.
+const INLINE: usize = 24 << 10;
+
+/// `CUgraphExecUpdateResult`.
+pub(crate) mod update {
+    pub const SUCCESS: u32 = 0;
+    pub const ERROR: u32 = 1;
+    pub const TOPOLOGY: u32 = 2;
+    pub const NODE_TYPE: u32 = 3;
+    pub const PARAMETERS: u32 = 5;
+    pub const NOT_SUPPORTED: u32 = 6;
+}
+
+/// `CUgraphInstantiate_flags`.
+pub(crate) mod flag {
+    pub const AUTO_FREE_ON_LAUNCH: u64 = 1;
+    pub const UPLOAD: u64 = 2;
+    pub const DEVICE_LAUNCH: u64 = 4;
+    pub const ALL: u64 = 15;
+}
+
+/// A node of an instance.
+pub(crate) struct Flat {
+    /// The graph that it was made from, and its number there; 0: the beginning of a child graph.
+    graph: u64,
+    id: u64,
+    pub owner: Weak<Graph>,
+    pub work: Work,
+    /// Places of earlier nodes.
+    before: Vec<usize>,
+    /// Of the node that stands for the end of a child graph: the place of its beginning.
+    begins: Option<usize>,
+    enabled: bool,
+    bounce: Option<Arc<Bounce>>,
+}
+
+/// What a launch does next.
+enum Step {
+    /// A graph of the server's, and the places of its nodes.
+    Server(GraphId, Vec<usize>),
+    /// A node that this process puts on the stream.
+    Alone(usize),
+}
+
+/// An instantiated graph.
+pub(crate) struct Exec {
+    pub context: &'static Context,
+    pub flags: u64,
+    state: Mutex<State>,
+    held: Vec<Held>,
+    /// The graph, as long as it has memory nodes and may have one instance only.
+    claimed: Weak<Graph>,
+}
+
+struct State {
+    nodes: Vec<Flat>,
+    places: HashMap<(u64, u64), usize>,
+    steps: Vec<Step>,
+    changed: BTreeSet<usize>,
+    /// Memory of its allocation nodes, and whether the program has it after a launch.
+    memory: Vec<(Arc<GraphMemory>, bool)>,
+    /// What it frees of other graphs.
+    frees: Vec<u64>,
+    /// The server's graphs are made by the next launch: they copy or fill memory of graphs that is not there before, or was other memory.
+    waits: bool,
+    /// Where it was launched last: launches of one instance come one after the other.
+    last: Option<Arc<Stream>>,
+    event: Option<Event>,
+}
+
+pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
+
+/// Appends a graph's nodes behind `entry`; the places of those that no other waits for.
+pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) -> Vec<usize> {
+    let mut places: HashMap<u64, usize> = HashMap::new();
+    let mut waited: BTreeSet<usize> = BTreeSet::new();
+    for (id, work, before) in graph.ordered() {
+        let mut before: Vec<usize> = before.iter().filter_map(|from| places.get(from).copied()).collect();
+        waited.extend(&before);
+        if before.is_empty() {
+            before = entry.to_vec();
+        }
+        let flat = |work, before, begins, id, graph_id| Flat {
+            graph: graph_id,
+            id,
+            owner: Arc::downgrade(graph),
+            work,
+            before,
+            begins,
+            enabled: true,
+            bounce: None,
+        };
+        if let Work::Child(child) = &work {
+            let begins = out.len();
+            out.push(flat(Work::Empty, before, None, 0, 0));
+            let leaves = flatten(child, &[begins], out);
+            let ends = if leaves.is_empty() { vec![begins] } else { leaves };
+            out.push(flat(work, ends, Some(begins), id, graph.unique));
+        } else {
+            out.push(flat(work, before, None, id, graph.unique));
+        }
+        places.insert(id, out.len() - 1);
+    }
+    let mut leaves: Vec<usize> = places.into_values().filter(|place| !waited.contains(place)).collect();
+    leaves.sort_unstable();
+    leaves
+}
+
+impl Flat {
+    /// Whether the server does it, or nobody has to.
+    pub fn is_servers(&self) -> bool {
+        match &self.work {
+            _ if !self.enabled => true,
+            Work::Host(..) | Work::Wait(_) | Work::Record(_) => false,
+            Work::Copy(copy) => crate::work::copy_boxes::is_on_device(copy),
+            Work::Fill(fill) => !driver().is_ok_and(|driver| fill::is_here(driver, fill)),
+            Work::Words(words) => words.is_on_device(),
+            _ => true,
+        }
+    }
+
+    /// Whether it waits for what a node beside it may write.
+    fn waits(&self) -> bool {
+        self.enabled && matches!(&self.work, Work::Words(words) if words.wait())
+    }
+
+    /// The node as the program names it.
+    fn name(&self) -> usize {
+        self.owner.upgrade().and_then(|graph| Graph::node(&graph, self.id).ok()).unwrap_or(0)
+    }
+}
+
+/// Nodes that may come next: those of the server, those of this process, and those that wait for words of memory. The last come behind all others, which may write these
+/// words: steps, and nodes of the software GPU, run one after the other.
+#[derive(Default)]
+struct Next {
+    ready: VecDeque<usize>,
+    alone: VecDeque<usize>,
+    waiting: VecDeque<usize>,
+}
+
+impl Next {
+    fn add(&mut self, place: usize, node: &Flat) {
+        let queue = match node {
+            node if node.waits() => &mut self.waiting,
+            node if node.is_servers() => &mut self.ready,
+            _ => &mut self.alone,
+        };
+        queue.push_back(place);
+    }
+}
+
+/// The order of a launch: the places of nodes that the server does together, or of one that it does not do.
+pub(crate) fn plan(nodes: &[Flat]) -> Vec<(bool, Vec<usize>)> {
+    let mut missing: Vec<usize> = nodes.iter().map(|node| node.before.len()).collect();
+    let mut after: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
+    for (place, node) in nodes.iter().enumerate() {
+        for from in &node.before {
+            after[*from].push(place);
+        }
+    }
+    let mut next = Next::default();
+    for place in (0..nodes.len()).filter(|place| nodes[*place].before.is_empty()) {
+        next.add(place, &nodes[place]);
+    }
+    let mut steps = Vec::new();
+    loop {
+        let mut together = Vec::new();
+        let mut done = |place: usize, next: &mut Next| {
+            for follower in &after[place] {
+                missing[*follower] -= 1;
+                if missing[*follower] == 0 {
+                    next.add(*follower, &nodes[*follower]);
+                }
+            }
+        };
+        loop {
+            let place = next.ready.pop_front();
+            let place = place
+                .or_else(|| next.waiting.pop_front_if(|p| next.alone.is_empty() && nodes[*p].is_servers()));
+            let Some(place) = place else { break };
+            done(place, &mut next);
+            together.push(place);
+        }
+        if !together.is_empty() {
+            steps.push((true, together));
+        }
+        let Some(place) = next.alone.pop_front().or_else(|| next.waiting.pop_front()) else { return steps };
+        done(place, &mut next);
+        steps.push((false, vec![place]));
+    }
+}
+
+impl State {
+    fn new(graph: &Arc<Graph>) -> State {
+        let mut nodes = Vec::new();
+        flatten(graph, &[], &mut nodes);
+        let places = nodes.iter().enumerate().map(|(place, node)| ((node.graph, node.id), place)).collect();
+        let mut frees: Vec<u64> = nodes
+            .iter()
+            .filter_map(|node| if let Work::Free(address) = &node.work { Some(*address) } else { None })
+            .collect();
+        let mut memory = Vec::new();
+        for node in &nodes {
+            if let Work::Alloc(made) = &node.work {
+                frees.retain(|address| *address != made.address);
+                memory.push((made.clone(), !made.is_freed_in_graph()));
+            }
+        }
+        State {
+            nodes,
+            places,
+            steps: Vec::new(),
+            changed: BTreeSet::new(),
+            memory,
+            frees,
+            waits: false,
+            last: None,
+            event: None,
+        }
+    }
+
+    /// Whether some of its copies and fills are of memory of graphs of a kind.
+    fn describes(&self, kind: impl Fn(&GraphMemory) -> bool) -> bool {
+        self.nodes.iter().flat_map(|node| node.work.graph_memory()).any(|memory| kind(&memory))
+    }
+
+    /// A graph of the server's in its wire form. `None`: nothing has to be done.
+    fn describe(
+        &self,
+        driver: &Driver,
+        context: &'static Context,
+        places: &[usize],
+    ) -> Result<Option<Vec<u8>>> {
+        let nodes = describe(&self.nodes, driver, context, places)?;
+        let some = nodes.iter().any(|node| node.opcode != 0);
+        let mut bytes = Vec::new();
+        if some {
+            GraphNodes { nodes }.put(&mut Writer(&mut bytes));
+        }
+        Ok(some.then_some(bytes))
+    }
+
+    /// Whether kernels are in one of the server's graphs at most, or there is no conditional node: conditions are of one graph, as are those that set them.
+    fn is_together(&self, plan: &[(bool, Vec<usize>)]) -> bool {
+        let sets = |place: &usize| matches!(self.nodes[*place].work, Work::Kernel(_) | Work::Conditional(_));
+        !conditional::any(&self.nodes)
+            || plan.iter().filter(|(together, places)| *together && places.iter().any(sets)).count() < 2
+    }
+
+    /// Makes the plan and the server's graphs.
+    fn instantiate(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
+        let mut steps = Vec::new();
+        let plan = plan(&self.nodes);
+        if !self.is_together(&plan) {
+            return conditional::refuse_apart();
+        }
+        for (together, places) in plan {
+            if !together {
+                self.nodes[places[0]].work.way(driver, context)?;
+                steps.push(Step::Alone(places[0]));
+            } else if places.iter().any(|place| matches!(self.nodes[*place].work, Work::Conditional(_))) {
+                let nodes = describe(&self.nodes, driver, context, &places)?;
+                let made = conditional::parts(driver, &self.nodes, &places, nodes)
+                    .and_then(|(draft, parts)| make_draft(driver, flags, draft, parts));
+                match made {
+                    Ok(id) => steps.push(Step::Server(id, places)),
+                    Err(status) => {
+                        destroy(driver, &steps);
+                        return Err(status);
+                    }
+                }
+            } else if let Some(bytes) = self.describe(driver, context, &places)? {
+                let made = make(driver, context, flags, &bytes);
+                match made {
+                    Ok(id) => steps.push(Step::Server(id, places)),
+                    Err(status) => {
+                        destroy(driver, &steps);
+                        return Err(status);
+                    }
+                }
+            }
+        }
+        destroy(driver, &self.steps);
+        self.steps = steps;
+        Ok(())
+    }
+
+    /// Brings the server's graphs up to date with what was changed.
+    fn refresh(&mut self, driver: &'static Driver, context: &'static Context, flags: u64) -> Result {
+        if self.changed.is_empty() || self.waits {
+            return Ok(());
+        }
+        for place in &self.changed {
+            self.nodes[*place].bounce = None;
+        }
+        let mut fresh = plan(&self.nodes).into_iter();
+        let same = self.steps.iter().all(|step| match (step, fresh.next()) {
+            (Step::Server(_, places), Some((true, now))) => *places == now,
+            (Step::Alone(place), Some((false, now))) => now == [*place],
+            _ => false,
+        });
+        if !same || fresh.next().is_some() {
+            self.instantiate(driver, context, flags)?;
+        } else {
+            for step in &self.steps {
+                let Step::Server(id, places) = step else { continue };
+                if !places.iter().any(|place| self.changed.contains(place)) {
+                    continue;
+                }
+                // With nothing to be done any more, it is not the same plan.
+                let Some(bytes) = self.describe(driver, context, places)? else {
+                    self.instantiate(driver, context, flags)?;
+                    break;
+                };
+                with_bytes(driver, &bytes, |nodes| {
+                    driver.session.call(&GraphUpdate { graph: *id, nodes }).map(|_| ())
+                })?;
+            }
+        }
+        self.changed.clear();
+        Ok(())
+    }
+
+    /// Lets `stream` wait for the launch before, if that was on another.
+    fn queue(&mut self, driver: &Driver, context: &'static Context, stream: &Arc<Stream>) -> Result {
+        let last = self.last.replace(stream.clone());
+        let Some(last) = last.filter(|last| !Arc::ptr_eq(last, stream) && !last.is_finished()) else {
+            return Ok(());
+        };
+        if self.event.is_none() {
+            self.event = Some(event::own(driver, context)?);
+        }
+        if let Some(event) = &self.event {
+            event::record_on(driver, event, last)?;
+            stream::wait(driver, stream, event)?;
+        }
+        Ok(())
+    }
+}
+
+/// Nodes at some places as the server is told of them.
+pub(crate) fn describe(
+    nodes: &[Flat],
+    driver: &Driver,
+    context: &'static Context,
+    places: &[usize],
+) -> Result<Vec<GraphNode>> {
+    let local: HashMap<usize, u32> = places.iter().copied().zip(0..).collect();
+    let mut described = Vec::with_capacity(places.len());
+    for place in places {
+        let node = &nodes[*place];
+        let way = if node.enabled { node.work.way(driver, context)? } else { Way::Nothing };
+        let (opcode, body) = match way {
+            Way::Server(opcode, body) => (opcode, body),
+            Way::Nothing | Way::Alone => (0, Vec::new()),
+        };
+        let dependencies = node.before.iter().filter_map(|from| local.get(from).copied()).collect();
+        described.push(GraphNode { opcode, dependencies, body: Bytes(body) });
+    }
+    Ok(described)
+}
+
+/// Hands a description over: in the record, or staged.
+fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_>) -> Result) -> Result {
+    if bytes.len() <= INLINE {
+        return send(HostIn::Inline(bytes));
+    }
+    let staging = Staging::new(driver, bytes.len())?;
+    // SAFETY: the staging has room for as many bytes, and is nobody else's.
+    unsafe { copy::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
+    let answer = send(HostIn::Range(staging.range(bytes.len())));
+    staging.done(driver);
+    answer
+}
+
+/// A name for something of the server's graphs.
+pub(crate) fn new_id() -> GraphId {
+    static IDS: AtomicU32 = AtomicU32::new(1);
+    GraphId(IDS.fetch_add(1, Ordering::Relaxed))
+}
+
+fn make_draft(driver: &'static Driver, flags: u64, draft: GraphId, parts: Vec<GraphPart>) -> Result<GraphId> {
+    let graph = new_id();
+    let mut bytes = Vec::new();
+    GraphParts { parts }.put(&mut Writer(&mut bytes));
+    with_bytes(driver, &bytes, |parts| {
+        let request = GraphInstantiateDraft { graph, draft, flags: flags & !flag::UPLOAD, parts };
+        driver.session.call(&request).map(|_| ())
+    })?;
+    Ok(graph)
+}
+
+fn make(driver: &'static Driver, context: &'static Context, flags: u64, bytes: &[u8]) -> Result<GraphId> {
+    let graph = new_id();
+    with_bytes(driver, bytes, |nodes| {
+        let request = GraphInstantiate { context: context.id, graph, flags: flags & !flag::UPLOAD, nodes };
+        driver.session.call(&request).map(|_| ())
+    })?;
+    Ok(graph)
+}
+
+/// Ends the server's graphs. A lost session has none.
+fn destroy(driver: &Driver, steps: &[Step]) {
+    for step in steps {
+        if let Step::Server(graph, _) = step {
+            let _ = driver.session.append(&GraphDestroy { graph: *graph });
+        }
+    }
+}
+
+impl Exec {
+    pub fn new(graph: &Arc<Graph>, flags: u64) -> Result<Exec> {
+        let driver = driver()?;
+        driver.session.check()?;
+        let mut state = State::new(graph);
+        let kernel = state.nodes.iter().find_map(|node| match &node.work {
+            Work::Kernel(kernel) => Some(kernel.function.context),
+            _ => None,
+        });
+        let context = kernel.unwrap_or(graph.context);
+        let mut claimed = Weak::new();
+        if graph.any(&|work| matches!(work, Work::Alloc(_) | Work::Free(_))) {
+            crate::graph::claim(graph)?;
+            claimed = Arc::downgrade(graph);
+        }
+        // From here on the claim goes with the instance.
+        let held = user_object::share(&lock(&graph.held));
+        state.waits = state.describes(|memory| !memory.segment.is_backed());
+        let made = if state.waits {
+            state.nodes.iter().try_for_each(|node| node.work.way(driver, context).map(|_| ()))
+        } else {
+            state.instantiate(driver, context, flags)
+        };
+        let exec = Exec { context, flags, state: Mutex::new(state), held, claimed };
+        made.map(|()| exec)
+    }
+
+    /// Puts a launch on a stream, which is not being captured.
+    pub fn launch(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        let mut state = lock(&self.state);
+        state.refresh(driver, self.context, self.flags)?;
+        let taken = state.memory.iter().any(|(memory, _)| memory.is_live());
+        if taken && self.flags & flag::AUTO_FREE_ON_LAUNCH == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let _order = crate::memory::managed::before_work(driver)?;
+        state.queue(driver, self.context, stream)?;
+        let backed = self.back(driver, &mut state, stream)?;
+        let State { steps, nodes, .. } = &mut *state;
+        for step in steps {
+            match step {
+                Step::Server(graph, _) => {
+                    let op = GraphLaunch { graph: *graph, stream: stream.id };
+                    stream.work(driver, &op)?;
+                }
+                Step::Alone(place) => {
+                    let node = &mut nodes[*place];
+                    launch_steps::run(driver, stream, &node.work, &mut node.bounce)?;
+                }
+            }
+        }
+        for bounce in nodes.iter().filter_map(|node| node.bounce.as_ref()) {
+            bounce.used(stream.clone(), stream.mark(driver)?);
+        }
+        let Some(pool) = backed else { return Ok(()) };
+        let freed: Vec<_> =
+            state.frees.iter().filter_map(|address| crate::memory::graph_memory::find(*address)).collect();
+        graph_chunks::launched(driver, pool, stream, &state.memory, &freed)
+    }
+
+    /// Gives the graph's allocations memory for a launch, and makes the server's graphs where they were waiting for that. `None`: it neither allocates nor frees.
+    fn back(
+        &self,
+        driver: &'static Driver,
+        state: &mut State,
+        stream: &Arc<Stream>,
+    ) -> Result<Option<graph_chunks::Launching>> {
+        let mut pool = None;
+        if !state.memory.is_empty() || !state.frees.is_empty() {
+            let mut segments: Vec<Arc<Segment>> = Vec::new();
+            for (memory, _) in &state.memory {
+                if !segments.iter().any(|segment| Arc::ptr_eq(segment, &memory.segment)) {
+                    segments.push(memory.segment.clone());
+                }
+            }
+            let (backed, moved) = graph_chunks::back(driver, &segments, stream)?;
+            state.waits |= moved && state.describes(|_| true);
+            pool = Some(backed);
+        }
+        if state.waits {
+            state.instantiate(driver, self.context, self.flags)?;
+            state.changed.clear();
+            state.waits = false;
+        }
+        Ok(pool)
+    }
+
+    pub fn upload(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        let mut state = lock(&self.state);
+        state.refresh(driver, self.context, self.flags)?;
+        let backed = self.back(driver, &mut state, stream)?;
+        for step in &state.steps {
+            if let Step::Server(graph, _) = step {
+                let op = GraphUpload { graph: *graph, stream: stream.id };
+                stream.work(driver, &op)?;
+            }
+        }
+        drop(backed);
+        Ok(())
+    }
+
+    /// Changes a node that the program names as it named the graph's.
+    pub fn change(&self, handle: usize, change: impl FnOnce(&Work) -> Result<Work>) -> Result {
+        let (graph, id) = crate::graph::node(handle)?;
+        let mut state = lock(&self.state);
+        let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
+        }
+        let work = change(&state.nodes[place].work)?;
+        if work.kind() != state.nodes[place].work.kind() {
+            return Err(Status::INVALID_VALUE);
+        }
+        if fill_differs(&state.nodes[place].work, &work) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if let (Work::Child(child), Some(begins)) = (&work, state.nodes[place].begins) {
+            let mut nodes = Vec::new();
+            flatten(child, &[], &mut nodes);
+            for node in &mut nodes {
+                for from in &mut node.before {
+                    *from += begins + 1;
+                }
+                if node.before.is_empty() {
+                    node.before.push(begins);
+                }
+            }
+            let there = begins + 1..place;
+            if there.len() != nodes.len() {
+                return Err(Status::INVALID_VALUE);
+            }
+            if there.clone().zip(&nodes).any(|(at, node)| differs(&state.nodes[at], node).is_some()) {
+                return Err(Status::INVALID_VALUE);
+            }
+            for (at, node) in there.zip(nodes) {
+                state.nodes[at].work = node.work;
+                state.changed.insert(at);
+            }
+            return Ok(());
+        }
+        work.way(driver()?, self.context)?;
+        state.nodes[place].work = work;
+        state.changed.insert(place);
+        Ok(())
+    }
+
+    /// Whether a node that may be left out is done; `set`: whether it shall be.
+    pub fn enabled(&self, handle: usize, set: Option<bool>) -> Result<bool> {
+        let (graph, id) = crate::graph::node(handle)?;
+        let mut state = lock(&self.state);
+        let place = *state.places.get(&(graph.unique, id)).ok_or(Status::INVALID_VALUE)?;
+        let node = &state.nodes[place];
+        if !matches!(node.work, Work::Kernel(_) | Work::Copy(_) | Work::Fill(_)) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let was = node.enabled;
+        let Some(set) = set.filter(|set| *set != was) else { return Ok(was) };
+        if conditional::any(&state.nodes) {
+            return conditional::refuse_change();
+        }
+        state.nodes[place].enabled = set;
+        state.changed.insert(place);
+        Ok(was)
+    }
+
+    /// Takes over what a graph's nodes do. `Err`: why not, the graph's node, and the instance's.
+    pub fn update(
+        &self,
+        driver: &Driver,
+        graph: &Arc<Graph>,
+    ) -> std::result::Result<(), (u32, usize, usize)> {
+        let mut fresh = Vec::new();
+        flatten(graph, &[], &mut fresh);
+        let mut state = lock(&self.state);
+        if state.nodes.len() != fresh.len() {
+            return Err((update::TOPOLOGY, fresh.get(state.nodes.len()).map_or(0, Flat::name), 0));
+        }
+        for (now, node) in state.nodes.iter().zip(&fresh) {
+            let fail = |why| Err((why, node.name(), now.name()));
+            if let Some(why) = differs(now, node) {
+                return fail(why);
+            }
+            if node.work.way(driver, self.context).is_err() {
+                return fail(update::ERROR);
+            }
+        }
+        for (place, node) in fresh.into_iter().enumerate() {
+            state.nodes[place].work = node.work;
+            state.changed.insert(place);
+        }
+        Ok(())
+    }
+}
+
+/// Why a node cannot take the place of another; `None`: it can.
+fn differs(now: &Flat, node: &Flat) -> Option<u32> {
+    if now.work.kind() != node.work.kind() {
+        return Some(update::NODE_TYPE);
+    }
+    if now.before != node.before {
+        return Some(update::TOPOLOGY);
+    }
+    match (&now.work, &node.work) {
+        (Work::Alloc(_) | Work::Free(_) | Work::Conditional(_), _) => Some(update::NOT_SUPPORTED),
+        (Work::Copy(a), Work::Copy(b))
+            if (a.dstMemoryType, a.srcMemoryType) != (b.dstMemoryType, b.srcMemoryType) =>
+        {
+            Some(update::PARAMETERS)
+        }
+        (a, b) if fill_differs(a, b) => Some(update::PARAMETERS),
+        _ => None,
+    }
+}
+
+/// Whether a fill cannot take the place of another: "for 2d memsets, all dimension changes are rejected; for 1d memsets, changes in height" (`cuGraphExecMemsetNodeSetParams`), and memory
+/// of another kind.
+fn fill_differs(now: &Work, new: &Work) -> bool {
+    let (Work::Fill(a), Work::Fill(b)) = (now, new) else { return false };
+    let rows = |fill: &MemsetNodeParams| (fill.width, fill.elementSize, fill.pitch);
+    let is_here = |fill| driver().is_ok_and(|driver| fill::is_here(driver, fill));
+    a.height != b.height || (a.height > 1 && rows(a) != rows(b)) || is_here(a) != is_here(b)
+}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        if let Some(graph) = self.claimed.upgrade() {
+            graph.instantiated.store(false, Ordering::Release);
+        }
+        let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Ok(driver) = driver() else { return };
+        destroy(driver, &state.steps);
+        if let Some(event) = &state.event {
+            event::end(driver, event, false);
+        }
+        let held = std::mem::take(&mut self.held);
+        if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {
+            // What the program wants to live as long as the graph lives until the last launch is done.
+            launch_steps::after(driver, stream, held);
+        }
+    }
+}
+
+/// A context's instantiated graphs are gone with it; the server's own are destroyed with the context, or by their ends.
+pub(crate) fn forget(context: &'static Context) {
+    drop(EXECS.remove_where(|exec| std::ptr::eq(exec.context, context)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::node_work::Data;
+    use crate::work::memory_operation::Operations;
+    use proptest::prelude::*;
+
+    unsafe extern "C-unwind" fn nothing(_: *mut std::ffi::c_void) {}
+
+    fn flat(alone: bool, before: Vec<usize>) -> Flat {
+        let work = if alone { Work::Host(nothing, Data(std::ptr::null_mut())) } else { Work::Empty };
+        Flat { graph: 0, id: 0, owner: Weak::new(), work, before, begins: None, enabled: true, bounce: None }
+    }
+
+    #[test]
+    fn work_for_the_server_alone_is_one_step() {
+        let nodes = [flat(false, vec![]), flat(false, vec![0]), flat(false, vec![]), flat(false, vec![1, 2])];
+        let steps = plan(&nodes);
+        assert_eq!(steps.len(), 1);
+        assert!(steps[0].0);
+    }
+
+    #[test]
+    fn a_node_that_waits_for_a_word_comes_behind_those_that_may_write_it() {
+        let mut waits = flat(false, vec![]);
+        waits.work = Work::Words(Operations::waiting());
+        let nodes = [waits, flat(false, vec![0]), flat(true, vec![]), flat(false, vec![2])];
+        let steps = plan(&nodes);
+        assert_eq!(steps, [(false, vec![2]), (true, vec![3, 0, 1])]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_node_is_in_one_step_behind_all_that_it_waits_for(
+            nodes in proptest::collection::vec((any::<bool>(), any::<u64>()), 0..40)
+        ) {
+            let nodes: Vec<Flat> = nodes
+                .iter()
+                .enumerate()
+                .map(|(place, (alone, before))| {
+                    flat(*alone, (0..place.min(64)).filter(|bit| before >> bit & 1 != 0).collect())
+                })
+                .collect();
+            let steps = plan(&nodes);
+            let order: Vec<usize> = steps.iter().flat_map(|(_, places)| places.clone()).collect();
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..nodes.len()).collect::<Vec<_>>());
+            let at = |place: usize| order.iter().position(|other| *other == place).unwrap();
+            for (place, node) in nodes.iter().enumerate() {
+                prop_assert!(node.before.iter().all(|from| at(*from) < at(place)));
+            }
+            for (together, places) in &steps {
+                prop_assert!(places.iter().all(|place| nodes[*place].is_servers() == *together));
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Steps of a launch that this process puts on the stream itself.
+//!
+//! Pageable memory is written when the stream comes to the copy: by way of pinned memory of the instance's, from which a host function of this library's own moves the
+//! bytes. It is read when the launch is made, once nothing before may write it.
+
+use std::sync::{Arc, Mutex};
+
+use crate::abi::result::Result;
+use crate::abi::types::Memcpy3D;
+use crate::graph::node_work::Work;
+use crate::graph::user_object::Held;
+use crate::memory::pinned::{HostTag, REGIONS};
+use crate::memory::{pending_writes, pinned};
+use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::stream;
+use crate::process::stream::Stream;
+use crate::streams::event;
+use crate::work::copy::{Copier, Mode};
+use crate::work::fill::Fill;
+use crate::work::host_function::Function;
+use crate::work::{copy_boxes, host_function};
+use client::{Status, lock};
+
+/// Pinned memory beside a pageable side of a copy.
+pub(crate) struct Bounce {
+    address: usize,
+    /// The last launch that uses it: a stream and its mark.
+    last: Mutex<Option<(Arc<Stream>, u64)>>,
+}
+
+impl Bounce {
+    fn new(driver: &Driver, stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
+        let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
+        let made = REGIONS.alloc(driver.session.port(), size, tag);
+        let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
+        Ok(Arc::new(Bounce { address, last: Mutex::default() }))
+    }
+
+    /// Notes that a launch uses it, up to a mark on its stream.
+    pub fn used(&self, stream: Arc<Stream>, mark: u64) {
+        *lock(&self.last) = Some((stream, mark));
+    }
+}
+
+impl Drop for Bounce {
+    fn drop(&mut self) {
+        let Ok(driver) = driver() else { return };
+        // The host of the GPU may be reading it, or writing.
+        match lock(&self.last).take() {
+            Some((stream, mark)) if !stream.has_passed(driver, mark) => {
+                pinned::remove_later(driver, vec![(self.address, stream, mark)]);
+            }
+            _ => pinned::remove(driver, self.address),
+        }
+    }
+}
+
+/// Puts a node's work on a stream.
+pub(crate) fn run(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    work: &Work,
+    bounce: &mut Option<Arc<Bounce>>,
+) -> Result {
+    match work {
+        Work::Host(function, data) => {
+            host_function::on(driver, stream.clone(), Function::Host(*function), data.0)
+        }
+        Work::Wait(handle) => stream::wait(driver, stream, &*event::of(*handle)?),
+        Work::Record(handle) => event::record_on(driver, &*event::of(*handle)?, stream.clone()),
+        Work::Words(words) => words.run(driver, stream),
+        // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
+        Work::Copy(copy) => unsafe { run_copy(driver, stream, copy, bounce) },
+        Work::Fill(fill) => Fill::of(driver, stream.id, fill)?.run(driver, stream),
+        // The server's, or nobody's.
+        Work::Empty
+        | Work::Kernel(_)
+        | Work::Child(_)
+        | Work::Alloc(_)
+        | Work::Free(_)
+        | Work::Conditional(_) => Ok(()),
+    }
+}
+
+fn call(driver: &'static Driver, stream: &Arc<Stream>, own: impl FnOnce() + Send + 'static) -> Result {
+    host_function::on(driver, stream.clone(), Function::Own(Box::new(own)), std::ptr::null_mut())
+}
+
+unsafe fn run_copy(
+    driver: &'static Driver,
+    stream: &Arc<Stream>,
+    copy: &Memcpy3D,
+    bounce: &mut Option<Arc<Bounce>>,
+) -> Result {
+    let copier = Copier::on(driver, stream.clone(), Mode::Async, true);
+    if copy_boxes::is_on_host(copy) {
+        let copy = *copy;
+        return call(driver, stream, move || {
+            // SAFETY: as the caller says. It was described well when it became a node's.
+            let _ = unsafe { copy_boxes::on_host(driver, &copy) };
+        });
+    }
+    let Some(pageable) = copy_boxes::pageable(driver, copy)? else {
+        // SAFETY: as the caller says.
+        return unsafe { copy_boxes::run(&copier, copy, false) };
+    };
+    if !pageable.to_host {
+        // Read when the launch is made.
+        let (at, len) = pageable.span();
+        pending_writes::settle(driver, stream, at, len)?;
+        // SAFETY: as the caller says.
+        return unsafe { copy_boxes::run(&copier, copy, false) };
+    }
+    let bounce = match bounce {
+        Some(bounce) => bounce.clone(),
+        None => bounce.insert(Bounce::new(driver, stream, pageable.len())?).clone(),
+    };
+    // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is used by nothing else here in the
+    // stream's order; the rest as the caller says.
+    unsafe {
+        copy_boxes::run(&copier, &copy_boxes::to_packed(copy, bounce.address), false)?;
+        call(driver, stream, move || pageable.unpack(bounce.address as *const u8))
+    }
+}
+
+/// Keeps things until a stream has come here.
+pub(crate) fn after(driver: &'static Driver, stream: Arc<Stream>, held: Vec<Held>) {
+    // Where it cannot be put on the stream, the session is lost and nothing runs any more.
+    let _ = call(driver, &stream, move || drop(held));
+}

@@ -1,0 +1,258 @@
+//! What a node does.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use crate::abi::arguments::non_null;
+use crate::abi::result::Result;
+use crate::abi::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
+use crate::code::function::Function;
+use crate::code::library::KERNELS;
+use crate::code::{function, library};
+use crate::graph::Graph;
+use crate::graph::conditional::Conditional;
+use crate::memory::graph_memory::GraphMemory;
+use crate::memory::{graph_memory, pinned};
+use crate::process::context;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::work::fill::Fill;
+use crate::work::memory_operation::Operations;
+use crate::work::{copy_boxes, launch};
+use client::Status;
+use client::handle::StreamId;
+use client::ops::Op;
+use client::ops::graph::GraphConditional;
+use client::ops::launch::{Launch, LaunchAttribute};
+
+/// `CUgraphNodeType`.
+pub(crate) mod kind {
+    pub const KERNEL: u32 = 0;
+    pub const MEMCPY: u32 = 1;
+    pub const MEMSET: u32 = 2;
+    pub const HOST: u32 = 3;
+    pub const GRAPH: u32 = 4;
+    pub const EMPTY: u32 = 5;
+    pub const WAIT_EVENT: u32 = 6;
+    pub const EVENT_RECORD: u32 = 7;
+    pub const MEM_ALLOC: u32 = 10;
+    pub const MEM_FREE: u32 = 11;
+    pub const BATCH_MEM_OP: u32 = 12;
+    pub const CONDITIONAL: u32 = 13;
+}
+
+/// What a node does.
+#[derive(Clone)]
+pub(crate) enum Work {
+    Empty,
+    Kernel(Arc<Kernel>),
+    Copy(Memcpy3D),
+    Fill(MemsetNodeParams),
+    Host(HostFn, Data),
+    Child(Arc<Graph>),
+    /// Waits for, or records, the event that the handle names when the graph is launched.
+    Wait(usize),
+    Record(usize),
+    Alloc(Arc<GraphMemory>),
+    Free(u64),
+    /// Memory operations.
+    Words(Arc<Operations>),
+    Conditional(Arc<Conditional>),
+}
+
+/// An argument for a function of the program's.
+#[derive(Clone, Copy)]
+pub(crate) struct Data(pub *mut c_void);
+
+// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
+unsafe impl Send for Data {}
+
+// SAFETY: as above.
+unsafe impl Sync for Data {}
+
+/// A launch, with everything that belongs to it.
+pub(crate) struct Kernel {
+    /// As the program named it: a function or a kernel.
+    pub handle: usize,
+    pub function: Arc<Function>,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub attributes: Vec<LaunchAttribute>,
+    params: Box<[u8]>,
+    /// Addresses in `params`, one for each parameter: what the program is told, which it may read as long as the node stays as it is.
+    pointers: Box<[usize]>,
+}
+
+/// How a node's work is done.
+pub(crate) enum Way {
+    /// By the server, as a node of a graph there: an operation's opcode and body.
+    Server(u16, Vec<u8>),
+    /// Not at all: it is there for its dependencies.
+    Nothing,
+    /// Put on the stream by this process, launch by launch.
+    Alone,
+}
+
+fn server<'a, T: Op<'a>>(op: &T) -> Way {
+    let mut body = Vec::new();
+    client::ops::encode(op, &mut body);
+    Way::Server(T::INFO.opcode, body)
+}
+
+impl Kernel {
+    pub fn new(
+        handle: usize,
+        function: Arc<Function>,
+        shape: launch::Shape,
+        attributes: Vec<LaunchAttribute>,
+        params: &[u8],
+    ) -> Kernel {
+        let params: Box<[u8]> = params.into();
+        let base = params.as_ptr() as usize;
+        let pointers = function.params.iter().map(|param| base + param.offset as usize).collect();
+        let launch::Shape { grid, block, shared } = shape;
+        Kernel { handle, function, grid, block, shared, attributes, params, pointers }
+    }
+
+    /// A kernel as a node's parameters describe it, checked as its launch would be.
+    ///
+    /// # Safety
+    /// What the parameters point to may be read.
+    pub unsafe fn described(
+        driver: &'static Driver,
+        p: &KernelNodeParams,
+        attributes: Vec<LaunchAttribute>,
+    ) -> Result<Kernel> {
+        let context = if p.ctx == 0 { context::current()? } else { context::of(p.ctx)? };
+        let (handle, function) = match (p.func, p.kern) {
+            (0, 0) => return Err(Status::INVALID_VALUE),
+            (0, kern) => {
+                let kernel = KERNELS.get(kern).ok_or(Status::INVALID_HANDLE)?;
+                (kern, kernel.in_context(driver, context)?)
+            }
+            // Beside a function the kernel is not looked at: NVIDIA's runtime leaves something there.
+            (func, _) => (func, function::of(func)?),
+        };
+        let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
+        launch::check_all(driver, &function, &shape, &attributes)?;
+        let mut block = Vec::new();
+        // SAFETY: as the caller says.
+        unsafe { launch::parameters(&function, p.kernelParams, p.extra, &mut block) }?;
+        pinned::reach(driver, &block);
+        Ok(Kernel::new(handle, function, shape, attributes, &block))
+    }
+
+    /// The same kernel with other attributes.
+    pub fn with_attributes(&self, attributes: Vec<LaunchAttribute>) -> Kernel {
+        let shape = launch::Shape { grid: self.grid, block: self.block, shared: self.shared };
+        Kernel::new(self.handle, self.function.clone(), shape, attributes, &self.params)
+    }
+
+    /// What the program is told of it.
+    pub fn describe(&self) -> KernelNodeParams {
+        // NVIDIA's runtime knows its kernels again by the kernel alone.
+        let (func, kern) = match KERNELS.get(self.handle) {
+            Some(_) => (0, self.handle),
+            None => (self.handle, library::kernel_of(&self.function).unwrap_or(0)),
+        };
+        KernelNodeParams {
+            func,
+            grid: self.grid,
+            block: self.block,
+            sharedMemBytes: self.shared,
+            kernelParams: self.pointers.as_ptr().cast(),
+            extra: std::ptr::null(),
+            kern,
+            ctx: self.function.context.handle,
+        }
+    }
+
+    fn op(&self) -> Launch<'_> {
+        Launch {
+            function: self.function.id,
+            stream: StreamId(0),
+            grid: self.grid,
+            block: self.block,
+            dynamic_shared: self.shared,
+            attributes: self.attributes.clone(),
+            params: &self.params,
+        }
+    }
+}
+
+impl Work {
+    /// `CUgraphNodeType`.
+    pub fn kind(&self) -> u32 {
+        match self {
+            Work::Kernel(_) => kind::KERNEL,
+            Work::Copy(_) => kind::MEMCPY,
+            Work::Fill(_) => kind::MEMSET,
+            Work::Host(..) => kind::HOST,
+            Work::Child(_) => kind::GRAPH,
+            Work::Empty => kind::EMPTY,
+            Work::Wait(_) => kind::WAIT_EVENT,
+            Work::Record(_) => kind::EVENT_RECORD,
+            Work::Alloc(_) => kind::MEM_ALLOC,
+            Work::Free(_) => kind::MEM_FREE,
+            Work::Words(_) => kind::BATCH_MEM_OP,
+            Work::Conditional(_) => kind::CONDITIONAL,
+        }
+    }
+
+    /// How it is done, for work in a context.
+    ///
+    /// # Errors
+    /// What the same work would be answered with on a stream now.
+    pub fn way(&self, driver: &Driver, context: &'static Context) -> Result<Way> {
+        Ok(match self {
+            Work::Kernel(kernel) if !std::ptr::eq(kernel.function.context, context) => {
+                return Err(Status::NOT_SUPPORTED);
+            }
+            Work::Kernel(kernel) => server(&kernel.op()),
+            Work::Fill(fill) => match Fill::of(driver, StreamId(0), fill)? {
+                Fill::Server(op) => server(&op),
+                Fill::Nothing => Way::Nothing,
+                Fill::Here(_) => Way::Alone,
+            },
+            Work::Copy(copy) => copy_boxes::way(driver, copy, |op| match op {
+                copy_boxes::OnDevice::Line(op) => server(&op),
+                copy_boxes::OnDevice::Box(op) => server(&op),
+            })?,
+            Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => Way::Nothing,
+            Work::Host(..) | Work::Wait(_) | Work::Record(_) => Way::Alone,
+            Work::Words(words) => words.op().map_or(Way::Alone, |op| server(&op)),
+            Work::Conditional(node) => {
+                Way::Server(<GraphConditional as Op>::INFO.opcode, node.first.0.to_le_bytes().to_vec())
+            }
+        })
+    }
+
+    /// The memory of graphs that it copies or fills, which is described to the server.
+    pub fn graph_memory(&self) -> impl Iterator<Item = Arc<GraphMemory>> {
+        let addresses = match self {
+            Work::Copy(copy) => [copy.dstDevice, copy.srcDevice],
+            Work::Fill(fill) => [fill.dst, 0],
+            _ => [0; 2],
+        };
+        addresses.into_iter().filter_map(graph_memory::at)
+    }
+
+    /// A copy, checked as on a stream.
+    pub fn copy(driver: &Driver, copy: *const Memcpy3D) -> Result<Work> {
+        non_null(copy)?;
+        // SAFETY: not NULL; the callers pass what the program gave as a description.
+        let copy = copy_boxes::resolve(driver, unsafe { &*copy })?;
+        copy_boxes::way(driver, &copy, |_| Way::Nothing)?;
+        Ok(Work::Copy(copy))
+    }
+
+    /// A fill, checked as on a stream.
+    pub fn fill(driver: &Driver, fill: *const MemsetNodeParams) -> Result<Work> {
+        non_null(fill)?;
+        // SAFETY: as above.
+        let fill = unsafe { *fill };
+        Fill::of(driver, StreamId(0), &fill)?;
+        Ok(Work::Fill(fill))
+    }
+}

@@ -1,0 +1,244 @@
+//! Allocations of graphs.
+//!
+//! An allocation has its address from when its node is made: in a [`Segment`] of the graph, where allocations whose times do not overlap may have the same addresses. It is the program's, in CUDA's
+//! sense, from when a launch comes to the node until it is freed, by a node, in stream order or by `cuMemFree`; memory is there from a launch on ([`physical`]). What the program still has when the
+//! graph and its instance go stays until it is freed.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::graph::{Edge, Graph};
+use crate::memory::address::Found;
+use crate::memory::graph_chunks::Segment;
+use crate::memory::{address, graph_chunks};
+use crate::process::driver;
+use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::stream::Stream;
+use client::{Status, lock};
+
+/// What allocations begin at multiples of, in bytes.
+const ALIGN: u64 = 512;
+
+/// Memory of an allocation node.
+pub(crate) struct GraphMemory {
+    pub address: u64,
+    pub size: u64,
+    pub(crate) segment: Arc<Segment>,
+    /// Tells it from another allocation at the same address.
+    buffer: u64,
+    /// The node of its own graph that frees it.
+    freed_by: OnceLock<u64>,
+    /// The program's.
+    live: AtomicBool,
+}
+
+/// Memory of all graphs, by address: of several at one, the last, which alone can be the program's.
+static ALL: Mutex<BTreeMap<u64, Weak<GraphMemory>>> = Mutex::new(BTreeMap::new());
+
+/// The allocations of a graph.
+#[derive(Default)]
+pub(crate) struct Allocations(Mutex<Vec<Arc<GraphMemory>>>);
+
+/// The first place for `size` bytes of a segment of `room` bytes beside those that are taken, in order of their beginnings.
+fn gap(room: u64, size: u64, taken: &[(u64, u64)]) -> Option<u64> {
+    let mut at = 0;
+    for (begin, end) in taken {
+        if begin.saturating_sub(at) >= size {
+            break;
+        }
+        at = at.max(end.next_multiple_of(ALIGN));
+    }
+    at.checked_add(size).is_some_and(|end| end <= room).then_some(at)
+}
+
+impl Allocations {
+    /// A place beside every allocation that is not freed by one of `earlier` nodes.
+    fn place(&self, device: u32, size: u64, earlier: &HashSet<u64>) -> Option<(Arc<Segment>, u64)> {
+        let all = lock(&self.0);
+        let segments: BTreeMap<u64, &Arc<Segment>> =
+            all.iter().map(|memory| (memory.segment.address, &memory.segment)).collect();
+        segments.into_values().filter(|segment| segment.device == device).find_map(|segment| {
+            let is_there = |memory: &&Arc<GraphMemory>| {
+                Arc::ptr_eq(&memory.segment, segment)
+                    && memory.freed_by.get().is_none_or(|node| !earlier.contains(node))
+            };
+            let from = |memory: &Arc<GraphMemory>| memory.address - segment.address;
+            let mut taken: Vec<(u64, u64)> = all
+                .iter()
+                .filter(is_there)
+                .map(|memory| (from(memory), from(memory) + memory.size))
+                .collect();
+            taken.sort_unstable();
+            Some((segment.clone(), segment.address + gap(segment.size, size, &taken)?))
+        })
+    }
+
+    /// A node frees an address: the last allocation there. False: that is freed by another. `None`: it is none of these.
+    pub fn is_freed_by(&self, address: u64, node: u64) -> Option<bool> {
+        let all = lock(&self.0);
+        let memory = all.iter().rfind(|memory| memory.address == address)?;
+        Some(memory.freed_by.set(node).is_ok())
+    }
+
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *lock(&self.0));
+        drop(all);
+    }
+}
+
+impl GraphMemory {
+    /// Finds an address for an allocation of a graph's node that is to come behind others. The program has it only when a launch has come to it.
+    pub fn new(
+        driver: &'static Driver,
+        graph: &Graph,
+        before: &[Edge],
+        device: u32,
+        size: u64,
+    ) -> Result<Arc<GraphMemory>> {
+        let before: Vec<u64> = before.iter().map(|edge| edge.from).collect();
+        let placed = graph.allocations.place(device, size, &graph.ancestors(&before));
+        let (segment, address) = match placed {
+            Some(placed) => placed,
+            None => {
+                let segment = Segment::new(driver, graph.context, device, size)?;
+                let address = segment.address;
+                (segment, address)
+            }
+        };
+        let (buffer, freed_by, live) = (unique_id(), OnceLock::new(), AtomicBool::new(false));
+        let made = Arc::new(GraphMemory { address, size, segment, buffer, freed_by, live });
+        lock(&graph.allocations.0).push(made.clone());
+        lock(&ALL).insert(address, Arc::downgrade(&made));
+        Ok(made)
+    }
+
+    pub fn is_live(&self) -> bool {
+        self.live.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_live(&self, live: bool) {
+        self.live.store(live, Ordering::Release);
+    }
+
+    /// Whether its own graph frees it.
+    pub(crate) fn is_freed_in_graph(&self) -> bool {
+        self.freed_by.get().is_some()
+    }
+
+    /// The device that it is on.
+    pub fn device(&self) -> u32 {
+        self.segment.device
+    }
+}
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        let mut all = lock(&ALL);
+        if all.get(&self.address).is_some_and(|kept| kept.strong_count() == 0) {
+            all.remove(&self.address);
+        }
+    }
+}
+
+/// A graph's memory that begins at an address.
+pub(crate) fn find(address: u64) -> Option<Arc<GraphMemory>> {
+    lock(&ALL).get(&address)?.upgrade()
+}
+
+/// A graph's memory that an address lies in.
+pub(crate) fn at(address: u64) -> Option<Arc<GraphMemory>> {
+    let all = lock(&ALL);
+    let earlier = all.range(..=address).rev().filter_map(|(_, memory)| memory.upgrade());
+    let mut here = earlier.take_while(|memory| memory.segment.has(address));
+    here.find(|memory| address - memory.address < memory.size)
+}
+
+/// What a graph has at an address.
+pub(crate) fn found(address: u64) -> Option<Found> {
+    let memory = at(address)?;
+    Some(Found {
+        base: memory.address,
+        size: memory.size,
+        context: memory.segment.context,
+        buffer: memory.buffer,
+        pool: 0,
+        sync_memops: false,
+        managed: false,
+    })
+}
+
+/// The program frees an address, in the order of a stream or when all is done. True: it is a graph's.
+///
+/// # Errors
+/// `INVALID_VALUE` when a graph has it and no launch has given it to the program.
+pub(crate) fn freed(driver: &Driver, address: u64, stream: Option<&Arc<Stream>>) -> Result<bool> {
+    match find(address) {
+        None => Ok(false),
+        Some(memory) if memory.live.swap(false, Ordering::AcqRel) => {
+            let used = stream.map(|stream| Ok((stream.clone(), stream.mark(driver)?))).transpose()?;
+            graph_chunks::freed(&memory, used);
+            Ok(true)
+        }
+        Some(_) => Err(Status::INVALID_VALUE),
+    }
+}
+
+/// Memory that graphs of a device have and do not use goes back: a question about it.
+fn device(device: i32) -> Result<(&'static Driver, u32)> {
+    let ordinal = driver::device(device)?.ordinal;
+    Ok((driver()?, ordinal))
+}
+
+api! {
+    fn cuDeviceGetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
+        non_null(value)?;
+        let (_, device) = device(dev)?;
+        // CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, …_HIGH, …_RESERVED_MEM_CURRENT, …_HIGH
+        let bytes = *graph_chunks::figures(device).get(attribute as usize).ok_or(Status::INVALID_VALUE)?;
+        put(value.cast(), bytes)
+    }
+
+    fn cuDeviceSetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
+        non_null(value)?;
+        let (_, device) = device(dev)?;
+        // The two high-water marks can only be set to 0.
+        if !matches!(attribute, 1 | 3) || value.cast::<u64>().read() != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        graph_chunks::reset_high(device, attribute == 3);
+        Ok(())
+    }
+
+    fn cuDeviceGraphMemTrim(dev: i32) {
+        let (driver, device) = device(dev)?;
+        graph_chunks::trim(driver, device);
+        address::collect(driver);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_place_lies_inside_and_beside_what_is_taken(
+            room in 1u64..20, size in 1u64..6000, parts in proptest::collection::vec((0u64..40, 1u64..3000), 0..6)
+        ) {
+            let room = room * ALIGN * 4;
+            let mut taken: Vec<(u64, u64)> = parts.iter().map(|(at, size)| (at * ALIGN, at * ALIGN + size)).collect();
+            taken.sort_unstable();
+            let free = |at: u64| at + size <= room && taken.iter().all(|(begin, end)| at + size <= *begin || at >= *end);
+            match gap(room, size, &taken) {
+                Some(at) => prop_assert!(at % ALIGN == 0 && free(at)),
+                None => prop_assert!((0..room / ALIGN).all(|at| !free(at * ALIGN))),
+            }
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Memory pools of pinned host memory.
+//!
+//! A pool keeps what was freed in it, since registering memory is slow and letting go of it waits for the device: a piece is given out again at once to the stream that has freed it, and to any other when
+//! that stream has come to the free. What is kept beyond the release threshold, and beyond [`KEPT`], goes back to the system, as does all of it with the pool.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::abi::result::Result;
+use crate::memory::pinned;
+use crate::memory::pool::Pool;
+use crate::process::capture;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::stream::Stream;
+use client::{Status, lock};
+
+/// Bytes of free memory that a pool keeps whatever its threshold is.
+const KEPT: u64 = 64 << 20;
+
+/// Pieces are multiples of this, in bytes.
+const STEP: u64 = 4096;
+
+/// A piece that was freed, in the order of a stream.
+struct Free {
+    address: usize,
+    room: u64,
+    stream: Arc<Stream>,
+    mark: u64,
+}
+
+/// What a pool has beyond its allocations.
+#[derive(Default)]
+pub(crate) struct HostPool {
+    free: Mutex<Vec<Free>>,
+    idle: AtomicU64,
+    /// Devices that were given access, a bit each. All have it; none is told so before, as by NVIDIA's driver.
+    told: AtomicU32,
+}
+
+/// An allocation.
+#[derive(Clone)]
+pub(crate) struct Live {
+    /// Its pool, which outlives its handle as long as there are allocations.
+    pool: Arc<Pool>,
+    /// The pool's handle.
+    pub handle: usize,
+    /// Bytes, as the program asked.
+    pub size: u64,
+    room: u64,
+    /// Tells it from another at the same address.
+    pub buffer: u64,
+}
+
+/// The allocations of all pools, by address.
+static LIVE: Mutex<BTreeMap<usize, Live>> = Mutex::new(BTreeMap::new());
+
+impl HostPool {
+    /// Bytes that it keeps free.
+    pub fn idle(&self) -> u64 {
+        self.idle.load(Ordering::Relaxed)
+    }
+
+    /// A device is given access.
+    pub fn tell(&self, device: u32) {
+        self.told.fetch_or(1 << device, Ordering::Relaxed);
+    }
+
+    /// Whether a device was given access.
+    pub fn is_told(&self, device: u32) -> bool {
+        self.told.load(Ordering::Relaxed) & 1 << device != 0
+    }
+
+    /// A piece of this size that a stream may use now.
+    fn again(&self, driver: &Driver, stream: &Arc<Stream>, room: u64) -> Option<usize> {
+        let mut free = lock(&self.free);
+        let fits = |f: &Free| {
+            f.room == room && (Arc::ptr_eq(&f.stream, stream) || f.stream.has_passed(driver, f.mark))
+        };
+        let at = free.iter().position(fits)?;
+        self.idle.fetch_sub(room, Ordering::Relaxed);
+        Some(free.swap_remove(at).address)
+    }
+
+    /// Gives pieces back to the system until no more than `keep` bytes are free, those that were freed first before others.
+    pub fn trim(&self, keep: u64) {
+        let mut gone = Vec::new();
+        let mut free = lock(&self.free);
+        let mut idle = self.idle();
+        while idle > keep && !free.is_empty() {
+            let piece = free.remove(0);
+            idle -= piece.room;
+            gone.push((piece.address, piece.stream, piece.mark));
+        }
+        self.idle.store(idle, Ordering::Relaxed);
+        drop(free);
+        if let (false, Ok(driver)) = (gone.is_empty(), driver()) {
+            pinned::remove_later(driver, gone);
+        }
+    }
+}
+
+impl Drop for HostPool {
+    fn drop(&mut self) {
+        self.trim(0);
+    }
+}
+
+/// The pool's allocation that an address lies in, and where it begins.
+pub(crate) fn find(pointer: u64) -> Option<(usize, Live)> {
+    let live = lock(&LIVE);
+    let (base, found) = live.range(..=pointer as usize).next_back()?;
+    (pointer - (*base as u64) < found.size).then(|| (*base, found.clone()))
+}
+
+/// Allocates for a stream; the pool has counted the bytes.
+pub(crate) fn alloc(
+    driver: &'static Driver,
+    (handle, pool): (usize, &Arc<Pool>),
+    host: &HostPool,
+    stream: &Arc<Stream>,
+    size: u64,
+) -> Result<u64> {
+    let room = size.checked_next_multiple_of(STEP).ok_or(Status::OUT_OF_MEMORY)?;
+    let context: &'static Context = driver
+        .devices
+        .get(stream.context.device as usize)
+        .map(|device| device.primary)
+        .filter(|primary| primary.is_alive())
+        .unwrap_or(stream.context);
+    let address = match host.again(driver, stream, room) {
+        Some(address) => address,
+        None => pinned::pin_new(driver, context, room as usize, 0)?,
+    };
+    let live = Live { pool: pool.clone(), handle, size, room, buffer: unique_id() };
+    lock(&LIVE).insert(address, live);
+    Ok(address as u64)
+}
+
+/// Frees an allocation in the order of a stream. False: the address is no pool's.
+pub(crate) fn free(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result<bool> {
+    let Some(live) = lock(&LIVE).remove(&(address as usize)) else { return Ok(false) };
+    let mark = stream.mark(driver)?;
+    live.pool.give_back(live.size);
+    let Some(host) = live.pool.host() else { return Ok(false) };
+    let piece = Free { address: address as usize, room: live.room, stream, mark };
+    lock(&host.free).push(piece);
+    host.idle.fetch_add(live.room, Ordering::Relaxed);
+    host.trim(live.pool.threshold().max(KEPT));
+    Ok(true)
+}
+
+/// `cuMemFree` of an allocation: all that may use it is done first.
+pub(crate) fn free_at_once(driver: &'static Driver, context: &'static Context, address: u64) -> Result {
+    capture::unsafe_call()?;
+    pinned::settle_all()?;
+    let stream = crate::process::stream::any(driver, context, 0, false)?;
+    if free(driver, address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+}
+
+/// Whether a pool's allocation begins at an address.
+pub(crate) fn is_here(address: u64) -> bool {
+    driver().is_ok() && lock(&LIVE).contains_key(&(address as usize))
+}

@@ -1,0 +1,266 @@
+//! Who has which part of a piece of managed memory: the pure part, without pages and without a device.
+//!
+//! A piece is cut into blocks. Each is the device's, or the host has a copy of it: clean, as long as the program has only read it, or dirty. Work of the device
+//! takes all of them back, the dirty ones with their bytes. Faults that follow each other are answered with longer and longer runs of blocks.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Bytes of a block.
+pub(crate) const BLOCK: u64 = 64 << 10;
+
+/// Blocks that are answered at once at most.
+const LONGEST: u64 = 64;
+
+/// Bytes that lie in a row, whole blocks but for the last of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub address: u64,
+    pub len: u64,
+}
+
+/// What a fault asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// Nothing any more: the access will do.
+    Nothing,
+    /// The device's bytes, which are all zero.
+    Zeroes(Run),
+    /// The device's bytes.
+    Fetch(Run),
+    /// Changes of what the host has.
+    Allow(Run),
+}
+
+/// Faults that continue each other.
+#[derive(Debug, Default)]
+struct Streak {
+    next: u64,
+    len: u64,
+}
+
+impl Streak {
+    /// How many blocks to answer at block `at`.
+    fn longest(&self, at: u64) -> u64 {
+        if self.len > 0 && at == self.next { (self.len * 2).min(LONGEST) } else { 1 }
+    }
+
+    fn answered(&mut self, at: u64, len: u64) {
+        *self = Streak { next: at + len, len };
+    }
+}
+
+/// The blocks of a piece.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    base: u64,
+    size: u64,
+    /// What the host has: a block's number, and whether it is dirty.
+    host: BTreeMap<u64, bool>,
+    /// The device has nothing but zeroes, and no work has come since that was so.
+    zero: bool,
+    reads: Streak,
+    writes: Streak,
+}
+
+impl Blocks {
+    /// All of them the device's. `zero`: and known to be zero.
+    pub fn new(base: u64, size: u64, zero: bool) -> Blocks {
+        let (reads, writes) = <(Streak, Streak)>::default();
+        Blocks { base, size, host: BTreeMap::new(), zero, reads, writes }
+    }
+
+    /// Whether the device's next work changes anything here.
+    pub fn is_held(&self) -> bool {
+        self.zero || !self.host.is_empty()
+    }
+
+    fn run(&self, first: u64, count: u64) -> Run {
+        let address = self.base + first * BLOCK;
+        Run { address, len: (count * BLOCK).min(self.base + self.size - address) }
+    }
+
+    /// Numbers of the blocks that a range touches.
+    fn numbers(&self, range: &Range<u64>) -> Range<u64> {
+        let end = range.end.clamp(self.base, self.base + self.size) - self.base;
+        let start = range.start.clamp(self.base, self.base + self.size) - self.base;
+        start / BLOCK..end.div_ceil(BLOCK)
+    }
+
+    /// What an access asks for. It is noted only when it [is given](Self::given).
+    pub fn fault(&self, address: u64, write: bool) -> Answer {
+        let at = (address - self.base) / BLOCK;
+        let all = self.size.div_ceil(BLOCK);
+        let streak = if write { &self.writes } else { &self.reads };
+        let most = streak.longest(at).min(all - at);
+        let count = |wanted: Option<bool>| {
+            (at..at + most).take_while(|n| self.host.get(n).copied() == wanted).count() as u64
+        };
+        match self.host.get(&at) {
+            None if self.zero => Answer::Zeroes(self.run(at, count(None))),
+            None => Answer::Fetch(self.run(at, count(None))),
+            Some(false) if write => Answer::Allow(self.run(at, count(Some(false)))),
+            Some(_) => Answer::Nothing,
+        }
+    }
+
+    /// The host has a run now.
+    pub fn given(&mut self, run: Run, write: bool) {
+        let first = (run.address - self.base) / BLOCK;
+        let count = run.len.div_ceil(BLOCK);
+        for n in first..first + count {
+            self.host.insert(n, write);
+        }
+        if write { &mut self.writes } else { &mut self.reads }.answered(first, count);
+    }
+
+    fn runs(&self, range: &Range<u64>, wanted: impl Fn(bool) -> bool) -> Vec<Run> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for (n, dirty) in self.host.range(self.numbers(range)) {
+            match runs.last_mut() {
+                _ if !wanted(*dirty) => {}
+                Some((first, count)) if *first + *count == *n => *count += 1,
+                _ => runs.push((*n, 1)),
+            }
+        }
+        runs.into_iter().map(|(first, count)| self.run(first, count)).collect()
+    }
+
+    /// What the device has to be given before it works on a range.
+    pub fn dirty(&self, range: &Range<u64>) -> Vec<Run> {
+        self.runs(range, |dirty| dirty)
+    }
+
+    /// What the host has of a range.
+    pub fn held(&self, range: &Range<u64>) -> Vec<Run> {
+        self.runs(range, |_| true)
+    }
+
+    /// The device has a range again, and may change it.
+    pub fn taken(&mut self, range: &Range<u64>) {
+        let numbers = self.numbers(range);
+        self.host.retain(|n, _| !numbers.contains(n));
+        if !numbers.is_empty() {
+            self.zero = false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const BASE: u64 = 0x2000_0000_1000;
+
+    #[test]
+    fn faults_in_a_row_are_answered_with_longer_and_longer_runs() {
+        let mut blocks = Blocks::new(BASE, 1 << 30, false);
+        let mut at = BASE;
+        let mut lengths = Vec::new();
+        for _ in 0..9 {
+            let Answer::Fetch(run) = blocks.fault(at, false) else { panic!() };
+            blocks.given(run, false);
+            lengths.push(run.len / BLOCK);
+            at += run.len;
+        }
+        assert_eq!(lengths, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
+        let Answer::Fetch(run) = blocks.fault(BASE + (500 << 20), false) else { panic!() };
+        assert_eq!(run.len, BLOCK);
+    }
+
+    #[test]
+    fn the_last_block_ends_with_the_piece() {
+        let blocks = Blocks::new(BASE, BLOCK + 4096, true);
+        let last = Run { address: BASE + BLOCK, len: 4096 };
+        assert_eq!(blocks.fault(BASE + BLOCK + 5, true), Answer::Zeroes(last));
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Host { at: u64, write: bool },
+        Device { start: u64, len: u64, write: bool },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        const SIZE: u64 = 5 * BLOCK + 8192;
+        prop_oneof![
+            3 => (0..SIZE, any::<bool>()).prop_map(|(at, write)| Step::Host { at, write }),
+            1 => (0..SIZE, 1..SIZE, any::<bool>()).prop_map(|(start, len, write)| Step::Device {
+                start,
+                len: len.min(SIZE - start),
+                write
+            }),
+        ]
+    }
+
+    proptest! {
+        /// A machine of three memories, one byte for each page: what the program should see, what the device has, what the host has.
+        #[test]
+        fn both_sides_always_see_the_last_write(steps in proptest::collection::vec(step(), 1..200), zero: bool) {
+            const PAGES: usize = (5 * BLOCK as usize + 8192) / 4096;
+            let page = |address: u64| ((address - BASE) / 4096) as usize;
+            let pages = |run: Run| page(run.address)..page(run.address) + (run.len / 4096) as usize;
+            let first: u8 = if zero { 0 } else { 1 };
+            let (mut right, mut device) = ([first; PAGES], [first; PAGES]);
+            let mut host: [Option<(u8, bool)>; PAGES] = [None; PAGES];
+            let mut blocks = Blocks::new(BASE, PAGES as u64 * 4096, zero);
+            let mut value = 2u8;
+            for step in steps {
+                value = value.wrapping_add(1).max(2);
+                match step {
+                    Step::Host { at, write } => {
+                        let address = BASE + at;
+                        let allowed = |host: &[Option<(u8, bool)>; PAGES]| {
+                            host[page(address)].is_some_and(|(_, writable)| writable || !write)
+                        };
+                        if !allowed(&host) {
+                            match blocks.fault(address, write) {
+                                Answer::Nothing => prop_assert!(false, "a fault for nothing"),
+                                Answer::Zeroes(run) => {
+                                    pages(run).for_each(|n| host[n] = Some((0, write)));
+                                    blocks.given(run, write);
+                                }
+                                Answer::Fetch(run) => {
+                                    pages(run).for_each(|n| {
+                                        assert!(host[n].is_none());
+                                        host[n] = Some((device[n], write));
+                                    });
+                                    blocks.given(run, write);
+                                }
+                                Answer::Allow(run) => {
+                                    pages(run).for_each(|n| host[n] = host[n].map(|(v, _)| (v, true)));
+                                    blocks.given(run, write);
+                                }
+                            }
+                        }
+                        prop_assert!(allowed(&host));
+                        prop_assert_eq!(host[page(address)].map(|(v, _)| v), Some(right[page(address)]));
+                        if write {
+                            host[page(address)] = Some((value, true));
+                            right[page(address)] = value;
+                        }
+                    }
+                    Step::Device { start, len, write } => {
+                        let range = BASE + start..BASE + start + len;
+                        for run in blocks.dirty(&range) {
+                            pages(run).for_each(|n| device[n] = host[n].unwrap().0);
+                        }
+                        for run in blocks.held(&range) {
+                            pages(run).for_each(|n| host[n] = None);
+                        }
+                        blocks.taken(&range);
+                        let touched = page(range.start)..page(range.end - 1) + 1;
+                        for n in touched {
+                            prop_assert_eq!(device[n], right[n]);
+                            if write {
+                                (device[n], right[n]) = (value, value);
+                            }
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(blocks.held(&(0..u64::MAX)).is_empty() && !blocks.zero, !blocks.is_held());
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Pinned memory of the program's that kernels use, where the device is in another machine or shares no memory: the server has memory of its own at the same address, in the host memory of
+//! its machine as the program's is in its own. Its whole pages are a piece like those of managed memory, made of pages that the program has already; what lies in pages that other memory has a part in is
+//! compared ([`edges`](super::edges)).
+
+use std::collections::BTreeMap;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::abi::result::Result;
+use crate::memory::managed::advice::Advised;
+use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run};
+use crate::memory::managed::partial_pages::Edge;
+use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, partial_pages, shared_blocks};
+use crate::memory::pinned::REGIONS;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use client::ops::memory::{HostMirror, HostRead, HostUnmap, HostWrite};
+use client::pages::{PAGE, Pages};
+use client::{Status, lock, log};
+
+/// Pinned memory that kernels use, by first address: its size, and the mirror that it lies in.
+pub(crate) struct Mirrors {
+    regions: BTreeMap<u64, Region>,
+    /// By first address: their sizes, and how many regions lie in each.
+    mirrors: BTreeMap<u64, (u64, usize)>,
+}
+
+#[derive(Clone, Copy)]
+struct Region {
+    size: u64,
+    context: &'static Context,
+    mirror: u64,
+}
+
+impl Mirrors {
+    pub(crate) const fn new() -> Mirrors {
+        Mirrors { regions: BTreeMap::new(), mirrors: BTreeMap::new() }
+    }
+
+    fn find(&self, address: u64) -> Option<(u64, Region)> {
+        let (base, region) = self.regions.range(..=address).next_back()?;
+        (address - base < region.size).then_some((*base, *region))
+    }
+}
+
+/// How many regions there are.
+static PINNED: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether an address is one of such memory.
+#[inline]
+pub(crate) fn is_here(address: u64) -> bool {
+    PINNED.load(Ordering::Acquire) != 0 && lock(&STATE).mirrors.find(address).is_some()
+}
+
+/// Where those that were made in a context begin.
+pub(crate) fn of_context(context: &'static Context) -> Vec<u64> {
+    let state = lock(&STATE);
+    let chosen = state.mirrors.regions.iter().filter(|(_, region)| std::ptr::eq(region.context, context));
+    chosen.map(|(base, _)| *base).collect()
+}
+
+/// Lets kernels use the `size` bytes at `base`, which nothing copies from or to in place.
+///
+/// # Errors
+/// What the server says; `NOT_SUPPORTED` where this process cannot watch its pages. All is as it was.
+pub(crate) fn adopt(driver: &'static Driver, context: &'static Context, base: u64, size: u64) -> Result {
+    const PAGE: u64 = client::pages::PAGE as u64;
+    let (first, end) = (base & !(PAGE - 1), (base + size).next_multiple_of(PAGE));
+    // Allocated memory has all bytes of its pages.
+    let owned =
+        if base.is_multiple_of(PAGE) && REGIONS.begins_at(base as usize, true) { end } else { base + size };
+    let (parts, whole) = partial_pages::cut(base..owned);
+    let mirror = mirror(driver, context, first, end - first)?;
+    // A fault that comes before the piece is known waits for this lock.
+    let state = &mut *lock(&STATE);
+    let adopted = match &whole {
+        Some(whole) => state.adopt(driver, pages(driver)?, context, whole.start, whole.end - whole.start),
+        None => Ok(()),
+    };
+    if let Err(status) = adopted {
+        state.unmirror(driver, context, mirror);
+        return Err(status);
+    }
+    state.add_edges(parts.into_iter().map(|bytes| Edge::new(base, context, bytes)));
+    state.counted();
+    state.mirrors.regions.insert(base, Region { size, context, mirror });
+    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    shared_blocks::start(driver);
+    Ok(())
+}
+
+/// The piece that begins at `base`, if there is one, is the program's alone again. `keep`: with the bytes that the device has; otherwise nobody uses them any more.
+pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
+    if PINNED.load(Ordering::Acquire) == 0 {
+        return;
+    }
+    let _order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+    let state = &mut *lock(&STATE);
+    let Some(Region { size, context, mirror }) = state.mirrors.regions.remove(&base) else { return };
+    PINNED.store(state.mirrors.regions.len(), Ordering::Release);
+    if keep && let Err(status) = state.fetch_all(driver, base, size) {
+        log::error(format_args!(
+            "pinned memory at {base:#x}: what kernels wrote there last is lost ({status})"
+        ));
+    }
+    let pieces: Vec<u64> = state.pieces.range(base..base + size).map(|(at, _)| *at).collect();
+    for at in pieces {
+        if let (Some((size, _)), Ok(pages)) = (state.remove(at), pages(driver)) {
+            pages.release(at as usize, size as usize);
+        }
+    }
+    state.drop_edges(base);
+    state.counted();
+    state.unmirror(driver, context, mirror);
+}
+
+/// Has the server mirror whole pages, if it does not yet; says where the mirror begins. Callers take turns. Not under the lock: the server may have to wait for work that waits for the answer to a fault.
+fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u64> {
+    {
+        let mirrors = &mut lock(&STATE).mirrors.mirrors;
+        let before = mirrors.range_mut(..first + size).next_back();
+        if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
+            if *at > first || at + *has < first + size {
+                log::warn(format_args!(
+                    "pinned memory at {first:#x} has a page of other pinned memory that kernels use"
+                ));
+                return Err(Status::NOT_SUPPORTED);
+            }
+            *users += 1;
+            return Ok(*at);
+        }
+    }
+    if let Err(status) = driver.session.call(&HostMirror { context: context.id, address: first, size }) {
+        // A server that has made a note of it forgets it.
+        let _ = driver.session.append(&HostUnmap { context: context.id, address: first });
+        return Err(status);
+    }
+    lock(&STATE).mirrors.mirrors.insert(first, (size, 1));
+    Ok(first)
+}
+
+/// Bytes of one command to a mirror, and of one answer.
+const TO_MIRROR: usize = 8 << 10;
+
+const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
+
+/// Answers that are asked for at once.
+const AT_ONCE: usize = 16;
+
+/// The bytes of a mirror as they are now.
+pub(crate) fn read(driver: &'static Driver, context: &Context, address: u64, to: &mut [u8]) -> Result {
+    for (group, bytes) in to.chunks_mut(AT_ONCE * FROM_MIRROR).enumerate() {
+        let first = address + (group * AT_ONCE * FROM_MIRROR) as u64;
+        let ask = |(i, part): (usize, &mut [u8])| {
+            let address = first + (i * FROM_MIRROR) as u64;
+            driver.session.submit(&HostRead { context: context.id, address, len: part.len() as u32 })
+        };
+        let asked: Vec<_> = bytes.chunks_mut(FROM_MIRROR).enumerate().map(ask).collect::<Result<_>>()?;
+        for (pending, part) in asked.into_iter().zip(bytes.chunks_mut(FROM_MIRROR)) {
+            let answer = pending.wait()?.bytes.0;
+            if answer.len() != part.len() {
+                return Err(Status::UNKNOWN);
+            }
+            part.copy_from_slice(&answer);
+        }
+    }
+    Ok(())
+}
+
+/// Changes the bytes of a mirror, before anything that is appended later.
+pub(crate) fn write(driver: &Driver, context: &Context, address: u64, bytes: &[u8]) -> Result {
+    for (i, bytes) in bytes.chunks(TO_MIRROR).enumerate() {
+        let address = address + (i * TO_MIRROR) as u64;
+        driver.session.append(&HostWrite { context: context.id, address, bytes })?;
+    }
+    Ok(())
+}
+
+impl State {
+    fn unmirror(&mut self, driver: &Driver, context: &Context, mirror: u64) {
+        let Some((_, users)) = self.mirrors.mirrors.get_mut(&mirror) else { return };
+        *users -= 1;
+        if *users == 0 {
+            self.mirrors.mirrors.remove(&mirror);
+            // A lost session has none.
+            let _ = driver.session.append(&HostUnmap { context: context.id, address: mirror });
+        }
+    }
+
+    fn adopt(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        context: &'static Context,
+        base: u64,
+        size: u64,
+    ) -> Result {
+        // SAFETY: whole pages of pinned memory, which stays until `release`.
+        unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
+            log::warn(format_args!(
+                "pinned memory at {base:#x} cannot be watched for kernels in another machine: {error}"
+            ));
+            Status::NOT_SUPPORTED
+        })?;
+        for at in (base..base + size).step_by(BLOCK as usize) {
+            let len = BLOCK.min(base + size - at) as usize;
+            // SAFETY: the pages are there, and nobody changes them.
+            let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at as usize), len) };
+            // The mirror is zero.
+            if bytes.iter().any(|byte| *byte != 0) {
+                write(driver, context, at, bytes)
+                    .inspect_err(|_| pages.release(base as usize, size as usize))?;
+            }
+        }
+        pages
+            .clear(base as usize, size as usize)
+            .map_err(page_faults::failed)
+            .inspect_err(|_| pages.release(base as usize, size as usize))?;
+        let blocks = Blocks::new(base, size, false);
+        let all = base..base + size;
+        let piece = Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: true };
+        self.insert(base, size, piece);
+        Ok(())
+    }
+
+    /// Gives the host every byte of a region, to change as it likes.
+    fn fetch_all(&mut self, driver: &'static Driver, region: u64, size: u64) -> Result {
+        self.part(driver, |together| (region..region + size).contains(&together.base))?;
+        self.compare_edges(driver)?;
+        let mut buffer = Vec::new();
+        let mut at = region.next_multiple_of(PAGE as u64);
+        while let Some((base, _)) = self.find(at) {
+            let Some((size, piece)) = self.pieces.get(&base) else { return Ok(()) };
+            let end = base + size;
+            let run = match piece.blocks.fault(at, true) {
+                Answer::Zeroes(run) | Answer::Fetch(run) => {
+                    self.fetch(driver, base, run, &mut buffer)?;
+                    pages(driver)?.fill(run.address as usize, &buffer, true).map_err(page_faults::failed)?;
+                    run
+                }
+                Answer::Allow(run) => run,
+                Answer::Nothing => Run { address: at, len: (BLOCK - (at - base) % BLOCK).min(end - at) },
+            };
+            if let Some((_, piece)) = self.pieces.get_mut(&base) {
+                piece.blocks.given(run, true);
+            }
+            at = run.address + run.len;
+            if at >= end {
+                break;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,550 @@
+//! Managed memory: one address for host and device, which take turns on it.
+//!
+//! It is device memory, in a part of the device's window of its own, and the same addresses are taken in this process. The device's memory is the home of every byte; the
+//! host has copies of what the program touched since the device worked last ([`blocks`]), made when it touches them ([`faults`]). Each launch takes the copies
+//! back first ([`before_work`]), each copy or fill those of its range ([`lend`]): changed ones go to the device, and all are absent from then on.
+//!
+//! ```text
+//!   program touches a page ──▶ fault ──▶ wait for the device ──▶ fetch a block ──▶ the program goes on
+//!   launch ──▶ blocks that were changed go to the device, all are absent ──▶ the kernel runs on the device's memory alone
+//! ```
+//!
+//! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
+//! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
+//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`together`]).
+//!
+//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time whenever the device works.
+//!
+//! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
+
+pub(crate) mod advice;
+pub(crate) mod blocks;
+pub(crate) mod mirror;
+pub(crate) mod page_faults;
+pub(crate) mod partial_pages;
+pub(crate) mod shared_blocks;
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, c_char};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::code::library;
+use crate::memory::address::Tag;
+use crate::memory::managed::advice::Advised;
+use crate::memory::managed::blocks::{Blocks, Run};
+use crate::memory::managed::mirror::Mirrors;
+use crate::memory::managed::partial_pages::Edge;
+use crate::memory::managed::shared_blocks::Together;
+use crate::memory::{address, pool};
+use crate::process::context::Context;
+use crate::process::driver::{Device, Driver, driver, unique_id};
+use crate::process::stream::Stream;
+use crate::process::{capture, context, copy_fences, stream};
+use crate::work::copy::{Copier, Mode};
+use client::memory::Backing;
+use client::ops::copy::Memset;
+use client::ops::memory::{MemAlloc, MemFree, is_managed};
+use client::pages::{PAGE, Pages};
+use client::{Status, lock, log};
+
+/// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
+const ATTACH: [u32; 3] = [1, 2, 4];
+
+/// Pages of managed memory, with what lies in them on the device.
+pub(crate) struct Piece {
+    context: &'static Context,
+    blocks: Blocks,
+    /// Where bytes are: all of an allocation, the variables of some pages.
+    parts: Vec<Range<u64>>,
+    advised: Advised,
+    /// It is pinned memory, which host and device may use at the same time.
+    pinned: bool,
+}
+
+pub(crate) struct State {
+    /// By first address.
+    pieces: BTreeMap<u64, (u64, Piece)>,
+    /// How many pieces lie outside of the windows' parts for managed memory.
+    elsewhere: usize,
+    /// The pieces that the next work of the device has to look at.
+    held: BTreeSet<u64>,
+    /// For each context the stream on which blocks travel: beside all others, since what they may wait for may wait for these.
+    movers: Vec<(&'static Context, Arc<Stream>)>,
+    /// What the host has had of pinned memory while the device worked.
+    together: Vec<Together>,
+    /// Pinned memory that cannot be watched.
+    edges: Vec<Edge>,
+    /// What the server has at the addresses of pinned memory.
+    mirrors: Mirrors,
+}
+
+pub(crate) static STATE: Mutex<State> = Mutex::new(State {
+    pieces: BTreeMap::new(),
+    elsewhere: 0,
+    held: BTreeSet::new(),
+    movers: Vec::new(),
+    together: Vec::new(),
+    edges: Vec::new(),
+    mirrors: Mirrors::new(),
+});
+
+/// How many pieces there are, and how many of them are held: what every launch looks at, without a lock.
+static PIECES: AtomicUsize = AtomicUsize::new(0);
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+
+/// How many pieces lie outside of the windows' parts for managed memory: variables, and pinned memory. An address says of the others that they are managed.
+static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
+
+/// Read while work goes to the device, written while a fault is answered: no work comes in between.
+pub(crate) static ORDER: RwLock<()> = RwLock::new(());
+
+thread_local! {
+    /// Whether the thread holds [`ORDER`] for reading.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While a thread has this, no fault is answered as if the device were idle. Work is put on a stream, and is noted there, before it goes.
+pub(crate) struct Order(Option<RwLockReadGuard<'static, ()>>);
+
+impl Order {
+    fn take() -> Order {
+        // A graph's launch has it when its copies ask for it. A second lock would wait for a writer that waits for the first.
+        if INSIDE.get() {
+            return Order(None);
+        }
+        let guard = ORDER.read().unwrap_or_else(PoisonError::into_inner);
+        INSIDE.set(true);
+        Order(Some(guard))
+    }
+}
+
+impl Drop for Order {
+    fn drop(&mut self) {
+        if self.0.is_some() {
+            INSIDE.set(false);
+        }
+    }
+}
+
+/// The process's pages, and the thread that answers their faults.
+pub(crate) fn pages(driver: &'static Driver) -> Result<&'static Pages> {
+    static PAGES: OnceLock<Option<Pages>> = OnceLock::new();
+    static START: std::sync::Once = std::sync::Once::new();
+    let opened = PAGES.get_or_init(|| {
+        Pages::open()
+            .inspect_err(|error| log::warn(format_args!("no managed memory in this process: {error}")))
+            .ok()
+    });
+    let pages = opened.as_ref().ok_or(Status::NOT_SUPPORTED)?;
+    START.call_once(|| {
+        let thread = std::thread::Builder::new().name("rgpu-pages".into());
+        if let Err(error) = thread.spawn(move || page_faults::serve(driver, pages)) {
+            log::error(format_args!("no thread for managed memory: {error}"));
+        }
+    });
+    Ok(pages)
+}
+
+/// Backing for the part of a window that is the host's as well.
+struct Both(&'static Driver);
+
+impl Backing for Both {
+    fn grow(&self, device: u32, address: u64, size: u64) -> Result {
+        let pages = pages(self.0)?;
+        pages.map(address as usize, size as usize).map_err(|error| {
+            log::warn(format_args!("{size} bytes of managed memory at {address:#x}: {error}"));
+            Status::OUT_OF_MEMORY
+        })?;
+        let grown = self.0.grow(device, address, size);
+        // To the server a piece is one allocation.
+        grown.and_then(|()| self.0.session.append(&MemAlloc { address, size }).map(|_| ())).inspect_err(
+            |_| {
+                pages.unmap(address as usize, size as usize);
+            },
+        )
+    }
+
+    fn shrink(&self, device: u32, address: u64, size: u64) -> Result {
+        self.0.session.append(&MemFree { address })?;
+        self.0.shrink(device, address, size)?;
+        pages(self.0)?.unmap(address as usize, size as usize);
+        Ok(())
+    }
+}
+
+impl State {
+    fn find(&self, address: u64) -> Option<(u64, u64)> {
+        let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
+        (address - base < *size).then_some((*base, *size))
+    }
+
+    fn counted(&self) {
+        PIECES.store(self.pieces.len() + self.edges.len(), Ordering::Release);
+        ELSEWHERE.store(self.elsewhere + self.edges.len(), Ordering::Release);
+        // What is not watched may have been changed at any time.
+        HELD.store(self.held.len() + self.edges.len(), Ordering::Release);
+    }
+
+    fn insert(&mut self, base: u64, size: u64, piece: Piece) {
+        copy_fences::host_sees();
+        if piece.blocks.is_held() {
+            self.held.insert(base);
+        }
+        self.elsewhere += usize::from(!is_managed(base));
+        self.pieces.insert(base, (size, piece));
+        self.counted();
+    }
+
+    fn remove(&mut self, base: u64) -> Option<(u64, Piece)> {
+        self.held.remove(&base);
+        self.together.retain(|together| together.base != base);
+        let piece = self.pieces.remove(&base);
+        self.elsewhere -= usize::from(piece.is_some() && !is_managed(base));
+        self.counted();
+        piece
+    }
+
+    /// What moves bytes between the sides.
+    fn mover(&mut self, driver: &'static Driver, context: &'static Context) -> Result<Copier> {
+        let found = self.movers.iter().find(|(other, _)| std::ptr::eq(*other, context));
+        let stream = match found {
+            Some((_, stream)) => stream.clone(),
+            None => {
+                let stream = stream::unnamed(driver, context)?;
+                self.movers.push((context, stream.clone()));
+                stream
+            }
+        };
+        Ok(Copier::on(driver, stream, Mode::Sync, true))
+    }
+
+    /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
+    fn give(&mut self, driver: &'static Driver, base: u64, range: &Range<u64>) -> Result {
+        self.part(driver, |together| together.base == base && together.touches(range))?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let (dirty, held) = (piece.blocks.dirty(range), piece.blocks.held(range));
+        let pages = pages(driver)?;
+        if piece.pinned {
+            for run in &dirty {
+                let (at, len) = (run.address as usize, run.len as usize);
+                pages.forbid_writes(at, len).map_err(|_| Status::UNKNOWN)?;
+                // SAFETY: blocks that the host has, and that nobody changes.
+                let bytes = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+                mirror::write(driver, piece.context, run.address, bytes)?;
+            }
+        } else if !dirty.is_empty() {
+            let copier = self.mover(driver, piece.context)?;
+            let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+            for run in &dirty {
+                pages.forbid_writes(run.address as usize, run.len as usize).map_err(|_| Status::UNKNOWN)?;
+                for part in piece.parts_in(run) {
+                    let len = (part.end - part.start) as usize;
+                    // SAFETY: a block that the host has, and that nobody changes.
+                    unsafe { copier.send(part.start, pages.bytes(part.start as usize), len) }?;
+                }
+            }
+            copier.stream.synchronize(driver)?;
+        }
+        for run in &held {
+            pages.clear(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
+            if let Some((_, piece)) = self.pieces.get_mut(&base) {
+                piece.blocks.taken(&(run.address..run.address + run.len));
+            }
+        }
+        if let Some((_, piece)) = self.pieces.get_mut(&base) {
+            piece.blocks.taken(range);
+            if !piece.blocks.is_held() {
+                self.held.remove(&base);
+                self.counted();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    /// What of a run has bytes.
+    fn parts_in(&self, run: &Run) -> impl Iterator<Item = Range<u64>> {
+        let run = run.address..run.address + run.len;
+        let inside = move |part: &Range<u64>| part.start.max(run.start)..part.end.min(run.end);
+        self.parts.iter().map(inside).filter(|part| !part.is_empty())
+    }
+}
+
+/// Before work that may use any memory is put on a stream: the device gets what the host has. Work follows before the guard goes.
+#[inline]
+pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
+    if PIECES.load(Ordering::Acquire) == 0 {
+        return Ok(None);
+    }
+    let order = Order::take();
+    if HELD.load(Ordering::Acquire) != 0 {
+        give_all(driver)?;
+    }
+    Ok(Some(order))
+}
+
+/// Before a stream goes on that has waited for this process: what the host had meanwhile goes back, whoever has touched it.
+pub(crate) fn before_going_on(driver: &'static Driver) {
+    // Not by a look at `HELD`: a fault that is just being answered as if the stream were stopped is answered, and so held, when the lock is free.
+    if PIECES.load(Ordering::Acquire) != 0
+        && let Err(status) = give_all(driver)
+    {
+        log::error(format_args!("managed memory does not reach the device: {status}"));
+    }
+}
+
+#[cold]
+fn give_all(driver: &'static Driver) -> Result {
+    let all = 0..u64::MAX;
+    let mut state = lock(&STATE);
+    for base in state.held.clone() {
+        state.give(driver, base, &all)?;
+    }
+    state.send_edges(driver, &all).map(drop)
+}
+
+/// Before work is put on a stream that writes a range of memory: the device gets what the host has of it. Work follows before the guard goes: the host cannot get, meanwhile, bytes that the work is
+/// about to change, which would go back to the device over what the work has written.
+#[inline]
+pub(crate) fn before_work_on(address: u64, len: u64) -> Result<Option<Order>> {
+    let pieces = PIECES.load(Ordering::Acquire) != 0;
+    if !pieces || !is_managed(address) && ELSEWHERE.load(Ordering::Acquire) == 0 {
+        return Ok(None);
+    }
+    let order = Order::take();
+    lend(address, len)?;
+    Ok(Some(order))
+}
+
+/// The device gets what the host has of a range of managed memory.
+pub(crate) fn lend(address: u64, len: u64) -> Result {
+    if HELD.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let driver = driver()?;
+    let range = address..address + len;
+    let mut state = lock(&STATE);
+    let touched: Vec<u64> = state
+        .held
+        .iter()
+        .copied()
+        .filter(|base| {
+            state.pieces.get(base).is_some_and(|(size, _)| *base < range.end && range.start < base + size)
+        })
+        .collect();
+    for base in touched {
+        state.give(driver, base, &range)?;
+    }
+    state.send_edges(driver, &range).map(drop)
+}
+
+/// Whether an address is one of managed memory, whatever it was asked for as.
+#[inline]
+pub(crate) fn is_here(address: u64) -> bool {
+    PIECES.load(Ordering::Acquire) != 0 && lock(&STATE).find(address).is_some()
+}
+
+/// Whether an address only shares a page with managed memory: a module's other variables do, beside its managed ones.
+pub(crate) fn is_beside(address: u64) -> bool {
+    let state = lock(&STATE);
+    let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
+    piece.is_some_and(|(_, piece)| !piece.parts.iter().any(|part| part.contains(&address)))
+}
+
+/// Allocates in a context's device, from a pool or none (0); zero, as the first touch finds it.
+pub(crate) fn alloc(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: u64,
+    pool: usize,
+) -> Result<u64> {
+    pages(driver)?;
+    let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
+    let address = address::place(driver, device, &device.managed, size, tag, &Both(driver))?;
+    let reserved = size.next_multiple_of(PAGE as u64);
+    prepare(driver, context, address, reserved).inspect_err(|_| {
+        lock(&device.managed).free(address, &Both(driver));
+    })?;
+    Ok(address)
+}
+
+fn prepare(driver: &'static Driver, context: &'static Context, address: u64, size: u64) -> Result {
+    let pages = pages(driver)?;
+    let mut state = lock(&STATE);
+    let copier = state.mover(driver, context)?;
+    let (stream, width) = (copier.stream.id, size / 4);
+    let zero = Memset { stream, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
+    copier.stream.work(driver, &zero)?;
+    copier.stream.synchronize(driver)?;
+    pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
+    let all = address..address + size;
+    let blocks = Blocks::new(address, size, true);
+    state.insert(
+        address,
+        size,
+        Piece { context, blocks, parts: vec![all], advised: Advised::default(), pinned: false },
+    );
+    Ok(())
+}
+
+/// An allocation goes, and nothing uses it any more. False: there is none at this address.
+pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Result<bool> {
+    let mut memory = lock(&device.managed);
+    if memory.find(address).is_none_or(|(base, _)| base != address) {
+        return Ok(false);
+    }
+    let pages = pages(driver)?;
+    if let Some((size, _)) = lock(&STATE).remove(address) {
+        pages.close_range(address as usize, size as usize);
+    }
+    Ok(memory.free(address, &Both(driver)).is_some())
+}
+
+/// A device's memory is gone on the server.
+pub(crate) fn reset(driver: &'static Driver, device: &Device) {
+    if PIECES.load(Ordering::Acquire) == 0 && lock(&STATE).movers.is_empty() {
+        return;
+    }
+    let Ok(pages) = pages(driver) else { return };
+    let mut state = lock(&STATE);
+    let of_device =
+        |(_, (_, piece)): &(&u64, &(u64, Piece))| piece.context.device == device.ordinal && !piece.pinned;
+    let gone: Vec<u64> = state.pieces.iter().filter(of_device).map(|(base, _)| *base).collect();
+    for base in gone {
+        // What lies in the window goes with its backing, below.
+        if let Some((size, _)) = state.remove(base)
+            && !is_managed(base)
+        {
+            pages.unmap(base as usize, size as usize);
+        }
+    }
+    state.movers.retain(|(context, _)| context.device != device.ordinal);
+    drop(state);
+    let mut memory = lock(&device.managed);
+    for (address, size) in memory.chunks() {
+        pages.unmap(address as usize, size as usize);
+    }
+    memory.reset();
+}
+
+/// What a context had goes with it.
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    for device in &driver.devices {
+        let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
+        for address in addresses {
+            if let Some(found) = address::find(driver, address) {
+                pool::gone(found.pool, found.size);
+            }
+            // What is not given back now is with the session.
+            let _ = free(driver, device, address);
+        }
+    }
+    lock(&STATE).movers.retain(|(other, _)| !std::ptr::eq(*other, context));
+}
+
+/// A module's managed variable is to be used by the host as well.
+///
+/// # Errors
+/// `NOT_SUPPORTED` where this process has something else at its address.
+pub(crate) fn variable(
+    driver: &'static Driver,
+    context: &'static Context,
+    address: u64,
+    size: u64,
+) -> Result {
+    let pages = pages(driver)?;
+    let whole = address..address.checked_add(size).ok_or(Status::UNKNOWN)?;
+    let page = PAGE as u64;
+    let mut state = lock(&STATE);
+    let mut at = whole.start & !(page - 1);
+    while at < whole.end {
+        let part = whole.start.max(at)..whole.end;
+        let Some((base, len)) = state.find(at) else {
+            // As far as nothing else of ours is.
+            let end = state.pieces.range(at..).next().map_or(u64::MAX, |(base, _)| *base);
+            let len = whole.end.next_multiple_of(page).min(end) - at;
+            let taken = pages
+                .map(at as usize, len as usize)
+                .and_then(|()| pages.open_range(at as usize, len as usize));
+            if let Err(error) = taken {
+                log::warn(format_args!(
+                    "a managed variable at {address:#x}, where this process has something else ({error}): \
+                     it cannot be used here"
+                ));
+                return Err(Status::NOT_SUPPORTED);
+            }
+            let part = part.start..part.end.min(at + len);
+            let blocks = Blocks::new(at, len, false);
+            let piece =
+                Piece { context, blocks, parts: vec![part], advised: Advised::default(), pinned: false };
+            state.insert(at, len, piece);
+            at += len;
+            continue;
+        };
+        // What the host has of these pages does not have the new variable's bytes.
+        state.give(driver, base, &(0..u64::MAX))?;
+        if let Some((_, piece)) = state.pieces.get_mut(&base) {
+            let part = part.start..part.end.min(base + len);
+            if !piece.parts.contains(&part) {
+                piece.parts.push(part);
+            }
+        }
+        at = base + len;
+    }
+    Ok(())
+}
+
+/// A module's variable is gone; if it was managed, it is here no more.
+pub(crate) fn forget_variable(address: u64, size: u64) {
+    let Ok(driver) = driver() else { return };
+    let Ok(pages) = pages(driver) else { return };
+    let range = address..address + size;
+    let mut state = lock(&STATE);
+    let mut at = address;
+    while at < range.end {
+        let Some((base, len)) = state.find(at) else { return };
+        at = base + len;
+        let Some((_, piece)) = state.pieces.get_mut(&base) else { return };
+        piece.parts.retain(|part| part.end <= range.start || range.end <= part.start);
+        if piece.parts.is_empty() {
+            state.remove(base);
+            pages.unmap(base as usize, len as usize);
+        }
+    }
+}
+
+api! {
+    fn cuMemAllocManaged(dptr: *mut u64, size: usize, flags: u32) {
+        non_null(dptr)?;
+        let (driver, context) = context::ready()?;
+        // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
+        if size == 0 || !matches!(flags, 1 | 2) {
+            return Err(Status::INVALID_VALUE);
+        }
+        capture::unsafe_call()?;
+        put(dptr, alloc(driver, context, size as u64, 0)?)
+    }
+
+    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
+        non_null(name)?;
+        library::managed_variable(handle, CStr::from_ptr(name))?.put(address, size)
+    }
+
+    fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
+        let (driver, context) = context::ready()?;
+        stream::plain(driver, context, handle, pt)?;
+        // An access of the host waits for all streams, whichever the memory is attached to.
+        let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
+        let found = found.ok_or(Status::INVALID_VALUE)?;
+        let whole = length == 0 || length as u64 == found.size;
+        if whole && ATTACH.contains(&flags) { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+}

@@ -1,0 +1,213 @@
+//! Answering the program's accesses to blocks that the host does not have.
+
+use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
+
+use crate::abi::result::Result;
+use crate::memory::managed::blocks::{Answer, Run};
+use crate::memory::managed::{ORDER, STATE, State, mirror, shared_blocks};
+use crate::process::context;
+use crate::process::driver::Driver;
+use crate::work::{host_function, memory_operation};
+use client::counters::COUNTERS;
+use client::pages::{Fault, Pages};
+use client::{Status, counters, lock, log};
+
+/// The thread that answers at once, where that can be. An access that has to wait for the device is another thread's: the device may wait for a host function, and
+/// that for the answer to an access of its own.
+pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
+    let (later, waiting) = mpsc::channel();
+    let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
+    if let Err(error) = thread.spawn(move || serve_later(driver, pages, &waiting)) {
+        log::error(format_args!("no thread for managed memory: {error}"));
+        return;
+    }
+    let mut buffer = Vec::new();
+    loop {
+        let faults = match pages.faults() {
+            Ok(faults) => faults,
+            Err(error) => return log::error(format_args!("managed memory: {error}")),
+        };
+        for fault in faults {
+            counters::add(&COUNTERS.page_faults, 1);
+            if is_pinned(fault.address as u64) {
+                let idle = idle_now();
+                shared_blocks::answer(driver, pages, &fault, &mut buffer, idle.is_none());
+            } else if let Some(_order) = idle_now() {
+                answer(driver, pages, &fault, &mut buffer);
+            } else if is_waited_for() {
+                answer_waiting(driver, pages, &fault, &mut buffer);
+            } else if later.send(fault).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn is_pinned(address: u64) -> bool {
+    let state = lock(&STATE);
+    let piece = state.find(address).and_then(|(base, _)| state.pieces.get(&base));
+    piece.is_some_and(|(_, piece)| piece.pinned)
+}
+
+/// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.
+fn is_waited_for() -> bool {
+    host_function::is_calling() || memory_operation::is_waiting()
+}
+
+/// No work comes before the guard goes. `None`: some is just coming.
+fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
+    match ORDER.try_write() {
+        Ok(order) => Some(order),
+        Err(TryLockError::Poisoned(order)) => Some(order.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// No work is under way, and none comes before the guard goes.
+fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
+    no_work_comes().filter(|_| !context::any_busy())
+}
+
+/// Answers an access at once, while the device waits for this process. What else the device does meanwhile may change the block.
+fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    let order = no_work_comes();
+    let mut state = lock(&STATE);
+    // Under the lock: a stream that stops waiting asks for it before it goes on.
+    let given = if order.is_some() && context::all_stopped(driver) {
+        state.give_to_host(driver, pages, fault, buffer)
+    } else {
+        state.give_beside_work(driver, pages, fault, buffer)
+    };
+    drop(state);
+    finish(pages, fault, given);
+}
+
+/// The thread that waits for the device.
+fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::Receiver<Fault>) {
+    let mut buffer = Vec::new();
+    while let Ok(fault) = waiting.recv() {
+        loop {
+            let over = context::quiesce_all(driver);
+            let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
+            // New work may have come meanwhile; a context that has failed is never known to be done.
+            if !over || !context::any_busy() {
+                break answer(driver, pages, &fault, &mut buffer);
+            }
+            if is_waited_for() {
+                drop(order);
+                break answer_waiting(driver, pages, &fault, &mut buffer);
+            }
+        }
+    }
+}
+
+pub(crate) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
+    let given = lock(&STATE).give_to_host(driver, pages, fault, buffer);
+    finish(pages, fault, given);
+}
+
+/// Lets the stopped access go on, or end the program.
+pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
+    match given {
+        Ok(true) => pages.retry(fault),
+        Ok(false) => pages.refuse(fault),
+        Err(status) => {
+            log::error(format_args!(
+                "managed memory at {:#x} cannot be had from the device ({status}): the access ends the program",
+                fault.address
+            ));
+            let mut state = lock(&STATE);
+            if let Some((base, size)) = state.find(fault.address as u64) {
+                state.remove(base);
+                pages.close_range(base as usize, size as usize);
+            }
+            drop(state);
+            pages.refuse(fault);
+        }
+    }
+}
+
+impl State {
+    /// The piece that an access hit, by its first address, and what the access needs. `None`: there is nothing at the address.
+    pub(crate) fn answer(&self, fault: &Fault) -> Option<(u64, Answer)> {
+        let (base, _) = self.find(fault.address as u64)?;
+        let (_, piece) = self.pieces.get(&base)?;
+        Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
+    }
+
+    /// Gives the host what an access needs, while no work changes it. False: there is nothing at the address.
+    fn give_to_host(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
+            Answer::Nothing => {}
+            Answer::Allow(run) => {
+                self.given(base, run, true);
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(failed)?;
+            }
+            Answer::Zeroes(run) => {
+                self.given(base, run, fault.write);
+                fill(pages, run, zeroed(buffer, run), fault.write)?;
+            }
+            Answer::Fetch(run) => {
+                self.fetch(driver, base, run, buffer)?;
+                self.given(base, run, fault.write);
+                fill(pages, run, buffer, fault.write)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Notes that the host is about to have a run. Before it has: its thread goes on as soon as the pages are there, and may put work on a stream that needs what it writes.
+    pub(crate) fn given(&mut self, base: u64, run: Run, write: bool) {
+        if let Some((_, piece)) = self.pieces.get_mut(&base) {
+            piece.blocks.given(run, write);
+            self.held.insert(base);
+            self.counted();
+        }
+    }
+
+    /// The device's bytes of a run.
+    pub(crate) fn fetch(
+        &mut self,
+        driver: &'static Driver,
+        base: u64,
+        run: Run,
+        buffer: &mut Vec<u8>,
+    ) -> Result {
+        let bytes = zeroed(buffer, run);
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let context = piece.context;
+        if piece.pinned {
+            return mirror::read(driver, context, run.address, bytes);
+        }
+        let copier = self.mover(driver, context)?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        for part in piece.parts_in(&run) {
+            let to = &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
+            // SAFETY: a buffer of the caller's.
+            unsafe { copier.receive(to.as_mut_ptr(), part.start, to.len()) }?;
+        }
+        Ok(())
+    }
+}
+
+fn zeroed(buffer: &mut Vec<u8>, run: Run) -> &mut [u8] {
+    buffer.clear();
+    buffer.resize(run.len as usize, 0);
+    buffer
+}
+
+fn fill(pages: &Pages, run: Run, bytes: &[u8], write: bool) -> Result {
+    pages.fill(run.address as usize, bytes, write).map_err(failed)
+}
+
+pub(crate) fn failed(error: std::io::Error) -> Status {
+    log::error(format_args!("managed memory: {error}"));
+    Status::UNKNOWN
+}

@@ -1,0 +1,256 @@
+//! Pinned memory in pages that other memory of the program's has a part in: such pages cannot be watched, so their words are compared.
+//!
+//! A word that differs from what is known of both sides was changed by one of them, and goes to the other: what the program has changed before work of the device begins, what the device has
+//! changed before the program knows that work is over, and both every now and then while the device works. A word of 8 bytes is whole; the order of changes of several words is kept only between
+//! two comparisons.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use crate::abi::result::Result;
+use crate::memory::managed::{STATE, State, mirror, shared_blocks};
+use crate::process::context;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use client::ops::memory::WordPatch;
+use client::{lock, log};
+
+/// How many there are.
+static EDGES: AtomicUsize = AtomicUsize::new(0);
+
+/// How often work of the device has begun since there are any.
+static WORK: AtomicU64 = AtomicU64::new(0);
+
+/// What [`WORK`] was when they were compared last and no work was under way.
+static COMPARED: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes that are compared.
+pub(crate) struct Edge {
+    /// First address of the pinned piece that they are of.
+    pub region: u64,
+    context: &'static Context,
+    /// Less than two pages.
+    bytes: Range<u64>,
+    /// What both sides have had last, word by word.
+    known: Vec<u64>,
+}
+
+impl Edge {
+    pub fn new(region: u64, context: &'static Context, bytes: Range<u64>) -> Edge {
+        let mut edge = Edge { region, context, bytes, known: Vec::new() };
+        // Nothing is known of the device's: all of it is to be sent.
+        edge.known = (0..edge.words()).map(|i| !edge.word(i).load(Ordering::Relaxed)).collect();
+        edge
+    }
+
+    pub fn touches(&self, range: &Range<u64>) -> bool {
+        self.bytes.start < range.end && range.start < self.bytes.end
+    }
+
+    fn first(&self) -> u64 {
+        self.bytes.start & !7
+    }
+
+    fn words(&self) -> usize {
+        ((self.bytes.end - self.first()).div_ceil(8)) as usize
+    }
+
+    fn at(&self, i: usize) -> u64 {
+        self.first() + 8 * i as u64
+    }
+
+    fn word(&self, i: usize) -> &AtomicU64 {
+        // SAFETY: aligned, and in a page of pinned memory, which stays until the piece is released.
+        unsafe { AtomicU64::from_ptr(self.at(i) as *mut u64) }
+    }
+
+    /// Ones for the bytes of a word that are the piece's.
+    fn mask(&self, i: usize) -> u64 {
+        let at = self.at(i);
+        let inside = |n: &u64| self.bytes.contains(&(at + n));
+        (0..8).filter(inside).fold(0, |mask, n| mask | 0xff << (8 * n))
+    }
+
+    /// What the program has changed, which is known from now on.
+    fn changes(&mut self) -> Vec<WordPatch> {
+        let mut changes = Vec::new();
+        for i in 0..self.words() {
+            let now = self.word(i).load(Ordering::Acquire);
+            if let Some(patch) = shared_blocks::change(self.at(i), self.known[i], now, self.mask(i)) {
+                changes.push(patch);
+                self.known[i] = now;
+            }
+        }
+        changes
+    }
+
+    /// Takes over what the device has changed; says whether there was something.
+    fn take(&mut self, device: &[u64]) -> bool {
+        let differs =
+            |i: &usize| device.get(*i).is_some_and(|there| (there ^ self.known[*i]) & self.mask(*i) != 0);
+        let differing: Vec<usize> = (0..self.words()).filter(differs).collect();
+        // As when they are sent: words that stand alone come last.
+        let mut rows: Vec<&[usize]> = differing.chunk_by(|a, b| a + 1 == *b).collect();
+        rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
+        let mut changed = false;
+        for i in rows.concat() {
+            let (mask, known, there) = (self.mask(i), self.known[i], device[i]);
+            let taken = self.word(i).fetch_update(Ordering::AcqRel, Ordering::Acquire, |here| {
+                // What the program has changed meanwhile stands, and is sent next time.
+                ((here ^ known) & mask == 0).then_some(here & !mask | there & mask)
+            });
+            if taken.is_ok() {
+                self.known[i] = known & !mask | there & mask;
+                changed = true;
+            }
+        }
+        changed
+    }
+}
+
+/// After work of the device was put on a stream: it may change what is compared.
+#[inline]
+pub(crate) fn work_came() {
+    if EDGES.load(Ordering::Acquire) != 0 {
+        WORK.fetch_add(1, Ordering::AcqRel);
+        shared_blocks::wake();
+    }
+}
+
+/// Whether there is something to compare.
+pub(crate) fn is_due() -> bool {
+    EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
+}
+
+/// Compares all of them; says whether either side had changed something.
+#[cold]
+pub(crate) fn compare_all(driver: &'static Driver) -> bool {
+    let mut state = lock(&STATE);
+    // Work that comes from here on is counted, and compared for once more.
+    let work = WORK.load(Ordering::Acquire);
+    let over = !context::any_busy();
+    let compared = state.compare_edges(driver);
+    if over || compared.is_err() {
+        COMPARED.store(work, Ordering::Release);
+    }
+    drop(state);
+    compared.unwrap_or_else(|status| {
+        log::error(format_args!("pinned memory cannot be had from the device ({status})"));
+        false
+    })
+}
+
+impl State {
+    pub(crate) fn add_edges(&mut self, edges: impl IntoIterator<Item = Edge>) {
+        self.edges.extend(edges);
+        EDGES.store(self.edges.len(), Ordering::Release);
+        work_came();
+    }
+
+    pub(crate) fn drop_edges(&mut self, region: u64) {
+        self.edges.retain(|edge| edge.region != region);
+        EDGES.store(self.edges.len(), Ordering::Release);
+    }
+
+    /// Sends what the program has changed of those that a range touches.
+    pub(crate) fn send_edges(&mut self, driver: &'static Driver, range: &Range<u64>) -> Result<bool> {
+        let mut changed = false;
+        for edge in self.edges.iter_mut().filter(|edge| edge.touches(range)) {
+            let changes = edge.changes();
+            changed |= !changes.is_empty();
+            shared_blocks::send(driver, edge.context, changes)?;
+        }
+        Ok(changed)
+    }
+
+    pub(crate) fn compare_edges(&mut self, driver: &'static Driver) -> Result<bool> {
+        let mut changed = self.send_edges(driver, &(0..u64::MAX))?;
+        for n in 0..self.edges.len() {
+            let (context, first, len) = {
+                let edge = &self.edges[n];
+                (edge.context, edge.first(), edge.words() * 8)
+            };
+            let mut bytes = vec![0; len];
+            mirror::read(driver, context, first, &mut bytes)?;
+            let words: Vec<u64> =
+                bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
+            changed |= self.edges[n].take(&words);
+        }
+        Ok(changed)
+    }
+}
+
+/// The parts of a piece: what is in pages of other memory as well, and the whole pages.
+pub(crate) fn cut(bytes: Range<u64>) -> (Vec<Range<u64>>, Option<Range<u64>>) {
+    const PAGE: u64 = client::pages::PAGE as u64;
+    let whole = bytes.start.next_multiple_of(PAGE)..bytes.end & !(PAGE - 1);
+    if whole.is_empty() {
+        return (vec![bytes], None);
+    }
+    let edges = [bytes.start..whole.start, whole.end..bytes.end];
+    (edges.into_iter().filter(|edge| !edge.is_empty()).collect(), Some(whole))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use client::handle::ContextId;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_piece_is_cut_into_whole_pages_and_less_than_two_of_others(start in 0u64..20000, len in 1u64..40000) {
+            let (edges, whole) = cut(start..start + len);
+            let mut all: Vec<Range<u64>> = edges.iter().cloned().chain(whole.clone()).collect();
+            all.sort_by_key(|part| part.start);
+            prop_assert_eq!((all[0].start, all[all.len() - 1].end), (start, start + len));
+            prop_assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start));
+            prop_assert!(edges.iter().all(|edge| edge.end - edge.start < 8192));
+            prop_assert!(whole.is_none_or(|whole| whole.start % 4096 == 0 && whole.end % 4096 == 0));
+        }
+
+        #[test]
+        fn both_sides_get_what_the_other_has_written_and_nothing_else_changes(
+            start in 0usize..9, len in 1usize..40, steps in proptest::collection::vec((0usize..64, any::<u8>(), any::<bool>()), 0..60),
+        ) {
+            let mut memory = [0x5555_5555_5555_5555u64; 8];
+            let base = memory.as_mut_ptr() as u64;
+            let context = Context::new(ContextId(0), 0, 0, true);
+            let range = base + start as u64..base + (start + len).min(64) as u64;
+            let mut edge = Edge::new(0, context, range.clone());
+            let mut device = [0u8; 64];
+            let exchange = |edge: &mut Edge, device: &mut [u8; 64]| {
+                let first = (edge.first() - base) as usize;
+                for patch in edge.changes() {
+                    let at = (patch.address - base) as usize;
+                    let word = u64::from_le_bytes(device[at..at + 8].try_into().unwrap());
+                    device[at..at + 8].copy_from_slice(&patch.apply(word).to_le_bytes());
+                }
+                let words: Vec<u64> =
+                    device[first..].chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap())).collect();
+                edge.take(&words);
+            };
+            exchange(&mut edge, &mut device);
+            let mut expected = [0x55u8; 64];
+            for (at, value, by_host) in steps {
+                let here = range.contains(&(base + at as u64));
+                if by_host {
+                    // SAFETY: inside the array, which nothing else uses.
+                    unsafe { (base as *mut u8).add(at).write_volatile(value) };
+                    expected[at] = value;
+                } else if here {
+                    device[at] = value;
+                    expected[at] = value;
+                }
+                exchange(&mut edge, &mut device);
+            }
+            for (at, expected) in expected.iter().enumerate() {
+                // SAFETY: as above.
+                prop_assert_eq!(unsafe { (base as *const u8).add(at).read_volatile() }, *expected);
+                if range.contains(&(base + at as u64)) {
+                    prop_assert_eq!(device[at], *expected);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! Pinned memory that host and device use at the same time: a program waits for a word that a kernel writes, or a kernel for one that the program does.
+//!
+//! An access of the host while the device works is answered at once, with the bytes as they are, and those are remembered. A thread takes the blocks away again after a moment: what differs from the
+//! remembered bytes by then is what the program has written, and goes to the device word by word; what the device has written is found at the next access. So a change is seen on the
+//! other side within about a millisecond, and neither side waits for the other.
+//!
+//! Managed memory is given so only while the device waits for this process on one stream, and may be at work on others. Then it is not taken away after a moment, but when the stream goes on, when
+//! other work is put on a stream, and when the program learns that work is over. Bytes that the program has changed go to the device, and no others: what kernels have written beside them stays.
+//!
+//! What the device wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away. What the
+//! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::abi::result::Result;
+use crate::memory::managed::blocks::{Answer, Run};
+use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
+use client::pages::{Fault, Pages};
+use client::{lock, log};
+
+/// What the host keeps a block for, at least.
+const WHILE: Duration = Duration::from_micros(100);
+
+/// Runs that the host has at once at most.
+const MOST: usize = 4;
+
+/// What the host was given while the device worked.
+pub(crate) struct Together {
+    /// Of the piece.
+    pub base: u64,
+    /// The piece is pinned memory, where each side soon sees what the other writes.
+    pinned: bool,
+    run: Run,
+    /// The bytes as they were.
+    before: Vec<u8>,
+}
+
+impl Together {
+    pub fn touches(&self, range: &Range<u64>) -> bool {
+        self.run.address < range.end && range.start < self.run.address + self.run.len
+    }
+}
+
+/// There may be something to be taken away, or compared, since the thread last looked.
+static CAME: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+
+/// What changes seldom is looked at so often at least.
+const SELDOM: Duration = Duration::from_millis(5);
+
+/// Lets the thread look; it is started if it does not run yet.
+pub(crate) fn start(driver: &'static Driver) {
+    static START: Once = Once::new();
+    START.call_once(|| {
+        let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
+        if let Err(error) = thread.spawn(move || serve(driver)) {
+            log::error(format_args!("no thread for pinned memory: {error}"));
+        }
+    });
+}
+
+pub(crate) fn wake() {
+    *lock(&CAME.0) = true;
+    CAME.1.notify_one();
+}
+
+/// Answers an access to pinned memory. `busy`: the device may be using it.
+pub(crate) fn answer(
+    driver: &'static Driver,
+    pages: &'static Pages,
+    fault: &Fault,
+    buffer: &mut Vec<u8>,
+    busy: bool,
+) {
+    if !busy {
+        return page_faults::answer(driver, pages, fault, buffer);
+    }
+    start(driver);
+    let mut state = lock(&STATE);
+    let given = state.give_together(driver, pages, fault, buffer);
+    drop(state);
+    page_faults::finish(pages, fault, given);
+}
+
+/// The thread that takes away what the host was given while the device worked, and compares what cannot be watched.
+fn serve(driver: &'static Driver) {
+    let (mut pause, mut seldom) = (WHILE, WHILE);
+    loop {
+        let given = lock(&STATE).together.iter().any(|together| together.pinned);
+        if !given && !partial_pages::is_due() {
+            seldom = WHILE;
+            let came = CAME.1.wait_while(lock(&CAME.0), |came| !*came);
+            *came.unwrap_or_else(PoisonError::into_inner) = false;
+            continue;
+        }
+        std::thread::sleep(if given { pause } else { seldom });
+        let begin = Instant::now();
+        take_all(driver, |together| together.pinned);
+        // The program has at least as much time for a block as it takes to move it.
+        pause = WHILE.max(begin.elapsed() * 2);
+        if partial_pages::is_due() {
+            seldom = if partial_pages::compare_all(driver) { WHILE } else { (seldom * 2).min(SELDOM) };
+        }
+    }
+}
+
+/// How many runs the host was given while the device worked.
+static GIVEN: AtomicUsize = AtomicUsize::new(0);
+
+/// After the program has learnt that work is over, and before it is told: it is to find what that work has written.
+#[inline]
+pub(crate) fn after_wait(driver: &'static Driver) {
+    if GIVEN.load(Ordering::SeqCst) != 0 {
+        take_all(driver, |_| true);
+    }
+    if partial_pages::is_due() {
+        partial_pages::compare_all(driver);
+    }
+}
+
+#[cold]
+fn take_all(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
+    if let Err(status) = lock(&STATE).part(driver, which) {
+        log::error(format_args!("memory of the program's does not reach the device: {status}"));
+    }
+}
+
+impl State {
+    /// Takes away what the host was given while the device worked, of those that `which` chooses; what the program has changed goes to the device.
+    pub(crate) fn part(&mut self, driver: &'static Driver, which: impl Fn(&Together) -> bool) -> Result {
+        let (gone, rest) = std::mem::take(&mut self.together).into_iter().partition(which);
+        self.together = rest;
+        let gone: Vec<Together> = gone;
+        let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
+        // Not before they are gone: who finds none may let the program go on without asking for the lock.
+        GIVEN.store(self.together.len(), Ordering::SeqCst);
+        taken
+    }
+
+    fn take_away(&mut self, driver: &'static Driver, together: &Together) -> Result {
+        let pages = pages(driver)?;
+        let Together { base, pinned, run, before } = together;
+        let Some((_, piece)) = self.pieces.get(base) else { return Ok(()) };
+        let range = run.address..run.address + run.len;
+        let (at, len) = (run.address as usize, run.len as usize);
+        if !piece.blocks.dirty(&range).is_empty() {
+            pages.forbid_writes(at, len).map_err(page_faults::failed)?;
+            // SAFETY: present pages that nobody changes now.
+            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+            if *pinned {
+                send(driver, piece.context, changes(run.address, before, now))?;
+            } else {
+                self.overwrite(driver, *base, run, before, now)?;
+            }
+        }
+        pages.clear(at, len).map_err(page_faults::failed)?;
+        let Some((_, piece)) = self.pieces.get_mut(base) else { return Ok(()) };
+        piece.blocks.taken(&range);
+        if !piece.blocks.is_held() {
+            self.held.remove(base);
+            self.counted();
+        }
+        Ok(())
+    }
+
+    /// Copies the bytes of a run that the program has changed, and no others, to the device.
+    fn overwrite(
+        &mut self,
+        driver: &'static Driver,
+        base: u64,
+        run: &Run,
+        before: &[u8],
+        now: &[u8],
+    ) -> Result {
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        let copier = self.mover(driver, piece.context)?;
+        let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
+        for part in piece.parts_in(run) {
+            let within = (part.start - run.address) as usize..(part.end - run.address) as usize;
+            for row in rows(&before[within.clone()], &now[within.clone()]) {
+                let bytes = &now[within.start + row.start..within.start + row.end];
+                // SAFETY: bytes of present pages that nobody changes now; they are read before the call returns.
+                unsafe { copier.send(part.start + row.start as u64, bytes.as_ptr(), bytes.len()) }?;
+            }
+        }
+        copier.stream.synchronize(driver)
+    }
+
+    /// Gives the host what an access to managed memory needs while work may change what is in the same block.
+    pub(crate) fn give_beside_work(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
+            Answer::Nothing => {}
+            Answer::Allow(run) => {
+                self.given(base, run, true);
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
+            }
+            Answer::Zeroes(run) | Answer::Fetch(run) => {
+                self.announce();
+                self.fetch(driver, base, run, buffer)?;
+                self.given(base, run, fault.write);
+                pages.fill(run.address as usize, buffer, fault.write).map_err(page_faults::failed)?;
+                self.together.push(Together { base, pinned: false, run, before: buffer.clone() });
+            }
+        }
+        Ok(true)
+    }
+
+    /// Before bytes are fetched that the host is given while the device works: who learns from here on that work is over takes them away again.
+    fn announce(&self) {
+        GIVEN.store(self.together.len() + 1, Ordering::SeqCst);
+    }
+
+    /// Sends what the program has changed so far: it is about to change another block, and the device sees the changes of two blocks in their order.
+    fn publish(&mut self, driver: &'static Driver, pages: &Pages) -> Result {
+        for Together { base, run, before, .. } in self.together.iter_mut().filter(|together| together.pinned)
+        {
+            let Some((_, piece)) = self.pieces.get(base) else { continue };
+            let (at, len) = (run.address as usize, run.len as usize);
+            if piece.blocks.dirty(&(run.address..run.address + run.len)).is_empty() {
+                continue;
+            }
+            pages.forbid_writes(at, len).map_err(page_faults::failed)?;
+            // SAFETY: present pages that nobody changes now.
+            let now = unsafe { std::slice::from_raw_parts(pages.bytes(at), len) };
+            send(driver, piece.context, changes(run.address, before, now))?;
+            before.copy_from_slice(now);
+            pages.allow_writes(at, len).map_err(page_faults::failed)?;
+        }
+        Ok(())
+    }
+
+    fn give_together(
+        &mut self,
+        driver: &'static Driver,
+        pages: &Pages,
+        fault: &Fault,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool> {
+        let Some((base, answer)) = self.answer(fault) else { return Ok(false) };
+        match answer {
+            Answer::Nothing => {}
+            Answer::Allow(run) => {
+                self.publish(driver, pages)?;
+                self.given(base, run, true);
+                pages.allow_writes(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
+            }
+            Answer::Zeroes(run) | Answer::Fetch(run) => {
+                self.announce();
+                self.fetch(driver, base, run, buffer)?;
+                let before = buffer.clone();
+                self.look_again(driver, buffer)?;
+                if fault.write {
+                    self.publish(driver, pages)?;
+                }
+                self.given(base, run, fault.write);
+                pages.fill(run.address as usize, &before, fault.write).map_err(page_faults::failed)?;
+                self.together.push(Together { base, pinned: true, run, before });
+                wake();
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes away what the device has changed since the host was given it, and what is too much.
+    fn look_again(&mut self, driver: &'static Driver, buffer: &mut Vec<u8>) -> Result {
+        let (pinned, managed): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.together).into_iter().partition(|together| together.pinned);
+        self.together = managed;
+        let oldest = pinned.len().saturating_sub(MOST - 1);
+        let mut pinned = pinned.into_iter();
+        let mut gone: Vec<Together> = pinned.by_ref().take(oldest).collect();
+        for together in pinned {
+            self.fetch(driver, together.base, together.run, buffer)?;
+            if *buffer == together.before { &mut self.together } else { &mut gone }.push(together);
+        }
+        gone.iter().try_for_each(|together| self.take_away(driver, together))
+    }
+}
+
+/// Sends changed words. Which of them the program changed last is not known; most likely those that stand alone, as words that say something of others do: they go last.
+pub(crate) fn send(driver: &Driver, context: &Context, mut words: Vec<WordPatch>) -> Result {
+    words.sort_by_key(|patch| patch.address);
+    let mut rows: Vec<&[WordPatch]> = words.chunk_by(|a, b| a.address + 8 == b.address).collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.len()));
+    for words in rows.concat().chunks(MOST_PATCHES) {
+        driver.session.append(&HostPatch { context: context.id, words: words.to_vec() })?;
+    }
+    Ok(())
+}
+
+/// The words of 8 bytes in which bytes differ, from `address` on, a multiple of 8.
+fn changes(address: u64, before: &[u8], now: &[u8]) -> Vec<WordPatch> {
+    let words = |bytes: &[u8]| -> Vec<u64> {
+        bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
+    };
+    let (before, now) = (words(before), words(now));
+    let each = before.iter().zip(&now).enumerate();
+    each.filter_map(|(i, (before, now))| change(address + 8 * i as u64, *before, *now, u64::MAX)).collect()
+}
+
+/// Rows that few changes may make, told byte by byte.
+const FEW: usize = 1024;
+
+/// Where bytes differ: rows of bytes, or, where these are many, of words of 8 bytes, which neighboring changes mostly fill.
+fn rows(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
+    let of = |grain: usize| {
+        let mut rows: Vec<Range<usize>> = Vec::new();
+        for (i, (before, now)) in before.chunks(grain).zip(now.chunks(grain)).enumerate() {
+            if before == now {
+                continue;
+            }
+            let (start, end) = (i * grain, i * grain + now.len());
+            match rows.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => rows.push(start..end),
+            }
+        }
+        rows
+    };
+    let words = of(8);
+    if words.len() > FEW {
+        return words;
+    }
+    let bytes = of(1);
+    if bytes.len() > FEW { words } else { bytes }
+}
+
+/// What makes one word of another, in the bytes of a mask; `None`: nothing.
+pub(crate) fn change(address: u64, before: u64, now: u64, mask: u64) -> Option<WordPatch> {
+    let bytes = ((before ^ now) & mask).to_le_bytes().map(|byte| if byte == 0 { 0 } else { 0xff });
+    let mask = u64::from_le_bytes(bytes);
+    (mask != 0).then_some(WordPatch { address, mask, value: now })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn rows_are_exact_while_they_are_few() {
+        let before = [7u8; 64];
+        let mut now = before;
+        (now[0], now[1], now[9], now[63]) = (1, 1, 1, 1);
+        assert_eq!(rows(&before, &now), [0..2, 9..10, 63..64]);
+        assert!(rows(&before, &before).is_empty());
+    }
+
+    #[test]
+    fn many_rows_are_of_words_that_have_changed() {
+        let before = vec![7u8; 8 * 4 * FEW + 3];
+        let mut now = before.clone();
+        now.iter_mut().step_by(4).for_each(|byte| *byte = 1);
+        assert_eq!(rows(&before, &now), vec![Range { start: 0, end: before.len() }]);
+        now[8..16].copy_from_slice(&before[8..16]);
+        assert_eq!(rows(&before, &now), [0..8, 16..before.len()]);
+    }
+
+    proptest! {
+        #[test]
+        fn changes_carry_what_one_side_wrote_and_keep_what_the_other_did(
+            before in proptest::collection::vec(any::<u8>(), 64),
+            writes in proptest::collection::vec((0usize..64, any::<u8>(), any::<bool>()), 0..20),
+        ) {
+            let (mut host, mut device, mut both) = (before.clone(), before.clone(), before.clone());
+            let mut whose = [None; 64];
+            for (at, value, by_host) in writes {
+                // One byte is written by one side.
+                if *whose[at].get_or_insert(by_host) == by_host {
+                    both[at] = value;
+                    if by_host { host[at] = value } else { device[at] = value }
+                }
+            }
+            for patch in changes(0x1000, &before, &host) {
+                let at = (patch.address - 0x1000) as usize;
+                let word: [u8; 8] = device[at..at + 8].try_into().unwrap();
+                device[at..at + 8].copy_from_slice(&patch.apply(u64::from_le_bytes(word)).to_le_bytes());
+            }
+            prop_assert_eq!(device, both);
+        }
+    }
+}

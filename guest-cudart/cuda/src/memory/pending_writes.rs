@@ -1,0 +1,172 @@
+//! What is still to be written in the program's memory, by work that is under way: results of copies, and whatever host functions do.
+//!
+//! The bytes of a copy to the device may be read as soon as the host hears of it, not when its stream comes to it. Where something before it may
+//! still write these bytes, the server is told to have them read then and no sooner ([`HostIn::Late`]). A server that cannot (over `verbs`), and whoever reads the bytes here and now, waits for the
+//! stream first: late for a program whose host function waits in turn for the thread that makes the call, and right for all others. A stream that waits for a word of memory may well
+//! wait for that very thread, so behind such a wait the call gives up after a while, and says why.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::abi::result::{Result, refuse_form};
+use crate::memory::pinned;
+use crate::process::context;
+use crate::process::driver::Driver;
+use crate::process::stream::Stream;
+use client::data::{HostIn, HostRange};
+use client::{Status, lock};
+
+/// A copy to the host that may be under way.
+struct Write {
+    stream: Arc<Stream>,
+    seq: u64,
+    at: usize,
+    len: usize,
+}
+
+static WRITES: Mutex<Vec<Write>> = Mutex::new(Vec::new());
+
+/// Host functions that may yet be called: a stream, and the `seq` of what comes behind the call.
+static CALLS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+
+/// Waits for words of memory that may yet hold their streams: a stream, and the `seq` of what comes behind the wait.
+static HOLDS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
+
+/// How long a copy waits for a stream that such a wait holds.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// So many are kept before those that are done are looked for.
+const MANY: usize = 64;
+
+/// Notes that record `seq` of a stream writes `len` bytes of pinned memory.
+pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize, len: usize) {
+    if pinned::is_mapped(at as u64) {
+        return;
+    }
+    let mut writes = lock(&WRITES);
+    if writes.len() >= MANY && writes.len().is_power_of_two() {
+        writes.retain(|write| !write.stream.has_passed(driver, write.seq));
+    }
+    // What one stream writes in one place is done when the last of it is.
+    writes.retain(|write| !(Arc::ptr_eq(&write.stream, stream) && write.at == at && write.len == len));
+    writes.push(Write { stream: stream.clone(), seq, at, len });
+}
+
+/// Notes that a host function, which may write anything, is called before a stream passes record `seq`.
+pub(crate) fn calls(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+    let mut calls = lock(&CALLS);
+    if calls.len() >= MANY && calls.len().is_power_of_two() {
+        calls.retain(|(stream, seq)| !stream.has_passed(driver, *seq));
+    }
+    calls.retain(|(other, _)| !Arc::ptr_eq(other, stream));
+    calls.push((stream.clone(), seq));
+}
+
+/// Notes that a stream waits, before it passes record `seq`, for a word that the program may write, and whatever else before that.
+pub(crate) fn holds(driver: &Driver, stream: &Arc<Stream>, seq: u64) {
+    let mut holds = lock(&HOLDS);
+    holds.retain(|(other, seq)| !Arc::ptr_eq(other, stream) && !other.has_passed(driver, *seq));
+    holds.push((stream.clone(), seq));
+}
+
+/// Waits until no wait for a word holds a stream any more, of those that this one may be behind.
+fn released(driver: &Driver, stream: &Stream) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let mut waiting = lock(&HOLDS).clone();
+    waiting.retain(|(other, seq)| !other.has_passed(driver, *seq) && stream.may_be_behind(other, *seq));
+    // Whether it has passed is learnt from what is published behind the wait.
+    for (other, _) in &waiting {
+        other.mark(driver)?;
+    }
+    let held = || waiting.iter().any(|(other, seq)| !other.has_passed(driver, *seq));
+    if patiently(driver, held)? {
+        return Ok(());
+    }
+    refuse_form(
+        "a copy of pinned memory behind a wait for memory that stays unmet while the copy is called, to a GPU in another machine,",
+        &SAID,
+    )
+}
+
+/// How a stream's next copy names `range`, which are the `len` bytes at `at` of this process.
+pub(crate) fn source(
+    driver: &Driver,
+    stream: &Stream,
+    range: HostRange,
+    at: usize,
+    len: usize,
+) -> Result<HostIn<'static>> {
+    if !may_change(driver, at, len) {
+        return Ok(HostIn::Range(range));
+    }
+    if driver.reads_late {
+        return Ok(HostIn::Late(range));
+    }
+    settle(driver, stream, at, len)?;
+    Ok(HostIn::Range(range))
+}
+
+/// Waits until nothing before a stream's next copy may write the bytes that it reads.
+pub(crate) fn settle(driver: &Driver, stream: &Stream, at: usize, len: usize) -> Result {
+    if !may_change(driver, at, len) {
+        return Ok(());
+    }
+    released(driver, stream)?;
+    if may_change(driver, at, len) { stream.synchronize(driver) } else { Ok(()) }
+}
+
+/// Waits until nothing that is under way copies from or to `len` bytes of pinned memory in place.
+///
+/// # Errors
+/// `NOT_READY` when something still may after a while: a stream that waits for this very thread may hold it up.
+pub(crate) fn settle_all(driver: &Driver, at: usize, len: usize) -> Result {
+    if !context::any_busy() {
+        return Ok(());
+    }
+    let overlaps = |write: &Write| at < write.at + write.len && write.at < at + len;
+    let writing: Vec<(Arc<Stream>, u64)> = {
+        let writes = lock(&WRITES);
+        writes.iter().filter(|write| overlaps(write)).map(|write| (write.stream.clone(), write.seq)).collect()
+    };
+    for (stream, _) in &writing {
+        stream.mark(driver)?;
+    }
+    let last = driver.session.last_seq();
+    let busy = || {
+        driver.session.progress().released() < last
+            || writing.iter().any(|(stream, seq)| !stream.has_passed(driver, *seq))
+    };
+    patiently(driver, busy).and_then(|over| if over { Ok(()) } else { Err(Status::NOT_READY) })
+}
+
+/// Waits a while for something to end; says whether it has.
+fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool> {
+    let (begin, mut nap) = (Instant::now(), Duration::from_micros(20));
+    while goes_on() {
+        driver.session.check()?;
+        if begin.elapsed() > PATIENCE {
+            return Ok(false);
+        }
+        std::thread::sleep(nap);
+        nap = (nap * 2).min(Duration::from_millis(1));
+    }
+    Ok(true)
+}
+
+/// Whether what is under way may write bytes that a copy reads.
+fn may_change(driver: &Driver, at: usize, len: usize) -> bool {
+    if pinned::is_mapped(at as u64) {
+        // The device reads them where they are.
+        return false;
+    }
+    let pending = |other: &Stream, seq: u64| !other.has_passed(driver, seq);
+    // Which streams wait for which is not followed: what is under way on any stream may come before.
+    let called = lock(&CALLS).iter().chain(lock(&HOLDS).iter()).any(|(other, seq)| pending(other, *seq));
+    let written = || {
+        lock(&WRITES).iter().any(|write| {
+            at < write.at + write.len && write.at < at + len && pending(&write.stream, write.seq)
+        })
+    };
+    called || written()
+}

@@ -1,0 +1,249 @@
+//! Pools shared between processes: the name of a pool travels in a descriptor, that of an allocation in 64 bytes.
+//!
+//! To the server a pool is nothing: what a process opens is the piece of memory that holds the allocation, under the token that the server gave for it, as `cuIpcOpenMemHandle`
+//! does ([`vmm::open`]). The pool's own name, 128 random bits, ties an allocation to the pool that it was exported from.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::memory::pool::Pool;
+use crate::memory::{address, pool, shared_descriptor, virtual_memory};
+use crate::process::context::Context;
+use crate::process::driver::{Driver, driver};
+use crate::process::stream::Stream;
+use client::ops::memory::PieceExport;
+use client::{Status, lock};
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, `…_FABRIC`.
+pub(crate) const POSIX_FD: u32 = 1;
+
+pub(crate) const FABRIC: u32 = 8;
+
+const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
+
+const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
+
+/// Names a pool for every process.
+pub(crate) type PoolName = [u8; 16];
+
+/// `CUmemPoolPtrExportData`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PointerData([u8; 64]);
+
+/// What such data say: the pool, the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Name {
+    pool: PoolName,
+    token: [u8; 16],
+    offset: u64,
+    size: u64,
+}
+
+impl Name {
+    fn data(&self) -> PointerData {
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&POINTER_MAGIC);
+        bytes[8..24].copy_from_slice(&self.pool);
+        bytes[24..40].copy_from_slice(&self.token);
+        bytes[40..48].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[48..56].copy_from_slice(&self.size.to_le_bytes());
+        PointerData(bytes)
+    }
+
+    fn of(data: &PointerData) -> Option<Name> {
+        let rest = data.0.strip_prefix(&POINTER_MAGIC)?;
+        let (pool, rest) = rest.split_first_chunk::<16>()?;
+        let (token, rest) = rest.split_first_chunk::<16>()?;
+        let (offset, rest) = rest.split_first_chunk::<8>()?;
+        let (size, _) = rest.split_first_chunk::<8>()?;
+        let (offset, size) = (u64::from_le_bytes(*offset), u64::from_le_bytes(*size));
+        (size > 0).then_some(Name { pool: *pool, token: *token, offset, size })
+    }
+}
+
+/// An allocation of another process.
+struct Imported {
+    name: Name,
+    /// Of the device that it is in.
+    context: &'static Context,
+    /// Freed in the order of a stream, which has yet to pass the mark.
+    leaving: Option<(Arc<Stream>, u64)>,
+}
+
+/// Handles of imported pools: one that is imported again has the same.
+static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap::new());
+
+/// Those of the process, by address.
+static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
+
+/// How many of them streams have yet to let go.
+static LEAVING: AtomicUsize = AtomicUsize::new(0);
+
+/// A name for a new pool.
+pub(crate) fn new_name() -> Result<PoolName> {
+    let mut name = PoolName::default();
+    // SAFETY: as many bytes as are asked for can be written.
+    let got = unsafe { libc::getrandom(name.as_mut_ptr().cast(), name.len(), 0) };
+    if got == name.len() as isize { Ok(name) } else { Err(Status::OPERATING_SYSTEM) }
+}
+
+/// An imported pool goes.
+///
+/// # Errors
+/// `INVALID_VALUE` while it has allocations.
+pub(crate) fn forget_pool(driver: &Driver, name: &PoolName) -> Result {
+    collect(driver);
+    let used = lock(&IMPORTED).values().any(|found| found.leaving.is_none() && found.name.pool == *name);
+    if used {
+        return Err(Status::INVALID_VALUE);
+    }
+    lock(&POOLS).remove(name);
+    Ok(())
+}
+
+/// Frees an allocation of another process at once: after all work of its device.
+pub(crate) fn free(driver: &Driver, address: u64) -> Result {
+    let context = {
+        let imported = lock(&IMPORTED);
+        let found = imported.get(&address).filter(|found| found.leaving.is_none());
+        found.ok_or(Status::INVALID_VALUE)?.context
+    };
+    if context.is_alive() {
+        context.synchronize()?;
+    }
+    // Of two threads that free it one finds it.
+    lock(&IMPORTED).remove(&address).ok_or(Status::INVALID_VALUE)?;
+    virtual_memory::close(driver, address)
+}
+
+/// The same, when a stream comes to it.
+pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result {
+    let mut imported = lock(&IMPORTED);
+    let found = imported.get_mut(&address).filter(|found| found.leaving.is_none());
+    let found = found.ok_or(Status::INVALID_VALUE)?;
+    let mark = stream.mark(driver)?;
+    found.leaving = Some((stream, mark));
+    LEAVING.fetch_add(1, Ordering::Relaxed);
+    drop(imported);
+    collect(driver);
+    Ok(())
+}
+
+/// Closes what streams have let go of.
+pub(crate) fn collect(driver: &Driver) {
+    if LEAVING.load(Ordering::Relaxed) != 0 {
+        close_where(driver, |imported| {
+            imported.leaving.as_ref().is_some_and(|(stream, mark)| stream.has_passed(driver, *mark))
+        });
+    }
+}
+
+/// A context ends, and what streams of it or its device had yet to let go with it.
+pub(crate) fn forget(driver: &Driver, context: &'static Context) {
+    close_where(driver, |imported| {
+        let streams = imported.leaving.as_ref().is_some_and(|(s, _)| std::ptr::eq(s.context, context));
+        streams || std::ptr::eq(imported.context, context)
+    });
+}
+
+fn close_where(driver: &Driver, gone: impl Fn(&Imported) -> bool) {
+    let closed: Vec<(u64, Imported)> = lock(&IMPORTED).extract_if(.., |_, imported| gone(imported)).collect();
+    for (address, imported) in closed {
+        if imported.leaving.is_some() {
+            LEAVING.fetch_sub(1, Ordering::Relaxed);
+        }
+        // A lost session has nothing open.
+        let _ = virtual_memory::close(driver, address);
+    }
+}
+
+api! {
+    fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
+        non_null(shareable)?;
+        let (driver, pool) = pool::own(pool)?;
+        if flags != 0 || kind != POSIX_FD {
+            return Err(Status::INVALID_VALUE);
+        }
+        let name = pool.name.ok_or(Status::INVALID_VALUE)?;
+        let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let fd = shared_descriptor::make(&POOL_MAGIC, &[name, device.info.uuid].concat())?;
+        put(shareable.cast::<RawFd>(), fd)
+    }
+
+    fn cuMemPoolImportFromShareableHandle(pool: *mut usize, shareable: usize, kind: u32, flags: u64) {
+        non_null(pool)?;
+        let driver = driver()?;
+        if flags != 0 || kind != POSIX_FD {
+            return Err(Status::INVALID_VALUE);
+        }
+        let said = shared_descriptor::read::<32>(&POOL_MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
+        let (name, uuid) = said.split_first_chunk().ok_or(Status::INVALID_VALUE)?;
+        // The same device may have another number in this process.
+        let device = driver.devices.iter().find(|device| device.info.uuid == uuid);
+        let device = device.ok_or(Status::INVALID_DEVICE)?.ordinal;
+        let mut pools = lock(&POOLS);
+        let handle = match pools.get(name) {
+            Some(handle) => *handle,
+            None => pool::insert(Pool::imported(device, *name))?,
+        };
+        pools.insert(*name, handle);
+        put(pool, handle)
+    }
+
+    fn cuMemPoolExportPointer(data: *mut PointerData, address: u64) {
+        non_null(data)?;
+        let driver = driver()?;
+        let found = address::find(driver, address).filter(|found| found.base == address && found.pool != 0);
+        let found = found.ok_or(Status::INVALID_VALUE)?;
+        let pool = pool::of(found.pool)?.1.name.ok_or(Status::INVALID_VALUE)?;
+        virtual_memory::share(driver)?;
+        let reply = driver.session.call(&PieceExport { address })?;
+        let offset = address.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
+        put(data, Name { pool, token: reply.token, offset, size: found.size }.data())
+    }
+
+    fn cuMemPoolImportPointer(address: *mut u64, pool: usize, data: *const PointerData) {
+        non_null(address)?;
+        non_null(data)?;
+        let driver = driver()?;
+        let (_, pool) = pool::of(pool)?;
+        let name = Name::of(&*data).filter(|name| pool.imported && pool.name == Some(name.pool));
+        let name = name.ok_or(Status::INVALID_VALUE)?;
+        collect(driver);
+        virtual_memory::share(driver)?;
+        let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        let mut imported = lock(&IMPORTED);
+        // What is imported twice is at one address, and gone when it is freed once.
+        let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
+        if let Some((known, _)) = known {
+            return put(address, *known);
+        }
+        let opened = virtual_memory::open(driver, name.token, name.offset, name.size, true)?;
+        imported.insert(opened, Imported { name, context: device.primary, leaving: None });
+        put(address, opened)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pointers_data_say_what_was_put_in() {
+        let name = Name { pool: [3; 16], token: [7; 16], offset: 512, size: 1 << 40 };
+        assert_eq!(Name::of(&name.data()), Some(name));
+        assert_eq!(Name::of(&PointerData([0; 64])), None);
+        assert_eq!(Name::of(&Name { size: 0, ..name }.data()), None, "no bytes");
+    }
+
+    #[test]
+    fn no_two_pools_have_the_same_name() {
+        assert_ne!(new_name().unwrap(), new_name().unwrap());
+    }
+}

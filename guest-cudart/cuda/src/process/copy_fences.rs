@@ -1,0 +1,153 @@
+//! What a synchronous copy to the device promises, kept without waiting for it.
+//!
+//! Natively `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and its source has been read; what is put on any other stream afterwards then finds the
+//! bytes in place (NVIDIA's "API synchronization behavior"; measured for up to 128 KiB). Here such a copy is a record in the ring. Whoever could tell the difference finds none:
+//!
+//! - the host, where it can see what the device does, by pinned or managed memory, by functions of its own in a stream, or by what kernels print ([`host_sees`]): the copy is waited for, if other
+//!   work is before it;
+//! - who asks after an event or a stream that the promise covers: the question waits ([`Stream::has_promised`]);
+//! - work on a stream that is not behind the copy's by itself: an event is recorded after the copy, and that stream waits for it before its next work ([`respect`]). The host waits for nothing.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::abi::result::Result;
+use crate::memory::virtual_memory;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::process::stream;
+use crate::process::stream::Stream;
+use crate::streams::event;
+use crate::streams::event::Event;
+use client::lock;
+
+/// Whether the host may see what the device does before it has waited for it.
+static HOST_SEES: AtomicBool = AtomicBool::new(false);
+
+/// Notes that from now on the host may see what the device does before it has waited for it.
+#[inline]
+pub(crate) fn host_sees() {
+    HOST_SEES.store(true, Ordering::Release);
+}
+
+/// The copies of a context that streams beside theirs have to come behind.
+pub(crate) struct Fences {
+    /// Whether the context ever had a stream that does not wait for its legacy default stream.
+    any_beside: AtomicBool,
+    /// `seq` of the latest fence.
+    latest: AtomicU64,
+    /// The streams that have one that may not have been passed.
+    open: Mutex<Vec<Arc<Stream>>>,
+}
+
+impl Fences {
+    pub const fn new() -> Self {
+        Fences { any_beside: AtomicBool::new(false), latest: AtomicU64::new(0), open: Mutex::new(Vec::new()) }
+    }
+}
+
+/// A stream's part of it.
+pub(crate) struct Promise {
+    /// Everything on the stream up to this `seq` is promised to be done.
+    upto: AtomicU64,
+    /// Recorded after the last copy that others have to come behind.
+    fence: Mutex<Option<Event>>,
+    /// The latest fence of the context that the stream's work comes behind.
+    respected: AtomicU64,
+}
+
+impl Promise {
+    pub const fn new() -> Self {
+        Promise { upto: AtomicU64::new(0), fence: Mutex::new(None), respected: AtomicU64::new(0) }
+    }
+
+    /// Whether record `seq` of the stream is promised to be done.
+    pub fn covers(&self, seq: u64) -> bool {
+        self.upto.load(Ordering::Acquire) >= seq
+    }
+}
+
+/// After a synchronous copy to the device whose source has been read; `before` is the last record that its stream had to pass before it.
+pub(crate) fn copied(driver: &Driver, stream: &Arc<Stream>, before: u64) -> Result {
+    // Another process that shares the memory is told by a way of its own.
+    let open = !stream.promise.covers(before) && !stream.is_known_done(before);
+    if virtual_memory::shares() || open && HOST_SEES.load(Ordering::Acquire) {
+        return stream.synchronize(driver);
+    }
+    driver.session.show_output();
+    // A thread's own stream has all others beside it.
+    if open || !stream.is_legacy() || stream.context.fences.any_beside.load(Ordering::Acquire) {
+        record(driver, stream)?;
+    }
+    stream.promise.upto.fetch_max(stream.due(), Ordering::AcqRel);
+    Ok(())
+}
+
+/// Before the program has a stream beside the legacy default stream: that comes behind what the latter has just copied.
+pub(crate) fn before_stream(driver: &Driver, context: &'static Context) -> Result {
+    context.fences.any_beside.store(true, Ordering::Release);
+    let legacy = context.legacy();
+    let due = legacy.due();
+    // What other work is behind already has a fence if it needs one.
+    if legacy.promise.covers(due) && !legacy.is_known_done(due) { record(driver, legacy) } else { Ok(()) }
+}
+
+/// Records the event that streams beside this one wait for.
+fn record(driver: &Driver, stream: &Arc<Stream>) -> Result {
+    let context = stream.context;
+    let mut fence = lock(&stream.promise.fence);
+    let event = match &mut *fence {
+        Some(event) => event,
+        none => none.insert(event::own(driver, context)?),
+    };
+    event::record_on(driver, event, stream.clone())?;
+    let Some((_, seq)) = event.last() else { return Ok(()) };
+    drop(fence);
+    let mut open = lock(&context.fences.open);
+    open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(driver, other));
+    open.push(stream.clone());
+    context.fences.latest.fetch_max(seq, Ordering::AcqRel);
+    Ok(())
+}
+
+/// Whether a stream has passed the last of its copies that others wait for.
+fn is_passed(driver: &Driver, stream: &Stream) -> bool {
+    let last = lock(&stream.promise.fence).as_ref().and_then(Event::last);
+    last.is_none_or(|(_, seq)| stream.has_passed(driver, seq))
+}
+
+/// Before work is put on a stream, which is not being captured: it comes behind the copies that the program was told are done.
+#[inline]
+pub(crate) fn respect(driver: &Driver, stream: &Stream) -> Result {
+    let latest = stream.context.fences.latest.load(Ordering::Acquire);
+    if stream.promise.respected.load(Ordering::Relaxed) >= latest {
+        return Ok(());
+    }
+    wait_for_fences(driver, stream, latest)
+}
+
+#[cold]
+fn wait_for_fences(driver: &Driver, stream: &Stream, latest: u64) -> Result {
+    let mut open = lock(&stream.context.fences.open);
+    open.retain(|other| !is_passed(driver, other));
+    let respected = stream.promise.respected.load(Ordering::Relaxed);
+    for other in
+        open.iter().filter(|other| !std::ptr::eq(&***other, stream) && !stream.waits_by_itself(other))
+    {
+        let fence = lock(&other.promise.fence);
+        let Some(event) = &*fence else { continue };
+        if event.last().is_some_and(|(_, seq)| seq > respected) {
+            stream::wait(driver, stream, event)?;
+        }
+    }
+    stream.promise.respected.fetch_max(latest, Ordering::AcqRel);
+    Ok(())
+}
+
+/// A stream is gone, or its context. `with_server`: the server destroys its event by itself.
+pub(crate) fn forget(driver: &Driver, stream: &Stream, with_server: bool) {
+    lock(&stream.context.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
+    if let Some(event) = lock(&stream.promise.fence).take() {
+        event::end(driver, &event, with_server);
+    }
+}

@@ -1,0 +1,3 @@
+//! Streams and events as the program names them.
+
+pub(crate) mod event;

@@ -1,0 +1,637 @@
+//! Copies of rectangles and boxes.
+//!
+//! Between device memories they are one operation. Between host and device, rows that follow each other without a gap on both sides are bytes in a row; otherwise rows are
+//! packed into the arena chunk by chunk, and the device's side of each chunk is a box. With pinned memory and a stream that goes on alone, each row is a reference of its own: the
+//! source must not be read before the stream comes to it.
+
+use crate::abi::arguments::non_null;
+use crate::abi::result::Result;
+use crate::abi::types::{Memcpy2D, Memcpy3D, memory_type};
+use crate::graph::node_work::{Way, Work};
+use crate::memory::array::End;
+use crate::memory::pinned::REGIONS;
+use crate::memory::{address, array, managed};
+use crate::process::context;
+use crate::process::driver::Driver;
+use crate::work::copy;
+use crate::work::copy::{Copier, Mode, is_device, move_bytes};
+use client::Status;
+use client::data::{HostIn, HostOut};
+use client::handle::StreamId;
+use client::ops::copy::{MemcpyDtoD, MemcpyDtoD3D, MemcpyDtoH3D, MemcpyHtoD3D, Pitched};
+use client::ops::stream::StreamSynchronize;
+
+/// One side of a copy: linear memory of either kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Side {
+    device: bool,
+    /// First byte.
+    address: u64,
+    pitch: u64,
+    slice: u64,
+}
+
+/// What is copied: bytes in a row, rows, slices.
+#[derive(Debug, Clone, Copy)]
+struct Extent {
+    width: u64,
+    height: u64,
+    depth: u64,
+}
+
+impl Side {
+    /// Bytes from the first to behind the last.
+    fn span(&self, e: &Extent) -> Option<u64> {
+        let slices = self.slice.checked_mul(e.depth - 1)?;
+        let rows = self.pitch.checked_mul(e.height - 1)?;
+        slices.checked_add(rows)?.checked_add(e.width)
+    }
+
+    /// Whether rows and slices follow each other without a gap.
+    fn is_packed(&self, e: &Extent) -> bool {
+        (e.height == 1 || self.pitch == e.width) && (e.depth == 1 || self.slice == e.width * e.height)
+    }
+
+    /// Checks that all of it is memory of its kind.
+    fn check(&self, driver: &Driver, e: &Extent) -> Result {
+        let span = self.span(e).filter(|span| self.address.checked_add(*span).is_some());
+        let span = span.ok_or(Status::INVALID_VALUE)?;
+        if self.address == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        if self.device {
+            address::check(driver, self.address, span).map(|_| ())
+        } else if address::is_reserved(driver, self.address)
+            && !address::find(driver, self.address).is_some_and(|found| found.managed)
+        {
+            Err(Status::INVALID_VALUE)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn row(&self, z: u64, y: u64) -> u64 {
+        self.address + z * self.slice + y * self.pitch
+    }
+
+    fn pitched(&self) -> Pitched {
+        Pitched { address: self.address, pitch: self.pitch, slice: self.slice }
+    }
+}
+
+impl Copier {
+    /// # Safety
+    /// Host sides may be read or written over their span, as long as `copy`'s functions ask for.
+    unsafe fn boxes(&self, dst: Side, src: Side, e: Extent) -> Result {
+        if e.width == 0 || e.height == 0 || e.depth == 0 {
+            return Ok(());
+        }
+        dst.check(self.driver, &e)?;
+        src.check(self.driver, &e)?;
+        let packed = dst.is_packed(&e) && src.is_packed(&e);
+        let bytes = (e.width * e.height * e.depth) as usize;
+        // SAFETY: as the caller says.
+        unsafe {
+            match (dst.device, src.device) {
+                (true, true) if packed => self.on_device(dst.address, src.address, bytes),
+                (true, true) => {
+                    let op = MemcpyDtoD3D {
+                        stream: self.stream.id,
+                        dst: dst.pitched(),
+                        src: src.pitched(),
+                        extent: [e.width, e.height, e.depth],
+                    };
+                    self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?).map(drop)
+                }
+                (true, false) if packed => self.to_device(dst.address, src.address as *const u8, bytes),
+                (true, false) => self.rows_to_device(dst, src, e),
+                (false, true) if packed => self.to_host(dst.address as *mut u8, src.address, bytes),
+                (false, true) => self.rows_to_host(dst, src, e),
+                (false, false) if packed => {
+                    self.on_host(dst.address as *mut u8, src.address as *const u8, bytes)
+                }
+                (false, false) => {
+                    self.stream.synchronize(self.driver)?;
+                    for (z, y) in rows(&e) {
+                        std::ptr::copy(
+                            src.row(z, y) as *const u8,
+                            dst.row(z, y) as *mut u8,
+                            e.width as usize,
+                        );
+                    }
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// The host's side as one region, if it is pinned as a whole and known to the host.
+    fn pinned(&self, side: &Side, e: &Extent) -> bool {
+        side.span(e).is_some_and(|span| REGIONS.range(side.address as usize, span as usize).is_some())
+    }
+
+    unsafe fn rows_to_device(&self, dst: Side, src: Side, e: Extent) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        if self.pinned(&src, &e) {
+            if self.mode == Mode::Async {
+                for (z, y) in rows(&e) {
+                    // SAFETY: a row inside the source, as the caller says.
+                    unsafe { self.send(dst.row(z, y), src.row(z, y) as *const u8, e.width as usize) }?;
+                }
+                return Ok(());
+            }
+            self.stream.synchronize(self.driver)?;
+        }
+        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+            let n = part.bytes() as usize;
+            let block = session.arena().alloc_for(session, n, &copy::Staging(self))?;
+            for (i, (z, y)) in part.rows().enumerate() {
+                // SAFETY: the row is inside the source, as the caller says, and its place inside the block.
+                unsafe {
+                    let from = (src.row(z, y) + part.x) as *const u8;
+                    move_bytes(from, block.ptr().add(i * part.width as usize), part.width as usize);
+                }
+            }
+            let op = MemcpyHtoD3D {
+                stream,
+                dst: Pitched { address: dst.row(part.z, part.y) + part.x, ..dst.pitched() },
+                extent: [part.width, part.height, part.depth],
+                src: HostIn::Range(block.range(n)),
+            };
+            let seq = self.put(&op, dst.address, dst.span(&e).ok_or(Status::INVALID_VALUE)?)?;
+            block.release_after(seq, self.stream.unique());
+        }
+        self.copied()
+    }
+
+    unsafe fn rows_to_host(&self, dst: Side, src: Side, e: Extent) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        if self.mode == Mode::Async && self.pinned(&dst, &e) {
+            for (z, y) in rows(&e) {
+                // SAFETY: a row inside the target, as the caller says.
+                unsafe { self.receive(dst.row(z, y) as *mut u8, src.row(z, y), e.width as usize) }?;
+            }
+            return Ok(());
+        }
+        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+            let n = part.bytes() as usize;
+            let block = session.arena().alloc(session, n)?;
+            let op = MemcpyDtoH3D {
+                stream,
+                src: Pitched { address: src.row(part.z, part.y) + part.x, ..src.pitched() },
+                extent: [part.width, part.height, part.depth],
+                dst: HostOut(block.range(n)),
+            };
+            self.stream.work(self.driver, &op)?;
+            let pending = match session.submit(&StreamSynchronize { stream }) {
+                Ok(pending) => pending,
+                Err(status) => {
+                    // The host may still write the block: it is lost with the session.
+                    std::mem::forget(block);
+                    return Err(status);
+                }
+            };
+            let seq = pending.seq();
+            if let Err(status) = pending.wait() {
+                return self.stream.context.settle(self.driver, Err(status));
+            }
+            self.stream.is_synced(seq);
+            for (i, (z, y)) in part.rows().enumerate() {
+                // SAFETY: the row is inside the target, as the caller says, and its place inside the block.
+                unsafe {
+                    let to = (dst.row(z, y) + part.x) as *mut u8;
+                    move_bytes(block.ptr().add(i * part.width as usize), to, part.width as usize);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn rows(e: &Extent) -> impl Iterator<Item = (u64, u64)> + use<> {
+    let Extent { height, depth, .. } = *e;
+    (0..depth).flat_map(move |z| (0..height).map(move |y| (z, y)))
+}
+
+/// A box inside the box that is copied: whole slices, or whole rows of one slice, or a piece of one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    x: u64,
+    y: u64,
+    z: u64,
+    width: u64,
+    height: u64,
+    depth: u64,
+}
+
+impl Part {
+    fn bytes(&self) -> u64 {
+        self.width * self.height * self.depth
+    }
+
+    fn rows(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let Part { y, z, height, depth, .. } = *self;
+        (z..z + depth).flat_map(move |z| (y..y + height).map(move |y| (z, y)))
+    }
+}
+
+/// Cuts a box into parts of at most `most` bytes, in order.
+fn parts(e: &Extent, most: u64) -> impl Iterator<Item = Part> + use<> {
+    let e = *e;
+    let slice = e.width.saturating_mul(e.height);
+    let (mut x, mut y, mut z) = (0, 0, 0);
+    std::iter::from_fn(move || {
+        if z >= e.depth {
+            return None;
+        }
+        let part = if slice <= most {
+            let depth = (most / slice).min(e.depth - z);
+            Part { x: 0, y: 0, z, width: e.width, height: e.height, depth }
+        } else if e.width <= most {
+            let height = (most / e.width).min(e.height - y);
+            Part { x: 0, y, z, width: e.width, height, depth: 1 }
+        } else {
+            Part { x, y, z, width: most.min(e.width - x), height: 1, depth: 1 }
+        };
+        x = part.x + part.width;
+        if x < e.width {
+            return Some(part);
+        }
+        x = 0;
+        y += part.height;
+        if y >= e.height {
+            y = 0;
+            z += part.depth;
+        }
+        Some(part)
+    })
+}
+
+/// One side of a program's description.
+struct Described {
+    kind: u32,
+    host: usize,
+    device: u64,
+    array: usize,
+    x: usize,
+    y: usize,
+    z: usize,
+    pitch: usize,
+    /// Rows of a slice; 0 in the flat form.
+    height: usize,
+}
+
+impl Described {
+    fn end(&self, driver: &Driver, e: &Extent) -> Result<Linear> {
+        if self.kind == memory_type::ARRAY {
+            let at = [self.x as u64, self.y as u64, self.z as u64];
+            return Ok(Linear::Not(End::Array(array::of(self.array)?, at)));
+        }
+        self.side(driver, e).map(Linear::Side)
+    }
+
+    fn side(&self, driver: &Driver, e: &Extent) -> Result<Side> {
+        let (device, base) = match self.kind {
+            // Managed memory may be named as the host's side; it is copied as the device's.
+            memory_type::HOST => (managed::is_here(self.host as u64), self.host as u64),
+            memory_type::DEVICE => (true, self.device),
+            memory_type::UNIFIED => (is_device(driver, self.device), self.device),
+            _ => return Err(Status::INVALID_VALUE),
+        };
+        // A pitch of 0 means that rows follow each other.
+        let pitch = if self.pitch == 0 {
+            (self.x as u64).checked_add(e.width).ok_or(Status::INVALID_VALUE)?
+        } else {
+            self.pitch as u64
+        };
+        let height = if self.height == 0 {
+            (self.y as u64).checked_add(e.height).ok_or(Status::INVALID_VALUE)?
+        } else {
+            self.height as u64
+        };
+        if pitch < (self.x as u64).saturating_add(e.width)
+            || e.depth > 1 && height < (self.y as u64).saturating_add(e.height)
+        {
+            return Err(Status::INVALID_VALUE);
+        }
+        let slice = pitch.checked_mul(height).ok_or(Status::INVALID_VALUE)?;
+        let place = (self.z as u64)
+            .checked_mul(slice)
+            .and_then(|at| at.checked_add((self.y as u64).checked_mul(pitch)?))
+            .and_then(|at| at.checked_add(self.x as u64))
+            .and_then(|at| at.checked_add(base))
+            .ok_or(Status::INVALID_VALUE)?;
+        if base == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        Ok(Side { device, address: place, pitch, slice })
+    }
+}
+
+/// One end of a copy: linear memory, or an array.
+enum Linear {
+    Side(Side),
+    Not(End),
+}
+
+impl Copier {
+    /// # Safety
+    /// As [`Copier::boxes`].
+    unsafe fn between(&self, dst: &Described, src: &Described, e: Extent) -> Result {
+        let extent = [e.width, e.height, e.depth];
+        let memory = |side: &Side| {
+            let span = side.span(&e).ok_or(Status::INVALID_VALUE)?;
+            address::check(self.driver, side.address, span)?;
+            Ok::<_, Status>(End::Device(side.pitched()))
+        };
+        let packed = |memory: &Pitched| Side {
+            device: true,
+            address: memory.address,
+            pitch: memory.pitch,
+            slice: memory.slice,
+        };
+        // SAFETY: as the caller says.
+        unsafe {
+            match (dst.end(self.driver, &e)?, src.end(self.driver, &e)?) {
+                (Linear::Side(dst), Linear::Side(src)) => self.boxes(dst, src, e),
+                (Linear::Not(dst), Linear::Not(src)) => self.with_array(&dst, &src, extent),
+                (Linear::Not(dst), Linear::Side(src)) if src.device => {
+                    self.with_array(&dst, &memory(&src)?, extent)
+                }
+                (Linear::Side(dst), Linear::Not(src)) if dst.device => {
+                    self.with_array(&memory(&dst)?, &src, extent)
+                }
+                (Linear::Not(dst), Linear::Side(src)) => self.by_way_of(extent, |between| {
+                    self.boxes(packed(between), src, e)?;
+                    self.with_array(&dst, &End::Device(between.clone()), extent)?;
+                    self.copied()
+                }),
+                (Linear::Side(dst), Linear::Not(src)) => self.by_way_of(extent, |between| {
+                    self.with_array(&End::Device(between.clone()), &src, extent)?;
+                    self.boxes(dst, packed(between), e)
+                }),
+            }
+        }
+    }
+}
+
+/// The two sides of a description, and what is copied.
+fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
+    let dst = Described {
+        kind: c.dstMemoryType,
+        host: c.dstHost,
+        device: c.dstDevice,
+        array: c.dstArray,
+        x: c.dstXInBytes,
+        y: c.dstY,
+        z: c.dstZ,
+        pitch: c.dstPitch,
+        height: c.dstHeight,
+    };
+    let src = Described {
+        kind: c.srcMemoryType,
+        host: c.srcHost,
+        device: c.srcDevice,
+        array: c.srcArray,
+        x: c.srcXInBytes,
+        y: c.srcY,
+        z: c.srcZ,
+        pitch: c.srcPitch,
+        height: c.srcHeight,
+    };
+    (dst, src, Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 })
+}
+
+unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
+    unsafe { run(&copier, &Memcpy3D::from(&*copy), false) }
+}
+
+unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
+    non_null(copy)?;
+    // SAFETY: as in `copy_2d`.
+    unsafe { run(&copier, &*copy, peer) }
+}
+
+/// Puts a copy on the copier's stream, or into the graph that it is captured into.
+///
+/// # Safety
+/// As [`Copier::boxes`].
+pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D, peer: bool) -> Result {
+    let (dst, src, e) = described(c);
+    if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if e.width == 0 || e.height == 0 || e.depth == 0 {
+        return Ok(());
+    }
+    if peer {
+        for (kind, handle) in [(c.dstMemoryType, c.reserved1), (c.srcMemoryType, c.reserved0)] {
+            if kind == memory_type::DEVICE && !context::of(handle)?.is_alive() {
+                return Err(Status::CONTEXT_IS_DESTROYED);
+            }
+        }
+    }
+    if let Some(capture) = copier.capture()? {
+        let copy = Memcpy3D { reserved0: 0, reserved1: 0, ..*c };
+        return capture.add(&copier.stream, Work::copy(copier.driver, &copy)?);
+    }
+    // SAFETY: as the caller says.
+    unsafe { copier.between(&dst, &src, e) }
+}
+
+/// A copy inside device memory, as an operation.
+pub(crate) enum OnDevice {
+    Line(MemcpyDtoD),
+    Box(MemcpyDtoD3D),
+}
+
+/// The description with unified addresses told apart, and managed memory as the device's whatever it was named.
+pub(crate) fn resolve(driver: &Driver, c: &Memcpy3D) -> Result<Memcpy3D> {
+    let mut c = *c;
+    for (kind, host, device) in [
+        (&mut c.srcMemoryType, &mut c.srcHost, &mut c.srcDevice),
+        (&mut c.dstMemoryType, &mut c.dstHost, &mut c.dstDevice),
+    ] {
+        if *kind == memory_type::UNIFIED {
+            if is_device(driver, *device) {
+                *kind = memory_type::DEVICE;
+            } else {
+                (*kind, *host) = (memory_type::HOST, *device as usize);
+            }
+        } else if *kind == memory_type::HOST && managed::is_here(*host as u64) {
+            (*kind, *device) = (memory_type::DEVICE, *host as u64);
+        }
+    }
+    Ok(c)
+}
+
+/// Whether both sides of a copy that was [resolved](resolve) are the host's.
+pub(crate) fn is_on_host(c: &Memcpy3D) -> bool {
+    c.dstMemoryType == memory_type::HOST && c.srcMemoryType == memory_type::HOST
+}
+
+/// Whether both sides of a copy that was [resolved](resolve) are linear device memory.
+pub(crate) fn is_on_device(c: &Memcpy3D) -> bool {
+    c.dstMemoryType == memory_type::DEVICE && c.srcMemoryType == memory_type::DEVICE
+}
+
+/// How a graph's copy is done, checked: by the server when both sides are device memory.
+pub(crate) fn way(driver: &Driver, c: &Memcpy3D, op: impl FnOnce(OnDevice) -> Way) -> Result<Way> {
+    let (dst, src, e) = described(c);
+    if c.reserved0 != 0 || c.reserved1 != 0 || c.srcLOD != 0 || c.dstLOD != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if e.width == 0 || e.height == 0 || e.depth == 0 {
+        return Ok(Way::Nothing);
+    }
+    let extent = [e.width, e.height, e.depth];
+    for side in [&dst, &src] {
+        match side.end(driver, &e)? {
+            Linear::Not(end) => end.check(extent)?,
+            Linear::Side(side) => side.check(driver, &e)?,
+        }
+    }
+    if !is_on_device(c) {
+        return Ok(Way::Alone);
+    }
+    let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
+    let stream = StreamId(0);
+    Ok(op(if dst.is_packed(&e) && src.is_packed(&e) {
+        let len = e.width * e.height * e.depth;
+        OnDevice::Line(MemcpyDtoD { stream, dst: dst.address, src: src.address, len })
+    } else {
+        OnDevice::Box(MemcpyDtoD3D { stream, dst: dst.pitched(), src: src.pitched(), extent })
+    }))
+}
+
+/// Memory of the program's that the host of the GPU cannot reach, as the target of a graph's copy; or its source.
+pub(crate) struct Pageable {
+    pub to_host: bool,
+    side: Side,
+    extent: Extent,
+}
+
+impl Pageable {
+    /// Bytes, packed.
+    pub fn len(&self) -> usize {
+        (self.extent.width * self.extent.height * self.extent.depth) as usize
+    }
+
+    /// First byte, and bytes from there to behind the last.
+    pub fn span(&self) -> (usize, usize) {
+        (self.side.address as usize, self.side.span(&self.extent).unwrap_or(0) as usize)
+    }
+
+    /// Copies packed bytes to where they belong.
+    ///
+    /// # Safety
+    /// `packed` has [`len`](Self::len) bytes; the program's memory is as its description says.
+    pub unsafe fn unpack(&self, packed: *const u8) {
+        let width = self.extent.width as usize;
+        for (n, (z, y)) in rows(&self.extent).enumerate() {
+            // SAFETY: as the caller says.
+            unsafe { move_bytes(packed.add(n * width), self.side.row(z, y) as *mut u8, width) };
+        }
+    }
+}
+
+/// The pageable side of a copy that was [resolved](resolve), if one side is the host's and the other is not.
+pub(crate) fn pageable(driver: &Driver, c: &Memcpy3D) -> Result<Option<Pageable>> {
+    let (dst, src, extent) = described(c);
+    let to_host = dst.kind == memory_type::HOST;
+    if to_host == (src.kind == memory_type::HOST) {
+        return Ok(None);
+    }
+    let side = if to_host { &dst } else { &src }.side(driver, &extent)?;
+    let span = side.span(&extent).ok_or(Status::INVALID_VALUE)?;
+    let pinned = REGIONS.range(side.address as usize, span as usize).is_some();
+    Ok((!pinned).then_some(Pageable { to_host, side, extent }))
+}
+
+/// The same copy with packed bytes at `packed` as its target.
+pub(crate) fn to_packed(c: &Memcpy3D, packed: usize) -> Memcpy3D {
+    let dst = Memcpy3D { dstXInBytes: 0, dstY: 0, dstZ: 0, ..*c };
+    Memcpy3D { dstHost: packed, dstPitch: c.WidthInBytes, dstHeight: c.Height, ..dst }
+}
+
+/// Copies between two places of the host, now.
+///
+/// # Safety
+/// Both may be read and written as the description says.
+pub(crate) unsafe fn on_host(driver: &Driver, c: &Memcpy3D) -> Result {
+    let (dst, src, e) = described(c);
+    let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
+    for (z, y) in rows(&e) {
+        // SAFETY: as the caller says.
+        unsafe { std::ptr::copy(src.row(z, y) as *const u8, dst.row(z, y) as *mut u8, e.width as usize) };
+    }
+    Ok(())
+}
+
+api! {
+    fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: *const Memcpy2D, stream: usize) |pt| {
+        copy_2d(Copier::new(stream, pt, Mode::Async)?, copy)
+    }
+
+    fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, false)
+    }
+
+    fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, false)
+    }
+
+    fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, true)
+    }
+
+    fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_cover_the_box_once_and_stay_small(width in 1u64..40, height in 1u64..12, depth in 1u64..6, most in 1u64..300) {
+            let e = Extent { width, height, depth };
+            let mut seen = vec![0u8; (width * height * depth) as usize];
+            for part in parts(&e, most) {
+                prop_assert!(part.bytes() <= most);
+                for (z, y) in part.rows() {
+                    for x in part.x..part.x + part.width {
+                        seen[((z * height + y) * width + x) as usize] += 1;
+                    }
+                }
+            }
+            prop_assert!(seen.iter().all(|n| *n == 1));
+        }
+
+        #[test]
+        fn packed_means_that_every_row_is_where_bytes_in_a_row_have_it(
+            width in 1u64..6, height in 1u64..4, depth in 1u64..4, pitch_gap in 0u64..2, slice_gap in 0u64..2
+        ) {
+            let e = Extent { width, height, depth };
+            let pitch = width + pitch_gap;
+            let side = Side { device: true, address: 100, pitch, slice: pitch * height + slice_gap };
+            let in_a_row = rows(&e).enumerate().all(|(i, (z, y))| side.row(z, y) == 100 + i as u64 * width);
+            prop_assert_eq!(side.is_packed(&e), in_a_row);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Fills.
+
+use std::sync::Arc;
+
+use crate::abi::result::Result;
+use crate::abi::types::MemsetNodeParams;
+use crate::graph::node_work::Work;
+use crate::memory::managed::mirror;
+use crate::memory::{address, managed, pinned};
+use crate::process::driver::Driver;
+use crate::process::stream::Stream;
+use crate::process::{context, stream};
+use crate::work::host_function;
+use crate::work::host_function::Function;
+use client::Status;
+use client::handle::StreamId;
+use client::ops::copy::Memset;
+
+/// How a fill is made.
+pub(crate) enum Fill {
+    /// There is nothing to fill.
+    Nothing,
+    /// By the server.
+    Server(Memset),
+    /// By this process, whose pinned memory it is.
+    Here(Bytes),
+}
+
+impl Fill {
+    /// How a fill is made now, checked.
+    pub fn of(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Fill> {
+        if !address::is_reserved(driver, p.dst)
+            && let Some(bytes) = pinned(p)?
+        {
+            return Ok(Fill::Here(bytes));
+        }
+        Ok(op(driver, stream, p)?.map_or(Fill::Nothing, Fill::Server))
+    }
+
+    /// Puts it on a stream.
+    pub fn run(self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        match self {
+            Fill::Nothing => Ok(()),
+            Fill::Server(op) => {
+                let span = op.pitch * op.height.saturating_sub(1) + op.width * u64::from(op.element);
+                let _order = managed::before_work_on(op.dst, span)?;
+                stream.work(driver, &op).map(drop)
+            }
+            Fill::Here(bytes) => {
+                let filled = Function::Own(Box::new(move || {
+                    // SAFETY: pinned memory of the program's, which says that it may be written when the stream comes here.
+                    unsafe { bytes.fill() }
+                }));
+                host_function::on(driver, stream.clone(), filled, std::ptr::null_mut())
+            }
+        }
+    }
+}
+
+/// Whether a fill is made by this process.
+pub(crate) fn is_here(driver: &Driver, p: &MemsetNodeParams) -> bool {
+    matches!(Fill::of(driver, StreamId(0), p), Ok(Fill::Here(_)))
+}
+
+/// A fill as an operation, checked; `None` when there is nothing to fill.
+fn op(driver: &Driver, stream: StreamId, p: &MemsetNodeParams) -> Result<Option<Memset>> {
+    let MemsetNodeParams { dst, pitch, value, elementSize: element, width, height } = *p;
+    if width == 0 || height == 0 {
+        return Ok(None);
+    }
+    if !matches!(element, 1 | 2 | 4)
+        || dst == 0
+        || !dst.is_multiple_of(element.into())
+        || height > 1 && !pitch.is_multiple_of(element as usize)
+    {
+        return Err(Status::INVALID_VALUE);
+    }
+    let row = (width as u64).checked_mul(element.into()).ok_or(Status::INVALID_VALUE)?;
+    if height > 1 && (pitch as u64) < row {
+        return Err(Status::INVALID_VALUE);
+    }
+    let span = (pitch as u64)
+        .checked_mul(height as u64 - 1)
+        .and_then(|rows| rows.checked_add(row))
+        .ok_or(Status::INVALID_VALUE)?;
+    address::check(driver, dst, if height > 1 { span } else { row })?;
+    let (pitch, width, height) = (pitch as u64, width as u64, height as u64);
+    Ok(Some(Memset { stream, dst, pitch, value, element, width, height }))
+}
+
+/// What a fill of pinned memory writes.
+pub(crate) struct Bytes(MemsetNodeParams);
+
+impl Bytes {
+    /// # Safety
+    /// The memory may be written.
+    unsafe fn fill(&self) {
+        let p = &self.0;
+        let value = p.value.to_le_bytes();
+        for row in 0..p.height {
+            for i in 0..p.width {
+                let at = p.dst as usize + row * p.pitch + i * p.elementSize as usize;
+                // SAFETY: inside the range that `pinned` has found; nothing is known of its alignment for the host.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(value.as_ptr(), at as *mut u8, p.elementSize as usize);
+                }
+            }
+        }
+    }
+}
+
+/// A fill of pinned memory, which this process makes by itself; `None`: it is of something else.
+fn pinned(p: &MemsetNodeParams) -> Result<Option<Bytes>> {
+    let Some((base, size, _)) = pinned::REGIONS.find(p.dst as usize) else { return Ok(None) };
+    let row = p.width.checked_mul(p.elementSize as usize);
+    let span = p.pitch.checked_mul(p.height.saturating_sub(1)).and_then(|rows| rows.checked_add(row?));
+    let inside = span.is_some_and(|span| span <= size - (p.dst as usize - base));
+    let known = matches!(p.elementSize, 1 | 2 | 4) && p.dst.is_multiple_of(p.elementSize.into());
+    let apart = p.height < 2 || row.is_some_and(|row| row <= p.pitch);
+    if inside && known && apart { Ok(Some(Bytes(*p))) } else { Err(Status::INVALID_VALUE) }
+}
+
+fn fill(
+    dst: u64,
+    pitch: usize,
+    value: u32,
+    element: u32,
+    width: usize,
+    height: usize,
+    handle: Option<usize>,
+    per_thread: bool,
+) -> Result {
+    let (driver, context, _lent) = context::ready_on(handle.unwrap_or(0))?;
+    let stream = stream::any(driver, context, handle.unwrap_or(0), per_thread)?;
+    let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
+    let fill = Fill::of(driver, stream.id, &params)?;
+    if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
+        return capture.add(&stream, Work::Fill(params));
+    }
+    // For memory of the host, also for what a device has of it for the time being, this is the form that waits.
+    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || mirror::is_here(dst));
+    fill.run(driver, &stream)?;
+    if waits { stream.synchronize(driver) } else { Ok(()) }
+}
+
+api! {
+    fn cuMemsetD8_v2 / cuMemsetD8_v2_ptds(dst: u64, value: u8, n: usize) |pt| { fill(dst, 0, value.into(), 1, n, 1, None, pt) }
+    fn cuMemsetD16_v2 / cuMemsetD16_v2_ptds(dst: u64, value: u16, n: usize) |pt| { fill(dst, 0, value.into(), 2, n, 1, None, pt) }
+    fn cuMemsetD32_v2 / cuMemsetD32_v2_ptds(dst: u64, value: u32, n: usize) |pt| { fill(dst, 0, value, 4, n, 1, None, pt) }
+
+    fn cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds(dst: u64, pitch: usize, value: u8, width: usize, height: usize) |pt| {
+        fill(dst, pitch, value.into(), 1, width, height, None, pt)
+    }
+    fn cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds(dst: u64, pitch: usize, value: u16, width: usize, height: usize) |pt| {
+        fill(dst, pitch, value.into(), 2, width, height, None, pt)
+    }
+    fn cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds(dst: u64, pitch: usize, value: u32, width: usize, height: usize) |pt| {
+        fill(dst, pitch, value, 4, width, height, None, pt)
+    }
+
+    fn cuMemsetD8Async / cuMemsetD8Async_ptsz(dst: u64, value: u8, n: usize, stream: usize) |pt| {
+        fill(dst, 0, value.into(), 1, n, 1, Some(stream), pt)
+    }
+    fn cuMemsetD16Async / cuMemsetD16Async_ptsz(dst: u64, value: u16, n: usize, stream: usize) |pt| {
+        fill(dst, 0, value.into(), 2, n, 1, Some(stream), pt)
+    }
+    fn cuMemsetD32Async / cuMemsetD32Async_ptsz(dst: u64, value: u32, n: usize, stream: usize) |pt| {
+        fill(dst, 0, value, 4, n, 1, Some(stream), pt)
+    }
+
+    fn cuMemsetD2D8Async / cuMemsetD2D8Async_ptsz(dst: u64, pitch: usize, value: u8, width: usize, height: usize, stream: usize) |pt| {
+        fill(dst, pitch, value.into(), 1, width, height, Some(stream), pt)
+    }
+    fn cuMemsetD2D16Async / cuMemsetD2D16Async_ptsz(dst: u64, pitch: usize, value: u16, width: usize, height: usize, stream: usize) |pt| {
+        fill(dst, pitch, value.into(), 2, width, height, Some(stream), pt)
+    }
+    fn cuMemsetD2D32Async / cuMemsetD2D32Async_ptsz(dst: u64, pitch: usize, value: u32, width: usize, height: usize, stream: usize) |pt| {
+        fill(dst, pitch, value, 4, width, height, Some(stream), pt)
+    }
+}

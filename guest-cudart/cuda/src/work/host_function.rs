@@ -1,0 +1,249 @@
+//! Functions of the program that are called in a stream's order: `cuLaunchHostFunc`, `cuStreamAddCallback`.
+//!
+//! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. A thread looks for marks
+//! that were passed, calls the function and signals the ticket.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
+
+use crate::abi::result::Result;
+use crate::abi::types::{HostFn, StreamCallback};
+use crate::graph::node_work::{Data, Work};
+use crate::memory::managed::shared_blocks;
+use crate::memory::{managed, pending_writes};
+use crate::process::driver::{Driver, driver};
+use crate::process::stream::Stream;
+use crate::process::{capture, context, copy_fences, stream};
+use client::handle::TicketId;
+use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
+use client::{Status, lock, log};
+
+/// What is called.
+pub(crate) enum Function {
+    Host(HostFn),
+    Callback(StreamCallback, usize),
+    /// Something of this library's own, which calls nothing that waits for the stream. It is dropped uncalled where a host function is not called.
+    Own(Box<dyn FnOnce() + Send>),
+}
+
+struct Call {
+    stream: Arc<Stream>,
+    mark: u64,
+    ticket: TicketId,
+    function: Function,
+    data: *mut c_void,
+}
+
+// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
+unsafe impl Send for Call {}
+
+/// Calls that are due, or will be, and the thread that makes them.
+struct Queue {
+    calls: Mutex<VecDeque<Call>>,
+    came: Condvar,
+    start: Once,
+}
+
+impl Queue {
+    const fn new() -> Queue {
+        Queue { calls: Mutex::new(VecDeque::new()), came: Condvar::new(), start: Once::new() }
+    }
+}
+
+/// The program's functions; and this library's own, which must go on while one of the program's waits for something.
+static PROGRAMS: Queue = Queue::new();
+
+static OWN: Queue = Queue::new();
+
+/// Functions of the program that are being called.
+static CALLING: AtomicUsize = AtomicUsize::new(0);
+
+/// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
+static STOPPED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+/// Whether a function of the program is being called, so that its stream waits for this process.
+pub(crate) fn is_calling() -> bool {
+    CALLING.load(Ordering::Acquire) != 0
+}
+
+/// The streams, by their unique numbers, that are idle because a function is being called for them. [`managed::before_going_on`] comes between a stream's disappearance from here and its next work.
+pub(crate) fn stopped() -> Vec<u64> {
+    lock(&STOPPED).clone()
+}
+
+thread_local! {
+    /// Whether this thread is in a function of the program's, called for a stream.
+    static CALLED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Such a function makes no calls of CUDA's.
+///
+/// # Errors
+/// `NOT_PERMITTED` inside of one.
+#[inline]
+pub(crate) fn forbid() -> Result {
+    // A thread that ends is in none.
+    if CALLED.try_with(Cell::get).unwrap_or(false) { Err(Status::NOT_PERMITTED) } else { Ok(()) }
+}
+
+/// A ticket that no stream of this process has waited for.
+pub(crate) fn ticket() -> TicketId {
+    static TICKETS: AtomicU64 = AtomicU64::new(1);
+    TicketId(TICKETS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
+pub(crate) fn on(
+    driver: &'static Driver,
+    stream: Arc<Stream>,
+    function: Function,
+    data: *mut c_void,
+) -> Result {
+    let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
+    copy_fences::host_sees();
+    let ticket = ticket();
+    queue.start.call_once(|| {
+        let started = if std::ptr::eq(queue, &PROGRAMS) {
+            start_programs()
+        } else {
+            std::thread::Builder::new()
+                .name("rgpu-own-calls".into())
+                .spawn(move || serve(driver, queue))
+                .map(drop)
+        };
+        if let Err(error) = started {
+            log::error(format_args!("no thread for stream callbacks: {error}"));
+        }
+    });
+    // Under the queue's lock, so that calls stand in the queue in the order of their streams.
+    let mut calls = lock(&queue.calls);
+    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
+    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
+    pending_writes::calls(driver, &stream, seq);
+    calls.push_back(Call { stream, mark, ticket, function, data });
+    queue.came.notify_one();
+    Ok(())
+}
+
+/// The first call in the queue whose stream has come to it. Calls of one stream stand in order, so none is overtaken by its own.
+fn next(driver: &Driver, queue: &Queue) -> Option<Call> {
+    let mut calls = lock(&queue.calls);
+    let at = calls.iter().position(|call| call.stream.has_passed(driver, call.mark))?;
+    calls.remove(at)
+}
+
+/// Starts the thread that calls the program's functions.
+///
+/// Such a function may end the thread: an interpreter that shuts down lets every thread that comes back to it do so (CPython's `PyThread_exit_thread`, by `pthread_exit`), and its process then ends as
+/// it would have. A thread of Rust's own catches what unwinds it so, and the C library ends the process for that; hence a thread of the system's, with nothing on it to catch, and nothing to
+/// drop where the functions are called.
+fn start_programs() -> std::io::Result<()> {
+    extern "C-unwind" fn programs(_: *mut c_void) -> *mut c_void {
+        // SAFETY: a name with its NUL, of at most 16 bytes, for this thread.
+        unsafe { libc::prctl(libc::PR_SET_NAME, c"rgpu-callbacks".as_ptr()) };
+        if let Ok(driver) = driver() {
+            serve(driver, &PROGRAMS);
+        }
+        std::ptr::null_mut()
+    }
+    type Plain = extern "C" fn(*mut c_void) -> *mut c_void;
+    type Unwinding = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
+    // SAFETY: the two differ in what a caller may assume of unwinding, and the C library's threads end by it (`pthread_exit`).
+    let routine = unsafe { std::mem::transmute::<Unwinding, Plain>(programs) };
+    let mut thread = 0;
+    // SAFETY: writes a handle; the routine takes no argument.
+    let failed =
+        unsafe { libc::pthread_create(&mut thread, std::ptr::null(), routine, std::ptr::null_mut()) };
+    if failed != 0 {
+        return Err(std::io::Error::from_raw_os_error(failed));
+    }
+    // SAFETY: the thread that was just made, which nobody joins.
+    unsafe { libc::pthread_detach(thread) };
+    Ok(())
+}
+
+/// A queue's thread.
+fn serve(driver: &'static Driver, queue: &'static Queue) {
+    loop {
+        {
+            let mut calls = lock(&queue.calls);
+            while calls.is_empty() {
+                calls = queue.came.wait(calls).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        let mut call = None;
+        let waited = driver.session.wait_progress(|| {
+            call = next(driver, queue);
+            call.is_some()
+        });
+        let (call, status) = match (call, waited) {
+            (Some(call), _) => {
+                let failed =
+                    driver.session.progress().error(call.stream.context.id).and_then(|word| word.get());
+                (call, failed.filter(|(_, sticky, _)| *sticky).map_or(Status::SUCCESS, |(status, ..)| status))
+            }
+            // The session is lost: callbacks hear of it, in order.
+            (None, Err(status)) => match lock(&queue.calls).pop_front() {
+                Some(call) => (call, status),
+                None => continue,
+            },
+            (None, Ok(())) => continue,
+        };
+        let Call { stream, ticket, function, data, .. } = call;
+        // As in NVIDIA's driver, whose functions are refused there nevertheless.
+        context::enter(stream.context);
+        let stopped = stream.unique();
+        drop(stream);
+        // The function is to find what the stream has written before it.
+        shared_blocks::after_wait(driver);
+        lock(&STOPPED).push(stopped);
+        CALLING.fetch_add(1, Ordering::AcqRel);
+        match function {
+            Function::Own(function) if status == Status::SUCCESS => function(),
+            // A host function is not called when its context has failed, as CUDA says.
+            Function::Host(function) if status == Status::SUCCESS => {
+                CALLED.set(true);
+                // SAFETY: the program gave the function for this call with this argument.
+                unsafe { function(data) }
+            }
+            Function::Host(_) | Function::Own(_) => {}
+            Function::Callback(function, handle) => {
+                CALLED.set(true);
+                // SAFETY: as above.
+                unsafe { function(handle, status.0, data) }
+            }
+        }
+        CALLED.set(false);
+        CALLING.fetch_sub(1, Ordering::AcqRel);
+        lock(&STOPPED).retain(|stream| *stream != stopped);
+        managed::before_going_on(driver);
+        // The stream goes on. If the session is lost there is nothing that could.
+        let _ = driver.session.append(&StreamHostSignal { ticket });
+    }
+}
+
+api! {
+    fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
+        let function = function.ok_or(Status::INVALID_VALUE)?;
+        let (driver, context, _lent) = context::ready_on(stream)?;
+        let stream = stream::any(driver, context, stream, pt)?;
+        if let Some(capture) = stream.capture() {
+            return capture.add(&stream, Work::Host(function, Data(data)));
+        }
+        on(driver, stream, Function::Host(function), data)
+    }
+
+    fn cuStreamAddCallback / cuStreamAddCallback_ptsz(stream: usize, callback: Option<StreamCallback>, data: *mut c_void, flags: u32) |pt| {
+        let callback = callback.ok_or(Status::INVALID_VALUE)?;
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let (driver, context, _lent) = context::ready_on(stream)?;
+        let on_stream = stream::any(driver, context, stream, pt)?;
+        capture::forbid(&on_stream)?;
+        on(driver, on_stream, Function::Callback(callback, stream), data)
+    }
+}

@@ -1,0 +1,359 @@
+//! Launches. What can be wrong with one is found here, before it is appended, with the code that CUDA gives.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use crate::abi::arguments::non_null;
+use crate::abi::result::{Result, code, refuse_form};
+use crate::abi::types::{LaunchAttr, LaunchConfig};
+use crate::api::devices::attr;
+use crate::api::stream_attributes;
+use crate::code::function;
+use crate::code::function::{Function, func};
+use crate::graph::node_work::{Kernel, Work};
+use crate::memory::{managed, pinned};
+use crate::process::driver::{Device, Driver};
+use crate::process::{context, copy_fences, stream};
+use crate::streams::event;
+use client::Status;
+use client::ops::launch::{Launch, LaunchAttribute};
+
+/// `CUlaunchAttributeID` numbers.
+mod launch_attr {
+    pub const IGNORE: u32 = 0;
+    pub const COOPERATIVE: u32 = 2;
+    pub const CLUSTER_DIMENSION: u32 = 4;
+    pub const PROGRAMMATIC_EVENT: u32 = 7;
+    pub const LAUNCH_COMPLETION_EVENT: u32 = 12;
+    pub const DEVICE_UPDATABLE_KERNEL_NODE: u32 = 13;
+    /// `CU_LAUNCH_ATTRIBUTE_MAX`.
+    pub const END: u32 = 17;
+}
+
+/// Blocks of a cluster that every device of the architecture can have.
+const PORTABLE_CLUSTER: u32 = 8;
+
+thread_local! {
+    static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What a launch asks for.
+pub(crate) struct Shape {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+}
+
+/// Checks a launch's shape against the device and the function.
+fn check(device: &Device, function: &Function, shape: &Shape) -> Result {
+    let within = |sizes: &[u32; 3], first: usize| {
+        sizes
+            .iter()
+            .enumerate()
+            .all(|(i, size)| *size != 0 && u64::from(*size) <= device.attribute(first + i).max(0) as u64)
+    };
+    if !within(&shape.grid, attr::MAX_GRID_DIM_X) || !within(&shape.block, attr::MAX_BLOCK_DIM_X) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let threads: u64 = shape.block.iter().map(|n| u64::from(*n)).product();
+    if threads > device.attribute(attr::MAX_THREADS_PER_BLOCK).max(0) as u64 {
+        return Err(Status::INVALID_VALUE);
+    }
+    function.has_code()?;
+    function.ready()?;
+    let most = function.attribute(func::MAX_THREADS_PER_BLOCK);
+    if most > 0 && threads > most as u64 {
+        // Either the registers do not suffice, or the kernel was compiled for fewer threads (__launch_bounds__).
+        let warps = threads.div_ceil(32).next_multiple_of(4);
+        let registers = warps * (function.attribute(func::NUM_REGS).max(0) as u64 * 32).next_multiple_of(256);
+        let available = device.attribute(attr::MAX_REGISTERS_PER_BLOCK).max(0) as u64;
+        return Err(if registers > available {
+            Status::LAUNCH_OUT_OF_RESOURCES
+        } else {
+            Status::INVALID_VALUE
+        });
+    }
+    let dynamic = function.attribute(func::MAX_DYNAMIC_SHARED_SIZE_BYTES);
+    if u64::from(shape.shared) > dynamic.max(0) as u64 {
+        return Err(Status::INVALID_VALUE);
+    }
+    Ok(())
+}
+
+/// Gathers the parameter block from one pointer for each parameter.
+unsafe fn gather(function: &Function, params: *const *const c_void, block: &mut Vec<u8>) -> Result {
+    block.clear();
+    block.resize(function.params_size, 0);
+    if function.params.is_empty() {
+        return Ok(());
+    }
+    non_null(params)?;
+    for (i, param) in function.params.iter().enumerate() {
+        // SAFETY: the program gives as many pointers as the function has parameters, each to as many bytes as the parameter has.
+        unsafe {
+            let from = *params.add(i);
+            non_null(from)?;
+            let to = &mut block[param.offset as usize..param.offset as usize + param.size as usize];
+            std::ptr::copy_nonoverlapping(from.cast(), to.as_mut_ptr(), to.len());
+        }
+    }
+    Ok(())
+}
+
+/// Takes the parameter block from `extra`: pairs of a key and a value.
+unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec<u8>) -> Result {
+    const END: usize = 0;
+    const BUFFER: usize = 1;
+    const SIZE: usize = 2;
+    let (mut buffer, mut size) = (std::ptr::null::<u8>(), std::ptr::null::<usize>());
+    let mut at = 0;
+    loop {
+        // SAFETY: the program ends the array with END; every other key has a value.
+        let key = unsafe { *extra.add(at) } as usize;
+        if key == END {
+            break;
+        }
+        // SAFETY: as above.
+        let value = unsafe { *extra.add(at + 1) };
+        match key {
+            BUFFER => buffer = value.cast(),
+            SIZE => size = value.cast(),
+            _ => return Err(Status::INVALID_VALUE),
+        }
+        at += 2;
+    }
+    block.clear();
+    if function.params_size == 0 {
+        return Ok(());
+    }
+    non_null(buffer)?;
+    non_null(size)?;
+    // A buffer may be shorter than the parameters (NCCL gives as much as a launch needs of a large structure): the rest is zero. NVIDIA's driver refuses a longer one so.
+    // SAFETY: not NULL; the program gives a size and a buffer of that size.
+    unsafe {
+        let given = *size;
+        if given > function.params_size {
+            return Err(Status::LAUNCH_OUT_OF_RESOURCES);
+        }
+        block.extend_from_slice(std::slice::from_raw_parts(buffer, given));
+    }
+    block.resize(function.params_size, 0);
+    Ok(())
+}
+
+/// The attributes of a launch, or of a question about one.
+///
+/// # Safety
+/// The array has as many entries as it says.
+pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttribute>> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let mut out = Vec::new();
+    if config.numAttrs == 0 {
+        return Ok(out);
+    }
+    non_null(config.attrs)?;
+    for i in 0..config.numAttrs as usize {
+        // SAFETY: as the caller says.
+        let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
+        match id {
+            launch_attr::IGNORE => {}
+            // Events are recorded behind the launch, see `events`.
+            launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT => {}
+            launch_attr::DEVICE_UPDATABLE_KERNEL_NODE => {
+                return refuse_form("a launch attribute that names a graph node", &SAID);
+            }
+            launch_attr::END.. => return Err(Status::INVALID_VALUE),
+            _ => out.push(LaunchAttribute { id, value: value.0 }),
+        }
+    }
+    Ok(out)
+}
+
+/// The events that a launch is to record: when its blocks have begun, or have said that what depends on them may begin. CUDA gives both as a best effort; here they are recorded when the kernel
+/// is done, which is never too early.
+///
+/// # Safety
+/// As for [`attributes`].
+unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
+    let mut found = Vec::new();
+    for i in 0..config.numAttrs as usize {
+        // SAFETY: as the caller says; `attributes` has found the array not to be NULL.
+        let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
+        if matches!(id, launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT) {
+            found.push(value.0.first_chunk().map_or(0, |bytes| usize::from_le_bytes(*bytes)));
+        }
+    }
+    Ok(found)
+}
+
+/// A grid is made of whole clusters, of the size that the function was compiled for, if any; more than eight blocks only a function has that allows it.
+fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
+    let own = [func::REQUIRED_CLUSTER_WIDTH, func::REQUIRED_CLUSTER_HEIGHT, func::REQUIRED_CLUSTER_DEPTH]
+        .map(|number| function.attribute(number).max(0) as u32);
+    let given = attributes.iter().find(|attribute| attribute.id == launch_attr::CLUSTER_DIMENSION);
+    let size = match given {
+        Some(given) => {
+            [0, 4, 8].map(|at| given.value[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes)))
+        }
+        None if own[0] != 0 => own,
+        None => return Ok(()),
+    };
+    let blocks = size.iter().fold(1, |all: u32, n| all.saturating_mul(*n));
+    let portable = function.attribute(func::NON_PORTABLE_CLUSTER_SIZE_ALLOWED) == 0;
+    if (0..3).any(|i| size[i] == 0 || !grid[i].is_multiple_of(size[i]))
+        || own[0] != 0 && size != own
+        || portable && blocks > PORTABLE_CLUSTER
+    {
+        return Err(code::INVALID_CLUSTER_SIZE);
+    }
+    Ok(())
+}
+
+/// Checks everything about a launch but its parameters, and notes what the host will see of it.
+pub(crate) fn check_all(
+    driver: &Driver,
+    function: &Function,
+    shape: &Shape,
+    attributes: &[LaunchAttribute],
+) -> Result {
+    let device = driver.devices.get(function.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    check(device, function, shape)?;
+    check_clusters(function, attributes, &shape.grid)?;
+    function.context.limits.will_need(function.stack());
+    if function.prints {
+        copy_fences::host_sees();
+    }
+    Ok(())
+}
+
+/// The parameter block of a launch, in either form.
+///
+/// # Safety
+/// What the pointers lead to may be read, for as much as the function takes.
+pub(crate) unsafe fn parameters(
+    function: &Function,
+    params: *const *const c_void,
+    extra: *const *mut c_void,
+    block: &mut Vec<u8>,
+) -> Result {
+    if !params.is_null() && !extra.is_null() {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: as the caller says.
+    unsafe { if extra.is_null() { gather(function, params, block) } else { unpack(function, extra, block) } }
+}
+
+/// Launches a function, or makes it part of a capture.
+///
+/// # Safety
+/// As for [`parameters`].
+pub(crate) unsafe fn launch(
+    handle: usize,
+    shape: Shape,
+    stream: usize,
+    per_thread: bool,
+    attributes: Vec<LaunchAttribute>,
+    params: *const *const c_void,
+    extra: *const *mut c_void,
+) -> Result {
+    let (driver, context, _lent) = context::ready_on(stream)?;
+    if handle == 0 {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let function = function::of(handle)?;
+    let stream = stream::any(driver, context, stream, per_thread)?;
+    if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
+        return Err(Status::INVALID_HANDLE);
+    }
+    check_all(driver, &function, &shape, &attributes)?;
+    if let Some(capture) = stream.capture() {
+        let mut block = Vec::new();
+        // SAFETY: as the caller says.
+        unsafe { parameters(&function, params, extra, &mut block) }?;
+        pinned::reach(driver, &block);
+        let attributes = stream_attributes::of_captured(&stream, attributes);
+        let kernel = Kernel::new(handle, function, shape, attributes, &block);
+        return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
+    }
+    let append = |block: &mut Vec<u8>| {
+        // Parameters are read first: they may stand in managed memory, which then is the host's once more.
+        // SAFETY: as the caller says.
+        unsafe { parameters(&function, params, extra, block) }?;
+        pinned::reach(driver, block);
+        let _order = managed::before_work(driver)?;
+        let op = Launch {
+            function: function.id,
+            stream: stream.id,
+            grid: shape.grid,
+            block: shape.block,
+            dynamic_shared: shape.shared,
+            attributes: attributes.clone(),
+            params: block,
+        };
+        stream.work(driver, &op)?;
+        context.limits.launched(function.stack());
+        Ok(())
+    };
+    let appended = BLOCK.try_with(|block| match block.try_borrow_mut() {
+        Ok(mut block) => append(&mut block),
+        Err(_) => append(&mut Vec::new()),
+    });
+    appended.unwrap_or_else(|_| append(&mut Vec::new()))
+}
+
+fn cooperative() -> Vec<LaunchAttribute> {
+    let mut value = [0; 64];
+    value[0] = 1;
+    vec![LaunchAttribute { id: launch_attr::COOPERATIVE, value }]
+}
+
+api! {
+    fn cuLaunchKernel / cuLaunchKernel_ptsz(
+        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
+        params: *const *const c_void, extra: *const *mut c_void
+    ) |pt| {
+        launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra)
+    }
+
+    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
+        config: *const LaunchConfig, function: usize, params: *const *const c_void, extra: *const *mut c_void
+    ) |pt| {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        non_null(config)?;
+        let c = *config;
+        let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
+        let attributes = attributes(&c)?;
+        let events = events(&c)?;
+        if attributes.iter().any(|attribute| attribute.id == launch_attr::COOPERATIVE && attribute.value[0] != 0) {
+            let (driver, context, _lent) = context::ready_on(c.hStream)?;
+            let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+            crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
+        }
+        if events.is_empty() {
+            return launch(function, shape, c.hStream, pt, attributes, params, extra);
+        }
+        let (driver, context, _lent) = context::ready_on(c.hStream)?;
+        let stream = stream::any(driver, context, c.hStream, pt)?;
+        if stream.capture().is_some() {
+            return refuse_form("a captured launch that records an event", &SAID);
+        }
+        let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
+        launch(function, shape, c.hStream, pt, attributes, params, extra)?;
+        events.iter().try_for_each(|event| event::record_on(driver, event, stream.clone()))
+    }
+
+    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
+        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const c_void
+    ) |pt| {
+        let (driver, context, _lent) = context::ready_on(stream)?;
+        let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        if device.attribute(attr::COOPERATIVE_LAUNCH) == 0 {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
+        crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
+        launch(function, shape, stream, pt, cooperative(), params, std::ptr::null())
+    }
+}

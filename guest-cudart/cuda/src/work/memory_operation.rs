@@ -1,0 +1,398 @@
+//! Memory operations of streams: waiting for a word of memory, and writing one, in a stream's order.
+//!
+//! Words that the device reaches are the device's affair. Those of pinned memory that it does not reach (the GPU is in another machine, or is a software GPU) are this
+//! process's: a write is a function of its own in the stream's order; a wait holds the stream, as a host function does, until a thread here has seen its condition come true.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
+use std::time::Duration;
+
+use crate::abi::arguments::non_null;
+use crate::abi::result::{Result, refuse_form};
+use crate::abi::types::BatchMemOp;
+use crate::api::devices::attr;
+use crate::graph::node_work::Work;
+use crate::memory::managed::mirror;
+use crate::memory::{address, managed, pending_writes, pinned};
+use crate::process::driver::{Device, Driver};
+use crate::process::stream::Stream;
+use crate::process::{context, stream};
+use crate::work::host_function;
+use crate::work::host_function::Function;
+use client::handle::{StreamId, TicketId};
+use client::ops::stream::{
+    MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
+};
+use client::{Status, lock, log};
+
+/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`, which only the first form of the functions knows: with a barrier it is done all the same.
+const NO_MEMORY_BARRIER: u32 = 1;
+
+/// Between two looks at a word of this process's: the first ones, and the later ones.
+const FIRST_NAP: Duration = Duration::from_micros(20);
+
+const LAST_NAP: Duration = Duration::from_millis(1);
+
+/// Operations as a program gave them, checked.
+pub(crate) struct Operations {
+    /// As the program may read them back.
+    pub given: Box<[BatchMemOp]>,
+    ops: Vec<Checked>,
+}
+
+/// An operation, and where its word is.
+struct Checked {
+    op: MemoryOp,
+    place: Where,
+}
+
+/// Whose a word is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Where {
+    /// The device's, or one that it reaches.
+    Device,
+    /// The device's and this process's by turns.
+    InTurn,
+    /// This process's.
+    Here,
+}
+
+/// A wait of a stream for a word of this process's.
+struct HostWait {
+    stream: Arc<Stream>,
+    mark: u64,
+    ticket: TicketId,
+    op: MemoryOp,
+}
+
+static WAITS: Mutex<VecDeque<HostWait>> = Mutex::new(VecDeque::new());
+
+/// How many they are, for who may not wait for the lock.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
+
+static CAME: Condvar = Condvar::new();
+
+/// Whether a stream waits, or will, for a word of this process's.
+pub(crate) fn is_waiting() -> bool {
+    WAITING.load(Ordering::Acquire) != 0
+}
+
+/// Whether an operation's word lies in pinned memory.
+fn is_pinned(op: &MemoryOp) -> bool {
+    let found = pinned::REGIONS.find(op.address as usize);
+    found.is_some_and(|(base, size, _)| op.width() <= (size - (op.address as usize - base)) as u64)
+}
+
+/// Reads a word of this process's memory. Pinned memory stays until the streams that use it are done.
+fn load(op: &MemoryOp) -> u64 {
+    // SAFETY: checked to be aligned and inside pinned memory, which the program and the device may write at any time.
+    unsafe {
+        if op.width() == 8 {
+            AtomicU64::from_ptr(op.address as *mut u64).load(Ordering::Acquire)
+        } else {
+            AtomicU32::from_ptr(op.address as *mut u32).load(Ordering::Acquire).into()
+        }
+    }
+}
+
+fn store(op: &MemoryOp) {
+    // SAFETY: as in `load`.
+    unsafe {
+        if op.width() == 8 {
+            AtomicU64::from_ptr(op.address as *mut u64).store(op.value, Ordering::Release);
+        } else {
+            AtomicU32::from_ptr(op.address as *mut u32).store(op.value as u32, Ordering::Release);
+        }
+    }
+}
+
+impl Operations {
+    /// Checks operations against the device and the process's memory. `first`: by the rules of the functions' first form.
+    fn new(driver: &Driver, device: &Device, given: &[BatchMemOp], first: bool) -> Result<Operations> {
+        if given.is_empty() || given.len() > memory_op::MOST {
+            return Err(Status::INVALID_VALUE);
+        }
+        let ops: Result<Vec<Checked>> = given.iter().map(|op| check(driver, device, op, first)).collect();
+        Ok(Operations { given: given.into(), ops: ops? })
+    }
+
+    /// As a graph's node describes them.
+    ///
+    /// # Safety
+    /// `given` may be read for `count` entries.
+    pub unsafe fn described(
+        driver: &Driver,
+        ctx: usize,
+        given: *const BatchMemOp,
+        count: u32,
+    ) -> Result<Operations> {
+        let context = if ctx == 0 { context::current()? } else { context::of(ctx)? };
+        let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        // SAFETY: as the caller says.
+        Operations::new(driver, device, unsafe { slice(given, count) }?, false)
+    }
+
+    /// A wait of a device's, for tests of what is made of one.
+    #[cfg(test)]
+    pub fn waiting() -> Arc<Operations> {
+        let op = MemoryOp { operation: memory_op::WAIT_32, flags: 0, address: 0, value: 1 };
+        Arc::new(Operations { given: Box::new([]), ops: vec![Checked { op, place: Where::Device }] })
+    }
+
+    /// Whether one of them waits.
+    pub fn wait(&self) -> bool {
+        self.ops.iter().any(|Checked { op, .. }| op.is_wait())
+    }
+
+    /// Whether the device does all of them.
+    pub fn is_on_device(&self) -> bool {
+        self.ops.iter().all(|op| op.place != Where::Here)
+    }
+
+    /// All of them as one operation of the server's; `None`: some are for this process.
+    pub fn op(&self) -> Option<StreamBatchMemOp> {
+        self.is_on_device().then(|| on_server(StreamId(0), &self.ops))
+    }
+
+    /// Puts them on a stream that is not being captured.
+    pub fn run(&self, driver: &'static Driver, stream: &Arc<Stream>) -> Result {
+        for ops in self.ops.chunk_by(|a, b| a.place != Where::Here && b.place != Where::Here) {
+            let Checked { op, place } = &ops[0];
+            if *place != Where::Here {
+                let order = ops
+                    .iter()
+                    .filter(|op| op.place == Where::InTurn)
+                    .map(|Checked { op, .. }| managed::before_work_on(op.address, op.width()))
+                    .collect::<Result<Vec<_>>>()?;
+                let seq = stream.work(driver, &on_server(stream.id, ops))?;
+                drop(order);
+                if ops.iter().any(|Checked { op, .. }| op.is_wait()) {
+                    pending_writes::holds(driver, stream, seq);
+                }
+            } else if !is_pinned(op) {
+                return Err(Status::INVALID_VALUE);
+            } else if op.is_wait() {
+                wait_here(driver, stream, op)?;
+            } else {
+                let op = op.clone();
+                let write = Function::Own(Box::new(move || store(&op)));
+                host_function::on(driver, stream.clone(), write, std::ptr::null_mut())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn on_server(stream: StreamId, ops: &[Checked]) -> StreamBatchMemOp {
+    StreamBatchMemOp { stream, operations: ops.iter().map(|Checked { op, .. }| op.clone()).collect() }
+}
+
+/// One operation, checked.
+fn check(driver: &Driver, device: &Device, given: &BatchMemOp, first: bool) -> Result<Checked> {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let operation = given.operation;
+    let mut op = MemoryOp { operation, flags: given.flags, address: given.address, value: given.value };
+    match operation {
+        memory_op::WRITE_32 | memory_op::WRITE_64 if first => op.flags &= !NO_MEMORY_BARRIER,
+        memory_op::BARRIER if first => return Err(Status::INVALID_VALUE),
+        memory_op::FLUSH_REMOTE_WRITES | memory_op::BARRIER => {
+            op = MemoryOp { operation, flags: given.short_flags, address: 0, value: 0 };
+        }
+        _ => {}
+    }
+    if !op.is_valid() {
+        return Err(Status::INVALID_VALUE);
+    }
+    let has = |number: usize| device.attribute(number) == 1;
+    let nor =
+        if first { attr::CAN_USE_STREAM_WAIT_VALUE_NOR_V1 } else { attr::CAN_USE_STREAM_WAIT_VALUE_NOR };
+    let wide =
+        if first { attr::CAN_USE_64_BIT_STREAM_MEM_OPS_V1 } else { attr::CAN_USE_64_BIT_STREAM_MEM_OPS };
+    let flushes = op.is_wait() && op.flags & memory_op::WAIT_FLUSH != 0;
+    if first && !has(attr::CAN_USE_STREAM_MEM_OPS_V1)
+        || op.width() == 8 && !has(wide)
+        || op.is_wait() && op.flags & !memory_op::WAIT_FLUSH == memory_op::WAIT_NOR && !has(nor)
+        || (flushes || operation == memory_op::FLUSH_REMOTE_WRITES) && !has(attr::CAN_FLUSH_REMOTE_WRITES)
+    {
+        return refuse_form(
+            "a memory operation of streams that the device has not (see its attributes)",
+            &SAID,
+        );
+    }
+    place(driver, &op).map(|place| Checked { op, place })
+}
+
+/// Where an operation's word is.
+fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
+    if op.width() == 0 {
+        return Ok(Where::Device);
+    }
+    match address::check(driver, op.address, op.width()) {
+        Ok(found) if !found.managed => Ok(Where::Device),
+        Ok(_) if mirror::is_here(op.address) => Ok(Where::InTurn),
+        // CUDA has no such operations on managed memory.
+        Ok(_) => Err(Status::INVALID_VALUE),
+        Err(_) if pinned::is_mapped(op.address) => Ok(Where::Device),
+        Err(_) if is_pinned(op) => Ok(Where::Here),
+        Err(status) => Err(status),
+    }
+}
+
+/// Holds a stream until a word of this process's memory is as it is waited for.
+fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Result {
+    static START: Once = Once::new();
+    START.call_once(|| {
+        let started = std::thread::Builder::new().name("rgpu-waits".into()).spawn(move || serve(driver));
+        if let Err(error) = started {
+            log::error(format_args!("no thread for streams that wait for memory: {error}"));
+        }
+    });
+    let ticket = host_function::ticket();
+    let mut waits = lock(&WAITS);
+    let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
+    let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
+    pending_writes::holds(driver, stream, seq);
+    WAITING.fetch_add(1, Ordering::AcqRel);
+    waits.push_back(HostWait { stream: stream.clone(), mark, ticket, op: op.clone() });
+    CAME.notify_one();
+    Ok(())
+}
+
+/// Lets streams go on whose conditions hold. Some stream waits, and none went on: `Some(true)`; none waits yet: `Some(false)`.
+fn look(driver: &'static Driver) -> Option<bool> {
+    let (mut some, mut went) = (false, false);
+    lock(&WAITS).retain(|wait| {
+        if !wait.stream.has_passed(driver, wait.mark) {
+            return true;
+        }
+        some = true;
+        if !wait.op.holds(load(&wait.op)) {
+            return true;
+        }
+        went = true;
+        managed::before_going_on(driver);
+        // If the session is lost there is nothing that could go on.
+        let _ = driver.session.append(&StreamHostSignal { ticket: wait.ticket });
+        WAITING.fetch_sub(1, Ordering::AcqRel);
+        false
+    });
+    (!went).then_some(some)
+}
+
+fn serve(driver: &'static Driver) {
+    let mut nap = FIRST_NAP;
+    loop {
+        {
+            let mut waits = lock(&WAITS);
+            while waits.is_empty() {
+                waits = CAME.wait(waits).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        let lost = match look(driver) {
+            None => {
+                nap = FIRST_NAP;
+                false
+            }
+            Some(true) => {
+                std::thread::sleep(nap);
+                nap = (nap * 2).min(LAST_NAP);
+                driver.session.check().is_err()
+            }
+            Some(false) => {
+                let come = || lock(&WAITS).iter().any(|wait| wait.stream.has_passed(driver, wait.mark));
+                driver.session.wait_progress(come).is_err()
+            }
+        };
+        if lost {
+            let mut waits = lock(&WAITS);
+            WAITING.fetch_sub(waits.len(), Ordering::AcqRel);
+            waits.clear();
+        }
+    }
+}
+
+/// A program's array of operations.
+///
+/// # Safety
+/// Unless it is NULL, it may be read for `count` entries.
+unsafe fn slice<'a>(given: *const BatchMemOp, count: u32) -> Result<&'a [BatchMemOp]> {
+    non_null(given)?;
+    if count as usize > memory_op::MOST {
+        return Err(Status::INVALID_VALUE);
+    }
+    // SAFETY: not NULL, and as the caller says.
+    Ok(unsafe { std::slice::from_raw_parts(given, count as usize) })
+}
+
+fn enqueue(handle: usize, per_thread: bool, given: &[BatchMemOp], first: bool) -> Result {
+    let (driver, context, _lent) = context::ready_on(handle)?;
+    let stream = stream::any(driver, context, handle, per_thread)?;
+    let device = driver.devices.get(stream.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let operations = Operations::new(driver, device, given, first)?;
+    match stream.capture() {
+        Some(capture) => capture.add(&stream, Work::Words(Arc::new(operations))),
+        None => operations.run(driver, &stream),
+    }
+}
+
+fn one(
+    operation: u32,
+    handle: usize,
+    per_thread: bool,
+    address: u64,
+    value: u64,
+    flags: u32,
+    first: bool,
+) -> Result {
+    let op = BatchMemOp { operation, short_flags: 0, address, value, flags, alias: 0, pad: 0 };
+    enqueue(handle, per_thread, &[op], first)
+}
+
+api! {
+    fn cuStreamWaitValue32_v2 / cuStreamWaitValue32_v2_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
+        one(memory_op::WAIT_32, stream, pt, address, value.into(), flags, false)
+    }
+
+    fn cuStreamWaitValue64_v2 / cuStreamWaitValue64_v2_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
+        one(memory_op::WAIT_64, stream, pt, address, value, flags, false)
+    }
+
+    fn cuStreamWriteValue32_v2 / cuStreamWriteValue32_v2_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
+        one(memory_op::WRITE_32, stream, pt, address, value.into(), flags, false)
+    }
+
+    fn cuStreamWriteValue64_v2 / cuStreamWriteValue64_v2_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
+        one(memory_op::WRITE_64, stream, pt, address, value, flags, false)
+    }
+
+    fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        enqueue(stream, pt, slice(operations, count)?, false)
+    }
+
+    fn cuStreamWaitValue32 / cuStreamWaitValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
+        one(memory_op::WAIT_32, stream, pt, address, value.into(), flags, true)
+    }
+
+    fn cuStreamWaitValue64 / cuStreamWaitValue64_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
+        one(memory_op::WAIT_64, stream, pt, address, value, flags, true)
+    }
+
+    fn cuStreamWriteValue32 / cuStreamWriteValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
+        one(memory_op::WRITE_32, stream, pt, address, value.into(), flags, true)
+    }
+
+    fn cuStreamWriteValue64 / cuStreamWriteValue64_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
+        one(memory_op::WRITE_64, stream, pt, address, value, flags, true)
+    }
+
+    fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        enqueue(stream, pt, slice(operations, count)?, true)
+    }
+}

@@ -1,0 +1,8 @@
+//! What is put on a stream: copies, fills, launches, host functions, memory operations.
+
+pub(crate) mod copy;
+pub(crate) mod copy_boxes;
+pub(crate) mod fill;
+pub(crate) mod host_function;
+pub(crate) mod launch;
+pub(crate) mod memory_operation;
