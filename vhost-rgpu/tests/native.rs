@@ -22,6 +22,7 @@ use protocol::link::{Ack, Hello, Memory, frame, wish};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
+use protocol::version::Version;
 use test_kit::channel::{self, in_a_file};
 use test_kit::link::welcome;
 use test_kit::native_client::{NativeClient, create_channel};
@@ -177,7 +178,12 @@ fn what_makes_no_sense_is_answered_and_nothing_else_happens() {
     let native = NativeClient::connect(&daemon.native()).unwrap();
     let cases: [(Request, &[&OwnedFd], Answer, &str); 13] = [
         (Request { magic: 1, ..good }, &[&file], Answer::Invalid, "rGPUnatv"),
-        (Request { version: 9, ..good }, &[&file], Answer::Version, "version 9"),
+        (
+            Request { version: Version { major: 9, minor: 1 }, ..good },
+            &[&file],
+            Answer::Version,
+            "version 9.1",
+        ),
         (Request { kind: 77, ..good }, &[&file], Answer::Unsupported, "77"),
         (good, &[], Answer::Invalid, "one file descriptor"),
         (good, &[&file, &file], Answer::Invalid, "one file descriptor"),

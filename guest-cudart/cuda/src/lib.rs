@@ -24,6 +24,6 @@ mod process;
 mod streams;
 mod work;
 
-/// Tells this libcuda from NVIDIA's, for whoever wants to know.
+/// Distinguishes this libcuda from NVIDIA's. Its value is the version of the wire.
 #[unsafe(no_mangle)]
-pub static rgpu_libcuda: u32 = client::VERSION;
+pub static rgpu_libcuda: client::Version = client::VERSION;
