@@ -26,6 +26,7 @@ pub mod handle;
 pub mod link;
 pub mod native;
 pub mod ops;
+pub mod polling;
 pub mod status;
 pub mod trace;
 pub mod wire;

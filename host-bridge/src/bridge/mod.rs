@@ -18,7 +18,6 @@
 
 pub mod counters;
 pub mod local;
-pub mod polling;
 mod relay;
 pub mod session;
 pub mod state;

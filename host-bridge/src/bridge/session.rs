@@ -13,13 +13,14 @@ use protocol::VERSION;
 use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
 use protocol::link::{Hello, MAGIC, wish};
+use protocol::polling;
 use thiserror::Error;
 
 use super::local::{self, Local};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
-use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
+use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport};
 use crate::framing::Address;
 use crate::verbs::{Settings, VerbsError};
 
@@ -108,9 +109,9 @@ impl SessionConfig {
             transport: TransportKind::default_for(&server),
             server,
             client: client.to_owned(),
-            poll: polling::default_bound(polling::cores()),
+            poll: polling::RELAY.here(),
             data_connections: 4,
-            io_threads: polling::cores() >= 4,
+            io_threads: polling::processors() >= polling::SPARE,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),

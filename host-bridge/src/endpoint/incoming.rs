@@ -23,23 +23,18 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
+use protocol::polling;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
-use crate::bridge::polling::cores;
 use crate::shared::SharedBytes;
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
-/// How long a connection's thread looks for its next piece, and for the command of the one that it has, before it sleeps; not at all where that would take a processor from
-/// those that it waits for. The pieces of one transfer come one soon after the other.
-const LINGER: Duration = Duration::from_micros(50);
-/// Processors from which on it does.
-const MANY: usize = 8;
-
+/// How long a connection's thread polls for its next chunk, and for the command of the one that it has, before it sleeps. The chunks of one transfer come soon after one another.
 fn linger() -> Duration {
     static TIME: OnceLock<Duration> = OnceLock::new();
-    *TIME.get_or_init(|| if cores() >= MANY { LINGER } else { Duration::ZERO })
+    *TIME.get_or_init(|| polling::DATA_CONNECTION.here())
 }
 
 /// Pieces of data that a bridge may have asked for ahead of their commands' turn.

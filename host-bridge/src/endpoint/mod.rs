@@ -22,6 +22,7 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::HostRange;
 use protocol::link::ProgressUpdate;
+use protocol::polling;
 use thiserror::Error;
 
 pub mod incoming;
@@ -217,14 +218,9 @@ pub struct Polling {
     pub while_due: Duration,
 }
 
-/// With at least so many processors, a thread that polls for long stands in nobody's way.
-const MANY: usize = 8;
-
 impl Default for Polling {
-    /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for; 10 ms while an answer is due on one with eight or more.
+    /// What suits this machine's number of processors.
     fn default() -> Self {
-        let cpus = crate::bridge::polling::cores();
-        let most = Duration::from_micros(if cpus <= 2 { 5 } else { 50 });
-        Polling { most, while_due: if cpus >= MANY { Duration::from_millis(10) } else { most } }
+        Polling { most: polling::DISPATCHER.here(), while_due: polling::DISPATCHER_REPLY_DUE.here() }
     }
 }

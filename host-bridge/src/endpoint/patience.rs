@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Polling;
-use crate::bridge::polling::PollTime;
+use protocol::polling::PollTime;
 
 /// Answers that are due to a session's client. Counted by the dispatcher, which takes commands, and by whoever answers them.
 #[derive(Debug, Default)]

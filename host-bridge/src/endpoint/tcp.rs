@@ -17,6 +17,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame};
+use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
@@ -32,8 +33,6 @@ use crate::framing::{FrameReader, split_struct, watch_peer};
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// The dispatcher looks for commands no longer than this while an answer is due: the processors that would look have data to move.
-const WHILE_DUE: Duration = Duration::from_micros(300);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 512;
 
@@ -174,7 +173,10 @@ impl TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
             records: Records::default(),
-            patience: Patience::new(Polling { while_due: polling.while_due.min(WHILE_DUE), ..polling }),
+            patience: Patience::new(Polling {
+                while_due: polling.while_due.min(DISPATCHER_REPLY_DUE_TCP.here()),
+                ..polling
+            }),
         };
         Ok((commands, client))
     }

@@ -8,9 +8,9 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::mailbox::Mailbox;
 use super::{EndReason, Machine, Schedule};
-use crate::bridge::polling::PollTime;
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
+use protocol::polling::PollTime;
 
 /// Moves a session's bytes between its [`Machine`] and the server. It knows connections, and no rules.
 ///

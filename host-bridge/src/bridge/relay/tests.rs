@@ -30,10 +30,10 @@ use super::carrier::{Carrier, Wakeups, run};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{ClientMemory, MemoryKey, Span};
 use super::{EndReason, Flows, Machine, Schedule, Slots};
-use crate::bridge::polling::PollTime;
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
 use crate::framing::{FrameReader, SendBuffer, split_struct};
 use crate::memory::Memories;
+use protocol::polling::PollTime;
 
 /// A generous limit on anything that is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -24,12 +24,12 @@ use protocol::link::{Hello, Welcome, purpose};
 
 use self::carrier::TcpCarrier;
 use self::memory::SocketMemory;
-use super::polling::PollTime;
 use super::relay::{Flows, Machine, RelayHandle, run};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, send_message};
+use protocol::polling::PollTime;
 use zerocopy::IntoBytes;
 
 /// Most data connections that a server may ask for.

@@ -42,9 +42,9 @@ use super::ring::{Arrivals, Freed, Ring};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::Bell;
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
-use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
+use protocol::polling::{PollTime, processors};
 
 /// Bytes of a slot: half a MiB of data, and a page for the header before it.
 const SLOT_SIZE: u32 = (512 << 10) + 4096;
@@ -213,7 +213,7 @@ impl VerbsCommands {
                 farewell: Farewell::default(),
             }
         });
-        let poll = PollTime::giving_way(polling.most, cores());
+        let poll = PollTime::giving_way(polling.most, processors());
         let pump = Arc::clone(&client);
         let pump = std::thread::Builder::new()
             .name("rgpu-pump".into())

@@ -14,12 +14,12 @@ use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{Client, Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
-use crate::bridge::polling::PollTime;
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::split_struct;
 use crate::shared::SharedBytes;
 use crate::verbs::{DeviceEvent, Event, VerbsError};
+use protocol::polling::PollTime;
 
 /// How long the pump naps between looks at slots that a device reads.
 const NAP: Duration = Duration::from_micros(20);
