@@ -111,8 +111,8 @@ impl Transport for Tcp {
     }
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
-        let pieces = region.memories.resolve(&region.extents, region.size)?;
-        self.relay.register(id, SocketMemory::Region { pieces, read_only: region.read_only })
+        let runs = region.memories.resolve(&region.extents, region.size)?;
+        self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
