@@ -41,11 +41,9 @@ use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
-use self::array::Arrays;
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
-use self::green::Greens;
 use self::kernels::LoadedModule;
 use self::reach::Reach;
 use self::staging::Staging;
@@ -91,9 +89,7 @@ pub struct Cuda {
     modules: Ids<LoadedModule>,
     links: HashMap<u32, link::Link>,
     graphs: Graphs,
-    greens: Greens,
     drafts: conditional::Drafts,
-    arrays: Arrays,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -220,9 +216,7 @@ impl Cuda {
             modules: Ids::default(),
             links: HashMap::new(),
             graphs: Graphs::default(),
-            greens: Greens::default(),
             drafts: conditional::Drafts::default(),
-            arrays: Arrays::default(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -634,7 +628,6 @@ impl Gpu for Cuda {
         self.links.retain(|_, link| link.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
-        self.arrays.forget(context);
         self.current = None;
     }
 
@@ -660,7 +653,6 @@ impl Gpu for Cuda {
 
     fn reset(&mut self, device: u32) -> Result<(), Status> {
         self.contexts.remove(&device);
-        self.forget_greens(device);
         if self.resets {
             // SAFETY: everything of the device is forgotten.
             unsafe { self.api.primary_reset(self.device(device)?.handle) }?;

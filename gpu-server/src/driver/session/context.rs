@@ -28,6 +28,7 @@ impl<G: Gpu> Session<G> {
         self.streams.retain(|_, stream| stream.context != context);
         self.events.retain(|_, event| event.context != context);
         self.gpu.forget_context(context);
+        self.forget_arrays(context);
         self.forget_host_views(context.0);
     }
 }
@@ -136,6 +137,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
                 let _ = self.gpu.destroy_context(*context);
             }
         }
+        self.forget_greens(op.device);
         self.gpu.reset(op.device)?;
         // After the reset: a kernel that still ran would have found its memory gone.
         self.unback_all(op.device);

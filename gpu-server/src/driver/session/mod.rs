@@ -4,12 +4,16 @@
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
 
+mod array;
 mod context;
+mod green;
 mod memory;
 mod nvml;
 mod stream;
+mod texture;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,6 +32,8 @@ use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
 use crate::share::Broker;
 
+use self::array::Arrays;
+use self::green::Greens;
 use self::memory::{HostView, Window};
 use self::stream::Event;
 
@@ -47,6 +53,8 @@ pub struct Session<G: Gpu> {
     made_contexts: HashMap<u32, u32>,
     pub(super) streams: Streams<G::Stream>,
     events: Ids<Event<G::Event>>,
+    arrays: Arrays<G>,
+    greens: Greens<G>,
     /// Answers NVML's questions, which need none of the rest.
     nvml: Management,
 }
@@ -64,6 +72,8 @@ impl<G: Gpu> Session<G> {
             made_contexts: HashMap::new(),
             streams: Streams::default(),
             events: Ids::default(),
+            arrays: Arrays::default(),
+            greens: Greens::default(),
             nvml,
         }
     }

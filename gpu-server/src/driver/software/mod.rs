@@ -39,7 +39,6 @@ use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig};
 
-use self::array::Arrays;
 use self::imitate::Delays;
 pub use self::imitate::Imitate;
 use self::kernels::LoadedModule;
@@ -68,12 +67,10 @@ pub struct Software {
     contexts: HashMap<u32, Context>,
     modules: HashMap<u32, LoadedModule>,
     links: HashMap<u32, link::Link>,
-    arrays: Arrays,
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
     graphs: graph::Graphs,
-    greens: green::Greens,
     drafts: conditional::Drafts,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
@@ -172,11 +169,9 @@ impl Software {
             contexts,
             modules: HashMap::new(),
             links: HashMap::new(),
-            arrays: Arrays::default(),
             granules: Granules::default(),
             beside: Arc::default(),
             graphs: graph::Graphs::default(),
-            greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
             bell: Arc::default(),
             imitate: backing.software_imitate,
@@ -299,7 +294,6 @@ impl driver::Gpu for Software {
         let context = context.0;
         self.modules.retain(|_, module| module.context != context);
         self.links.retain(|_, link| link.context != context);
-        self.forget_arrays(context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
@@ -327,7 +321,6 @@ impl driver::Gpu for Software {
 
     fn reset(&mut self, device: u32) -> Result<(), Status> {
         self.contexts.insert(device, Context::new(device));
-        self.greens.forget(device);
         Ok(())
     }
 
