@@ -6,6 +6,7 @@
 //!
 //! The dispatcher's thread makes all of these calls, one at a time. None of them may wait for work on the device.
 
+use std::borrow::Cow;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -16,8 +17,12 @@ use protocol::ops::array::{ArrayShape, Resource, Sampling, View};
 use protocol::ops::copy::Pitched;
 use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
 use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
-use protocol::ops::launch::LaunchAttribute;
+use protocol::ops::launch::{Launch, LaunchAttribute};
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
+use protocol::ops::module::{
+    JitOption, ModuleGetGlobalReply, OccupancyAvailableShared, OccupancyMaxActiveBlocks,
+    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+};
 use protocol::ops::stream::MemoryOp;
 use protocol::ops::texture::{TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 use protocol::ops::{Answer, MayBlock};
@@ -33,7 +38,15 @@ use super::streams::Streams;
 
 /// The devices of one session.
 pub trait Gpu:
-    GpuMemory + GpuHostMemory + GpuStreams + GpuArrays + GpuTensorMaps + GpuGreenContexts + Sized + Send
+    GpuMemory
+    + GpuHostMemory
+    + GpuStreams
+    + GpuModules
+    + GpuArrays
+    + GpuTensorMaps
+    + GpuGreenContexts
+    + Sized
+    + Send
 {
     /// The backend's name: `cuda` or `software`.
     const NAME: &'static str;
@@ -50,8 +63,8 @@ pub trait Gpu:
     /// A client has come. Called once, before its first command; perhaps from another thread than [`warm`](Gpu::warm) was.
     fn begin(&mut self, client: &Arc<dyn Client>);
 
-    /// See [`Backend::may_wait`](super::Backend::may_wait).
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool;
+    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. `is_first_launch` says of a launch whether it is the first of its function.
+    fn may_wait(&self, may_block: MayBlock, is_first_launch: impl FnOnce() -> bool) -> bool;
 
     /// What other threads may use, for those.
     fn beside(&self) -> &Arc<Self::Beside>;
@@ -133,9 +146,6 @@ pub trait Gpu:
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Whether there are modules.
-    fn has_modules(&self) -> bool;
-
     /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
     fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result<(), Status> {
         Ok(())
@@ -182,8 +192,10 @@ pub trait GpuMemory {
         Ok(())
     }
 
-    /// Whether `len` bytes from `address`, outside all windows, are a variable of a module on a device.
-    fn has_variable(&self, address: u64, len: u64, device: u32) -> bool;
+    /// Whether `len` bytes from `address`, outside all windows, are memory on a device that the session need not know of: a variable that the client has not asked for.
+    fn knows(&self, _address: u64, _len: u64, _device: u32) -> bool {
+        false
+    }
 
     /// Reserves addresses of [`SPACE`](protocol::ops::memory::SPACE).
     fn reserve(&mut self, address: u64, size: u64) -> Result<(), Status>;
@@ -658,4 +670,162 @@ pub trait GpuGreenContexts: GpuStreams {
         green: &Self::Green,
         priority: i32,
     ) -> Result<Self::Stream, Status>;
+}
+
+/// What came of a module's load.
+pub struct Loaded<M, F> {
+    /// The module and its functions, in the order of its table; or the status that the image is refused with.
+    pub module: Result<(M, Vec<F>), Status>,
+    /// Whether a kernel of it may print.
+    pub prints: bool,
+    /// What the compiler says: its messages, its errors.
+    pub logs: [String; 2],
+}
+
+/// An input of the linker.
+pub struct LinkInput<'a> {
+    /// `CUjitInputType`, one that exists.
+    pub kind: u32,
+    /// Its bytes. PTX ends in a NUL.
+    pub data: Vec<u8>,
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// Its options.
+    pub options: &'a [JitOption],
+}
+
+/// Modules, their functions and variables, launches, and the linker. Contexts were entered.
+pub trait GpuModules: GpuStreams {
+    /// A module.
+    type Module: Send;
+    /// A function of a module.
+    type Function: Send;
+    /// A linker at work.
+    type Link: Send;
+    /// A place in a stream for a launch.
+    type LaunchPlace;
+    /// Most bytes of an image.
+    const MAX_IMAGE: u64;
+
+    /// Loads an image.
+    fn load_module(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        image: Vec<u8>,
+        options: &[JitOption],
+    ) -> Result<Loaded<Self::Module, Self::Function>, Status>;
+
+    /// The wire form of a module's [`FunctionTable`](protocol::ops::module::FunctionTable).
+    fn function_table<'a>(
+        module: &'a Self::Module,
+        functions: impl Iterator<Item = &'a Self::Function>,
+    ) -> Cow<'a, [u8]>
+    where
+        Self::Function: 'a;
+
+    /// A module is out of the session's table. Its kernels may still run.
+    fn unload_module(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        context: ContextId,
+        device: u32,
+        module: Self::Module,
+        functions: Vec<Self::Function>,
+    ) -> Result<(), Status>;
+
+    /// A variable of a module.
+    fn module_global(
+        &mut self,
+        context: ContextId,
+        module: &Self::Module,
+        name: &str,
+    ) -> Result<ModuleGetGlobalReply, Status>;
+
+    /// Sets an attribute of a function.
+    fn set_function_attribute(
+        &mut self,
+        context: ContextId,
+        function: &mut Self::Function,
+        attribute: u32,
+        value: i32,
+    ) -> Result<(), Status>;
+
+    /// A function's attributes, by number from 0.
+    fn function_attributes(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+    ) -> Result<Vec<i32>, Status>;
+
+    /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
+    fn max_active_blocks(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveBlocks,
+    ) -> Result<i32, Status>;
+
+    /// `cuOccupancyAvailableDynamicSMemPerBlock`.
+    fn available_shared(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyAvailableShared,
+    ) -> Result<u64, Status>;
+
+    /// `cuOccupancyMaxActiveClusters`.
+    fn max_active_clusters(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveClusters,
+    ) -> Result<i32, Status>;
+
+    /// `cuOccupancyMaxPotentialClusterSize`.
+    fn max_cluster_size(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxPotentialClusterSize,
+    ) -> Result<i32, Status>;
+
+    /// As [`enter_stream`](GpuStreams::enter_stream), for a launch: the most frequent of all operations.
+    fn enter_to_launch(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<Self::LaunchPlace, Status>;
+
+    /// Enqueues a launch of a function of the place's context. The stream in `op` says nothing.
+    fn launch(
+        &mut self,
+        place: &Self::LaunchPlace,
+        function: &mut Self::Function,
+        op: &Launch<'_>,
+    ) -> Result<(), Status>;
+
+    /// Makes a linker.
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link, Status>;
+
+    /// Adds an input: its result and what the linker has said until now, messages and errors.
+    fn link_add(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+        input: LinkInput<'_>,
+    ) -> Result<(Status, [String; 2]), Status>;
+
+    /// Links, if that is not done yet; answers as [`link_add`](GpuModules::link_add).
+    fn link_complete(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+    ) -> Result<(Status, [String; 2]), Status>;
+
+    /// The image that came of it.
+    fn link_image(link: &Self::Link) -> Option<&[u8]>;
 }

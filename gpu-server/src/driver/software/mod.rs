@@ -41,7 +41,6 @@ use software_gpu::{Gpu, GpuConfig};
 
 use self::imitate::Delays;
 pub use self::imitate::Imitate;
-use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
@@ -65,8 +64,6 @@ pub struct Software {
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
-    modules: HashMap<u32, LoadedModule>,
-    links: HashMap<u32, link::Link>,
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
@@ -167,8 +164,6 @@ impl Software {
             output,
             errors: None,
             contexts,
-            modules: HashMap::new(),
-            links: HashMap::new(),
             granules: Granules::default(),
             beside: Arc::default(),
             graphs: graph::Graphs::default(),
@@ -227,7 +222,7 @@ impl driver::Gpu for Software {
         self.errors = Some(Errors::new(Arc::clone(client)));
     }
 
-    fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
+    fn may_wait(&self, may_block: MayBlock, _is_first_launch: impl FnOnce() -> bool) -> bool {
         self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
@@ -292,8 +287,6 @@ impl driver::Gpu for Software {
 
     fn forget_context(&mut self, context: ContextId) {
         let context = context.0;
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
@@ -342,10 +335,6 @@ impl driver::Gpu for Software {
             self.device(device)?.gpu.set_heap_limit(value);
         }
         Ok(())
-    }
-
-    fn has_modules(&self) -> bool {
-        !self.modules.is_empty()
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {
