@@ -12,7 +12,7 @@ use crate::driver::call::Call;
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
-use crate::driver::space::{Memory, Space};
+use crate::driver::space::Memory;
 use crate::share::Token;
 use crate::share::{Broker, Shared};
 
@@ -79,7 +79,7 @@ impl<G: Gpu> Session<G> {
             Some(ordinal) => {
                 self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
             }
-            None if Space::<G::Memory>::is_here(address) => self.space.reached_by(address, len, home),
+            None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
             None => {
                 let reached = self.modules.has_variable(address, len)
                     || self.is_host_view(address, len)
@@ -95,6 +95,11 @@ impl<G: Gpu> Session<G> {
             address.checked_sub(view.first).is_some_and(|at| at < view.size && len <= view.size - at)
         };
         self.host_views.values().any(inside)
+    }
+
+    /// Whether any of `size` bytes from `address` are client memory that kernels reach. The range does not wrap around.
+    fn touches_host_view(&self, address: u64, size: u64) -> bool {
+        self.host_views.values().any(|view| address < view.first + view.size && view.first < address + size)
     }
 
     /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
@@ -228,9 +233,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
         cx.context = op.context;
         op.check()?;
-        let apart =
-            |view: &HostView<_>| op.address + op.size <= view.first || view.first + view.size <= op.address;
-        if !self.host_views.values().all(apart) {
+        if self.touches_host_view(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
         self.gpu.enter(op.context)?;
@@ -266,6 +269,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         op: AddressReserve,
     ) -> Result<Answer<AddressReserveReply>, Status> {
         self.space.may_reserve(op.address, op.size, self.granule())?;
+        if self.touches_host_view(op.address, op.size) {
+            // The client tries other addresses then.
+            return Err(Status::OUT_OF_MEMORY);
+        }
         self.gpu.reserve(op.address, op.size)?;
         self.space.reserve(op.address, op.size);
         now(AddressReserveReply {})
