@@ -81,7 +81,9 @@ impl<G: Gpu> Session<G> {
             }
             None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
             None => {
-                let reached = self.gpu.has_variable(address, len, home) || self.is_host_view(address, len);
+                let reached = self.modules.has_variable(address, len)
+                    || self.is_host_view(address, len)
+                    || self.gpu.knows(address, len, home);
                 reached.then_some(home)
             }
         };
