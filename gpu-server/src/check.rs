@@ -4,6 +4,11 @@ use std::process::ExitCode;
 
 use crate::cli::{Backend, Backing};
 use crate::driver;
+use crate::driver::quota::Quota;
+
+fn unlimited() -> Quota {
+    Quota::new("device memory", 0)
+}
 
 /// Prints what is found. Fails when nothing could be served.
 pub fn main(backing: &Backing) -> ExitCode {
@@ -15,13 +20,13 @@ pub fn main(backing: &Backing) -> ExitCode {
             Err(e) => println!("  CUDA: {e}"),
         }
     }
-    match driver::nvml::Management::new(backing, 0).devices() {
+    match driver::nvml::Management::new(backing, unlimited()).devices() {
         Ok(devices) => println!("  NVML: {} device(s): {}", devices.len(), devices.join(", ")),
         Err(status) => {
             println!("  NVML cannot be asked (nvmlReturn_t {status}): clients' nvidia-smi will not work")
         }
     }
-    let made = driver::make(backing, 0).and_then(|mut backend| {
+    let made = driver::make(backing, unlimited()).and_then(|mut backend| {
         // Windows of addresses are reserved with the first context.
         backend.warm()?;
         Ok(backend)

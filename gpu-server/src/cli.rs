@@ -1,19 +1,22 @@
-//! The command line.
+//! The command line and the configuration file: one definition for both (`options`).
 
+use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use host_bridge::framing::Address;
 use host_bridge::verbs::Settings;
+use options::document::Part;
+use options::{File, Layer, parse_size};
 use serde::{Deserialize, Serialize};
 
 use crate::driver::software::Imitate;
 
-/// Shares the GPUs of this machine with rgpu clients.
+/// Share the GPUs of this machine with rgpu clients.
 ///
-/// Listens for vhost-rgpu daemons of other machines (tcp) and of this one (unix). Each program that uses a GPU is served by a process of its own,
-/// taken from a pool that has a CUDA context ready. Programs that find none wait, and are served in the order in which they came.
+/// Listens for vhost-rgpu on other machines (tcp) and on this one (unix). Each program that uses a GPU is served by a worker process of its own. A pool keeps workers ready;
+/// clients that find none wait in a queue.
 #[derive(Debug, Parser)]
 #[command(
     name = "rgpu-server",
@@ -22,9 +25,18 @@ use crate::driver::software::Imitate;
     subcommand_negates_reqs = true
 )]
 pub struct Arguments {
-    /// A subcommand, or none: serve.
+    /// What to do instead of serving.
     #[command(subcommand)]
     pub command: Option<Command>,
+    /// Configuration file (TOML). Flags override it
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Check the configuration, report what is wrong with it, and exit
+    #[arg(long)]
+    pub check_config: bool,
+    /// Print a commented configuration file with every option, and exit
+    #[arg(long)]
+    pub print_config: bool,
     /// Options of the daemon.
     #[command(flatten)]
     pub serve: Serve,
@@ -33,9 +45,9 @@ pub struct Arguments {
 /// Subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Say what a server would find on this machine: driver, devices, whether address windows can be reserved
+    /// Report what a server would find on this machine: driver, devices, and whether address ranges can be reserved
     Check(Backing),
-    /// A worker process: started by the daemon, not by people
+    /// Run a worker process; started by the daemon only
     #[command(hide = true)]
     Worker(Worker),
 }
@@ -46,116 +58,202 @@ pub struct Worker {
     /// Descriptor of the socket to the daemon.
     #[arg(long)]
     pub fd: RawFd,
-    /// As the daemon's.
+    /// The daemon's log filter.
     #[arg(long, default_value = "info")]
     pub log: String,
 }
 
 /// Options of the daemon.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct Serve {
-    /// Where to listen: tcp:ADDRESS[:PORT] or unix:PATH; may be given several times
+    /// Where to listen: tcp:ADDRESS[:PORT] or unix:PATH. May be given more than once
     #[arg(long, value_name = "ADDRESS", default_value = "unix:/run/rgpu/server.sock")]
     pub listen: Vec<Address>,
-    /// What executes the commands
-    #[command(flatten)]
-    pub backing: Backing,
-    /// Sessions over verbs
-    #[command(flatten)]
-    pub rdma: Settings,
-    /// Workers kept ready beyond those that clients wait for, each with a context of the first device; with 0, a
-    /// worker starts when a client asks for one
+    /// Idle workers to keep ready, each with a context on the first device. With 0, a worker starts when a client asks for one
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub workers: usize,
-    /// Workers kept ready until the first session begins, in place of --workers
+    /// Idle workers to keep ready until the first session begins, instead of --workers
     #[arg(long, value_name = "N")]
     pub first_workers: Option<usize>,
-    /// Device memory that one session may have in all [bytes, or with K, M, G]; 0: no limit
-    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_size)]
-    pub memory_limit: u64,
-    /// Maximum number of sessions, counting those that wait for a worker. Sessions that only ask NVML are counted
-    /// apart, with the same limit
+    /// Maximum number of sessions, including those that wait for a worker. Sessions that only query NVML have the same limit but are counted separately
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_sessions: usize,
-    /// Seconds after which waiting clients are refused if no session has begun and no worker has become ready meanwhile
+    /// Maximum seconds a session may wait for a worker while no other session begins and no worker becomes ready
     #[arg(long, value_name = "N", default_value_t = 60)]
     pub wait_seconds: u64,
-    /// Where to answer `rgpuctl status`: each connection gets one JSON object
-    #[arg(long, value_name = "PATH")]
-    pub status_socket: Option<PathBuf>,
-    /// What to log: a level, or tracing's filter syntax
-    #[arg(long, value_name = "FILTER", default_value = "info")]
-    pub log: String,
-    /// How long a worker polls for commands before it sleeps [µs]; by default 50, fewer on small machines
-    #[arg(long, value_name = "N")]
-    pub poll_us: Option<u64>,
-    /// Seconds that sessions get to end by themselves after SIGTERM
+    /// Seconds that sessions have to end by themselves after SIGTERM
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub drain_seconds: u64,
+    /// What to log: a level (error, warn, info, debug, trace) or a filter as in RUST_LOG
+    #[arg(long, value_name = "FILTER", default_value = "info")]
+    pub log: String,
+    /// Options that workers need, too.
+    #[command(flatten)]
+    pub worker: WorkerOptions,
+    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection
+    #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
+    pub status_socket: Option<PathBuf>,
+}
+
+/// Options that the daemon passes on to each worker.
+#[derive(Debug, Clone, Args, Serialize, Deserialize)]
+pub struct WorkerOptions {
+    /// Which devices.
+    #[command(flatten)]
+    pub backing: Backing,
+    /// Maximum device memory of one session, in bytes or with a unit (K, M, G, T). 0 means no limit
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub memory_limit: u64,
+    /// Microseconds that a worker polls for commands before it sleeps. The default is 50, and less on machines with fewer than four processors
+    #[arg(long, value_name = "N")]
+    pub poll_us: Option<u64>,
+    /// Sessions over verbs.
+    #[command(flatten)]
+    pub rdma: Settings,
 }
 
 /// Which devices, and what drives them.
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 pub struct Backing {
-    /// What executes the commands
+    /// What executes commands
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub backend: Backend,
-    /// Ordinals of the devices to share, in the order in which clients see them; by default all
+    /// Ordinals of the devices to share, in the order in which clients see them. All devices by default
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub devices: Vec<u32>,
-    /// Memory of each software device [bytes, or with K, M, G]
-    #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = parse_size)]
+    /// Memory of each software device, in bytes or with a unit (K, M, G, T)
+    #[arg(id = "software.memory", long = "software-memory", value_name = "SIZE", default_value = "4G", value_parser = parse_size)]
     pub software_memory: u64,
     /// Number of software devices
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
+    #[arg(id = "software.devices", long = "software-devices", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub software_devices: u32,
-    /// For tests: how software devices keep their callers waiting, as NVIDIA's driver does. Items, separated by commas: queue=N, waiting-calls, context-ms=N, call-us=N, seed=N
-    #[arg(long, value_name = "ITEMS", default_value_t, hide = true)]
+    /// For tests: how software devices delay their callers, as NVIDIA's driver does. A list of queue=N, waiting-calls, context-ms=N, call-us=N, seed=N, separated by commas
+    #[arg(
+        id = "software.imitate",
+        long = "software-imitate",
+        value_name = "ITEMS",
+        default_value_t,
+        hide = true
+    )]
     pub software_imitate: Imitate,
 }
 
-/// What executes the commands.
+/// What executes commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// CUDA where there is a device, else software
+    /// CUDA if there is a device, otherwise software
     Auto,
     /// NVIDIA's driver
     Cuda,
-    /// A GPU in software, which runs PTX on the CPU
+    /// A GPU in software that runs PTX on the CPU
     Software,
 }
 
-/// A number of bytes: digits, and K, M, G or T for powers of 1024.
-fn parse_size(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match &text[digits.len()..] {
-        "" => 1u64,
-        "K" | "k" | "KiB" => 1 << 10,
-        "M" | "m" | "MiB" => 1 << 20,
-        "G" | "g" | "GiB" => 1 << 30,
-        "T" | "t" | "TiB" => 1 << 40,
-        other => return Err(format!("{other:?} is not a unit: K, M, G or T")),
-    };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a number of bytes"))?;
-    number.checked_mul(unit).ok_or_else(|| format!("{text} is too large"))
+impl Arguments {
+    /// Parses a command line and reads the configuration file that it names. A wrong command line ends the process with clap's message.
+    pub fn read(
+        words: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    ) -> Result<Arguments, options::Error> {
+        let given = Arguments::command().get_matches_from(words);
+        let mut arguments = Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit());
+        if let Some(path) = &arguments.config {
+            let file = File::read(path, &[])?;
+            let section = file.sections("").next().map(|section| (&file, section));
+            arguments.serve = Layer { given: &given, section }.read()?;
+        }
+        Ok(arguments)
+    }
+}
+
+/// The example file: `rgpu-server --print-config`, and the packaged `rgpu-server.toml`.
+pub fn example() -> String {
+    options::document::example(
+        "Configuration of rgpu-server. Check it with: rgpu-server --config FILE --check-config\n\n\
+         Lines that begin with \"#: \" show options with their defaults or an example; remove the sign to change them. Flags override this file.",
+        &parts(),
+    )
+}
+
+/// The parts of the file, for its documentation.
+pub fn parts() -> [Part; 1] {
+    [Part {
+        name: "",
+        repeated: false,
+        text: "",
+        options: Serve::augment_args(clap::Command::new("options")),
+        set: &[
+            ("listen", "[\"unix:/run/rgpu/server.sock\", \"tcp:0.0.0.0:9700\"]"),
+            ("status.socket", "\"/run/rgpu/server.status\""),
+        ],
+        examples: &[
+            ("devices", "[0, 1]"),
+            ("first_workers", "2"),
+            ("poll_us", "50"),
+            ("rdma.device", "\"mlx5_0\""),
+            ("rdma.gid_index", "3"),
+            ("rdma.mtu", "4096"),
+            ("rdma.queue_pairs", "7"),
+            ("rdma.queue_depth", "256"),
+        ],
+    }]
+}
+
+#[cfg(test)]
+impl Serve {
+    /// The options that these flags give.
+    pub fn from_flags(flags: &[&str]) -> Serve {
+        Arguments::parse_from(std::iter::once("rgpu-server").chain(flags.iter().copied())).serve
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_holds_together() {
+    fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
     }
 
     #[test]
-    fn sizes_read() {
-        assert_eq!(parse_size("0"), Ok(0));
-        assert_eq!(parse_size("4G"), Ok(4 << 30));
-        assert_eq!(parse_size("512MiB"), Ok(512 << 20));
-        assert!(parse_size("4X").is_err() && parse_size("").is_err() && parse_size("99999999T").is_err());
+    fn the_packaged_file_and_the_documentation_follow_from_the_options() {
+        test_kit::check_generated(concat!(env!("CARGO_MANIFEST_DIR"), "/rgpu-server.toml"), None, &example());
+        let table = options::document::table(&parts());
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+        test_kit::check_generated(page, Some("rgpu-server"), &table);
+    }
+
+    #[test]
+    fn every_line_of_the_example_is_valid() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.toml");
+        for text in [example(), example().replace("#: ", "")] {
+            std::fs::write(&path, text).unwrap();
+            let flags = [OsString::from("rgpu-server"), "--config".into(), path.clone().into()];
+            let serve = Arguments::read(flags).unwrap().serve;
+            assert_eq!((serve.listen.len(), serve.workers, serve.worker.memory_limit), (2, 2, 0));
+        }
+    }
+
+    #[test]
+    fn the_file_sets_options_and_flags_override_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.toml");
+        std::fs::write(
+            &path,
+            "workers = 5\nbackend = \"software\"\nmemory_limit = \"1G\"\n[rdma]\nport = 2\n",
+        )
+        .unwrap();
+        let path = path.display().to_string();
+        let serve = Arguments::read(["rgpu-server", "--config", &path, "--workers", "6"]).unwrap().serve;
+        assert_eq!((serve.workers, serve.worker.backing.backend), (6, Backend::Software));
+        assert_eq!(
+            (serve.worker.memory_limit, serve.worker.rdma.port, serve.max_sessions),
+            (1 << 30, 2, 256)
+        );
+        std::fs::write(&path, "workers = 5\ncolour = 1\n").unwrap();
+        let error = Arguments::read(["rgpu-server", "--config", &path]).unwrap_err().to_string();
+        assert!(error.ends_with("line 2: colour: there is no such option"), "{error}");
     }
 }

@@ -3,12 +3,11 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use host_bridge::verbs::Settings;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::Backing;
+use crate::cli::WorkerOptions;
 use crate::share::{Reply, Shared, Token};
 
 /// Bytes of a message at most.
@@ -44,14 +43,8 @@ pub enum ToWorker {
     Prepare {
         /// What for.
         kind: Kind,
-        /// Devices.
-        backing: Backing,
-        /// Bytes of device memory of the session at most; 0: no limit.
-        memory_limit: u64,
-        /// How sessions over verbs are served.
-        rdma: Settings,
-        /// Polling time in microseconds, if set.
-        poll_us: Option<u64>,
+        /// The daemon's options.
+        options: WorkerOptions,
     },
     /// The session to serve, with its connection.
     Session {

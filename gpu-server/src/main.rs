@@ -19,20 +19,24 @@ mod worker;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 fn main() -> ExitCode {
-    let arguments = cli::Arguments::parse();
-    let result = match &arguments.command {
-        Some(cli::Command::Worker(worker)) => worker::main(worker),
-        Some(cli::Command::Check(options)) => return check::main(options),
-        None => parent::main(&arguments.serve),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    match run() {
+        Ok(code) => code,
         Err(e) => {
             eprintln!("rgpu-server: {e:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn run() -> anyhow::Result<ExitCode> {
+    let arguments = cli::Arguments::read(std::env::args_os())?;
+    match &arguments.command {
+        Some(cli::Command::Worker(worker)) => worker::main(worker)?,
+        Some(cli::Command::Check(options)) => return Ok(check::main(options)),
+        None if arguments.print_config => print!("{}", cli::example()),
+        None if arguments.check_config => println!("the configuration is valid"),
+        None => parent::main(arguments.serve)?,
+    }
+    Ok(ExitCode::SUCCESS)
 }

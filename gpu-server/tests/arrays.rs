@@ -11,6 +11,8 @@ use protocol::ops::array::*;
 use protocol::ops::copy::{MemcpyDtoHInline, MemcpyHtoD, Pitched};
 use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession};
+use test_kit::until;
 
 const BASE: u64 = window(0);
 const FLOAT: u32 = 0x20;
@@ -19,8 +21,8 @@ const FLOAT: u32 = 0x20;
 macro_rules! on_each_transport {
     ($server:expr, $body:expr) => {{
         let server = $server;
-        $body(&mut Local::connect(&server.socket()));
-        $body(&mut Tcp::connect(server.port));
+        $body(&mut LocalBridge::connect(&server.socket()));
+        $body(&mut TcpSession::connect(server.port));
     }};
 }
 
@@ -77,6 +79,25 @@ fn row<S: Session>(s: &mut S, array: u32, at: [u64; 3], bytes: u64) -> Option<Ve
     let found = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: BASE, len: bytes as u32 }).unwrap();
     let found = found.bytes.0.to_vec();
     (found != marked).then_some(found)
+}
+
+#[test]
+fn arrays_count_in_the_status_figure_at_once() {
+    let server = Server::start(&["--workers=1", "--memory-limit=1M"]);
+    let mut session = LocalBridge::connect(&server.socket());
+    let held = || server.status()["sessions"][0]["device_memory"].as_u64();
+    // No operation of the memory chapter is ever executed.
+    create(&mut session, 1, shape(64, 64, 0, 0), 0).unwrap();
+    until("the array counts", || held() == Some(64 * 64 * 4));
+    create(&mut session, 2, shape(256, 256, 0, 0), 0).unwrap();
+    until("both arrays count", || held() == Some(64 * 64 * 4 + 256 * 256 * 4));
+    assert_eq!(create(&mut session, 3, shape(512, 512, 0, 0), 0), Err(Status::OUT_OF_MEMORY));
+    session.push(&ArrayDestroy { array: ArrayId(2) });
+    until("one array is gone", || held() == Some(64 * 64 * 4));
+    create(&mut session, 3, shape(448, 512, 0, 0), 0).unwrap();
+    session.push(&ArrayDestroy { array: ArrayId(1) });
+    session.push(&ArrayDestroy { array: ArrayId(3) });
+    until("all arrays are gone", || held() == Some(0));
 }
 
 #[test]

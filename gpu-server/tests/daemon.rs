@@ -9,41 +9,31 @@ use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
+use host_bridge::framing::{recv_frame, send_frame};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use protocol::channel::NO_SLOT;
 use protocol::data::{HostIn, HostRange, Place};
 use protocol::device::untext;
 use protocol::handle::*;
 use protocol::link::*;
+use protocol::ops::Op;
 use protocol::ops::copy::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
 use protocol::ops::stream::*;
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession, greet, hello};
+use test_kit::*;
 use zerocopy::IntoBytes;
 
 fn worker_of(server: &Server, program_index: usize) -> i32 {
     server.status()["sessions"][program_index]["worker"].as_i64().unwrap() as i32
 }
 
-/// Processes whose parent is the server.
-fn children(server: &Server) -> usize {
-    let parent = server.child.id().to_string();
-    std::fs::read_dir("/proc")
-        .unwrap()
-        .filter_map(|entry| std::fs::read_to_string(entry.ok()?.path().join("stat")).ok())
-        .filter(|stat| {
-            stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)) == Some(parent.as_str())
-        })
-        .count()
-}
-
-fn descriptors(server: &Server) -> usize {
-    std::fs::read_dir(format!("/proc/{}/fd", server.child.id())).unwrap().count()
-}
-
-fn threads(server: &Server) -> usize {
-    std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap().count()
+/// What the server holds: child processes, descriptors and threads.
+fn holdings(server: &Server) -> (usize, (usize, usize)) {
+    (server.children().len(), server.resources())
 }
 
 #[test]
@@ -51,8 +41,8 @@ fn another_version_is_refused_by_name_on_both_kinds_of_socket() {
     let server = Server::start(&[]);
     let theirs = |purpose| Hello { version: 99, ..hello(purpose, [0; 16], 0) };
     for welcome in [
-        greet(UnixStream::connect(server.socket()).unwrap(), &theirs(purpose::LOCAL)),
-        greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &theirs(purpose::CONTROL)),
+        greet(UnixStream::connect(server.socket()).unwrap(), &theirs(purpose::LOCAL)).unwrap(),
+        greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &theirs(purpose::CONTROL)).unwrap(),
     ] {
         assert_eq!(
             (welcome.status, welcome.version),
@@ -77,44 +67,46 @@ fn what_does_not_speak_rgpu_is_closed_and_one_that_says_nothing_holds_up_nobody(
     // Reset or closed, but not answered.
     let _ = other.read_to_end(&mut answer);
     assert!(answer.is_empty());
-    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+    TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
 #[test]
 fn a_guessed_token_is_refused() {
     let server = Server::start(&[]);
-    let session = Tcp::connect(server.port);
+    let session = TcpSession::connect(server.port);
     let mut guess = session.token;
     guess[15] ^= 1;
     for token in [guess, [0; 16]] {
         let welcome =
-            greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &hello(purpose::DATA, token, 0));
+            greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &hello(purpose::DATA, token, 0))
+                .unwrap();
         assert_eq!(welcome.status, protocol::device::Answer::Denied as u32);
     }
     let token = session.token;
     drop(session);
     until("the session has ended", || server.sessions() == 0);
     let welcome =
-        greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &hello(purpose::DATA, token, 0));
+        greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &hello(purpose::DATA, token, 0))
+            .unwrap();
     assert_eq!(welcome.status, protocol::device::Answer::Denied as u32);
 }
 
 #[test]
 fn sessions_beyond_the_limit_are_refused_in_words_and_admitted_when_one_ends() {
     let server = Server::start(&["--max-sessions=2"]);
-    let first = Local::connect(&server.socket());
-    let _second = Tcp::connect(server.port);
-    let refusal = Tcp::try_connect(server.port).err().unwrap();
+    let first = LocalBridge::connect(&server.socket());
+    let _second = TcpSession::connect(server.port);
+    let refusal = TcpSession::try_connect(server.port).err().unwrap();
     assert!(refusal.contains("2 sessions"), "{refusal}");
     drop(first);
     until("the first has ended", || server.sessions() == 1);
-    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+    TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
 #[test]
 fn a_killed_worker_ends_its_session_with_a_reason_and_no_other_and_is_replaced() {
     let server = Server::start(&[]);
-    let mut local = Local::connect(&server.socket());
+    let mut local = LocalBridge::connect(&server.socket());
     local.call(&SessionInfo {}).unwrap();
     kill(Pid::from_raw(worker_of(&server, 0)), Signal::SIGKILL).unwrap();
     let (kind, reason) = local.frame();
@@ -123,9 +115,9 @@ fn a_killed_worker_ends_its_session_with_a_reason_and_no_other_and_is_replaced()
     assert!(reason.contains("signal 9"), "{reason}");
 
     until("the session is gone", || server.sessions() == 0);
-    let mut other = Local::connect(&server.socket());
+    let mut other = LocalBridge::connect(&server.socket());
     let worker = worker_of(&server, 0);
-    let mut tcp = Tcp::connect(server.port);
+    let mut tcp = TcpSession::connect(server.port);
     until("both are there", || server.sessions() == 2);
     let rows = server.status();
     let rows = rows["sessions"].as_array().unwrap();
@@ -145,9 +137,9 @@ fn a_hundred_sessions_leave_nothing_behind() {
     until("the pool is filled", || server.number("workers_ready") == 2);
     let session = |i: usize| {
         if i.is_multiple_of(2) {
-            Local::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+            LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
         } else {
-            Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+            TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
         }
     };
     session(0);
@@ -158,10 +150,10 @@ fn a_hundred_sessions_leave_nothing_behind() {
             && server.number("workers_starting") == 0
     };
     until("all is quiet", settled);
-    let before = (children(&server), descriptors(&server), threads(&server));
+    let before = holdings(&server);
     (0..100).for_each(session);
     until("all is quiet", settled);
-    until("nothing is left", || (children(&server), descriptors(&server), threads(&server)) == before);
+    until("nothing is left", || holdings(&server) == before);
     assert_eq!(server.number("sessions_begun"), 102);
     assert_eq!(server.number("sessions_lost"), 0);
 }
@@ -169,7 +161,7 @@ fn a_hundred_sessions_leave_nothing_behind() {
 #[test]
 fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
     let server = Server::start(&[]);
-    let mut s = Local::connect(&server.socket());
+    let mut s = LocalBridge::connect(&server.socket());
     s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
     s.push(&MemAlloc { address: window(0), size: 4096 });
     let file = memfd(8192);
@@ -181,8 +173,8 @@ fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
     let range = HostRange { place: Place::Region(7), offset: 4096, len: 4096 };
     let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
     let last = s.push(&StreamMark { stream: StreamId(0) });
-    until("all is executed", || s.view.progress().executed() == last);
-    assert_eq!(s.released(), copy - 1);
+    until("all is executed", || s.channel().progress().executed() == last);
+    assert_eq!(s.channel().progress().released(), copy - 1);
     assert_eq!(before, copy - 1);
     s.ask_to_remove_region(7);
     s.socket.set_read_timeout(Some(std::time::Duration::from_millis(300))).unwrap();
@@ -191,7 +183,7 @@ fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
     s.push(&StreamHostSignal { ticket: TicketId(1) });
     let (kind, body) = s.frame();
     assert_eq!((kind, body[0]), (frame::ACK, 0));
-    until("the source is released", || s.released() > copy);
+    until("the source is released", || s.channel().progress().released() > copy);
     let bytes = s.call(&MemcpyDtoHInline { stream: StreamId(0), src: window(0), len: 4 }).unwrap().bytes.0;
     assert_eq!(bytes, [9; 4]);
     assert_ne!(s.remove_region(7).0, 0, "it is gone");
@@ -204,7 +196,7 @@ fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
 fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
     let server = Server::start(&[]);
     for says_goodbye in [false, true] {
-        let mut s = Local::connect(&server.socket());
+        let mut s = LocalBridge::connect(&server.socket());
         s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
         s.push(&MemAlloc { address: window(0), size: 4096 });
         assert_eq!(s.add_region(7, &memfd(4096), 4096), (0, String::new()));
@@ -212,10 +204,10 @@ fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
         s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
         let range = HostRange { place: Place::Region(7), offset: 0, len: 4096 };
         let copy = s.push(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) });
-        until("the copy is enqueued", || s.view.progress().executed() == copy);
+        until("the copy is enqueued", || s.channel().progress().executed() == copy);
         s.ask_to_remove_region(7);
         if says_goodbye {
-            host_bridge::framing::send_frame(s.socket.as_fd(), frame::BYE, &[b"enough"], &[]).unwrap();
+            send_frame(s.socket.as_fd(), frame::BYE, &[b"enough"], &[]).unwrap();
             s.socket.shutdown(std::net::Shutdown::Write).unwrap();
             until("the worker is gone", || server.sessions() == 0);
         }
@@ -229,11 +221,11 @@ fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
 fn a_bad_attachment_is_refused_in_words() {
     let server = Server::start(&[]);
     let socket = UnixStream::connect(server.socket()).unwrap();
-    assert_eq!(greet(&socket, &hello(purpose::LOCAL, [0; 16], 0)).status, 0);
+    assert_eq!(greet(&socket, &hello(purpose::LOCAL, [0; 16], 0)).unwrap().status, 0);
     let attach = Attach { memory_count: 1000, extent_count: u32::MAX, flags: 0, reserved: 0, size: u64::MAX };
-    host_bridge::framing::send_frame(socket.as_fd(), frame::ATTACH, &[attach.as_bytes()], &[]).unwrap();
+    send_frame(socket.as_fd(), frame::ATTACH, &[attach.as_bytes()], &[]).unwrap();
     let mut body = Vec::new();
-    let kind = host_bridge::framing::recv_frame(socket.as_fd(), &mut body, &mut Vec::new()).unwrap();
+    let kind = recv_frame(socket.as_fd(), &mut body, &mut Vec::new()).unwrap();
     assert_eq!((kind, body[0]), (Some(frame::ACK), protocol::device::Answer::Invalid as u8));
     assert!(String::from_utf8_lossy(&body).contains("1000 entries"));
 }
@@ -241,17 +233,17 @@ fn a_bad_attachment_is_refused_in_words() {
 #[test]
 fn data_that_no_command_named_or_too_much_of_it_ends_that_session() {
     let server = Server::start(&[]);
-    let mut s = Tcp::connect(server.port);
+    let mut s = TcpSession::connect(server.port);
     s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
     s.push(&MemAlloc { address: window(0), size: 4096 });
     // For a command that names none: thrown away, and the session goes on.
     let mark = s.push(&StreamMark { stream: StreamId(0) });
-    s.send_data(0, DataHeader { seq: mark, offset: 0, piece: 0, len: 3 }, b"abc");
+    s.send_data(0, DataHeader { seq: mark, offset: 0, piece: 0, len: 3 }, b"abc").unwrap();
     s.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
     assert!(s.lost().is_none());
     // Beyond what the command names, while the command's data is awaited.
     s.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
-    s.send_data(1, DataHeader { seq: mark + 1, offset: 0, piece: 0, len: i32::MAX as u32 }, b"");
+    s.send_data(1, DataHeader { seq: mark + 1, offset: 0, piece: 0, len: i32::MAX as u32 }, b"").unwrap();
     until("the session is lost", || s.lost().is_some());
     assert!(s.lost().unwrap().contains("a chunk of 2147483647 bytes"), "{:?}", s.lost());
 }
@@ -259,8 +251,8 @@ fn data_that_no_command_named_or_too_much_of_it_ends_that_session() {
 #[test]
 fn a_client_that_dies_frees_its_worker_whatever_its_streams_wait_for() {
     let server = Server::start(&[]);
-    let mut local = Local::connect(&server.socket());
-    let mut tcp = Tcp::connect(server.port);
+    let mut local = LocalBridge::connect(&server.socket());
+    let mut tcp = TcpSession::connect(server.port);
     local.push(&StreamHostWait { stream: StreamId(0), ticket: TicketId(1) });
     local.push(&StreamMark { stream: StreamId(0) });
     tcp.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
@@ -272,12 +264,7 @@ fn a_client_that_dies_frees_its_worker_whatever_its_streams_wait_for() {
     let op = MemcpyHtoD { stream: StreamId(0), dst: window(0), src: HostIn::Range(range) };
     let mut body = Vec::new();
     protocol::ops::encode(&op, &mut body);
-    let record = protocol::channel::Record { opcode: 0x0401, reply_slot: 0xffff, seq: 3 };
-    let size = (16 + body.len()).next_multiple_of(16);
-    let mut bytes = record.to_bytes(size as u32).to_vec();
-    bytes.extend_from_slice(&body);
-    bytes.resize(size, 0);
-    host_bridge::framing::send_frame(tcp.control.as_fd(), frame::COMMANDS, &[&bytes], &[]).unwrap();
+    tcp.record(3, MemcpyHtoD::INFO.opcode, NO_SLOT, &body).unwrap();
     drop(local);
     drop(tcp);
     until("both workers are gone", || server.sessions() == 0);
@@ -287,15 +274,15 @@ fn a_client_that_dies_frees_its_worker_whatever_its_streams_wait_for() {
 #[test]
 fn sigterm_lets_sessions_end_then_ends_them_with_a_reason() {
     let mut server = Server::start(&["--drain-seconds=1"]);
-    let mut local = Local::connect(&server.socket());
-    kill(Pid::from_raw(server.child.id() as i32), Signal::SIGTERM).unwrap();
+    let mut local = LocalBridge::connect(&server.socket());
+    server.signal(Signal::SIGTERM);
     until("it drains", || server.status()["draining"] == true);
-    let refusal = Local::try_connect(&server.socket()).err().unwrap();
+    let refusal = LocalBridge::try_connect(&server.socket()).err().unwrap();
     assert!(refusal.contains("shutting down"), "{refusal}");
     local.call(&SessionInfo {}).unwrap();
     until("the session is told", || local.lost().is_some());
     assert!(local.lost().unwrap().contains("shutting down"), "{:?}", local.lost());
-    assert!(server.child.wait().unwrap().success());
+    assert!(server.wait().success());
     assert!(!server.socket().exists());
 }
 

@@ -12,29 +12,17 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use protocol::Status;
 use protocol::device::Answer;
-use protocol::link::wish;
+use protocol::link::{Hello, purpose, wish};
 use protocol::ops::context::PrimaryReset;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
 use protocol::ops::nvml::NvmlSystem;
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession, Waiting, hello, say_hello};
+use test_kit::*;
 
 /// Contexts that no test waits for.
 const ENDLESS: &str = "--software-imitate=context-ms=600000";
-
-/// Worker processes of the server.
-fn workers(server: &Server) -> Vec<i32> {
-    let parent = server.child.id().to_string();
-    let entries = std::fs::read_dir("/proc").unwrap();
-    entries
-        .filter_map(|entry| {
-            let entry = entry.ok()?;
-            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
-            let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
-            (fields[1] == parent && fields[0] != "Z").then(|| entry.file_name().to_str()?.parse().ok())?
-        })
-        .collect()
-}
 
 /// Contexts that workers made, by device, as the log tells.
 fn contexts_made(server: &Server, device: u32) -> usize {
@@ -47,7 +35,7 @@ fn thirty_two_programs_that_start_together_are_all_served() {
     let server = Server::start(&["--workers=2", "--software-imitate=context-ms=1000"]);
     let socket = server.socket();
     let (sessions, places): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
-        let programs: Vec<_> = (0..32).map(|_| scope.spawn(|| Waits::ask(&socket, 0).served())).collect();
+        let programs: Vec<_> = (0..32).map(|_| scope.spawn(|| Waiting::ask(&socket, 0).served())).collect();
         programs.into_iter().map(|program| program.join().unwrap()).unzip()
     });
     for session in sessions {
@@ -63,8 +51,8 @@ fn thirty_two_programs_that_start_together_are_all_served() {
 #[test]
 fn a_client_that_cannot_be_told_to_wait_gets_its_session_all_the_same() {
     let server = Server::start(&["--workers=0", "--software-imitate=context-ms=300"]);
-    Local::connect(&server.socket()).call(&SessionInfo {}).unwrap();
-    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
+    LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+    TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
 }
 
 #[test]
@@ -72,7 +60,7 @@ fn a_client_that_gives_up_leaves_the_queue_and_the_others_move_up() {
     let server = Server::start(&["--workers=1", ENDLESS]);
     let mut waiting = Vec::new();
     for place in 0..3 {
-        let client = Waits::ask(&server.socket(), 0);
+        let client = Waiting::ask(&server.socket(), 0);
         let heard = client.heard();
         assert_eq!((Answer::from_number(heard.status), heard.ahead), (Answer::Waiting, place));
         waiting.push(client);
@@ -82,12 +70,9 @@ fn a_client_that_gives_up_leaves_the_queue_and_the_others_move_up() {
     for (place, client) in (0..).zip(&waiting) {
         until("it has moved up", || client.heard().ahead == place);
     }
-    let mut tcp = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-    let hello = protocol::link::Hello {
-        wishes: wish::MAY_WAIT,
-        ..hello(protocol::link::purpose::CONTROL, [0; 16], 0)
-    };
-    std::io::Write::write_all(&mut tcp, zerocopy::IntoBytes::as_bytes(&hello)).unwrap();
+    let tcp = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let hello = Hello { wishes: wish::MAY_WAIT, ..hello(purpose::CONTROL, [0; 16], 0) };
+    say_hello(&tcp, &hello).unwrap();
     until("it waits", || server.number("sessions_waiting") == 3);
     drop(tcp);
     until("it has left", || server.number("sessions_waiting") == 2);
@@ -96,23 +81,22 @@ fn a_client_that_gives_up_leaves_the_queue_and_the_others_move_up() {
 #[test]
 fn waiting_costs_the_daemon_a_descriptor_and_no_thread() {
     let server = Server::start(&["--workers=0", "--max-sessions=200", ENDLESS]);
-    let threads = || std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap().count();
-    let first = Waits::ask(&server.socket(), 0);
+    let first = Waiting::ask(&server.socket(), 0);
     first.heard();
     until("workers start", || server.number("workers_starting") >= 1);
-    let clients: Vec<Waits> = (0..100).map(|_| Waits::ask(&server.socket(), 0)).collect();
+    let clients: Vec<Waiting> = (0..100).map(|_| Waiting::ask(&server.socket(), 0)).collect();
     clients.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
     // One for each worker that starts, and those that the daemon has anyway.
-    until("handshakes have ended", || threads() <= workers(&server).len() + 12);
+    until("handshakes have ended", || server.resources().1 <= server.children().len() + 12);
 }
 
 #[test]
 fn workers_that_crash_again_and_again_end_in_a_refusal_that_says_why() {
     let server = Server::start(&["--workers=0", ENDLESS]);
-    let client = Waits::ask(&server.socket(), 0);
+    let client = Waiting::ask(&server.socket(), 0);
     let asked = std::thread::spawn(|| client.served());
     until("the client is answered", || {
-        for pid in workers(&server) {
+        for pid in server.children() {
             // It may be gone already.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
@@ -125,16 +109,16 @@ fn workers_that_crash_again_and_again_end_in_a_refusal_that_says_why() {
 #[test]
 fn a_queue_in_which_nothing_goes_on_is_refused() {
     let server = Server::start(&["--workers=1", "--wait-seconds=1", ENDLESS]);
-    let reason = Waits::ask(&server.socket(), 0).served().0.err().unwrap();
+    let reason = Waiting::ask(&server.socket(), 0).served().0.err().unwrap();
     assert!(reason.contains("no worker became ready within 1 s (--wait-seconds)"), "{reason}");
 }
 
 #[test]
 fn nvml_is_answered_at_once_while_others_wait_and_its_worker_does_nothing_else() {
     let server = Server::start(&["--workers=1", "--log=debug", ENDLESS]);
-    let waiting: Vec<Waits> = (0..4).map(|_| Waits::ask(&server.socket(), 0)).collect();
+    let waiting: Vec<Waiting> = (0..4).map(|_| Waiting::ask(&server.socket(), 0)).collect();
     waiting.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
-    let mut nvml = Waits::ask(&server.socket(), wish::NVML_ONLY).served().0.unwrap();
+    let mut nvml = Waiting::ask(&server.socket(), wish::NVML_ONLY).served().0.unwrap();
     assert_eq!(nvml.call(&NvmlSystem {}).unwrap().device_count, 1);
     assert_eq!(nvml.call(&MemGetInfo { device: 0 }).err(), Some(Status::NOT_PERMITTED));
     let grow = MemGrow { device: 0, address: window(0), size: 2 << 20 };
@@ -156,7 +140,7 @@ fn contexts_are_made_when_something_needs_them_and_for_that_device_alone() {
     };
     until("a worker is ready", || server.number("workers_ready") == 1);
     made([1, 0, 0, 0]);
-    let mut session = Local::connect(&server.socket());
+    let mut session = LocalBridge::connect(&server.socket());
     until("a spare one is ready", || server.number("workers_ready") == 1);
     for device in 0..4 {
         session.call(&DeviceInfo { device }).unwrap();
@@ -176,26 +160,26 @@ fn contexts_are_made_when_something_needs_them_and_for_that_device_alone() {
 fn a_server_without_spare_workers_starts_one_when_a_client_asks() {
     let server = Server::start(&["--workers=0", "--first-workers=1"]);
     until("the first is ready", || server.number("workers_ready") == 1);
-    let mut first = Local::connect(&server.socket());
+    let mut first = LocalBridge::connect(&server.socket());
     first.call(&SessionInfo {}).unwrap();
     assert_eq!((server.number("workers_ready"), server.number("workers_starting")), (0, 0));
-    assert_eq!(workers(&server).len(), 1);
-    let mut second = Local::connect(&server.socket());
+    assert_eq!(server.children().len(), 1);
+    let mut second = LocalBridge::connect(&server.socket());
     second.call(&SessionInfo {}).unwrap();
-    assert_eq!(workers(&server).len(), 2);
+    assert_eq!(server.children().len(), 2);
 }
 
 #[test]
 fn a_server_that_ends_kills_workers_that_still_prepare() {
     let mut server = Server::start(&["--workers=2", ENDLESS]);
-    until("workers prepare", || workers(&server).len() == 2);
-    let preparing = workers(&server);
-    let waits = Waits::ask(&server.socket(), 0);
+    until("workers prepare", || server.children().len() == 2);
+    let preparing = server.children();
+    let waits = Waiting::ask(&server.socket(), 0);
     waits.heard();
-    kill(Pid::from_raw(server.child.id() as i32), Signal::SIGTERM).unwrap();
+    server.signal(Signal::SIGTERM);
     let reason = waits.served().0.err().unwrap();
     assert!(reason.contains("shutting down"), "{reason}");
-    assert!(server.child.wait().unwrap().success());
+    assert!(server.wait().success());
     let log = server.log();
     assert!(log.contains("workers that had no session"), "{log}");
     until("they are gone", || {
@@ -211,6 +195,6 @@ fn silent_connections_lock_nobody_out() {
     let server = Server::start(&[]);
     let _silent: Vec<TcpStream> =
         (0..600).map(|_| TcpStream::connect(("127.0.0.1", server.port)).unwrap()).collect();
-    Tcp::connect(server.port).call(&SessionInfo {}).unwrap();
-    Local::connect(&server.socket()).call(&SessionInfo {}).unwrap();
+    TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
+    LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
 }

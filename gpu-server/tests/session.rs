@@ -18,6 +18,8 @@ use protocol::ops::memory::*;
 use protocol::ops::module::*;
 use protocol::ops::stream::*;
 use support::*;
+use test_kit::link::{LocalBridge, Session, TcpSession};
+use test_kit::*;
 
 const BASE: u64 = window(0);
 const MADE: u32 = MAX_CONTEXTS;
@@ -69,8 +71,8 @@ DONE:
 macro_rules! on_each_transport {
     ($server:expr, $body:expr) => {{
         let server = $server;
-        $body(&mut Local::connect(&server.socket()));
-        $body(&mut Tcp::connect(server.port));
+        $body(&mut LocalBridge::connect(&server.socket()));
+        $body(&mut TcpSession::connect(server.port));
     }};
 }
 
@@ -396,10 +398,10 @@ fn memory_that_outlives_its_maker_counts_for_whoever_holds_it() {
         }
     }
     let server = Server::start(&["--memory-limit=32M"]);
-    alone(&mut Local::connect(&server.socket()));
-    alone(&mut Tcp::connect(server.port));
-    together(&mut Local::connect(&server.socket()), &mut Local::connect(&server.socket()));
-    together(&mut Tcp::connect(server.port), &mut Tcp::connect(server.port));
+    alone(&mut LocalBridge::connect(&server.socket()));
+    alone(&mut TcpSession::connect(server.port));
+    together(&mut LocalBridge::connect(&server.socket()), &mut LocalBridge::connect(&server.socket()));
+    together(&mut TcpSession::connect(server.port), &mut TcpSession::connect(server.port));
 }
 
 #[test]
@@ -408,8 +410,8 @@ fn a_token_opens_for_its_client_alone_and_ends_with_its_session() {
         s.call(&MemoryImport { memory: MemoryId(id), token }).map(|reply| reply.own)
     }
     let server = Server::start(&[]);
-    let mut owner = Local::connect(&server.socket());
-    let (mut same, mut stranger) = (Local::connect(&server.socket()), Tcp::connect(server.port));
+    let mut owner = LocalBridge::connect(&server.socket());
+    let (mut same, mut stranger) = (LocalBridge::connect(&server.socket()), TcpSession::connect(server.port));
     let token = export(&mut owner, 1, 2 << 20);
     let mut guess = token;
     guess[15] ^= 1;
@@ -430,7 +432,7 @@ fn a_token_opens_for_its_client_alone_and_ends_with_its_session() {
 #[test]
 fn what_no_client_of_ours_sends_ends_that_session_alone() {
     let server = Server::start(&[]);
-    let mut other = Local::connect(&server.socket());
+    let mut other = LocalBridge::connect(&server.socket());
     type Deed = fn(&mut dyn FnMut(u16, u16, &[u8]));
     let deeds: [(Deed, &str); 4] = [
         (|push| push(0x0fff, 0xffff, &[]), "unknown opcode"),
@@ -439,23 +441,24 @@ fn what_no_client_of_ours_sends_ends_that_session_alone() {
         (|push| push(0x0703, 1000, &[0; 4]), "reply slot 1000"),
     ];
     for (deed, words) in deeds {
-        let mut local = Local::connect(&server.socket());
+        let mut local = LocalBridge::connect(&server.socket());
         deed(&mut |opcode, slot, body| {
             local.push_raw(opcode, slot, body);
         });
         until("the session is lost", || local.lost().is_some());
         assert!(local.lost().unwrap().contains(words), "{:?}", local.lost());
-        let mut tcp = Tcp::connect(server.port);
+        let mut tcp = TcpSession::connect(server.port);
         deed(&mut |opcode, slot, body| {
             tcp.push_raw(opcode, slot, body);
         });
         until("the session is lost", || tcp.lost().is_some());
         assert!(tcp.lost().unwrap().contains(words), "{:?}", tcp.lost());
     }
-    let mut local = Local::connect(&server.socket());
+    let mut local = LocalBridge::connect(&server.socket());
     let waiting = local.send(5, &StreamSynchronize { stream: StreamId(0) });
     local.wait(5, waiting);
-    local.spoil_tail();
+    local.channel().tail().store(0xdead_beef, std::sync::atomic::Ordering::Release);
+    local.channel().ring_doorbell();
     until("the session is lost", || local.lost().is_some());
     assert!(local.lost().unwrap().contains("cursor"), "{:?}", local.lost());
     other.call(&SessionInfo {}).unwrap();
@@ -607,9 +610,9 @@ fn a_session_ends_while_a_stream_waits_for_a_word() {
     }
     let server = Server::start(&[]);
     let over = || server.status()["sessions"].as_array().is_some_and(Vec::is_empty);
-    body(&mut Local::connect(&server.socket()));
+    body(&mut LocalBridge::connect(&server.socket()));
     until("the session over a socket is over", over);
-    body(&mut Tcp::connect(server.port));
+    body(&mut TcpSession::connect(server.port));
     until("the session over TCP is over", over);
 }
 

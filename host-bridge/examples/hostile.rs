@@ -8,23 +8,24 @@
 //! It shakes hands properly, does one forbidden thing, and prints in one line how that ended: `ended: REASON` when the other side ended the session and said why,
 //! `refused: REASON` when the device refused the request. It fails when nothing of that happened.
 
-use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use protocol::VERSION;
-use protocol::device::{Answer, text};
+use protocol::device::{Answer, untext};
 use protocol::link::{
-    DataHeader, DataSent, FrameHeader, Hello, MAGIC, ProgressUpdate, Queues, RegionKey, ReplyHeader,
-    SLOT_DATA, Welcome, frame, purpose,
+    DataHeader, DataSent, FrameHeader, Hello, ProgressUpdate, Queues, RegionKey, ReplyHeader, SLOT_DATA,
+    Welcome, frame, purpose,
 };
-use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
+use rgpu_host_bridge::framing::{
+    FrameReader, recv_frame, recv_struct, send_frame, send_message, split_struct,
+};
 use rgpu_host_bridge::verbs::{
     Access, Device, Domain, Event, Link, Put, Settings, Slab, Unconnected, VerbsError,
 };
-use zerocopy::{FromZeros, IntoBytes};
+use test_kit::link::{greet, hello, welcome};
+use zerocopy::IntoBytes;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -71,42 +72,18 @@ enum Twist {
 
 impl Session {
     fn connect(address: &str, settings: &Settings, twist: Twist) -> Result<Session> {
-        let mut control = TcpStream::connect(address)?;
-        let hello = Hello {
-            magic: MAGIC,
-            version: VERSION,
-            purpose: purpose::VERBS,
-            token: [0; 16],
-            index: 2,
-            pid: std::process::id(),
-            slot_count: 64,
-            wishes: 0,
-            client: text("hostile"),
-            program: text("hostile"),
-        };
-        control.write_all(hello.as_bytes())?;
-        let mut welcome = Welcome::new_zeroed();
-        control.read_exact(welcome.as_mut_bytes())?;
+        let control = TcpStream::connect(address)?;
+        let welcome = greet(&control, &hello(purpose::VERBS, [0; 16], 2))?;
         if welcome.status != Answer::Ok as u32 {
-            return Err(format!("not welcome: {}", protocol::device::untext(&welcome.reason)).into());
+            return Err(format!("refused: {}", untext(&welcome.reason)).into());
         }
         Session::queues(control, settings, twist, true)
     }
 
-    fn accept(mut control: TcpStream, settings: &Settings) -> Result<Session> {
-        let mut hello = Hello::new_zeroed();
-        control.read_exact(hello.as_mut_bytes())?;
-        let welcome = Welcome {
-            magic: MAGIC,
-            version: VERSION,
-            status: Answer::Ok as u32,
-            token: [1; 16],
-            data_connections: 0,
-            ahead: 0,
-            server: text("hostile"),
-            reason: [0; 256],
-        };
-        control.write_all(welcome.as_bytes())?;
+    fn accept(control: TcpStream, settings: &Settings) -> Result<Session> {
+        recv_struct::<Hello>(control.as_fd(), &mut Vec::new())?.ok_or("no hello")?;
+        let welcome = Welcome { token: [1; 16], ..welcome(Answer::Ok, "") };
+        send_message(control.as_fd(), &[welcome.as_bytes()], &[])?;
         Session::queues(control, settings, Twist::None, false)
     }
 

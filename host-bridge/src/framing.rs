@@ -97,6 +97,22 @@ pub fn connect_tcp(host: &str, port: u16, timeout: Duration) -> io::Result<TcpSt
     Err(last)
 }
 
+/// An error with its causes, in one line.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", with_causes(cause)),
+        None => error.to_string(),
+    }
+}
+
+/// Connects to a server. `timeout` counts for each address that a TCP name has.
+pub fn connect(address: &Address, timeout: Duration) -> io::Result<OwnedFd> {
+    Ok(match address {
+        Address::Tcp(host, port) => connect_tcp(host, *port, timeout)?.into(),
+        Address::Unix(path) => connect_unix(path)?.into(),
+    })
+}
+
 /// Connects to a Unix stream socket.
 pub fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
     UnixStream::connect(path)
@@ -224,6 +240,86 @@ pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u
         let text = format!("a frame of {} bytes where at least {} were due", body.len(), size_of::<T>());
         io::Error::new(io::ErrorKind::InvalidData, text)
     })
+}
+
+/// Frames on their way to a peer: appended as they arise, sent together.
+#[derive(Debug)]
+pub struct SendBuffer {
+    bytes: Vec<u8>,
+    /// Bytes at the front that were sent.
+    sent: usize,
+}
+
+/// A frame that is being written into a [`SendBuffer`].
+#[derive(Debug)]
+#[must_use = "the frame has no length before it is finished"]
+pub struct OpenFrame(usize);
+
+impl SendBuffer {
+    /// Unsent bytes above which [`has_room`](Self::has_room) says no.
+    const HIGH_WATER: usize = 256 << 10;
+
+    /// An empty buffer.
+    #[allow(clippy::new_without_default, reason = "it allocates")]
+    pub fn new() -> SendBuffer {
+        SendBuffer { bytes: Vec::with_capacity(2 * Self::HIGH_WATER), sent: 0 }
+    }
+
+    /// Whether more may be appended without piling up.
+    pub fn has_room(&self) -> bool {
+        self.unsent().len() < Self::HIGH_WATER
+    }
+
+    /// Whether everything was sent.
+    pub fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+
+    /// The bytes that wait to be sent.
+    pub fn unsent(&self) -> &[u8] {
+        &self.bytes[self.sent..]
+    }
+
+    /// Takes note that the first `n` unsent bytes were sent.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn advance(&mut self, n: usize) {
+        assert!(n <= self.unsent().len());
+        self.sent += n;
+        if self.sent == self.bytes.len() {
+            self.bytes.clear();
+            self.sent = 0;
+        } else if self.sent >= Self::HIGH_WATER {
+            self.bytes.drain(..self.sent);
+            self.sent = 0;
+        }
+    }
+
+    /// Where to append bytes.
+    pub fn end(&mut self) -> &mut Vec<u8> {
+        &mut self.bytes
+    }
+
+    /// Begins a frame: its header, whose length [`finish`](Self::finish) fills in. Its body is appended at the [`end`](Self::end); nothing is sent in between.
+    pub fn begin(&mut self, kind: u32) -> OpenFrame {
+        let at = self.bytes.len();
+        self.bytes.extend_from_slice(FrameHeader { kind, len: 0 }.as_bytes());
+        OpenFrame(at)
+    }
+
+    /// Ends a frame.
+    pub fn finish(&mut self, OpenFrame(at): OpenFrame) {
+        let len = (self.bytes.len() - at - size_of::<FrameHeader>()) as u32;
+        self.bytes[at + 4..at + 8].copy_from_slice(&len.to_le_bytes());
+    }
+
+    /// Appends a whole frame.
+    pub fn frame(&mut self, kind: u32, body: &[u8]) {
+        let frame = self.begin(kind);
+        self.bytes.extend_from_slice(body);
+        self.finish(frame);
+    }
 }
 
 /// Frames out of a byte stream that is read as it comes. It holds at most one frame and what was read beyond it.

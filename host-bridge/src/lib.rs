@@ -10,7 +10,7 @@
 //! ```
 //!
 //! In reading order:
-//! - [`memory`]: the client's memory as a process sees it, every address checked once;
+//! - [`memory`]: the client's memory as a process sees it, every address checked once; [`shared`]: the copies to and from it;
 //! - [`framing`]: addresses, and the structures of [`protocol::link`] over sockets;
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
@@ -21,5 +21,6 @@ pub mod bridge;
 pub mod endpoint;
 pub mod framing;
 pub mod memory;
+pub mod shared;
 pub mod trace;
 pub mod verbs;

@@ -17,7 +17,8 @@ use std::sync::Arc;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use protocol::channel::{
-    Consumer, Geometry, GeometryError, HEADER_SIZE, Header, Progress, ReplySlot, RingMemory, SLOT_SIZE,
+    Consumer, Geometry, GeometryError, HEADER_SIZE, Header, Position, Progress, Record, RecordError,
+    ReplySlot, RingMemory, SLOT_SIZE,
 };
 use protocol::device::Extent;
 use protocol::link::Memory;
@@ -357,13 +358,13 @@ impl ChannelView {
         unsafe { self.part::<Header>(0, HEADER_SIZE).as_ref() }
     }
 
-    /// The consumer of a ring that nobody has read yet. There must be only one for a channel.
-    pub fn consumer(&self) -> Consumer<'_> {
+    /// The consumer of the ring, from `position` on: `Position::default()` for a ring that nobody has read yet. There must be only one for a channel.
+    pub fn consumer(&self, position: Position) -> Consumer<'_> {
         let g = &self.geometry;
         let words = self.part(g.ring_offset, g.ring_size);
         // SAFETY: mapped, page-aligned, `ring_size` bytes of atomics, a power of two.
         let words = unsafe { std::slice::from_raw_parts(words.as_ptr(), g.ring_size / 8) };
-        Consumer::new(self.header(), RingMemory::new(words))
+        Consumer::resume(self.header(), RingMemory::new(words), position)
     }
 
     /// A reply slot. `None`: there is no such slot.
@@ -385,6 +386,41 @@ impl ChannelView {
         let end = offset.checked_add(len)?;
         (end <= self.geometry.arena_size as u64)
             .then(|| (self.part(self.geometry.arena_offset + offset as usize, len as usize), len as usize))
+    }
+}
+
+/// The consumer of a channel's ring that holds the channel, for a thread that outlives whoever mapped it.
+#[derive(Debug)]
+pub struct RingReader {
+    view: Arc<ChannelView>,
+    position: Position,
+}
+
+impl RingReader {
+    /// The reader of a ring that nobody has read yet. There must be only one for a channel.
+    pub fn new(view: Arc<ChannelView>) -> RingReader {
+        RingReader { view, position: Position::default() }
+    }
+
+    /// As [`Consumer::has_work`].
+    #[inline]
+    pub fn has_work(&self) -> bool {
+        self.view.consumer(self.position).has_work()
+    }
+
+    /// As [`Consumer::has_room`].
+    #[inline]
+    pub fn has_room(&self) -> bool {
+        self.view.consumer(self.position).has_room()
+    }
+
+    /// As [`Consumer::pop`].
+    #[inline]
+    pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
+        let mut consumer = self.view.consumer(self.position);
+        let record = consumer.pop(body);
+        self.position = consumer.position();
+        record
     }
 }
 

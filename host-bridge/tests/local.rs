@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-mod support;
-
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,9 +10,9 @@ use std::sync::{Arc, Mutex};
 use protocol::Status;
 use protocol::channel::{NO_SLOT, State};
 use protocol::data::{HostIn, HostOut};
-use protocol::device::{Answer, text};
+use protocol::device::Answer;
 use protocol::handle::StreamId;
-use protocol::link::{Hello, MAGIC, Welcome, frame, purpose};
+use protocol::link::{Hello, MAGIC, frame, purpose};
 use protocol::ops::Op;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
@@ -22,7 +20,9 @@ use protocol::wire::{Reader, Wire};
 use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError, SessionConfig};
 use rgpu_host_bridge::endpoint::{Client as Worker, Commands, LocalCommands, Polling, Sink, Source};
 use rgpu_host_bridge::framing::{Address, recv_frame, recv_struct, send_frame, send_message};
-use support::*;
+use test_kit::link::welcome;
+use test_kit::session::Client;
+use test_kit::*;
 use zerocopy::IntoBytes;
 
 /// What a worker does when a session has been opened with it.
@@ -72,15 +72,9 @@ fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
     let hello: Hello = recv_struct(socket.as_fd(), &mut Vec::new()).unwrap().unwrap();
     assert_eq!((hello.magic, hello.purpose), (MAGIC, purpose::LOCAL));
     let refuses = behaviour == Behaviour::Refuses;
-    let welcome = Welcome {
-        magic: MAGIC,
-        version: protocol::VERSION,
-        status: if refuses { Answer::NoResources as u32 } else { 0 },
-        token: [0; 16],
-        data_connections: 0,
-        ahead: 0,
-        server: text("local-fake"),
-        reason: text(if refuses { "all GPUs are taken" } else { "" }),
+    let welcome = match refuses {
+        true => welcome(Answer::NoResources, "all GPUs are taken"),
+        false => welcome(Answer::Ok, ""),
     };
     send_message(socket.as_fd(), &[welcome.as_bytes()], &[]).unwrap();
     if refuses {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-mod support;
-
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -16,7 +14,9 @@ use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
-use support::*;
+use test_kit::server::{Behavior, FakeServer};
+use test_kit::session::{Client, RAM};
+use test_kit::*;
 use zerocopy::IntoBytes;
 
 #[test]
@@ -66,7 +66,7 @@ fn data_survives_where_the_relay_moves_it_all_by_itself() {
 fn data_survives(hands: bool) {
     let server = FakeServer::good();
     let mut config = server.config();
-    config.hands = hands;
+    config.io_threads = hands;
     let mut client = Client::connect(&config);
     for (id, size) in [1u64, 4095, 4097, 262_144, 262_145, 1_000_003, 9_876_543].into_iter().enumerate() {
         let extents = scattered(size, size);
@@ -109,7 +109,7 @@ fn parts_of_a_region_and_of_the_arena_are_what_they_say() {
 /// The server reads one frame after the other, and none while it waits for a command's data.
 #[test]
 fn what_a_command_needs_is_never_asked_for_behind_it() {
-    let server = FakeServer::start(Manners { hold_commands: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { hold_commands: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     let (all, lengths) = (4u64 << 20, [16 << 10, 300 << 10, 1 << 20, 16 << 10]);
     let extents = scattered(all, 7);
@@ -147,7 +147,7 @@ fn released_follows_the_data() {
 
 #[test]
 fn nothing_that_depends_on_data_is_published_before_it() {
-    let server = FakeServer::start(Manners { data_after_sent: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { data_after_sent: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     for round in 0..5 {
         let bytes = pattern(300_000, round);
@@ -166,8 +166,10 @@ fn nothing_that_depends_on_data_is_published_before_it() {
 fn progress_is_read_wherever_its_frame_begins() {
     // Frames of odd length put the ones behind them at any address of the receiving buffer.
     for odd in [1, 3, 4, 7] {
-        let server =
-            FakeServer::start(Manners { extra: Some((frame::ALIVE, vec![0; odd])), ..Manners::default() });
+        let server = FakeServer::start(Behavior {
+            extra_frame: Some((frame::ALIVE, vec![0; odd])),
+            ..Behavior::default()
+        });
         let mut client = Client::connect(&server.config());
         for _ in 0..16 {
             let mark = client.mark();
@@ -191,7 +193,8 @@ fn a_copy_that_fails_at_the_server_leaves_nothing_behind() {
 
 #[test]
 fn both_sides_may_have_much_to_send_at_once() {
-    let server = FakeServer::start(Manners { slow: Some(Duration::from_millis(1)), ..Manners::default() });
+    let server =
+        FakeServer::start(Behavior { slow_reads: Some(Duration::from_millis(1)), ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     let bytes = pattern(4 << 20, 8);
     client.write_arena(0, &bytes);
@@ -208,7 +211,7 @@ fn both_sides_may_have_much_to_send_at_once() {
 
 #[test]
 fn another_version_is_refused_by_name() {
-    let server = FakeServer::start(Manners { version: Some(7), ..Manners::default() });
+    let server = FakeServer::start(Behavior { version: Some(7), ..Behavior::default() });
     let error = Client::try_connect(&server.config()).err().unwrap();
     assert_eq!(error.answer(), Answer::Version);
     let (text, ours) = (error.to_string(), protocol::VERSION);
@@ -220,9 +223,9 @@ fn another_version_is_refused_by_name() {
 
 #[test]
 fn a_refusal_comes_with_the_servers_words() {
-    let server = FakeServer::start(Manners {
+    let server = FakeServer::start(Behavior {
         answer: Some((Answer::Denied, "no GPU for you today")),
-        ..Manners::default()
+        ..Behavior::default()
     });
     let error = Client::try_connect(&server.config()).err().unwrap();
     assert!(matches!(error, ConnectError::Refused { answer: Answer::Denied, .. }));
@@ -243,7 +246,7 @@ fn a_server_that_is_not_there_is_named() {
 
 #[test]
 fn a_server_that_vanishes_is_a_loss_and_nobody_waits() {
-    let server = FakeServer::start(Manners { drop_at: Some(3), ..Manners::default() });
+    let server = FakeServer::start(Behavior { drop_at: Some(3), ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     client.mark();
     client.mark();
@@ -260,7 +263,7 @@ fn a_server_that_vanishes_is_a_loss_and_nobody_waits() {
 
 #[test]
 fn a_server_that_falls_silent_is_lost() {
-    let server = FakeServer::start(Manners { silent: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { silent: true, ..Behavior::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(200);
     let mut client = Client::connect(&config);
@@ -275,7 +278,7 @@ fn a_server_that_falls_silent_is_lost() {
 
 #[test]
 fn a_server_that_is_waited_for_is_asked_and_one_that_is_not_is_left_alone() {
-    let server = FakeServer::start(Manners { swallow: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { swallow: true, ..Behavior::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(500);
     let client = Client::connect(&config);
@@ -331,7 +334,7 @@ fn a_wild_slot_ends_only_its_session() {
 #[test]
 fn a_slot_that_awaits_an_answer_cannot_be_used_again() {
     // The server is held at the copy, so the first answer cannot come in between.
-    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     client.dtoh(1, arena(0, 100));
     client.push(&StreamSynchronize { stream: StreamId(0) }, 1);
@@ -384,8 +387,8 @@ fn a_wrong_seq_ends_only_its_session() {
 }
 
 /// A server that does this ends the session, and its name stands in the reason.
-fn unruly(word: &str, manners: Manners) {
-    let server = FakeServer::start(manners);
+fn unruly(word: &str, behavior: Behavior) {
+    let server = FakeServer::start(behavior);
     let mut client = Client::connect(&server.config());
     client.mark();
     client.prepare(0);
@@ -396,16 +399,17 @@ fn unruly(word: &str, manners: Manners) {
 
 #[test]
 fn a_server_that_breaks_the_protocol_is_left() {
-    let extra = |kind, body: &[u8]| Manners { extra: Some((kind, body.to_vec())), ..Manners::default() };
+    let extra =
+        |kind, body: &[u8]| Behavior { extra_frame: Some((kind, body.to_vec())), ..Behavior::default() };
     unruly("no such answer", extra(frame::REPLY, &[9; 16]));
     unruly("where at least", extra(frame::REPLY, &[9; 3]));
     unruly("progress", extra(frame::PROGRESS, &[0xff; 24]));
     unruly("progress", extra(frame::PROGRESS, &[1; 25]));
     unruly("unknown kind 77", extra(77, &[]));
     unruly("expects none", extra(frame::DATA_SENT, DataSent { seq: 1, bytes: 5 }.as_bytes()));
-    let data = |seq, len| Manners {
+    let data = |seq, len| Behavior {
         extra_data: Some(DataHeader { seq, offset: 0, piece: 0, len }),
-        ..Manners::default()
+        ..Behavior::default()
     };
     unruly("expects none", data(1, 100));
     unruly("more than", data(1, u32::MAX >> 9));
@@ -413,7 +417,7 @@ fn a_server_that_breaks_the_protocol_is_left() {
 
 #[test]
 fn a_region_is_let_go_only_when_nothing_is_under_way_in_it() {
-    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     let extents = scattered(2_000_000, 11);
     let bytes = pattern(2_000_000, 11);
@@ -458,7 +462,7 @@ fn limits_on_regions_are_kept() {
 
 #[test]
 fn closing_ends_a_session_in_the_middle_of_everything() {
-    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
+    let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     client.write_arena(0, &pattern(4 << 20, 1));
     client.htod(1, arena(0, 4 << 20));

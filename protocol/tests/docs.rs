@@ -1,6 +1,6 @@
 //! `docs/wire.md` lists exactly the operations of the table.
 
-use protocol::ops::{self, Class};
+use protocol::ops::{self, Class, Hold};
 use std::fmt::Write;
 
 #[test]
@@ -12,17 +12,26 @@ fn the_wire_document_lists_every_operation() {
             .collect();
         if list.is_empty() { "–".to_owned() } else { list.join(", ") }
     };
-    let mut table = String::from("| opcode | operation | class | request | reply |\n|---|---|---|---|---|\n");
+    let mut table = String::from(
+        "| opcode | operation | class | order | may block | lane | request | reply |\n|---|---|---|---|---|---|---|---|\n",
+    );
     for row in ops::all() {
         let (class, reply) = match row.class {
             Class::Async => ("async", String::new()),
             Class::Sync => ("sync", fields(row.reply)),
         };
+        let hold = match row.hold {
+            Hold::None => String::new(),
+            hold => format!(", hold {hold:?}"),
+        };
         writeln!(
             table,
-            "| {:#06x} | `{}` | {class} | {} | {reply} |",
+            "| {:#06x} | `{}` | {class} | {:?} | {:?} | {:?}{hold} | {} | {reply} |",
             row.opcode,
             row.name,
+            row.order,
+            row.may_block,
+            row.lane,
             fields(row.request)
         )
         .unwrap();
@@ -31,12 +40,12 @@ fn the_wire_document_lists_every_operation() {
     let page = std::fs::read_to_string(path).unwrap();
     let (before, rest) = page.split_once("<!-- operations -->\n").unwrap();
     let (_, after) = rest.split_once("<!-- /operations -->").unwrap();
-    let due = format!("{before}<!-- operations -->\n{table}<!-- /operations -->{after}");
+    let expected = format!("{before}<!-- operations -->\n{table}<!-- /operations -->{after}");
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        std::fs::write(path, &due).unwrap();
+        std::fs::write(path, &expected).unwrap();
     }
     assert!(
-        std::fs::read_to_string(path).unwrap() == due,
-        "docs/wire.md is out of date: UPDATE_DOCS=1 cargo test -p rgpu-protocol --test docs"
+        std::fs::read_to_string(path).unwrap() == expected,
+        "docs/wire.md is out of date; to rewrite its table: UPDATE_DOCS=1 cargo test -p rgpu-protocol --test docs"
     );
 }

@@ -1,5 +1,6 @@
-//! Measures the software GPU against the same work in plain C on one core, and writes `docs/benchmarks/software-gpu.md`:
-//! `cargo run --release -p software-gpu --example bench`. With `--quick` it only prints, and leaves the last column out.
+//! Measures the software GPU against the same work in plain C on one core, and writes
+//! `docs/benchmarks/software-gpu.md`: `cargo run --release -p software-gpu --example bench`. With `--quick`
+//! it only prints, and omits the last column.
 
 use std::process::Command;
 use std::time::Instant;
@@ -13,15 +14,15 @@ struct Program {
     what: &'static str,
     kernel: &'static str,
     launch: LaunchConfig,
-    /// Floats of each array parameter.
+    /// Number of floats in each array parameter.
     arrays: &'static [u64],
     n: u32,
-    /// The array that is looked at afterwards, and what belongs there after so many launches, at an index.
+    /// The array that is verified, and its expected value at an index after a number of launches.
     result: usize,
     expected: fn(u64, u32) -> f64,
 }
 
-/// What every array starts with.
+/// The initial value of every array at an index.
 fn start(i: u64) -> f32 {
     (i % 1000) as f32 * 0.001 + 0.5
 }
@@ -120,15 +121,15 @@ fn programs() -> [Program; 4] {
     ]
 }
 
-/// Seconds of CPU time that this process has had, in all its threads: what other processes do meanwhile does not count.
+/// Seconds of CPU time used by all threads of this process, which excludes what other processes do meanwhile.
 fn cpu_seconds() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` may be written.
+    // SAFETY: `time` is a live local variable.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// What a launch takes, the best of several.
+/// The cost of a launch, the best of several.
 struct Cost {
     /// Seconds.
     wall: f64,
@@ -137,7 +138,7 @@ struct Cost {
     instructions: u64,
 }
 
-/// What a program takes on some workers, the best of `repeats`.
+/// The cost of a program with this many workers, the best of `repeats`.
 fn measure(program: &Program, workers: usize, repeats: u32) -> Result<Cost, Error> {
     let gpu = Gpu::new(GpuConfig { memory_bytes: 1 << 30, workers, ..GpuConfig::default() })?;
     let module = gpu.load_module(include_bytes!("bench/kernels.ptx"))?;
@@ -173,7 +174,7 @@ fn measure(program: &Program, workers: usize, repeats: u32) -> Result<Cost, Erro
     Ok(best)
 }
 
-/// Compares some of a program's results with the same in f64.
+/// Compares some of a program's results with the same computed in f64.
 fn verify(program: &Program, gpu: &Gpu, result: u64, launches: u32) -> Result<(), Error> {
     let floats = program.arrays[program.result];
     for i in (0..floats).step_by((floats / 61) as usize | 1) {
@@ -181,7 +182,7 @@ fn verify(program: &Program, gpu: &Gpu, result: u64, launches: u32) -> Result<()
         gpu.read(result + i * 4, &mut bytes)?;
         let (is, should) =
             (f64::from(f32::from_bits(u32::from_le_bytes(bytes))), (program.expected)(i, launches));
-        // NaNs are to fail, too.
+        // Written so that NaNs fail, too.
         let near = (is - should).abs() <= should.abs() * 1e-3 + 1e-3;
         assert!(near, "{}: result {i} is {is} and should be {should}", program.name);
     }
@@ -254,15 +255,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let text = format!(
         "# The software GPU's speed\n\n\
          Written by `cargo run --release -p software-gpu --example bench`. Each program runs on one worker and is compared with the same\n\
-         work in C (`software-gpu/examples/bench/reference.c`, `cc -O2`, one core). The best of five; a warp instruction works on 32 lanes.\n\
-         Times are CPU time, but for the last column, which is what passes on the clock: other work on the machine changes them\n\
-         little, but that column says something only of a machine that does nothing else.\n\
-         Some sixty of each program's results are compared with the same in f64: one that is wrong ends the measurement.\n\n\
+         work in C (`software-gpu/examples/bench/reference.c`, `cc -O2`, one core). Figures are the best of five. A warp instruction works on 32\n\
+         lanes. Times are CPU time, which other work on the machine hardly affects, except in the last column: that is wall-clock time, and only\n\
+         meaningful on an otherwise idle machine. About sixty results of each program are verified against f64; a wrong one stops the benchmark.\n\
+         \n\
          {}, {cores} cores; load average at the start {load}.\n\n{table}\n\
-         `ratio` is the time on one core over that of the C. The aim is 500 M lane-instructions a second a core, and a ratio of 10 at most.\n\n\
-         What the instructions compute is compared with an H200's answers by `software-gpu/tests/h200.rs`: the same bits, or for approximate\n\
-         instructions within their documented error. How many cases there are, and what is not modelled, stands in\n\
-         `software-gpu/README.md`.\n",
+         `ratio` is the time on one core divided by that of the C code. The goal is 500 M lane-instructions per second and core, and a ratio of at most 10.\n\
+         \n\
+         `software-gpu/tests/h200.rs` compares the results of instructions with an H200's: bit for bit, or within the documented error for\n\
+         approximate instructions. `software-gpu/README.md` lists the number of cases and what is not modeled.\n",
         cpu()
     );
     std::fs::write(folder.join("../docs/benchmarks/software-gpu.md"), text)?;

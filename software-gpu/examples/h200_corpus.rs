@@ -1,6 +1,7 @@
-//! Writes the corpus of `tests/h200` for its runner: `cargo run -p software-gpu --example h200_corpus -- FOLDER`.
+//! Writes the corpus of `tests/h200` for its runner: `cargo run -p software-gpu --example h200_corpus --
+//! FOLDER`.
 
-// The test alone needs what results are compared by.
+// Only the test uses the functions that compare results.
 #[allow(dead_code)]
 #[path = "../tests/h200/corpus.rs"]
 mod corpus;

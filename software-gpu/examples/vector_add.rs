@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     let n = 1000u32;
     let bytes = u64::from(n) * 4;
     let gpu = Gpu::new(GpuConfig { memory_bytes: 64 << 20, ..GpuConfig::default() })?;
-    // Memory lies where the caller wants it: here three allocations, each in a granule of its own.
+    // The caller chooses addresses: three allocations, each in its own granule.
     let [a, b, sum] = [0, 1, 2].map(|i| 0x2000_0000_0000 + i * GRANULE);
     gpu.map(a, 3 * GRANULE)?;
     for at in [a, b, sum] {

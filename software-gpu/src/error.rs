@@ -1,19 +1,19 @@
-//! What can go wrong, in words that a person can act on, with the CUDA driver's number for each.
+//! Errors, with a message that says what to do and the CUDA driver's number for each.
 
 use std::sync::Arc;
 
 /// Where in a program something happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Location {
-    /// Name of the kernel that was launched (mangled, as in its PTX).
+    /// Name of the launched kernel (mangled, as in its PTX).
     pub kernel: String,
-    /// Name of the function that was executing: the kernel itself or one that it called.
+    /// Name of the executing function: the kernel or a function that it called.
     pub function: String,
     /// Line in the PTX text, from 1.
     pub ptx_line: u32,
     /// `blockIdx`.
     pub block: [u32; 3],
-    /// `threadIdx` of the first thread concerned.
+    /// `threadIdx` of the first affected thread.
     pub thread: [u32; 3],
 }
 
@@ -28,29 +28,29 @@ impl std::fmt::Display for Location {
     }
 }
 
-/// What a kernel did that ended it, and with it every later operation on its GPU.
+/// What a kernel did wrong. A fault ends the kernel and fails every later operation on its GPU.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// An access outside every allocation, or across an allocation's end.
+    /// An access outside every allocation, or across the end of one.
     #[error("illegal address: {access} of {size} bytes at {space} address {address:#x}")]
     IllegalAddress {
         /// "read", "write" or "atomic operation".
         access: &'static str,
-        /// State space as PTX names it: "global", "shared", "local", "const" or "param".
+        /// State space in PTX's terms: "global", "shared", "local", "const" or "param".
         space: &'static str,
-        /// The address, in that space.
+        /// The address within that space.
         address: u64,
-        /// Bytes.
+        /// Size of the access in bytes.
         size: u32,
     },
-    /// An address that is not a multiple of the access's size.
+    /// An access at an address that is not a multiple of its size.
     #[error("misaligned address: {size} bytes at {space} address {address:#x}")]
     MisalignedAddress {
-        /// State space as PTX names it.
+        /// State space in PTX's terms.
         space: &'static str,
-        /// The address, in that space.
+        /// The address within that space.
         address: u64,
-        /// Bytes.
+        /// Size of the access in bytes.
         size: u32,
     },
     /// `assert()` in device code.
@@ -68,15 +68,15 @@ pub enum Fault {
     /// `trap` or `__trap()`.
     #[error("trap instruction")]
     Trap,
-    /// An indirect call or branch to something that is no function or label.
+    /// An indirect call or branch to an address that is no function or label.
     #[error("invalid program counter: {0}")]
     InvalidPc(String),
-    /// The threads of a block wait for each other and none can go on.
+    /// The threads of a block wait for each other, and none can continue.
     #[error(
         "deadlock: every thread of the block waits at a barrier or a warp-wide instruction that cannot complete"
     )]
     Deadlock,
-    /// Call depth or local memory beyond the limit.
+    /// The call depth or the local memory exceeds its limit.
     #[error("stack overflow: {bytes} bytes of local memory are needed, {limit} are allowed per thread")]
     StackOverflow {
         /// Bytes needed.
@@ -84,7 +84,7 @@ pub enum Fault {
         /// Bytes allowed.
         limit: u64,
     },
-    /// An instruction whose operands have no defined meaning, such as an undefined barrier number.
+    /// An instruction with invalid operands, such as an undefined barrier number.
     #[error("illegal instruction: {0}")]
     IllegalInstruction(String),
     /// Stopped by [`crate::Gpu::cancel`].
@@ -92,10 +92,11 @@ pub enum Fault {
     Cancelled,
 }
 
-/// Something in a function that this GPU does not implement. The function's module loads; the function cannot run.
+/// Something in a function that this GPU does not implement. The function's module loads, but the function
+/// cannot run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unsupported {
-    /// The function that it is in (mangled, as in its PTX).
+    /// The function that contains it (mangled, as in its PTX).
     pub function: String,
     /// Line in the PTX text, from 1.
     pub line: u32,
@@ -110,31 +111,31 @@ impl std::fmt::Display for Unsupported {
     }
 }
 
-/// Every error of this crate. Cheap to clone: a GPU's sticky error is handed to many callers.
+/// Every error of this crate. Cloning is cheap, because a GPU's sticky error is returned to many callers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// An argument of a call is out of its range; nothing was done.
+    /// An argument is out of range. Nothing was done.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
-    /// The GPU's memory is used up; nothing was done.
+    /// The GPU has no memory left. Nothing was done.
     #[error("out of memory: {requested} bytes asked for, {free} of {total} free")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         requested: u64,
         /// Bytes free.
         free: u64,
-        /// Bytes in all.
+        /// Bytes of the GPU's memory.
         total: u64,
     },
-    /// The host refused memory or address space for the GPU's memory.
+    /// The host could not provide memory or address space for the GPU's memory.
     #[error("the host refused {what}: {error}")]
     Host {
-        /// What was asked for.
+        /// What was requested.
         what: String,
-        /// The operating system's words.
+        /// The operating system's error.
         error: String,
     },
-    /// An address range given by the host is not, or not wholly, inside one allocation.
+    /// A range given by the host is not entirely inside one allocation.
     #[error("no allocation holds {size} bytes at {address:#x}")]
     NotAllocated {
         /// Device address.
@@ -145,10 +146,10 @@ pub enum Error {
     /// The image is neither PTX nor a fat binary.
     #[error("not a device program: {0}")]
     InvalidImage(String),
-    /// The image holds no PTX that this GPU can run (machine code only, or a newer architecture).
+    /// The image contains no PTX that this GPU can run (only machine code, or a newer architecture).
     #[error("no PTX for this GPU: {0}")]
     NoBinaryForGpu(String),
-    /// PTX that does not parse or does not hold together.
+    /// PTX with a syntax error or an inconsistency.
     #[error("PTX line {line}: {message}")]
     InvalidPtx {
         /// Line from 1.
@@ -156,7 +157,7 @@ pub enum Error {
         /// What is wrong.
         message: String,
     },
-    /// PTX that is right but uses something that this GPU does not implement.
+    /// Valid PTX that uses something this GPU does not implement.
     #[error("PTX line {line}: not supported by the software GPU: {what}")]
     UnsupportedPtx {
         /// Line from 1.
@@ -164,7 +165,7 @@ pub enum Error {
         /// The instruction or directive.
         what: String,
     },
-    /// The kernel uses something that this GPU does not implement; nothing was launched.
+    /// The kernel uses something that this GPU does not implement. Nothing was launched.
     #[error("kernel {kernel} cannot be launched: {reason}")]
     UnsupportedFunction {
         /// Name of the kernel.
@@ -183,7 +184,7 @@ pub enum Error {
     /// A launch needs more threads or shared memory than the function or the GPU allows.
     #[error("launch out of resources: {0}")]
     LaunchOutOfResources(String),
-    /// A cooperative launch has more blocks than can be resident at a time.
+    /// A cooperative launch has more blocks than can be resident at once.
     #[error("cooperative launch of {blocks} blocks, {limit} fit")]
     CooperativeLaunchTooLarge {
         /// Blocks of the launch.
@@ -191,21 +192,21 @@ pub enum Error {
         /// Blocks that can be resident.
         limit: u64,
     },
-    /// A grid cannot be made of such clusters.
+    /// A grid that cannot be divided into clusters of this size.
     #[error("invalid clusters: {0}")]
     InvalidClusterSize(String),
-    /// An event that was never recorded, or without time, was asked for its time.
+    /// The time of an event that has none: it was never recorded, or timing is disabled.
     #[error("the event has no time: {0}")]
     NoTime(&'static str),
-    /// A kernel failed. Sticky: every later operation on the GPU returns it.
+    /// A kernel fault. Sticky: every later operation on the GPU returns it.
     #[error("{fault} ({location})")]
     Kernel {
-        /// What it did.
+        /// What the kernel did.
         fault: Fault,
         /// Where.
         location: Arc<Location>,
     },
-    /// A closure given to [`crate::Stream::enqueue`] failed. Sticky.
+    /// A closure passed to [`crate::Stream::enqueue`] failed. Sticky.
     #[error("stream operation: {0}")]
     Operation(Arc<Error>),
 }

@@ -1,7 +1,7 @@
-//! Finds the PTX to run in what a program hands over: PTX text, or a fat binary.
+//! Finds the PTX to run in an image: PTX text or a fat binary.
 //!
-//! A fat binary is one or more containers: a header (magic, version, header size, size of what follows) and
-//! entries, each with a kind, an architecture and a payload that may be compressed with LZ4 or zstd.
+//! A fat binary is one or more containers. Each has a header (magic, version, header size, size of the rest)
+//! and entries with a kind, an architecture and a payload that may be compressed with LZ4 or zstd.
 
 use std::io::Read;
 
@@ -13,7 +13,7 @@ const KIND_PTX: u16 = 1;
 const KIND_ELF: u16 = 2;
 const FLAG_LZ4: u64 = 0x2000;
 const FLAG_ZSTD: u64 = 0x8000;
-/// Nobody's PTX is larger; a wrong header could say so.
+/// No real PTX is larger, but a corrupt header could claim to be.
 const MAX_PTX: u64 = 1 << 30;
 
 fn bytes<const N: usize>(data: &[u8], at: usize) -> Result<[u8; N]> {
@@ -22,7 +22,7 @@ fn bytes<const N: usize>(data: &[u8], at: usize) -> Result<[u8; N]> {
 }
 
 fn truncated(at: usize, len: usize) -> Error {
-    Error::InvalidImage(format!("the fat binary ends at byte {len}, a header at {at} goes on"))
+    Error::InvalidImage(format!("the fat binary ends at byte {len}, inside the header at {at}"))
 }
 
 fn u16_at(data: &[u8], at: usize) -> Result<u16> {
@@ -43,8 +43,9 @@ struct Entry<'a> {
     payload: &'a [u8],
 }
 
-/// Whether the code for a GPU of architecture `arch` in `image`, which may be machine code, PTX or a fat binary of either, has `word` in it: in its strings, its symbols
-/// or its text. `None`: it is of another form, or would be longer than `most` bytes unpacked.
+/// Whether the code in `image` for a GPU of architecture `arch` contains `word` in its strings, symbols or
+/// text. The image may be machine code, PTX or a fat binary of either. Returns `None` if the format is
+/// unknown or the code is longer than `most` bytes when decompressed.
 pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<bool> {
     let has = |data: &[u8]| data.windows(word.len()).any(|bytes| bytes == word);
     if u32_at(image, 0).ok()? != CONTAINER_MAGIC {
@@ -58,7 +59,7 @@ pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<boo
         let mut at = header;
         while at.saturating_add(16) <= container.len() {
             let (kind, entry, next) = entry(container, at).ok()?;
-            // Machine code runs on its own generation only; PTX on that and all later ones.
+            // Machine code runs only on its own generation; PTX also on all later ones.
             let runs = entry.arch <= arch && (kind != KIND_ELF || entry.arch / 10 == arch / 10);
             if runs {
                 left = left.checked_sub(entry.size.max(entry.payload.len() as u64))?;
@@ -73,11 +74,11 @@ pub fn mentions(image: &[u8], arch: u32, word: &[u8], most: usize) -> Option<boo
     Some(false)
 }
 
-/// The texts of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the newest
-/// that is not newer than that.
+/// The texts of the best PTX in `image` for a GPU of architecture `arch` (90 for compute capability 9.0): the
+/// newest that is not newer than the GPU.
 ///
-/// A program built with `nvcc -rdc=true` hands over what the device linker made, and behind it the containers that this
-/// was linked from: if the first holds no PTX, the best of each of the others is given, to be linked here.
+/// `nvcc -rdc=true` produces the device linker's output followed by the containers that it linked. If the
+/// first container has no PTX, the best PTX of each of the others is returned, to be linked here.
 pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<Vec<String>> {
     if image.len() >= 4 {
         let magic = u32_at(image, 0)?;
@@ -86,7 +87,7 @@ pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<Vec<String>> {
         }
         if magic == WRAPPER_MAGIC {
             return Err(Error::InvalidImage(
-                "a fat binary wrapper holds pointers: hand over the container that it points to".into(),
+                "a fat binary wrapper only holds pointers: pass the container that it points to".into(),
             ));
         }
         if image.starts_with(b"\x7fELF") {
@@ -102,7 +103,7 @@ pub(crate) fn select_ptx(image: &[u8], arch: u32) -> Result<Vec<String>> {
     }
 }
 
-/// PTX as text, without the zeros that may follow it.
+/// PTX text without trailing zeros.
 fn text(data: &[u8]) -> Result<String> {
     let end = data.iter().position(|&b| b == 0).unwrap_or(data.len());
     String::from_utf8(data[..end].to_vec())
@@ -136,7 +137,7 @@ fn from_containers(mut data: &[u8], arch: u32) -> Result<Vec<String>> {
     }
     if out.is_empty() {
         return Err(Error::NoBinaryForGpu(format!(
-            "the fat binary holds {}; build with PTX (-gencode … code=compute_XX, at most {arch})",
+            "the fat binary contains only {}; build it with PTX (-gencode … code=compute_XX, at most {arch})",
             seen.join(", ")
         )));
     }

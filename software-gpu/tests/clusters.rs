@@ -1,4 +1,4 @@
-//! Clusters of blocks, as nvcc compiles programs that use them, and the heap of kernels' `malloc`.
+//! Clusters of blocks and the heap of kernels' `malloc`, in programs compiled by nvcc.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,7 +23,7 @@ fn of(cluster: [u32; 3], config: LaunchConfig) -> LaunchConfig {
 }
 
 #[test]
-fn registers_say_where_a_block_is() {
+fn cluster_registers_report_a_block_s_position() {
     both(|b, m| {
         let (grid, size) = ([4, 6, 2], [2, 3, 1]);
         let out = b.upload(&[0u32; 16 * 48]);
@@ -48,7 +48,7 @@ fn registers_say_where_a_block_is() {
 }
 
 #[test]
-fn a_histogram_lies_in_the_shared_memory_of_all_blocks() {
+fn a_histogram_spans_the_shared_memory_of_all_blocks() {
     both(|b, m| {
         let data: Vec<u32> = (0..20_000u32).map(|i| i.wrapping_mul(2_654_435_761) >> 20 & 1023).collect();
         for size in [1, 2, 4, 8, 16] {
@@ -65,7 +65,7 @@ fn a_histogram_lies_in_the_shared_memory_of_all_blocks() {
 }
 
 #[test]
-fn the_barrier_holds_round_after_round_for_those_that_stay() {
+fn the_barrier_keeps_working_after_threads_exit() {
     both(|b, m| {
         let rounds = 50;
         let out = b.upload(&[0u32; 16]);
@@ -77,7 +77,7 @@ fn the_barrier_holds_round_after_round_for_those_that_stay() {
 }
 
 #[test]
-fn addresses_know_their_block() {
+fn addresses_identify_their_block() {
     both(|b, m| {
         let out = b.upload(&[0u32; 32]);
         b.run(m, "addresses", of([4, 1, 1], LaunchConfig::linear(4, 32)), &out.to_le_bytes()).unwrap();
@@ -92,7 +92,7 @@ fn addresses_know_their_block() {
 }
 
 #[test]
-fn words_are_sent_to_another_block_and_its_barrier_learns_of_them() {
+fn stores_to_another_block_complete_on_its_barrier() {
     both(|b, m| {
         let out = b.upload(&[0u32; 16]);
         b.run(m, "sent", of([4, 1, 1], LaunchConfig::linear(4, 32)), &out.to_le_bytes()).unwrap();
@@ -102,7 +102,7 @@ fn words_are_sent_to_another_block_and_its_barrier_learns_of_them() {
 }
 
 #[test]
-fn one_copy_goes_to_several_blocks() {
+fn a_multicast_copy_reaches_several_blocks() {
     both(|b, m| {
         let data: Vec<u32> = (0..64).map(|i| 3 * i).collect();
         let (out, input) = (b.upload(&[0u32; 4 * 64]), b.upload(&data));
@@ -117,7 +117,7 @@ fn one_copy_goes_to_several_blocks() {
 }
 
 #[test]
-fn clusters_that_cannot_be_are_refused() {
+fn invalid_clusters_are_refused() {
     both(|b, m| {
         let out = b.upload(&[0u32; 16]);
         let refused = |name: &str, config: LaunchConfig| {
@@ -138,7 +138,7 @@ fn clusters_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_cluster_whose_blocks_wait_in_vain_is_a_deadlock() {
+fn a_cluster_barrier_that_cannot_complete_is_a_deadlock() {
     both(|b, m| {
         let error = b.run(m, "alone", of([2, 1, 1], LaunchConfig::linear(2, 32)), &[]).unwrap_err();
         assert!(matches!(error, Error::Kernel { fault: Fault::Deadlock, .. }), "{error}");
@@ -146,7 +146,7 @@ fn a_cluster_whose_blocks_wait_in_vain_is_a_deadlock() {
 }
 
 #[test]
-fn memory_of_a_block_that_is_not_there_is_an_illegal_address() {
+fn memory_of_a_missing_block_is_an_illegal_address() {
     both(|b, m| {
         let out = b.upload(&[0u32; 64]);
         let config = of([2, 1, 1], LaunchConfig::linear(2, 32));
@@ -156,7 +156,8 @@ fn memory_of_a_block_that_is_not_there_is_an_illegal_address() {
     });
 }
 
-/// A kernel that allocates `most` times `bytes` and tells how many times it got some, then frees all if it shall.
+/// A kernel that calls `malloc(bytes)` up to `most` times, counts the successes, and frees everything on
+/// request.
 const HEAP: &str = r"
 .version 8.0
 .target sm_80
@@ -216,7 +217,7 @@ fn take(b: &Bench, m: &Module, bytes: u64, most: i32, free: bool) -> u32 {
 }
 
 #[test]
-fn malloc_gives_nothing_beyond_the_limit_and_again_what_was_freed() {
+fn malloc_stops_at_the_heap_limit_and_reuses_freed_memory() {
     let b = Bench::new();
     let m = b.gpu.load_module(HEAP.as_bytes()).unwrap();
     assert_eq!(take(&b, &m, 1 << 20, 64, true), 7);
@@ -225,7 +226,7 @@ fn malloc_gives_nothing_beyond_the_limit_and_again_what_was_freed() {
     assert_eq!(take(&b, &m, 1 << 20, 64, true), 15);
     assert_eq!(take(&b, &m, 16 << 20, 1, true), 0);
     assert_eq!(take(&b, &m, u64::MAX, 1, true), 0);
-    // Small ones cost little more than they are: 48 bytes each here.
+    // Small allocations have little overhead: these take 48 bytes each.
     assert_eq!(take(&b, &m, 16, 1 << 20, true), (16 << 20) / 48);
     assert_eq!(take(&b, &m, 8 << 20, 8, false), 1);
     assert_eq!(take(&b, &m, 7 << 20, 8, true), 1);
@@ -233,7 +234,7 @@ fn malloc_gives_nothing_beyond_the_limit_and_again_what_was_freed() {
 }
 
 #[test]
-fn a_byte_beyond_what_malloc_gave_is_an_illegal_address() {
+fn a_byte_beyond_a_heap_allocation_is_an_illegal_address() {
     for bytes in [1u64, 16, 100, 4096] {
         let b = Bench::new();
         let m = b.gpu.load_module(HEAP.as_bytes()).unwrap();

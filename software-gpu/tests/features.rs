@@ -1,4 +1,5 @@
-//! What programs use beyond the ordinary, as nvcc compiles it: tensor cores, asynchronous copies, cooperative groups.
+//! Less common CUDA features in programs compiled by nvcc: tensor cores, asynchronous copies, cooperative
+//! groups.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +19,7 @@ fn both(test: impl Fn(&Bench, &Module)) {
     }
 }
 
-/// The f16 of a small whole number.
+/// The f16 of a small integer.
 fn half(n: i32) -> u16 {
     let a = n.unsigned_abs();
     let sign = if n < 0 { 0x8000 } else { 0 };
@@ -30,7 +31,7 @@ fn half(n: i32) -> u16 {
 }
 
 #[test]
-fn wmma_of_halves_is_the_matrix_product() {
+fn wmma_of_f16_is_the_matrix_product() {
     both(|b, m| {
         let n = 48usize;
         let (x, y): (Vec<i32>, Vec<i32>) =
@@ -50,7 +51,7 @@ fn wmma_of_halves_is_the_matrix_product() {
 }
 
 #[test]
-fn products_of_doubles_are_chains_of_fused_additions() {
+fn f64_products_are_chains_of_fused_additions() {
     both(|b, m| {
         let value = |i: usize| ((i * 37 % 101) as f64 - 50.0) / 7.0 * 2f64.powi((i * 13 % 9) as i32 * 4 - 16);
         let (x, y): (Vec<f64>, Vec<f64>) = (0..256).map(|i| (value(i), value(3 * i + 1))).unzip();
@@ -71,7 +72,7 @@ fn products_of_doubles_are_chains_of_fused_additions() {
 }
 
 #[test]
-fn tiles_of_several_warps_meet_beside_the_kernels_memory() {
+fn tiles_of_several_warps_use_reserved_shared_memory() {
     both(|b, m| {
         let data: Vec<i32> = (0..1024).map(|i| i * 31 % 97).collect();
         let (out, input) = (b.upload(&[0i32; 1024]), b.upload(&data));
@@ -83,7 +84,7 @@ fn tiles_of_several_warps_meet_beside_the_kernels_memory() {
 }
 
 #[test]
-fn sixteen_bytes_are_stored_and_loaded_as_one() {
+fn sixteen_byte_accesses_are_atomic() {
     both(|b, m| {
         let (cells, torn) = (b.upload(&[0u64; 128]), b.upload(&[0u32]));
         let p = Params::default().u64(cells).u64(torn).i32(100_000);
@@ -149,7 +150,7 @@ fn asynchronous_copies_arrive() {
 }
 
 #[test]
-fn barriers_in_shared_memory_hand_over() {
+fn mbarriers_hand_data_from_producers_to_consumers() {
     both(|b, m| {
         let dr = b.upload(&[0i32; 96]);
         let rounds = 20;
@@ -163,7 +164,7 @@ fn barriers_in_shared_memory_hand_over() {
 }
 
 #[test]
-fn a_cooperative_grid_synchronises() {
+fn a_cooperative_grid_synchronizes() {
     both(|b, m| {
         let (blocks, threads, rounds) = (6usize, 64usize, 4);
         let n = blocks * threads;
@@ -183,7 +184,7 @@ fn a_cooperative_grid_synchronises() {
 }
 
 #[test]
-fn blocks_may_wait_for_earlier_ones() {
+fn blocks_can_wait_for_earlier_blocks() {
     both(|b, m| {
         let (blocks, threads) = (40usize, 128usize);
         let x: Vec<i32> = (0..(blocks * threads) as i32).map(|i| i * 31 % 17).collect();
@@ -203,7 +204,7 @@ fn blocks_may_wait_for_earlier_ones() {
 }
 
 #[test]
-fn named_barriers_meet_some_of_the_threads() {
+fn named_barriers_synchronize_some_of_the_threads() {
     both(|b, m| {
         let dr = b.upload(&[0i32; 128]);
         b.run(m, "named_barriers", LaunchConfig::linear(1, 128), &dr.to_le_bytes()).unwrap();
@@ -213,7 +214,7 @@ fn named_barriers_meet_some_of_the_threads() {
 }
 
 #[test]
-fn a_shuffle_reached_at_two_places_is_one() {
+fn a_shuffle_reached_at_two_instructions_is_one_shuffle() {
     both(|b, m| {
         let dr = b.upload(&[0i32; 96]);
         b.run(m, "divergent_shuffles", LaunchConfig::linear(1, 32), &dr.to_le_bytes()).unwrap();
@@ -244,7 +245,7 @@ fn alloca_gives_each_thread_its_own() {
 }
 
 #[test]
-fn atomics_on_pairs_vectors_and_brain_floats() {
+fn atomics_on_pairs_vectors_and_bf16() {
     both(|b, m| {
         let (pairs, four, brain) = (b.upload(&[0u32]), b.upload(&[0f32; 4]), b.upload(&[0u16, 0xabcd]));
         let p = Params::default().u64(pairs).u64(four).u64(brain);
@@ -320,7 +321,7 @@ fn textures_are_fetched_filtered_and_wrapped() {
             let low = at(ix, iy) * (1.0 - a) + at(ix + 1, iy) * a;
             let high = at(ix, iy + 1) * (1.0 - a) + at(ix + 1, iy + 1) * a;
             let want = low * (1.0 - c) + high * c;
-            // The weights have eight bits.
+            // Weights have eight bits.
             assert!((got[32 + t] - want).abs() < 0.2, "({x}, {y}): {} and {want}", got[32 + t]);
             let index = |v: f32, n: i32| ((v * n as f32).floor() as i32).rem_euclid(n) as usize;
             let (vx, vy, vz) = (index(x / 8.0, 8), index(y / 4.0, 4), index(t as f32 / 32.0, 2));

@@ -1,4 +1,4 @@
-//! Forms of instructions that CUDA's headers write and that were once refused.
+//! Forms of instructions that CUDA's headers use and that were once refused.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ mod common;
 use common::Bench;
 use software_gpu::LaunchConfig;
 
-/// What `work` leaves in `%d` for `%a`, `%b` and `%c`.
+/// The value of `%d` after `work` for these `%a`, `%b` and `%c`.
 fn answer(work: &str, [a, b, c]: [u32; 3]) -> u32 {
     let text = format!(
         ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(.param .u64 o)\n{{\n .reg .b64 %o;\n .reg .b32 %a, %b, %c, %d;\n \
@@ -22,7 +22,7 @@ fn answer(work: &str, [a, b, c]: [u32; 3]) -> u32 {
 }
 
 #[test]
-fn bytes_differ_side_by_side() {
+fn byte_differences_are_computed_side_by_side() {
     assert_eq!(answer("vabsdiff4.u32.u32.u32 %d, %a, %b, %c;", [0x01ff_0080, 0x0300_017f, 9]), 0x02ff_0101);
     assert_eq!(answer("vabsdiff4.u32.u32.u32.add %d, %a, %b, %c;", [0x01ff_0080, 0x0300_017f, 9]), 9 + 259);
     assert_eq!(answer("vset2.s32.s32.gt %d, %a, %b, %c;", [0x0001_8000, 0xffff_7fff, 0]), 0x0001_0000);
@@ -39,14 +39,14 @@ fn halves_are_compared_side_by_side() {
 }
 
 #[test]
-fn relu_may_stand_behind_the_type() {
+fn relu_may_follow_the_type() {
     for form in ["max.relu.s16x2", "max.s16x2.relu"] {
         assert_eq!(answer(&format!("{form} %d, %a, %b;"), [0xffff_0003, 0xfffe_0002, 0]), 0x0000_0003);
     }
 }
 
 #[test]
-fn relu_may_stand_between_the_types_of_a_conversion() {
+fn relu_may_be_between_the_types_of_a_conversion() {
     for form in ["cvt.rn.relu.bf16x2.f32", "cvt.rn.bf16x2.relu.f32"] {
         let values = [(-1f32).to_bits(), 2f32.to_bits(), 0];
         assert_eq!(answer(&format!("{form} %d, %a, %b;"), values), 0x0000_4000);
@@ -55,7 +55,7 @@ fn relu_may_stand_between_the_types_of_a_conversion() {
 
 #[test]
 fn the_flag_of_a_subtraction_is_a_carry() {
-    // What 128-bit division looks at: set when nothing was borrowed.
+    // The flag that 128-bit division uses: set when nothing was borrowed.
     let flag = "sub.cc.u32 %d, %a, %b; addc.u32 %d, 0, 0;";
     assert_eq!(answer(flag, [5, 5, 0]), 1);
     assert_eq!(answer(flag, [5, 6, 0]), 0);
@@ -68,7 +68,7 @@ fn the_flag_of_a_subtraction_is_a_carry() {
 }
 
 #[test]
-fn the_reciprocal_root_of_a_double_has_all_its_digits() {
+fn rsqrt_of_f64_has_full_precision() {
     for x in [2.0f64, 3.0, 1e-300, 5e-324, 1.7e308, 0.1, 18.9911537] {
         let bits = x.to_bits();
         let work = "{.reg .f64 %x; mov.b64 %x, {%a, %b}; rsqrt.approx.f64 %x, %x; .reg .b32 %h; mov.b64 {%d, %h}, %x; \
@@ -84,8 +84,8 @@ fn the_reciprocal_root_of_a_double_has_all_its_digits() {
 }
 
 #[test]
-fn ftz_may_stand_behind_the_type() {
-    // As in cuRAND's headers. A denormal number counts as 0 with it.
+fn ftz_may_follow_the_type() {
+    // As in cuRAND's headers. With it, a subnormal counts as 0.
     let root = |form: &str| f32::from_bits(answer(&format!("{form} %d, %a;"), [1, 0, 0]));
     for op in ["rcp", "rsqrt"] {
         assert_eq!(root(&format!("{op}.approx.f32.ftz")), f32::INFINITY);

@@ -1,9 +1,9 @@
-//! The corpus of `h200/corpus.rs`, compared with what a real H200 answered: bit for bit, or within the documented error for
-//! approximate instructions. `h200/record.sh` says how the recording is made again.
+//! Compares the corpus of `h200/corpus.rs` with the results of a real H200: bit for bit, or for approximate
+//! instructions within the documented error. `h200/record.sh` describes how to record the results again.
 
 #![allow(clippy::unwrap_used)]
 
-// How cases are put into modules is the recording's business.
+// Only the recording needs the functions that group cases into modules.
 #[allow(dead_code)]
 #[path = "h200/corpus.rs"]
 mod corpus;
@@ -42,7 +42,7 @@ fn run(gpu: &Gpu, module: &Module, kernel: &str, case: &Case) -> Result<Vec<u8>,
     Ok(out)
 }
 
-/// Every case's answer here; those that do not load or run are named.
+/// The result of every case on the software GPU, and the names of cases that do not load or run.
 fn answers(cases: &[Case]) -> (Vec<Option<Vec<u8>>>, Vec<String>) {
     let (mut out, mut refused) = (Vec::new(), Vec::new());
     let mut device = gpu();
@@ -58,7 +58,7 @@ fn answers(cases: &[Case]) -> (Vec<Option<Vec<u8>>>, Vec<String>) {
     (out, refused)
 }
 
-/// A result as numbers, where its type has several parts.
+/// The numbers in a result, for types with several parts.
 fn numbers(ty: &str, bytes: &[u8]) -> Vec<f64> {
     let word = |n: usize| bytes[..n].iter().rev().fold(0u64, |v, b| v << 8 | u64::from(*b));
     let half = |h: u64| {
@@ -103,7 +103,7 @@ fn agree(case: &Case, thread: usize, ours: &[u8], theirs: &[u8]) -> bool {
     ours.iter().zip(&theirs).all(|(a, b)| near(*a, *b, relative, absolute))
 }
 
-/// What the H200 answered, by the cases' hashes.
+/// The H200's results by the cases' hashes.
 fn recording() -> HashMap<u64, Vec<u8>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/h200/results.bin");
     let bytes = std::fs::read(path).expect("the recording is part of the repository");
@@ -126,7 +126,7 @@ fn every_case_of_the_corpus_loads_and_runs() {
 }
 
 #[test]
-fn results_are_those_of_an_h200() {
+fn results_match_an_h200() {
     let recorded = recording();
     let cases = corpus::cases();
     let (answers, refused) = answers(&cases);

@@ -1,9 +1,9 @@
-//! The corpus of `h200/textures.rs`, compared with what a real H200 answered: bit for bit, or within the error that the README
-//! gives. `h200/record.sh` says how the recording is made again.
+//! Compares the corpus of `h200/textures.rs` with the results of a real H200: bit for bit, or within the
+//! error given in the README. `h200/record.sh` describes how to record the results again.
 
 #![allow(clippy::unwrap_used)]
 
-// The other corpus has a test of its own.
+// Part of the module serves only the other corpus, which has its own test.
 #[allow(dead_code)]
 #[path = "h200/corpus.rs"]
 mod corpus;
@@ -63,7 +63,7 @@ fn sampler(case: &Case) -> Sampler {
     }
 }
 
-/// The threads' results, and after them the texels if the case stores some.
+/// The threads' results, followed by the texels if the case stores some.
 fn run(gpu: &Gpu, module: &Module, kernel: usize, case: &Case, sampler: Sampler) -> Result<Vec<u8>> {
     let input = case.input_bytes();
     let mut out = vec![0u8; case.inputs.len() * case.results() * 4];
@@ -117,7 +117,7 @@ fn agree(near: Near, ours: &[u8], theirs: &[u8]) -> bool {
 }
 
 #[test]
-fn textures_are_those_of_an_h200() {
+fn texture_results_match_an_h200() {
     let recorded = recording();
     let cases = textures::cases();
     let kernels = textures::kernels(&cases);
@@ -168,7 +168,7 @@ fn the_corpus_has_every_kind_of_resource() {
 }
 
 #[test]
-fn gradients_in_an_anisotropic_texture_are_an_error_and_levels_are_not() {
+fn an_anisotropic_texture_allows_levels_but_not_gradients() {
     let cases = textures::cases();
     let kernels = textures::kernels(&cases);
     for (start, refused) in [("tex.grad.2d", true), ("tex.level.2d", false)] {

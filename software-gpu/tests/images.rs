@@ -1,4 +1,4 @@
-//! What programs hand over: fat binaries, compressed or not, and pieces that are to be linked.
+//! Images that programs load: fat binaries, compressed or not, and files to be linked.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,7 +12,7 @@ const PTX: u16 = 1;
 const MACHINE_CODE: u16 = 2;
 const LZ4: u64 = 0x2000;
 
-/// One entry of a fat binary: kind, architecture, flags, bytes of the payload when unpacked, payload.
+/// A fat binary's entry: kind, architecture, flags, size of the decompressed payload in bytes, payload.
 fn entry(kind: u16, arch: u32, flags: u64, unpacked: u64, payload: &[u8]) -> Vec<u8> {
     let length = payload.len().next_multiple_of(8);
     let mut e = vec![0u8; 0x40];
@@ -120,7 +120,7 @@ const SECOND: &str = "
 ";
 
 #[test]
-fn pieces_behind_linked_machine_code_are_linked_by_name() {
+fn containers_after_linked_machine_code_are_linked_by_name() {
     let piece = |text: &str| container(&[entry(PTX, 80, 0, 0, format!("{HEAD}{text}").as_bytes())]);
     let linked = container(&[entry(MACHINE_CODE, 90, 0, 0, &[0x7f; 40])]);
     // 21 * 2 + the second file's own 5, + the first `same`, + base, + the first file's own 100.
@@ -128,7 +128,7 @@ fn pieces_behind_linked_machine_code_are_linked_by_name() {
 }
 
 #[test]
-fn what_is_defined_nowhere_or_twice_is_named() {
+fn undefined_and_duplicate_symbols_are_named_in_the_error() {
     let bench = Bench::new();
     let piece = |text: &str| container(&[entry(PTX, 80, 0, 0, format!("{HEAD}{text}").as_bytes())]);
     let linked = container(&[entry(MACHINE_CODE, 90, 0, 0, &[0x7f; 40])]);
@@ -136,14 +136,14 @@ fn what_is_defined_nowhere_or_twice_is_named() {
         let image = [std::slice::from_ref(&linked), pieces].concat().concat();
         bench.gpu.load_module(&image).err().map(|e| e.to_string()).unwrap_or_default()
     };
-    assert!(load(&[piece(FIRST)]).contains("base is external and defined nowhere"));
+    assert!(load(&[piece(FIRST)]).contains("external variable base is not defined"));
     let without = FIRST.replace(".extern .global .u32 base;", ".global .u32 base;");
     assert!(load(&[piece(&without)]).contains("no symbol twice"));
     assert!(load(&[piece(FIRST), piece(SECOND), piece(SECOND)]).contains("base is defined twice"));
 }
 
 #[test]
-fn images_are_linked_with_each_other_and_checked_without() {
+fn images_are_linked_together_and_can_be_checked_alone() {
     let bench = Bench::new();
     let [first, second] = [FIRST, SECOND].map(|text| format!("{HEAD}{text}"));
     for good in [&first, &second] {
@@ -159,7 +159,7 @@ fn images_are_linked_with_each_other_and_checked_without() {
 }
 
 #[test]
-fn what_the_code_of_an_image_mentions_is_found_packed_or_not() {
+fn words_are_found_in_compressed_and_plain_images() {
     use software_gpu::mentions;
     let ptx = b".version 8.0\n.target sm_80\n.extern .func vprintf;\n".to_vec();
     assert_eq!(mentions(&ptx, 90, b"vprintf", 1 << 20), Some(true));

@@ -1,4 +1,4 @@
-//! What a launch must satisfy: as an H200 with driver 580 was seen to answer.
+//! Requirements on launches, as observed on an H200 with driver 580.
 
 #![allow(clippy::unwrap_used)]
 
@@ -30,7 +30,7 @@ fn launch(bytes: usize) -> Result<u32, Error> {
 }
 
 #[test]
-fn a_block_of_parameters_that_is_too_long_is_refused() {
+fn too_many_parameter_bytes_are_refused() {
     assert_eq!(launch(12).unwrap(), 9);
     assert_eq!(launch(13).unwrap_err().cuda_code(), 701);
     assert_eq!(launch(16).unwrap_err().cuda_code(), 701);
@@ -42,13 +42,14 @@ fn a_block_of_parameters_that_is_too_long_is_refused() {
 }
 
 #[test]
-fn what_a_block_of_parameters_lacks_is_zero_unless_it_lacks_all() {
+fn missing_parameter_bytes_are_zero_unless_all_are_missing() {
     assert_eq!(launch(8).unwrap(), 0);
     assert_eq!(launch(11).unwrap(), 9);
     assert_eq!(launch(0).unwrap_err().cuda_code(), 1);
 }
 
-/// Blocks add to a sum, meet, and each stores what it then reads: `called` says how they meet, and what that answers.
+/// Blocks add to a sum, synchronize, and store the sum that they then read. `called` is the function by which
+/// they synchronize; also returns its results.
 fn meeting(called: &str, cooperative: bool) -> (Vec<u32>, Vec<u32>) {
     let text = format!(
         ".version 8.0\n.target sm_90\n.address_size 64
@@ -90,7 +91,7 @@ fn meeting(called: &str, cooperative: bool) -> (Vec<u32>, Vec<u32>) {
 }
 
 #[test]
-fn the_device_runtime_lets_a_cooperative_grid_meet() {
+fn the_device_runtime_synchronizes_a_cooperative_grid() {
     for called in ["cudaCGSynchronize", "cudaCGSynchronizeGrid"] {
         let (sums, errors) = meeting(called, true);
         assert_eq!(errors, [0; 7 * 64]);
@@ -99,12 +100,12 @@ fn the_device_runtime_lets_a_cooperative_grid_meet() {
 }
 
 #[test]
-fn a_grid_that_is_not_cooperative_is_told_that_it_cannot_meet() {
+fn grid_synchronization_fails_for_a_grid_that_is_not_cooperative() {
     assert_eq!(meeting("cudaCGSynchronize", false).1, [1; 7 * 64]);
 }
 
 #[test]
-fn a_result_that_the_callee_does_not_have_is_passed_over() {
+fn a_result_that_the_callee_does_not_have_is_ignored() {
     let caller = ".version 8.0\n.target sm_90\n.address_size 64
 .extern .func (.param .b32 result) put(.param .b64 to);
 .visible .entry k(.param .u64 to)
@@ -132,7 +133,7 @@ fn a_result_that_the_callee_does_not_have_is_passed_over() {
 }
 
 #[test]
-fn a_kernel_is_said_to_use_what_it_may_of_shared_memory_and_registers() {
+fn reported_shared_memory_and_registers_respect_the_limits() {
     let text = ".version 8.0\n.target sm_90\n.address_size 64
 .extern .shared .align 16 .b8 rest[];
 .visible .entry k(.param .u64 to) .maxntid 512 .maxnreg 40
@@ -156,7 +157,7 @@ fn a_kernel_is_said_to_use_what_it_may_of_shared_memory_and_registers() {
     let info = module.function("k").unwrap().info().clone();
     assert_eq!((info.shared_bytes, info.registers <= 40), (40, true));
     assert!(module.function("bounded").unwrap().info().registers <= 64);
-    // Dynamic shared memory is aligned nevertheless, and all of it is there.
+    // Dynamic shared memory is still aligned and fully available.
     let out = bench.upload(&[0u32; 2]);
     let config = LaunchConfig { dynamic_shared: 64, ..LaunchConfig::linear(1, 1) };
     bench.run(&module, "k", config, &Params::default().u64(out).0).unwrap();

@@ -1,4 +1,4 @@
-//! Kernels that launch kernels, as nvcc compiles them.
+//! Kernels that launch kernels, compiled by nvcc.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +18,7 @@ fn both(test: impl Fn(&Bench, &Module)) {
 }
 
 #[test]
-fn a_tree_of_kernels_is_done_when_its_root_is() {
+fn a_kernel_finishes_after_all_its_child_kernels() {
     both(|b, m| {
         let n = 4096;
         let memory = b.upload(&vec![0i32; n]);
@@ -31,7 +31,7 @@ fn a_tree_of_kernels_is_done_when_its_root_is() {
 }
 
 #[test]
-fn launches_keep_their_order_and_tails_come_last() {
+fn child_launches_run_in_order_and_tail_launches_last() {
     both(|b, m| {
         let list = b.upload(&[0i32; 8]);
         b.run(m, "order", LaunchConfig::linear(1, 1), &list.to_le_bytes()).unwrap();
@@ -40,7 +40,7 @@ fn launches_keep_their_order_and_tails_come_last() {
 }
 
 #[test]
-fn a_launch_that_cannot_be_is_the_threads_last_error_and_no_more() {
+fn an_invalid_child_launch_only_sets_the_threads_last_error() {
     both(|b, m| {
         let out = b.upload(&[0i32; 16]);
         b.run(m, "refused", LaunchConfig::linear(1, 1), &out.to_le_bytes()).unwrap();
@@ -50,7 +50,7 @@ fn a_launch_that_cannot_be_is_the_threads_last_error_and_no_more() {
 }
 
 #[test]
-fn a_kernel_may_launch_itself_again_and_again() {
+fn a_kernel_can_relaunch_itself_repeatedly() {
     both(|b, m| {
         let count = b.upload(&[0i32]);
         let p = Params::default().u64(count).i32(1000);
@@ -60,7 +60,7 @@ fn a_kernel_may_launch_itself_again_and_again() {
 }
 
 #[test]
-fn kernels_may_be_any_number_deep_inside_each_other() {
+fn nesting_depth_is_not_limited() {
     both(|b, m| {
         let out = b.upload(&[0i32; 256]);
         let p = Params::default().u64(out).i32(0).i32(100);
@@ -72,7 +72,7 @@ fn kernels_may_be_any_number_deep_inside_each_other() {
 }
 
 #[test]
-fn of_tails_only_so_many_wait() {
+fn pending_tail_launches_are_limited() {
     both(|b, m| {
         let out = b.upload(&[0i32; 4096]);
         b.run(m, "tails", LaunchConfig::linear(1, 1), &Params::default().u64(out).i32(3000).0).unwrap();
@@ -83,7 +83,7 @@ fn of_tails_only_so_many_wait() {
 }
 
 #[test]
-fn copies_and_fills_take_their_turn_and_say_what_cannot_be() {
+fn copies_and_fills_run_in_order_and_report_errors() {
     both(|b, m| {
         let (memory, codes) = (b.upload(&[0xffu8; 256]), b.upload(&[-1i32; 18]));
         let p = Params::default().u64(memory).u64(codes);

@@ -1,6 +1,6 @@
-//! Ordinary CUDA programs, as nvcc compiles them, against results computed here.
+//! Ordinary CUDA programs compiled by nvcc, compared with results computed here.
 
-// Helpers of tests count as tests.
+// Test helpers are test code too.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -8,7 +8,7 @@ mod common;
 use common::{BASE, Bench, Params, shape};
 use software_gpu::{Error, Event, Fault, LaunchConfig, Module};
 
-/// Runs a test with the optimised and the unoptimised PTX.
+/// Runs a test with optimized and with unoptimized PTX.
 fn both(test: impl Fn(&Bench, &Module)) {
     for text in
         [include_bytes!("ptx/programs.ptx").as_slice(), include_bytes!("ptx/programs.O0.ptx").as_slice()]
@@ -20,7 +20,7 @@ fn both(test: impl Fn(&Bench, &Module)) {
 }
 
 #[test]
-fn vector_add_adds_every_element_and_no_other() {
+fn vector_add_adds_exactly_its_elements() {
     both(|b, m| {
         let n = 100_003usize;
         let x: Vec<f32> = (0..n).map(|i| i as f32 * 0.5).collect();
@@ -151,7 +151,7 @@ fn printf_formats_as_c_does() {
 }
 
 #[test]
-fn a_failed_assertion_is_sticky_and_says_where() {
+fn a_failed_assertion_is_sticky_and_reports_its_location() {
     both(|b, m| {
         let error = b.run(m, "asserts", LaunchConfig::linear(1, 64), &40i32.to_le_bytes()).unwrap_err();
         assert_eq!(error.cuda_code(), 710);
@@ -184,7 +184,7 @@ fn accesses_outside_allocations_fault() {
 }
 
 #[test]
-fn misaligned_accesses_and_traps_have_their_codes() {
+fn misaligned_accesses_and_traps_return_cuda_s_codes() {
     both(|b, m| {
         let at = b.alloc(40);
         let error = b.run(m, "misaligned", LaunchConfig::linear(1, 1), &at.to_le_bytes()).unwrap_err();
@@ -197,7 +197,7 @@ fn misaligned_accesses_and_traps_have_their_codes() {
 }
 
 #[test]
-fn threads_of_a_warp_may_wait_for_each_other() {
+fn threads_of_a_warp_can_wait_for_each_other() {
     for kernel in ["locks", "spin_lock"] {
         both(|b, m| {
             let (lock, sum) = (b.upload(&[0i32]), b.upload(&[0i32]));
@@ -313,7 +313,7 @@ fn the_math_library_is_accurate() {
 }
 
 #[test]
-fn streams_run_at_the_same_time_and_events_order_them() {
+fn streams_run_concurrently_and_events_order_them() {
     let bench = Bench::new();
     let module = bench.gpu.load_module(include_bytes!("ptx/programs.ptx")).unwrap();
     let flag = bench.upload(&[0i32]);
@@ -336,7 +336,7 @@ fn streams_run_at_the_same_time_and_events_order_them() {
 }
 
 #[test]
-fn a_kernel_that_does_not_end_can_be_cancelled() {
+fn a_kernel_that_never_ends_can_be_cancelled() {
     let bench = Bench::new();
     let module = bench.gpu.load_module(include_bytes!("ptx/programs.ptx")).unwrap();
     let flag = bench.upload(&[0i32]);
@@ -349,7 +349,7 @@ fn a_kernel_that_does_not_end_can_be_cancelled() {
 }
 
 #[test]
-fn fat_binaries_give_their_newest_ptx() {
+fn the_newest_ptx_of_a_fat_binary_is_used() {
     let bench = Bench::new();
     for image in [
         include_bytes!("ptx/programs.zstd.fatbin").as_slice(),

@@ -1,5 +1,5 @@
-//! Random structured kernels (branches, loops, switches, barriers, shuffles, votes) against a straightforward reference that runs
-//! thread by thread.
+//! Compares random structured kernels (branches, loops, switches, barriers, shuffles, votes) with a simple
+//! reference that runs them thread by thread.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,43 +10,43 @@ use common::Bench;
 use proptest::prelude::*;
 use software_gpu::LaunchConfig;
 
-/// Registers of a thread that programs use.
+/// The number of registers per thread that programs use.
 const REGISTERS: usize = 5;
 
-/// What a thread does by itself, whatever the others do.
+/// What a thread does independently of others.
 #[derive(Debug, Clone)]
 enum Stmt {
     /// Register, operation, sources.
     Compute(usize, u8, usize, usize),
     Constant(usize, u32),
-    /// If the lowest bits of a register are below a number.
+    /// Taken if the lowest bits of a register are below the number.
     If(usize, u32, Vec<Stmt>, Vec<Stmt>),
-    /// As many times as the lowest two bits of a register say.
+    /// Repeated as often as the lowest two bits of a register say.
     Loop(usize, Vec<Stmt>),
-    /// As a loop, left when a register's lowest bits are zero.
+    /// A loop that is left when the lowest bits of a register are zero.
     LoopUntil(usize, usize, Vec<Stmt>),
-    /// By the lowest two bits of a register.
+    /// Selected by the lowest two bits of a register.
     Switch(usize, [Vec<Stmt>; 4]),
-    /// Ends the present function for the thread if a register is odd: only at the top level's end.
+    /// Ends the current function for the thread if a register is odd; only at the end of the top level.
     AtomicAdd(usize),
 }
 
-/// What the threads of a block do together.
+/// What a block's threads do together.
 #[derive(Debug, Clone)]
 enum Joint {
     Alone(Vec<Stmt>),
-    /// Destination, source, lane mask of a butterfly.
+    /// Destination, source, lane mask of a butterfly shuffle.
     Shuffle(usize, usize, u32),
     /// Destination, source: the ballot of its lowest bit.
     Ballot(usize, usize),
-    /// Destination, source, key: the sum over the lanes of the warp with the same lowest two bits of the key.
+    /// Destination, source, key: the sum over the warp's lanes with the same lowest two bits in the key.
     SumByKey(usize, usize, usize),
-    /// Destination, source, distance: what another thread of the block has.
+    /// Destination, source, distance: the value of another thread in the block.
     Exchange(usize, usize, u32),
-    /// Destination, source: threads of the block with an odd value.
+    /// Destination, source: the number of threads in the block with an odd value.
     Count(usize, usize),
     Repeat(u32, Vec<Joint>),
-    /// Both sides of a branch shuffle the same register, together.
+    /// Both sides of a branch shuffle the same register in one shuffle.
     SplitShuffle(usize, usize, usize),
 }
 
@@ -324,7 +324,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn structured_kernels_do_what_their_threads_would(program in program(), warps in 1usize..4) {
+    fn structured_kernels_match_the_thread_by_thread_reference(program in program(), warps in 1usize..4) {
         let (blocks, size) = (2, warps * 32);
         let bench = Bench::new();
         let text = kernel(&program);

@@ -1,4 +1,4 @@
-//! Copies of tiles by tensor maps that kernels are given by value.
+//! Copies of tiles by tensor maps passed by value.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,8 +8,8 @@ mod common;
 use common::{Bench, Params};
 use software_gpu::{Error, Fault, LaunchConfig, TensorMap};
 
-/// A kernel with a map, an address and two coordinates, that has the tile's place in shared memory in `%s`; `size` bytes of it are
-/// copied to or from the address.
+/// A kernel with a map, an address and two coordinates. `%s` is the tile's shared address; `size` bytes of
+/// the tile are copied to or from the address.
 fn kernel(name: &str, work: &str) -> String {
     format!(
         ".version 8.6\n.target sm_90\n.address_size 64\n.visible .entry {name}(.param .align 64 .b8 map[128], .param .u64 p, .param .u32 x, .param .u32 y, .param .u32 s)\n{{\n \
@@ -32,7 +32,7 @@ fn store(instruction: &str) -> String {
     )
 }
 
-/// 20 rows of 40 words, in tiles of 8 rows of 16.
+/// 20 rows of 40 words, in tiles of 8 rows by 16 words.
 fn map(address: u64, swizzle: u32, data_type: u32) -> TensorMap {
     TensorMap {
         data_type,
@@ -46,7 +46,7 @@ fn map(address: u64, swizzle: u32, data_type: u32) -> TensorMap {
     }
 }
 
-/// Runs the kernel of some work at a place, with 128 threads.
+/// Runs the kernel for `work` at given coordinates with 128 threads.
 fn run(b: &Bench, work: &str, map: &[u8; 128], p: u64, [x, y]: [i32; 2], shift: i32) -> Result<(), Error> {
     let module = b.gpu.load_module(kernel("k", work).as_bytes())?;
     let mut params = Params(map.to_vec()).u64(p).i32(x).i32(y);
@@ -55,7 +55,7 @@ fn run(b: &Bench, work: &str, map: &[u8; 128], p: u64, [x, y]: [i32; 2], shift: 
 }
 
 #[test]
-fn a_tile_is_loaded_with_zeros_outside_of_the_tensor() {
+fn elements_outside_the_tensor_load_as_zero() {
     let b = Bench::new();
     let tensor: Vec<u32> = (1..=800).collect();
     let (from, to) = (b.upload(&tensor), b.upload(&[0u32; 128]));
@@ -72,13 +72,13 @@ fn a_tile_is_loaded_with_zeros_outside_of_the_tensor() {
 }
 
 #[test]
-fn a_swizzled_tile_is_stored_as_it_was_loaded() {
+fn a_swizzled_tile_is_stored_as_loaded() {
     let b = Bench::new();
     let tensor: Vec<u32> = (1..=800).collect();
     let (from, tile, to) = (b.upload(&tensor), b.upload(&[0u32; 128]), b.upload(&[0u32; 800]));
     run(&b, LOAD, &map(from, 2, 2).encode().unwrap(), tile, [8, 4], 0).unwrap();
     let lies: Vec<u32> = b.download(tile, 128);
-    // The third row's first sixteen bytes are the second sixteen of its 64.
+    // In the third row, the first sixteen bytes hold the second sixteen of its 64.
     assert_eq!((lies[0], lies[32 + 4]), (tensor[4 * 40 + 8], tensor[6 * 40 + 8]));
     let work = store("cp.async.bulk.tensor.2d.global.shared::cta.tile");
     run(&b, &work, &map(to, 2, 2).encode().unwrap(), tile, [8, 4], 0).unwrap();
@@ -90,7 +90,7 @@ fn a_swizzled_tile_is_stored_as_it_was_loaded() {
 }
 
 #[test]
-fn a_reduction_is_of_the_maps_type() {
+fn a_reduction_uses_the_map_s_type() {
     let b = Bench::new();
     let tile: Vec<f32> = (0..128).map(|n| n as f32).collect();
     let (tile, to) = (b.upload(&tile), b.upload(&[0.5f32; 800]));
@@ -112,7 +112,7 @@ fn a_reduction_is_of_the_maps_type() {
 }
 
 #[test]
-fn what_is_no_map_and_a_tile_that_is_not_in_line_end_the_kernel() {
+fn an_invalid_map_and_an_unaligned_tile_are_faults() {
     let tensor = [0u32; 800];
     let b = Bench::new();
     let at = b.upload(&tensor);
@@ -125,7 +125,7 @@ fn what_is_no_map_and_a_tile_that_is_not_in_line_end_the_kernel() {
 }
 
 #[test]
-fn a_tensor_that_is_not_there_is_an_illegal_address() {
+fn a_tensor_that_is_not_allocated_is_an_illegal_address() {
     let b = Bench::new();
     let at = b.upload(&[0u32; 128]);
     let wrong = run(&b, LOAD, &map(0x7000_0000_0000, 0, 2).encode().unwrap(), at, [0, 0], 0);
@@ -133,7 +133,7 @@ fn a_tensor_that_is_not_there_is_an_illegal_address() {
 }
 
 #[test]
-fn a_tile_begins_at_a_multiple_of_sixteen_bytes_and_a_store_not_before_the_tensor() {
+fn tiles_begin_at_multiples_of_sixteen_bytes_and_stores_inside_the_tensor() {
     let tensor = [0u32; 800];
     let store = store("cp.async.bulk.tensor.2d.global.shared::cta.tile");
     let refused = [
@@ -159,7 +159,7 @@ fn a_tile_begins_at_a_multiple_of_sixteen_bytes_and_a_store_not_before_the_tenso
 }
 
 #[test]
-fn a_store_writes_the_sixteen_bytes_whole_in_which_a_row_ends() {
+fn a_store_writes_all_of_the_last_sixteen_bytes_of_a_row() {
     let b = Bench::new();
     let (tile, to) = (b.upload(&[9u32; 128]), b.upload(&[1u32; 800]));
     let narrower = |size| TensorMap { sizes: [size, 20, 0, 0, 0], ..map(to, 0, 2) };
@@ -186,7 +186,7 @@ fn a_store_writes_the_sixteen_bytes_whole_in_which_a_row_ends() {
     .unwrap();
     let got: Vec<u32> = b.download(to, 800);
     assert_eq!(got[788..], [1, 1, 1, 1, 18, 18, 18, 18, 9, 9, 9, 9]);
-    // A load ends where the row does.
+    // A load stops at the end of the row.
     run(&b, LOAD, &narrower(37).encode().unwrap(), tile, [32, 19], 0).unwrap();
     let got: Vec<u32> = b.download(tile, 128);
     assert_eq!(got[..8], [18, 18, 18, 18, 9, 0, 0, 0]);

@@ -1,4 +1,5 @@
-//! Instructions that this GPU does not implement make the functions that use them unusable, and nothing else of their module.
+//! An instruction that this GPU does not implement makes the functions that use it unusable, but not the rest
+//! of the module.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +9,8 @@ mod common;
 use common::{Bench, Params};
 use software_gpu::{Error, Fault, LaunchConfig, Module};
 
-/// As nvcc writes nvbandwidth's and NCCL's kernels: `multimem` in kernels, and in functions that kernels call.
+/// As in nvbandwidth's and NCCL's kernels compiled by nvcc: `multimem` in kernels and in functions that
+/// kernels call.
 const MULTICAST: &str = ".version 8.1\n.target sm_90\n.address_size 64
 .func store_to_all(.param .b64 to, .param .b32 value)
 {
@@ -80,7 +82,7 @@ fn load(bench: &Bench) -> Module {
     bench.gpu.load_module(MULTICAST.as_bytes()).unwrap()
 }
 
-/// The instruction that keeps a kernel from running, and the function that it is in.
+/// The instruction that prevents a kernel from running, and the function that contains it.
 fn reason(module: &Module, kernel: &str) -> Option<(String, String)> {
     let function = module.function(kernel).unwrap();
     function.info().unsupported.as_ref().map(|u| (u.what.clone(), u.function.clone()))
@@ -98,7 +100,7 @@ fn a_module_with_an_unsupported_instruction_loads_and_its_other_kernels_run() {
 }
 
 #[test]
-fn launching_a_kernel_with_an_unsupported_instruction_fails_by_name_and_leaves_the_gpu_usable() {
+fn launching_an_unsupported_kernel_names_the_instruction_and_leaves_the_gpu_usable() {
     let bench = Bench::new();
     let module = load(&bench);
     let out = bench.upload(&[7u32]);
@@ -115,7 +117,7 @@ fn launching_a_kernel_with_an_unsupported_instruction_fails_by_name_and_leaves_t
 }
 
 #[test]
-fn a_kernel_that_calls_an_unsupported_function_cannot_be_launched_either() {
+fn a_kernel_that_calls_an_unsupported_function_cannot_be_launched() {
     let bench = Bench::new();
     let module = load(&bench);
     let found = reason(&module, "calls").unwrap();
@@ -126,7 +128,7 @@ fn a_kernel_that_calls_an_unsupported_function_cannot_be_launched_either() {
 }
 
 #[test]
-fn a_call_through_a_pointer_to_an_unsupported_function_fails_when_it_is_made() {
+fn an_indirect_call_of_an_unsupported_function_fails_when_made() {
     let bench = Bench::new();
     let module = load(&bench);
     let out = bench.upload(&[0u32]);
@@ -143,14 +145,14 @@ fn a_call_through_a_pointer_to_an_unsupported_function_fails_when_it_is_made() {
 }
 
 #[test]
-fn an_unsupported_directive_concerns_its_kernel_alone() {
+fn an_unsupported_directive_affects_only_its_kernel() {
     let bench = Bench::new();
     let (directive, function) = reason(&load(&bench), "in_clusters").unwrap();
     assert_eq!((directive.as_str(), function.as_str()), (".blocksareclusters", "in_clusters"));
 }
 
 #[test]
-fn what_is_known_of_an_unsupported_kernel_includes_its_parameters() {
+fn an_unsupported_kernel_still_reports_its_parameters() {
     let bench = Bench::new();
     let module = load(&bench);
     let function = module.function("reduces").unwrap();
@@ -160,7 +162,7 @@ fn what_is_known_of_an_unsupported_kernel_includes_its_parameters() {
 }
 
 #[test]
-fn a_module_that_is_wrong_is_still_refused_as_a_whole() {
+fn an_invalid_module_is_refused_as_a_whole() {
     let bench = Bench::new();
     let wrong = MULTICAST.replace("ld.param.u32 %really", "ld.param.u32 %nothing");
     let misspelled = MULTICAST.replace("multimem.st.u32", "multimen.st.u32");

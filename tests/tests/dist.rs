@@ -70,6 +70,7 @@ fn all_that_an_installation_needs_is_there() -> Result<()> {
         "share/rgpu/systemd/rgpu-server.service",
         "share/rgpu/systemd/vhost-rgpu.service",
         "share/rgpu/systemd/vhost-rgpu.socket",
+        "share/rgpu/rgpu-server.toml",
         "share/rgpu/vhost-rgpu.toml",
     ] {
         ensure!(found.iter().any(|path| path == Path::new(file)), "{file} is missing");

@@ -7,7 +7,7 @@
 mod support;
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::TcpStream;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use protocol::channel::{Geometry, NO_SLOT};
 use protocol::data::{HostIn, HostOut, HostRange, Place};
 use protocol::device::{Answer, request, text};
 use protocol::handle::{ContextId, EventId, FunctionId, ModuleId, StreamId};
-use protocol::link::{self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, Hello, Welcome, frame, purpose};
+use protocol::link::{self, DataAsk, DataHeader, EAGER_FLAG, FrameHeader, Hello, frame, purpose};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD, Memset};
 use protocol::ops::event::{EventRecord, EventSynchronize};
@@ -29,9 +29,12 @@ use protocol::ops::memory::{MemAlloc, MemGrow, window};
 use protocol::ops::module::{ModuleInfo, ModuleLoad, ModuleUnload};
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
 use protocol::ops::{Op, encode};
-use support::client::{Client, Connection, create, memfd};
+use support::client::Client;
 use support::{Bystanders, PATIENCE, Rig, TRANSPORTS, Transport, eventually};
-use zerocopy::{FromZeros, IntoBytes};
+use test_kit::link::{TcpBridge, connect_tcp, hear_welcome, hello, say_hello};
+use test_kit::native_client::{NativeClient, create_channel};
+use test_kit::{memfd, sealed_memfd};
+use zerocopy::IntoBytes;
 
 /// Attacks while programs run beside; they must notice nothing, and nothing may be left.
 fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
@@ -367,30 +370,30 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
             let socket = rig.socket(transport);
             let usual = Geometry::with_arena(1 << 20);
             let size = usual.size as u64;
-            let connection = Connection::open(&socket)?;
+            let connection = NativeClient::connect(&socket)?;
             let refused = |request: Request, fds: &[&OwnedFd], answer: Answer, word: &str| -> Result<()> {
-                let (got, reason) = connection.ask(&request, fds)?;
+                let (got, reason) = connection.ask(request, fds)?;
                 ensure!(
                     got == answer && reason.contains(word),
                     "{got:?} {reason:?} where {answer:?} {word:?} was due"
                 );
                 logged(rig.bridge(transport), &[word])
             };
-            let (sealed, unsealed) = (memfd(size, true)?, memfd(size, false)?);
+            let (sealed, unsealed) = (sealed_memfd(size), memfd(size));
             let file = OwnedFd::from(std::fs::File::open("/dev/null")?);
-            refused(create(size), &[&unsealed], Answer::Invalid, "not sealed against shrinking")?;
-            refused(create(size), &[&file], Answer::Invalid, "no memfd")?;
-            refused(create(size), &[], Answer::Invalid, "exactly one file descriptor")?;
-            refused(create(size + 4096), &[&sealed], Answer::Invalid, "file of")?;
+            refused(create_channel(size), &[&unsealed], Answer::Invalid, "not sealed against shrinking")?;
+            refused(create_channel(size), &[&file], Answer::Invalid, "not a memfd")?;
+            refused(create_channel(size), &[], Answer::Invalid, "exactly one file descriptor")?;
+            refused(create_channel(size + 4096), &[&sealed], Answer::Invalid, "file of")?;
             refused(
-                Request { offset: u64::MAX - 4095, ..create(size) },
+                Request { offset: u64::MAX - 4095, ..create_channel(size) },
                 &[&sealed],
                 Answer::Invalid,
-                "not a piece of a memfd",
+                "not a range of a memfd",
             )?;
-            refused(create(u64::MAX), &[&sealed], Answer::NoResources, "the limit is")?;
-            refused(create(size), &[&sealed], Answer::Invalid, "does not begin with rGPUchan")?;
-            refused(create(100), &[&sealed], Answer::Invalid, "no room for its header")?;
+            refused(create_channel(u64::MAX), &[&sealed], Answer::NoResources, "the limit is")?;
+            refused(create_channel(size), &[&sealed], Answer::Invalid, "does not begin with rGPUchan")?;
+            refused(create_channel(100), &[&sealed], Answer::Invalid, "no room for its header")?;
 
             let good = usual.fields(1, "wild");
             let bad = [
@@ -407,7 +410,7 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
                 ("version 99", link_fields(&good, |f| f.version = 99)),
             ];
             for (word, fields) in bad {
-                let (client, answer, reason) = Client::try_connect(&socket, usual, fields)?;
+                let (client, answer, reason) = Client::try_connect(&socket, 1 << 20, &fields)?;
                 ensure!(
                     client.is_none() && answer != Answer::Ok && reason.contains(word),
                     "{word}: {answer:?} {reason}"
@@ -417,8 +420,12 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
 
             // A session that stands, and regions that make no sense.
             let client = Client::connect(&socket, "regions")?;
-            let region =
-                |offset, size| Request { kind: request::REGISTER_MEMORY, region: 3, offset, ..create(size) };
+            let region = |offset, size| Request {
+                kind: request::REGISTER_MEMORY,
+                region: 3,
+                offset,
+                ..create_channel(size)
+            };
             for (request, fd) in [
                 (region(0, 4096), &unsealed),
                 (region(0, size * 2), &sealed),
@@ -426,7 +433,7 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
                 (region(0, 0), &sealed),
                 (region(0, 1 << 60), &sealed),
             ] {
-                let (answer, reason) = client.connection.ask(&request, &[fd])?;
+                let (answer, reason) = client.connection.ask(request, &[fd])?;
                 ensure!(answer == Answer::Invalid, "{request:?}: {answer:?} {reason}");
             }
             ensure!(client.reason().is_none(), "the session was lost: {:?}", client.reason());
@@ -541,20 +548,21 @@ fn floods_of_connections_and_requests_are_refused_and_forgotten() -> Result<()> 
 fn flood(rig: &Rig) -> Result<()> {
     for transport in TRANSPORTS {
         let socket = rig.socket(transport);
-        let open: Vec<Connection> = (0..400).map(|_| Connection::open(&socket)).collect::<Result<_>>()?;
+        let open: Vec<NativeClient> =
+            (0..400).map(|_| NativeClient::connect(&socket)).collect::<std::io::Result<_>>()?;
         logged(rig.bridge(transport), &["refused", "max_channels"])?;
         // Whoever is refused is told why.
         let (answer, reason, _) = open[399].response()?.context("closed without a word")?;
         ensure!(answer == Answer::NoResources && reason.contains("max_channels"), "{answer:?} {reason}");
         drop(open);
         eventually(|| {
-            let connection = Connection::open(&socket)?;
-            let (answer, reason) = connection.ask(&Request { magic: 0, ..create(0) }, &[])?;
+            let connection = NativeClient::connect(&socket)?;
+            let (answer, reason) = connection.ask(Request { magic: 0, ..create_channel(0) }, &[])?;
             ensure!(answer == Answer::Invalid, "{answer:?} {reason}");
             Ok(())
         })?;
 
-        let connection = Connection::open(&socket)?;
+        let connection = NativeClient::connect(&socket)?;
         set_nonblocking(&connection)?;
         // Nothing is read: a flooder does not listen.
         let refused = (0..20_000).filter(|_| connection.send(&[0xee; 40], &[]).is_err()).count();
@@ -564,29 +572,22 @@ fn flood(rig: &Rig) -> Result<()> {
     Ok(())
 }
 
-fn set_nonblocking(connection: &Connection) -> Result<()> {
+fn set_nonblocking(connection: &NativeClient) -> Result<()> {
     nix::fcntl::fcntl(&connection.0, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
     ensure!(connection.0.as_raw_fd() >= 0, "no descriptor");
     Ok(())
 }
 
-/// A fresh connection to the server's TCP port.
-fn stranger(rig: &Rig) -> Result<TcpStream> {
-    let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, rig.port))?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_nodelay(true)?;
-    Ok(stream)
-}
-
 #[test]
 fn connections_that_say_nothing_are_closed() -> Result<()> {
     attack("silent", |rig| {
-        let native: Vec<Connection> = TRANSPORTS
+        let native: Vec<NativeClient> = TRANSPORTS
             .iter()
             .flat_map(|&t| (0..20).map(move |_| rig.socket(t)))
-            .map(|s| Connection::open(&s))
-            .collect::<Result<_>>()?;
-        let mut tcp: Vec<TcpStream> = (0..200).map(|_| stranger(rig)).collect::<Result<_>>()?;
+            .map(|s| NativeClient::connect(&s))
+            .collect::<std::io::Result<_>>()?;
+        let mut tcp: Vec<TcpStream> =
+            (0..200).map(|_| connect_tcp(rig.port)).collect::<std::io::Result<_>>()?;
         let mut unix: Vec<UnixStream> =
             (0..50).map(|_| Ok(UnixStream::connect(rig.server_socket())?)).collect::<Result<_>>()?;
         // Some of them say a part of their hello.
@@ -606,32 +607,16 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
     })
 }
 
-fn hello(purpose: u32) -> Hello {
-    Hello {
-        magic: link::MAGIC,
-        version: protocol::VERSION,
-        purpose,
-        token: [0; 16],
-        index: 2,
-        pid: 7,
-        slot_count: 64,
-        wishes: 0,
-        client: text("stranger"),
-        program: text("hostile"),
-    }
-}
-
-fn welcome(stream: &mut impl Read) -> Result<Welcome> {
-    let mut welcome = Welcome::new_zeroed();
-    stream.read_exact(welcome.as_mut_bytes()).context("no whole welcome")?;
-    Ok(welcome)
+/// The hello of a peer that the server does not know.
+fn unknown(purpose: u32) -> Hello {
+    hello(purpose, [0; 16], 2)
 }
 
 #[test]
 fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
     attack("strangers", |rig| {
         for rubbish in [&b"GET / HTTP/1.1\r\nHost: gpu\r\n\r\n"[..], &[0; 500], &[0xff; 5000]] {
-            let mut tcp = stranger(rig)?;
+            let mut tcp = connect_tcp(rig.port)?;
             tcp.write_all(rubbish)?;
             // Closed with unread input, a connection ends in a reset.
             let read = tcp.read(&mut [0; 400]);
@@ -649,9 +634,9 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
         logged(&rig.server, &["handshake", "does not speak rgpu"])?;
 
         let refused = |hello: Hello, answer: Answer, word: &str| -> Result<()> {
-            let mut tcp = stranger(rig)?;
-            tcp.write_all(hello.as_bytes())?;
-            let welcome = welcome(&mut tcp)?;
+            let tcp = connect_tcp(rig.port)?;
+            say_hello(&tcp, &hello)?;
+            let welcome = hear_welcome(&tcp)?;
             let reason = protocol::device::untext(&welcome.reason);
             ensure!(
                 Answer::from_number(welcome.status) == answer && reason.contains(word),
@@ -661,161 +646,124 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
             ensure!(welcome.version == protocol::VERSION, "version {}", welcome.version);
             logged(&rig.server, &["refused", word])
         };
-        refused(Hello { version: 99, ..hello(purpose::CONTROL) }, Answer::Version, "version 99")?;
-        refused(hello(77), Answer::Invalid, "purpose 77")?;
-        refused(hello(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
+        refused(Hello { version: 99, ..unknown(purpose::CONTROL) }, Answer::Version, "version 99")?;
+        refused(unknown(77), Answer::Invalid, "purpose 77")?;
+        refused(unknown(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
         // A token that nobody was given, and all zeros.
         refused(
-            Hello { token: [0x5a; 16], ..hello(purpose::DATA) },
+            Hello { token: [0x5a; 16], ..unknown(purpose::DATA) },
             Answer::Denied,
             "no session has this token",
         )?;
-        refused(hello(purpose::DATA), Answer::Denied, "no session has this token")?;
+        refused(unknown(purpose::DATA), Answer::Denied, "no session has this token")?;
 
         // The first twelve bytes of another version's hello are enough to be told.
-        let mut tcp = stranger(rig)?;
-        tcp.write_all(&Hello { version: 2, ..hello(purpose::CONTROL) }.as_bytes()[..12])?;
+        let mut tcp = connect_tcp(rig.port)?;
+        tcp.write_all(&Hello { version: 2, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
         ensure!(
-            Answer::from_number(welcome(&mut tcp)?.status) == Answer::Version,
+            Answer::from_number(hear_welcome(&tcp)?.status) == Answer::Version,
             "another version's short hello"
         );
         Ok(())
     })
 }
 
-/// A bridge without manners: a session over TCP with two data connections.
-struct Bridge {
-    control: TcpStream,
-    data: Vec<TcpStream>,
+/// Sends a chunk of data.
+fn chunk(bridge: &TcpBridge, seq: u64, piece: u32, offset: u64, len: u32, bytes: &[u8]) -> Result<()> {
+    Ok(bridge.send_data(0, DataHeader { seq, offset, piece, len }, bytes)?)
 }
 
-impl Bridge {
-    fn open(rig: &Rig, program: &str) -> Result<Self> {
-        let mut control = stranger(rig)?;
-        control.write_all(Hello { program: text(program), ..hello(purpose::CONTROL) }.as_bytes())?;
-        let first = welcome(&mut control)?;
-        ensure!(Answer::from_number(first.status) == Answer::Ok, "refused");
-        let mut data = Vec::new();
-        for index in 0..first.data_connections {
-            let mut stream = stranger(rig)?;
-            stream.write_all(Hello { token: first.token, index, ..hello(purpose::DATA) }.as_bytes())?;
-            ensure!(
-                Answer::from_number(welcome(&mut stream)?.status) == Answer::Ok,
-                "a data connection was refused"
-            );
-            data.push(stream);
-        }
-        Ok(Self { control, data })
-    }
+/// Appends an operation as the command `seq`.
+fn command<'a, T: Op<'a>>(bridge: &TcpBridge, seq: u64, slot: u16, op: &T) -> Result<()> {
+    let mut body = Vec::new();
+    encode(op, &mut body);
+    Ok(bridge.record(seq, T::INFO.opcode, slot, &body)?)
+}
 
-    fn frame(&mut self, kind: u32, body: &[u8]) -> Result<()> {
-        let header = FrameHeader { kind, len: u32::try_from(body.len())? };
-        self.control.write_all(&[header.as_bytes(), body].concat())?;
-        Ok(())
-    }
+/// Device memory, and a copy of 64 bytes into it as command 3, whose data is still to come.
+fn begin_copy(bridge: &TcpBridge) -> Result<()> {
+    command(bridge, 1, 0, &MemGrow { device: 0, address: window(0), size: 2 << 20 })?;
+    command(bridge, 2, NO_SLOT, &MemAlloc { address: window(0), size: 4096 })?;
+    let src = HostIn::Range(range(Place::Arena, 0, 64));
+    command(bridge, 3, NO_SLOT, &MemcpyHtoD { stream: StreamId(0), dst: window(0), src })
+}
 
-    /// Sends one record in a frame of its own.
-    fn record(&mut self, seq: u64, opcode: u16, slot: u16, body: &[u8]) -> Result<()> {
-        let size = (16 + body.len()).next_multiple_of(16);
-        let record = protocol::channel::Record { opcode, reply_slot: slot, seq };
-        let mut bytes = [&record.to_bytes(u32::try_from(size)?), body].concat();
-        bytes.resize(size, 0);
-        self.frame(frame::COMMANDS, &bytes)
-    }
-
-    fn piece(&mut self, seq: u64, piece: u32, offset: u64, len: u32, bytes: &[u8]) -> Result<()> {
-        let header = DataHeader { seq, offset, piece, len };
-        self.data[0].write_all(&[header.as_bytes(), bytes].concat())?;
-        Ok(())
-    }
-
-    /// Device memory, and a copy of 64 bytes into it as command 3 whose data is still to come.
-    fn begin_copy(&mut self) -> Result<()> {
-        let mut body = Vec::new();
-        encode(&MemGrow { device: 0, address: window(0), size: 2 << 20 }, &mut body);
-        self.record(1, <MemGrow as Op>::INFO.opcode, 0, &body)?;
-        body.clear();
-        encode(&MemAlloc { address: window(0), size: 4096 }, &mut body);
-        self.record(2, <MemAlloc as Op>::INFO.opcode, NO_SLOT, &body)?;
-        body.clear();
-        let src = HostIn::Range(range(Place::Arena, 0, 64));
-        encode(&MemcpyHtoD { stream: StreamId(0), dst: window(0), src }, &mut body);
-        self.record(3, <MemcpyHtoD<'_> as Op>::INFO.opcode, NO_SLOT, &body)
-    }
-
-    /// Reads until the server closes the session.
-    fn closed(mut self) -> Result<()> {
-        let mut buffer = [0; 4096];
-        loop {
-            match self.control.read(&mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(_) => {}
-                Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Ok(()),
-                Err(e) => return Err(e).context("the server does not close the session"),
-            }
+/// Reads until the server closes the session.
+fn closed(bridge: &TcpBridge) -> Result<()> {
+    let mut buffer = [0; 4096];
+    loop {
+        match (&bridge.control).read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(_) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Ok(()),
+            Err(e) => return Err(e).context("the server does not close the session"),
         }
     }
 }
 
 #[test]
 fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
-    type Act = fn(&mut Bridge) -> Result<()>;
+    type Act = fn(&TcpBridge) -> Result<()>;
     let deeds: &[(&str, &str, Act)] = &[
-        ("frame-kind", "frame of kind 99", |b| b.frame(99, &[1; 10])),
+        ("frame-kind", "frame of kind 99", |b| Ok(b.frame(99, &[1; 10])?)),
         ("frame-giant", "frame", |b| {
-            Ok(b.control.write_all(FrameHeader { kind: frame::COMMANDS, len: u32::MAX }.as_bytes())?)
+            Ok((&b.control).write_all(FrameHeader { kind: frame::COMMANDS, len: u32::MAX }.as_bytes())?)
         }),
-        ("frame-stump", "no record", |b| b.frame(frame::COMMANDS, &[1; 7])),
-        ("record-size", "a size of", |b| b.frame(frame::COMMANDS, &[0xf0; 32])),
-        ("record-seq", "record with seq 9", |b| b.record(9, MARK, NO_SLOT, &[0; 4])),
-        ("record-opcode", "unknown opcode 0xffff", |b| b.record(1, 0xffff, NO_SLOT, &[])),
-        ("record-slot", "reply slot 64", |b| b.record(1, SYNCHRONIZE, 64, &[0; 4])),
+        ("frame-stump", "no record", |b| Ok(b.frame(frame::COMMANDS, &[1; 7])?)),
+        ("record-size", "a size of", |b| Ok(b.frame(frame::COMMANDS, &[0xf0; 32])?)),
+        ("record-seq", "record with seq 9", |b| Ok(b.record(9, MARK, NO_SLOT, &[0; 4])?)),
+        ("record-opcode", "unknown opcode 0xffff", |b| Ok(b.record(1, 0xffff, NO_SLOT, &[])?)),
+        ("record-slot", "reply slot 64", |b| Ok(b.record(1, SYNCHRONIZE, 64, &[0; 4])?)),
         ("data-beyond", "command 3, piece 0", |b| {
-            b.begin_copy()?;
-            b.piece(3, 0, 8, 64, &[7; 64])
+            begin_copy(b)?;
+            chunk(b, 3, 0, 8, 64, &[7; 64])
         }),
         ("data-twice", "command 3, piece 0", |b| {
-            b.begin_copy()?;
-            b.piece(3, 0, 0, 63, &[7; 63])?;
-            b.piece(3, 0, 0, 63, &[7; 63])
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, 63, &[7; 63])?;
+            chunk(b, 3, 0, 0, 63, &[7; 63])
         }),
         ("data-wraps", "command 3, piece 0", |b| {
-            b.begin_copy()?;
-            b.piece(3, 0, u64::MAX, 1, &[7])
+            begin_copy(b)?;
+            chunk(b, 3, 0, u64::MAX, 1, &[7])
         }),
         ("data-giant", "a chunk of", |b| {
-            b.begin_copy()?;
-            b.piece(3, 0, 0, u32::MAX, &[7; 64])
+            begin_copy(b)?;
+            chunk(b, 3, 0, 0, u32::MAX, &[7; 64])
         }),
         // The server does not wait for all that it is sent here.
         ("data-eager", "eager bytes", |b| {
-            b.begin_copy()?;
+            begin_copy(b)?;
             let piece = vec![7; 4 << 20];
-            let send = |_| b.piece(1_000_000, 0, 0, EAGER_FLAG | (4 << 20), &piece).is_ok();
+            let send = |_| chunk(b, 1_000_000, 0, 0, EAGER_FLAG | (4 << 20), &piece).is_ok();
             ensure!((0..5).map(send).filter(|sent| *sent).count() >= 4, "fewer eager bytes are allowed");
             Ok(())
         }),
         ("data-asks", "waits for grants", |b| {
-            b.begin_copy()?;
+            begin_copy(b)?;
             let ask = |seq: u64| DataAsk { seq, piece: 0, reserved: 0 };
             let asked = (10..70_000).take_while(|seq| b.frame(frame::DATA_ASK, ask(*seq).as_bytes()).is_ok());
             ensure!(asked.count() > 60_000, "fewer may be asked for");
             Ok(())
         }),
-        ("data-empty", "a chunk of 0 bytes", |b| b.piece(3, 0, 0, 0, &[])),
+        ("data-empty", "a chunk of 0 bytes", |b| chunk(b, 3, 0, 0, 0, &[])),
     ];
     attack("bridge", |rig| {
+        let open = |name: &str| {
+            let hello = Hello { program: text(name), ..unknown(purpose::CONTROL) };
+            TcpBridge::connect(rig.port, &hello).map_err(anyhow::Error::msg)
+        };
         for (name, says, act) in deeds {
-            let mut bridge = Bridge::open(rig, name)?;
-            act(&mut bridge).context(*name)?;
-            bridge.closed().context(*name)?;
+            let bridge = open(name)?;
+            act(&bridge).context(*name)?;
+            closed(&bridge).context(*name)?;
             logged(&rig.server, &["session lost", &format!("program=\"{name}\""), says])?;
         }
         // Data for commands that will never come, and for pieces that a command does not have: nobody wants it. It harms nobody, and goes with the session.
         for (name, seq, piece) in [("data-nobody", 1_000_000, 0), ("data-piece", 3, 5)] {
-            let mut bridge = Bridge::open(rig, name)?;
-            bridge.begin_copy()?;
-            bridge.piece(seq, piece, 0, 64, &[7; 64])?;
+            let bridge = open(name)?;
+            begin_copy(&bridge)?;
+            chunk(&bridge, seq, piece, 0, 64, &[7; 64])?;
             bridge.frame(frame::ALIVE, &[])?;
             drop(bridge);
             eventually(|| {

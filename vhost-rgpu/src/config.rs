@@ -1,41 +1,152 @@
-//! Configuration: a TOML file, or flags for one machine, into what the daemon serves. Every complaint names the file's line and the key.
+//! The options of the daemon, from the command line and the configuration file (`options`), and what they say to serve.
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, value_parser};
 use host_bridge::bridge::{SessionConfig, TransportKind};
 use host_bridge::framing::Address;
-use host_bridge::verbs::{Settings, VerbsError};
+use host_bridge::verbs::Settings;
+use options::document::Part;
+use options::{File, Layer, Section};
 use protocol::device::MAX_EXTENTS;
-use serde::Deserialize;
 use thiserror::Error;
-use toml::Spanned;
+
+/// Give virtual machines and processes of this host the GPUs of a server.
+///
+/// What to serve comes from a configuration file, or from --socket (one virtual machine) and --native-socket (processes of this host). Flags override the file.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub struct Arguments {
+    /// Configuration file (TOML). Flags override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Check the configuration, report what is wrong with it, and exit
+    #[arg(long)]
+    pub check_config: bool,
+    /// Print a commented configuration file with every option, and exit
+    #[arg(long)]
+    pub print_config: bool,
+}
+
+/// Keys outside any section.
+#[derive(Debug, Args)]
+struct DaemonOptions {
+    /// What to log: a level (error, warn, info, debug, trace) or a filter. The environment variable RUST_LOG overrides the file, and --log overrides both
+    #[arg(long, value_name = "FILTER", default_value = "info")]
+    log: String,
+    /// Maximum microseconds to poll for commands before sleeping. The default is 50, 20 with two or three processors, and 0 (never poll) with one
+    #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(0..=10_000))]
+    poll_us: Option<u64>,
+    /// Unix socket where the daemon reports its status to rgpuctl: one JSON object for each connection
+    #[arg(id = "status.socket", long = "status-socket", value_name = "PATH")]
+    status_socket: Option<PathBuf>,
+}
+
+/// Keys of a `[[vm]]` section alone.
+#[derive(Debug, Args)]
+struct VmOptions {
+    /// vhost-user socket of the virtual machine, which QEMU, libvirt or Cloud Hypervisor connects to. systemd may create it: descriptor name "vm-NAME"
+    #[arg(id = "vm.socket", long = "socket", value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+/// Keys of the `[native]` section alone.
+#[derive(Debug, Args)]
+struct NativeOptions {
+    /// Socket for processes of this host. systemd may create it: descriptor name "native"
+    #[arg(id = "native.socket", long = "native-socket", value_name = "PATH", default_value = protocol::native::DEFAULT_SOCKET)]
+    socket: PathBuf,
+    /// Permissions of that socket's file, in octal: a process that may connect may use the GPU
+    #[arg(id = "native.mode", long = "native-mode", value_name = "MODE", default_value = "0o660", value_parser = parse_mode)]
+    mode: u32,
+}
+
+/// Keys of both sections: how sessions are opened and limited.
+#[derive(Debug, Args)]
+struct SessionOptions {
+    /// Name of the virtual machine or host, for the server and the log: letters, digits, "-", "_" and ".". By default the name of this host
+    #[arg(long, value_name = "NAME", value_parser = parse_name)]
+    name: Option<String>,
+    /// The server: tcp:HOST:PORT (port 9700 if omitted) or, on this host, unix:PATH
+    #[arg(long, value_name = "ADDRESS")]
+    server: Option<Address>,
+    /// Transport: tcp, verbs (InfiniBand or RoCE; the server's address is still that of its TCP socket) or local (the server maps the client's memory; needs a unix: address). By default
+    /// local for unix: and tcp for tcp:
+    #[arg(long, value_name = "NAME")]
+    transport: Option<TransportKind>,
+    /// TCP connections for bulk data to request for each session; the server decides
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=16))]
+    data_connections: u32,
+    /// Seconds without any message after which a server that owes an answer counts as lost
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = value_parser!(u64).range(1..=3600))]
+    lost_after_seconds: u64,
+    /// Sessions over verbs.
+    #[command(flatten)]
+    rdma: Settings,
+    /// What clients may use.
+    #[command(flatten)]
+    limits: LimitOptions,
+}
+
+/// Limits of a virtual machine, or of all native clients.
+#[derive(Debug, Args)]
+struct LimitOptions {
+    /// Maximum concurrent channels: processes that use the GPU. In [native], of all clients together
+    #[arg(id = "limits.max_channels", long = "max-channels", value_name = "N", default_value_t = 256, value_parser = value_parser!(u32).range(1..=65536))]
+    max_channels: u32,
+    /// Maximum pieces of guest memory in one request
+    #[arg(id = "limits.max_extents", long = "max-extents", value_name = "N", default_value_t = MAX_EXTENTS, value_parser = value_parser!(u32).range(1..=i64::from(MAX_EXTENTS)))]
+    max_extents: u32,
+    /// Maximum size of one channel, in MiB
+    #[arg(id = "limits.max_channel_mib", long = "max-channel-mib", value_name = "N", default_value_t = 256, value_parser = value_parser!(u64).range(2..=4095))]
+    max_channel_mib: u64,
+    /// Maximum pinned memory of one process, in MiB. 0 means no limit besides the guest's own
+    #[arg(id = "limits.max_registered_mib", long = "max-registered-mib", value_name = "N", default_value_t = 0, value_parser = value_parser!(u64).range(0..=1 << 40))]
+    max_registered_mib: u64,
+}
+
+#[derive(Debug, Args)]
+struct VmSection {
+    #[command(flatten)]
+    session: SessionOptions,
+    #[command(flatten)]
+    own: VmOptions,
+}
+
+#[derive(Debug, Args)]
+struct NativeSection {
+    #[command(flatten)]
+    session: SessionOptions,
+    #[command(flatten)]
+    own: NativeOptions,
+}
 
 /// What to serve.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Filter of the log, in the manner of `RUST_LOG`.
+    /// Filter of the log, as in `RUST_LOG`.
     pub log: String,
     /// Virtual machines.
     pub vms: Vec<Vm>,
     /// Processes of this host.
     pub native: Option<Native>,
-    /// Where the status is told.
+    /// Socket for the status.
     pub status: Option<PathBuf>,
 }
 
 /// One virtual machine.
 #[derive(Debug, Clone)]
 pub struct Vm {
-    /// Its name, for people and for the server.
+    /// Its name, for the log and for the server.
     pub name: String,
     /// vhost-user socket that its VMM connects to.
     pub socket: PathBuf,
     /// How its sessions are opened.
     pub session: SessionConfig,
-    /// What its guest may take.
+    /// What its guest may use.
     pub limits: Limits,
 }
 
@@ -48,370 +159,368 @@ pub struct Native {
     pub mode: u32,
     /// How sessions are opened.
     pub session: SessionConfig,
-    /// What all clients together (channels) and each (sizes) may take.
+    /// What all clients together (channels) and each of them (sizes) may use.
     pub limits: Limits,
 }
 
-/// What a guest, or a native client, may take. Sizes in bytes.
+/// What a guest, or a native client, may use. Sizes are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Channels at one time.
+    /// Concurrent channels.
     pub max_channels: u32,
     /// Extents in one request.
     pub max_extents: u32,
-    /// One channel.
+    /// Size of one channel.
     pub max_channel_size: u64,
-    /// Memory that one channel has registered; 0: no limit.
+    /// Memory that one channel has registered; 0 means no limit.
     pub max_registered: u64,
 }
 
-impl Default for Limits {
-    fn default() -> Self {
-        Limits { max_channels: 256, max_extents: MAX_EXTENTS, max_channel_size: 256 << 20, max_registered: 0 }
-    }
-}
-
-/// Why a configuration was refused.
+/// Why there is nothing to serve.
 #[derive(Debug, Error)]
 pub enum ConfigError {
-    /// The file could not be read.
-    #[error("{}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The system's answer.
-        source: std::io::Error,
-    },
-    /// Not TOML, or keys that are not known.
-    #[error("{}: {text}", path.display())]
-    Syntax {
-        /// The file.
-        path: PathBuf,
-        /// What the parser says, with line and key.
-        text: String,
-    },
-    /// A value that makes no sense.
-    #[error("{}: line {line}: {key}: {text}", path.display())]
-    Value {
-        /// The file.
-        path: PathBuf,
-        /// Line of the value.
-        line: usize,
-        /// The key.
-        key: String,
-        /// What is wrong.
-        text: String,
-    },
-    /// Nothing to do.
-    #[error("nothing to serve: configure a [[vm]] or [native], or give --socket or --native-socket")]
+    /// An option is wrong.
+    #[error(transparent)]
+    Options(#[from] options::Error),
+    /// There is no section and no socket.
+    #[error("nothing to serve: configure a [[vm]] or [native] section, or give --socket or --native-socket")]
     Nothing,
+    /// A flag for one virtual machine, and a file with several.
+    #[error("--socket is for one virtual machine, and the file has {0} [[vm]] sections")]
+    SeveralVms(usize),
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    log: Option<String>,
-    poll_us: Option<Spanned<u64>>,
-    #[serde(default)]
-    vm: Vec<VmSection>,
-    native: Option<NativeSection>,
-    status: Option<StatusSection>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct VmSection {
-    name: Spanned<String>,
-    socket: Spanned<PathBuf>,
-    server: Spanned<String>,
-    transport: Option<Spanned<String>>,
-    data_connections: Option<Spanned<u32>>,
-    rdma: Option<Spanned<Settings>>,
-    #[serde(default)]
-    limits: LimitsSection,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NativeSection {
-    name: Option<Spanned<String>>,
-    socket: Option<Spanned<PathBuf>>,
-    mode: Option<Spanned<u32>>,
-    server: Spanned<String>,
-    transport: Option<Spanned<String>>,
-    data_connections: Option<Spanned<u32>>,
-    rdma: Option<Spanned<Settings>>,
-    #[serde(default)]
-    limits: LimitsSection,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StatusSection {
-    socket: PathBuf,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LimitsSection {
-    max_channels: Option<Spanned<u32>>,
-    max_extents: Option<Spanned<u32>>,
-    max_channel_mib: Option<Spanned<u64>>,
-    max_registered_mib: Option<Spanned<u64>>,
-}
-
-/// Reads and checks a configuration file.
-pub fn load(path: &Path) -> Result<Config, ConfigError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-    parse(path, &text)
-}
-
-/// Checks a configuration's text; `path` is for messages.
-pub fn parse(path: &Path, text: &str) -> Result<Config, ConfigError> {
-    let file: File = toml::from_str(text).map_err(|e| ConfigError::Syntax {
-        path: path.to_owned(),
-        text: e.to_string().trim_end().to_owned(),
-    })?;
-    Checker { path, text }.config(file)
-}
-
-struct Checker<'t> {
-    path: &'t Path,
-    text: &'t str,
-}
-
-impl Checker<'_> {
-    fn wrong(&self, at: Range<usize>, key: &str, text: impl Into<String>) -> ConfigError {
-        let line = self.text.get(..at.start).map_or(1, |before| before.matches('\n').count() + 1);
-        ConfigError::Value { path: self.path.to_owned(), line, key: key.to_owned(), text: text.into() }
+impl Arguments {
+    /// The command with every option.
+    fn full_command() -> clap::Command {
+        let command = DaemonOptions::augment_args(Arguments::command());
+        SessionOptions::augment_args(NativeOptions::augment_args(VmOptions::augment_args(command)))
     }
 
-    fn config(&self, file: File) -> Result<Config, ConfigError> {
-        let poll = file
-            .poll_us
-            .map(|us| self.within(us, "poll_us", 0, 10_000))
-            .transpose()?
-            .map(Duration::from_micros);
-        let (mut names, mut sockets) = (HashMap::new(), HashMap::new());
-        let mut vms = Vec::with_capacity(file.vm.len());
-        for vm in file.vm {
-            let name = self.name(&vm.name, "vm.name")?;
-            if let Some(line) = names.insert(name.clone(), self.line(&vm.name)) {
-                return Err(self.wrong(
-                    vm.name.span(),
-                    "vm.name",
-                    format!("{name:?} is the name of the vm at line {line} already"),
-                ));
-            }
-            let socket = self.socket(&vm.socket, "vm.socket")?;
-            if let Some(line) = sockets.insert(socket.clone(), self.line(&vm.socket)) {
-                let text = format!("{} is the socket of the vm at line {line} already", socket.display());
-                return Err(self.wrong(vm.socket.span(), "vm.socket", text));
-            }
-            let limits = self.limits(vm.limits, "vm.limits")?;
-            let parts = (&vm.server, vm.transport.as_ref(), vm.data_connections);
-            let mut session = self.session("vm", &name, parts, poll, limits)?;
-            session.verbs = self.rdma("vm", vm.rdma)?;
-            vms.push(Vm { name, socket, session, limits });
+    /// Parses a command line, and returns it with all options that it gives. A wrong command line ends the process with clap's message.
+    pub fn read(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> (Arguments, ArgMatches) {
+        let given = Arguments::full_command().get_matches_from(words);
+        (Arguments::from_arg_matches(&given).unwrap_or_else(|e| e.exit()), given)
+    }
+
+    /// What to serve.
+    pub fn config(&self, given: &ArgMatches) -> Result<Config, ConfigError> {
+        let file = self.config.as_ref().map(|path| File::read(path, &["vm", "native"])).transpose()?;
+        let mut config = read(given, file.as_ref())?;
+        let all = Layer { given, section: None };
+        if let (false, Ok(log)) = (all.has_flag("log"), std::env::var("RUST_LOG")) {
+            config.log = log;
         }
-        let native = file.native.map(|native| self.native(native, poll)).transpose()?;
-        Ok(Config {
-            log: file.log.unwrap_or_else(|| "info".to_owned()),
-            vms,
-            native,
-            status: file.status.map(|status| status.socket),
-        })
-    }
-
-    fn native(&self, native: NativeSection, poll: Option<Duration>) -> Result<Native, ConfigError> {
-        let name =
-            native.name.as_ref().map_or_else(|| Ok(host_name()), |name| self.name(name, "native.name"))?;
-        let socket = match &native.socket {
-            Some(socket) => self.socket(socket, "native.socket")?,
-            None => protocol::native::DEFAULT_SOCKET.into(),
-        };
-        let mode = native.mode.map_or(Ok(0o660), |mode| self.within(mode, "native.mode", 0, 0o777))?;
-        let limits = self.limits(native.limits, "native.limits")?;
-        let parts = (&native.server, native.transport.as_ref(), native.data_connections);
-        let mut session = self.session("native", &name, parts, poll, limits)?;
-        session.verbs = self.rdma("native", native.rdma)?;
-        Ok(Native { socket, mode, session, limits })
-    }
-
-    fn session(
-        &self,
-        section: &str,
-        client: &str,
-        (server, transport, data_connections): (
-            &Spanned<String>,
-            Option<&Spanned<String>>,
-            Option<Spanned<u32>>,
-        ),
-        poll: Option<Duration>,
-        limits: Limits,
-    ) -> Result<SessionConfig, ConfigError> {
-        let key = |name: &str| format!("{section}.{name}");
-        let address: Address =
-            server.get_ref().parse().map_err(|e: host_bridge::framing::AddressError| {
-                self.wrong(server.span(), &key("server"), e.to_string())
-            })?;
-        let mut session = SessionConfig::new(address, client);
-        if let Some(transport) = transport {
-            session.transport = transport
-                .get_ref()
-                .parse()
-                .map_err(|e: String| self.wrong(transport.span(), &key("transport"), e))?;
-            if !session.transport.reaches(&session.server) {
-                let text = format!("transport {} cannot reach {}", session.transport, session.server);
-                return Err(self.wrong(transport.span(), &key("transport"), text));
-            }
-        }
-        if let Some(count) = data_connections {
-            session.data_connections = self.within(count, &key("data_connections"), 1, 16)?;
-        }
-        session.poll = poll.unwrap_or(session.poll);
-        session.max_registered = limits.max_registered;
-        Ok(session)
-    }
-
-    fn rdma(&self, section: &str, settings: Option<Spanned<Settings>>) -> Result<Settings, ConfigError> {
-        let Some(settings) = settings else { return Ok(Settings::default()) };
-        let wrong = |e: VerbsError| self.wrong(settings.span(), &format!("{section}.rdma"), e.to_string());
-        settings.get_ref().check().map_err(wrong)?;
-        Ok(settings.into_inner())
-    }
-
-    fn limits(&self, section: LimitsSection, key: &str) -> Result<Limits, ConfigError> {
-        let mut limits = Limits::default();
-        if let Some(value) = section.max_channels {
-            limits.max_channels = self.within(value, &format!("{key}.max_channels"), 1, 65536)?;
-        }
-        if let Some(value) = section.max_extents {
-            limits.max_extents = self.within(value, &format!("{key}.max_extents"), 1, MAX_EXTENTS)?;
-        }
-        if let Some(value) = section.max_channel_mib {
-            limits.max_channel_size = self.within(value, &format!("{key}.max_channel_mib"), 2, 4095)? << 20;
-        }
-        if let Some(value) = section.max_registered_mib {
-            limits.max_registered =
-                self.within(value, &format!("{key}.max_registered_mib"), 0, 1 << 40)? << 20;
-        }
-        Ok(limits)
-    }
-
-    fn name(&self, name: &Spanned<String>, key: &str) -> Result<String, ConfigError> {
-        check_name(name.get_ref()).map_err(|text| self.wrong(name.span(), key, text))?;
-        Ok(name.get_ref().clone())
-    }
-
-    fn socket(&self, path: &Spanned<PathBuf>, key: &str) -> Result<PathBuf, ConfigError> {
-        if !path.get_ref().is_absolute() {
-            return Err(self.wrong(
-                path.span(),
-                key,
-                format!("{} is not an absolute path", path.get_ref().display()),
-            ));
-        }
-        Ok(path.get_ref().clone())
-    }
-
-    fn within<T: PartialOrd + Copy + std::fmt::Display>(
-        &self,
-        value: Spanned<T>,
-        key: &str,
-        min: T,
-        max: T,
-    ) -> Result<T, ConfigError> {
-        let number = *value.get_ref();
-        if number < min || number > max {
-            return Err(self.wrong(value.span(), key, format!("{number} is not between {min} and {max}")));
-        }
-        Ok(number)
-    }
-
-    fn line<T>(&self, value: &Spanned<T>) -> usize {
-        self.text.get(..value.span().start).map_or(1, |before| before.matches('\n').count() + 1)
+        Ok(config)
     }
 }
 
-/// Names go into logs, socket-activation names and the server's messages.
-pub fn check_name(name: &str) -> Result<(), String> {
+fn layer<'a>(given: &'a ArgMatches, file: Option<&'a File>, section: Option<&'a Section>) -> Layer<'a> {
+    Layer { given, section: file.zip(section) }
+}
+
+/// What a command line and a file say to serve.
+fn read(given: &ArgMatches, file: Option<&File>) -> Result<Config, ConfigError> {
+    let layer = |section| layer(given, file, section);
+    let sections = |name| file.into_iter().flat_map(move |file| file.sections(name)).map(Some);
+    let daemon: DaemonOptions = layer(sections("").next().flatten()).read()?;
+    let poll = daemon.poll_us.map(Duration::from_micros);
+
+    let mut all: Vec<Option<&Section>> = sections("vm").collect();
+    if layer(None).has_flag("vm.socket") {
+        match all.len() {
+            0 => all.push(None),
+            1 => {}
+            several => return Err(ConfigError::SeveralVms(several)),
+        }
+    }
+    let vms: Vec<Vm> = all.iter().map(|section| vm(&layer(*section), poll)).collect::<Result<_, _>>()?;
+    let (mut names, mut sockets) = (HashMap::new(), HashMap::new());
+    for (vm, section) in vms.iter().zip(&all) {
+        let line = |key| section.map_or(0, |section| section.line_of(key));
+        if let Some(line) = names.insert(&vm.name, line("name")) {
+            let text = format!("the section at line {line} has the name {:?}, too", vm.name);
+            return Err(layer(*section).wrong("name", text).into());
+        }
+        if let Some(line) = sockets.insert(&vm.socket, line("socket")) {
+            let text = format!("the section at line {line} has the socket {}, too", vm.socket.display());
+            return Err(layer(*section).wrong("socket", text).into());
+        }
+    }
+
+    let mut natives: Vec<Option<&Section>> = sections("native").collect();
+    if natives.is_empty() && layer(None).has_flag("native.socket") {
+        natives.push(None);
+    }
+    if let [_, second, ..] = natives[..] {
+        return Err(layer(second).wrong("socket", "there is a [native] section already").into());
+    }
+    let native = natives.first().map(|section| native(&layer(*section), poll)).transpose()?;
+    if vms.is_empty() && native.is_none() {
+        return Err(ConfigError::Nothing);
+    }
+    Ok(Config { log: daemon.log, vms, native, status: daemon.status_socket })
+}
+
+fn vm(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Vm, options::Error> {
+    let options: VmSection = layer.read()?;
+    let missing = |key| layer.wrong(key, "is missing");
+    let name = match layer.section {
+        Some(_) => options.session.name.clone().ok_or_else(|| missing("name"))?,
+        None => options.session.name.clone().unwrap_or_else(host_name),
+    };
+    let socket = options.own.socket.ok_or_else(|| missing("socket"))?;
+    check_socket(layer, &socket, "vm.socket")?;
+    let (session, limits) = session(layer, &name, &options.session, poll)?;
+    Ok(Vm { name, socket, session, limits })
+}
+
+fn native(layer: &Layer<'_>, poll: Option<Duration>) -> Result<Native, options::Error> {
+    let NativeSection { session: options, own: NativeOptions { socket, mode } } = layer.read()?;
+    check_socket(layer, &socket, "native.socket")?;
+    let name = options.name.clone().unwrap_or_else(host_name);
+    let (session, limits) = session(layer, &name, &options, poll)?;
+    Ok(Native { socket, mode, session, limits })
+}
+
+/// In a file, a relative path would depend on the folder where the daemon was started.
+fn check_socket(layer: &Layer<'_>, path: &std::path::Path, id: &str) -> Result<(), options::Error> {
+    if path.is_absolute() || layer.section.is_none() || layer.has_flag(id) {
+        return Ok(());
+    }
+    Err(layer.wrong("socket", format!("{} is not an absolute path", path.display())))
+}
+
+fn session(
+    layer: &Layer<'_>,
+    client: &str,
+    options: &SessionOptions,
+    poll: Option<Duration>,
+) -> Result<(SessionConfig, Limits), options::Error> {
+    let missing = || layer.wrong("server", "is missing: unix:PATH or tcp:HOST:PORT of the rgpu-server");
+    let mut session = SessionConfig::new(options.server.clone().ok_or_else(missing)?, client);
+    if let Some(transport) = options.transport {
+        if !transport.reaches(&session.server) {
+            let text = format!("transport {transport} cannot reach {}", session.server);
+            return Err(layer.wrong("transport", text));
+        }
+        session.transport = transport;
+    }
+    let limits = Limits {
+        max_channels: options.limits.max_channels,
+        max_extents: options.limits.max_extents,
+        max_channel_size: options.limits.max_channel_mib << 20,
+        max_registered: options.limits.max_registered_mib << 20,
+    };
+    session.data_connections = options.data_connections;
+    session.silence = Duration::from_secs(options.lost_after_seconds);
+    session.poll = poll.unwrap_or(session.poll);
+    session.max_registered = limits.max_registered;
+    session.verbs = options.rdma.clone();
+    Ok((session, limits))
+}
+
+/// A name appears in the log, in names of sockets that systemd creates, and in the server's messages.
+fn parse_name(name: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.len() > 63 || !name.chars().all(fits) {
         return Err(format!("{name:?} is not a name: 1 to 63 letters, digits, '-', '_' and '.'"));
     }
-    Ok(())
+    Ok(name.to_owned())
 }
 
-/// This host's name, for the server and for people.
-pub fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map(|name| name.trim().to_owned())
-        .unwrap_or_default();
-    if check_name(&name).is_ok() { name } else { "host".to_owned() }
+/// Permissions of a file: in octal with 0o or 0 before it, or a number as TOML gives it.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    let octal = text.strip_prefix("0o").or_else(|| text.strip_prefix('0').filter(|rest| !rest.is_empty()));
+    let mode = octal.map_or_else(|| text.parse(), |digits| u32::from_str_radix(digits, 8));
+    mode.ok()
+        .filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| format!("{text} is not a file's permissions: write them as 0o660"))
 }
 
-/// Whether `kind` reaches `address`; for flags, where there is no line to name.
-pub fn check_transport(kind: TransportKind, address: &Address) -> Result<(), String> {
-    if kind.reaches(address) { Ok(()) } else { Err(format!("transport {kind} cannot reach {address}")) }
+/// This host's name, for the server and the log.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    parse_name(name.trim()).unwrap_or_else(|_| "host".to_owned())
+}
+
+/// The example file: `vhost-rgpu --print-config`, and the packaged `vhost-rgpu.toml`.
+pub fn example() -> String {
+    options::document::example(
+        "Configuration of vhost-rgpu. Check it with: vhost-rgpu --config FILE --check-config\n\n\
+         Lines that begin with \"#: \" show options with their defaults or an example; remove the sign to change them. Flags override this file.",
+        &parts(true),
+    )
+}
+
+/// The parts of the file, for its documentation. `brief`: what `[[vm]]` has already shown is left out of `[native]`.
+fn parts(brief: bool) -> [Part; 3] {
+    const RDMA: &[(&str, &str)] = &[
+        ("transport", "\"tcp\""),
+        ("rdma.device", "\"mlx5_0\""),
+        ("rdma.gid_index", "3"),
+        ("rdma.mtu", "4096"),
+        ("rdma.queue_pairs", "2"),
+        ("rdma.queue_depth", "128"),
+    ];
+    let command = || clap::Command::new("options");
+    let own = ["name", "server", "native.socket", "native.mode"];
+    let hide = |arg: clap::Arg| {
+        let hidden = !own.contains(&arg.get_id().as_str());
+        arg.hide(hidden)
+    };
+    let native = NativeSection::augment_args(command());
+    [
+        Part {
+            name: "",
+            repeated: false,
+            text: "",
+            options: DaemonOptions::augment_args(command()),
+            set: &[("status.socket", "\"/run/rgpu/vhost-rgpu.status\"")],
+            examples: &[("poll_us", "50")],
+        },
+        Part {
+            name: "vm",
+            repeated: true,
+            text: "One section for each virtual machine.",
+            options: VmSection::augment_args(command()),
+            set: &[
+                ("name", "\"guest1\""),
+                ("socket", "\"/run/rgpu/vm-guest1.sock\""),
+                ("server", "\"tcp:gpu-node:9700\""),
+            ],
+            examples: RDMA,
+        },
+        Part {
+            name: "native",
+            repeated: false,
+            text: "Processes of this host, and containers that the socket is mounted into. Without this section there are none. The other options of [[vm]] are valid here, too.",
+            options: if brief { native.mut_args(hide) } else { NativeOptions::augment_args(command()) },
+            set: &[("server", "\"unix:/run/rgpu/server.sock\"")],
+            examples: &[("name", "\"host\"")],
+        },
+    ]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use host_bridge::verbs::{DEPTH, QUEUE_PAIRS};
+    use std::path::Path;
+
+    fn config(text: &str, flags: &[&str]) -> Result<Config, ConfigError> {
+        let (_, given) = Arguments::read(std::iter::once("vhost-rgpu").chain(flags.iter().copied()));
+        let file = File::parse(Path::new("x.toml"), text, &["vm", "native"])?;
+        read(&given, Some(&file))
+    }
 
     fn error(text: &str) -> String {
-        parse(Path::new("x.toml"), text).unwrap_err().to_string()
+        config(text, &[]).unwrap_err().to_string()
     }
 
     const VM: &str = "[[vm]]\nname = \"a\"\nsocket = \"/run/a.sock\"\nserver = \"tcp:gpu:9700\"\n";
 
     #[test]
-    fn the_example_parses_and_is_complete() {
-        let text = include_str!("../vhost-rgpu.toml");
-        let config = parse(Path::new("vhost-rgpu.toml"), text).unwrap();
-        assert_eq!(config.vms.len(), 1);
-        assert!(config.native.is_some() && config.status.is_some());
-        // The commented-out settings are defaults: with the comment signs gone it must still parse.
-        let all: String = text
-            .lines()
-            .map(|line| {
-                line.strip_prefix("#: ").map_or_else(|| format!("{line}\n"), |line| format!("{line}\n"))
-            })
-            .collect();
-        let config = parse(Path::new("vhost-rgpu.toml"), &all).unwrap();
-        assert!(config.vms.iter().all(|vm| vm.limits == Limits::default()));
-        assert!(config.vms.iter().all(|vm| vm.session.verbs.queue_pairs == Some(QUEUE_PAIRS)));
-        assert!(config.vms.iter().all(|vm| vm.session.verbs.queue_depth == Some(DEPTH)));
+    fn the_command_line_is_consistent() {
+        Arguments::full_command().debug_assert();
+    }
+
+    #[test]
+    fn the_packaged_file_and_the_documentation_follow_from_the_options() {
+        test_kit::check_generated(concat!(env!("CARGO_MANIFEST_DIR"), "/vhost-rgpu.toml"), None, &example());
+        let table = options::document::table(&parts(false));
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+        test_kit::check_generated(page, Some("vhost-rgpu"), &table);
+    }
+
+    #[test]
+    fn every_line_of_the_example_is_valid() {
+        let shown = config(&example(), &[]).unwrap();
+        assert_eq!(shown.vms.len(), 1);
+        assert!(shown.native.is_some() && shown.status.is_some());
+        // The commented-out options show the defaults.
+        let all = config(&example().replace("#: ", ""), &[]).unwrap();
+        assert_eq!(all.vms[0].limits, shown.vms[0].limits);
+        let (before, now) = (&shown.vms[0].session, &all.vms[0].session);
+        assert_eq!((before.data_connections, before.silence), (now.data_connections, now.silence));
+        assert_eq!(now.verbs.queue_pairs, Some(QUEUE_PAIRS));
+        assert_eq!(now.verbs.queue_depth, Some(DEPTH));
+        assert_eq!(all.native.unwrap().mode, 0o660);
+    }
+
+    #[test]
+    fn defaults_are_those_of_a_session() {
+        let session = config(VM, &[]).unwrap().vms.remove(0).session;
+        let expected = SessionConfig::new("tcp:gpu:9700".parse().unwrap(), "a");
+        assert_eq!(format!("{session:?}"), format!("{expected:?}"));
     }
 
     #[test]
     fn a_section_says_how_to_use_rdma() {
         let text = format!("{VM}transport = \"verbs\"\n[vm.rdma]\ndevice = \"mlx5_2\"\nqueue_depth = 64\n");
-        let config = parse(Path::new("x"), &text).unwrap();
         let verbs = Settings { device: Some("mlx5_2".into()), queue_depth: Some(64), ..Settings::default() };
-        assert_eq!(config.vms[0].session.verbs, verbs);
+        assert_eq!(config(&text, &[]).unwrap().vms[0].session.verbs, verbs);
     }
 
     #[test]
     fn a_transport_follows_from_the_address() {
-        let config = parse(Path::new("x"), &format!("{VM}[native]\nserver = \"unix:/run/s\"\n")).unwrap();
+        let config = config(&format!("{VM}[native]\nserver = \"unix:/run/s\"\n"), &[]).unwrap();
         assert_eq!(config.vms[0].session.transport, TransportKind::Tcp);
         assert_eq!(config.native.unwrap().session.transport, TransportKind::Local);
     }
 
     #[test]
+    fn flags_override_the_file() {
+        let text = format!(
+            "poll_us = 7\n{VM}[vm.limits]\nmax_channels = 9\n[native]\nserver = \"unix:/run/s\"\nmode = 0o600\n"
+        );
+        let unchanged = config(&text, &[]).unwrap();
+        assert_eq!((unchanged.vms[0].limits.max_channels, unchanged.native.unwrap().mode), (9, 0o600));
+        let flags = [
+            "--server=tcp:other",
+            "--max-channels=10",
+            "--socket=b.sock",
+            "--native-mode=0640",
+            "--poll-us=8",
+        ];
+        let config = config(&text, &flags).unwrap();
+        let (vm, native) = (&config.vms[0], config.native.unwrap());
+        assert_eq!((vm.limits.max_channels, vm.socket.as_path()), (10, Path::new("b.sock")));
+        assert_eq!((native.mode, native.limits.max_channels), (0o640, 10));
+        for session in [&vm.session, &native.session] {
+            assert_eq!(session.server.to_string(), "tcp:other:9700");
+            assert_eq!(session.poll, Duration::from_micros(8));
+        }
+    }
+
+    #[test]
+    fn flags_add_sections_that_the_file_lacks() {
+        let with_native = config(VM, &["--native-socket=/run/n"]).unwrap_err().to_string();
+        assert!(with_native.starts_with("--server: is missing"), "{with_native}");
+        let native = "[native]\nserver = \"unix:/run/s\"\n";
+        let config = config(native, &["--socket=/run/vm", "--server=tcp:gpu", "--name=b"]).unwrap();
+        assert_eq!((config.vms[0].name.as_str(), config.vms[0].limits.max_channels), ("b", 256));
+    }
+
+    #[test]
+    fn a_flag_for_one_virtual_machine_needs_one() {
+        let text = format!("{VM}{}", VM.replace("\"a\"", "\"b\"").replace("a.sock", "b.sock"));
+        assert_eq!(config(&text, &[]).unwrap().vms.len(), 2);
+        let error = config(&text, &["--socket=/run/c"]).unwrap_err().to_string();
+        assert!(error.contains("2 [[vm]] sections"), "{error}");
+        assert!(matches!(config("", &[]), Err(ConfigError::Nothing)));
+    }
+
+    #[test]
     fn an_unknown_key_is_named_with_its_line() {
         let text = error(&format!("{VM}colour = 1\n"));
-        assert!(text.contains("line 5") && text.contains("colour"), "{text}");
+        assert_eq!(text, "x.toml: line 5: vm.colour: there is no such option");
     }
 
     #[test]
     fn a_missing_key_is_named() {
         let text = error("[[vm]]\nname = \"a\"\nsocket = \"/x\"\n");
-        assert!(text.contains("server") && text.contains("line 1"), "{text}");
+        assert!(text.starts_with("x.toml: line 1: vm.server: is missing"), "{text}");
     }
 
     #[test]
@@ -423,7 +532,8 @@ mod tests {
             (format!("{VM}transport = \"local\"\n"), 5, "vm.transport"),
             (format!("{VM}transport = \"carrier-pigeon\"\n"), 5, "vm.transport"),
             (format!("{VM}[vm.limits]\nmax_channels = 0\n"), 6, "vm.limits.max_channels"),
-            (format!("{VM}[vm.rdma]\nqueue_pairs = 8\n"), 5, "vm.rdma"),
+            (format!("{VM}[vm.rdma]\nqueue_pairs = 8\n"), 6, "vm.rdma.queue_pairs"),
+            (format!("{VM}[native]\nserver = \"unix:/s\"\nmode = 660\n"), 7, "native.mode"),
             (format!("{VM}{VM}"), 6, "vm.name"),
             (format!("{VM}{}", VM.replace("\"a\"", "\"b\"")), 7, "vm.socket"),
             (format!("poll_us = 99999999\n{VM}"), 1, "poll_us"),

@@ -2,19 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-extern crate host_bridge as rgpu_host_bridge;
-
-#[path = "../../host-bridge/tests/support/mod.rs"]
-mod support;
-
 mod daemon;
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use daemon::Daemon;
-use protocol::channel::{Geometry, Header, NO_SLOT, Producer, RingMemory, State};
+use host_bridge::memory::Memories;
+use protocol::channel::{Geometry, NO_SLOT, State};
 use protocol::data::{HostIn, HostOut, HostRange};
 use protocol::device::{
     Answer, CONFIG_MAGIC, CONTROL_QUEUE, Config, DEVICE_VERSION, DOORBELL_QUEUE, EVENT_QUEUE, EVENT_WAKE,
@@ -25,15 +21,16 @@ use protocol::link::{Memory, wish};
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
 use protocol::ops::{Op, encode};
-use rgpu_host_bridge::memory::{ChannelView, Memories};
-use support::{FakeServer, Manners, PATIENCE, eventually, pattern, region, scattered};
+use test_kit::channel::{Channel, write_header};
+use test_kit::server::{Behavior, FakeServer};
+use test_kit::session::{RAM, read, write};
+use test_kit::*;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromBytes, IntoBytes};
 
-const RAM: u64 = 64 << 20;
 /// Where guest memory lies in the VMM, as far as the daemon is told.
 const VMM_ADDRESS: u64 = 0x7000_0000_0000;
 const SIZE: u16 = 64;
@@ -63,7 +60,7 @@ struct Guest {
 
 impl Guest {
     fn connect(daemon: &Daemon) -> Guest {
-        let file: OwnedFd = support::memfd(RAM);
+        let file: OwnedFd = memfd(RAM);
         let memory = Memory { addr: 0, size: RAM, file_offset: 0 };
         let memories = Memories::map(vec![(memory, file.try_clone().unwrap())]).unwrap();
         let mut frontend = Frontend::connect(daemon.vm(), 3).unwrap();
@@ -257,44 +254,17 @@ impl Guest {
         let base = CHANNEL + u64::from(channel) * CHANNEL_STRIDE;
         let extents = vec![Extent { addr: base + size, len: 4096 }, Extent { addr: base, len: size - 4096 }];
         self.fill(base, size + 4096);
-        // SAFETY: a page of this test's memory; the header is all atomics.
-        unsafe { self.at(base + size, 4096).cast::<Header>().as_ref() }
-            .write_fields(&geometry.fields(3, "guest-program"));
+        write_header(&self.memories, base + size, &geometry.fields(3, "guest-program"));
         (extents, geometry)
     }
 
     fn create(&mut self, channel: u32) -> Channel {
         let (extents, geometry) = self.prepare(channel);
         assert_eq!(self.ask(create(channel, &extents), &extents), (Answer::Ok, String::new()));
-        let view = Box::new(self.memories.view(&extents, geometry.size as u64).unwrap());
+        let view = self.memories.view(&extents, geometry.size as u64).unwrap();
         assert_eq!(view.header().state(), State::Ready);
-        // SAFETY: the box outlives the producer, which is dropped first.
-        let forever: &'static ChannelView = unsafe { &*std::ptr::from_ref::<ChannelView>(view.as_ref()) };
-        // SAFETY: the ring's part of the channel.
-        let words = unsafe {
-            std::slice::from_raw_parts(
-                forever.base().add(geometry.ring_offset).cast::<AtomicU64>().as_ptr(),
-                geometry.ring_size / 8,
-            )
-        };
-        Channel { producer: Producer::new(forever.header(), RingMemory::new(words)), view }
-    }
-
-    fn push<'a, T: Op<'a>>(&self, channel: &mut Channel, op: &T, slot: u16) {
-        let mut body = Vec::new();
-        encode(op, &mut body);
-        if slot != NO_SLOT {
-            channel.view.slot(slot).unwrap().prepare();
-        }
-        channel.producer.push(T::INFO.opcode, slot, &body).unwrap();
-        if channel.view.header().host_sleep.take() {
-            self.kick(DOORBELL_QUEUE);
-        }
-    }
-
-    fn synchronize(&self, channel: &mut Channel) {
-        self.push(channel, &StreamSynchronize { stream: StreamId(0) }, 0);
-        eventually(|| channel.view.slot(0).unwrap().poll(&mut Vec::new()).is_some());
+        let doorbell = self.queues[usize::from(DOORBELL_QUEUE)].kick.try_clone().unwrap();
+        Channel::new(view, move || doorbell.write(1).unwrap())
     }
 
     /// Posts a buffer for an event; where it lies.
@@ -304,11 +274,6 @@ impl Guest {
         self.kick(EVENT_QUEUE);
         at
     }
-}
-
-struct Channel {
-    producer: Producer<'static>,
-    view: Box<ChannelView>,
 }
 
 fn message(request: Request, extents: &[Extent]) -> Vec<u8> {
@@ -326,17 +291,9 @@ fn create(channel: u32, extents: &[Extent]) -> Request {
     Request { extent_count: extents.len() as u32, size, ..plain(request::CREATE_CHANNEL, channel) }
 }
 
-fn serving(server: &FakeServer) -> Daemon {
-    Daemon::start(&["--server", &server.address.to_string(), "--name", "testvm"])
-}
-
-fn sessions(daemon: &Daemon) -> usize {
-    daemon.status()["sessions"].as_array().unwrap().len()
-}
-
 #[test]
 fn the_configuration_space_says_what_the_device_is() {
-    let daemon = serving(&FakeServer::good());
+    let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let (_, bytes) = guest.frontend.get_config(0, 64, VhostUserConfigFlags::empty(), &[0; 64]).unwrap();
     let config = Config::read_from_bytes(&bytes).unwrap();
@@ -357,59 +314,48 @@ fn the_configuration_space_says_what_the_device_is() {
 #[test]
 fn a_guest_sends_commands_and_data_through_its_channel() {
     let server = FakeServer::good();
-    let daemon = serving(&server);
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     let extents = scattered(1_000_003, 4);
     let bytes = pattern(1_000_003, 4);
-    let pieces = guest.memories.resolve(&extents, 1_000_003).unwrap();
-    for piece in pieces.all() {
-        // SAFETY: this test's memory.
-        unsafe { piece.at.copy_from(NonNull::from(&bytes[piece.offset]).cast(), piece.len) };
-    }
+    write(&guest.memories, &extents, &bytes);
     let register = Request { kind: request::REGISTER_MEMORY, region: 7, ..create(0, &extents) };
     assert_eq!(guest.ask(register, &extents), (Answer::Ok, String::new()));
     let src = HostIn::Range(region(7, 0, 1_000_003));
-    guest.push(&mut channel, &MemcpyHtoD { stream: StreamId(0), dst: 9, src }, NO_SLOT);
-    guest.synchronize(&mut channel);
-    for piece in pieces.all() {
-        // SAFETY: as above.
-        unsafe { piece.at.write_bytes(0, piece.len) };
-    }
+    channel.push(&MemcpyHtoD { stream: StreamId(0), dst: 9, src }, NO_SLOT);
+    channel.synchronize();
+    write(&guest.memories, &extents, &vec![0; bytes.len()]);
     let dst = HostOut(region(7, 0, 1_000_003));
-    guest.push(&mut channel, &MemcpyDtoH { stream: StreamId(0), src: 9, dst }, NO_SLOT);
-    guest.synchronize(&mut channel);
-    for piece in pieces.all() {
-        // SAFETY: as above; nobody writes the memory now.
-        let got = unsafe { std::slice::from_raw_parts(piece.at.as_ptr(), piece.len) };
-        assert!(got == &bytes[piece.offset..piece.offset + piece.len]);
-    }
+    channel.push(&MemcpyDtoH { stream: StreamId(0), src: 9, dst }, NO_SLOT);
+    channel.synchronize();
+    assert!(read(&guest.memories, &extents) == bytes);
     let unregister = Request { region: 7, ..plain(request::UNREGISTER_MEMORY, 0) };
     assert_eq!(guest.ask(unregister, &[]).0, Answer::Ok);
     assert_eq!(daemon.status()["sessions"][0]["owner"], "vm testvm");
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
-    assert_eq!(sessions(&daemon), 0);
+    assert_eq!(daemon.sessions(), 0);
     // The id is free again.
     let mut channel = guest.create(0);
-    guest.synchronize(&mut channel);
+    channel.synchronize();
 }
 
 #[test]
 fn a_wake_waits_for_a_buffer_and_is_delivered_once() {
-    let daemon = serving(&FakeServer::good());
+    let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channels = [guest.create(3), guest.create(5)];
     for channel in &mut channels {
         // A waiter that sleeps before the answer comes, so that its completion must wake it.
-        channel.view.slot(0).unwrap().prepare();
-        assert!(channel.view.slot(0).unwrap().announce_sleep());
+        channel.view().slot(0).unwrap().prepare();
+        assert!(channel.view().slot(0).unwrap().announce_sleep());
         let mut body = Vec::new();
         encode(&StreamSynchronize { stream: StreamId(0) }, &mut body);
-        channel.producer.push(StreamSynchronize::INFO.opcode, 0, &body).unwrap();
+        channel.push_raw(StreamSynchronize::INFO.opcode, 0, &body);
     }
     guest.kick(DOORBELL_QUEUE);
     for channel in &channels {
-        eventually(|| channel.view.slot(0).unwrap().poll(&mut Vec::new()).is_some());
+        eventually(|| channel.view().slot(0).unwrap().poll(&mut Vec::new()).is_some());
     }
     // Nobody had posted a buffer; both wakes are remembered.
     let mut woken = Vec::new();
@@ -423,13 +369,13 @@ fn a_wake_waits_for_a_buffer_and_is_delivered_once() {
     woken.sort_unstable();
     assert_eq!(woken, [3, 5]);
     guest.post_event();
-    guest.synchronize(&mut channels[0]);
+    channels[0].synchronize();
     assert_eq!(guest.used(EVENT_QUEUE), None, "nobody slept");
 }
 
 #[test]
 fn whatever_is_malformed_is_answered_and_the_device_goes_on() {
-    let daemon = serving(&FakeServer::good());
+    let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(1);
     let (extents, _) = guest.prepare(2);
@@ -482,25 +428,25 @@ fn whatever_is_malformed_is_answered_and_the_device_goes_on() {
         guest.offer(EVENT_QUEUE, &chain);
     }
     guest.kick(EVENT_QUEUE);
-    guest.synchronize(&mut channel);
+    channel.synchronize();
     assert_eq!(guest.raw(&message(good, &extents)).0, Answer::Ok);
     assert!(daemon.status()["malformed_requests"].as_u64().unwrap() >= 12);
 }
 
 #[test]
 fn a_malformed_command_ends_its_channel_and_no_other() {
-    let daemon = serving(&FakeServer::good());
+    let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let (mut bad, mut good) = (guest.create(0), guest.create(1));
     let at = guest.post_event();
-    bad.producer.push(0x7fff, NO_SLOT, &[]).unwrap();
+    bad.push_raw(0x7fff, NO_SLOT, &[]);
     guest.kick(DOORBELL_QUEUE);
-    eventually(|| bad.view.header().state() == State::Lost);
-    assert!(bad.view.header().reason().contains("0x7fff"));
+    eventually(|| bad.view().header().state() == State::Lost);
+    assert!(bad.view().header().reason().contains("0x7fff"));
     guest.wait_used(EVENT_QUEUE);
     let event = Event::read_from_bytes(&guest.read::<8>(at)).unwrap();
     assert_eq!((event.kind, event.channel), (EVENT_WAKE, 0));
-    guest.synchronize(&mut good);
+    good.synchronize();
     assert_eq!(daemon.status()["sessions_lost"], 1);
     // The guest still has to destroy it, and its memory is let go.
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 0), &[]).0, Answer::Ok);
@@ -508,15 +454,15 @@ fn a_malformed_command_ends_its_channel_and_no_other() {
 
 #[test]
 fn a_request_that_takes_long_holds_up_no_other() {
-    let server = FakeServer::start(Manners { hold_data: true, ..Manners::default() });
-    let daemon = serving(&server);
+    let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     let extents = scattered(100_000, 4);
     let register = Request { kind: request::REGISTER_MEMORY, region: 1, ..create(0, &extents) };
     assert_eq!(guest.ask(register, &extents).0, Answer::Ok);
     let dst = HostOut(HostRange { len: 5, ..region(1, 0, 0) });
-    guest.push(&mut channel, &MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
+    channel.push(&MemcpyDtoH { stream: StreamId(0), src: 1, dst }, NO_SLOT);
     eventually(|| server.commands().len() == 1);
     // The server is held in the copy, so the region cannot be let go.
     let (slow, slow_at) =
@@ -531,8 +477,8 @@ fn a_request_that_takes_long_holds_up_no_other() {
 
 #[test]
 fn a_channel_in_a_servers_queue_is_answered_at_once_and_can_be_destroyed() {
-    let server = FakeServer::start(Manners { queue: &[7], queue_stands: true, ..Manners::default() });
-    let daemon = serving(&server);
+    let server = FakeServer::start(Behavior { queue: &[7], never_serves: true, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let waiting = |guest: &mut Guest, channel: u32| {
         let (extents, geometry) = guest.prepare(channel);
@@ -552,13 +498,13 @@ fn a_channel_in_a_servers_queue_is_answered_at_once_and_can_be_destroyed() {
     waiting(&mut guest, 2);
     guest.reset();
     eventually(|| server.left() == 2);
-    assert_eq!(sessions(&daemon), 0);
+    assert_eq!(daemon.sessions(), 0);
 }
 
 #[test]
 fn a_channel_that_waited_learns_how_it_ended() {
-    let server = FakeServer::start(Manners { queue: &[2, 1], ..Manners::default() });
-    let daemon = serving(&server);
+    let server = FakeServer::start(Behavior { queue: &[2, 1], ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let (extents, geometry) = guest.prepare(1);
     let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
@@ -568,8 +514,8 @@ fn a_channel_that_waited_learns_how_it_ended() {
     assert_eq!(guest.ask(plain(request::DESTROY_CHANNEL, 1), &[]), (Answer::Ok, String::new()));
 
     let refusal = Some((Answer::NoResources, "nobody is served here"));
-    let server = FakeServer::start(Manners { queue: &[1], answer: refusal, ..Manners::default() });
-    let daemon = serving(&server);
+    let server = FakeServer::start(Behavior { queue: &[1], answer: refusal, ..Behavior::default() });
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let (extents, geometry) = guest.prepare(1);
     let view = guest.memories.view(&extents, geometry.size as u64).unwrap();
@@ -583,45 +529,45 @@ fn a_channel_that_waited_learns_how_it_ended() {
 #[test]
 fn a_reset_ends_every_channel_and_the_device_starts_anew() {
     let server = FakeServer::good();
-    let daemon = serving(&server);
+    let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
     let (old, _other) = (guest.create(0), guest.create(1));
     guest.reset();
-    assert_eq!(sessions(&daemon), 0);
-    assert_eq!(old.view.header().state(), State::Lost);
+    assert_eq!(daemon.sessions(), 0);
+    assert_eq!(old.view().header().state(), State::Lost);
     // What the guest does with its memory now is its own business: nothing writes there any more.
     for index in 0..3 {
         guest.start(index);
     }
     let mut channel = guest.create(0);
-    guest.synchronize(&mut channel);
+    channel.synchronize();
 }
 
 #[test]
 fn new_memory_does_not_disturb_sessions_in_the_old_one() {
-    let daemon = serving(&FakeServer::good());
+    let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
     // The same memory again, as a VMM does when something is plugged in.
     let file = guest.memories.files().next().unwrap().1.try_clone().unwrap();
     guest.share(&file);
-    guest.synchronize(&mut channel);
+    channel.synchronize();
     let mut other = guest.create(1);
-    guest.synchronize(&mut other);
-    guest.synchronize(&mut channel);
+    other.synchronize();
+    channel.synchronize();
 }
 
 #[test]
 fn a_vmm_that_vanishes_takes_its_sessions_along_and_the_next_one_is_served() {
     let server = FakeServer::good();
-    let daemon = serving(&server);
+    let daemon = Daemon::serving(&server);
     let once = |daemon: &Daemon| {
         let mut guest = Guest::connect(daemon);
         let mut channel = guest.create(0);
-        guest.synchronize(&mut channel);
+        channel.synchronize();
     };
     once(&daemon);
-    eventually(|| sessions(&daemon) == 0);
+    eventually(|| daemon.sessions() == 0);
     // Main, and one for each of three sockets.
     eventually(|| daemon.resources().1 <= 4);
     let before = daemon.resources();

@@ -1,7 +1,7 @@
-//! The release build: the daemons and rgpuctl, and the libraries that a program loads instead of NVIDIA's.
+//! The release build: the daemons, rgpuctl, and the libraries that programs load instead of NVIDIA's.
 //!
-//! A guest library is a Rust static library that the C compiler links into a shared one, since only so it gets the
-//! names and symbol versions of NVIDIA's own. Each library's folder says how, in a `link.sh`.
+//! Each guest library is a Rust static library that the C compiler links into a shared one, because only then
+//! can it have the names and symbol versions of NVIDIA's. The `link.sh` in each library's folder does that.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,10 +12,10 @@ use rgpu_tests::tree::{self, Build};
 use crate::progress::Step;
 use crate::{debian, process};
 
-/// Debian packages that the build needs beside Cargo.
+/// Debian packages that the build needs besides Cargo.
 pub const PACKAGES: &[&str] = &["gcc", "libc6-dev", "binutils"];
 
-/// The executables, by package; each has the package's name.
+/// The packages with an executable of the same name.
 pub const EXECUTABLES: &[&str] = &["vhost-rgpu", "rgpu-server", "rgpuctl"];
 
 /// A library that programs load.
@@ -24,17 +24,17 @@ pub struct Library {
     pub package: &'static str,
     /// Features of the package.
     features: &'static [&'static str],
-    /// The static library that the package gives.
+    /// The static library that Cargo builds from the package.
     archive: &'static str,
     /// The folder with its `link.sh`, in `guest-cudart/`.
     folder: &'static str,
-    /// What `link.sh` gets after the static library and the folder to write to.
+    /// Arguments of `link.sh` after the static library and the output folder.
     arguments: &'static [&'static str],
-    /// The file and its soname.
+    /// The file name, which is also the soname.
     pub name: &'static str,
 }
 
-/// All of them.
+/// All guest libraries.
 pub const LIBRARIES: &[Library] = &[
     Library {
         package: "rgpu-cuda",
@@ -70,7 +70,7 @@ pub const LIBRARIES: &[Library] = &[
     },
 ];
 
-/// Builds everything, optimized.
+/// Builds everything with optimization.
 pub fn build() -> Result<()> {
     debian::packages(PACKAGES, "building")?;
     let log = process::log("build")?;
@@ -94,8 +94,8 @@ pub fn build() -> Result<()> {
     Ok(())
 }
 
-/// Builds the executables, and of the libraries only `libcuda.so.1`, without optimization. That is all that a guest needs for
-/// programs with NVIDIA's runtime inside.
+/// Builds the executables, and of the libraries only `libcuda.so.1`, without optimization. Programs that
+/// contain NVIDIA's runtime need nothing else.
 pub fn build_quickly() -> Result<()> {
     let log = process::log("build-debug")?;
     let step = Step::spinner("building the daemons, rgpuctl and libcuda");
@@ -109,12 +109,12 @@ pub fn build_quickly() -> Result<()> {
     Ok(())
 }
 
-/// Cargo's arguments for all executables.
+/// Cargo's arguments that select all executables.
 fn packages() -> impl Iterator<Item = &'static str> {
     EXECUTABLES.iter().flat_map(|package| ["-p", package])
 }
 
-/// Makes a shared library of the static one that Cargo has built.
+/// Links the static library that Cargo has built into a shared one.
 fn link(library: &Library, build: Build, log: &Path) -> Result<()> {
     let folder = build.guest_libraries();
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
@@ -127,7 +127,7 @@ fn link(library: &Library, build: Build, log: &Path) -> Result<()> {
     let built = folder.join(library.name);
     let dynamic = process::output(Command::new("readelf").arg("-d").arg(&built))?;
     if !dynamic.contains(&format!("[{}]", library.name)) {
-        bail!("{} does not say that it is {}: its soname is wrong", built.display(), library.name);
+        bail!("{} has the wrong soname; it should be {}", built.display(), library.name);
     }
     Ok(())
 }

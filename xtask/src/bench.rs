@@ -1,7 +1,8 @@
-//! `cargo xtask bench`: what calls cost and what copies carry, natively and through rgpu, into `docs/benchmarks/`.
+//! `cargo xtask bench`: measures calls and copies, natively and through rgpu, and writes the results to
+//! `docs/benchmarks/`.
 //!
-//! The work is done by `rgpu-bench` (`tests/src/bin/rgpu-bench.rs`) and by the CUDA program `tests/bench/bench.cu`; this builds both, and runs them or stages
-//! them for a machine with a GPU but no compiler.
+//! `rgpu-bench` (`tests/src/bin/rgpu-bench.rs`) and the CUDA program `tests/bench/bench.cu` do the work. This
+//! builds both, and either runs them or stages them for a machine with a GPU but no compiler.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,27 +24,28 @@ export RGPU_ROOT CARGO_TARGET_DIR
 exec ./rgpu-bench --out results "$@"
 "#;
 
-/// Measure native and remote calls and copies, and write table and plots into docs/benchmarks
+/// Measure calls and copies, natively and through rgpu, and write a table and plots to docs/benchmarks
 #[derive(Args)]
 pub struct Arguments {
-    /// What executes: a GPU of this machine, or the GPU in software, for the shape of the curves
+    /// The device: this machine's GPU, or the software GPU to see the shape of the curves
     #[arg(long, default_value = "cuda", value_parser = ["cuda", "software"])]
     device: String,
-    /// Times that everything is measured
+    /// Number of repetitions of each measurement
     #[arg(long, default_value_t = 5)]
     repetitions: usize,
-    /// Show what moved against the figures of an earlier run
+    /// Compare with the figures of an earlier run
     #[arg(long, value_name = "OLD.json")]
     compare: Option<PathBuf>,
-    /// Instead: the transport verbs beside perftest, in a machine with RoCE in software; writes docs/benchmarks/verbs.md
+    /// Compare the verbs transport with perftest instead, in a machine with software RoCE, and write
+    /// docs/benchmarks/verbs.md
     #[arg(long, conflicts_with_all = ["device", "compare", "stage"])]
     verbs: bool,
-    /// Measure nothing: put all that is needed into this folder, for a machine without a compiler
+    /// Measure nothing; put everything needed into this folder, for a machine without a compiler
     #[arg(long, value_name = "FOLDER")]
     stage: Option<PathBuf>,
 }
 
-/// Builds, and measures or stages.
+/// Builds everything, then measures or stages.
 pub fn bench(arguments: &Arguments) -> Result<()> {
     artifacts::build()?;
     compile()?;
@@ -73,7 +75,8 @@ fn build_release(what: &str, which: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Verbs beside perftest: the studies so often as said, the rounds that are compared one by one three times as often.
+/// Compares verbs with perftest. The rounds that are compared one by one run three times as often as the
+/// other studies.
 fn verbs(repetitions: usize) -> Result<()> {
     build_release("building the example", &["-p", "rgpu-host-bridge", "--example", "verbs"])?;
     build_release("building rdma-bench", &["-p", "rgpu-tests", "--bin", "rdma-bench"])?;
@@ -84,7 +87,7 @@ fn verbs(repetitions: usize) -> Result<()> {
     Ok(())
 }
 
-/// Compiles the program, if its source is newer than it.
+/// Compiles the program if its source is newer.
 pub fn compile() -> Result<()> {
     let source = tree::root().join("tests/bench/bench.cu");
     let program = tree::programs().join("bench");
@@ -108,6 +111,6 @@ fn stage(folder: &Path) -> Result<()> {
     staging.put(&tree::binaries().join("rgpu-bench"), "rgpu-bench", true)?;
     staging.put(&tree::programs().join("bench"), "target/programs/bench", false)?;
     staging.finish(SCRIPT)?;
-    println!("{}: run.sh there", folder.display());
+    println!("staged in {}; start run.sh there", folder.display());
     Ok(())
 }

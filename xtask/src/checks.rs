@@ -1,11 +1,11 @@
-//! What must hold before anything is tested: the format, the lints, the licences.
+//! Checks that come before all tests: formatting, lints, licenses.
 
 use anyhow::Result;
 
 use crate::progress::Step;
 use crate::{process, toolchain};
 
-/// Runs every check; the first that fails ends it.
+/// Runs the checks in order and stops at the first that fails.
 pub fn checks() -> Result<()> {
     let log = process::log("checks")?;
     let check = |name: &str, arguments: &[&str]| -> Result<()> {
@@ -21,7 +21,7 @@ pub fn checks() -> Result<()> {
     )?;
 
     let deny = toolchain::cargo_deny()?;
-    let step = Step::spinner("checking the dependencies' licences, versions and sources");
+    let step = Step::spinner("checking the dependencies' licenses, versions and sources");
     let mut command = std::process::Command::new(deny);
     command.args(["--workspace", "--all-features", "check", "licenses", "bans", "sources"]);
     process::watch(&mut command, &log, &step)?;

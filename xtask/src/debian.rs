@@ -8,8 +8,8 @@ use nix::unistd::geteuid;
 use crate::process;
 use crate::progress::Step;
 
-/// An error if packages of `names` are missing and this user may not install them, so that nobody waits for other steps to end
-/// before being told. `purpose` completes the sentence "… needs packages".
+/// Fails if packages in `names` are missing and this user may not install them, so that the error appears
+/// before other steps run. `purpose` completes the sentence "… needs packages".
 pub fn check(names: &[&str], purpose: &str) -> Result<()> {
     let missing = missing(names);
     if !missing.is_empty() && !geteuid().is_root() {
@@ -21,7 +21,7 @@ pub fn check(names: &[&str], purpose: &str) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that every package of `names` is installed.
+/// Makes sure that all packages in `names` are installed.
 pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
     check(names, purpose)?;
     let missing = missing(names);
@@ -35,7 +35,7 @@ pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
     let apt = |arguments: &[&str]| {
         let mut command = Command::new("apt-get");
         command.env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C").arg("-y").args(arguments);
-        // Another process may be installing something just now.
+        // Another process may be installing packages.
         command.args(["-o", "DPkg::Lock::Timeout=600"]);
         command
     };
@@ -43,7 +43,7 @@ pub fn packages(names: &[&str], purpose: &str) -> Result<()> {
         let mut command = apt(&["install", "--no-install-recommends"]);
         process::watch(command.args(&missing), &log, &step)
     };
-    // The lists of packages may be missing or old. They are refreshed only then, because it takes a while.
+    // Refreshing the package lists takes a while, so do that only if they are missing or out of date.
     if install().is_err() {
         process::watch(&mut apt(&["update"]), &log, &step)?;
         install()?;

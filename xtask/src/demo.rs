@@ -1,9 +1,9 @@
 //! `cargo xtask demo`: a guest without a GPU runs CUDA programs, and a server on this machine executes them.
 //!
-//! When nothing is there yet, the time goes into compiling rgpu, compiling the programs and fetching a guest. All of that
-//! happens at the same time, and only as far as the demonstration needs it. rgpu is compiled without optimization (except for
-//! the software GPU), which takes a third of the time and shares its dependencies with xtask. `cargo xtask test demo` runs
-//! the same code.
+//! On a fresh checkout, most of the time goes into compiling rgpu, compiling the programs and fetching a
+//! guest. All of that runs concurrently, limited to what the demonstration needs. rgpu (except the software
+//! GPU) is compiled without optimization, which takes a third of the time and shares dependencies with xtask.
+//! `cargo xtask test demo` runs the same code.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::programs::{self, Runtime};
 use crate::progress::{self, Step};
 use crate::{artifacts, debian, demo_shell, machines, toolchain};
 
-/// The programs, in the order in which they run, and what each does. All of them run on the software GPU.
+/// The programs in the order in which they run, and what each does. All of them run on the software GPU.
 const PROGRAMS: [(&str, &str); 10] = [
     ("device_list", "asks for the devices, as nvidia-smi does"),
     ("vectorAdd", "adds two vectors"),
@@ -33,19 +33,19 @@ const PROGRAMS: [(&str, &str); 10] = [
     ("graph_explicit", "builds CUDA graphs and launches them"),
 ];
 
-/// The most characters of a program's result that the table shows.
+/// The maximum length of a program's result in the table, in characters.
 const WIDTH: usize = 48;
 
-/// What Debian packages are needed for.
+/// Why Debian packages are needed.
 const PURPOSE: &str = "the CUDA compiler and the guest";
 
-/// How long one program may run in an emulated guest before the demonstration gives up on it.
+/// How long one program may run in an emulated guest.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Boot a guest and run CUDA programs in it, on a GPU server of this machine.
+/// Boot a guest and run CUDA programs in it, on a GPU server on this machine.
 ///
-/// Sets up everything it needs, as root on Debian 12: packages, NVIDIA's compiler, QEMU, a guest. The server uses
-/// this machine's GPU if there is one, otherwise a GPU in software.
+/// Run it as root on Debian 12: it installs what it needs (packages, NVIDIA's compiler, QEMU, a guest). The
+/// server uses this machine's GPU, or the software GPU if there is none.
 #[derive(Args)]
 pub struct Arguments {
     /// Keep the guest running afterwards and open a shell in it
@@ -53,7 +53,7 @@ pub struct Arguments {
     keep: bool,
 }
 
-/// What one program did: a line of the closing table.
+/// A line of the table at the end: the outcome of one program.
 struct Row {
     name: &'static str,
     what: &'static str,
@@ -62,7 +62,7 @@ struct Row {
     time: Duration,
 }
 
-/// Runs the demonstration; fails if any program does.
+/// Runs the demonstration. Fails if any program fails.
 pub fn demo(arguments: &Arguments) -> Result<()> {
     let start = Instant::now();
     demonstrate(arguments.keep)?;
@@ -79,7 +79,8 @@ pub fn demo(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Prepares everything, boots the guest and runs the programs; returns how many ran, all of which passed.
+/// Prepares everything, boots the guest and runs the programs. Returns how many programs ran, all of which
+/// passed.
 pub fn demonstrate(keep: bool) -> Result<u64> {
     let programs = chosen()?;
     let accelerator = prepare(&programs)?;
@@ -139,7 +140,7 @@ pub fn demonstrate(keep: bool) -> Result<u64> {
     Ok(rows.len() as u64)
 }
 
-/// The programs of [`PROGRAMS`], out of the manifest.
+/// The programs of [`PROGRAMS`], from the manifest.
 fn chosen() -> Result<Vec<Program>> {
     let all = portable()?;
     let find = |(name, _): (&str, &str)| {
@@ -149,16 +150,16 @@ fn chosen() -> Result<Vec<Program>> {
     PROGRAMS.into_iter().map(find).collect()
 }
 
-/// Builds and fetches everything at the same time: rgpu, the programs, the guest.
+/// Builds and fetches rgpu, the programs and the guest concurrently.
 fn prepare(programs: &[Program]) -> Result<Accelerator> {
     let packages = [&toolchain::packages()[..], &machine::PACKAGES].concat();
     debian::check(&packages, PURPOSE)?;
     std::thread::scope(|scope| {
-        // Compiling takes longest and needs nothing that is not there, so it begins at once.
-        let build = scope.spawn(|| told(artifacts::build_quickly()));
+        // Compiling takes longest and needs nothing else, so it starts first.
+        let build = scope.spawn(|| report_error(artifacts::build_quickly()));
         let others = debian::packages(&packages, PURPOSE).and_then(|()| {
-            let compile = scope.spawn(|| told(programs::build_these(programs, &[Runtime::Static])));
-            let accelerator = told(machines::prepare());
+            let compile = scope.spawn(|| report_error(programs::build_these(programs, &[Runtime::Static])));
+            let accelerator = report_error(machines::prepare());
             joined(compile.join())?;
             accelerator
         });
@@ -167,11 +168,11 @@ fn prepare(programs: &[Program]) -> Result<Accelerator> {
     })
 }
 
-/// Prints an error at once, because other steps may go on for minutes before the demonstration ends with it.
-fn told<T>(result: Result<T>) -> Result<T> {
+/// Prints an error immediately, because other steps may continue for minutes.
+fn report_error<T>(result: Result<T>) -> Result<T> {
     result.map_err(|error| {
         progress::print(&format!(
-            "error: {error:#}\nThe demonstration ends when the steps that are under way have ended."
+            "error: {error:#}\nThe demonstration stops once the running steps have finished."
         ));
         anyhow!("a step of the preparation failed: see above")
     })
@@ -181,7 +182,7 @@ fn joined<T>(result: std::thread::Result<Result<T>>) -> Result<T> {
     result.unwrap_or_else(|_| Err(anyhow!("a thread of the preparation panicked")))
 }
 
-/// Runs one program in the guest; returns its line of the table and everything it printed.
+/// Runs a program in the guest. Returns its line of the table and its complete output.
 fn run(machine: &Machine, program: &Program, name: &'static str, what: &'static str) -> (Row, String) {
     let start = Instant::now();
     let result = machine.run(&format!("{name} {}", program.args.join(" ")), LIMIT);
@@ -190,7 +191,7 @@ fn run(machine: &Machine, program: &Program, name: &'static str, what: &'static 
     let output = match result {
         Ok(output) => output,
         Err(error) => {
-            return (row(false, format!("no answer within {} s", LIMIT.as_secs())), format!("{error:#}\n"));
+            return (row(false, format!("no result within {} s", LIMIT.as_secs())), format!("{error:#}\n"));
         }
     };
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -225,7 +226,7 @@ fn print_table(rows: &[Row]) {
     println!();
 }
 
-/// At most [`WIDTH`] characters, so that the table's lines stay readable. The whole output is in the logs.
+/// Shortened to [`WIDTH`] characters for the table. The logs have the complete output.
 fn shortened(text: &str) -> String {
     if text.chars().count() <= WIDTH {
         return text.to_owned();

@@ -1,7 +1,7 @@
-//! A shell in the demonstration's guest, at this terminal.
+//! A shell in the demonstration's guest, connected to this terminal.
 //!
-//! The guest has a console of its own for it (`hvc0`), whose other end QEMU keeps as a socket. The terminal is raw meanwhile: line
-//! editing, Ctrl-C and job control are the guest's.
+//! It uses a separate console of the guest (`hvc0`), which QEMU connects to a socket. The terminal is in raw
+//! mode, so the guest handles line editing, Ctrl-C and job control.
 
 use std::io::{IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,12 +13,12 @@ use anyhow::{Context, Result};
 use rgpu_tests::guest;
 use rgpu_tests::machine::{Builder, Machine};
 
-/// Ends the input of a terminal in its usual mode, at the beginning of a line.
+/// Ends the input of a terminal in its default mode, at the start of a line.
 const CTRL_D: u8 = 4;
-/// Nobody stays longer.
+/// The longest time that the shell can stay open.
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// Gives the guest a console whose other end is a socket at `path`.
+/// Adds a console to the guest that is connected to a socket at `path`.
 pub fn console(builder: Builder, path: &Path) -> Builder {
     builder
         .qemu_arg("-chardev")
@@ -27,12 +27,12 @@ pub fn console(builder: Builder, path: &Path) -> Builder {
         .qemu_arg("virtconsole,chardev=shell")
 }
 
-/// Joins this terminal with a shell on the console at `path`, until the shell ends.
+/// Connects this terminal to a shell on the console at `path` until the shell exits.
 pub fn run(machine: &Machine, path: &Path) -> Result<()> {
     let socket =
         UnixStream::connect(path).with_context(|| format!("cannot connect to {}", path.display()))?;
     println!(
-        "You are root in the guest; the programs are in its path ({}). `exit` or Ctrl-D ends it.",
+        "You are root in the guest; the programs are on its PATH ({}). `exit` or Ctrl-D ends the demonstration.",
         guest::PROGRAMS
     );
     let _raw = RawTerminal::new();
@@ -46,25 +46,25 @@ pub fn run(machine: &Machine, path: &Path) -> Result<()> {
             }
         }
     });
-    // The line's shell leads a process group and setsid's process does not, so that setsid need not fork, and its end is the shell's.
-    // The window's size lasts as long as somebody has the console open.
+    // The shell leads its process group and setsid's process does not. Then setsid does not fork, and it
+    // exits when the shell does. The window size lasts as long as the console is open.
     let size =
         window().map_or_else(String::new, |(rows, columns)| format!("stty rows {rows} cols {columns};"));
     let shell = machine.spawn(&format!(
         "export HOME=/root TERM={} PS1='guest:\\w# '; cd; setsid -c sh -c '{size} exec sh -i' </dev/hvc0 >/dev/hvc0 2>&1; true",
         word(&std::env::var("TERM").unwrap_or_default()),
     ))?;
-    // It ends with this process: a read from the terminal cannot be called off.
+    // This thread ends with the process, because a read from the terminal cannot be cancelled.
     std::thread::spawn(move || copy_input(socket));
     let ended = shell.wait(LONGEST);
-    // What the shell has written last is still on its way.
+    // Wait for the shell's last output.
     std::thread::sleep(Duration::from_millis(200));
     ended.map(drop)
 }
 
 fn copy_input(mut socket: UnixStream) {
     let mut bytes = [0; 1024];
-    // A shell that has just begun throws away what was typed before.
+    // A shell discards what was typed before it started.
     std::thread::sleep(Duration::from_millis(500));
     loop {
         let n = std::io::stdin().read(&mut bytes).unwrap_or(0);
@@ -75,20 +75,20 @@ fn copy_input(mut socket: UnixStream) {
     }
 }
 
-/// What is safe to put into a shell's command line.
+/// The characters that are safe in a shell's command line.
 fn word(text: &str) -> String {
     let word: String = text.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
     if word.is_empty() { "dumb".to_owned() } else { word }
 }
 
-/// Rows and columns of this terminal.
+/// This terminal's number of rows and columns.
 fn window() -> Option<(u32, u32)> {
     let text = stty(&["size"])?;
     let (rows, columns) = text.split_once(' ')?;
     Some((rows.parse().ok()?, columns.parse().ok()?))
 }
 
-/// The terminal in raw mode, until this is dropped; nothing where there is no terminal.
+/// Puts the terminal into raw mode until dropped. Does nothing without a terminal.
 struct RawTerminal(Option<String>);
 
 impl RawTerminal {
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_of_the_environment_is_run_by_the_guests_shell() {
+    fn the_guests_shell_does_not_run_text_from_the_environment() {
         assert_eq!(word("xterm-256color"), "xterm-256color");
         assert_eq!(word("$(reboot)"), "reboot");
         assert_eq!(word("';'"), "dumb");

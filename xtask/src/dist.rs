@@ -1,6 +1,7 @@
-//! `cargo xtask dist`: the relocatable tree that is installed on other machines, `target/dist/`.
+//! `cargo xtask dist`: builds `target/dist/`, a relocatable tree to install on other machines.
 //!
-//! `bin/` finds `lib/rgpu/` relative to itself. Everything is stripped; nothing needs a glibc newer than Debian 12's.
+//! Programs in `bin/` find `lib/rgpu/` relative to themselves. Everything is stripped, and nothing needs a
+//! newer glibc than Debian 12's.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,24 +10,25 @@ use anyhow::{Context, Result, bail, ensure};
 use rgpu_tests::tree;
 
 use crate::progress::Step;
-use crate::{artifacts, licences, process};
+use crate::{artifacts, licenses, process};
 
-/// The newest glibc that an executable or library may ask for.
+/// The newest glibc version that a file may require.
 const GLIBC: (u32, u32) = (2, 36);
-/// The most that the tree may take, in bytes.
+/// The maximum size of the tree in bytes.
 const LARGEST: u64 = 40 << 20;
-/// What goes along as it is: from the source tree, to the tree's `share/rgpu/`.
+/// What is copied unchanged: path in the source tree, and path below `share/rgpu/`.
 const SHARED: &[(&str, &str)] = &[
     ("guest-driver", "guest-driver"),
     ("qemu-configs", "qemu-configs"),
     ("docs", "docs"),
     ("vhost-rgpu/systemd", "systemd"),
     ("gpu-server/systemd", "systemd"),
+    ("gpu-server/rgpu-server.toml", "rgpu-server.toml"),
     ("vhost-rgpu/vhost-rgpu.toml", "vhost-rgpu.toml"),
     ("README.md", "README.md"),
     ("LICENSE", "LICENSE"),
 ];
-/// Parts of those that are made by builds or are of no use elsewhere.
+/// Extensions of files that builds leave there, which are not copied.
 const LEFT_OUT: &[&str] = &["ko", "o", "cmd", "mod", "symvers", "order"];
 
 /// Builds the tree and checks it.
@@ -51,7 +53,7 @@ pub fn dist() -> Result<()> {
         binaries.push((tree::guest_libraries().join(library.name), lib.join(library.name)));
     }
     for (from, to) in &binaries {
-        // Debug information and local symbols go; the names that a program links to stay.
+        // Removes debug information and local symbols, but keeps the names that programs link to.
         let mut strip = Command::new("strip");
         process::run(strip.arg("--strip-unneeded").arg("-o").arg(to).arg(from), &log)?;
         check_glibc(to)?;
@@ -65,7 +67,7 @@ pub fn dist() -> Result<()> {
         .copied()
         .chain(artifacts::LIBRARIES.iter().map(|l| l.package))
         .collect();
-    licences::collect(&packages, &share.join("licences"))?;
+    licenses::collect(&packages, &share.join("licences"))?;
 
     let size = size(&dist)?;
     ensure!(size < LARGEST, "{} takes {} MiB, more than {}", dist.display(), size >> 20, LARGEST >> 20);
@@ -73,12 +75,12 @@ pub fn dist() -> Result<()> {
     Ok(())
 }
 
-/// Refuses a file that needs a newer glibc than [`GLIBC`].
+/// Fails for a file that requires a newer glibc than [`GLIBC`].
 fn check_glibc(file: &Path) -> Result<()> {
     let symbols = process::output(Command::new("objdump").arg("-T").arg(file))?;
     match newest_glibc(&symbols) {
         Some(version) if version > GLIBC => bail!(
-            "{} needs glibc {}.{}, and the tree is to run with {}.{}: build it on an older distribution",
+            "{} needs glibc {}.{}, but the tree must run with {}.{}: build it on an older distribution",
             file.display(),
             version.0,
             version.1,
@@ -86,11 +88,11 @@ fn check_glibc(file: &Path) -> Result<()> {
             GLIBC.1
         ),
         Some(_) => Ok(()),
-        None => bail!("objdump names no glibc version in {}", file.display()),
+        None => bail!("objdump found no glibc version in {}", file.display()),
     }
 }
 
-/// The highest `GLIBC_x.y` among the symbols that `objdump -T` lists.
+/// The highest `GLIBC_x.y` among the symbols listed by `objdump -T`.
 fn newest_glibc(symbols: &str) -> Option<(u32, u32)> {
     symbols
         .split("GLIBC_")
@@ -102,7 +104,7 @@ fn newest_glibc(symbols: &str) -> Option<(u32, u32)> {
         .max()
 }
 
-/// Copies a file, or a folder without what builds leave in it.
+/// Copies a file, or a folder without build output.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     let context = || format!("cannot copy {} to {}", from.display(), to.display());
     if from.is_dir() {
@@ -121,7 +123,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// The bytes of all files below `path`.
+/// The total size of all files below `path` in bytes.
 fn size(path: &Path) -> Result<u64> {
     let context = || format!("cannot read {}", path.display());
     let metadata = std::fs::symlink_metadata(path).with_context(context)?;

@@ -1,12 +1,12 @@
-//! The virtual machines that the demonstration and the tests boot: fetches and builds what they consist of, in steps that are
-//! seen. The tests would also do it by themselves, in silence.
+//! Prepares the virtual machines that the demonstration and the tests boot, with visible progress. Without
+//! this the tests would prepare them silently.
 
 use anyhow::Result;
 use rgpu_tests::machine::{Accelerator, Kernel, Qemu, rdma, setup};
 
 use crate::progress::Step;
 
-/// Prepares an ordinary guest; returns how it will run.
+/// Prepares a normal guest. Returns how it will be accelerated.
 pub fn prepare() -> Result<Accelerator> {
     driver(Kernel::default())?;
     let step = Step::spinner("finding or fetching QEMU");
@@ -19,7 +19,7 @@ pub fn prepare() -> Result<Accelerator> {
     Ok(accelerator)
 }
 
-/// Prepares guests with all kernels that the driver is built for.
+/// Prepares guests with every kernel that the driver supports.
 pub fn prepare_all_kernels() -> Result<()> {
     prepare()?;
     Kernel::ALL.into_iter().try_for_each(driver)

@@ -1,11 +1,13 @@
-//! cargo xtask: builds, demonstrates, tests, measures and packs what is in this tree.
+//! cargo xtask: builds, demonstrates, tests, measures and packages rgpu.
 //!
 //! In reading order:
-//! - [`progress`]: shows what each long step is doing;
-//! - [`process`]: runs a command as part of a step and keeps its output in a log;
-//! - [`debian`], [`toolchain`]: install what a step needs from outside;
-//! - [`artifacts`], [`programs`], [`machines`]: make the daemons and libraries, the CUDA programs, and what guests consist of;
-//! - [`test`], [`checks`], [`demo`] (and its [`demo_shell`]), [`dist`], [`stage`], [`bench`]: the commands made of these.
+//! - [`progress`]: shows the progress of each long step
+//! - [`process`]: runs a command as part of a step and logs its output
+//! - [`debian`], [`toolchain`]: install external tools
+//! - [`artifacts`], [`programs`], [`machines`]: build the daemons and libraries, the CUDA programs, and the
+//!   guests
+//! - [`test`], [`checks`], [`demo`] (with [`demo_shell`]), [`dist`] (with [`licenses`] and [`stage`]),
+//!   [`bench`]: the commands built from these; [`nightly`]: fuzzing and Miri
 
 mod artifacts;
 mod bench;
@@ -14,7 +16,7 @@ mod debian;
 mod demo;
 mod demo_shell;
 mod dist;
-mod licences;
+mod licenses;
 mod machines;
 mod nightly;
 mod process;
@@ -29,7 +31,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-/// Builds, demonstrates, tests, measures and packs rgpu.
+/// Builds, demonstrates, tests, measures and packages rgpu.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Cli {
@@ -39,9 +41,9 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Boot a guest and run CUDA programs in it, on a GPU server of this machine
+    /// Boot a guest and run CUDA programs in it, on a GPU server on this machine
     Demo(demo::Arguments),
-    /// Run the tests: all that need no GPU, or only some parts
+    /// Run the tests: all that need no GPU, or selected parts
     Test(test::Arguments),
     /// Build the daemons and the guest libraries (target/release, target/guest/lib)
     Build,
@@ -49,13 +51,13 @@ enum Command {
     Programs,
     /// Install NVIDIA's CUDA compiler from PyPI (build/cuda13)
     Toolchain,
-    /// Make the tree that can be installed on other machines (target/dist)
+    /// Build the tree to install on other machines (target/dist)
     Dist,
-    /// Measure calls and copies, natively and through rgpu, and write the results into docs/benchmarks
+    /// Measure calls and copies, natively and through rgpu, and write the results to docs/benchmarks
     Bench(bench::Arguments),
-    /// Put what `test gpu` needs into a folder, for a machine that has a GPU but no compiler
+    /// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler
     StageGpu(stage::Arguments),
-    /// Check the format, the lints and the dependencies' licences
+    /// Check formatting, lints and the dependencies' licenses
     CiChecks,
 }
 

@@ -1,4 +1,4 @@
-//! The parts of the tests that need a nightly compiler: fuzzing, and Miri.
+//! The parts of the tests that need a nightly compiler: fuzzing and Miri.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,10 +8,11 @@ use rgpu_tests::tree;
 
 use crate::{process, toolchain};
 
-/// Seconds that each fuzz target runs. Long runs are for a machine of their own: `cargo fuzz run TARGET`.
+/// How long each fuzz target runs, in seconds. For longer runs use `cargo fuzz run TARGET`.
 const FUZZ_SECONDS: u32 = 30;
 
-/// Runs every fuzz target for a while, over its corpus; gives how many found nothing, and how many something.
+/// Runs every fuzz target for a while, starting from its corpus. Returns how many targets found no error, and
+/// how many did.
 pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
     ensure!(
         process::output(&mut nightly(&["rustc", "--version"])).is_ok(),
@@ -47,7 +48,7 @@ pub fn fuzz(log: &Path) -> Result<(u64, u64)> {
     Ok(found)
 }
 
-/// The names of the files of `fuzz/fuzz_targets/`.
+/// The names of the targets in `fuzz/fuzz_targets/`.
 fn targets() -> Result<Vec<String>> {
     let folder = tree::root().join("fuzz/fuzz_targets");
     let context = || format!("cannot list {}", folder.display());
@@ -61,17 +62,20 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The command that runs the protocol's tests under Miri.
-pub fn miri() -> Result<Command> {
+/// The commands that run tests under Miri: the protocol's, and those of the copies to and from shared memory.
+pub fn miri() -> Result<[Command; 2]> {
     ensure!(
         process::output(&mut nightly(&["cargo", "miri", "--version"])).is_ok(),
         "this part needs Miri: rustup toolchain install nightly --profile minimal --component miri,rust-src"
     );
-    let mut command = nightly(&["cargo", "miri", "test", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
-    command.arg(tree::target().join("miri"));
-    // Property tests are slow there, and may not write files.
-    command.env("PROPTEST_CASES", "4").env("MIRIFLAGS", "-Zmiri-disable-isolation");
-    Ok(command)
+    let tests = |package: &str, filter: &[&str]| {
+        let mut command = nightly(&["cargo", "miri", "test", "-p", package, "--lib", "--target-dir"]);
+        command.arg(tree::target().join("miri")).args(filter);
+        // Property tests are slow under Miri and cannot write files.
+        command.env("PROPTEST_CASES", "4").env("MIRIFLAGS", "-Zmiri-disable-isolation");
+        command
+    };
+    Ok([tests("rgpu-protocol", &[]), tests("rgpu-host-bridge", &["shared::"])])
 }
 
 fn nightly(words: &[&str]) -> Command {
@@ -81,7 +85,7 @@ fn nightly(words: &[&str]) -> Command {
     command
 }
 
-/// What `cargo xtask` was started with is another toolchain's.
+/// Removes the environment of `cargo xtask`, which belongs to another toolchain.
 fn on_nightly(command: &mut Command) {
     command.env("RUSTUP_TOOLCHAIN", "nightly").env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTDOC");
 }

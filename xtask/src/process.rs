@@ -1,4 +1,5 @@
-//! Runs a command as part of a step. Its output goes to a log; if the command fails, the error names the log and quotes its end.
+//! Runs commands as part of a step. Output goes to a log; if a command fails, the error names the log and
+//! quotes its end.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -11,10 +12,10 @@ use rgpu_tests::tree;
 
 use crate::progress::Step;
 
-/// How many of a log's last lines a failure quotes.
+/// How many lines of the log a failure quotes.
 const QUOTED: usize = 25;
 
-/// A fresh log `target/logs/NAME.log`.
+/// Creates an empty log `target/logs/NAME.log`.
 pub fn log(name: &str) -> Result<PathBuf> {
     let folder = tree::logs();
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
@@ -23,19 +24,19 @@ pub fn log(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Runs a command from the root of the tree, its output appended to `log`.
+/// Runs a command from the root of the tree and appends its output to `log`.
 pub fn run(command: &mut Command, log: &Path) -> Result<()> {
     run_with(command, log, |_| true)
 }
 
-/// The same for a command that takes a while: `step` shows what it says meanwhile.
+/// Like [`run`], for a long command whose progress `step` shows.
 pub fn watch(command: &mut Command, log: &Path, step: &Step) -> Result<()> {
-    // Cargo draws its progress bar even into a pipe then: the step reads from it how much is done.
+    // Makes Cargo draw its progress bar even into a pipe, so that the step can read the progress from it.
     command.env("CARGO_TERM_PROGRESS_WHEN", "always").env("CARGO_TERM_PROGRESS_WIDTH", "100");
     run_with(command, log, |line| step.line(line))
 }
 
-/// Gives every line to `keep`, which returns whether the line belongs into the log.
+/// Passes every line to `keep`, which returns whether to log it.
 fn run_with(command: &mut Command, log: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
     let mut file = append(command, log)?;
     let (output, writer) = std::io::pipe().context("cannot create a pipe")?;
@@ -47,7 +48,8 @@ fn run_with(command: &mut Command, log: &Path, keep: impl Fn(&str) -> bool) -> R
         .stderr(writer)
         .spawn()
         .with_context(|| format!("cannot run {}", command.get_program().display()))?;
-    // `command` owns the pipe's writing ends until it is told to use others, and the pipe ends only without them.
+    // `command` keeps the pipe's write ends open until it is given others, and reading ends only when they
+    // are closed.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     for_each_line(output, |line| {
         if keep(line) {
@@ -62,7 +64,7 @@ fn run_with(command: &mut Command, log: &Path, keep: impl Fn(&str) -> bool) -> R
     bail!("`{}` failed ({status})\n{}\nthe whole log: {}", shown(command), tail(log), log.display())
 }
 
-/// Gives every line to `line`, without the escape sequences of a terminal. A carriage return ends a line, too.
+/// Passes every line to `line`, without terminal escape sequences. A carriage return ends a line, too.
 fn for_each_line(mut input: impl Read, mut line: impl FnMut(&str) -> Result<()>) -> Result<()> {
     let mut pending = Vec::new();
     let mut bytes = [0; 16 << 10];
@@ -86,13 +88,13 @@ fn for_each_line(mut input: impl Read, mut line: impl FnMut(&str) -> Result<()>)
     }
 }
 
-/// Text without the escape sequences that colour it or erase what was there.
+/// Removes the escape sequences that color or erase text.
 fn plain(text: &str) -> String {
     let mut plain = String::new();
     let mut characters = text.chars();
     while let Some(character) = characters.next() {
         if character == '\x1b' {
-            // ESC, `[`, parameters, and a letter at the end.
+            // ESC, `[`, parameters, and a final letter.
             let _ = characters.by_ref().find(char::is_ascii_alphabetic);
         } else {
             plain.push(character);
@@ -101,9 +103,9 @@ fn plain(text: &str) -> String {
     plain
 }
 
-/// Runs a command from the root of the tree, its output both shown and appended to `log`.
+/// Runs a command from the root of the tree, shows its output and appends it to `log`.
 ///
-/// Gives every line of standard output to `line`, and whether the command succeeded.
+/// Passes every line of standard output to `line`. Returns whether the command succeeded.
 pub fn show(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Result<bool> {
     let mut output = append(command, log)?;
     let mut child = command
@@ -124,7 +126,7 @@ pub fn show(command: &mut Command, log: &Path, mut line: impl FnMut(&str)) -> Re
     Ok(child.wait().context("cannot wait for a command")?.success())
 }
 
-/// What a command prints, which must succeed.
+/// The output of a command, which must succeed.
 pub fn output(command: &mut Command) -> Result<String> {
     let output =
         command.output().with_context(|| format!("cannot run {}", command.get_program().display()))?;
@@ -139,7 +141,7 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Opens a log and writes the command down in it.
+/// Opens a log and writes the command line to it.
 fn append(command: &Command, log: &Path) -> Result<File> {
     let mut file = OpenOptions::new()
         .append(true)
@@ -150,7 +152,7 @@ fn append(command: &Command, log: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// A command as a person would type it.
+/// The command line as typed in a shell.
 fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
@@ -164,7 +166,7 @@ fn tail(log: &Path) -> String {
     quoted.iter().map(|line| format!("    {line}\n")).collect()
 }
 
-/// This cargo, to be called again.
+/// The cargo that runs xtask.
 pub fn cargo() -> Command {
     Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
@@ -174,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_end_at_carriage_returns_too_and_lose_their_escapes() {
+    fn carriage_returns_end_lines_and_escape_sequences_are_removed() {
         let mut lines = Vec::new();
         let input = b"one\r\x1b[Ktwo\n\n\x1b[1mthree\x1b[0m";
         for_each_line(&input[..], |line| {

@@ -1,9 +1,9 @@
-//! The CUDA test programs, compiled by NVIDIA's own compiler.
+//! Builds the CUDA test programs with NVIDIA's compiler.
 //!
-//! A program can be linked in two ways: into `target/programs/` with the CUDA runtime as a shared library, and into
-//! `target/programs-static/` with the runtime inside the program, as nvcc does by default. Both take the same object
-//! files, from `target/programs/.objects/`. Objects and programs are made again only when the sources, the headers, the
-//! flags or the compiler's version have changed: a file beside them keeps a hash of all these.
+//! A program can be linked in two ways: into `target/programs/` with the CUDA runtime as a shared library,
+//! and into `target/programs-static/` with the runtime inside the program, as nvcc does by default. Both use
+//! the same object files from `target/programs/.objects/`. Objects and programs are rebuilt only if sources,
+//! headers, flags or the compiler's version have changed; a file next to each contains a hash of these.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -19,8 +19,9 @@ use rgpu_tests::tree;
 use crate::progress::Step;
 use crate::{process, toolchain};
 
-/// PTX for any GPU that CUDA 13 supports (and for the software GPU, which reads nothing else), and machine code for
-/// the one that the project is measured on. C++'s own library is inside, so that a small guest needs only libc.
+/// Generates PTX for every GPU that CUDA 13 supports (and for the software GPU, which runs nothing else), and
+/// machine code for the GPU on which the project is measured. The C++ standard library is linked statically,
+/// so that a small guest only needs libc.
 pub const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
@@ -32,12 +33,12 @@ pub const FLAGS: &[&str] = &[
     "-Wall,-Wextra,-static-libgcc,-static-libstdc++",
 ];
 
-/// Where the CUDA runtime of a program is.
+/// How a program is linked with the CUDA runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Runtime {
-    /// In a library that the program loads.
+    /// As a shared library that the program loads.
     Shared,
-    /// In the program.
+    /// Inside the program.
     Static,
 }
 
@@ -56,7 +57,7 @@ impl Runtime {
         }
     }
 
-    /// The file with the hash of what the program was built from.
+    /// The file with the hash of the program's inputs.
     fn hash_file(self, program: &Program) -> PathBuf {
         self.folder().join(".hash").join(&program.name)
     }
@@ -66,7 +67,7 @@ impl Runtime {
     }
 }
 
-/// Whether a file says that something was made from what has this hash.
+/// Whether a file contains this hash.
 fn holds(file: &Path, hash: &str) -> bool {
     std::fs::read_to_string(file).is_ok_and(|found| found == hash)
 }
@@ -85,14 +86,14 @@ struct Job<'a> {
     runtimes: Vec<Runtime>,
 }
 
-/// Builds every test program in both ways; returns the list of them.
+/// Builds every test program in both ways and returns the list.
 pub fn build() -> Result<Vec<Program>> {
     let programs = manifest()?;
     build_these(&programs, &[Runtime::Shared, Runtime::Static])?;
     Ok(programs)
 }
 
-/// Builds these programs.
+/// Builds these programs with these runtimes.
 pub fn build_these(programs: &[Program], runtimes: &[Runtime]) -> Result<()> {
     let toolkit = toolchain::cuda()?;
     let headers = headers()?;
@@ -118,7 +119,7 @@ pub fn build_these(programs: &[Program], runtimes: &[Runtime]) -> Result<()> {
         for _ in 0..workers {
             scope.spawn(|| {
                 loop {
-                    // A statement of its own, so that the lock is not held while the program is compiled.
+                    // A separate statement, so that the lock is not held during compilation.
                     let job = lock(&jobs).next();
                     let Some(job) = job else { return };
                     step.note(&job.program.name);
@@ -140,7 +141,7 @@ pub fn build_these(programs: &[Program], runtimes: &[Runtime]) -> Result<()> {
     Ok(())
 }
 
-/// No holder of these locks can panic half-way through a change.
+/// Locks a mutex. A panic cannot leave the data inconsistent.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
@@ -149,7 +150,7 @@ fn source_folder() -> PathBuf {
     tree::root().join("tests/programs")
 }
 
-/// The contents of all headers: any program may include any of them.
+/// The contents of all headers, since any program may include any of them.
 fn headers() -> Result<Vec<(PathBuf, Vec<u8>)>> {
     let folder = source_folder();
     let mut headers = Vec::new();
@@ -215,8 +216,8 @@ fn compile(job: &Job, toolkit: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A `libcuda.so` to link against, with just the functions that the objects call. The wheels hold none, and the real
-/// one belongs to the machine where the program runs.
+/// Builds a `libcuda.so` to link against, with just the functions that the objects call. The wheels contain
+/// none; the real one belongs to the machine where the program runs.
 fn driver_stub(objects: &[PathBuf], scratch: &Path, log: &Path) -> Result<()> {
     let symbols = process::output(Command::new("nm").arg("-u").args(objects))?;
     let functions: String = symbols
@@ -228,7 +229,7 @@ fn driver_stub(objects: &[PathBuf], scratch: &Path, log: &Path) -> Result<()> {
         .map(|name| format!("void {name}(void) {{}}\n"))
         .collect();
     if functions.is_empty() {
-        bail!("a program is marked as one of the driver API in programs.toml, but calls nothing of it");
+        bail!("programs.toml says that a program uses the driver API, but it calls none of its functions");
     }
     let source = scratch.join("libcuda.c");
     std::fs::write(&source, functions).with_context(|| format!("cannot write {}", source.display()))?;

@@ -1,7 +1,7 @@
-//! Progress of long steps: a moving line for each at a terminal, a plain line now and then anywhere else.
+//! Shows the progress of long steps: as an updating line at a terminal, otherwise as occasional lines.
 //!
-//! Steps may run at the same time, each in a thread of its own. A step shows what it does at the moment and, where that is
-//! known, how much of it is done; [`Step::line`] learns both from the output of a command.
+//! Steps can run concurrently, each in its own thread. A step shows its current activity and, if known, how
+//! much is done. [`Step::line`] gets both from a command's output.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -11,38 +11,38 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// How often a step that is under way prints a line where there is no terminal.
+/// How often a running step prints a line without a terminal.
 const EVERY: Duration = Duration::from_secs(10);
-/// The most characters of a command's output that a step shows.
+/// The maximum number of characters of a command's output to show.
 const WIDTH: usize = 70;
 
-/// A step under way. If it is dropped without [`Step::done`], it says that it failed.
+/// A running step. If it is dropped without [`Step::done`], it reports a failure.
 pub struct Step {
     face: Face,
     start: Instant,
-    /// Prints lines where output is not a terminal; ends when the sender is dropped.
+    /// Prints lines if output is not a terminal. It ends when the sender is dropped.
     printer: Option<(Sender<()>, JoinHandle<()>)>,
     finished: bool,
 }
 
-/// What is seen of a step.
+/// What a step displays.
 #[derive(Clone)]
 struct Face {
     now: Arc<Mutex<Now>>,
-    /// None where output is not a terminal.
+    /// `None` if output is not a terminal.
     bar: Option<ProgressBar>,
 }
 
-/// What a step is doing.
+/// A step's current activity.
 struct Now {
     name: String,
     note: String,
-    /// Parts done, and parts in all; none where that is not known.
+    /// Number of finished parts and of all parts, if known.
     position: Option<(u64, u64)>,
 }
 
 impl Now {
-    /// A line for a log: `building the daemons: 57 of 120, software-gpu`.
+    /// A line for a log, for example `building the daemons: 57 of 120, software-gpu`.
     fn line(&self) -> String {
         let count = self.position.map(|(done, all)| format!("{done} of {all}"));
         let parts: Vec<String> =
@@ -60,7 +60,7 @@ fn screen() -> &'static MultiProgress {
     SCREEN.get_or_init(MultiProgress::new)
 }
 
-/// Prints a line on standard error while steps are under way.
+/// Prints a line on standard error while steps are running.
 pub fn print(line: &str) {
     if std::io::stderr().is_terminal() {
         screen().suspend(|| eprintln!("{line}"));
@@ -70,12 +70,12 @@ pub fn print(line: &str) {
 }
 
 impl Step {
-    /// Begins a step whose length is not known in advance.
+    /// Starts a step of unknown length.
     pub fn spinner(name: impl Into<String>) -> Self {
         Self::begin(name.into(), None)
     }
 
-    /// Begins a step of `length` parts; each [`Step::advance`] completes one.
+    /// Starts a step with `length` parts; each [`Step::advance`] completes one.
     pub fn bar(name: impl Into<String>, length: usize) -> Self {
         Self::begin(name.into(), Some((0, length as u64)))
     }
@@ -96,13 +96,13 @@ impl Step {
         step
     }
 
-    /// Says what the step is doing at the moment.
+    /// Shows the step's current activity.
     pub fn note(&self, text: impl Into<String>) {
         self.face.now().note = text.into();
         self.face.draw();
     }
 
-    /// One part is done.
+    /// Completes a part.
     pub fn advance(&self) {
         if let Some((done, _)) = &mut self.face.now().position {
             *done += 1;
@@ -110,13 +110,13 @@ impl Step {
         self.face.draw();
     }
 
-    /// Takes a line of a command's output: Cargo's progress bar gives the position, and any other line says what is being
-    /// done. Returns whether the line is worth keeping in a log, which a progress bar is not.
+    /// Processes a line of a command's output. Cargo's progress bar sets the position; any other line is the
+    /// current activity. Returns whether the line belongs in a log, which a progress bar does not.
     pub fn line(&self, line: &str) -> bool {
         self.face.line(line)
     }
 
-    /// Does what [`Step::line`] does, for those who cannot borrow the step.
+    /// Like [`Step::line`], for callers that cannot borrow the step.
     pub fn listener(&self) -> impl Fn(&str) + use<> {
         let face = self.face.clone();
         move |line| {
@@ -124,7 +124,7 @@ impl Step {
         }
     }
 
-    /// Ends the step; `summary` says in a few words what came of it.
+    /// Ends the step with a short summary of the result.
     pub fn done(mut self, summary: &str) {
         self.finished = true;
         let separator = if summary.is_empty() { "" } else { ": " };
@@ -135,7 +135,7 @@ impl Step {
     fn close(&mut self, line: &str) {
         if let Some((stop, thread)) = self.printer.take() {
             drop(stop);
-            // It only prints; a panic in it has been reported by itself.
+            // The thread only prints; if it panicked, the panic has been reported.
             let _ = thread.join();
         }
         if let Some(bar) = &self.face.bar {
@@ -172,7 +172,7 @@ impl Face {
         progress.is_none()
     }
 
-    /// Shows the state at a terminal; elsewhere the printer does, in its own time.
+    /// Updates the display at a terminal. Otherwise the printer thread prints periodically.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         let now = self.now();
@@ -184,7 +184,7 @@ impl Face {
             }
             None => "{spinner} {prefix} {wide_msg} {elapsed}",
         };
-        // The templates are constants of this file; a wrong one would only cost the style.
+        // The templates are constants in this file; an invalid one would only lose the style.
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));
         }
@@ -193,7 +193,7 @@ impl Face {
     }
 }
 
-/// A thread that prints the state every [`EVERY`], until the sender is dropped.
+/// A thread that prints the state every [`EVERY`] until the sender is dropped.
 fn printer(face: Face, start: Instant) -> (Sender<()>, JoinHandle<()>) {
     let (stop, stopped) = mpsc::channel();
     let thread = std::thread::spawn(move || {
@@ -205,7 +205,7 @@ fn printer(face: Face, start: Instant) -> (Sender<()>, JoinHandle<()>) {
     (stop, thread)
 }
 
-/// What Cargo's progress bar says: `Building [===>   ] 57/120: foo, bar` gives 57, 120 and `foo, bar`.
+/// Parses Cargo's progress bar: `Building [===>   ] 57/120: foo, bar` gives 57, 120 and `foo, bar`.
 fn cargo_progress(line: &str) -> Option<(u64, u64, &str)> {
     let rest = line.trim().strip_prefix("Building [")?;
     let (count, what) = rest.split_once("] ")?.1.split_once(": ")?;
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cargos_progress_bar_gives_position_and_crates() {
+    fn cargo_s_progress_bar_is_parsed() {
         assert_eq!(
             cargo_progress("    Building [=====>           ]  57/120: software-gpu, clap"),
             Some((57, 120, "software-gpu, clap"))
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_a_log_says_how_far_and_what() {
+    fn a_log_line_contains_position_and_activity() {
         let mut now = Now { name: "building".to_owned(), note: String::new(), position: None };
         assert_eq!(now.line(), "building");
         now.position = Some((2, 10));

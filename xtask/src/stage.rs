@@ -1,7 +1,7 @@
-//! `cargo xtask stage-gpu`: everything that the GPU tests need, in one folder that can be taken to a machine that has a
-//! GPU but no compiler.
+//! `cargo xtask stage-gpu`: puts everything that the GPU tests need into one folder, for a machine with a GPU
+//! but no compiler.
 //!
-//! The folder looks like the source tree to the tests, which find it through `RGPU_ROOT`.
+//! The tests treat the folder as the source tree; `RGPU_ROOT` points to it.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use rgpu_tests::tree;
 use crate::progress::Step;
 use crate::{artifacts, process, programs};
 
-/// Runs the tests, and then makes the table, on the other machine.
+/// Runs the tests and then makes the table, on the other machine.
 const SCRIPT: &str = r#"#!/bin/sh
 # Runs the GPU tests of this folder; with the argument "table", prints the table of native and remote times instead,
 # with "nvidia-smi", compares what nvidia-smi says natively and through rgpu, and with "corpus" and names of programs
@@ -32,15 +32,15 @@ esac
 exec ./gpu-tests --test-threads 1 "$@"
 "#;
 
-/// Put all that `test gpu` needs into a folder, for a machine with a GPU but no compiler.
+/// Put everything that `test gpu` needs into a folder, for a machine with a GPU but no compiler.
 #[derive(Args)]
 pub struct Arguments {
-    /// The folder, which is replaced
+    /// The folder; existing contents are replaced
     #[arg(default_value = "carry/gpu")]
     folder: PathBuf,
 }
 
-/// Builds and fills the folder.
+/// Builds everything and fills the folder.
 pub fn stage(arguments: &Arguments) -> Result<()> {
     artifacts::build()?;
     let programs = programs::build()?;
@@ -48,7 +48,7 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
     let log = process::log("stage-gpu")?;
     let mut build = process::cargo();
     build.args(["build", "--release", "-p", "rgpu-tests", "--test", "gpu", "--bin", "gpu-table"]);
-    // Where the test's executable is, only cargo knows: its name ends in a hash.
+    // Only Cargo knows the path of the test's executable, because its name contains a hash.
     build.arg("--message-format=json");
     let messages = process::output(build.current_dir(tree::root()))?;
     let tests = executable(&messages, "gpu").context("cargo built no executable for the test gpu")?;
@@ -66,11 +66,11 @@ pub fn stage(arguments: &Arguments) -> Result<()> {
         staging.put(&tree::root().join(file), file, false)?;
     }
     staging.finish(SCRIPT)?;
-    step.done(&format!("{}: run.sh there", staging.folder.display()));
+    step.done(&format!("in {}; start run.sh there", staging.folder.display()));
     Ok(())
 }
 
-/// A folder for a machine with a GPU but no compiler, laid out as the source tree is.
+/// A folder for a machine with a GPU but no compiler, laid out like the source tree.
 pub struct Staging {
     /// The folder.
     pub folder: PathBuf,
@@ -78,7 +78,8 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Empties the folder and puts in what every run needs: daemons, guest libraries, NVIDIA's runtime for the native side.
+    /// Empties the folder and adds what every run needs: daemons, guest libraries, and NVIDIA's runtime for
+    /// native runs.
     pub fn begin(folder: PathBuf, log: PathBuf) -> Result<Staging> {
         if folder.exists() {
             std::fs::remove_dir_all(&folder)
@@ -99,7 +100,7 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Copies a file in, stripped of its symbols if so wished.
+    /// Copies a file, optionally without its symbols.
     pub fn put(&self, from: &Path, to: &str, strip: bool) -> Result<()> {
         let to = self.folder.join(to);
         if let Some(parent) = to.parent() {
@@ -113,7 +114,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Writes the script that runs it all there, `run.sh`.
+    /// Writes `run.sh`, which runs everything on the other machine.
     pub fn finish(&self, script: &str) -> Result<()> {
         let path = self.folder.join("run.sh");
         std::fs::write(&path, script)
@@ -122,7 +123,7 @@ impl Staging {
     }
 }
 
-/// The executable of the target `name` among cargo's messages, one JSON object a line.
+/// The executable of the target `name` in Cargo's messages, one JSON object per line.
 fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     messages
         .lines()
@@ -136,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_executable_is_found_among_cargos_messages() {
+    fn the_executable_is_found_in_cargo_s_messages() {
         let messages = concat!(
             "{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"gpu\"},\"executable\":\"/t/gpu-1\"}\n",
             "{\"reason\":\"build-finished\"}\n"

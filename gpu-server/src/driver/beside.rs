@@ -9,7 +9,7 @@ use protocol::channel::{MAX_PAYLOAD, NO_SLOT, Record};
 use protocol::handle::TicketId;
 use protocol::ops::memory::{HostPatch, HostRead, HostReadReply, HostWrite, WordPatch};
 use protocol::ops::stream::StreamHostSignal;
-use protocol::ops::{self, Class, Op};
+use protocol::ops::{self, Class, Lane, Op};
 use protocol::wire::{Bytes, Wire, Writer};
 
 /// Streams' waits for the client, and mirrors of its memory, as every thread of a worker may use them. None of these waits for a device.
@@ -56,6 +56,9 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
         }
         ops::decode(body).ok()
     }
+    if ops::info(record.opcode)?.lane != Lane::Express {
+        return None;
+    }
     if let Some(op) = is::<StreamHostSignal>(record, body) {
         return beside.signal(op.ticket).then_some(None);
     }
@@ -69,4 +72,55 @@ pub fn serve(beside: &dyn Beside, record: &Record, body: &[u8]) -> Option<Option
     let mut payload = Vec::new();
     reply.put(&mut Writer(&mut payload));
     Some(Some(payload))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use protocol::handle::ContextId;
+
+    /// Takes everything.
+    struct Willing;
+
+    impl Beside for Willing {
+        fn is_needed(&self) -> bool {
+            true
+        }
+        fn signal(&self, _ticket: TicketId) -> bool {
+            true
+        }
+        fn release(&self) {}
+        fn read(&self, _address: u64, _bytes: &mut [u8]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn write(&self, _address: u64, _bytes: &[u8]) -> Result<(), Status> {
+            Ok(())
+        }
+        fn patch(&self, _words: &[WordPatch]) -> Result<(), Status> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn every_operation_of_the_express_lane_is_served_and_no_other() {
+        fn is_served<'a, T: Op<'a>>(op: &T, slot: u16) -> (u16, bool) {
+            let mut body = Vec::new();
+            ops::encode(op, &mut body);
+            let record = Record { opcode: T::INFO.opcode, reply_slot: slot, seq: 1 };
+            (T::INFO.opcode, serve(&Willing, &record, &body).is_some())
+        }
+        let context = ContextId(0);
+        let served = [
+            is_served(&StreamHostSignal { ticket: TicketId(1) }, NO_SLOT),
+            is_served(&HostRead { context, address: 0, len: 8 }, 0),
+            is_served(&HostWrite { context, address: 0, bytes: &[1] }, NO_SLOT),
+            is_served(&HostPatch { context, words: vec![] }, NO_SLOT),
+        ];
+        assert!(served.iter().all(|(_, served)| *served), "{served:?}");
+        let mut express: Vec<u16> =
+            ops::all().filter(|row| row.lane == Lane::Express).map(|row| row.opcode).collect();
+        express.retain(|opcode| served.iter().all(|(served, _)| served != opcode));
+        assert!(express.is_empty(), "the list above lacks {express:#06x?}");
+        assert!(!is_served(&protocol::ops::nvml::NvmlSystem {}, 0).1);
+    }
 }

@@ -64,10 +64,9 @@ impl Input<'_> {
             }
             Input::Incoming(incoming) => incoming.collect().map_err(|_| Status::DEVICE_UNAVAILABLE),
             Input::Placed(placed) => {
-                let mut bytes = Vec::with_capacity(placed.len() as usize);
-                // In their order, so each goes behind the one before.
-                let read = placed.read::<Lost>(|_, chunk| {
-                    bytes.extend_from_slice(chunk);
+                let mut bytes = vec![0; placed.len() as usize];
+                let read = placed.read::<Lost>(|at, chunk| {
+                    chunk.read(&mut bytes[at as usize..at as usize + chunk.len()]);
                     Ok(())
                 });
                 read.map(|()| bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)
@@ -116,6 +115,11 @@ impl Call {
         let sink = self.client.sink(self.seq, piece, data.0)?;
         self.sink_taken = true;
         Ok(sink)
+    }
+
+    /// What publishes errors to the client.
+    pub fn errors(&self) -> Errors {
+        Errors::new(Arc::clone(&self.client))
     }
 
     /// The command's answer, to be given later.

@@ -9,14 +9,20 @@ pub mod beside;
 pub mod call;
 pub mod cuda;
 pub mod drafts;
+pub mod gpu;
 pub mod graph;
+pub mod ids;
 pub mod nvml;
 pub mod output;
 pub mod parts;
+pub mod quota;
+pub mod ranges;
 pub mod rows;
+pub mod session;
 pub mod slots;
 pub mod software;
 pub mod space;
+pub mod streams;
 
 pub use beside::Beside;
 pub use call::{Call, Errors};
@@ -24,10 +30,10 @@ pub use call::{Call, Errors};
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::ops::Op;
-use protocol::ops::graph::{GraphInstantiate, GraphInstantiateDraft, GraphUpdate};
-use protocol::ops::module::{ModuleLoad, ModuleUnload};
+use protocol::ops::MayBlock;
 
+use self::quota::Quota;
+use self::session::Session;
 use crate::cli::{Backend as Choice, Backing};
 use crate::share::Broker;
 
@@ -49,32 +55,17 @@ pub trait Backend: protocol::ops::Driver<Call> + Send {
     /// How it reaches the client's other sessions. Called once, before [`Backend::begin`].
     fn share(&mut self, broker: Arc<Broker>);
 
-    /// Whether executing a command may wait for work that the device has. While a stream waits for the client it might wait for ever: the word that lets the stream go on
-    /// comes behind the command.
-    fn may_wait(&self, _opcode: u16, _body: &[u8]) -> bool {
+    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. It is not executed while a stream waits for the client: the command
+    /// that ends that wait comes later.
+    fn may_wait(&self, _may_block: MayBlock, _body: &[u8]) -> bool {
         false
     }
 
     /// What may be executed beside the dispatcher.
     fn beside(&self) -> Arc<dyn Beside>;
 
-    /// Bytes of device memory that the session holds.
-    fn device_memory(&self) -> u64;
-
     /// The client is gone: lets go every thread that waits for it. Called once, after the last command; the process ends soon after.
     fn end(&mut self);
-}
-
-/// Whether a command makes the driver load code, or unload it. A graph's kernels are loaded when it is instantiated.
-fn loads_code(opcode: u16) -> bool {
-    let all = [
-        <ModuleLoad as Op>::INFO.opcode,
-        <ModuleUnload as Op>::INFO.opcode,
-        <GraphInstantiate as Op>::INFO.opcode,
-        <GraphUpdate as Op>::INFO.opcode,
-        <GraphInstantiateDraft as Op>::INFO.opcode,
-    ];
-    all.contains(&opcode)
 }
 
 /// Why a worker cannot serve.
@@ -92,8 +83,8 @@ impl From<String> for Unavailable {
     }
 }
 
-/// Makes the backend that `backing` chooses. It has no context yet: see [`Backend::warm`].
-pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Unavailable> {
+/// Makes the backend that `backing` chooses, for a session with this quota of device memory. It has no context yet: see [`Backend::warm`].
+pub fn make(backing: &Backing, quota: Quota) -> Result<Box<dyn Backend>, Unavailable> {
     let choice = match backing.backend {
         Choice::Auto => match cuda::probe() {
             Ok(count) if count > 0 => Choice::Cuda,
@@ -105,8 +96,10 @@ pub fn make(backing: &Backing, memory_limit: u64) -> Result<Box<dyn Backend>, Un
         },
         chosen => chosen,
     };
+    let session_backing = Backing { backend: choice, ..backing.clone() };
+    let nvml = nvml::Management::new(&session_backing, quota.clone());
     match choice {
-        Choice::Cuda => Ok(Box::new(cuda::Cuda::new(&backing.devices, memory_limit)?)),
-        _ => Ok(Box::new(software::Software::new(backing, memory_limit)?)),
+        Choice::Cuda => Ok(Box::new(Session::new(cuda::Cuda::new(&backing.devices)?, quota, nvml))),
+        _ => Ok(Box::new(Session::new(software::Software::new(backing)?, quota, nvml))),
     }
 }

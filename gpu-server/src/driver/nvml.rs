@@ -18,6 +18,7 @@ use protocol::wire::Bytes;
 
 use super::call::Call;
 use super::cuda::{self, nvml::Nvidia};
+use super::quota::Quota;
 use super::software::nvml::Devices;
 use crate::cli::{Backend, Backing};
 
@@ -49,12 +50,12 @@ pub struct Management {
 }
 
 impl Management {
-    /// For the devices that `backing` chooses. A session sees at most `memory_limit` bytes of device memory, unless that is 0.
-    pub fn new(backing: &Backing, memory_limit: u64) -> Management {
+    /// For the devices that `backing` chooses. Memory figures are those that `quota` lets the session see.
+    pub fn new(backing: &Backing, quota: Quota) -> Management {
         let backing = backing.clone();
         Management::from(move || {
-            let nvidia = || Nvidia::new(&backing.devices, memory_limit);
-            let software = || Ok(Box::new(Devices::new(&backing, memory_limit)?) as Box<dyn Answers>);
+            let nvidia = || Nvidia::new(&backing.devices, quota.clone());
+            let software = || Ok(Box::new(Devices::new(&backing, quota.clone())?) as Box<dyn Answers>);
             match backing.backend {
                 Backend::Cuda => Ok(Box::new(nvidia()?)),
                 Backend::Software => software(),

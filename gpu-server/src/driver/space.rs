@@ -4,10 +4,12 @@
 //! other mapping and names memory of the session. The methods that change something are called when the backend has succeeded.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Weak};
 
 use protocol::Status;
 use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
+use super::quota::{Charge, Quota};
 use crate::share::Token;
 
 /// Memories, and reservations, of a session at most.
@@ -28,17 +30,29 @@ pub struct Memory<M> {
     /// The backend's.
     pub handle: M,
     mapped: usize,
+    /// Shared by all names of the same memory, which counts once.
+    charge: Arc<Charge>,
 }
 
 impl<M> Memory<M> {
     /// Memory that nothing is mapped to.
-    pub fn new(device: u32, size: u64, exportable: bool, handle: M) -> Memory<M> {
-        Memory { device, size, exportable, imported: None, token: None, handle, mapped: 0 }
+    pub fn new(device: u32, size: u64, exportable: bool, handle: M, charge: Charge) -> Memory<M> {
+        let charge = Arc::new(charge);
+        Memory { device, size, exportable, imported: None, token: None, handle, mapped: 0, charge }
     }
 
-    /// The same, of memory that was exported under a token.
-    pub fn imported(device: u32, size: u64, token: Token, handle: M) -> Memory<M> {
-        Memory { imported: Some(token), ..Memory::new(device, size, false, handle) }
+    /// Memory that was exported under a token. `charge` comes from [`Space::charge_import`].
+    pub fn imported(device: u32, size: u64, token: Token, handle: M, charge: Arc<Charge>) -> Memory<M> {
+        Memory {
+            device,
+            size,
+            exportable: false,
+            imported: Some(token),
+            token: None,
+            handle,
+            mapped: 0,
+            charge,
+        }
     }
 
     /// Under which other names of the same memory are known, if it has any.
@@ -65,10 +79,8 @@ pub struct Space<M> {
     reserved: BTreeMap<u64, u64>,
     memories: HashMap<u32, Memory<M>>,
     mappings: BTreeMap<u64, Mapping>,
-    /// Names of memory that is exported or imported, by its token.
-    names: HashMap<Token, usize>,
-    /// Bytes of all memories, each counted once however many names it has.
-    held: u64,
+    /// Charges of memory that is exported or imported, by its token.
+    shared: HashMap<Token, Weak<Charge>>,
 }
 
 impl<M> Default for Space<M> {
@@ -77,8 +89,7 @@ impl<M> Default for Space<M> {
             reserved: BTreeMap::new(),
             memories: HashMap::new(),
             mappings: BTreeMap::new(),
-            names: HashMap::new(),
-            held: 0,
+            shared: HashMap::new(),
         }
     }
 }
@@ -94,20 +105,21 @@ impl<M> Space<M> {
         self.reserved.is_empty() && self.memories.is_empty()
     }
 
-    /// Whether an address lies where clients reserve by themselves.
-    pub fn is_here(address: u64) -> bool {
-        (SPACE..SPACE + SPACE_SIZE).contains(&address)
-    }
-
     /// Whether these addresses may be reserved; `granule`: the greatest of all devices.
     pub fn may_reserve(&self, address: u64, size: u64, granule: u64) -> Result<(), Status> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let inside = address >= SPACE && end <= SPACE + SPACE_SIZE;
         let whole = size > 0 && size.is_multiple_of(granule) && address.is_multiple_of(SPACE_ALIGN);
-        if !inside || !whole || overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address) {
+        if !inside || !whole || self.has_reserved(address, size) {
             return Err(Status::INVALID_VALUE);
         }
         if self.reserved.len() >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
+    /// Whether the session has reserved any of these addresses.
+    pub fn has_reserved(&self, address: u64, size: u64) -> bool {
+        let end = address.saturating_add(size);
+        overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address)
     }
 
     /// They are.
@@ -138,20 +150,21 @@ impl<M> Space<M> {
 
     /// Memory gets it.
     pub fn add(&mut self, id: u32, memory: Memory<M>) {
-        self.held += match memory.shared() {
-            Some(token) => {
-                let more = self.more_by(&token, memory.size);
-                *self.names.entry(token).or_default() += 1;
-                more
-            }
-            None => memory.size,
-        };
+        if let Some(token) = memory.shared() {
+            self.shared.insert(token, Arc::downgrade(&memory.charge));
+        }
         self.memories.insert(id, memory);
     }
 
-    /// Bytes by which [`Space::held`] grows when memory of `size` bytes is opened: none if the session has it already.
-    pub fn more_by(&self, token: &Token, size: u64) -> u64 {
-        if self.names.contains_key(token) { 0 } else { size }
+    /// The charge for opening memory of `size` bytes under a token: the one that the session has for it already, or a new one.
+    ///
+    /// # Errors
+    /// As [`Quota::charge`]'s.
+    pub fn charge_import(&self, quota: &Quota, token: &Token, size: u64) -> Result<Arc<Charge>, Status> {
+        match self.shared.get(token).and_then(Weak::upgrade) {
+            Some(charge) => Ok(charge),
+            None => quota.charge(size).map(Arc::new),
+        }
     }
 
     /// The memory of a name.
@@ -163,7 +176,7 @@ impl<M> Space<M> {
     pub fn export(&mut self, id: u32, token: Token) {
         if let Some(memory) = self.memories.get_mut(&id).filter(|memory| memory.shared().is_none()) {
             memory.token = Some(token);
-            self.names.insert(token, 1);
+            self.shared.insert(token, Arc::downgrade(&memory.charge));
         }
     }
 
@@ -173,15 +186,8 @@ impl<M> Space<M> {
             return Err(Status::INVALID_VALUE);
         }
         let memory = self.memories.remove(&id).ok_or(Status::INVALID_HANDLE)?;
-        let is_last = memory.shared().is_none_or(|token| {
-            let names = self.names.remove(&token).unwrap_or(1) - 1;
-            if names > 0 {
-                self.names.insert(token, names);
-            }
-            names == 0
-        });
-        if is_last {
-            self.held -= memory.size;
+        if let Some(token) = memory.shared().filter(|_| Arc::strong_count(&memory.charge) == 1) {
+            self.shared.remove(&token);
         }
         Ok(memory)
     }
@@ -209,6 +215,11 @@ impl<M> Space<M> {
     /// The mapping that begins at an address and has that size.
     pub fn mapping(&self, address: u64, size: u64) -> Result<&Mapping, Status> {
         self.mappings.get(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
+    }
+
+    /// The same, to be changed.
+    pub fn mapping_mut(&mut self, address: u64, size: u64) -> Result<&mut Mapping, Status> {
+        self.mappings.get_mut(&address).filter(|mapping| mapping.size == size).ok_or(Status::INVALID_VALUE)
     }
 
     /// Takes a mapping out.
@@ -267,11 +278,6 @@ impl<M> Space<M> {
             self.memories.values().filter(|memory| memory.imported.is_none() && memory.device == device);
         made.map(|memory| memory.size).sum()
     }
-
-    /// Bytes that would not be free without this session: what it has made and, since that may outlive its maker, what it has opened.
-    pub fn held(&self) -> u64 {
-        self.held
-    }
 }
 
 #[cfg(test)]
@@ -280,16 +286,20 @@ mod tests {
 
     const G: u64 = 2 << 20;
 
-    fn space() -> Space<()> {
+    fn space(quota: &Quota) -> Space<()> {
         let mut space = Space::default();
         space.reserve(SPACE, 8 * G);
-        space.add(1, Memory::new(0, 4 * G, false, ()));
+        space.add(1, Memory::new(0, 4 * G, false, (), quota.charge(4 * G).unwrap()));
         space
+    }
+
+    fn unlimited() -> Quota {
+        Quota::new("device memory", 0)
     }
 
     #[test]
     fn reservations_lie_inside_and_apart() {
-        let space = space();
+        let space = space(&unlimited());
         assert_eq!(space.may_reserve(SPACE + SPACE_ALIGN, G, G), Ok(()));
         for (address, size) in [
             (SPACE, G),
@@ -312,7 +322,8 @@ mod tests {
 
     #[test]
     fn mappings_lie_in_a_reservation_and_in_their_memory() {
-        let mut space = space();
+        let quota = unlimited();
+        let mut space = space(&quota);
         assert_eq!(space.may_map(1, 0, SPACE, 4 * G, G), Ok(()));
         for (id, offset, address, size) in [
             (1, 0, SPACE + 8 * G, G),
@@ -338,7 +349,8 @@ mod tests {
 
     #[test]
     fn what_is_mapped_is_neither_released_nor_unreserved() {
-        let mut space = space();
+        let quota = unlimited();
+        let mut space = space(&quota);
         space.map(1, 0, SPACE, G);
         space.map(1, 0, SPACE + 4 * G, G);
         assert!(space.remove(1).is_err() && space.may_unreserve(SPACE, 8 * G).is_err());
@@ -349,34 +361,38 @@ mod tests {
         space.unmap(SPACE + 4 * G);
         assert!(space.remove(1).is_ok() && space.may_unreserve(SPACE, 4 * G).is_err());
         assert_eq!(space.may_unreserve(SPACE, 8 * G), Ok(()));
-        assert_eq!(space.held(), 0);
+        assert_eq!(quota.held(), 0);
     }
 
     #[test]
     fn memory_counts_once_until_its_last_name_goes() {
-        let mut space = space();
+        let quota = unlimited();
+        let mut space = space(&quota);
         let token = [7; 16];
         space.export(1, token);
-        assert_eq!((space.held(), space.more_by(&token, 4 * G)), (4 * G, 0));
+        let import = |space: &mut Space<()>, id, token, size| {
+            let charge = space.charge_import(&quota, &token, size).unwrap();
+            space.add(id, Memory::imported(0, size, token, (), charge));
+        };
         for id in [2, 3] {
-            space.add(id, Memory::imported(0, 4 * G, token, ()));
+            import(&mut space, id, token, 4 * G);
         }
-        assert_eq!((space.held(), space.created_on(0)), (4 * G, 4 * G));
+        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 4 * G));
         assert!(space.remove(1).is_ok());
-        assert_eq!((space.held(), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
-        assert_eq!(space.more_by(&[8; 16], G), G);
-        space.add(4, Memory::imported(0, G, [8; 16], ()));
-        assert_eq!(space.held(), 5 * G);
+        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
+        import(&mut space, 4, [8; 16], G);
+        assert_eq!(quota.held(), 5 * G);
         for (id, left) in [(2, 5 * G), (3, G), (4, 0)] {
             assert!(space.remove(id).is_ok());
-            assert_eq!(space.held(), left, "without {id}");
+            assert_eq!(quota.held(), left, "without {id}");
         }
-        assert!(space.names.is_empty());
+        assert!(space.shared.is_empty());
     }
 
     #[test]
     fn a_range_is_reached_by_a_device_that_may_access_all_of_it() {
-        let mut space = space();
+        let quota = unlimited();
+        let mut space = space(&quota);
         space.map(1, 0, SPACE, G);
         space.map(1, G, SPACE + G, G);
         assert_eq!(space.reached_by(SPACE, 1, 0), None);

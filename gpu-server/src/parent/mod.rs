@@ -133,7 +133,7 @@ pub fn init_log(filter: &str) {
 }
 
 /// Runs the daemon until it is told to end.
-pub fn main(options: &Serve) -> anyhow::Result<()> {
+pub fn main(options: Serve) -> anyhow::Result<()> {
     init_log(&options.log);
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
@@ -149,14 +149,6 @@ pub fn main(options: &Serve) -> anyhow::Result<()> {
         tracing::warn!("cannot raise the limit of open files: {e}");
     }
 
-    let options = Serve {
-        listen: options.listen.clone(),
-        backing: options.backing.clone(),
-        rdma: options.rdma.clone(),
-        status_socket: options.status_socket.clone(),
-        log: options.log.clone(),
-        ..*options
-    };
     let server = Arc::new(Server::new(options)?);
     let mut files = listen::Files::default();
     listen::start(&server, &mut files)?;

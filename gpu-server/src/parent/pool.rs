@@ -257,13 +257,7 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
         server.lock().workers.remove(&worker.pid);
         return Err(e);
     }
-    let prepare = ToWorker::Prepare {
-        kind,
-        backing: server.options.backing.clone(),
-        memory_limit: server.options.memory_limit,
-        rdma: server.options.rdma.clone(),
-        poll_us: server.options.poll_us,
-    };
+    let prepare = ToWorker::Prepare { kind, options: server.options.worker.clone() };
     // A worker that is gone already is seen by its watcher.
     let _ = ipc::send(worker.socket.as_fd(), &prepare, &[]);
     Ok(())
@@ -278,11 +272,9 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
         .arg0("rgpu-server")
         .args(["worker", "--fd", &fd.to_string(), "--log", &server.options.log])
         .stdin(Stdio::null());
-    // Streams that share one of the device's channels wait for each other, also where one waits for its client. Unless somebody chose otherwise:
-    for (name, value) in [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "LAZY")] {
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
-        }
+    // Loads a module's functions when they are first used, unless the operator chose otherwise.
+    if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
+        command.env("CUDA_MODULE_LOADING", "LAZY");
     }
     let before_exec = move || {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
@@ -534,16 +526,9 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
 
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        serve: Serve,
-    }
-
-    fn options(arguments: &[&str]) -> Serve {
-        Command::parse_from(std::iter::once("rgpu-server").chain(arguments.iter().copied())).serve
+    fn options(flags: &[&str]) -> Serve {
+        Serve::from_flags(flags)
     }
 
     /// How many workers are started at once.

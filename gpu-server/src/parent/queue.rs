@@ -331,19 +331,11 @@ fn held_up(state: &State, kind: Kind) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
     use host_bridge::framing::recv_struct;
     use std::os::unix::net::UnixStream;
 
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        serve: crate::cli::Serve,
-    }
-
-    fn server(arguments: &[&str]) -> Arc<Server> {
-        let command = Command::parse_from(std::iter::once("rgpu-server").chain(arguments.iter().copied()));
-        Arc::new(Server::new(command.serve).unwrap())
+    fn server(flags: &[&str]) -> Arc<Server> {
+        Arc::new(Server::new(crate::cli::Serve::from_flags(flags)).unwrap())
     }
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {

@@ -13,20 +13,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use protocol::channel::{MAX_CONTEXTS, Record};
 use protocol::handle::{EventId, Handle, StreamId, TicketId};
-use protocol::ops::array::{ArrayCreate, SurfaceCreate, TextureCreate};
-use protocol::ops::context::{ContextGetLimit, ContextSynchronize, DeviceOutput};
-use protocol::ops::copy::MemcpyDtoHInline;
 use protocol::ops::event::EventRecord;
-use protocol::ops::memory::{
-    AddressReserve, HostMap, HostMirror, HostPatch, HostRead, HostWrite, MemAlloc, MemFree, MemGetInfo,
-    MemGrow, MemShrink, MemoryAccess, MemoryCreate, MemoryMap,
-};
-use protocol::ops::module::{
-    FunctionAttributes, ModuleGetGlobal, ModuleInfo, ModuleLoad, OccupancyAvailableShared,
-    OccupancyMaxActiveBlocks, OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
-};
 use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, StreamHostWait, StreamWaitEvent};
-use protocol::ops::{self, Op};
+use protocol::ops::{self, Lane, MayBlock, Op, Order};
 use protocol::wire::Reader;
 
 /// Commands executed on a stream while it waits for the client; far fewer than a device queue holds.
@@ -38,54 +27,19 @@ const MOST_ASIDE: usize = 64 << 20;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
-/// What a command is to the order of others.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// It goes on, or touches, the streams and events that it names.
-    Work,
-    /// It has no part in the order of streams, and nothing that is set aside has a part in it: it asks, or makes something new. (Device memory is freed when all work on
-    /// it is over: the client sees to that.)
-    Free,
-    /// It loads code, and is answered before anything can refer to that.
-    Load,
-    /// It looks at everything before it, and changes nothing.
-    Look,
-    /// It lets a stream go on.
-    Signal,
-    /// It reads or writes memory that no command orders, and what a stream waits for may need it: the answer to a fault of a host function.
-    Beside,
-    /// Anything else: it keeps the session's order.
-    Ordered,
+/// The order that a command keeps, and its lane. A command with an unknown opcode is refused when its turn in the session's order comes.
+fn order(opcode: u16) -> (Order, Lane) {
+    ops::info(opcode).map_or((Order::Session, Lane::Main), |info| (info.order, info.lane))
 }
 
-fn kind(opcode: u16) -> Kind {
-    macro_rules! is {
-        ($($op:ident)*) => { $(opcode == <$op as Op>::INFO.opcode)||* };
-    }
-    match opcode >> 8 {
-        // Devices, NVML.
-        0x01 | 0x09 => Kind::Free,
-        // Copies, launches, streams, events, and what graphs and arrays put on streams; the rest of these names no stream.
-        _ if is!(StreamHostSignal) => Kind::Signal,
-        _ if is!(HostRead HostWrite HostPatch) => Kind::Beside,
-        _ if is!(ContextSynchronize) => Kind::Look,
-        _ if is!(ModuleLoad) => Kind::Load,
-        _ if is!(
-            MemGrow MemShrink MemAlloc MemFree MemGetInfo HostMap HostMirror AddressReserve MemoryCreate MemoryMap MemoryAccess
-            ArrayCreate TextureCreate SurfaceCreate ContextGetLimit DeviceOutput ModuleInfo ModuleGetGlobal FunctionAttributes
-            OccupancyMaxActiveBlocks OccupancyAvailableShared OccupancyMaxActiveClusters OccupancyMaxPotentialClusterSize
-        ) =>
-        {
-            Kind::Free
-        }
-        0x04 | 0x06 | 0x07 | 0x08 | 0x0a | 0x0c => Kind::Work,
-        _ => Kind::Ordered,
-    }
+/// Whether the driver may keep a command's call until its stream has come to it.
+fn waits_for_its_stream(opcode: u16) -> bool {
+    ops::info(opcode).is_some_and(|info| info.may_block == MayBlock::Stream)
 }
 
 /// Whether a command may take buffers between client and device.
 fn moves_data(opcode: u16) -> bool {
-    opcode == <MemcpyDtoHInline as Op>::INFO.opcode || ops::info(opcode).is_some_and(|info| info.carries_data)
+    waits_for_its_stream(opcode) || ops::info(opcode).is_some_and(|info| info.carries_data)
 }
 
 /// A command's body, decoded, if it is this operation.
@@ -191,8 +145,8 @@ impl Held {
     }
 
     fn judge_slowly(&mut self, record: &Record, body: &[u8], may_wait: bool) -> Verdict {
-        let kind = kind(record.opcode);
-        if kind == Kind::Signal {
+        let (order, lane) = order(record.opcode);
+        if lane == Lane::Express {
             let ticket = decoded::<StreamHostSignal>(record.opcode, body).map(|op| op.ticket);
             return match ticket {
                 Some(ticket) if self.blocked.tickets.contains(&ticket) => {
@@ -203,10 +157,10 @@ impl Held {
             };
         }
         let touched = Touched::by(record, body);
-        if !self.holds_back(kind, record.opcode, &touched, may_wait) {
+        if !self.holds_back(order, record.opcode, &touched, may_wait) {
             return if self.is_passed(record, body) { Verdict::Done } else { Verdict::Execute };
         }
-        self.blocked.all |= kind == Kind::Ordered || (kind == Kind::Work && touched.is_empty());
+        self.blocked.all |= order == Order::Session || (order == Order::Streams && touched.is_empty());
         self.blocked.streams.extend(&touched.streams);
         self.blocked.events.extend(&touched.events);
         self.blocked.tickets.extend(decoded::<StreamHostWait>(record.opcode, body).map(|op| op.ticket));
@@ -224,17 +178,15 @@ impl Held {
         wait.is_some_and(|op| self.signalled.remove(&op.ticket))
     }
 
-    fn holds_back(&self, kind: Kind, opcode: u16, touched: &Touched, may_wait: bool) -> bool {
-        let waiting = self.is_waiting();
-        match kind {
-            Kind::Signal | Kind::Beside => false,
-            Kind::Free => self.blocked.all,
-            Kind::Look | Kind::Ordered => !self.aside.is_empty() || (may_wait && waiting),
-            Kind::Load => self.blocked.all || (may_wait && waiting),
-            Kind::Work if touched.is_empty() => !self.aside.is_empty() || (may_wait && waiting),
-            Kind::Work => {
+    fn holds_back(&self, order: Order, opcode: u16, touched: &Touched, may_wait: bool) -> bool {
+        let waits = may_wait && self.is_waiting();
+        match order {
+            Order::None => self.blocked.all || waits,
+            Order::Session | Order::Earlier => !self.aside.is_empty() || waits,
+            Order::Streams if touched.is_empty() => !self.aside.is_empty() || waits,
+            Order::Streams => {
                 self.blocked.all
-                    || (may_wait && waiting)
+                    || waits
                     || touched.streams.iter().any(|stream| self.is_blocked(*stream))
                     || touched.events.iter().any(|event| self.blocked.events.contains(event))
                     || touched.streams.iter().any(|stream| self.is_full(*stream, opcode))
@@ -265,7 +217,7 @@ impl Held {
         let waits = waits.or_else(|| self.related(stream).find_map(|other| self.waits.get(&other)));
         let Some(waits) = waits else { return false };
         waits.ahead >= AHEAD
-            || opcode == <MemcpyDtoHInline as Op>::INFO.opcode
+            || waits_for_its_stream(opcode)
             || (moves_data(opcode) && self.waits.values().map(|w| w.copies).sum::<u32>() >= COPIES_AHEAD)
     }
 
@@ -289,7 +241,7 @@ impl Held {
         {
             self.waits.entry(op.stream).or_default().tickets.insert(op.ticket);
         }
-        if !self.waits.is_empty() && kind(opcode) == Kind::Work {
+        if !self.waits.is_empty() && order(opcode).0 == Order::Streams {
             self.follow(opcode, body, &Touched::by(record, body));
         }
     }
@@ -381,8 +333,10 @@ mod tests {
     use proptest::prelude::*;
     use protocol::channel::NO_SLOT;
     use protocol::handle::{ContextId, ModuleId};
+    use protocol::ops::context::ContextSynchronize;
+    use protocol::ops::copy::MemcpyDtoHInline;
     use protocol::ops::event::{EventCreate, EventDestroy};
-    use protocol::ops::memory::HostUnmap;
+    use protocol::ops::memory::{HostRead, HostUnmap, MemAlloc};
     use protocol::ops::module::ModuleUnload;
     use protocol::ops::stream::{StreamMark, StreamSynchronize};
     use std::collections::BTreeSet;

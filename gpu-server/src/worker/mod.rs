@@ -24,6 +24,7 @@ use host_bridge::verbs::Settings;
 use protocol::trace::RECORDER;
 
 use crate::cli;
+use crate::driver::quota::Quota;
 use crate::driver::{self, Beside};
 use crate::ipc::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 use crate::share::Broker;
@@ -34,10 +35,10 @@ const REPORT_EVERY: Duration = Duration::from_secs(1);
 const LAST_CALL: Duration = Duration::from_secs(5);
 
 /// Numbers that the dispatcher writes and the reporter reads.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Shared {
     commands: AtomicU64,
-    device_memory: AtomicU64,
+    quota: Quota,
     /// Raised by the reporter when nothing has changed, lowered by the dispatcher at the next command.
     resting: AtomicBool,
     /// The session is over.
@@ -46,6 +47,11 @@ pub struct Shared {
 }
 
 impl Shared {
+    fn new(quota: Quota) -> Shared {
+        let (resting, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        Shared { commands: AtomicU64::new(0), quota, resting, over, reporter: OnceLock::new() }
+    }
+
     /// The dispatcher has executed a command.
     #[inline]
     fn executed(&self) {
@@ -88,7 +94,7 @@ impl Shared {
             bytes_in,
             bytes_out,
             bytes_copied: client.copied(),
-            device_memory: self.device_memory.load(Ordering::Relaxed),
+            device_memory: self.quota.held(),
         }
     }
 }
@@ -100,12 +106,11 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { kind, backing, memory_limit, rdma, poll_us }, _)) =
-        ipc::receive(daemon.as_fd())?
-    else {
+    let Some((ToWorker::Prepare { kind, options }, _)) = ipc::receive(daemon.as_fd())? else {
         bail!("a worker is started by the daemon, which tells it what to prepare");
     };
-    let made = driver::make(&backing, memory_limit).and_then(|mut backend| {
+    let quota = Quota::new("device memory", options.memory_limit);
+    let made = driver::make(&options.backing, quota.clone()).and_then(|mut backend| {
         let free = if kind == Kind::Gpu { backend.warm()? } else { None };
         Ok((backend, free))
     });
@@ -118,7 +123,7 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     };
     let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
     ipc::send(daemon.as_fd(), &ready, &[])?;
-    let polling = poll_us.map_or_else(Polling::default, |us| {
+    let polling = options.poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
         Polling { most, while_due: most }
     });
@@ -131,11 +136,11 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let connection = fds.into_iter().next().context("a session without its connection")?;
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(Shared::new(quota));
     if host_bridge::trace::folder().is_some() {
         RECORDER.start();
     }
-    let (lost, counters) = match begin(transport, connection, &rdma, polling) {
+    let (lost, counters) = match begin(transport, connection, &options.rdma, polling) {
         Ok((mut commands, client, tcp)) => {
             let broker = Broker::new(Arc::clone(&daemon));
             watch(&daemon, tcp, &client, &shared, &broker, backend.beside())?;

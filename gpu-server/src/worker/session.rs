@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::Scope;
 
 use host_bridge::endpoint::{Client, Commands, Lost};
@@ -58,6 +57,11 @@ fn asks_nvml(opcode: u16) -> bool {
     opcode >> 8 == NvmlSystem::INFO.opcode >> 8
 }
 
+/// Whether the driver's call for a command may wait for work that may wait for the client.
+fn may_wait(backend: &dyn Backend, opcode: u16, body: &[u8]) -> bool {
+    ops::info(opcode).is_some_and(|info| backend.may_wait(info.may_block, body))
+}
+
 struct Dispatcher<'a> {
     call: Call,
     errors: Errors,
@@ -104,8 +108,8 @@ impl Dispatcher<'_> {
     /// Takes the next command. `served`: it was executed already, beside this thread.
     fn take(&mut self, record: Record, body: &[u8], served: bool) -> Result<(), Lost> {
         let backend = &*self.backend;
-        let may_wait = || backend.may_wait(record.opcode, body);
-        match self.held.judge(&record, body, may_wait) {
+        let waits = || may_wait(backend, record.opcode, body);
+        match self.held.judge(&record, body, waits) {
             Verdict::Execute if served => {
                 self.held.executed(&record, body, true);
                 self.shared.executed();
@@ -118,8 +122,8 @@ impl Dispatcher<'_> {
         }
         while let Some(mut aside) = self.held.take() {
             while let Some((record, body)) = aside.pop_front() {
-                let may_wait = self.backend.may_wait(record.opcode, &body);
-                if let Some(body) = self.held.judge_aside(record, body, may_wait) {
+                let waits = may_wait(&*self.backend, record.opcode, &body);
+                if let Some(body) = self.held.judge_aside(record, body, waits) {
                     self.execute(record, &body)?;
                 }
             }
@@ -175,9 +179,6 @@ impl Dispatcher<'_> {
                 self.call.client.reply(record.seq, record.reply_slot, Status::SUCCESS, &self.reply)
             }
             Outcome::Failed(status) => self.failed(info, &record, status),
-        }
-        if info.opcode >> 8 == 0x03 {
-            self.shared.device_memory.store(self.backend.device_memory(), Ordering::Relaxed);
         }
         Ok(outcome)
     }

@@ -1,12 +1,14 @@
-//! Room in the channel's arena: staging for pageable memory on its way to or from the host.
+//! Allocates staging memory in the channel's arena, for pageable memory on its way to or from the host.
 //!
-//! A block that the host reads is free again when [`released`](protocol::channel::Progress::released) has passed the command that
-//! named it; one that the host writes, when its owner lets go of it. Whoever finds the arena full waits for the first of these. Since `released` stands still as long as any
-//! stream is held up with data still to be read, a block is also free when the stream that reads it is known to have passed the command ([`Owner`]): so who
-//! copies on a stream that goes on never waits for one that does not. For the same reason one stream's blocks never take all of the arena.
+//! A block that the host reads becomes free when [`released`](protocol::channel::Progress::released) has
+//! passed the command that named it. A block that the host writes becomes free when its owner drops it. A
+//! thread that finds the arena full waits for the first of these. `released` does not advance while any
+//! stream is blocked with data still to be read, so a block is also free when the stream that reads it is
+//! known to have passed the command ([`Owner`]). A copy on a running stream therefore never waits for a
+//! blocked stream. For the same reason, one stream's blocks never fill the whole arena.
 //!
-//! No thread may wait here while it holds blocks that only it can free (use [`Arena::try_alloc`] for the second and further ones):
-//! that is what keeps threads from waiting for each other.
+//! To avoid deadlock, a thread must not wait here while it holds blocks that only it can free. Use
+//! [`Arena::try_alloc`] for further blocks.
 
 use std::sync::Mutex;
 
@@ -17,7 +19,7 @@ use crate::session::Session;
 use protocol::Status;
 use protocol::data::{HostRange, Place};
 
-/// Blocks begin and end at multiples of this, a cache line.
+/// Alignment of blocks in bytes: a cache line.
 const ALIGN: u64 = 64;
 
 /// The arena's allocator.
@@ -31,16 +33,16 @@ pub struct Arena {
 #[derive(Debug)]
 struct State {
     free: FreeRanges,
-    /// Blocks that the host has yet to read.
+    /// Blocks that the host has not read yet.
     pending: Vec<Pending>,
 }
 
-/// A block that the host has yet to read.
+/// A block that the host has not read yet.
 #[derive(Debug)]
 struct Pending {
-    /// The command that has it read.
+    /// The command that makes the host read the block.
     seq: u64,
-    /// Whose it is.
+    /// The ID of the stream that owns it.
     owner: u64,
     offset: u64,
     len: u64,
@@ -48,17 +50,17 @@ struct Pending {
 
 /// The stream that reads blocks of the arena.
 pub trait Owner {
-    /// Tells it from all others of the process, now and ever.
+    /// An ID that no other stream of this process ever has.
     fn id(&self) -> u64;
 
-    /// Has the host say when the stream has come to where it ends now.
+    /// Asks the host to report when the stream has completed everything enqueued so far.
     fn mark(&self) -> Result<(), Status>;
 
     /// Whether the stream is known to have passed a command.
     fn has_passed(&self, seq: u64) -> bool;
 }
 
-/// A block of the arena, free again when dropped.
+/// A block of the arena, freed when dropped.
 #[derive(Debug)]
 pub struct Block<'s> {
     arena: &'s Arena,
@@ -67,7 +69,7 @@ pub struct Block<'s> {
 }
 
 impl Arena {
-    /// The arena at `base`, of `size` bytes.
+    /// An arena of `size` bytes at `base`.
     pub fn new(base: *mut u8, size: usize) -> Arena {
         let mut free = FreeRanges::new();
         let size = size as u64 / ALIGN * ALIGN;
@@ -75,12 +77,12 @@ impl Arena {
         Arena { base: base as usize, size, state: Mutex::new(State { free, pending: Vec::new() }) }
     }
 
-    /// Bytes of the largest block that is given out: a quarter of the arena, so that several transfers can be under way.
+    /// The largest block in bytes: a quarter of the arena, so that several transfers can be in progress.
     pub fn largest(&self) -> usize {
         (self.size / 4 / ALIGN * ALIGN) as usize
     }
 
-    /// A block of `len` bytes, if there is room now. `released` is the channel's word.
+    /// Allocates a block of `len` bytes if there is room now. `released` is the channel's current value.
     pub fn try_alloc(&self, len: usize, released: u64) -> Option<Block<'_>> {
         self.try_alloc_for(len, released, None)
     }
@@ -89,7 +91,7 @@ impl Arena {
         let len = (len.max(1) as u64).next_multiple_of(ALIGN);
         let mut state = lock(&self.state);
         let State { free, pending } = &mut *state;
-        // Before fresh room is looked for: memory that was used a moment ago is mapped, and may still be in a cache.
+        // Reclaim released blocks first: recently used memory is mapped and may still be cached.
         let done = |block: &Pending| {
             block.seq <= released
                 || owner.is_some_and(|owner| owner.id() == block.owner && owner.has_passed(block.seq))
@@ -113,12 +115,12 @@ impl Arena {
         Some(Block { arena: self, offset, len })
     }
 
-    /// A block of `len` bytes (at most [`largest`](Self::largest)); waits until there is room.
+    /// Allocates a block of `len` bytes (at most [`largest`](Self::largest)), waiting until there is room.
     pub fn alloc<'s>(&'s self, session: &Session, len: usize) -> Result<Block<'s>, Status> {
         self.alloc_with(session, len, None)
     }
 
-    /// The same, for a block that a stream will read.
+    /// Like [`alloc`](Self::alloc), for a block that a stream will read.
     pub fn alloc_for<'s>(
         &'s self,
         session: &Session,
@@ -155,17 +157,18 @@ impl Arena {
 }
 
 impl Block<'_> {
-    /// First byte.
+    /// The block's first byte.
     pub fn ptr(&self) -> *mut u8 {
         (self.arena.base + self.offset as usize) as *mut u8
     }
 
-    /// The first `len` bytes of the block, as a command names them.
+    /// The first `len` bytes of the block, as commands name them.
     pub fn range(&self, len: usize) -> HostRange {
         HostRange { place: Place::Arena, offset: self.offset, len: (len as u64).min(self.len) }
     }
 
-    /// The block is free once the host has read what command `seq` names, on the stream of that [`Owner::id`].
+    /// Frees the block once the host has read the data of command `seq` on the stream with the given
+    /// [`Owner::id`].
     pub fn release_after(self, seq: u64, owner: u64) {
         let block = Pending { seq, owner, offset: self.offset, len: self.len };
         lock(&self.arena.state).pending.push(block);
@@ -185,7 +188,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_block_is_free_when_its_command_is_released() {
+    fn a_block_is_freed_when_its_command_is_released() {
         let arena = Arena::new(std::ptr::null_mut(), 4096);
         arena.try_alloc(4096, 0).unwrap().release_after(7, 0);
         assert!(arena.try_alloc(1, 6).is_none());
@@ -208,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_goes_on_waits_for_no_other_and_none_takes_everything() {
+    fn a_running_stream_does_not_wait_for_others_and_none_takes_the_whole_arena() {
         let arena = Arena::new(std::ptr::null_mut(), 4096);
         let alloc = |len, stream: Stream| arena.try_alloc_for(len, 0, Some(&stream));
         alloc(2048, Stream(1, 0)).unwrap().release_after(1, 1);
@@ -217,13 +220,13 @@ mod tests {
         alloc(1024, Stream(2, 0)).unwrap().release_after(3, 2);
         assert!(alloc(64, Stream(2, 2)).is_none());
         alloc(1024, Stream(2, 3)).unwrap().release_after(4, 2);
-        // What another stream has passed says nothing of this one's blocks.
+        // The progress of another stream says nothing about this one's blocks.
         assert!(alloc(2048, Stream(2, 4)).is_none());
         assert!(alloc(2048, Stream(1, 1)).is_some());
     }
 
     #[test]
-    fn memory_that_was_released_is_used_again_before_fresh_memory() {
+    fn released_memory_is_reused_before_unused_memory() {
         let arena = Arena::new(std::ptr::null_mut(), 1 << 20);
         for seq in 1..1000 {
             let block = arena.try_alloc(4096, seq - 1).unwrap();

@@ -1,19 +1,19 @@
-//! What this process has done: counted always, and printed at exit with `RGPU_STATS=1`, together and for each function of the APIs.
+//! Counts what this process does. With `RGPU_STATS=1`, prints the counts at exit, in total and for each API
+//! function.
 //!
 //! ```text
 //!  rgpu: stats: pid=71 commands=200011 round_trips=3 exchanges=2 doorbells=29 …
 //!  rgpu: stats: cuLaunchKernel calls=200000 commands=200000 round_trips=0 exchanges=0 doorbells=28 …
 //! ```
 //!
-//! What happens while a thread is inside an exported function is put down to the outermost one ([`enter`]), and to the function of the runtime API that called it
-//! ([`enter_runtime`]); what helpers do belongs to the whole only.
+//! Events inside an exported function are attributed to the outermost one ([`enter`]), and to the runtime API
+//! function that called it ([`enter_runtime`]). Events in helper threads only count in the total.
 
 use std::cell::Cell;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
-use crate::log;
 use protocol::trace::{RECORDER, VARIABLE};
 
 macro_rules! counters {
@@ -42,7 +42,7 @@ macro_rules! counters {
     };
 }
 
-/// One thing that is counted.
+/// A counter.
 #[derive(Debug)]
 pub struct Counter {
     total: AtomicU64,
@@ -50,7 +50,7 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// How often, or how many, so far.
+    /// The current count.
     pub fn get(&self) -> u64 {
         self.total.load(Ordering::Relaxed)
     }
@@ -59,21 +59,24 @@ impl Counter {
 counters! {
     /// Records appended to the ring.
     commands;
-    /// Answers that a thread waited for. One that was asked for ahead and is there when it is wanted is none.
+    /// Replies that a thread waited for. A reply requested early that has arrived when it is needed does not
+    /// count.
     round_trips;
-    /// Round trips one after the other: several that a thread asks for before it waits for the first are one exchange.
+    /// Sequences of overlapping round trips: several replies that a thread requests before waiting for the
+    /// first are one exchange.
     exchanges;
-    /// Times that the host side slept and its doorbell was rung: in a guest, each is an exit.
+    /// Doorbells rung because the host side was asleep. In a guest, each is a VM exit.
     doorbells;
-    /// Bytes copied by this process between program memory and the arena, or into records.
+    /// Bytes that this process copied between program memory and the arena, or into records.
     copied_bytes;
-    /// Times that a thread went to sleep to wait for the host side.
+    /// Times that a thread slept to wait for the host side.
     sleeps;
-    /// Sleeps that the host side ended: in a guest by an interrupt, which may have ended others as well.
+    /// Sleeps that the host side ended: in a guest, by an interrupt, which may have ended others as well.
     interrupts;
-    /// System calls to ring and to wait; those that pin memory, and those of starting and ending a session, are not among them.
+    /// System calls for doorbells and waits. Those that pin memory, start a session or end it are not
+    /// counted.
     system_calls;
-    /// Accesses to managed memory that this library answered.
+    /// Accesses to managed memory that this library resolved.
     page_faults;
     /// Times that a thread found the ring full.
     ring_full;
@@ -81,16 +84,16 @@ counters! {
     arena_full;
 }
 
-/// Whether counts are put down to functions.
+/// Whether events are attributed to functions.
 static BY_CALL: AtomicBool = AtomicBool::new(false);
 
-/// The functions that were called, in the order of their first call.
+/// The functions that were called, in the order of their first calls.
 static CALLED: Mutex<Vec<&'static Call>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The exported function that this thread is in.
+    /// The exported function that this thread is inside.
     static INSIDE: Cell<Option<&'static Call>> = const { Cell::new(None) };
-    /// The function of the runtime API that this thread is in.
+    /// The runtime API function that this thread is inside.
     static RUNTIME: Cell<Option<&'static Call>> = const { Cell::new(None) };
 }
 
@@ -105,14 +108,14 @@ pub fn add(counter: &Counter, n: u64) {
 
 #[cold]
 fn put_down(index: usize, n: u64) {
-    // A thread that is being torn down is in no function.
+    // A thread that is being destroyed is inside no function.
     let here = [INSIDE.try_with(Cell::get), RUNTIME.try_with(Cell::get)];
     for call in here.into_iter().flatten().flatten() {
         call.counts[index].fetch_add(n, Ordering::Relaxed);
     }
 }
 
-/// An exported function and what its calls took.
+/// An exported function, with the counts of its calls.
 #[derive(Debug)]
 pub struct Call {
     name: &'static str,
@@ -127,7 +130,7 @@ impl Call {
     }
 }
 
-/// The thread is inside the function until this is dropped.
+/// Marks the thread as inside a function until dropped.
 #[derive(Debug)]
 pub struct Inside(());
 
@@ -137,7 +140,8 @@ impl Drop for Inside {
     }
 }
 
-/// Says that this thread enters an exported function. `None` if nobody asked for such counts, or if one exported function calls another.
+/// Marks this thread as inside an exported function. `None` if functions are not counted, or if another
+/// exported function made the call.
 #[inline]
 pub fn enter(call: &'static Call) -> Option<Inside> {
     if BY_CALL.load(Ordering::Relaxed) { enter_counted(call) } else { None }
@@ -158,17 +162,18 @@ fn called(call: &'static Call) {
     }
 }
 
-/// Says that this thread enters a function of the runtime API, whose library keeps `known` for it, NULL at first. False if one function of the runtime calls another, or if nobody asked for such
-/// counts; else the thread is inside until [`leave_runtime`].
+/// Marks this thread as inside a runtime API function until [`leave_runtime`]. The runtime library keeps
+/// `known` for the function, initially NULL. Returns false if another runtime function made the call or if
+/// functions are not counted.
 pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
     if !BY_CALL.load(Ordering::Relaxed) || !matches!(RUNTIME.try_with(Cell::get), Ok(None)) {
         return false;
     }
     static MAKING: Mutex<()> = Mutex::new(());
-    // SAFETY: only the line below writes there, with what is never freed.
+    // SAFETY: only the store below writes the pointer, and what it points to is never freed.
     let call = unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
         let _turn = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: as above.
+        // SAFETY: this function stores only pointers that are never freed.
         unsafe { known.load(Ordering::Acquire).as_ref() }.unwrap_or_else(|| {
             let name = Box::leak(name.to_string_lossy().into_owned().into_boxed_str());
             let made: &'static Call = Box::leak(Box::new(Call::new(name)));
@@ -180,7 +185,7 @@ pub fn enter_runtime(known: &AtomicPtr<Call>, name: &CStr) -> bool {
     RUNTIME.try_with(|runtime| runtime.set(Some(call))).is_ok()
 }
 
-/// The thread leaves the function of the runtime API that it entered last.
+/// Marks this thread as outside the runtime API function that it entered last.
 pub fn leave_runtime() {
     let _ = RUNTIME.try_with(|runtime| runtime.set(None));
 }
@@ -200,7 +205,8 @@ fn report() -> String {
     text
 }
 
-/// Records when commands came where from now on, and writes it to a file when the process exits, if `RGPU_TRACE` names a folder for that.
+/// If `RGPU_TRACE` names a folder, starts recording per-command timestamps, for latency analysis, and writes
+/// them to a file there when the process exits.
 pub fn trace_to_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn write() {
@@ -219,15 +225,17 @@ pub fn trace_to_exit() {
     });
 }
 
-/// The word before the process's number on the line of all together: a process has a session for CUDA, and one for NVML.
+/// The key before the process ID in the line of totals. A process can have one session for CUDA and one for
+/// NVML.
 static WHOLE: OnceLock<&str> = OnceLock::new();
 
-/// Counts by function from now on and prints everything when the process exits, if `RGPU_STATS=1` asks for it. The line of all together begins with `whole`.
+/// If `RGPU_STATS=1`, starts counting by function and prints everything when the process exits. The line of
+/// totals begins with `whole`.
 pub fn print_at_exit(whole: &'static str) {
     static ONCE: Once = Once::new();
     extern "C" fn print() {
         let text = report();
-        // SAFETY: the pointer and length are those of a live string; a failed write is of no consequence.
+        // SAFETY: the pointer and length are those of a live string. A failed write is ignored.
         unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
     }
     ONCE.call_once(|| {
@@ -244,11 +252,11 @@ pub fn print_at_exit(whole: &'static str) {
 mod tests {
     use super::*;
 
-    /// The switch is the process's.
+    /// The switch is global to the process.
     static TURN: Mutex<()> = Mutex::new(());
 
     #[test]
-    fn what_a_thread_does_inside_a_function_is_put_down_to_the_outermost() {
+    fn events_are_attributed_to_the_outermost_function() {
         static OUTER: Call = Call::new("outer");
         static INNER: Call = Call::new("inner");
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -273,21 +281,21 @@ mod tests {
     }
 
     #[test]
-    fn what_a_function_of_the_runtime_does_is_put_down_to_it_and_to_the_drivers() {
+    fn events_are_attributed_to_runtime_and_driver_functions() {
         static DRIVERS: Call = Call::new("cuInner");
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let known = AtomicPtr::default();
-        assert!(!enter_runtime(&known, c"cudaOuter"), "nobody asked");
+        assert!(!enter_runtime(&known, c"cudaOuter"), "not enabled");
         BY_CALL.store(true, Ordering::Relaxed);
         assert!(enter_runtime(&known, c"cudaOuter"));
-        assert!(!enter_runtime(&AtomicPtr::default(), c"cudaInner"), "it is inside one");
+        assert!(!enter_runtime(&AtomicPtr::default(), c"cudaInner"), "inside another runtime function");
         let inside = enter(&DRIVERS);
         add(&COUNTERS.ring_full, 2);
         drop(inside);
         leave_runtime();
         add(&COUNTERS.ring_full, 5);
         BY_CALL.store(false, Ordering::Relaxed);
-        // SAFETY: made above, and never freed.
+        // SAFETY: `enter_runtime` made it, and it is never freed.
         let outer = unsafe { &*known.load(Ordering::Relaxed) };
         for call in [&DRIVERS, outer] {
             assert_eq!(call.counts[COUNTERS.ring_full.index].load(Ordering::Relaxed), 2, "{}", call.name);

@@ -1,20 +1,20 @@
-//! The handles that a C program holds: opaque words that name an object, or an object that is no more.
+//! Handles for C programs: opaque words that name an object, or an object that no longer exists.
 //!
-//! A handle is no address. It carries the kind of its object, the object's place in a table and the number of times that
-//! place has been used, so that a handle that was destroyed, or is of another kind, or was never one, is recognised and
-//! answered with CUDA's own error instead of being followed.
+//! A handle is not an address. It contains the kind of its object, the object's slot in a table, and the
+//! slot's generation. A handle that was destroyed, is of another kind or never existed is recognized and
+//! refused with CUDA's own error.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use crate::lock;
 
-/// Places are made in segments of this many, so that they never move.
+/// Slots are allocated in segments of this many, so that they never move.
 const SEGMENT: usize = 1024;
 const SEGMENTS: usize = 1024;
 const PLACE_BITS: u32 = 20;
 const GENERATION_BITS: u32 = 17;
 
-/// A table of objects of one kind, never shrunk.
+/// A table of objects of one kind. It never shrinks.
 pub struct Slab<T> {
     /// Distinguishes the tables of a process: 1 to 31.
     kind: u64,
@@ -32,14 +32,14 @@ struct State<T> {
 }
 
 struct Free {
-    /// Places that were given back.
+    /// Slots that were freed.
     places: Vec<u32>,
-    /// Places from here on were never used.
+    /// Slots from here on were never used.
     fresh: u32,
 }
 
 impl<T> Slab<T> {
-    /// An empty table. `kind` must differ between the tables of a process; it is below 32 and not 0.
+    /// Creates an empty table. `kind` must be unique among the tables of a process, below 32 and not 0.
     pub const fn new(kind: u8) -> Self {
         assert!(kind != 0 && kind < 32);
         Slab {
@@ -50,7 +50,7 @@ impl<T> Slab<T> {
     }
 
     fn handle(&self, place: u32, generation: u32) -> usize {
-        // Sixteen-aligned, non-canonical as an address on x86-64 in user space never is: bit 46 and up hold the kind.
+        // A multiple of 16. Bit 46 and up contain the kind, so it never equals an x86-64 user-space address.
         ((self.kind << (PLACE_BITS + GENERATION_BITS + 4))
             | (u64::from(generation) << (PLACE_BITS + 4))
             | (u64::from(place) << 4)) as usize
@@ -67,12 +67,12 @@ impl<T> Slab<T> {
         Some((&segment[place as usize % SEGMENT], place, generation))
     }
 
-    /// Puts an object into the table; returns its handle. `None`: the table is full.
+    /// Adds an object and returns its handle; `None` if the table is full.
     pub fn insert(&self, object: Arc<T>) -> Option<usize> {
         self.insert_with(|_| object)
     }
 
-    /// As [`insert`](Self::insert), for an object that wants to know its handle.
+    /// Like [`insert`](Self::insert), for an object that needs to know its handle.
     pub fn insert_with(&self, object: impl FnOnce(usize) -> Arc<T>) -> Option<usize> {
         let place = {
             let mut free = lock(&self.free);
@@ -97,7 +97,7 @@ impl<T> Slab<T> {
         Some(handle)
     }
 
-    /// The object that a handle names, if there is one.
+    /// The object that a handle names, if it exists.
     #[inline]
     pub fn get(&self, handle: usize) -> Option<Arc<T>> {
         let (place, _, generation) = self.place(handle)?;
@@ -105,7 +105,7 @@ impl<T> Slab<T> {
         (state.generation == generation).then(|| state.object.clone()).flatten()
     }
 
-    /// Takes the object out: its handle names nothing from then on.
+    /// Removes an object, which makes its handle invalid.
     pub fn remove(&self, handle: usize) -> Option<Arc<T>> {
         let (place, index, generation) = self.place(handle)?;
         let mut state = place.state.write().unwrap_or_else(PoisonError::into_inner);
@@ -119,7 +119,7 @@ impl<T> Slab<T> {
         Some(object)
     }
 
-    /// Every object that has a handle now.
+    /// All current objects.
     pub fn all(&self) -> Vec<Arc<T>> {
         let fresh = lock(&self.free).fresh;
         let object = |place: u32| {
@@ -134,7 +134,7 @@ impl<T> Slab<T> {
         (0..fresh).filter_map(object).collect()
     }
 
-    /// Takes out every object for which `gone` says so.
+    /// Removes all objects for which `gone` returns true.
     pub fn remove_where(&self, gone: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let fresh = lock(&self.free).fresh;
         let mut out = Vec::new();
@@ -161,7 +161,7 @@ mod tests {
     use std::collections::HashMap;
 
     #[test]
-    fn a_destroyed_handle_names_nothing_even_when_its_place_is_used_again() {
+    fn a_destroyed_handle_stays_invalid_when_its_slot_is_reused() {
         let slab: Slab<u32> = Slab::new(3);
         let first = slab.insert(Arc::new(1)).unwrap();
         assert_eq!(slab.remove(first).as_deref(), Some(&1));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_of_another_kind_names_nothing() {
+    fn a_handle_of_another_kind_is_invalid() {
         let (streams, events): (Slab<u32>, Slab<u32>) = (Slab::new(1), Slab::new(2));
         let stream = streams.insert(Arc::new(1)).unwrap();
         events.insert(Arc::new(2)).unwrap();
@@ -184,7 +184,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_slab_is_a_map(steps in proptest::collection::vec((any::<bool>(), any::<usize>()), 1..400)) {
+        fn a_slab_behaves_like_a_map(steps in proptest::collection::vec((any::<bool>(), any::<usize>()), 1..400)) {
             let slab: Slab<usize> = Slab::new(7);
             let mut model: HashMap<usize, usize> = HashMap::new();
             let mut gone = Vec::new();

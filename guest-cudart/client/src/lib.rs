@@ -1,17 +1,19 @@
-//! A process's side of an rgpu session: how its CUDA calls become records in a channel, and how answers and data come back.
+//! A process's side of an rgpu session: turns operations into records in a channel, and receives replies and
+//! data.
 //!
-//! It knows the protocol and the ways to the host, and nothing of CUDA's C interface. In reading order:
-//! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`;
-//! - [`port`]: the way to the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`;
-//! - [`session`]: the channel: appending operations, waiting for replies and for progress, loss of the session;
-//! - `turn`: waiting for the session while the server serves other programs first;
-//! - [`arena`]: room in the channel's staging memory;
-//! - [`staging`]: copying much between program memory and the arena;
-//! - [`memory`]: device memory: windows of addresses, pieces that are backed, allocations inside them;
-//! - [`pages`]: memory whose use another thread answers, for what host and device take turns on;
-//! - [`regions`]: pinned program memory;
-//! - [`handles`]: the names that a C program holds for objects;
-//! - [`thread`]: a thread's own values that outlast `exit`.
+//! It knows the protocol and how to reach the host, but not CUDA's C interface. In reading order:
+//! - [`log`] and [`counters`]: one-line messages; what a process did, for `RGPU_STATS=1`
+//! - [`port`]: how to reach the host: the guest's device `/dev/rgpu0`, or the Unix socket of `vhost-rgpu`
+//! - [`session`]: the channel: appending operations, waiting for replies and progress, loss of the session
+//! - `reply_slots`, `polling`: the channel's reply slots; how long a thread polls before it sleeps
+//! - `queue`: waiting for a session while the server serves other programs first
+//! - [`arena`]: the channel's staging memory
+//! - [`staging`]: fast copies between program memory and the arena
+//! - [`memory`]: device memory: address windows, backed chunks, and the allocations in them
+//! - [`pages`]: memory whose page faults another thread resolves, for managed memory
+//! - [`regions`]: pinned program memory
+//! - [`handles`]: handles for C programs
+//! - [`thread`]: thread-local values that outlive `exit`
 //!
 //! ```text
 //!  libcuda ──▶ session.append/call ──▶ protocol::channel ══ shared memory ══ host
@@ -22,20 +24,22 @@
 pub mod arena;
 pub mod counters;
 pub mod handles;
-pub mod log;
 pub mod memory;
 pub mod pages;
+mod polling;
 pub mod port;
+mod queue;
 pub mod ranges;
 pub mod regions;
+mod reply_slots;
 pub mod session;
 pub mod staging;
 pub mod thread;
-mod turn;
 
+pub use log;
 pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
 
-/// Locks a mutex whether or not another thread has panicked with it held: nothing here leaves shared state half-changed.
+/// Locks a mutex even if a thread panicked while holding it: no code here leaves shared state inconsistent.
 pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

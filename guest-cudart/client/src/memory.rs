@@ -1,12 +1,13 @@
-//! Device memory: where allocations lie in a device's window of addresses (DESIGN §5).
+//! Device memory: places allocations in a device's address window.
 //!
 //! ```text
-//!  window  ├──────── piece ────────┤ gap ├── piece ──┤ gap ├ … 1 TiB
+//!  window  ├──────── chunk ────────┤ gap ├── chunk ──┤ gap ├ … 1 TiB
 //!          │alloc│alloc│ free │alloc│     │   alloc   │
 //! ```
 //!
-//! A piece is what one `MemGrow` backed, and the unit in which memory goes back. Allocations lie inside one piece, placed by best fit, with no round trip.
-//! Between pieces a granule stays unbacked, so that free ranges of two pieces never join and a kernel that runs past the end of a piece faults.
+//! A chunk is the range that one `MemGrow` backed, and is given back as a whole. An allocation lies within
+//! one chunk, is placed by best fit, and needs no round trip. One granule between chunks stays unbacked, so
+//! that free ranges of two chunks never merge and a kernel that runs past the end of a chunk faults.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +15,15 @@ use crate::ranges::FreeRanges;
 use protocol::Status;
 use protocol::ops::memory::{DEVICE_PART, WINDOW_SIZE, window};
 
-/// Allocations begin at multiples of this, as `cuMemAlloc`'s do.
+/// Alignment of allocations in bytes, that of `cuMemAlloc`.
 pub const ALIGN: u64 = 512;
-/// The least that is backed at once, where the device has it: a program with a few small allocations asks once.
-const LEAST_PIECE: u64 = 32 << 20;
-/// Backed bytes in pieces without an allocation that are kept for the next one.
-const KEEP_EMPTY: u64 = 256 << 20;
+/// The smallest chunk in bytes, if the device has that much: a program with a few small allocations makes one
+/// request.
+const MIN_CHUNK: u64 = 32 << 20;
+/// How many bytes of chunks without allocations are kept for later ones.
+const MAX_EMPTY: u64 = 256 << 20;
 
-/// The server's part: backing addresses with memory.
+/// Backs addresses with memory on the server.
 pub trait Backing {
     /// `MemGrow`.
     fn grow(&self, device: u32, address: u64, size: u64) -> Result<(), Status>;
@@ -32,11 +34,11 @@ pub trait Backing {
 /// An allocation, as its owner described it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocation<T> {
-    /// Bytes that were asked for.
+    /// Size in bytes, as requested.
     pub size: u64,
-    /// Bytes that it takes.
+    /// Size in bytes, as reserved.
     reserved: u64,
-    /// What the owner keeps with it.
+    /// The owner's data.
     pub tag: T,
 }
 
@@ -45,13 +47,13 @@ pub struct Allocation<T> {
 pub struct DeviceMemory<T> {
     device: u32,
     granule: u64,
-    /// First of its addresses, and how many there are.
+    /// The window's first address and its size.
     window: (u64, u64),
-    /// What allocations begin at multiples of.
+    /// Alignment of allocations.
     align: u64,
-    /// Addresses of the window that no piece has.
+    /// Addresses of the window outside all chunks.
     addresses: FreeRanges,
-    pieces: BTreeMap<u64, Piece>,
+    chunks: BTreeMap<u64, Piece>,
     free: FreeRanges,
     empty: u64,
     allocations: BTreeMap<u64, Allocation<T>>,
@@ -64,12 +66,13 @@ struct Piece {
 }
 
 impl<T> DeviceMemory<T> {
-    /// The memory of device `ordinal` alone, nothing backed yet. `granule` in bytes, a power of two.
+    /// Memory on device `ordinal` only, with nothing backed yet. `granule` is in bytes and a power of two.
     pub fn new(device: u32, granule: u64) -> Self {
         Self::within(device, granule, (window(device), DEVICE_PART), ALIGN)
     }
 
-    /// The memory of device `ordinal` whose addresses the host has as well. Allocations begin at multiples of `page` bytes.
+    /// Memory on device `ordinal` at addresses that the host also maps. Allocations are aligned to `page`
+    /// bytes.
     pub fn both(device: u32, granule: u64, page: u64) -> Self {
         Self::within(device, granule, (window(device) + DEVICE_PART, WINDOW_SIZE - DEVICE_PART), page)
     }
@@ -84,29 +87,29 @@ impl<T> DeviceMemory<T> {
             window,
             align,
             addresses,
-            pieces: BTreeMap::new(),
+            chunks: BTreeMap::new(),
             free: FreeRanges::new(),
             empty: 0,
             allocations: BTreeMap::new(),
         }
     }
 
-    /// Whether an address is one of these.
+    /// Whether an address is in the window.
     pub fn holds(&self, address: u64) -> bool {
         address.checked_sub(self.window.0).is_some_and(|at| at < self.window.1)
     }
 
-    /// What is backed: first address and size of each piece.
-    pub fn pieces(&self) -> Vec<(u64, u64)> {
-        self.pieces.iter().map(|(address, piece)| (*address, piece.size)).collect()
+    /// The backed ranges: first address and size of each chunk.
+    pub fn chunks(&self) -> Vec<(u64, u64)> {
+        self.chunks.iter().map(|(address, chunk)| (*address, chunk.size)).collect()
     }
 
-    /// Backed bytes that no allocation has.
+    /// Backed bytes outside all allocations.
     pub fn free_bytes(&self) -> u64 {
         self.free.total()
     }
 
-    /// Places an allocation of `size` bytes (not 0), backing more of the window if need be.
+    /// Allocates `size` bytes (not 0), backing more of the window if needed.
     pub fn alloc(&mut self, size: u64, tag: T, backing: &dyn Backing) -> Result<u64, Status> {
         let reserved = size
             .checked_next_multiple_of(self.align)
@@ -119,11 +122,11 @@ impl<T> DeviceMemory<T> {
                 self.free.take_best(reserved).ok_or(Status::OUT_OF_MEMORY)?
             }
         };
-        if let Some((_, piece)) = self.pieces.range_mut(..=address).next_back() {
-            if piece.used == 0 {
-                self.empty -= piece.size;
+        if let Some((_, chunk)) = self.chunks.range_mut(..=address).next_back() {
+            if chunk.used == 0 {
+                self.empty -= chunk.size;
             }
-            piece.used += reserved;
+            chunk.used += reserved;
         }
         self.allocations.insert(address, Allocation { size, reserved, tag });
         Ok(address)
@@ -131,7 +134,7 @@ impl<T> DeviceMemory<T> {
 
     fn grow(&mut self, reserved: u64, backing: &dyn Backing) -> Result<(), Status> {
         let exact = reserved.next_multiple_of(self.granule);
-        let wanted = exact.max(LEAST_PIECE.next_multiple_of(self.granule));
+        let wanted = exact.max(MIN_CHUNK.next_multiple_of(self.granule));
         match self.grow_by(wanted, backing) {
             Err(Status::OUT_OF_MEMORY) => {}
             other => return other,
@@ -149,19 +152,20 @@ impl<T> DeviceMemory<T> {
             self.addresses.insert(address, with_gap);
             return Err(status);
         }
-        self.pieces.insert(address, Piece { size, used: 0 });
+        self.chunks.insert(address, Piece { size, used: 0 });
         self.free.insert(address, size);
         self.empty += size;
         Ok(())
     }
 
-    /// Gives pieces without an allocation back until at most `keep` bytes are left in such; returns how many bytes went. No work may use them.
+    /// Gives chunks without allocations back until at most `keep` bytes of them are left. Returns how many
+    /// bytes were given back. No pending work may use them.
     pub fn trim(&mut self, keep: u64, backing: &dyn Backing) -> Result<u64, Status> {
         let mut gone = 0;
         while self.empty > keep {
-            // The largest first: fewest calls.
+            // Largest first, which needs the fewest calls.
             let Some((address, size)) = self
-                .pieces
+                .chunks
                 .iter()
                 .filter(|(_, p)| p.used == 0)
                 .map(|(a, p)| (*a, p.size))
@@ -170,7 +174,7 @@ impl<T> DeviceMemory<T> {
                 break;
             };
             backing.shrink(self.device, address, size)?;
-            self.pieces.remove(&address);
+            self.chunks.remove(&address);
             self.free.remove(address, size);
             self.addresses.insert(address, size + self.granule);
             self.empty -= size;
@@ -179,40 +183,40 @@ impl<T> DeviceMemory<T> {
         Ok(gone)
     }
 
-    /// Everything is gone on the server as well: nothing is backed, nothing allocated.
+    /// Drops everything, because it is gone on the server too.
     pub fn reset(&mut self) {
         *self = DeviceMemory::within(self.device, self.granule, self.window, self.align);
     }
 
-    /// Takes an allocation away; its memory is free for the next. `None`: there is none at this address. No work may use it.
+    /// Frees an allocation; `None` if there is none at this address. No pending work may use it.
     pub fn free(&mut self, address: u64, backing: &dyn Backing) -> Option<Allocation<T>> {
         let allocation = self.allocations.remove(&address)?;
         self.free.insert(address, allocation.reserved);
-        if let Some((_, piece)) = self.pieces.range_mut(..=address).next_back() {
-            piece.used -= allocation.reserved;
-            if piece.used == 0 {
-                self.empty += piece.size;
+        if let Some((_, chunk)) = self.chunks.range_mut(..=address).next_back() {
+            chunk.used -= allocation.reserved;
+            if chunk.used == 0 {
+                self.empty += chunk.size;
             }
         }
-        if self.empty > KEEP_EMPTY {
-            // A piece that cannot be given back stays for the next allocation: that is no failure of this call.
-            let _ = self.trim(KEEP_EMPTY, backing);
+        if self.empty > MAX_EMPTY {
+            // A chunk that cannot be given back stays available; the call still succeeds.
+            let _ = self.trim(MAX_EMPTY, backing);
         }
         Some(allocation)
     }
 
-    /// The allocation that an address lies in, and where it begins.
+    /// The allocation that contains an address, and its start.
     pub fn find(&self, address: u64) -> Option<(u64, &Allocation<T>)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         (address - base < allocation.size).then_some((*base, allocation))
     }
 
-    /// As [`find`](Self::find), for its owner's tag.
+    /// The owner's data of the allocation at `base`.
     pub fn tag_mut(&mut self, base: u64) -> Option<&mut T> {
         self.allocations.get_mut(&base).map(|allocation| &mut allocation.tag)
     }
 
-    /// Addresses of the allocations whose tags `which` chooses.
+    /// The addresses of allocations whose data `which` selects.
     pub fn addresses_where(&self, which: impl Fn(&T) -> bool) -> Vec<u64> {
         self.allocations.iter().filter(|(_, a)| which(&a.tag)).map(|(address, _)| *address).collect()
     }
@@ -224,7 +228,7 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::RefCell;
 
-    /// A device with room for `limit` bytes, which checks what is asked of it.
+    /// A device with `limit` bytes of memory that checks requests.
     struct Fake {
         limit: u64,
         backed: RefCell<BTreeMap<u64, u64>>,
@@ -249,7 +253,7 @@ mod tests {
             Ok(())
         }
         fn shrink(&self, _: u32, address: u64, size: u64) -> Result<(), Status> {
-            assert_eq!(self.backed.borrow_mut().remove(&address), Some(size), "a piece goes back whole");
+            assert_eq!(self.backed.borrow_mut().remove(&address), Some(size), "a chunk goes back whole");
             Ok(())
         }
     }
@@ -265,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_has_as_well_is_apart_and_begins_on_pages() {
+    fn memory_shared_with_the_host_is_separate_and_page_aligned() {
         let fake = Fake::new(1 << 30);
         let mut both = DeviceMemory::both(1, 2 << 20, 4096);
         for _ in 0..10 {
@@ -273,11 +277,11 @@ mod tests {
             assert!(address.is_multiple_of(4096) && both.holds(address));
             assert!(!DeviceMemory::<()>::new(1, 2 << 20).holds(address));
         }
-        assert_eq!(both.pieces().len(), 1);
+        assert_eq!(both.chunks().len(), 1);
     }
 
     #[test]
-    fn a_full_device_gives_the_exact_size_before_it_gives_up() {
+    fn a_full_device_retries_with_the_exact_size() {
         let fake = Fake::new(4 << 20);
         let mut memory = DeviceMemory::new(0, 2 << 20);
         memory.alloc(3 << 20, (), &fake).unwrap();
@@ -285,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_piece_is_given_back_when_another_needs_its_memory() {
+    fn an_empty_chunk_is_given_back_when_its_memory_is_needed() {
         let fake = Fake::new(64 << 20);
         let mut memory = DeviceMemory::new(0, 2 << 20);
         let first = memory.alloc(40 << 20, (), &fake).unwrap();
@@ -294,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_beyond_all_measure_are_out_of_memory() {
+    fn huge_sizes_are_out_of_memory() {
         let fake = Fake::new(1 << 30);
         let mut memory = DeviceMemory::new(0, 2 << 20);
         for size in [u64::MAX, 1 << 60, WINDOW_SIZE, u64::MAX - 511] {
@@ -304,7 +308,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn allocations_lie_in_backed_memory_and_apart(steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
+        fn allocations_are_backed_and_do_not_overlap(steps in proptest::collection::vec((1u64..(9 << 20), any::<u16>()), 1..120)) {
             let fake = Fake::new(160 << 20);
             let mut memory = DeviceMemory::new(2, 2 << 20);
             let mut held: Vec<(u64, u64)> = Vec::new();

@@ -1,8 +1,9 @@
-//! Free ranges of an address space: best fit, neighbours joined. Used for device memory, for windows and for the arena.
+//! Free ranges of an address space, allocated by best fit and merged with their neighbors. Used for device
+//! memory, windows and the arena.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A set of free ranges, none touching another.
+/// A set of free ranges, of which no two are adjacent.
 #[derive(Debug, Default)]
 pub struct FreeRanges {
     by_start: BTreeMap<u64, u64>,
@@ -11,12 +12,12 @@ pub struct FreeRanges {
 }
 
 impl FreeRanges {
-    /// No range at all.
+    /// An empty set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Bytes in all ranges together.
+    /// The total size of all ranges in bytes.
     pub fn total(&self) -> u64 {
         self.total
     }
@@ -33,7 +34,7 @@ impl FreeRanges {
         self.total -= len;
     }
 
-    /// Adds a range, which overlaps none that is free, and joins it with its neighbours.
+    /// Adds a range, which must not overlap a free one, and merges it with its neighbors.
     pub fn insert(&mut self, mut start: u64, mut len: u64) {
         if len == 0 {
             return;
@@ -52,7 +53,7 @@ impl FreeRanges {
         self.put(start, len);
     }
 
-    /// Takes `len` bytes from the shortest range that has them, at its start.
+    /// Takes `len` bytes from the start of the shortest range that is long enough.
     pub fn take_best(&mut self, len: u64) -> Option<u64> {
         let &(found, start) = self.by_len.range((len, 0)..).next()?;
         self.take(start, found);
@@ -62,7 +63,7 @@ impl FreeRanges {
         Some(start)
     }
 
-    /// Takes a range away that is free as a whole. False: it is not.
+    /// Removes a range that is entirely free. Returns false if it is not.
     pub fn remove(&mut self, start: u64, len: u64) -> bool {
         let Some((&found, &found_len)) = self.by_start.range(..=start).next_back() else { return false };
         let (end, found_end) = (start + len, found + found_len);
@@ -79,7 +80,7 @@ impl FreeRanges {
         true
     }
 
-    /// Every range, in order: start and length.
+    /// Every range in order: start and length.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> {
         self.by_start.iter().map(|(start, len)| (*start, *len))
     }
@@ -92,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_taken_overlaps_nothing_and_comes_back(lens in proptest::collection::vec((1u64..40, any::<u8>()), 1..100)) {
+        fn taken_ranges_do_not_overlap_and_can_be_returned(lens in proptest::collection::vec((1u64..40, any::<u8>()), 1..100)) {
             const SIZE: u64 = 1000;
             let mut free = FreeRanges::new();
             free.insert(0, SIZE);
@@ -110,7 +111,7 @@ mod tests {
                 }
                 prop_assert_eq!(free.total() + held.iter().map(|h| h.1).sum::<u64>(), SIZE);
                 let ranges: Vec<_> = free.iter().collect();
-                prop_assert!(ranges.windows(2).all(|w| w[0].0 + w[0].1 < w[1].0), "neighbours are joined: {:?}", ranges);
+                prop_assert!(ranges.windows(2).all(|w| w[0].0 + w[0].1 < w[1].0), "adjacent ranges are merged: {:?}", ranges);
             }
             for (start, len) in held {
                 free.insert(start, len);

@@ -1,4 +1,4 @@
-//! Pinned program memory: what the host can read and write in place.
+//! Pinned program memory, which the host can read and write in place.
 
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock};
@@ -6,71 +6,72 @@ use std::sync::{PoisonError, RwLock};
 use crate::port::{Pinned, Port, PortError};
 use protocol::data::{HostRange, Place};
 
-/// One piece of host memory that the program pinned.
+/// A range of host memory that the program pinned.
 #[derive(Debug)]
 pub struct Region<T> {
-    /// Bytes, as the program asked.
+    /// Size in bytes, as the program requested.
     pub size: usize,
-    /// The host's name for it. `None`: it is recorded as pinned and copied as pageable memory is, because this port cannot register
-    /// memory that the program already has.
+    /// The host's ID for it. `None` if this port cannot register the program's own memory: it is then
+    /// recorded as pinned, but copied like pageable memory.
     pub id: Option<u32>,
-    /// What the owner keeps with it.
+    /// The owner's data.
     pub tag: T,
-    /// The host has its bytes elsewhere: it is not copied from or to in place.
+    /// Set if the host has the bytes elsewhere, so that they cannot be copied in place.
     elsewhere: bool,
-    /// The memory itself, if it was made here.
+    /// The memory itself, if it was allocated here.
     memory: Option<Pinned>,
 }
 
 impl<T> Region<T> {
-    /// Whether it was allocated here, not registered.
+    /// Whether it was allocated here rather than registered.
     pub fn is_allocated(&self) -> bool {
         self.memory.is_some()
     }
 }
 
-/// Every pinned piece of the process, by address.
+/// All pinned memory of the process, by address.
 #[derive(Debug)]
 pub struct Regions<T> {
     map: RwLock<BTreeMap<usize, Region<T>>>,
 }
 
-/// Why memory was not registered.
+/// Why memory could not be registered.
 #[derive(Debug)]
 pub enum RegisterError {
-    /// Some of it is registered already.
+    /// Part of it is already registered.
     Already,
-    /// The port failed.
+    /// The port returned an error.
     Port(PortError),
 }
 
 fn page() -> usize {
-    // SAFETY: a plain question to the system.
+    // SAFETY: queries a system parameter.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
 impl<T: Clone> Regions<T> {
-    /// None yet.
+    /// Creates an empty set.
     pub const fn new() -> Self {
         Regions { map: RwLock::new(BTreeMap::new()) }
     }
 
-    /// Allocates pinned memory; returns its address.
-    pub fn alloc(&self, port: &dyn Port, size: usize, tag: T) -> Result<usize, PortError> {
+    /// Allocates pinned memory and returns its address: `at`, or one of the port's choice.
+    /// See [`Port::pin_new`].
+    pub fn alloc(&self, port: &dyn Port, size: usize, at: Option<usize>, tag: T) -> Result<usize, PortError> {
         let rounded = size.checked_next_multiple_of(page()).filter(|size| *size <= isize::MAX as usize);
         let rounded = rounded.ok_or_else(|| PortError::Io {
             path: port.path().to_owned(),
             what: "pinned memory",
             source: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
         })?;
-        let pinned = port.pin_new(rounded)?;
+        let pinned = port.pin_new(rounded, at)?;
         let address = pinned.mapping.base() as usize;
         let region = Region { size, id: Some(pinned.region), tag, elsewhere: false, memory: Some(pinned) };
         self.map.write().unwrap_or_else(PoisonError::into_inner).insert(address, region);
         Ok(address)
     }
 
-    /// Registers memory of the program's own.
+    /// Registers the program's own memory.
     pub fn register(
         &self,
         port: &dyn Port,
@@ -88,8 +89,9 @@ impl<T: Clone> Regions<T> {
         Ok(())
     }
 
-    /// Takes away the piece that begins at `address`, if it is of the kind that is meant; the host has let go of it, and its memory is gone if it was allocated here.
-    /// `None`: there is none. No work may use it.
+    /// Removes the memory that begins at `address`, if it was allocated (or registered) as `allocated` says.
+    /// When this returns, the host no longer uses it, and allocated memory is unmapped. `None` if there is
+    /// none. No pending work may use it.
     pub fn remove(&self, port: &dyn Port, address: usize, allocated: bool) -> Option<T> {
         let region = {
             let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
@@ -104,23 +106,24 @@ impl<T: Clone> Regions<T> {
         Some(region.tag)
     }
 
-    /// Whether [`remove`](Self::remove) would find something.
+    /// Whether [`remove`](Self::remove) would succeed.
     pub fn begins_at(&self, address: usize, allocated: bool) -> bool {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.get(&address).is_some_and(|region| region.is_allocated() == allocated)
     }
 
-    /// Whether an address lies in a piece that was allocated here.
+    /// Whether an address is in memory that was allocated here.
     pub fn is_allocated(&self, address: usize) -> bool {
         self.of(address, Region::is_allocated).is_some()
     }
 
-    /// The piece that an address lies in, wherever its bytes are: where it begins, its size, its tag.
+    /// The pinned memory that contains an address, even if the host has its bytes elsewhere: start, size,
+    /// owner's data.
     pub fn any(&self, address: usize) -> Option<(usize, usize, T)> {
         self.of(address, |_| true)
     }
 
-    /// As [`any`](Self::any), of pieces whose bytes are in place.
+    /// Like [`any`](Self::any), only for memory whose bytes are in place.
     pub fn find(&self, address: usize) -> Option<(usize, usize, T)> {
         self.of(address, |region| !region.elsewhere)
     }
@@ -131,7 +134,7 @@ impl<T: Clone> Regions<T> {
         (address - base < region.size && which(region)).then(|| (*base, region.size, region.tag.clone()))
     }
 
-    /// Says of the piece that begins at `address` whether the host has its bytes elsewhere.
+    /// Sets whether the host has the bytes of the memory at `address` elsewhere.
     pub fn set_elsewhere(&self, address: usize, elsewhere: bool) {
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(region) = map.get_mut(&address) {
@@ -139,7 +142,8 @@ impl<T: Clone> Regions<T> {
         }
     }
 
-    /// How a command names `len` bytes at `address`, if all of them lie in place in one piece that the host knows.
+    /// How a command names `len` bytes at `address`, if they are all in place within one range that the host
+    /// knows.
     #[inline]
     pub fn range(&self, address: usize, len: usize) -> Option<HostRange> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
@@ -153,7 +157,7 @@ impl<T: Clone> Regions<T> {
         })
     }
 
-    /// Where the pieces that were allocated here begin, of those whose tags `which` chooses.
+    /// The addresses of memory allocated here whose owner's data `which` selects.
     pub fn allocated_where(&self, which: impl Fn(&T) -> bool) -> Vec<usize> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.iter()

@@ -1,24 +1,29 @@
-//! The channel as this process uses it: records go in, answers and progress come out.
+//! The channel as this process uses it: appends records and receives replies and progress.
 //!
-//! One session for a process, opened at the first use. [`Session::append`] takes tens of nanoseconds: encode into a buffer of the thread, take the ring's lock,
-//! write, ask whether the host side sleeps. [`Session::submit`] also takes a reply slot, and [`Pending::wait`] polls it for a bounded time and then
+//! A process has one session, opened on first use. [`Session::append`] takes tens of nanoseconds: it encodes
+//! into a thread-local buffer, locks the ring, writes, and checks whether the host side sleeps.
+//! [`Session::submit`] also takes a reply slot; [`Pending::wait`] polls it for a limited time and then
 //! sleeps.
 //!
-//! **Loss.** Whoever waits looks at the channel's state again whenever it wakes, and at least every [`LOOK`]; once the session is
-//! lost, every call answers `CUDA_ERROR_DEVICE_UNAVAILABLE` at once, and one line on stderr has said why.
+//! **Loss.** A waiting thread checks the channel's state whenever it wakes, and at least every
+//! [`LIVENESS_CHECK`]. Once the session is lost, every call immediately fails with
+//! `CUDA_ERROR_DEVICE_UNAVAILABLE`, after one line on stderr has given the reason.
 //!
-//! **Fork.** A child has no session: its calls answer `CUDA_ERROR_NOT_INITIALIZED` and touch nothing of its parent's.
+//! **Fork.** A child has no session: its calls fail with `CUDA_ERROR_NOT_INITIALIZED` and do not touch the
+//! parent's.
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::arena::Arena;
 use crate::counters::{self, COUNTERS, add};
+use crate::polling::Poll;
 use crate::port::{self, Port, PortError};
-use crate::{lock, log, turn};
+use crate::reply_slots::ReplySlots;
+use crate::{lock, log, queue};
 use protocol::Status;
 use protocol::channel::{
     Full, Geometry, Header, MAX_RECORD, NO_SLOT, Producer, Progress, RECORD_HEADER, ReplySlot, RingMemory,
@@ -29,8 +34,8 @@ use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
 
-/// How often a sleeper looks whether the host side is still there.
-pub(crate) const LOOK: Duration = Duration::from_millis(250);
+/// How often a sleeping thread checks that the host side is alive.
+pub(crate) const LIVENESS_CHECK: Duration = Duration::from_millis(250);
 
 /// A process's session.
 pub struct Session {
@@ -39,17 +44,18 @@ pub struct Session {
     header: &'static Header,
     progress: &'static Progress,
     producer: Mutex<Producer<'static>>,
-    slots: Slots,
+    slots: ReplySlots,
     poll: Poll,
     arena: Arena,
-    /// The host side is gone without having said so.
+    /// Set when the host side has disappeared without reporting it.
     dead: AtomicBool,
-    loss_said: AtomicBool,
+    loss_reported: AtomicBool,
     server: OnceLock<String>,
-    /// Bytes of kernels' output that were passed on, out of those that the progress area tells of.
-    shown: AtomicU64,
-    /// Held by who passes them on.
-    showing: Mutex<()>,
+    /// How many bytes of kernel output (`printf`) were passed on, out of those that the progress area
+    /// reports.
+    output_printed: AtomicU64,
+    /// Held while passing on kernel output.
+    output_lock: Mutex<()>,
 }
 
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -59,41 +65,41 @@ static GLOBAL: OnceLock<&'static Session> = OnceLock::new();
 thread_local! {
     static REQUEST: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     static REPLY: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-    /// Answers that this thread has asked for and not waited for yet.
-    static DUE: Cell<usize> = const { Cell::new(0) };
+    /// Replies that this thread has requested and not received yet.
+    static EXPECTED_REPLIES: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Changes the number of answers that this thread has yet to wait for, and says what it was.
-fn count_due(by: isize) -> usize {
-    // A thread that is being torn down counts no more.
-    DUE.try_with(|due| due.replace(due.get().saturating_add_signed(by))).unwrap_or(0)
+/// Changes the number of replies that this thread still expects, and returns the old number.
+fn count_expected(by: isize) -> usize {
+    // A thread that is being destroyed is no longer counted.
+    EXPECTED_REPLIES.try_with(|due| due.replace(due.get().saturating_add_signed(by))).unwrap_or(0)
 }
 
-/// Whether this process is a child of one that had a session.
+/// Whether this process was forked from one that had a session.
 #[inline]
 pub fn forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// The process's session, if it was opened.
+/// The process's session if it is open.
 #[inline]
 pub fn current() -> Option<&'static Session> {
     GLOBAL.get().copied()
 }
 
-/// What a session is for.
+/// The purpose of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Everything: the server gives it a device.
+    /// Everything; the server assigns it a device.
     Compute,
-    /// NVML's questions alone, for which the server needs no device.
+    /// Only NVML queries, for which the server needs no device.
     Nvml,
 }
 
-/// The process's session, opened now if it was not yet; the process waits while the server serves others first.
+/// The process's session, opened if necessary. Waits while the server serves others first.
 ///
-/// A failure is said on stderr, and is final for this process: a program whose first call failed does not expect the next to succeed, and would go on with what the first did not
-/// give it.
+/// A failure is reported on stderr and is final for this process: a program whose first call failed does not
+/// expect the next one to succeed, and would continue without what the first should have set up.
 pub fn open() -> Result<&'static Session, Status> {
     if forked() {
         return Err(Status::NOT_INITIALIZED);
@@ -101,7 +107,7 @@ pub fn open() -> Result<&'static Session, Status> {
     if let Some(session) = GLOBAL.get() {
         return Ok(session);
     }
-    /// The process that was refused, and its error. A child of it may try for itself.
+    /// The process that was refused, and its error. A child process may try again.
     static REFUSED: Mutex<Option<(u32, Status)>> = Mutex::new(None);
     let mut refused = lock(&REFUSED);
     if let Some(session) = GLOBAL.get() {
@@ -118,7 +124,8 @@ pub fn open() -> Result<&'static Session, Status> {
             for (slot, fd) in DESCRIPTORS.iter().zip(session.port.descriptors()) {
                 slot.store(fd, Ordering::Relaxed);
             }
-            // SAFETY: `in_child` does only what may be done between fork and exec: it stores to atomics and closes descriptors.
+            // SAFETY: `in_child` only does what is allowed between fork and exec: it stores to atomics and
+            // closes descriptors.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             counters::print_at_exit("pid");
             counters::trace_to_exit();
@@ -132,7 +139,7 @@ pub fn open() -> Result<&'static Session, Status> {
                 _ => (Status::DEVICE_UNAVAILABLE, "devices unavailable"),
             };
             log::error(format_args!(
-                "{}. Every CUDA call of this process answers \"{name}\" from now on",
+                "{}. All CUDA calls of this process will fail with \"{name}\"",
                 error.line()
             ));
             *refused = Some((std::process::id(), status));
@@ -146,7 +153,7 @@ extern "C" fn in_child() {
     for slot in &DESCRIPTORS {
         let fd = slot.swap(-1, Ordering::Relaxed);
         if fd >= 0 {
-            // SAFETY: the child's copy of a descriptor of the session, which the child never uses again.
+            // SAFETY: the child's copy of a descriptor of the session, which the child never uses.
             unsafe { libc::close(fd) };
         }
     }
@@ -159,16 +166,18 @@ fn arena_size() -> usize {
 }
 
 impl Session {
-    /// A session over a port whose channel has the size of `geometry`: writes the header, connects, and waits its turn. It lives as long as the process.
+    /// Creates a session over a port whose channel has the size of `geometry`: writes the header, connects,
+    /// and waits until the server is ready. It lives as long as the process.
     pub fn over(
         port: Box<dyn Port>,
         geometry: Geometry,
         purpose: Purpose,
     ) -> Result<&'static Session, PortError> {
         let base = port.channel().base();
-        assert_eq!(port.channel().len(), geometry.size, "the port made another channel than was asked for");
-        // SAFETY: the mapping is as long as the geometry says and page-aligned, its parts do not overlap, everything in these parts is an
-        // atomic, and the mapping is never unmapped: the port lives in the session, which is never freed.
+        assert_eq!(port.channel().len(), geometry.size, "the port's channel has the wrong size");
+        // SAFETY: the mapping is page-aligned and as long as the geometry says, its parts do not overlap, and
+        // everything in these parts is an atomic. It is never unmapped, because the port lives in the
+        // session, which is never freed.
         let (header, progress, ring, slots) = unsafe {
             (
                 &*base.cast::<Header>(),
@@ -189,21 +198,21 @@ impl Session {
             Purpose::Nvml => wish::MAY_WAIT | wish::NVML_ONLY,
         });
         port.connect()?;
-        turn::wait(header, &*port)?;
-        // SAFETY: inside the mapping, as above.
+        queue::wait(header, &*port)?;
+        // SAFETY: the geometry max_long_pollers the arena inside the mapping.
         let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
         Ok(Box::leak(Box::new(Session {
             header,
             progress,
             producer: Mutex::new(Producer::new(header, RingMemory::new(ring))),
-            slots: Slots::new(slots),
+            slots: ReplySlots::new(slots),
             poll: Poll::from_environment(),
             arena,
             dead: AtomicBool::new(false),
-            loss_said: AtomicBool::new(false),
+            loss_reported: AtomicBool::new(false),
             server: OnceLock::new(),
-            shown: AtomicU64::new(0),
-            showing: Mutex::new(()),
+            output_printed: AtomicU64::new(0),
+            output_lock: Mutex::new(()),
             geometry,
             port,
         })))
@@ -219,20 +228,21 @@ impl Session {
         &self.arena
     }
 
-    /// What the host side publishes.
+    /// What the host side reports.
     #[inline]
     pub fn progress(&self) -> &Progress {
         self.progress
     }
 
-    /// The server's name, for the message that says that it was lost.
+    /// Sets the server's name for the message that reports its loss.
     pub fn set_server(&self, server: &str) {
         let _ = self.server.set(server.to_owned());
     }
 
-    /// `Ok` while the session stands.
+    /// `Ok` while the session is usable.
     ///
     /// # Errors
+    ///
     /// `NOT_INITIALIZED` in a forked child; `DEVICE_UNAVAILABLE` when the session is lost.
     #[inline]
     pub fn check(&self) -> Result<(), Status> {
@@ -246,47 +256,48 @@ impl Session {
         }
     }
 
-    /// Says once on stderr that the session is lost.
+    /// Reports the loss of the session once on stderr.
     #[cold]
     fn loss(&self) -> Status {
-        if !self.loss_said.swap(true, Ordering::Relaxed) {
+        if !self.loss_reported.swap(true, Ordering::Relaxed) {
             let reason = match self.header.state() {
                 State::Lost => self.header.reason(),
                 _ => self.port.why_dead(),
             };
             let server = self.server.get().map_or("the GPU server", |server| server.as_str());
             log::error(format_args!(
-                "the session with {server} is lost: {reason}. Every CUDA call answers \"devices unavailable\" from now on"
+                "the session with {server} is lost: {reason}. All further CUDA calls will fail with \"devices unavailable\""
             ));
         }
         Status::DEVICE_UNAVAILABLE
     }
 
-    fn look(&self) {
+    fn check_liveness(&self) {
         if !self.port.alive() {
             self.dead.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Sleeps while a word of the channel has a value, at most [`LOOK`], and sees to it that a dead host is noticed.
+    /// Sleeps while a word of the channel keeps its value, for at most [`LIVENESS_CHECK`], and detects a dead
+    /// host.
     fn sleep(&self, offset: u64, expected: u32) {
         add(&COUNTERS.sleeps, 1);
         let begin = Instant::now();
-        if self.port.wait(offset, expected, LOOK) {
+        if self.port.wait(offset, expected, LIVENESS_CHECK) {
             add(&COUNTERS.interrupts, 1);
         }
-        if begin.elapsed() >= LOOK / 2 {
-            self.look();
+        if begin.elapsed() >= LIVENESS_CHECK / 2 {
+            self.check_liveness();
         }
     }
 
-    /// Appends an operation that is not answered; returns its `seq`.
+    /// Appends an operation without a reply and returns its `seq`.
     #[inline]
     pub fn append<'a, T: Op<'a>>(&self, op: &T) -> Result<u64, Status> {
         self.record(op, NO_SLOT)
     }
 
-    /// The `seq` of the record that was appended last, by any thread; 0 before the first.
+    /// The `seq` of the record that any thread appended last; 0 before the first.
     pub fn last_seq(&self) -> u64 {
         lock(&self.producer).last_seq()
     }
@@ -299,7 +310,7 @@ impl Session {
             encode(op, buffer);
             self.push(T::INFO.opcode, slot, buffer)
         };
-        // A thread that is being torn down has no buffer any more.
+        // A thread that is being destroyed no longer has its buffer.
         REQUEST
             .try_with(|buffer| match buffer.try_borrow_mut() {
                 Ok(mut buffer) => push(&mut buffer),
@@ -330,7 +341,7 @@ impl Session {
         Ok(seq)
     }
 
-    /// The lock stays taken meanwhile: records of other threads come after this one.
+    /// The lock stays held, so that records of other threads follow this one.
     #[cold]
     fn push_when_there_is_room(
         &self,
@@ -357,14 +368,14 @@ impl Session {
         }
     }
 
-    /// Appends an operation that is answered; the answer is waited for by [`Pending::wait`].
+    /// Appends an operation with a reply; [`Pending::wait`] receives it.
     pub fn submit<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Pending<'_, T::Reply>, Status> {
         self.check()?;
         add(&COUNTERS.round_trips, 1);
-        if count_due(1) == 0 {
+        if count_expected(1) == 0 {
             add(&COUNTERS.exchanges, 1);
         }
-        let slot = self.slots.acquire(self).inspect_err(|_| _ = count_due(-1))?;
+        let slot = self.slots.acquire(self).inspect_err(|_| _ = count_expected(-1))?;
         self.slots.all[slot].prepare();
         match self.record(op, slot as u16) {
             Ok(seq) => Ok(Pending {
@@ -376,21 +387,21 @@ impl Session {
                 reply: PhantomData,
             }),
             Err(status) => {
-                count_due(-1);
+                count_expected(-1);
                 self.slots.release(slot);
                 Err(status)
             }
         }
     }
 
-    /// Whether reply slots are plentiful: enough that a thread that already waits for one answer may take another without keeping
-    /// the last from those that have none.
+    /// Whether enough reply slots are free that a thread that already waits for a reply may take another one
+    /// without starving threads that have none.
     pub fn has_free_slot(&self) -> bool {
-        self.slots.free.load(Ordering::Relaxed).count_ones() > 8
+        self.slots.are_plentiful()
     }
 
-    /// Appends an operation whose answer the program will ask for later, if at all. Nobody waits, so no round trip is counted. `None`: reply slots are scarce, and nothing was
-    /// appended.
+    /// Appends an operation whose reply the program may need later. No thread waits yet, so no round trip is
+    /// counted. `None` if reply slots are scarce; nothing was appended then.
     pub fn submit_ahead<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<Option<Ahead<'_, T::Reply>>, Status> {
         self.check()?;
         self.slots.sweep();
@@ -410,48 +421,51 @@ impl Session {
         }
     }
 
-    /// Appends an operation and waits for its answer.
+    /// Appends an operation and waits for its reply.
     pub fn call<'a, T: SyncOp<'a>>(&self, op: &T) -> Result<T::Reply, Status> {
         self.submit(op)?.wait()
     }
 
-    /// Waits until `done` says so; it is asked again whenever the progress area may have changed.
+    /// Waits until `done` returns true. It is called whenever the progress area may have changed.
     pub fn wait_progress(&self, done: impl FnMut() -> bool) -> Result<(), Status> {
         let result = self.await_progress(done);
         self.show_output();
         result
     }
 
-    /// Passes on what kernels have printed, if there is something new. When this returns, all of it that was there at the call has been printed.
+    /// Passes on new kernel output. When this returns, all output that existed at the call has been printed.
     #[inline]
     pub fn show_output(&self) {
-        if self.progress.output() != self.shown.load(Ordering::Acquire) {
+        if self.progress.output() != self.output_printed.load(Ordering::Acquire) {
             self.fetch_output();
         }
     }
 
     #[cold]
     fn fetch_output(&self) {
-        // One at a time, so that pieces keep their order; the others wait, for they must not return before it is out.
-        let _turn = lock(&self.showing);
+        // One thread at a time, to keep the order. Others wait here, because they must not return before the
+        // output is printed.
+        let _turn = lock(&self.output_lock);
         loop {
-            let (there, shown) = (self.progress.output(), self.shown.load(Ordering::Relaxed));
-            if there == shown {
+            let (there, output_printed) =
+                (self.progress.output(), self.output_printed.load(Ordering::Relaxed));
+            if there == output_printed {
                 return;
             }
             match self.submit(&DeviceOutput {}).and_then(Pending::wait_alone) {
                 Ok(reply) if !reply.text.0.is_empty() || reply.dropped > 0 => {
                     if reply.dropped > 0 {
                         log::warn(format_args!(
-                            "{} bytes that kernels printed were dropped: the program waited for its kernels too seldom",
+                            "{} bytes of kernel output were dropped: the program synchronizes too rarely for the amount that its kernels print",
                             reply.dropped
                         ));
                     }
                     print(reply.error, &reply.text.0);
-                    self.shown.store(shown + reply.text.0.len() as u64 + reply.dropped, Ordering::Release);
+                    self.output_printed
+                        .store(output_printed + reply.text.0.len() as u64 + reply.dropped, Ordering::Release);
                 }
-                // Nothing more will come: the session is lost, or a server miscounts.
-                _ => self.shown.store(there, Ordering::Release),
+                // There is no more output: the session is lost, or the server miscounted.
+                _ => self.output_printed.store(there, Ordering::Release),
             }
         }
     }
@@ -476,14 +490,14 @@ impl Session {
         }
     }
 
-    /// Waits for the answer in a slot, frees the slot, and decodes the answer.
+    /// Waits for the reply in a slot, frees the slot, and decodes the reply.
     fn take_reply<R>(&self, slot: usize, seq: u64, name: &'static str) -> Result<R, Status>
     where
         R: for<'r> protocol::wire::Wire<'r>,
     {
         let finish = |payload: &mut Vec<u8>| {
             payload.clear();
-            // A slot that was not answered is the lost host's for ever.
+            // If this fails, the host is lost and keeps the slot.
             let status = self.await_slot(slot, payload)?;
             RECORDER.note(Stage::Woken, seq, 0);
             self.slots.release(slot);
@@ -493,7 +507,7 @@ impl Session {
             status.ok()?;
             decode_reply::<R>(payload).map_err(|error| {
                 log::error(format_args!(
-                    "the answer to {name} does not decode ({error}): the server is of another build"
+                    "the reply to {name} cannot be decoded ({error}): the server is a different build"
                 ));
                 Status::UNKNOWN
             })
@@ -506,7 +520,7 @@ impl Session {
             .unwrap_or_else(|_| finish(&mut Vec::new()))
     }
 
-    /// Whether the answer in a slot is there; if so its payload is in `payload`.
+    /// Waits for the reply in a slot and stores its payload in `payload`.
     fn await_slot(&self, index: usize, payload: &mut Vec<u8>) -> Result<Status, Status> {
         let slot = &self.slots.all[index];
         let begin = Instant::now();
@@ -526,7 +540,7 @@ impl Session {
         drop(place);
         loop {
             if let Some(completion) = slot.poll(payload) {
-                // Had it polled a little longer, it would have paid: a limit that once fell must be able to rise again.
+                // Slightly longer polling would have succeeded, so the limit must be able to rise again.
                 self.poll.answered(begin.elapsed() < self.poll.most);
                 return Ok(completion.status);
             }
@@ -538,17 +552,19 @@ impl Session {
     }
 }
 
-/// Prints through the C library's own streams, as NVIDIA's driver does: so it keeps its order with what the program prints.
+/// Prints through the C library's streams, as NVIDIA's driver does, so that the order with the program's own
+/// output is kept.
 fn print(error: bool, text: &[u8]) {
     unsafe extern "C" {
         static stdout: *mut libc::FILE;
         static stderr: *mut libc::FILE;
     }
-    // SAFETY: the C library's own streams, and a live buffer of that length. Nobody is left to tell when they are closed.
+    // SAFETY: the C library's own streams and a live buffer of that length. Errors are ignored, since the
+    // streams may be closed.
     unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), if error { stderr } else { stdout }) };
 }
 
-/// The name of this program, for people.
+/// The program's name, for display.
 fn program() -> String {
     let name = std::env::current_exe()
         .ok()
@@ -560,7 +576,7 @@ fn program() -> String {
     name
 }
 
-/// An answer that is due. Dropped without having been waited for, it waits: its slot is the host's until then.
+/// An expected reply. If dropped early it waits, because the host owns the slot until it has replied.
 #[must_use]
 pub struct Pending<'s, R> {
     session: &'s Session,
@@ -577,7 +593,7 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
         self.seq
     }
 
-    /// Waits for the answer.
+    /// Waits for the reply.
     pub fn wait(self) -> Result<R, Status> {
         let session = self.session;
         let result = self.wait_alone();
@@ -585,7 +601,7 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
         result
     }
 
-    /// As [`Pending::wait`], for the operation that fetches what kernels have printed.
+    /// [`Pending::wait`] for the operation that fetches kernel output.
     fn wait_alone(mut self) -> Result<R, Status> {
         let session = self.session;
         let (slot, seq, name) = (self.slot, self.seq, self.name);
@@ -597,14 +613,15 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Pending<'_, R> {
 
 impl<R> Drop for Pending<'_, R> {
     fn drop(&mut self) {
-        count_due(-1);
+        count_expected(-1);
         if !self.waited && self.session.await_slot(self.slot, &mut Vec::new()).is_ok() {
             self.session.slots.release(self.slot);
         }
     }
 }
 
-/// An answer that was asked for before the program asks: see [`Session::submit_ahead`]. Dropping it never waits.
+/// A reply that was requested before the program needs it; see [`Session::submit_ahead`]. Dropping it never
+/// waits.
 pub struct Ahead<'s, R> {
     session: &'s Session,
     slot: usize,
@@ -615,13 +632,13 @@ pub struct Ahead<'s, R> {
 }
 
 impl<R: for<'r> protocol::wire::Wire<'r>> Ahead<'_, R> {
-    /// The answer. If it has yet to come, this waits for it, and that is a round trip.
+    /// The reply. If it has not arrived, this waits for it and counts a round trip.
     pub fn take(mut self) -> Result<R, Status> {
         let session = self.session;
         self.taken = true;
         if !session.slots.all[self.slot].is_done() {
             add(&COUNTERS.round_trips, 1);
-            if count_due(0) == 0 {
+            if count_expected(0) == 0 {
                 add(&COUNTERS.exchanges, 1);
             }
         }
@@ -634,201 +651,7 @@ impl<R: for<'r> protocol::wire::Wire<'r>> Ahead<'_, R> {
 impl<R> Drop for Ahead<'_, R> {
     fn drop(&mut self) {
         if !self.taken {
-            self.session.slots.leave(self.slot);
+            self.session.slots.abandon(self.slot);
         }
-    }
-}
-
-/// The reply slots, of which the first 64 are used.
-struct Slots {
-    all: &'static [ReplySlot],
-    /// A bit for each slot that is free.
-    free: AtomicU64,
-    /// A bit for each slot whose answer nobody wants any more, and may yet come.
-    left: AtomicU64,
-    waiting: AtomicUsize,
-    queue: Mutex<()>,
-    came: Condvar,
-}
-
-impl Slots {
-    fn new(all: &'static [ReplySlot]) -> Slots {
-        let free = if all.len() >= 64 { u64::MAX } else { (1 << all.len()) - 1 };
-        Slots {
-            all,
-            free: AtomicU64::new(free),
-            left: AtomicU64::new(0),
-            waiting: AtomicUsize::new(0),
-            queue: Mutex::new(()),
-            came: Condvar::new(),
-        }
-    }
-
-    fn try_acquire(&self) -> Option<usize> {
-        let mut free = self.free.load(Ordering::Relaxed);
-        while free != 0 {
-            let bit = free & free.wrapping_neg();
-            match self.free.compare_exchange_weak(free, free & !bit, Ordering::SeqCst, Ordering::Relaxed) {
-                Ok(_) => return Some(bit.trailing_zeros() as usize),
-                Err(now) => free = now,
-            }
-        }
-        None
-    }
-
-    fn acquire(&self, session: &Session) -> Result<usize, Status> {
-        if let Some(slot) = self.try_acquire() {
-            return Ok(slot);
-        }
-        self.waiting.fetch_add(1, Ordering::SeqCst);
-        let mut queue = lock(&self.queue);
-        let got = loop {
-            // Under the lock that `sweep` takes.
-            if self.reclaim() > 1 {
-                self.came.notify_all();
-            }
-            if let Some(slot) = self.try_acquire() {
-                break Ok(slot);
-            }
-            if let Err(status) = session.check() {
-                break Err(status);
-            }
-            queue = self.came.wait_timeout(queue, LOOK).unwrap_or_else(std::sync::PoisonError::into_inner).0;
-        };
-        drop(queue);
-        self.waiting.fetch_sub(1, Ordering::SeqCst);
-        got
-    }
-
-    /// Nobody wants the answer in a slot any more. The slot is the host's until it is there.
-    fn leave(&self, slot: usize) {
-        self.left.fetch_or(1 << slot, Ordering::SeqCst);
-        self.sweep();
-    }
-
-    /// Frees the slots that were left and whose answers have come.
-    fn sweep(&self) {
-        if self.reclaim() != 0 && self.waiting.load(Ordering::SeqCst) != 0 {
-            let _queue = lock(&self.queue);
-            self.came.notify_all();
-        }
-    }
-
-    /// As [`sweep`](Self::sweep), without telling those who wait for a slot; says how many it freed.
-    fn reclaim(&self) -> u32 {
-        let (mut left, mut freed) = (self.left.load(Ordering::Relaxed), 0);
-        while left != 0 {
-            let (slot, bit) = (left.trailing_zeros() as usize, left & left.wrapping_neg());
-            left &= !bit;
-            // Whoever takes the bit away frees the slot.
-            if self.all[slot].is_done() && self.left.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
-                self.free.fetch_or(bit, Ordering::SeqCst);
-                freed += 1;
-            }
-        }
-        freed
-    }
-
-    fn release(&self, slot: usize) {
-        self.free.fetch_or(1 << slot, Ordering::SeqCst);
-        if self.waiting.load(Ordering::SeqCst) != 0 {
-            let _queue = lock(&self.queue);
-            self.came.notify_one();
-        }
-    }
-}
-
-/// How long a thread polls before it sleeps.
-///
-/// For room and for progress: a short time. For an answer: as long as polling has paid off lately, at most `RGPU_POLL_US`. On a large machine that is as
-/// long as a large copy takes, because waking a thread costs as much as copying some megabytes, and a local GPU's driver spins all the while too; but only for a few
-/// threads at a time, so that a program with many threads that wait leaves the processors to those that work.
-struct Poll {
-    most: Duration,
-    /// The same for a thread that is one of too many, and for what is not an answer.
-    brief: Duration,
-    now_ns: AtomicU32,
-    polling: AtomicUsize,
-    /// Threads that may poll for long at a time.
-    places: usize,
-}
-
-/// The longest poll that threads beyond [`Poll::places`] are allowed.
-const BRIEF: Duration = Duration::from_micros(50);
-
-/// A thread's place among those that poll.
-struct Place<'p>(&'p AtomicUsize);
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Poll {
-    fn from_environment() -> Poll {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
-        Poll::new(cores, asked)
-    }
-
-    fn new(cores: usize, asked_us: Option<u64>) -> Poll {
-        let usual = match cores {
-            1 => 0,
-            2 | 3 => 20,
-            4..8 => 50,
-            _ => 10_000,
-        };
-        let most = Duration::from_micros(asked_us.unwrap_or(usual).min(1_000_000));
-        Poll {
-            most,
-            brief: most.min(BRIEF),
-            now_ns: AtomicU32::new(most.as_nanos() as u32),
-            polling: AtomicUsize::new(0),
-            places: (cores / 4).max(1),
-        }
-    }
-
-    /// How long to poll for an answer now, and the place that is held meanwhile.
-    fn begin(&self) -> (Duration, Place<'_>) {
-        let others = self.polling.fetch_add(1, Ordering::Relaxed);
-        let now = Duration::from_nanos(self.now_ns.load(Ordering::Relaxed).into());
-        let limit = if others < self.places { now } else { now.min(self.brief) };
-        (limit, Place(&self.polling))
-    }
-
-    fn answered(&self, while_polling: bool) {
-        let most = self.most.as_nanos() as u32;
-        let now = self.now_ns.load(Ordering::Relaxed);
-        let next = if while_polling { now.saturating_mul(2).min(most) } else { (now / 2).max(most / 8) };
-        if next != now {
-            self.now_ns.store(next, Ordering::Relaxed);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_few_threads_poll_for_long() {
-        let poll = Poll::new(16, None);
-        let held: Vec<_> = (0..4).map(|_| poll.begin()).collect();
-        assert!(held.iter().all(|(limit, _)| *limit == Duration::from_millis(10)));
-        assert_eq!(poll.begin().0, BRIEF);
-        drop(held);
-        assert_eq!(poll.begin().0, Duration::from_millis(10));
-    }
-
-    #[test]
-    fn polling_that_does_not_pay_gets_shorter_and_what_is_asked_for_counts() {
-        let poll = Poll::new(16, Some(80));
-        (0..10).for_each(|_| poll.answered(false));
-        assert_eq!(poll.begin().0, Duration::from_micros(10));
-        (0..10).for_each(|_| poll.answered(true));
-        assert_eq!(poll.begin().0, Duration::from_micros(80));
-        assert_eq!(Poll::new(64, Some(0)).begin().0, Duration::ZERO);
-        assert_eq!(Poll::new(1, None).begin().0, Duration::ZERO);
     }
 }

@@ -1,11 +1,11 @@
-//! Copying between program memory and the arena: by several threads, and past the caches, where much is copied.
+//! Copies between program memory and the arena, with several threads and streaming stores for large copies.
 //!
-//! One thread copies about 9 GB/s on a server of today, which is a fraction of what the memory and the link behind it take. So a long copy is cut into
-//! parts that helper threads take, the calling thread among them. The helpers are started at the first such copy, as many as the machine has processors to spare, and
-//! sleep while there is nothing to do.
+//! One thread copies about 9 GB/s on a current server, a fraction of what memory and the link can take. A
+//! long copy is therefore split into parts that helper threads and the calling thread take. Helpers are
+//! started at the first long copy, as many as the machine has processors to spare, and sleep when idle.
 //!
-//! What is staged is read next by a device, or by a network card, and not by this processor; so it is stored past the caches (streaming stores), which
-//! also saves reading each line before it is overwritten.
+//! Staged data is next read by a device or network card, not by this processor. It is stored past the caches
+//! (streaming stores), which also avoids reading each cache line before it is overwritten.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -13,23 +13,23 @@ use std::time::{Duration, Instant};
 
 use crate::lock;
 
-/// Copies of fewer bytes are left to one thread: waking another costs more than it saves.
+/// Shorter copies use one thread, because waking another costs more than it saves.
 const LONG: usize = 256 << 10;
-/// Bytes of a part, the unit that threads take.
+/// Size in bytes of a part, the unit that threads take.
 const PART: usize = 64 << 10;
-/// How long a helper looks for the next job before it sleeps.
+/// How long a helper polls for the next job before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
-/// Helper threads at most: memory takes no more from additional ones.
+/// The most helper threads; more do not increase memory throughput.
 const MOST_HELPERS: usize = 7;
 
-/// A copy that several threads are at.
+/// A copy that several threads work on.
 struct Job {
     from: usize,
     to: usize,
     len: usize,
-    /// The next part that nobody has taken.
+    /// The next part to take.
     next: AtomicUsize,
-    /// Parts not yet copied.
+    /// Parts not copied yet.
     left: AtomicUsize,
 }
 
@@ -38,7 +38,7 @@ impl Job {
         self.len.div_ceil(PART)
     }
 
-    /// Copies parts until none is left to be taken.
+    /// Copies parts until all are taken.
     fn work(&self) {
         loop {
             let part = self.next.fetch_add(1, Ordering::Relaxed);
@@ -47,18 +47,18 @@ impl Job {
             }
             let at = part * PART;
             let len = PART.min(self.len - at);
-            // SAFETY: part of a copy whose caller answers for its memory and waits until `left` is 0.
+            // SAFETY: part of a copy whose caller guarantees its memory and waits until `left` is 0.
             unsafe { stream((self.from + at) as *const u8, (self.to + at) as *mut u8, len) };
             self.left.fetch_sub(1, Ordering::Release);
         }
     }
 }
 
-/// The helpers and what they are given to do.
+/// The helper threads and their current job.
 struct Helpers {
     state: Mutex<State>,
     came: Condvar,
-    /// Jobs given so far, so that a helper that looks away misses none.
+    /// Number of jobs so far, so that a helper that is not polling misses none.
     given: AtomicU64,
     count: usize,
 }
@@ -66,13 +66,14 @@ struct Helpers {
 #[derive(Default)]
 struct State {
     job: Option<Arc<Job>>,
-    /// Helpers that wait for `came`.
+    /// Helpers waiting for `came`.
     asleep: usize,
 }
 
 static HELPERS: OnceLock<Helpers> = OnceLock::new();
 
-/// How many helpers a machine with `cores` processors has to spare: the program, and on the same machine the worker, want some too.
+/// How many helpers a machine with `cores` processors can spare; the program needs some, and so does the
+/// worker if it runs on the same machine.
 fn helpers_for(cores: usize) -> usize {
     (cores / 2).saturating_sub(1).min(MOST_HELPERS)
 }
@@ -88,7 +89,7 @@ fn helpers() -> &'static Helpers {
     });
     START.call_once(|| {
         for _ in 0..helpers.count {
-            // Without a helper the others, and at last the caller, do its work.
+            // Without this helper, the others and the caller do its work.
             let _ = std::thread::Builder::new().name("rgpu-copy".into()).spawn(help);
         }
     });
@@ -99,7 +100,7 @@ fn help() {
     let Some(helpers) = HELPERS.get() else { return };
     let mut seen = 0;
     loop {
-        // The chunks of one transfer come one soon after the other.
+        // The parts of one transfer arrive shortly after each other.
         let begin = Instant::now();
         while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < LINGER {
             std::hint::spin_loop();
@@ -120,13 +121,15 @@ fn help() {
     }
 }
 
-/// Copies `len` bytes, which the next reader is not this processor.
+/// Copies `len` bytes that this processor will not read next.
 ///
 /// # Safety
-/// `from` may be read and `to` written for `len` bytes; they do not overlap. Other processes may write the one or read the other meanwhile.
+///
+/// `from` must be readable and `to` writable for `len` bytes, without overlap. Other processes may
+/// concurrently write `from` or read `to`.
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     if len < LONG || crate::session::forked() {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees both ranges.
         return unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
     }
     let helpers = helpers();
@@ -139,7 +142,8 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     });
     if helpers.count > 0 {
         let mut state = lock(&helpers.state);
-        // Of two threads that copy at once, the helpers take the later one's job; each is done by its own thread in any case.
+        // If two threads copy at once, the helpers take the later job; the thread that owns a job completes
+        // it in any case.
         state.job = Some(job.clone());
         helpers.given.fetch_add(1, Ordering::Release);
         let asleep = state.asleep > 0;
@@ -150,7 +154,7 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
     job.work();
     while job.left.load(Ordering::Acquire) > 0 {
-        // The last parts are being copied by helpers: some ten microseconds, unless one has lost its processor.
+        // Helpers are copying the last parts, which takes some ten microseconds unless one was preempted.
         std::thread::yield_now();
     }
     if helpers.count > 0 {
@@ -161,14 +165,14 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Copies past the caches, by this thread alone.
+/// Copies with streaming stores in this thread.
 unsafe fn stream(from: *const u8, to: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx") {
-        // SAFETY: the processor has the instructions; the rest is the caller's.
+        // SAFETY: the processor has the instructions; the caller guarantees both ranges.
         return unsafe { stream_avx(from, to, len) };
     }
-    // SAFETY: as the caller says.
+    // SAFETY: the caller guarantees both ranges.
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
 }
 
@@ -178,7 +182,8 @@ unsafe fn stream_avx(from: *const u8, to: *mut u8, len: usize) {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
     const LINE: usize = 128;
     let head = to.align_offset(32).min(len);
-    // SAFETY: inside the `len` bytes of both; the streaming stores are aligned by `head`, and fenced before anybody hears of the copy.
+    // SAFETY: inside the `len` bytes of both. `head` aligns the streaming stores, and the fence completes
+    // them before the copy is announced.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, head);
         let lines = (len - head) / LINE;
@@ -208,12 +213,12 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn small_machines_have_no_helpers_and_large_ones_not_too_many() {
+    fn the_number_of_helpers_depends_on_the_machine() {
         assert_eq!([1, 2, 4, 8, 16, 128].map(helpers_for), [0, 0, 1, 3, 7, MOST_HELPERS]);
     }
 
     #[test]
-    fn threads_that_copy_at_once_each_get_their_own_bytes() {
+    fn concurrent_copies_do_not_mix() {
         std::thread::scope(|scope| {
             for n in 0..4u8 {
                 scope.spawn(move || {
@@ -233,10 +238,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
-        fn every_byte_arrives_and_no_other_changes(len in prop_oneof![0usize..400, PART - 200..PART + 200, LONG - 100..LONG * 4], skew in 0usize..70, source in 0usize..70) {
+        fn exactly_the_requested_bytes_are_copied(len in prop_oneof![0usize..400, PART - 200..PART + 200, LONG - 100..LONG * 4], skew in 0usize..70, source in 0usize..70) {
             let from: Vec<u8> = (0..len + source).map(|i| (i * 7 + i / 251) as u8).collect();
             let mut to = vec![0xee; len + skew + 64];
-            // SAFETY: both have room for `len` bytes behind their skews.
+            // SAFETY: both have room for `len` bytes after their offsets.
             unsafe { copy(from.as_ptr().add(source), to.as_mut_ptr().add(skew), len) };
             prop_assert!(to[..skew].iter().chain(&to[skew + len..]).all(|b| *b == 0xee));
             prop_assert!(to[skew..skew + len] == from[source..]);

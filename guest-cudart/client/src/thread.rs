@@ -1,7 +1,8 @@
-//! A thread's own values that outlast `exit`.
+//! Thread-local values that outlive `exit`.
 //!
-//! `exit` destroys the calling thread's `thread_local!` values first, and only then calls what was registered with `atexit` and the destructors of static objects. Programs
-//! call CUDA there, and expect their context to be current and their streams to be there. Destructors of `pthread_key_create` are called when a thread ends, but not by `exit`.
+//! `exit` first destroys the calling thread's `thread_local!` values and then runs `atexit` functions and
+//! destructors of static objects. Programs call CUDA there and expect their context to be current and their
+//! streams to exist. Destructors from `pthread_key_create` run when a thread ends, but not in `exit`.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_void;
@@ -9,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::sync::OnceLock;
 use std::thread::LocalKey;
 
-/// A value of a `thread_local!` that is dropped when its thread has ended, and not by `exit`.
+/// A `thread_local!` value that is dropped when its thread has ended, but not by `exit`.
 #[derive(Debug)]
 pub struct Lasting<T> {
     value: UnsafeCell<ManuallyDrop<T>>,
@@ -24,15 +25,15 @@ enum Life {
 }
 
 impl<T> Lasting<T> {
-    /// The value that each thread begins with.
+    /// The initial value in each thread.
     pub const fn new(value: T) -> Lasting<T> {
         Lasting { value: UnsafeCell::new(ManuallyDrop::new(value)), life: Cell::new(Life::Unused) }
     }
 
-    /// Calls `f` with the thread's value. `None`: the thread is being torn down, and the value is gone.
+    /// Calls `f` with the thread's value. `None` if the thread is being destroyed and the value is gone.
     #[inline]
     pub fn with<R>(key: &'static LocalKey<Lasting<T>>, f: impl FnOnce(&T) -> R) -> Option<R> {
-        // Nothing is dropped with the `thread_local!` itself, so there is always one.
+        // Dropping the `thread_local!` itself drops nothing, so it is always accessible.
         key.with(|this| {
             match this.life.get() {
                 Life::Used => {}
@@ -42,44 +43,46 @@ impl<T> Lasting<T> {
                 }
                 Life::Over => return None,
             }
-            // SAFETY: the value is dropped by `end` alone, when none of the thread's other code runs any more.
+            // SAFETY: only `end` drops the value, when none of the thread's other code runs any more.
             Some(f(unsafe { &*this.value.get() }))
         })
     }
 
     /// # Safety
-    /// `this` is the calling thread's `Lasting<T>`, which is in use, and nothing that `with` has called is under way.
+    ///
+    /// `this` is the calling thread's `Lasting<T>`, is in use, and no call made by `with` is in progress.
     unsafe fn end(this: *const c_void) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that `this` is the thread's `Lasting<T>`.
         let this = unsafe { &*this.cast::<Lasting<T>>() };
         this.life.set(Life::Over);
-        // SAFETY: nobody gets at the value any more, and it was not dropped before: `end` is called once.
+        // SAFETY: nothing can access the value any more, and `end` is called only once.
         unsafe { ManuallyDrop::drop(&mut *this.value.get()) };
     }
 }
 
-/// What ends a thread's values, in the order in which they came into use.
+/// The functions that end a thread's values, in the order of first use.
 type Ends = Vec<(*const c_void, unsafe fn(*const c_void))>;
 
 unsafe extern "C" fn end_all(ends: *mut c_void) {
-    // SAFETY: the key's value is a box that `at_end` has made, and was cleared before this is called.
+    // SAFETY: the key's value is a box made by `at_end`, and was cleared before this call.
     let ends = unsafe { Box::from_raw(ends.cast::<Ends>()) };
     for (value, end) in ends.into_iter().rev() {
-        // SAFETY: the value is in this thread's own memory, which is there until the thread is gone.
+        // SAFETY: the value is in this thread's memory, which exists until the thread is gone.
         unsafe { end(value) };
     }
 }
 
-/// Has `end` called with `value` when this thread has ended. Where the system gives no key, it never is, and the value's memory stays.
+/// Registers `end` to be called with `value` when this thread has ended. If the system provides no key, it is
+/// never called and the value's memory is leaked.
 fn at_end(value: *const c_void, end: unsafe fn(*const c_void)) {
     static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     let made = KEY.get_or_init(|| {
         let mut key = 0;
-        // SAFETY: the libraries stay loaded, so `end_all` can be called for as long as there are threads.
+        // SAFETY: the libraries stay loaded, so `end_all` can be called as long as there are threads.
         (unsafe { libc::pthread_key_create(&mut key, Some(end_all)) } == 0).then_some(key)
     });
     let Some(key) = *made else { return };
-    // SAFETY: the key is there; its value is NULL or a box of this thread's own that nothing else refers to now.
+    // SAFETY: the key exists. Its value is NULL or a box of this thread that nothing else refers to now.
     unsafe {
         let mut ends = libc::pthread_getspecific(key).cast::<Ends>();
         if ends.is_null() {
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_threads_values_end_with_it_and_not_before() {
+    fn a_thread_s_values_are_dropped_when_it_ends() {
         std::thread::spawn(|| {
             Lasting::with(&VALUES, |values| values.borrow_mut().extend([Counted, Counted])).unwrap();
             assert_eq!(Lasting::with(&VALUES, |values| values.borrow().len()), Some(2));
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn values_end_last_used_first_and_are_gone_then() {
+    fn values_are_dropped_in_reverse_order_of_first_use() {
         std::thread::spawn(|| {
             Lasting::with(&FIRST, |late| *late.borrow_mut() = Some(Late("first"))).unwrap();
             Lasting::with(&SECOND, |late| *late.borrow_mut() = Some(Late("second"))).unwrap();

@@ -1,22 +1,41 @@
-//! Sessions against a host side in a thread: order, replies, full rings, staging, and every way to lose a host.
-
-mod common;
+//! Sessions against a host in a thread: order, replies, a full ring, staging, and every way of losing the
+//! host.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{Daemon, Next, count, word};
 use protocol::device::{Answer, Response};
 use rgpu_client::Status;
+use rgpu_client::channel::Geometry;
 use rgpu_client::counters::COUNTERS;
 use rgpu_client::handle::StreamId;
 use rgpu_client::ops::Op;
 use rgpu_client::ops::memory::{MemFree, MemGetInfo};
 use rgpu_client::ops::stream::{StreamMark, StreamSynchronize};
+use rgpu_client::port;
+use rgpu_client::session::{Purpose, Session};
+use test_kit::native_host::{NativeHost, Next};
 
 fn ok() -> Response {
     Response::new(Answer::Ok, "")
+}
+
+/// A session with a host, with an arena of `arena` bytes.
+fn session(host: &NativeHost, arena: usize) -> &'static Session {
+    let geometry = Geometry::with_arena(arena);
+    let port = port::at_socket(&host.socket, geometry.size).expect("a connection");
+    Session::over(port, geometry, Purpose::Compute).expect("a session")
+}
+
+/// The eight bytes at `at` of a body.
+fn word(body: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(body[at..at + 8].try_into().expect("eight bytes"))
+}
+
+/// Counts one more; the count before.
+fn count(counter: &AtomicU64) -> u64 {
+    counter.fetch_add(1, Ordering::SeqCst)
 }
 
 /// The reply to `MemGetInfo`.
@@ -25,10 +44,10 @@ fn info(free: u64, total: u64) -> Vec<u8> {
 }
 
 #[test]
-fn records_arrive_in_each_threads_own_order() {
+fn records_of_a_thread_arrive_in_order() {
     let seen: Arc<[AtomicU64; 4]> = Arc::default();
     let host_seen = seen.clone();
-    let daemon = Daemon::start(ok(), move |host, record, body| {
+    let daemon = NativeHost::start(ok(), move |host, record, body| {
         if record.opcode == MemFree::INFO.opcode {
             let address = word(body, 0);
             let next = &host_seen[(address >> 32) as usize];
@@ -38,7 +57,7 @@ fn records_arrive_in_each_threads_own_order() {
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             scope.spawn(move || {
@@ -53,13 +72,13 @@ fn records_arrive_in_each_threads_own_order() {
 }
 
 #[test]
-fn more_threads_than_reply_slots_all_get_their_own_answers() {
-    let daemon = Daemon::start(ok(), |host, record, body| {
+fn more_threads_than_reply_slots_all_get_their_replies() {
+    let daemon = NativeHost::start(ok(), |host, record, body| {
         let device = u64::from(u32::from_le_bytes(body[..4].try_into().unwrap()));
         host.reply(&record, Status::SUCCESS, &info(device, device * 2));
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     std::thread::scope(|scope| {
         for thread in 0..150u32 {
             scope.spawn(move || {
@@ -77,7 +96,7 @@ fn more_threads_than_reply_slots_all_get_their_own_answers() {
 fn a_slow_host_fills_the_ring_and_loses_nothing() {
     let seen = Arc::new(AtomicU64::new(0));
     let host_seen = seen.clone();
-    let daemon = Daemon::start(ok(), move |host, record, _| {
+    let daemon = NativeHost::start(ok(), move |host, record, _| {
         if record.opcode == StreamMark::INFO.opcode {
             if count(&host_seen) == 0 {
                 std::thread::sleep(Duration::from_millis(100));
@@ -87,8 +106,8 @@ fn a_slow_host_fills_the_ring_and_loses_nothing() {
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
-    // Each record takes 32 bytes of a ring of 1 MiB.
+    let session = session(&daemon, 1 << 20);
+    // Each record takes 32 bytes in a ring of 1 MiB.
     for _ in 0..100_000 {
         session.append(&StreamMark { stream: StreamId(1) }).unwrap();
     }
@@ -97,27 +116,27 @@ fn a_slow_host_fills_the_ring_and_loses_nothing() {
 }
 
 #[test]
-fn a_failed_request_is_its_callers_and_the_session_goes_on() {
-    let daemon = Daemon::start(ok(), |host, record, body| {
+fn a_failed_request_fails_its_call_only() {
+    let daemon = NativeHost::start(ok(), |host, record, body| {
         let status = if body[0] == 7 { Status::INVALID_DEVICE } else { Status::SUCCESS };
         let payload = if status == Status::SUCCESS { info(1, 2) } else { Vec::new() };
         host.reply(&record, status, &payload);
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     assert_eq!(session.call(&MemGetInfo { device: 7 }).unwrap_err(), Status::INVALID_DEVICE);
     assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap().total, 2);
 }
 
 #[test]
-fn a_lost_session_frees_those_who_wait_and_refuses_later_calls_at_once() {
-    let daemon = Daemon::start(ok(), |host, record, _| {
+fn losing_a_session_wakes_waiting_threads_and_fails_later_calls() {
+    let daemon = NativeHost::start(ok(), |host, record, _| {
         if record.seq == 3 {
             host.lose("the server at 10.0.0.1:9700 closed the connection");
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
@@ -134,23 +153,23 @@ fn a_lost_session_frees_those_who_wait_and_refuses_later_calls_at_once() {
 }
 
 #[test]
-fn a_killed_host_is_noticed_by_those_who_sleep() {
-    let daemon = Daemon::start(ok(), |_, _, _| Next::Die);
-    let session = daemon.session(1 << 20);
+fn a_killed_host_is_detected_by_sleeping_threads() {
+    let daemon = NativeHost::start(ok(), |_, _, _| Next::Die);
+    let session = session(&daemon, 1 << 20);
     assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
     assert_eq!(session.call(&MemGetInfo { device: 0 }).unwrap_err(), Status::DEVICE_UNAVAILABLE);
 }
 
 #[test]
-fn a_full_arena_waits_for_what_the_host_releases() {
-    let daemon = Daemon::start(ok(), |host, record, _| {
+fn a_full_arena_waits_until_the_host_releases_memory() {
+    let daemon = NativeHost::start(ok(), |host, record, _| {
         if record.opcode == StreamMark::INFO.opcode {
             std::thread::sleep(Duration::from_millis(5));
             host.release(record.seq);
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     let arena = session.arena();
     let size = arena.largest();
     for _ in 0..20 {
@@ -162,23 +181,23 @@ fn a_full_arena_waits_for_what_the_host_releases() {
 }
 
 #[test]
-fn a_dropped_answer_leaves_its_slot_to_the_host_until_it_has_come() {
-    let daemon = Daemon::start(ok(), |host, record, _| {
+fn a_dropped_reply_keeps_its_slot_until_it_arrives() {
+    let daemon = NativeHost::start(ok(), |host, record, _| {
         std::thread::sleep(Duration::from_millis(1));
         host.reply(&record, Status::SUCCESS, &[]);
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     for _ in 0..200 {
         drop(session.submit(&StreamSynchronize { stream: StreamId(0) }).unwrap());
     }
     session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
 }
 
-/// A session whose host answers `MemGetInfo` only when it sees a `StreamMark`.
-fn with_late_answers() -> (Daemon, &'static rgpu_client::session::Session) {
+/// A session whose host replies to `MemGetInfo` only when it receives a `StreamMark`.
+fn with_late_answers() -> (NativeHost, &'static rgpu_client::session::Session) {
     let mut late = Vec::new();
-    let daemon = Daemon::start(ok(), move |host, record, _| {
+    let daemon = NativeHost::start(ok(), move |host, record, _| {
         match record.opcode {
             opcode if opcode == MemGetInfo::INFO.opcode => late.push(record),
             opcode if opcode == StreamMark::INFO.opcode => {
@@ -188,12 +207,12 @@ fn with_late_answers() -> (Daemon, &'static rgpu_client::session::Session) {
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     (daemon, session)
 }
 
 #[test]
-fn an_answer_asked_for_ahead_is_taken_whether_it_is_there_or_yet_to_come() {
+fn an_early_reply_can_be_taken_before_or_after_it_arrives() {
     let (_daemon, session) = with_late_answers();
     for _ in 0..100 {
         let [there, to_come] =
@@ -209,21 +228,21 @@ fn an_answer_asked_for_ahead_is_taken_whether_it_is_there_or_yet_to_come() {
 }
 
 #[test]
-fn answers_that_nobody_wants_keep_no_slot_from_those_who_wait() {
+fn abandoned_early_replies_do_not_block_other_calls() {
     let (_daemon, session) = with_late_answers();
     for _ in 0..5 {
         let mut ahead: Vec<_> =
             (0..200).map(|device| session.submit_ahead(&MemGetInfo { device }).unwrap()).collect();
         let got = ahead.iter().filter(|asked| asked.is_some()).count();
-        assert!((40..64).contains(&got), "{got} of 64 slots for answers that nobody waits for yet");
-        // Neither dropping them nor asking something else waits for them.
+        assert!((40..64).contains(&got), "{got} of 64 slots used for early replies");
+        // Neither dropping them nor another call waits for them.
         ahead.truncate(30);
         session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
         drop(ahead);
         session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
         assert!(
             session.submit_ahead(&MemGetInfo { device: 0 }).unwrap().is_none(),
-            "their slots are the host's"
+            "the host owns their slots"
         );
         session.append(&StreamMark { stream: StreamId(0) }).unwrap();
         session.call(&StreamSynchronize { stream: StreamId(0) }).unwrap();
@@ -236,14 +255,14 @@ fn answers_that_nobody_wants_keep_no_slot_from_those_who_wait() {
 }
 
 #[test]
-fn what_was_asked_ahead_of_a_lost_session_is_refused() {
-    let daemon = Daemon::start(ok(), |host, record, _| {
+fn early_replies_of_a_lost_session_fail() {
+    let daemon = NativeHost::start(ok(), |host, record, _| {
         if record.opcode == StreamMark::INFO.opcode {
             host.lose("the server was stopped");
         }
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     let [taken, dropped] =
         [0, 1].map(|device| session.submit_ahead(&MemGetInfo { device }).unwrap().unwrap());
     session.append(&StreamMark { stream: StreamId(0) }).unwrap();
@@ -253,11 +272,11 @@ fn what_was_asked_ahead_of_a_lost_session_is_refused() {
 }
 
 #[test]
-fn a_refusal_says_why() {
-    let daemon =
-        Daemon::start(Response::new(Answer::NoServer, "tcp:10.0.0.9:9700: connection refused"), |_, _, _| {
-            Next::GoOn
-        });
+fn a_refusal_gives_the_reason() {
+    let daemon = NativeHost::start(
+        Response::new(Answer::NoServer, "tcp:10.0.0.9:9700: connection refused"),
+        |_, _, _| Next::GoOn,
+    );
     let geometry = rgpu_client::channel::Geometry::with_arena(1 << 20);
     let port = rgpu_client::port::at_socket(&daemon.socket, geometry.size).unwrap();
     let error = rgpu_client::session::Session::over(port, geometry, rgpu_client::session::Purpose::Compute)
@@ -272,16 +291,16 @@ fn a_refusal_says_why() {
 }
 
 #[test]
-fn pinned_memory_is_registered_found_and_forgotten() {
-    let daemon = Daemon::start(ok(), |_, _, _| Next::GoOn);
-    let session = daemon.session(1 << 20);
+fn pinned_memory_is_registered_found_and_removed() {
+    let daemon = NativeHost::start(ok(), |_, _, _| Next::GoOn);
+    let session = session(&daemon, 1 << 20);
     let regions = rgpu_client::regions::Regions::new();
-    let address = regions.alloc(session.port(), 10_000, "tag").unwrap();
+    let address = regions.alloc(session.port(), 10_000, None, "tag").unwrap();
     let range = regions.range(address + 100, 9_900).unwrap();
     assert_eq!((range.offset, range.len), (100, 9_900));
     assert!(regions.range(address + 100, 9_901).is_none(), "past the end of what was asked for");
     assert_eq!(regions.find(address + 9_999), Some((address, 10_000, "tag")));
-    // Memory of the program's own is recorded here, and the host does not know it.
+    // The program's own memory is recorded here, but the host does not know it.
     let own = vec![0u8; 5000];
     regions.register(session.port(), own.as_ptr() as usize, own.len(), "own").unwrap();
     assert!(regions.register(session.port(), own.as_ptr() as usize + 10, 1, "again").is_err());
@@ -295,17 +314,17 @@ fn pinned_memory_is_registered_found_and_forgotten() {
     assert!(regions.find(address).is_none());
 }
 
-/// The answer comes only after the caller has gone to sleep.
+/// Replies only after the caller has gone to sleep.
 #[test]
-fn a_long_wait_is_slept_through() {
+fn a_long_wait_sleeps() {
     let before = COUNTERS.sleeps.get();
-    let daemon = Daemon::start(ok(), move |host, record, _| {
+    let daemon = NativeHost::start(ok(), move |host, record, _| {
         while COUNTERS.sleeps.get() == before {
             std::thread::sleep(Duration::from_millis(1));
         }
         host.reply(&record, Status::SUCCESS, &info(1, 1));
         Next::GoOn
     });
-    let session = daemon.session(1 << 20);
+    let session = session(&daemon, 1 << 20);
     session.call(&MemGetInfo { device: 0 }).unwrap();
 }

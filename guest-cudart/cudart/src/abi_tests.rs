@@ -1,5 +1,6 @@
-//! Compares this library with NVIDIA's of the same version: layouts with the headers, exported names and error texts
-//! with the library itself. Both come from PyPI, into the repository's `build/cuda-runtime/` (see `nvidia`).
+//! Compares this library with NVIDIA's library of the same version: structure layouts with the headers,
+//! exported names and error texts with the library itself. Both are installed from PyPI into
+//! `build/cuda-runtime/` (see `nvidia`).
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Write as _;
@@ -22,7 +23,8 @@ use c_signatures::{Class, bracketed, classes, prototypes, split};
 const VERSION: &str = if cfg!(feature = "v12") { "12.8" } else { "13.0" };
 const PACKAGE: &str =
     if cfg!(feature = "v12") { "nvidia-cuda-runtime-cu12==12.8.*" } else { "nvidia-cuda-runtime==13.0.*" };
-/// The few headers that the runtime's include; they are the same in both versions as far as these need them.
+/// The compiler headers that the runtime's headers include. The 13.0 ones serve both versions: the
+/// declarations that the runtime needs are the same.
 const COMPILER_HEADERS: &str = "nvidia-cuda-crt==13.0.*";
 
 struct Nvidia {
@@ -30,7 +32,7 @@ struct Nvidia {
     library: PathBuf,
 }
 
-/// NVIDIA's headers and library of this version, installed at the first use.
+/// NVIDIA's headers and library of this version, installed on first use.
 fn nvidia() -> &'static Nvidia {
     static FOUND: OnceLock<Nvidia> = OnceLock::new();
     FOUND.get_or_init(|| {
@@ -38,7 +40,8 @@ fn nvidia() -> &'static Nvidia {
         let root = build.join(VERSION);
         if !root.exists() {
             fs::create_dir_all(&build).expect("build/ can be written");
-            // Installed beside its place and moved there whole, so that two test runs cannot see half of it.
+            // Install into a temporary folder and rename it, so that a concurrent test run never sees half an
+            // installation.
             let fresh = tempfile::tempdir_in(&build).expect("build/cuda-runtime/ can be written");
             let venv = fresh.path().join("venv");
             run(Command::new("python3").args(["-m", "venv"]).arg(&venv));
@@ -47,7 +50,7 @@ fn nvidia() -> &'static Nvidia {
             run(Command::new(pip)
                 .args(["install", "--quiet", "--no-deps", PACKAGE, COMPILER_HEADERS, "--target"])
                 .arg(&target));
-            // Another test run may have been faster; its copy is as good.
+            // If another test run renamed its copy first, use that one.
             let _ = fs::rename(&target, &root);
         }
         let mut found = Nvidia { includes: Vec::new(), library: PathBuf::new() };
@@ -94,7 +97,7 @@ fn compile(code: &str) {
     run(&mut command);
 }
 
-/// Asserts in C that a type has this library's size, and its fields this library's offsets.
+/// Asserts in C that a type has the same size, and its fields the same offsets, as in this library.
 macro_rules! same_layout {
     ($code:ident: $($c:literal = $rust:ident { $($c_field:literal = $field:ident),* $(,)? };)*) => {$(
         writeln!($code, "_Static_assert(sizeof({}) == {}, {0:?});", $c, size_of::<$rust>()).unwrap();
@@ -103,7 +106,7 @@ macro_rules! same_layout {
 }
 
 #[test]
-fn structures_of_the_runtime_are_laid_out_as_in_its_headers() {
+fn runtime_structures_match_the_headers() {
     let mut code = String::new();
     same_layout! { code:
         "dim3" = Dim3 { "x" = x, "y" = y, "z" = z };
@@ -156,7 +159,8 @@ fn structures_of_the_runtime_are_laid_out_as_in_its_headers() {
         };
         "struct cudaGraphNodeParams" = CUgraphNodeParams { "type" = kind, "kernel" = body, "reserved2" = reserved2 };
     }
-    // These end before the reserved words that only one version has.
+    // The 12.8 layouts of these structures end before the reserved words of 13.0, so only the last named
+    // field is compared.
     for (c, field, offset) in [
         ("struct cudaResourceViewDesc", "lastLayer", offset_of!(ResourceViewDesc, last_layer)),
         ("struct cudaResourceViewDesc", "firstMipmapLevel", offset_of!(ResourceViewDesc, first_mipmap_level)),
@@ -187,7 +191,7 @@ fn structures_of_the_runtime_are_laid_out_as_in_its_headers() {
 }
 
 #[test]
-fn structures_of_the_driver_are_laid_out_as_in_its_header() {
+fn driver_structures_match_the_header() {
     let mut code = String::new();
     same_layout! { code:
         "CUDA_MEMCPY3D" = CUDA_MEMCPY3D {
@@ -233,7 +237,7 @@ fn structures_of_the_driver_are_laid_out_as_in_its_header() {
 }
 
 #[test]
-fn structures_that_go_through_unread_are_the_same_in_both_apis() {
+fn structures_passed_through_unread_are_the_same_in_both_apis() {
     let mut code = String::new();
     for (runtime, driver, fields) in [
         (
@@ -307,7 +311,7 @@ fn structures_that_go_through_unread_are_the_same_in_both_apis() {
     compile(&code);
 }
 
-/// How an argument of this library's travels.
+/// How this library passes an argument of a Rust type.
 fn class_of_rust(kind: &str) -> Class {
     let kind = kind.trim().trim_start_matches("crate::types::");
     match kind {
@@ -325,12 +329,12 @@ fn class_of_rust(kind: &str) -> Class {
     }
 }
 
-/// The functions that the `api!` blocks of this version declare, with their arguments' classes.
+/// The functions that this version's `api!` blocks declare, with the classes of their arguments.
 fn declared_functions() -> Vec<(String, Vec<Class>)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).expect("src") {
         let path = entry.expect("an entry").path();
-        let only_12 = path.ends_with("legacy12.rs");
+        let only_12 = path.ends_with("cuda12.rs");
         if path.is_dir() || path.ends_with("macros.rs") || (only_12 && !cfg!(feature = "v12")) {
             continue;
         }
@@ -372,7 +376,7 @@ fn declared_functions() -> Vec<(String, Vec<Class>)> {
 }
 
 #[test]
-fn functions_take_what_the_header_says() {
+fn function_arguments_match_the_headers() {
     let includes = &nvidia().includes;
     let declared = prototypes(includes, "cuda_runtime_api.h", &[], "cudaError_t");
     let scratch = tempfile::tempdir().expect("a temporary folder");
@@ -385,17 +389,18 @@ fn functions_take_what_the_header_says() {
         assert_eq!(ours, theirs, "{name}: {arguments:?}");
         compared += 1;
     }
-    // All but what returns no error, what is not in the header, and what `unsupported!` and plain functions export.
+    // Everything except functions that return no error, functions missing from the header, and those exported
+    // by `unsupported!` or as plain functions.
     assert!(compared > 290, "{compared} functions were compared");
 }
 
-/// A field's name with nothing but its letters and digits, since the two languages write names differently.
+/// A field's name reduced to letters and digits, because C and Rust spell names differently.
 fn bare(name: &str) -> String {
     name.replace('_', "").to_ascii_lowercase()
 }
 
 #[test]
-fn device_properties_are_laid_out_as_in_the_header() {
+fn device_properties_match_the_header() {
     let header =
         nvidia().includes.iter().map(|include| include.join("driver_types.h")).find(|path| path.exists());
     let text = fs::read_to_string(header.expect("driver_types.h")).expect("text");
@@ -422,11 +427,11 @@ fn device_properties_are_laid_out_as_in_the_header() {
 }
 
 #[test]
-fn errors_are_called_and_described_as_in_nvidias_library() {
+fn error_names_and_texts_match_nvidias_library() {
     type Text = unsafe extern "C" fn(c_int) -> *const c_char;
     let path = CString::new(nvidia().library.as_os_str().as_bytes()).expect("a path");
-    // SAFETY: NVIDIA's library starts nothing when it is opened, and both functions take any number and return text
-    // that is never freed, as ours do.
+    // SAFETY: Opening NVIDIA's library has no side effects. Both functions accept any number and return
+    // static text, as their declared signature says.
     unsafe {
         let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
         assert!(!library.is_null());
@@ -444,7 +449,7 @@ fn errors_are_called_and_described_as_in_nvidias_library() {
 }
 
 #[test]
-fn the_list_of_exports_is_that_of_nvidias_library() {
+fn exports_match_nvidias_library() {
     let version = if cfg!(feature = "v12") { 12 } else { 13 };
     let output = run(Command::new("nm")
         .args(["--dynamic", "--defined-only", "--with-symbol-versions"])

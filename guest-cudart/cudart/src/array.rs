@@ -1,9 +1,9 @@
-//! Arrays and mipmapped arrays, and the two APIs' names for their element formats.
+//! Arrays and mipmapped arrays, and how the element formats of the two APIs correspond.
 
 use std::ffi::{c_int, c_uint};
 
+use crate::call_counts::{self, Call};
 use crate::context;
-use crate::counts::{self, Call};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::types::{
@@ -16,8 +16,8 @@ const UNSIGNED: c_uint = 1;
 const FLOAT: c_uint = 2;
 const NV12: c_uint = 4;
 
-/// Formats whose name says everything: the runtime's kind, its bits in each channel, the driver's format, its
-/// channels.
+/// Formats that fix everything by themselves: the runtime's kind, the bits of each channel, the driver's
+/// format, the number of channels.
 const NAMED: &[(c_uint, [c_int; 4], c_uint, c_uint)] = &[
     (NV12, [8, 8, 8, 0], 0xb0, 3),
     (5, [8, 0, 0, 0], 0xc0, 1),
@@ -49,7 +49,7 @@ const NAMED: &[(c_uint, [c_int; 4], c_uint, c_uint)] = &[
     (31, [10, 10, 10, 2], 0x50, 4),
 ];
 
-/// Plain formats: the runtime's kind, the bits of a channel, the driver's format.
+/// Formats of one to four equal channels: the runtime's kind, the bits of a channel, the driver's format.
 const PLAIN: &[(c_uint, c_int, c_uint)] = &[
     (UNSIGNED, 8, 0x01),
     (UNSIGNED, 16, 0x02),
@@ -64,7 +64,9 @@ const PLAIN: &[(c_uint, c_int, c_uint)] = &[
 /// The driver's format and number of channels.
 ///
 /// # Errors
-/// `cudaErrorInvalidChannelDescriptor` for channels of different sizes, gaps, or sizes that no format has.
+///
+/// `cudaErrorInvalidChannelDescriptor` if the channels differ in size, have gaps, or have a size that no
+/// format has.
 pub(crate) fn driver_format(desc: &ChannelFormatDesc) -> Result<(c_uint, c_uint)> {
     if let Some(named) = NAMED.iter().find(|named| named.0 == desc.f) {
         return Ok((named.2, named.3));
@@ -80,7 +82,8 @@ pub(crate) fn driver_format(desc: &ChannelFormatDesc) -> Result<(c_uint, c_uint)
     }
 }
 
-/// The runtime's description of a driver's format; the kind is "none" for formats that it cannot name.
+/// The runtime's description of a driver format. The kind is "none" for formats that the runtime has no name
+/// for.
 pub(crate) fn channel_desc(format: c_uint, channels: c_uint) -> ChannelFormatDesc {
     const NONE: c_uint = 3;
     if let Some(named) = NAMED.iter().find(|named| named.2 == format) {
@@ -94,13 +97,13 @@ pub(crate) fn channel_desc(format: c_uint, channels: c_uint) -> ChannelFormatDes
     ChannelFormatDesc { x: bits(0), y: bits(1), z: bits(2), w: bits(3), f: plain.0 }
 }
 
-/// Bytes of one element, for the formats that a copy can count in elements.
+/// Bytes per element, for the formats whose copies are counted in elements.
 fn element_size(descriptor: &CUDA_ARRAY3D_DESCRIPTOR) -> Result<usize> {
     let channel = match descriptor.format {
         0x01 | 0x08 | 0xc0 | 0xc1 | 0xc2 | 0xc6 | 0xc7 | 0xc8 | 0xb0 => 1,
         0x02 | 0x09 | 0x10 | 0xc3 | 0xc4 | 0xc5 | 0xc9 | 0xca | 0xcb => 2,
         0x03 | 0x0a | 0x20 => 4,
-        // Block-compressed formats: an element is a block of 4 by 4 texels.
+        // Block-compressed formats: one element is a block of 4 × 4 texels.
         0x91 | 0x92 | 0x97 | 0x98 => return Ok(8),
         0x93..=0x96 | 0x99..=0x9e => return Ok(16),
         0x50 => return Ok(4),
@@ -117,7 +120,7 @@ pub(crate) fn descriptor(d: &Driver, array: CUarray) -> Result<CUDA_ARRAY3D_DESC
     Ok(descriptor)
 }
 
-/// Bytes of one element of an array.
+/// Bytes per element of an array.
 pub(crate) fn element_bytes(d: &Driver, array: CUarray) -> Result<usize> {
     element_size(&descriptor(d, array)?)
 }
@@ -198,11 +201,11 @@ pub extern "C" fn cudaCreateChannelDesc(
     f: c_uint,
 ) -> ChannelFormatDesc {
     static CALL: Call = Call::new(c"cudaCreateChannelDesc");
-    let _inside = counts::enter(&CALL);
+    let _inside = call_counts::enter(&CALL);
     ChannelFormatDesc { x, y, z, w, f }
 }
 
-/// The row length of an array in bytes, and its number of rows.
+/// The length of an array's row in bytes, and the number of rows.
 pub(crate) fn rows(d: &Driver, array: CUarray) -> Result<(usize, usize)> {
     if array.is_null() {
         return Err(Error::INVALID_RESOURCE_HANDLE);
@@ -216,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_survive_the_way_to_the_driver_and_back() {
+    fn formats_convert_to_the_driver_and_back() {
         for &(f, bits, _) in PLAIN {
             for channels in [1, 2, 4] {
                 let of = |channel| if channel < channels { bits } else { 0 };

@@ -1,10 +1,10 @@
-//! Which device and context a thread uses, and what a call needs before it reaches the driver.
+//! The device and context that a thread uses, and what a call needs before it reaches the driver.
 //!
-//! A thread starts on device 0, whose primary context is retained once for the process and made current in the
-//! thread at its first call that needs one. From then on a call costs one comparison: the driver itself knows the
-//! thread's context, and a program that changes it through the driver API (`cuCtxPushCurrent`, `cuCtxSetCurrent`)
-//! is followed without being asked. Only when the driver answers that no context is current does the thread look
-//! again, bind its device and make the call a second time.
+//! A thread starts on device 0. The process retains that device's primary context once, and each thread makes
+//! it current at its first call that needs a context. After that a call costs one comparison: the driver
+//! knows the thread's context, so a context that the program makes current through the driver API
+//! (`cuCtxPushCurrent`, `cuCtxSetCurrent`) is used without asking for it. Only if the driver reports that no
+//! context is current does the thread bind its device again and repeat the call.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
@@ -16,10 +16,10 @@ use crate::driver::{self, Driver};
 use crate::error::{Error, Result};
 use crate::types::{CUcontext, CUdevice};
 
-/// Devices that one process can use; CUDA shows no more than 64 on any machine.
+/// The most devices that a process can use. CUDA shows at most 64 on any machine.
 const MAX_DEVICES: usize = 256;
 
-/// A thread that has not chosen a device.
+/// The device of a thread that has not chosen one.
 const UNSET: c_int = -1;
 
 struct Primary {
@@ -31,13 +31,13 @@ static PRIMARY: [Primary; MAX_DEVICES] =
     [const { Primary { context: AtomicPtr::new(ptr::null_mut()), retained: AtomicBool::new(false) } };
         MAX_DEVICES];
 
-/// Counts resets: a thread bound before the last one looks again.
+/// Counts `cudaDeviceReset`s. A thread that was bound before the latest one binds again.
 static GENERATION: AtomicU32 = AtomicU32::new(1);
 
-/// Guards retaining and resetting primary contexts.
+/// Serializes retaining and resetting primary contexts.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// The devices of `cudaSetValidDevices`, in order of preference; empty for "all of them".
+/// The devices of `cudaSetValidDevices` in order of preference; empty for all of them.
 static VALID: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
 
 thread_local! {
@@ -49,20 +49,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a call that needs nothing of the driver.
+/// Runs a call that does not use the driver.
 #[inline]
 pub(crate) fn raw(call: impl Fn(()) -> Result) -> Result {
     call(())
 }
 
-/// Runs a call that needs the driver, and no context.
+/// Runs a call that needs an initialized driver but no context.
 #[inline]
 pub(crate) fn init(call: impl Fn(&'static Driver) -> Result) -> Result {
     call(driver::initialized()?)
 }
 
-/// Runs a call that needs a current context. It may be run twice; the first run then did nothing but learn that no
-/// context was current.
+/// Runs a call that needs a current context. The call may run twice; in that case the first run only found
+/// that no context was current.
 #[inline]
 pub(crate) fn ctx(call: impl Fn(&'static Driver) -> Result) -> Result {
     let driver = bound()?;
@@ -88,7 +88,7 @@ pub(crate) fn bound() -> Result<&'static Driver> {
     Ok(driver)
 }
 
-/// Looks at the thread's context afresh; true if it had to be bound.
+/// Checks the thread's context again. Returns true if it had to bind one.
 #[cold]
 fn rebind(driver: &'static Driver) -> Result<bool> {
     let generation = GENERATION.load(Ordering::Acquire);
@@ -105,7 +105,7 @@ fn rebind(driver: &'static Driver) -> Result<bool> {
     Ok(unbound)
 }
 
-/// The thread's current context, NULL if there is none.
+/// The thread's current context, or NULL.
 pub(crate) fn current_context(driver: &Driver) -> Result<CUcontext> {
     let mut current = ptr::null_mut();
     // SAFETY: the context is written to a live local variable.
@@ -113,7 +113,8 @@ pub(crate) fn current_context(driver: &Driver) -> Result<CUcontext> {
     Ok(current)
 }
 
-/// The thread's current context, for a call that names it; `ctx` binds one and calls again if there is none.
+/// The thread's current context, for a call that names it. If there is none, `ctx` binds one and repeats the
+/// call.
 pub(crate) fn required_context(driver: &Driver) -> Result<CUcontext> {
     let current = current_context(driver)?;
     if current.is_null() { Err(Error::DEVICE_UNINITIALIZED) } else { Ok(current) }
@@ -126,14 +127,14 @@ fn default_device() -> c_int {
     }
 }
 
-/// Makes the primary context of a device current in this thread.
+/// Makes a device's primary context current in this thread.
 fn bind(driver: &'static Driver, device: c_int) -> Result {
     let context = primary(driver, device)?;
-    // SAFETY: the context is retained by this library.
+    // SAFETY: this library has retained the context.
     unsafe { driver.cuCtxSetCurrent(context) }
 }
 
-/// The primary context of a device, retained.
+/// Retains and returns a device's primary context.
 pub(crate) fn primary(driver: &'static Driver, device: c_int) -> Result<CUcontext> {
     let slot = usize::try_from(device).ok().and_then(|at| PRIMARY.get(at)).ok_or(Error::INVALID_DEVICE)?;
     if !slot.retained.load(Ordering::Acquire) {
@@ -143,7 +144,8 @@ pub(crate) fn primary(driver: &'static Driver, device: c_int) -> Result<CUcontex
             // SAFETY: the context is written to a live local variable; the driver checks the device.
             unsafe { driver.cuDevicePrimaryCtxRetain(&mut context, handle(driver, device)?) }.map_err(
                 |error| {
-                    // After a fault the driver makes no new context in this process, and says so with the fault's own error.
+                    // After a kernel fault the driver reports the fault's own error instead of making a new
+                    // context in this process.
                     if error.is_fault() { Error::DEVICES_UNAVAILABLE } else { error }
                 },
             )?;
@@ -157,7 +159,8 @@ pub(crate) fn primary(driver: &'static Driver, device: c_int) -> Result<CUcontex
 /// The driver's handle of a device ordinal.
 ///
 /// # Errors
-/// `cudaErrorInvalidDevice` for an ordinal that no device has.
+///
+/// `cudaErrorInvalidDevice` if there is no such device.
 pub(crate) fn handle(driver: &Driver, ordinal: c_int) -> Result<CUdevice> {
     let mut device = 0;
     // SAFETY: the handle is written to a live local variable.
@@ -165,7 +168,8 @@ pub(crate) fn handle(driver: &Driver, ordinal: c_int) -> Result<CUdevice> {
     Ok(device)
 }
 
-/// How many devices there are. It is asked once: a child of a process that knows is told as well, as by NVIDIA's runtime, though the driver tells it nothing.
+/// The number of devices. The driver is asked once, so a forked child still gets the answer although its
+/// driver no longer works, as with NVIDIA's runtime.
 pub(crate) fn device_count(driver: &Driver) -> Result<c_int> {
     static KNOWN: OnceLock<c_int> = OnceLock::new();
     if let Some(count) = KNOWN.get() {
@@ -177,7 +181,8 @@ pub(crate) fn device_count(driver: &Driver) -> Result<c_int> {
     if count > 0 { Ok(*KNOWN.get_or_init(|| count)) } else { Err(Error::NO_DEVICE) }
 }
 
-/// The device that the thread's calls go to: that of its current context, else the one it chose, else the default.
+/// The device that the thread's calls use: that of its current context, else the one it chose, else the
+/// default.
 pub(crate) fn device(driver: &Driver) -> Result<c_int> {
     let mut device = 0;
     // SAFETY: the device is written to a live local variable.
@@ -187,7 +192,7 @@ pub(crate) fn device(driver: &Driver) -> Result<c_int> {
     }
 }
 
-/// `cudaSetDevice`: chooses a device, initializes it, and makes its primary context current.
+/// `cudaSetDevice`: chooses a device, initializes it and makes its primary context current.
 pub(crate) fn set_device(driver: &'static Driver, device: c_int) -> Result {
     handle(driver, device)?;
     let generation = GENERATION.load(Ordering::Acquire);
@@ -197,7 +202,7 @@ pub(crate) fn set_device(driver: &'static Driver, device: c_int) -> Result {
     Ok(())
 }
 
-/// `cudaSetValidDevices`: what threads without a device of their own start on.
+/// `cudaSetValidDevices`: the devices that threads start on if they choose none.
 pub(crate) fn set_valid_devices(driver: &Driver, devices: &[c_int]) -> Result {
     for &device in devices {
         handle(driver, device)?;
@@ -220,7 +225,8 @@ pub(crate) fn reset(driver: &'static Driver) -> Result {
     let slot = usize::try_from(device).ok().and_then(|at| PRIMARY.get(at)).ok_or(Error::INVALID_DEVICE)?;
     let device = handle(driver, device)?;
     let _turn = lock(&CHANGING);
-    // SAFETY: the device is one that the driver named, and the context is released as often as it was retained here.
+    // SAFETY: the driver reported this device, and this library releases the context as often as it retained
+    // it.
     unsafe {
         if current_context(driver)? == slot.context.load(Ordering::Acquire) {
             driver.cuCtxSetCurrent(ptr::null_mut())?;
@@ -234,9 +240,9 @@ pub(crate) fn reset(driver: &'static Driver) -> Result {
     Ok(())
 }
 
-/// Forgets every context and this thread's choice, so that the next test starts afresh.
+/// Drops every retained context and this thread's choice, so that the next test starts afresh.
 #[cfg(test)]
-pub(crate) fn forget_for_test() {
+pub(crate) fn reset_for_test() {
     for slot in &PRIMARY {
         slot.context.store(ptr::null_mut(), Ordering::Release);
         slot.retained.store(false, Ordering::Release);
@@ -253,7 +259,7 @@ mod tests {
         cudaDeviceReset, cudaDeviceSynchronize, cudaGetDevice, cudaGetDeviceCount, cudaSetDevice,
     };
     use crate::error::{cudaGetLastError, cudaPeekAtLastError};
-    use crate::test_utils::{self, Fake};
+    use crate::fake_driver::{self, Fake};
 
     fn device_of_thread() -> c_int {
         let mut device = -1;
@@ -273,10 +279,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_call_binds_device_0_and_later_ones_ask_nothing() {
+    fn the_first_call_binds_device_0_and_later_ones_do_not_ask_again() {
         let fake = Fake::new();
         assert_eq!(synchronize(), 0);
-        assert_eq!(test_utils::current(), test_utils::primary(0));
+        assert_eq!(fake_driver::current(), fake_driver::primary(0));
         let asked = fake.count("cuCtxGetCurrent");
         assert_eq!(synchronize(), 0);
         assert_eq!(fake.count("cuDevicePrimaryCtxRetain"), 1);
@@ -284,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn counting_devices_makes_no_context() {
+    fn counting_devices_creates_no_context() {
         let fake = Fake::new();
         let mut count = 0;
         // SAFETY: the output is a live local variable.
@@ -293,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinal_that_no_device_has_is_refused_and_changes_nothing() {
+    fn an_invalid_ordinal_is_refused_and_changes_nothing() {
         let _fake = Fake::new();
         assert_eq!(set(1), 0);
         assert_eq!(set(7), 101);
@@ -311,23 +317,23 @@ mod tests {
     }
 
     #[test]
-    fn a_context_that_the_program_made_current_is_followed() {
+    fn a_context_made_current_by_the_program_is_used() {
         let fake = Fake::new();
         assert_eq!(set(0), 0);
-        test_utils::set_current(0x2001);
+        fake_driver::set_current(0x2001);
         assert_eq!(device_of_thread(), 1);
         let bound = fake.count("cuCtxSetCurrent");
         assert_eq!(synchronize(), 0);
-        assert_eq!((test_utils::current(), fake.count("cuCtxSetCurrent")), (0x2001, bound));
+        assert_eq!((fake_driver::current(), fake.count("cuCtxSetCurrent")), (0x2001, bound));
     }
 
     #[test]
     fn a_thread_left_without_a_context_is_bound_again() {
         let _fake = Fake::new();
         assert_eq!(set(1), 0);
-        test_utils::set_current(0);
+        fake_driver::set_current(0);
         assert_eq!(synchronize(), 0);
-        assert_eq!(test_utils::current(), test_utils::primary(1));
+        assert_eq!(fake_driver::current(), fake_driver::primary(1));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Copies of contiguous bytes, between host and device, devices, and in batches.
+//! Copies of contiguous bytes: between host and device, between devices, and in batches.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -17,7 +17,7 @@ pub(crate) mod kind {
     pub(crate) const DEFAULT: c_uint = 4;
 }
 
-/// Copies and waits, as `cudaMemcpy` does.
+/// Copies and waits, like `cudaMemcpy`.
 #[inline]
 pub(crate) unsafe fn copy(
     d: &Driver,
@@ -33,7 +33,8 @@ pub(crate) unsafe fn copy(
     if count == 0 {
         return Ok(());
     }
-    // SAFETY: the caller keeps what `cudaMemcpy` asks for.
+    // SAFETY: the caller upholds the requirements of `cudaMemcpy`, which are the driver's for the same
+    // pointers.
     unsafe {
         match direction {
             kind::HOST_TO_DEVICE => d.cuMemcpyHtoD_v2(s, dst, src, count),
@@ -44,7 +45,7 @@ pub(crate) unsafe fn copy(
     }
 }
 
-/// Copies in a stream, as `cudaMemcpyAsync` does.
+/// Copies in a stream, like `cudaMemcpyAsync`.
 #[inline]
 pub(crate) unsafe fn copy_async(
     d: &Driver,
@@ -61,7 +62,8 @@ pub(crate) unsafe fn copy_async(
     if count == 0 {
         return Ok(());
     }
-    // SAFETY: the caller keeps what `cudaMemcpyAsync` asks for.
+    // SAFETY: the caller upholds the requirements of `cudaMemcpyAsync`, which are the driver's for the same
+    // pointers.
     unsafe {
         match direction {
             kind::HOST_TO_DEVICE => d.cuMemcpyHtoDAsync_v2(s, dst, src, count, stream),

@@ -1,5 +1,5 @@
-//! Rectangles and boxes: every copy that has rows becomes one 3D copy of the driver, which does 2D copies and arrays
-//! too.
+//! 2D and 3D copies. Every copy that has rows becomes one 3D copy of the driver, which also covers 2D copies
+//! and arrays.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -20,7 +20,7 @@ mod memory {
     pub(super) const UNIFIED: u32 = 4;
 }
 
-/// One end of a copy. Offsets along x are in bytes.
+/// The source or target of a copy. Offsets along x are in bytes.
 #[derive(Clone, Copy)]
 enum End {
     Rows { address: *mut c_void, pitch: usize, height: usize },
@@ -84,8 +84,9 @@ fn end(array: CUarray, pointer: PitchedPtr) -> Result<End> {
     }
 }
 
-/// The driver's form of a 3D copy. Extents count elements of the arrays that take part, else bytes. So do positions, also those in a pointer, though
-/// the manual says that these count bytes: NVIDIA's library was seen to count elements.
+/// The driver's form of a 3D copy. If an array takes part, extents count its elements, otherwise bytes.
+/// Positions are counted the same way, even positions within a pointer: the manual says that those count
+/// bytes, but NVIDIA's library counts elements.
 pub(crate) fn of_parms(d: &Driver, p: &Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
     let (source, target) = (end(p.src_array, p.src_ptr)?, end(p.dst_array, p.dst_ptr)?);
     let element = |end| match end {
@@ -114,7 +115,7 @@ pub(crate) fn of_parms(d: &Driver, p: &Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
     copy(source, from, target, to, Extent { width, ..p.extent }, p.kind)
 }
 
-/// The runtime's form of a 3D copy, as `cudaGraphMemcpyNodeGetParams` gives it back.
+/// The runtime's form of a 3D copy, as returned by `cudaGraphMemcpyNodeGetParams`.
 pub(crate) fn to_parms(d: &Driver, c: &CUDA_MEMCPY3D) -> Result<Memcpy3DParms> {
     let mut p = Memcpy3DParms::default();
     let (mut source_element, mut target_element) = (1, 1);
@@ -171,12 +172,12 @@ pub(crate) fn of_bytes(
 
 const ORIGIN: Pos = Pos { x: 0, y: 0, z: 0 };
 
-/// Runs a copy: waiting for it, or in a stream.
+/// Runs a copy: in `stream` if there is one, else waiting for it to finish.
 unsafe fn run(d: &Driver, s: DefaultStream, copy: &CUDA_MEMCPY3D, stream: Option<CUstream>) -> Result {
     if copy.width_in_bytes == 0 || copy.height == 0 || copy.depth == 0 {
         return Ok(());
     }
-    // SAFETY: the caller keeps what the runtime's function asks for.
+    // SAFETY: the caller upholds the requirements of the runtime's copy function for both ends.
     unsafe {
         match stream {
             Some(stream) => d.cuMemcpy3DAsync_v2(s, copy, stream),
@@ -185,7 +186,7 @@ unsafe fn run(d: &Driver, s: DefaultStream, copy: &CUDA_MEMCPY3D, stream: Option
     }
 }
 
-/// A rectangle, given by its ends. Pointers must have rows at least as long as the rectangle is wide.
+/// A 2D copy. A row of a pointer must be at least as long as the rectangle is wide.
 fn rectangle(
     source: End,
     from: (usize, usize),
@@ -270,7 +271,7 @@ api! {
         src_x: usize, src_y: usize, count: usize, kind: c_uint) |d, s| {
         let (length, _) = array::rows(d, src)?;
         if array::rows(d, dst)?.0 != length || dst_x != src_x { return Err(Error::INVALID_VALUE) }
-        pieces(length, (src_x, src_y), count, |_, (x, y), width, height| {
+        for_each_rectangle(length, (src_x, src_y), count, |_, (x, y), width, height| {
             let to = (x, y - src_y + dst_y);
             run(d, s, &rectangle(End::Array(src), (x, y), End::Array(dst), to, width, height, kind)?, None)
         })
@@ -303,13 +304,14 @@ api! {
         count: usize, list: *mut CUDA_MEMCPY3D_BATCH_OP, fail_index: *mut usize, flags: u64, stream: CUstream);
 }
 
-/// Cuts `count` bytes of an array, from (x, y) on and row after row, into rectangles: the rest of the first row,
-/// whole rows, the beginning of the last. `piece` gets the bytes before it, its corner, its width and its height.
-fn pieces(
+/// Splits `count` bytes of an array, starting at (x, y) and running row after row, into rectangles: the rest
+/// of the first row, whole rows, and the start of the last row. `visit` gets the number of bytes before the
+/// rectangle, its corner, its width and its height.
+fn for_each_rectangle(
     length: usize,
     (x, y): (usize, usize),
     count: usize,
-    mut piece: impl FnMut(usize, (usize, usize), usize, usize) -> Result,
+    mut visit: impl FnMut(usize, (usize, usize), usize, usize) -> Result,
 ) -> Result {
     if x >= length && count > 0 {
         return Err(Error::INVALID_VALUE);
@@ -319,7 +321,7 @@ fn pieces(
         let left = count - done;
         let (width, height) =
             if x == 0 && left >= length { (length, left / length) } else { (left.min(length - x), 1) };
-        piece(done, (x, y), width, height)?;
+        visit(done, (x, y), width, height)?;
         done += width * height;
         (x, y) = (0, y + height);
     }
@@ -336,9 +338,10 @@ unsafe fn to_array(
     kind: c_uint,
     stream: Option<CUstream>,
 ) -> Result {
-    pieces(array::rows(d, dst)?.0, at, count, |done, at, width, height| {
+    for_each_rectangle(array::rows(d, dst)?.0, at, count, |done, at, width, height| {
         let source = rows(src.wrapping_byte_add(done), width);
-        // SAFETY: the caller keeps what the runtime's function asks for.
+        // SAFETY: the caller upholds the requirements of `cudaMemcpyToArray`, and `source` is inside its
+        // `src`.
         unsafe { run(d, s, &rectangle(source, (0, 0), End::Array(dst), at, width, height, kind)?, stream) }
     })
 }
@@ -353,14 +356,16 @@ unsafe fn from_array(
     kind: c_uint,
     stream: Option<CUstream>,
 ) -> Result {
-    pieces(array::rows(d, src)?.0, at, count, |done, at, width, height| {
+    for_each_rectangle(array::rows(d, src)?.0, at, count, |done, at, width, height| {
         let target = rows(dst.wrapping_byte_add(done), width);
-        // SAFETY: the caller keeps what the runtime's function asks for.
+        // SAFETY: the caller upholds the requirements of `cudaMemcpyFromArray`, and `target` is inside its
+        // `dst`.
         unsafe { run(d, s, &rectangle(End::Array(src), at, target, (0, 0), width, height, kind)?, stream) }
     })
 }
 
-/// A copy between devices: the driver's form holds a context at each end, in the words that other copies reserve.
+/// A copy between devices. The driver's structure has a context for each end where other copies have reserved
+/// words.
 fn between_devices(d: &'static Driver, p: &Memcpy3DPeerParms) -> Result<CUDA_MEMCPY3D> {
     const DEVICE_TO_DEVICE: c_uint = 3;
     let same = Memcpy3DParms {
@@ -394,7 +399,7 @@ mod tests {
             seen.push((done, at, width, height));
             Ok(())
         };
-        pieces(10, (4, 1), 30, record).unwrap();
+        for_each_rectangle(10, (4, 1), 30, record).unwrap();
         assert_eq!(seen, [(0, (4, 1), 6, 1), (6, (0, 2), 10, 2), (26, (0, 4), 4, 1)]);
     }
 

@@ -1,4 +1,5 @@
-//! Devices: choosing, asking, limits, peers, and what `cudaDevice*` does to the current one.
+//! Devices: choosing them, their attributes and limits, peer access, and `cudaDevice*` calls on the current
+//! one.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -6,10 +7,10 @@ use crate::context;
 use crate::error::Error;
 use crate::types::{CUasyncCallback, CUasyncCallbackHandle, CUmemoryPool, ChannelFormatDesc};
 
-/// `cudaDeviceMapHost`, which is so for every device, and which the driver does not take for a primary context.
+/// `cudaDeviceMapHost`. It is always set, and the driver does not accept it for a primary context.
 const MAP_HOST: c_uint = 8;
-/// The mask of `cudaSetDeviceFlags`: scheduling, mapped host memory, keeping local memory, synchronous memory
-/// operations.
+/// The flags that `cudaSetDeviceFlags` accepts: scheduling, mapped host memory, keeping local memory,
+/// synchronous memory operations.
 const DEVICE_FLAGS: c_uint = 0xff;
 
 api! {

@@ -1,4 +1,4 @@
-//! Events, and events and memory shared with other processes.
+//! Events, and events and memory shared between processes.
 
 use std::ffi::{c_uint, c_void};
 
@@ -30,9 +30,10 @@ api! {
     ctx cudaIpcCloseMemHandle => cuIpcCloseMemHandle(address: *mut c_void);
 }
 
-/// The runtime looks at where the answer goes before the driver looks at the events.
+/// `cudaEventElapsedTime`. The runtime checks the output pointer before the driver checks the events.
 ///
 /// # Safety
+///
 /// As for `cudaEventElapsedTime`.
 pub(crate) unsafe fn elapsed_time(
     d: &Driver,
@@ -43,7 +44,7 @@ pub(crate) unsafe fn elapsed_time(
     if milliseconds.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the caller keeps what the driver's function of the same arguments asks for.
+    // SAFETY: the caller upholds the requirements of the driver's function, which takes the same arguments.
     unsafe { d.cuEventElapsedTime_v2(milliseconds, start, end) }
 }
 
@@ -52,10 +53,10 @@ mod tests {
     use std::ptr;
 
     use super::*;
-    use crate::test_utils::Fake;
+    use crate::fake_driver::Fake;
 
     #[test]
-    fn an_elapsed_time_with_nowhere_to_go_is_an_invalid_value_whatever_the_events() {
+    fn a_null_elapsed_time_is_an_invalid_value_whatever_the_events() {
         let _fake = Fake::new();
         let mut milliseconds = 0.0;
         // SAFETY: the output is NULL or a live local variable; the fake driver does not look into events.

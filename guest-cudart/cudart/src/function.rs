@@ -1,4 +1,4 @@
-//! What is known of a kernel, its settings, and how many of its blocks fit.
+//! Attributes and settings of kernels, and occupancy.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -9,10 +9,9 @@ use crate::launch::driver_config;
 use crate::registry::{self, kernel, registered};
 use crate::types::{CUdevice, CUfunction, CUkernel, FuncAttributes, LaunchConfig};
 
-/// The attribute of a function that the runtime lets a program set, from here on
-/// (`cudaFuncAttributeMaxDynamicSharedMemorySize`).
+/// The first function attribute that a program can set (`cudaFuncAttributeMaxDynamicSharedMemorySize`).
 const FIRST_SETTABLE: c_uint = 8;
-/// `cudaFuncAttributeMax`: one past the last.
+/// `cudaFuncAttributeMax`: the number of attributes.
 const ATTRIBUTES: c_uint = 16;
 
 fn current_device(d: &Driver) -> Result<CUdevice> {
@@ -54,7 +53,7 @@ api! {
     ctx fn cudaFuncGetAttributes(out: *mut FuncAttributes, function: *const c_void) |d| {
         if out.is_null() { return Err(Error::INVALID_VALUE) }
         let found = attributes(d, kernel(function)?)?;
-        // The reserved words at the end are the program's own: NVIDIA's library leaves them as they are.
+        // The reserved words at the end stay as the program left them, as with NVIDIA's library.
         let known = core::mem::offset_of!(FuncAttributes, reserved);
         core::ptr::copy_nonoverlapping((&raw const found).cast::<u8>(), out.cast::<u8>(), known);
         Ok(())
@@ -68,7 +67,7 @@ api! {
         d.cuKernelSetAttribute(attribute, value, kernel, context::handle(d, device)?)
     };
     ctx fn cudaFuncSetCacheConfig(function: *const c_void, config: c_uint) |d| {
-        // The runtime of CUDA 12 takes no handles here.
+        // CUDA 12's runtime accepts no kernel handles here.
         let kernel = if cfg!(feature = "v12") { registered(function)? } else { kernel(function)? };
         d.cuKernelSetCacheConfig(kernel, config, current_device(d)?)
     };
@@ -112,7 +111,7 @@ api! {
     };
 }
 
-/// The driver's function of a kernel in the current context.
+/// The driver's function for a kernel in the current context.
 fn driver_function(d: &Driver, symbol: *const c_void) -> Result<CUfunction> {
     let mut function = std::ptr::null_mut();
     // SAFETY: the output is a live local variable; the kernel is one that the driver gave.

@@ -1,5 +1,5 @@
-//! Graphs as wholes: building their shape, instantiating, launching, objects that they keep alive. Nodes are in
-//! `graph_nodes`.
+//! Whole graphs: their structure, instantiation, launching, and the objects that they keep alive. Nodes are
+//! in `graph_nodes`.
 
 use std::ffi::{c_char, c_uint, c_void};
 
@@ -21,7 +21,7 @@ api! {
     ctx cudaGraphGetRootNodes => cuGraphGetRootNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize);
     ctx cudaGraphDestroyNode => cuGraphDestroyNode(node: CUgraphNode);
     ctx fn cudaGraphDebugDotPrint(graph: CUgraph, path: *const c_char, flags: c_uint) |d| {
-        /// Describes nodes in the runtime's terms.
+        /// Makes the driver describe nodes in the runtime's terms.
         const RUNTIME_TYPES: c_uint = 1 << 1;
         d.cuGraphDebugDotPrint(graph, path, flags | RUNTIME_TYPES)
     };

@@ -1,8 +1,8 @@
-//! Nodes of graphs: adding them, reading and changing what they do, in a graph or in an executable one.
+//! Graph nodes: adding them, and reading and changing their parameters, in a graph or in an executable graph.
 //!
-//! Most kinds of nodes are described alike in both APIs. Three are not: kernels (the runtime names the host stub),
-//! copies (the runtime counts elements), and whatever runs in a context, which the runtime leaves out and the driver
-//! wants.
+//! The two APIs describe most kinds of nodes alike. Three kinds differ: kernel nodes (the runtime names the
+//! host stub), copy nodes (the runtime counts elements), and nodes that run in a context, which the driver
+//! wants to know and the runtime leaves out.
 
 use std::ffi::{c_uint, c_void};
 use std::ptr;
@@ -12,15 +12,15 @@ use crate::copy3d::{of_bytes, of_parms, to_parms};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::registry;
-use crate::symbol::{check_direction, place};
 use crate::types::{
     CUDA_EXT_SEM_SIGNAL_NODE_PARAMS, CUDA_EXT_SEM_WAIT_NODE_PARAMS, CUDA_HOST_NODE_PARAMS,
     CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUDA_MEMCPY3D, CUDA_MEMSET_NODE_PARAMS, CUevent,
     CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUlaunchAttributeValue, KernelNodeParams,
     Memcpy3DParms,
 };
+use crate::variable::{check_direction, place};
 
-/// The driver's description of a kernel node, in the current context.
+/// The driver's parameters of a kernel node in the current context.
 fn kernel_to_driver(p: &KernelNodeParams) -> Result<CUDA_KERNEL_NODE_PARAMS> {
     Ok(CUDA_KERNEL_NODE_PARAMS {
         func: ptr::null_mut(),
@@ -35,12 +35,12 @@ fn kernel_to_driver(p: &KernelNodeParams) -> Result<CUDA_KERNEL_NODE_PARAMS> {
 }
 
 unsafe fn kernel_params(p: *const KernelNodeParams) -> Result<CUDA_KERNEL_NODE_PARAMS> {
-    // SAFETY: the caller passes what the program gave as a description, or NULL.
+    // SAFETY: the caller passes the program's parameters or NULL.
     kernel_to_driver(unsafe { p.as_ref() }.ok_or(Error::INVALID_VALUE)?)
 }
 
 unsafe fn copy_params(d: &Driver, p: *const Memcpy3DParms) -> Result<CUDA_MEMCPY3D> {
-    // SAFETY: as for `kernel_params`.
+    // SAFETY: the caller passes the program's parameters or NULL.
     of_parms(d, unsafe { p.as_ref() }.ok_or(Error::INVALID_VALUE)?)
 }
 
@@ -78,7 +78,7 @@ api! {
         let mut p = CUDA_KERNEL_NODE_PARAMS::default();
         d.cuGraphKernelNodeGetParams_v2(node, &mut p)?;
         *out = KernelNodeParams {
-            func: registry::host_of(d, p.kern, p.func),
+            func: registry::host_function_of(d, p.kern, p.func),
             grid: p.grid,
             block: p.block,
             shared_mem_bytes: p.shared_mem_bytes,
@@ -254,7 +254,7 @@ api! {
     };
 }
 
-/// `CUgraphNodeType`: the kinds whose descriptions differ between the APIs.
+/// `CUgraphNodeType`: the kinds whose parameters differ between the APIs.
 mod node {
     pub(super) const KERNEL: u32 = 0;
     pub(super) const MEMCPY: u32 = 1;
@@ -262,27 +262,29 @@ mod node {
     pub(super) const CONDITIONAL: u32 = 13;
 }
 
-/// The words of a `cudaMemcpyNodeParams`: flags and three reserved integers before the copy. The driver's: flags, one
-/// reserved integer, and the context. Both are 16 bytes.
+/// Where the copy begins in a `cudaMemcpyNodeParams`, in words of 8 bytes. The runtime puts flags and three
+/// reserved integers before it; the driver puts flags, one reserved integer and the context there, also 16
+/// bytes.
 const COPY_AT: usize = 2;
-/// The word of a memset's description where the driver has the context.
+/// The word of a memset's parameters where the driver has the context.
 const MEMSET_CONTEXT: usize = 5;
-/// The word of a conditional node's description where the driver has the context, after the runtime's own words.
+/// The word of a conditional node's parameters where the driver has the context, after the runtime's own
+/// words.
 const CONDITIONAL_CONTEXT: usize = 3;
 
-/// Calls the driver with its own form of a node's description, and hands back what the driver wrote into it (the
-/// address of an allocation, the graphs of a conditional node).
+/// Calls the driver with its own form of a node's parameters, and copies back what the driver wrote into it
+/// (the address of an allocation, the graphs of a conditional node).
 pub(crate) unsafe fn with_driver_params(
     d: &Driver,
     p: *mut CUgraphNodeParams,
     call: impl FnOnce(*mut CUgraphNodeParams) -> Result,
 ) -> Result {
-    // SAFETY: the caller passes what the program gave as a description, or NULL.
+    // SAFETY: the caller passes the program's parameters or NULL.
     let p = unsafe { p.as_mut() }.ok_or(Error::INVALID_VALUE)?;
     let mut driver = *p;
     let words = driver.body.as_mut_ptr();
-    // SAFETY: the union begins with a description of the node's kind and is as large as the largest of them in
-    // either API: a `KernelNodeParams`, a `CUDA_KERNEL_NODE_PARAMS`, a copy after two words.
+    // SAFETY: the union begins with parameters of the node's kind and is as large as the largest kind in
+    // either API: a `KernelNodeParams`, a `CUDA_KERNEL_NODE_PARAMS`, or a copy after two words.
     unsafe {
         match p.kind {
             node::KERNEL => {
@@ -308,7 +310,8 @@ pub(crate) unsafe fn with_driver_params(
     Ok(())
 }
 
-/// A conditional node: handle, type and size, the graphs that the driver makes; then, for the driver, the context.
+/// A conditional node: handle, type and size, and the graphs that the driver makes; for the driver, the
+/// context follows.
 fn conditional(
     d: &Driver,
     p: &mut CUgraphNodeParams,
@@ -325,13 +328,13 @@ fn conditional(
 mod tests {
     use super::*;
     use crate::error::Error;
-    use crate::test_utils::{self, Fake};
+    use crate::fake_driver::{self, Fake};
 
     fn driver() -> &'static Driver {
         crate::context::bound().unwrap()
     }
 
-    /// The words of a node's description as the driver gets them.
+    /// The words of a node's parameters as the driver gets them.
     fn seen_by_driver(p: &mut CUgraphNodeParams) -> Result<[u64; 29]> {
         let mut seen = [0; 29];
         // SAFETY: the description is a live local variable; the driver's form is valid during the call.
@@ -345,17 +348,17 @@ mod tests {
     }
 
     #[test]
-    fn a_memset_node_gets_the_current_context_and_the_program_does_not_see_it() {
+    fn a_memset_node_gets_the_current_context_without_showing_it_to_the_program() {
         let _fake = Fake::new();
         let mut p = CUgraphNodeParams { kind: node::MEMSET, ..CUgraphNodeParams::default() };
         p.body[..5].copy_from_slice(&[0x7000, 64, 5 | 4 << 32, 16, 1]);
         let seen = seen_by_driver(&mut p).unwrap();
-        assert_eq!(seen[..6], [0x7000, 64, 5 | 4 << 32, 16, 1, test_utils::primary(0) as u64]);
+        assert_eq!(seen[..6], [0x7000, 64, 5 | 4 << 32, 16, 1, fake_driver::primary(0) as u64]);
         assert_eq!(p.body[MEMSET_CONTEXT], 0);
     }
 
     #[test]
-    fn a_copy_node_is_described_in_bytes_after_its_context() {
+    fn a_copy_node_counts_bytes_and_follows_its_context() {
         let _fake = Fake::new();
         let mut p = CUgraphNodeParams { kind: node::MEMCPY, ..CUgraphNodeParams::default() };
         let rows = |address: usize| crate::types::PitchedPtr {
@@ -375,8 +378,8 @@ mod tests {
         // SAFETY: the copy lies inside the union, after its two words.
         unsafe { p.body.as_mut_ptr().add(COPY_AT).cast::<Memcpy3DParms>().write(copy) };
         let seen = seen_by_driver(&mut p).unwrap();
-        assert_eq!(seen[1], test_utils::primary(0) as u64);
-        // SAFETY: the driver's copy lies at the same place.
+        assert_eq!(seen[1], fake_driver::primary(0) as u64);
+        // SAFETY: the driver's copy starts at the same word as the runtime's.
         let driver = unsafe { *seen.as_ptr().add(COPY_AT).cast::<CUDA_MEMCPY3D>() };
         assert_eq!((driver.src_host.addr(), driver.dst_device.addr()), (0x1000, 0x2000));
         assert_eq!((driver.width_in_bytes, driver.height, driver.depth), (48, 2, 1));

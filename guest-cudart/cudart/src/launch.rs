@@ -1,7 +1,7 @@
-//! Launching kernels, and the configuration that `<<<…>>>` leaves for the host stub.
+//! Kernel launches, and the configuration that `<<<…>>>` leaves for the host stub.
 //!
-//! The driver takes a `CUkernel` where it takes a `CUfunction`, and uses the current context. A launch is one read of
-//! a map (none for code of nvcc 13, whose stubs keep the handle) and one call of the driver.
+//! The driver takes a `CUkernel` in place of a `CUfunction` and uses the current context. A launch is one map
+//! lookup (none for code of nvcc 13, whose stubs keep the handle) and one call of the driver.
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_uint, c_void};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::registry;
 use crate::types::{CUkernel, CUlaunchConfig, CUstream, Dim3, LaunchConfig};
 
-/// How deep `<<<…>>>` can nest in the arguments of its own kernel.
+/// How deeply `<<<…>>>` may nest in the arguments of its own kernel.
 const DEPTH: usize = 64;
 
 #[derive(Clone, Copy)]
@@ -38,12 +38,13 @@ thread_local! {
 }
 
 fn with_pending<T>(change: impl FnOnce(&mut Stack) -> T) -> T {
-    // SAFETY: the stack is this thread's own, and `change` does not come back here: the two callers only read and
+    // SAFETY: the stack belongs to this thread, and `change` does not reenter: both callers only read and
     // write its entries.
     PENDING.with(|stack| change(unsafe { &mut *stack.get() }))
 }
 
-/// Leaves a configuration for the stub that follows; not 0 means "do not call it".
+/// Leaves a configuration for the stub that follows. A result other than 0 means that the stub must not be
+/// called.
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaPushCallConfiguration(
     grid: Dim3,
@@ -118,7 +119,7 @@ unsafe fn launch(
 ) -> Result {
     let shared = c_uint::try_from(shared_mem).map_err(|_| Error::INVALID_VALUE)?;
     let launched = context::ctx(|d| {
-        // SAFETY: the caller keeps what `cudaLaunchKernel` asks for.
+        // SAFETY: the caller upholds the requirements of `cudaLaunchKernel`.
         unsafe {
             d.cuLaunchKernel(
                 s,
@@ -139,7 +140,7 @@ unsafe fn launch(
     launched.map_err(|error| explain(error, grid, block))
 }
 
-/// The driver's form of a launch configuration; attributes are laid out alike.
+/// The driver's form of a launch configuration. The attributes have the same layout.
 pub(crate) fn driver_config(config: &LaunchConfig) -> Result<CUlaunchConfig> {
     Ok(CUlaunchConfig {
         grid: config.grid,
@@ -151,8 +152,8 @@ pub(crate) fn driver_config(config: &LaunchConfig) -> Result<CUlaunchConfig> {
     })
 }
 
-/// What a failed launch answers. The driver has one error for all bad values, and so has the runtime of CUDA 13; that
-/// of CUDA 12 tells a grid or block outside the device's limits from the others.
+/// The error of a failed launch. The driver has one error for all bad values, and so has CUDA 13's runtime.
+/// CUDA 12's runtime has a separate error for a grid or block outside the device's limits.
 #[cold]
 fn explain(error: Error, grid: Dim3, block: Dim3) -> Error {
     if !cfg!(feature = "v12") || error != Error::INVALID_VALUE {
@@ -164,7 +165,7 @@ fn explain(error: Error, grid: Dim3, block: Dim3) -> Error {
     }
 }
 
-/// Whether the device could have such a grid and such blocks, of whatever kernel.
+/// Whether the device supports this grid and block size for any kernel at all.
 fn fits(d: &'static Driver, grid: Dim3, block: Dim3) -> Result<bool> {
     const MAX_THREADS: c_uint = 1;
     const MAX_BLOCK: c_uint = 2;
@@ -195,7 +196,7 @@ mod tests {
     use std::ptr;
 
     use super::*;
-    use crate::test_utils::{Fake, KERNEL, KERNEL_THREADS, MAX_SHARED};
+    use crate::fake_driver::{Fake, KERNEL, KERNEL_THREADS, MAX_SHARED};
 
     const ONE: Dim3 = Dim3 { x: 1, y: 1, z: 1 };
 
@@ -213,11 +214,11 @@ mod tests {
         }
     }
 
-    /// `cudaErrorInvalidConfiguration` to CUDA 12, `cudaErrorInvalidValue` to CUDA 13.
+    /// `cudaErrorInvalidConfiguration` in CUDA 12, `cudaErrorInvalidValue` in CUDA 13.
     const BAD_CONFIGURATION: c_int = if cfg!(feature = "v12") { 9 } else { 1 };
 
     #[test]
-    fn a_grid_or_block_outside_the_device_s_limits_is_refused_as_in_its_version_of_cuda() {
+    fn a_grid_or_block_beyond_the_device_limits_gets_its_cuda_version_s_error() {
         let _fake = Fake::new();
         assert_eq!(launch_with(ONE, ONE, 0), 0);
         assert_eq!(launch_with(ONE, Dim3 { x: 2048, ..ONE }, 0), BAD_CONFIGURATION);
@@ -226,9 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_than_the_kernel_was_compiled_for_are_an_invalid_value() {
+    fn more_threads_than_the_kernel_allows_are_an_invalid_value() {
         let _fake = Fake::new();
-        // Within the device's limits, and more than the fake driver launches.
+        // Within the device's limits but above the fake kernel's.
         assert_eq!(launch_with(ONE, Dim3 { x: KERNEL_THREADS + 1, ..ONE }, 0), 1);
     }
 

@@ -29,7 +29,8 @@ api! {
     ctx cudaLibraryGetKernelCount => cuLibraryGetKernelCount(count: *mut c_uint, library: CUlibrary);
     ctx fn cudaLibraryEnumerateKernels(kernels: *mut CUkernel, count: c_uint, library: CUlibrary) |d| {
         if !kernels.is_null() {
-            // The driver fills as many as there are; the rest must not be taken for handles.
+            // The driver fills in only as many kernels as there are; clear the rest so that nothing there is
+            // taken for a handle.
             std::slice::from_raw_parts_mut(kernels, count as usize).fill(std::ptr::null_mut());
         }
         d.cuLibraryEnumerateKernels(kernels, count, library)?;

@@ -1,7 +1,7 @@
-//! `api!`: how an exported function of the runtime API is written down.
+//! `api!`: defines the exported functions of the runtime API.
 //!
-//! Each entry begins with what it needs of the driver (a function of `context`): `init` for an initialized driver,
-//! `ctx` for a current context as well, `raw` for neither. Then, in one of two forms:
+//! Each entry begins with what it needs (a function of `context`): `init` an initialized driver, `ctx` a
+//! current context as well, `raw` neither. It continues in one of two forms:
 //!
 //! ```text
 //! ctx fn cudaName(arguments) |d| expression;                      the expression is a `Result`
@@ -10,7 +10,7 @@
 //! ctx cudaName/cudaName_ptsz => cuName(arguments);
 //! ```
 //!
-//! What every entry shares: an error is kept as the thread's last error, and nothing unwinds into the program.
+//! Every entry keeps an error as the thread's last error, and never unwinds into the program.
 
 macro_rules! api {
     () => {};
@@ -36,33 +36,35 @@ macro_rules! api {
     (@export $need:ident $name:ident ($($arg:ident : $ty:ty),*) $d:ident $body:block) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> ::core::ffi::c_int {
-            static CALL: $crate::counts::Call = $crate::counts::Call::new(
+            static CALL: $crate::call_counts::Call = $crate::call_counts::Call::new(
                 match ::core::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                     Ok(name) => name,
                     Err(_) => panic!("a name has no NUL"),
                 },
             );
             $crate::error::remember($crate::context::$need(|$d| {
-                // What a first call needs to start with is not the function's own.
-                let _inside = $crate::counts::enter(&CALL);
-                // SAFETY: the caller keeps what CUDA's manual asks of the arguments of this function: pointers are
-                // NULL where that is allowed, or valid for the type and length described there. They are handed to
-                // the driver under the same terms, and those read or written here have been checked for NULL.
-                #[allow(unused_unsafe, reason = "some functions are served without unsafe operations")]
+                // Entered here so that initialization on the first call is not counted as this function's
+                // work.
+                let _inside = $crate::call_counts::enter(&CALL);
+                // SAFETY: the caller upholds what CUDA's manual requires of this function's arguments: a
+                // pointer is NULL where that is allowed, or valid for the documented type and length.
+                // Pointers go to the driver under the same terms; those that the body reads or writes have
+                // been checked for NULL.
+                #[allow(unused_unsafe, reason = "some functions need no unsafe operation")]
                 unsafe { $body }
             }))
         }
     };
 }
 
-/// Exports names that cannot be served: they answer `cudaErrorNotSupported` and log one line each. Their arguments
-/// are not looked at, which the C calling conventions of x86-64 and AArch64 Linux allow a callee.
+/// Exports functions that cannot be served: they return `cudaErrorNotSupported` and log one line each. They
+/// declare no arguments, which the C calling conventions of x86-64 and AArch64 Linux permit.
 macro_rules! unsupported {
     ($($name:ident: $why:literal;)*) => {$(
         #[unsafe(no_mangle)]
         pub extern "C" fn $name() -> ::core::ffi::c_int {
             static ONCE: ::std::sync::Once = ::std::sync::Once::new();
-            ONCE.call_once(|| $crate::log::warn(format_args!("{} is not supported: {}", stringify!($name), $why)));
+            ONCE.call_once(|| ::log::warn(format_args!("libcudart: {} is not supported: {}", stringify!($name), $why)));
             $crate::error::remember(Err($crate::error::Error::NOT_SUPPORTED))
         }
     )*};

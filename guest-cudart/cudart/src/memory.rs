@@ -1,4 +1,4 @@
-//! Linear memory, on the device and on the host: allocating, registering, asking, setting.
+//! Linear memory on device and host: allocation, registration, attributes, memset.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -7,7 +7,7 @@ use crate::driver::{DefaultStream, Driver};
 use crate::error::{Error, Result};
 use crate::types::{CUdeviceptr, CUstream, Extent, PitchedPtr, PointerAttributes};
 
-/// The element size that rows are padded for: that of the widest vector load.
+/// The element size that rows are padded for: the widest vector load, in bytes.
 const PITCH_ELEMENT: c_uint = 16;
 /// `cudaInvalidDeviceId`.
 const NO_DEVICE: c_int = -2;
@@ -85,7 +85,7 @@ api! {
     };
 }
 
-/// The byte that a memset writes: C's `memset` converts likewise.
+/// The byte that a memset writes, converted as C's `memset` does.
 fn byte(value: c_int) -> u8 {
     value.to_le_bytes()[0]
 }
@@ -94,7 +94,7 @@ unsafe fn host_alloc(d: &Driver, address: *mut *mut c_void, size: usize, flags: 
     if address.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: not NULL, and the caller's to write.
+    // SAFETY: checked for NULL above; the caller of `cudaHostAlloc` makes it writable.
     unsafe {
         if size == 0 {
             address.write(ptr::null_mut());
@@ -104,7 +104,7 @@ unsafe fn host_alloc(d: &Driver, address: *mut *mut c_void, size: usize, flags: 
     }
 }
 
-/// Allocates padded rows; no rows, or empty ones, are NULL.
+/// Allocates padded rows. The address is NULL if a dimension is zero.
 unsafe fn alloc_pitch(
     d: &Driver,
     address: *mut CUdeviceptr,
@@ -112,7 +112,7 @@ unsafe fn alloc_pitch(
     width: usize,
     rows: usize,
 ) -> Result {
-    // SAFETY: the caller has checked both for NULL.
+    // SAFETY: the caller has checked both outputs for NULL.
     unsafe {
         if width == 0 || rows == 0 {
             address.write(ptr::null_mut());
@@ -123,7 +123,7 @@ unsafe fn alloc_pitch(
     }
 }
 
-/// Checks a rectangle and sets it; an empty one needs nothing.
+/// Checks and sets a rectangle. An empty one needs nothing.
 fn set_rows(
     address: CUdeviceptr,
     pitch: usize,
@@ -140,7 +140,7 @@ fn set_rows(
     set(address, pitch, width, height)
 }
 
-/// Sets a box: in one piece where its slices touch, else slice by slice.
+/// Sets a box: as one rectangle if its slices are contiguous, else slice by slice.
 unsafe fn set_slices(
     d: &Driver,
     s: DefaultStream,
@@ -151,7 +151,7 @@ unsafe fn set_slices(
 ) -> Result {
     let set = |row: CUdeviceptr, height: usize| {
         set_rows(row, target.pitch, extent.width, height, |row, pitch, width, height| {
-            // SAFETY: the caller keeps what `cudaMemset3D` asks for.
+            // SAFETY: the caller upholds the requirements of `cudaMemset3D`.
             unsafe {
                 match stream {
                     Some(stream) => d.cuMemsetD2D8Async(s, row, pitch, byte(value), width, height, stream),
@@ -187,9 +187,10 @@ unsafe fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<Pointer
         ptr::from_mut(&mut managed).cast(),
         ptr::from_mut(&mut device).cast(),
     ];
-    // SAFETY: each attribute's place is a live local variable of the type that cuda.h gives for it.
+    // SAFETY: each attribute goes to a live local variable of the type that cuda.h gives for it.
     unsafe { d.cuPointerGetAttributes(5, attributes.as_mut_ptr(), data.as_mut_ptr(), address)? };
-    // `cudaMemoryType` numbers host and device memory as the driver does; the driver has no number for managed.
+    // `cudaMemoryType` has the driver's numbers for host and device memory, and one of its own for managed
+    // memory.
     let mut out = PointerAttributes {
         kind: if managed & 0xff != 0 { 3 } else { kind },
         device,
@@ -208,8 +209,8 @@ unsafe fn pointer_attributes(d: &Driver, address: *mut c_void) -> Result<Pointer
 mod tests {
     use super::*;
     use crate::error::{cudaGetLastError, cudaPeekAtLastError};
+    use crate::fake_driver::{Fake, MEMORY};
     use crate::stream::{cudaStreamQuery, cudaStreamQuery_ptsz};
-    use crate::test_utils::{Fake, MEMORY};
 
     fn malloc(size: usize) -> (c_int, usize) {
         let mut address = ptr::without_provenance_mut(1);
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_the_driver_does_not_know_is_unregistered_host_memory() {
+    fn an_address_unknown_to_the_driver_is_unregistered_host_memory() {
         let _fake = Fake::new();
         let attributes = |address: usize| {
             // SAFETY: the structure consists of integers and pointers, for which zero is a value.
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_lacks_is_not_supported() {
+    fn a_function_missing_from_the_driver_is_not_supported() {
         let _fake = Fake::new();
         // SAFETY: NULL and any integers are arguments.
         assert_eq!(unsafe { cudaHostRegister(ptr::null_mut(), 0, 0) }, 801);

@@ -1,7 +1,7 @@
-//! `cudaDeviceProp`: a device's attributes, gathered.
+//! `cudaDeviceProp`, gathered from a device's attributes.
 //!
-//! 12.8's and 13.0's structures differ in what 13 dropped and added; 11's, which 12's `cudaGetDeviceProperties` still
-//! fills, is the beginning of 12's.
+//! The structures of 12.8 and 13.0 differ by the fields that 13 removed and added. CUDA 11's, which
+//! `cudaGetDeviceProperties` still fills in CUDA 12, is the first part of 12's.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::OnceLock;
@@ -11,7 +11,8 @@ use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::types::{CUdevice, CUuuid};
 
-/// Declares the structure with the driver's attributes that fill each field; `[]` where something else does.
+/// Declares the structure, with the driver attributes that fill each field; `[]` for fields that are filled
+/// otherwise.
 macro_rules! properties {
     ($($(#[$meta:meta])* $field:ident: $ty:ty = [$($attribute:literal),*],)*) => {
         /// `struct cudaDeviceProp`.
@@ -21,12 +22,12 @@ macro_rules! properties {
             $($(#[$meta])* pub $field: $ty,)*
         }
 
-        /// The fields and their offsets, for the comparison with the header.
+        /// The fields and their offsets, for comparison with the header.
         #[cfg(test)]
         pub(crate) const FIELDS: &[(&str, usize)] =
             &[$($(#[$meta])* (stringify!($field), std::mem::offset_of!(DeviceProp, $field)),)*];
 
-        /// Fills the fields that attributes give, with what `get` answers for each.
+        /// Fills the fields that come from attributes with the values that `get` returns.
         fn fill(prop: &mut DeviceProp, get: &mut dyn FnMut(c_uint) -> Result<c_int>) -> Result {
             $($(#[$meta])* {
                 let values: &[c_int] = &[$(get($attribute)?),*];
@@ -37,7 +38,7 @@ macro_rules! properties {
     };
 }
 
-/// A field that attributes fill. A negative attribute in an unsigned field cannot be and is 0.
+/// A field that comes from attributes. A negative attribute in an unsigned field is invalid and becomes 0.
 trait Field {
     fn take(&mut self, values: &[c_int]);
 }
@@ -189,35 +190,36 @@ properties! {
 
 const _: () = assert!(size_of::<DeviceProp>() == if cfg!(feature = "v12") { 1032 } else { 1008 });
 
-/// Bytes of the structure that `cudaGetDeviceProperties` fills in CUDA 12: that of CUDA 11.
+/// The size in bytes of CUDA 11's structure, which `cudaGetDeviceProperties` fills in CUDA 12.
 #[cfg(feature = "v12")]
 pub(crate) const SIZE_IN_11: usize = 728;
 #[cfg(feature = "v12")]
 const _: () = assert!(std::mem::offset_of!(DeviceProp, host_register_supported) == SIZE_IN_11);
 
-/// Every device's, as they were when the driver was initialized.
+/// The properties of every device when the driver was initialized.
 static KNOWN: OnceLock<Vec<DeviceProp>> = OnceLock::new();
 
-/// Asks for everything about all devices: a child of this process is told it as well, as by NVIDIA's runtime, though the driver tells it nothing.
-pub(crate) fn know(d: &Driver) {
+/// Reads the properties of all devices, so that a forked child still gets them although its driver no longer
+/// works, as with NVIDIA's runtime.
+pub(crate) fn read_all(d: &Driver) {
     let count = context::device_count(d).unwrap_or(0);
-    if let Ok(all) = (0..count).map(|ordinal| asked(d, ordinal)).collect() {
+    if let Ok(all) = (0..count).map(|ordinal| query(d, ordinal)).collect() {
         KNOWN.get_or_init(|| all);
     }
 }
 
-/// Everything about a device.
+/// The properties of a device.
 pub(crate) fn of(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
     match KNOWN.get() {
         Some(all) => {
             let found = usize::try_from(ordinal).ok().and_then(|place| all.get(place));
             found.cloned().ok_or(Error::INVALID_DEVICE)
         }
-        None => asked(d, ordinal),
+        None => query(d, ordinal),
     }
 }
 
-fn asked(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
+fn query(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
     let device: CUdevice = context::handle(d, ordinal)?;
     // SAFETY: the structure consists of integers, for which zero is a value.
     let mut prop: DeviceProp = unsafe { std::mem::zeroed() };
@@ -225,12 +227,12 @@ fn asked(d: &Driver, ordinal: c_int) -> Result<DeviceProp> {
         let mut value = 0;
         // SAFETY: the output is a live local variable.
         match unsafe { d.cuDeviceGetAttribute(&mut value, attribute, device) } {
-            // An attribute that is younger than this driver.
+            // The driver is older than this attribute.
             Err(Error::INVALID_VALUE) => Ok(0),
             answer => answer.map(|()| value),
         }
     })?;
-    // SAFETY: the outputs are fields of a live local structure; the name's length goes with it.
+    // SAFETY: the outputs are fields of a live local structure; the name's length is passed along.
     unsafe {
         d.cuDeviceGetName(prop.name.as_mut_ptr(), prop.name.len() as c_int, device)?;
         d.cuDeviceGetUuid_v2(&mut prop.uuid, device)?;
@@ -276,7 +278,7 @@ api! {
     };
 }
 
-/// How many of the wishes in `wanted` (fields that are not zero) a device meets.
+/// How many of the non-zero fields in `wanted` the device satisfies.
 fn matches(has: &DeviceProp, wanted: &DeviceProp) -> usize {
     let capability = |prop: &DeviceProp| prop.major * 100 + prop.minor;
     [

@@ -1,31 +1,31 @@
-//! What compiled programs register before `main`: fat binaries, their kernels and their variables.
+//! What compiled programs register before `main`: fat binaries with their kernels and variables.
 //!
-//! nvcc's start-up code calls `__cudaRegisterFatBinary` for each object, then registers each kernel under the
-//! address of its host stub and each variable under that of its host shadow, then `__cudaRegisterFatBinaryEnd`; at
-//! exit, or when a plugin is closed, `__cudaUnregisterFatBinary`. None of this may touch the driver: the program may
-//! never use a GPU, or fork first. A fat binary is handed to the driver, as a library, when one of its names is first
-//! used; libraries and their kernels serve all contexts, so a kernel is looked up once in a process.
+//! nvcc's start-up code calls `__cudaRegisterFatBinary` for each object file, registers each kernel under the
+//! address of its host stub and each variable under the address of its host shadow, and then calls
+//! `__cudaRegisterFatBinaryEnd`. At exit, or when a plugin is closed, it calls `__cudaUnregisterFatBinary`.
+//! None of this may touch the driver: the program may never use a GPU, or may fork first. The driver loads a
+//! fat binary, as a library, when one of its names is first used. Libraries and their kernels are valid in
+//! all contexts, so each kernel is looked up once per process.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::address_map::AddressMap;
 use crate::context;
 use crate::driver::Driver;
 use crate::error::{Error, Result, remember};
-use crate::log;
-use crate::map::AddressMap;
 use crate::types::{CUkernel, CUlibrary};
 
-/// The driver's option for code that stays where it is until the library is unloaded.
+/// The driver's option for code that stays in place until the library is unloaded.
 const BINARY_IS_PRESERVED: c_uint = 1;
 
-/// A registered fat binary: the handle that the program gets points to one of these. They are never freed, because
-/// the order in which a process's objects unregister is not ours to choose.
+/// A registered fat binary; the handle given to the program points to one. They are never freed, because a
+/// process's objects unregister in an order that this library does not control.
 pub(crate) struct FatBinary {
-    /// The wrapper in the program's data: magic, version, code, and for version 2 the prelinked objects. The driver
-    /// reads it.
+    /// The wrapper in the program's data, which the driver reads: magic, version, code, and for version 2 the
+    /// prelinked objects.
     wrapper: *const c_void,
     library: AtomicPtr<c_void>,
     state: Mutex<State>,
@@ -40,16 +40,18 @@ struct State {
     loaded_by: u32,
 }
 
-// SAFETY: the wrapper is constant data of the program, read by the driver only while the program has it registered.
+// SAFETY: the wrapper is constant data of the program, read by the driver only while the program has it
+// registered.
 unsafe impl Sync for FatBinary {}
-// SAFETY: as above.
+// SAFETY: every other field is a lock, an atomic or owned data; the wrapper is constant data that any thread
+// may read.
 unsafe impl Send for FatBinary {}
 
-/// A kernel that a program registered, or a handle that it was given and may use in the place of a host function.
+/// A kernel that a program registered, or a handle that it received and may pass in place of a host function.
 pub(crate) struct Kernel {
-    /// What the program names it by: the address of its host stub.
+    /// How the program names it: the address of its host stub.
     host: usize,
-    /// Its name in the fat binary, NUL-terminated, in the program's constant data.
+    /// Its NUL-terminated name in the fat binary, in the program's constant data.
     name: *const c_char,
     binary: Option<&'static FatBinary>,
     /// The driver's handle; NULL until first used.
@@ -65,16 +67,17 @@ pub(crate) struct Variable {
     name: *const c_char,
     binary: &'static FatBinary,
     size: usize,
-    /// For a managed variable, where the program keeps its address.
+    /// For a managed variable: where the program keeps its address.
     managed: Option<*mut *mut c_void>,
 }
 
-// SAFETY: the name is constant data of the program; the managed address is written only while its library is loaded,
-// under the binary's lock.
+// SAFETY: the name is constant data of the program. The managed address is written only while its library is
+// loaded, under the fat binary's lock.
 unsafe impl Sync for Variable {}
 
 static KERNELS: AddressMap<Kernel> = AddressMap::new();
-/// Kernels by the driver's handle: to answer with the host function, and to accept handles in its place.
+/// Kernels by the driver's handle, to find the host function of a handle and to accept a handle in place of a
+/// function.
 static HANDLES: AddressMap<Kernel> = AddressMap::new();
 static VARIABLES: AddressMap<Variable> = AddressMap::new();
 
@@ -83,7 +86,7 @@ impl FatBinary {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The library in the driver, loaded at the first call.
+    /// The driver's library, loaded on first use.
     fn library(&self, driver: &Driver) -> Result<CUlibrary> {
         let loaded = self.library.load(Ordering::Acquire);
         if !loaded.is_null() {
@@ -99,8 +102,8 @@ impl FatBinary {
         }
         let mut library = ptr::null_mut();
         let (mut option, mut value) = (BINARY_IS_PRESERVED, ptr::without_provenance_mut(1));
-        // SAFETY: the wrapper stays in place until it is unregistered, which this state rules out; the other
-        // pointers are to live local variables, one option long.
+        // SAFETY: the wrapper stays in place until it is unregistered, which this state excludes. The other
+        // pointers are to live local variables, and the option count is one.
         unsafe {
             driver.cuLibraryLoadData(
                 &mut library,
@@ -114,36 +117,37 @@ impl FatBinary {
             )?;
         }
         if let Err(error) = place_managed(driver, library, &state.variables) {
-            // SAFETY: the library was loaded above, and nothing of it is in use.
+            // SAFETY: the library was just loaded, and nothing uses it yet.
             let _ = unsafe { driver.cuLibraryUnload(library) };
             return Err(error);
         }
         state.loaded_by = std::process::id();
         self.library.store(library, Ordering::Release);
-        log::debug(format_args!("loaded the fat binary at {:p}", self.wrapper));
+        log::debug(format_args!("libcudart: loaded the fat binary at {:p}", self.wrapper));
         Ok(library)
     }
 }
 
-/// Points the program's managed variables at their memory.
+/// Sets the program's pointers to its managed variables.
 fn place_managed(driver: &Driver, library: CUlibrary, variables: &[&'static Variable]) -> Result {
     for variable in variables {
         let Some(place) = variable.managed else { continue };
         let (mut address, mut size) = (ptr::null_mut(), 0);
-        // SAFETY: outputs are live local variables; the name ends with NUL; the place is the program's own pointer
-        // variable, which nvcc's code reads only after the module is initialized.
+        // SAFETY: outputs are live local variables and the name ends with NUL. `place` is the program's own
+        // pointer variable, which nvcc's code reads only after the module is initialized.
         unsafe {
             driver.cuLibraryGetManaged(&mut address, &mut size, library, variable.name)?;
             place.write(address);
         }
-        // nvcc replaces a managed variable by what it points to, so that address is its symbol as well.
+        // nvcc replaces a managed variable by the address it points to, so that address also acts as its
+        // symbol.
         VARIABLES.insert(address.addr(), variable);
     }
     Ok(())
 }
 
 impl Kernel {
-    /// The driver's handle, found at the first call.
+    /// The driver's handle, looked up on first use.
     #[inline]
     pub(crate) fn handle(&self) -> Result<CUkernel> {
         let handle = self.handle.load(Ordering::Acquire);
@@ -165,12 +169,13 @@ impl Kernel {
     }
 }
 
-/// The driver's kernel for what a program passes as a function: a host stub, or a kernel handle. The handle may come
-/// from the driver API, so the driver judges what is not known here.
+/// The driver's kernel for what a program passes as a function: a host stub or a kernel handle. An unknown
+/// handle may come from the driver API, so the driver decides.
 ///
 /// # Errors
-/// `cudaErrorInvalidDeviceFunction` for NULL; what the driver answers to a handle that is none
-/// (`cudaErrorInvalidResourceHandle`); what loading the fat binary answers.
+///
+/// `cudaErrorInvalidDeviceFunction` for NULL; the driver's error for an invalid handle
+/// (`cudaErrorInvalidResourceHandle`); the error of loading the fat binary.
 #[inline]
 pub(crate) fn kernel(function: *const c_void) -> Result<CUkernel> {
     match KERNELS.get(function.addr()) {
@@ -185,30 +190,31 @@ fn foreign_handle(function: *const c_void) -> Result<CUkernel> {
     if HANDLES.get(handle.addr()).is_some() {
         return Ok(handle);
     }
-    // Without a device nothing is a function; that is the error that helps.
+    // Without a device, the missing device is the more helpful error.
     let driver = context::bound()?;
     if handle.is_null() {
         return Err(Error::INVALID_DEVICE_FUNCTION);
     }
     let mut of_kernel = ptr::null_mut();
-    // SAFETY: the output is a live local variable. The driver looks handles up, and does not follow one that it did
-    // not give; NVIDIA's runtime relies on that in the same place.
+    // SAFETY: the output is a live local variable. The driver looks a handle up and does not dereference one
+    // that it did not create; NVIDIA's runtime relies on the same.
     unsafe { driver.cuKernelGetFunction(&mut of_kernel, handle)? };
     Ok(handle)
 }
 
-/// The driver's kernel for what a stub launches: the handle that `__cudaGetKernel` gave it, or the address that it
-/// was left with when that failed, which is looked up again.
+/// The driver's kernel for what a stub launches: the handle from `__cudaGetKernel`, or, if that failed, the
+/// stub's address, which is looked up again.
 #[inline]
 pub(crate) fn launched(kernel: CUkernel) -> Result<CUkernel> {
     if HANDLES.get(kernel.addr()).is_some() { Ok(kernel) } else { self::kernel(kernel) }
 }
 
-/// The driver's kernel for a name that must be the program's own: one that it registered, or a handle that it was
-/// given here.
+/// The driver's kernel for a function that must be the program's own: one that it registered, or a handle
+/// that it got from this library.
 ///
 /// # Errors
-/// `cudaErrorInvalidDeviceFunction` for anything else; what loading the fat binary answers.
+///
+/// `cudaErrorInvalidDeviceFunction` for anything else; the error of loading the fat binary.
 pub(crate) fn registered(function: *const c_void) -> Result<CUkernel> {
     match KERNELS.get(function.addr()) {
         Some(kernel) => kernel.handle(),
@@ -217,7 +223,8 @@ pub(crate) fn registered(function: *const c_void) -> Result<CUkernel> {
     }
 }
 
-/// Remembers a kernel handle that the program got other than by registering, so that it may pass it as a function.
+/// Records a kernel handle that the program got without registering, so that it can pass the handle as a
+/// function.
 pub(crate) fn adopt(handle: CUkernel) {
     if !handle.is_null() && HANDLES.get(handle.addr()).is_none() {
         let kernel =
@@ -226,9 +233,9 @@ pub(crate) fn adopt(handle: CUkernel) {
     }
 }
 
-/// What the program calls the kernel that the driver names by a `CUkernel` or a `CUfunction`: its host stub if it
+/// What the program calls the kernel behind a `CUkernel` or `CUfunction` of the driver: its host stub if it
 /// registered one, else the handle itself.
-pub(crate) fn host_of(driver: &Driver, kernel: CUkernel, function: *mut c_void) -> *mut c_void {
+pub(crate) fn host_function_of(driver: &Driver, kernel: CUkernel, function: *mut c_void) -> *mut c_void {
     if !kernel.is_null() {
         return HANDLES.get(kernel.addr()).map_or(kernel, |known| ptr::without_provenance_mut(known.host));
     }
@@ -250,7 +257,8 @@ pub(crate) fn host_of(driver: &Driver, kernel: CUkernel, function: *mut c_void) 
 /// The address and size of a variable in the current context.
 ///
 /// # Errors
-/// `cudaErrorInvalidSymbol` for what is not a registered variable.
+///
+/// `cudaErrorInvalidSymbol` if no such variable is registered.
 pub(crate) fn variable(driver: &Driver, symbol: *const c_void) -> Result<(*mut c_void, usize)> {
     let variable = VARIABLES.get(symbol.addr()).ok_or(Error::INVALID_SYMBOL)?;
     let library = variable.binary.library(driver)?;
@@ -270,9 +278,9 @@ pub(crate) fn variable(driver: &Driver, symbol: *const c_void) -> Result<(*mut c
     }
 }
 
-/// The fat binary behind a handle that `__cudaRegisterFatBinary` gave.
+/// The fat binary behind a handle of `__cudaRegisterFatBinary`.
 fn binary(handle: *mut *mut c_void) -> Option<&'static FatBinary> {
-    // SAFETY: the program hands back what it was given, and fat binaries are never freed.
+    // SAFETY: the program passes a handle that it was given, and fat binaries are never freed.
     unsafe { handle.cast::<FatBinary>().as_ref() }
 }
 
@@ -337,8 +345,8 @@ pub extern "C" fn __cudaRegisterVar(
     register_variable(handle, host_variable.addr(), name, size, None);
 }
 
-/// Names a host variable that device code reads in place, which needs an operating system that shares its page tables
-/// with the GPU.
+/// Registers a host variable that device code accesses in place. That needs an operating system that shares
+/// its page tables with the GPU.
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaRegisterHostVar(
     _handle: *mut *mut c_void,
@@ -346,7 +354,9 @@ pub extern "C" fn __cudaRegisterHostVar(
     _host_variable: *mut c_char,
     _size: usize,
 ) {
-    log::warn(format_args!("a host variable used by device code is not supported (__cudaRegisterHostVar)"));
+    log::warn(format_args!(
+        "libcudart: host variables used by device code are not supported (__cudaRegisterHostVar)"
+    ));
 }
 
 #[unsafe(no_mangle)]
@@ -363,8 +373,8 @@ pub extern "C" fn __cudaRegisterManagedVar(
     register_variable(handle, host_variable.addr(), name, size, Some(host_variable));
 }
 
-/// Sets the program's pointers to its managed variables; answers true (the code that nvcc makes then does not ask
-/// again).
+/// Sets the program's pointers to its managed variables. Returns true, so that nvcc's code does not call
+/// again.
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaInitModule(handle: *mut *mut c_void) -> c_char {
     if let Some(binary) = binary(handle) {
@@ -373,9 +383,9 @@ pub extern "C" fn __cudaInitModule(handle: *mut *mut c_void) -> c_char {
     1
 }
 
-/// Forgets a fat binary: a plugin is being closed and its data goes away, or the process ends. At exit the driver may
-/// have shut down before; it then says so, and there is nothing left to unload. In a child of `fork` the library is
-/// the parent's.
+/// Removes a fat binary when a plugin is closed, so its data goes away, or when the process ends. At exit the
+/// driver may already have shut down; it reports that, and nothing is left to unload. In a forked child, the
+/// library belongs to the parent.
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaUnregisterFatBinary(handle: *mut *mut c_void) {
     let Some(binary) = binary(handle) else { return };
@@ -388,34 +398,39 @@ pub extern "C" fn __cudaUnregisterFatBinary(handle: *mut *mut c_void) {
     for variable in state.variables.drain(..) {
         VARIABLES.remove(variable.host, variable);
         if let Some(place) = variable.managed {
-            // SAFETY: the program's pointer variable, in the data of the object that is being unregistered.
+            // SAFETY: `place` is the program's pointer variable, in the data of the object that is being
+            // unregistered.
             VARIABLES.remove(unsafe { place.read() }.addr(), variable);
         }
     }
     let library = binary.library.swap(ptr::null_mut(), Ordering::AcqRel);
     if !library.is_null() && state.loaded_by == std::process::id() {
         let unload = context::init(|driver| {
-            // SAFETY: the library was loaded for this binary, whose names are all forgotten now.
+            // SAFETY: the library was loaded for this fat binary, whose names have all been removed.
             unsafe { driver.cuLibraryUnload(library) }
         });
         if let Err(error) = unload {
-            log::debug(format_args!("unloading the fat binary at {:p}: error {}", binary.wrapper, error.0));
+            log::debug(format_args!(
+                "libcudart: unloading the fat binary at {:p}: error {}",
+                binary.wrapper, error.0
+            ));
         }
     }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __cudaGetKernel(out: *mut CUkernel, host_function: *const c_void) -> c_int {
-    // SAFETY: the caller keeps what `get_kernel_for_stub` asks for.
+    // SAFETY: the caller upholds the requirements of `get_kernel_for_stub`.
     remember(unsafe { get_kernel_for_stub(out, host_function) })
 }
 
-/// What a stub keeps in a static variable and launches from then on. It asks only once and does not look at the
-/// answer, so a kernel that cannot be had now is left to be found by its host function's address at each launch,
-/// which then says why it fails. CUDA 12 reports nothing before that.
+/// `__cudaGetKernel`: a stub calls this once, ignores the result, keeps the handle in a static variable and
+/// launches it from then on. If the kernel is not available now, the stub gets its own address as the handle.
+/// Each launch then looks it up and reports the error. CUDA 12 reports nothing before that.
 ///
 /// # Safety
-/// `out` is NULL or may be written.
+///
+/// `out` is NULL or writable.
 unsafe fn get_kernel_for_stub(out: *mut CUkernel, host_function: *const c_void) -> Result {
     if out.is_null() {
         return Err(Error::INVALID_VALUE);
@@ -424,7 +439,7 @@ unsafe fn get_kernel_for_stub(out: *mut CUkernel, host_function: *const c_void) 
     if found.is_err() && host_function.is_null() {
         return found.map(|_| ());
     }
-    // SAFETY: not NULL, and the caller's to write.
+    // SAFETY: checked for NULL; the caller makes it writable.
     unsafe { out.write(found.unwrap_or(host_function.cast_mut())) };
     if cfg!(feature = "v12") { Ok(()) } else { found.map(|_| ()) }
 }
@@ -432,12 +447,13 @@ unsafe fn get_kernel_for_stub(out: *mut CUkernel, host_function: *const c_void) 
 /// `cudaGetKernel`, which leaves `out` alone when it fails.
 ///
 /// # Safety
-/// `out` is NULL or may be written.
+///
+/// `out` is NULL or writable.
 pub(crate) unsafe fn get_kernel(out: *mut CUkernel, host_function: *const c_void) -> Result {
     if out.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: not NULL, and the caller's to write.
+    // SAFETY: checked for NULL; the caller makes it writable.
     unsafe { out.write(registered(host_function)?) };
     Ok(())
 }
@@ -447,14 +463,14 @@ mod tests {
     use std::ffi::CStr;
 
     use super::*;
+    use crate::fake_driver::{self, Fake};
     use crate::function::{cudaGetFuncBySymbol, cudaGetKernel};
     use crate::graph_nodes::{cudaGraphAddKernelNode, cudaGraphKernelNodeGetParams};
     use crate::launch::{__cudaLaunchKernel, cudaLaunchKernel};
-    use crate::symbol::{cudaGetSymbolAddress, cudaMemcpyToSymbol};
-    use crate::test_utils::{self, Fake};
     use crate::types::{Dim3, KernelNodeParams};
+    use crate::variable::{cudaGetSymbolAddress, cudaMemcpyToSymbol};
 
-    /// A stub of its own for each test, since what is registered stays so.
+    /// A new stub for each test, since registrations last.
     fn stub() -> *const c_void {
         let address: &'static u64 = Box::leak(Box::new(0));
         ptr::from_ref(address).cast()
@@ -488,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fat_binary_is_loaded_by_the_first_launch_and_by_no_other() {
+    fn a_fat_binary_is_loaded_by_the_first_launch_only() {
         let fake = Fake::new();
         let function = kernel_of(binary(), c"known");
         assert_eq!(fake.count("cuLibraryLoadData"), 0);
@@ -498,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_launch_at_once_load_a_fat_binary_once() {
+    fn concurrent_first_launches_load_a_fat_binary_once() {
         let fake = Fake::new();
         let function = kernel_of(binary(), c"known").addr();
         let start = std::sync::Barrier::new(8);
@@ -514,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_was_never_registered_is_an_invalid_handle_and_null_no_function() {
+    fn an_unregistered_address_is_an_invalid_handle_and_null_an_invalid_function() {
         let _fake = Fake::new();
         assert_eq!(launch(stub()), 400);
         assert_eq!(launch(ptr::null()), 98);
@@ -523,17 +539,17 @@ mod tests {
     #[test]
     fn a_kernel_handle_of_the_driver_api_is_launched() {
         let _fake = Fake::new();
-        assert_eq!(launch(ptr::without_provenance(test_utils::KERNEL)), 0);
+        assert_eq!(launch(ptr::without_provenance(fake_driver::KERNEL)), 0);
     }
 
     #[test]
-    fn a_kernel_that_its_binary_lacks_is_a_symbol_not_found() {
+    fn a_kernel_missing_from_its_binary_is_a_symbol_not_found() {
         let _fake = Fake::new();
         assert_eq!(launch(kernel_of(binary(), c"unknown")), 500);
     }
 
     #[test]
-    fn a_public_name_must_be_registered_and_the_output_stays_if_it_is_not() {
+    fn cuda_get_kernel_leaves_its_output_alone_for_an_unregistered_function() {
         let _fake = Fake::new();
         let before = ptr::without_provenance_mut(5);
         let (mut kernel, mut function) = (before, before);
@@ -545,7 +561,7 @@ mod tests {
         assert_eq!((kernel, function), (before, before));
     }
 
-    /// What a stub of nvcc 13 does: it asks once, and launches what it got from then on.
+    /// What nvcc 13's stub does: it looks the kernel up once and then launches the result.
     fn launch_by_stub(kernel: CUkernel) -> c_int {
         let one = Dim3 { x: 1, y: 1, z: 1 };
         // SAFETY: the fake driver does not look at arguments.
@@ -568,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stub_without_a_kernel_launches_no_function() {
+    fn a_stub_without_a_kernel_is_an_invalid_device_function() {
         let _fake = Fake::new();
         let mut kernel = ptr::null_mut();
         // SAFETY: the output is a live local variable.
@@ -577,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn unregistering_unloads_the_library_and_forgets_its_kernels() {
+    fn unregistering_unloads_the_library_and_removes_its_kernels() {
         let fake = Fake::new();
         let handle = binary();
         let function = kernel_of(handle, c"known");
@@ -597,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_to_variables_stay_inside_them() {
+    fn copies_beyond_a_variable_are_refused() {
         let fake = Fake::new();
         let (symbol, bytes) = (stub(), [0_u8; 16]);
         __cudaRegisterVar(
@@ -633,15 +649,15 @@ mod tests {
         let (mut by_place, mut by_memory) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the place is leaked memory; the outputs are live local variables.
         unsafe {
-            assert_eq!(place.read().addr(), test_utils::MANAGED);
+            assert_eq!(place.read().addr(), fake_driver::MANAGED);
             assert_eq!(cudaGetSymbolAddress(&mut by_place, place.cast()), 0);
             assert_eq!(cudaGetSymbolAddress(&mut by_memory, place.read()), 0);
         }
-        assert_eq!((by_place.addr(), by_memory.addr()), (test_utils::MANAGED, test_utils::MANAGED));
+        assert_eq!((by_place.addr(), by_memory.addr()), (fake_driver::MANAGED, fake_driver::MANAGED));
     }
 
     #[test]
-    fn a_graph_node_is_made_of_the_kernel_and_described_by_its_stub() {
+    fn a_graph_node_takes_the_kernel_and_reports_its_stub() {
         let fake = Fake::new();
         let function = kernel_of(binary(), c"known");
         let mut node = ptr::null_mut();
@@ -652,7 +668,7 @@ mod tests {
             assert_eq!(cudaGraphAddKernelNode(&mut node, ptr::null_mut(), ptr::null(), 0, &given), 0);
             assert_eq!(cudaGraphKernelNodeGetParams(node, &mut back), 0);
         }
-        assert_eq!(fake.with(|state| state.nodes[0].kern.addr()), test_utils::KERNEL);
+        assert_eq!(fake.with(|state| state.nodes[0].kern.addr()), fake_driver::KERNEL);
         assert_eq!(back.func.cast_const(), function);
     }
 }

@@ -1,4 +1,4 @@
-//! Texture and surface objects: the runtime's descriptions turned into the driver's, and back.
+//! Texture and surface objects: conversion between the runtime's descriptions and the driver's.
 
 use std::ffi::c_uint;
 use std::mem::transmute_copy;
@@ -28,8 +28,8 @@ mod flag {
     pub(super) const SEAMLESS_CUBEMAP: u32 = 0x40;
 }
 
-/// The runtime's words of linear memory: address; format, x and y; z and w; kind; then sizes.
-/// The driver's: address; format and channels; then sizes.
+/// For linear memory, the runtime's words hold: address; format, x and y; z and w; kind; then sizes. The
+/// driver's hold: address; format and channels; then sizes.
 fn to_driver(desc: &ResourceDesc) -> Result<CUDA_RESOURCE_DESC> {
     let mut out = CUDA_RESOURCE_DESC { kind: desc.kind, ..CUDA_RESOURCE_DESC::default() };
     #[cfg(not(feature = "v12"))]
@@ -43,7 +43,8 @@ fn to_driver(desc: &ResourceDesc) -> Result<CUDA_RESOURCE_DESC> {
         resource::PITCH_2D => 3,
         _ => return Err(Error::INVALID_VALUE),
     };
-    // SAFETY: the 20 bytes after the address are a channel description, five integers, for which any bits are values.
+    // SAFETY: the 20 bytes after the address are a channel description: five integers, for which any bits are
+    // valid.
     let format: ChannelFormatDesc = unsafe { transmute_copy(&[desc.res[1], desc.res[2], desc.res[3]]) };
     let (format, channels) = driver_format(&format)?;
     out.res[1] = u64::from(format) | u64::from(channels) << 32;
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pitched_resource_survives_the_way_to_the_driver_and_back() {
+    fn a_pitched_resource_converts_to_the_driver_and_back() {
         let mut desc =
             ResourceDesc { kind: resource::PITCH_2D, ..to_runtime(&CUDA_RESOURCE_DESC::default()) };
         desc.res[..7].copy_from_slice(&[0x7000, 32 | 32 << 32, 0, 2, 64, 48, 512]);
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn texture_flags_survive_the_way_to_the_driver_and_back() {
+    fn texture_flags_convert_to_the_driver_and_back() {
         let mut texture = texture_to_runtime(&CUDA_TEXTURE_DESC::default());
         (texture.read_mode, texture.srgb, texture.normalized_coords, texture.seamless_cubemap) = (0, 1, 1, 0);
         let back = texture_to_runtime(&texture_to_driver(&texture));

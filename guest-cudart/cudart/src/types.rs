@@ -1,9 +1,9 @@
-//! The C types of the two APIs, laid out as in NVIDIA's headers for Linux on 64-bit machines.
+//! The C types of the two APIs, laid out as in NVIDIA's headers for 64-bit Linux.
 //!
-//! Handles are the same pointers in both APIs, enumerations are plain integers (a program may pass any number), and
-//! device addresses are pointers, as the runtime API has them. A structure that has one layout in both APIs appears
-//! once, under the driver's name, and goes through unread where it can. `tests/abi.rs` compares all of this with
-//! the headers of both CUDA versions.
+//! Handles are the same pointers in both APIs, enumerations are plain integers (a program may pass any
+//! number), and device addresses are pointers, as in the runtime API. A structure with the same layout in
+//! both APIs appears once, under the driver's name, and is passed through unread where possible. `abi_tests`
+//! compares everything with the headers of both CUDA versions.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -34,7 +34,7 @@ pub type CUstreamCallback = *mut c_void;
 pub type CUasyncCallback = *mut c_void;
 pub type CUlogsCallback = *mut c_void;
 
-/// Structures of one layout in both APIs that only the driver reads or writes.
+/// Structures with the same layout in both APIs, which only the driver reads or writes.
 macro_rules! opaque {
     ($($name:ident),* $(,)?) => {$(
         #[repr(C)]
@@ -51,7 +51,7 @@ opaque! {
     CUlaunchAttributeValue, CUmemAccessDesc, CUmemPoolProps, CUmemPoolPtrExportData, CUmemcpyAttributes,
 }
 
-/// Declares structures with C's layout, and asserts their size and the offset of each field that is named so.
+/// Declares structures with C's layout, and asserts their sizes and the listed offsets.
 macro_rules! c_struct {
     ($($(#[$meta:meta])* $name:ident ($size:literal) { $($field:ident: $ty:ty = $offset:literal),* $(,)? })*) => {$(
         $(#[$meta])*
@@ -67,7 +67,8 @@ macro_rules! c_struct {
         impl Default for $name {
             /// All bytes zero.
             fn default() -> Self {
-                // SAFETY: these structures consist of integers, floats and raw pointers, for which zero is a value.
+                // SAFETY: these structures consist of integers, floats and raw pointers, for which zero is a
+                // value.
                 unsafe { std::mem::zeroed() }
             }
         }
@@ -149,9 +150,11 @@ c_struct! {
         grid: Dim3 = 0, block: Dim3 = 12, shared_mem_bytes: c_uint = 24, stream: CUstream = 32,
         attrs: *mut CUlaunchAttribute = 40, num_attrs: c_uint = 48,
     }
-    /// The first 40 bytes of `res` hold, by type: an array; a mipmapped array; linear memory; pitched memory.
+    /// The first 40 bytes of `res` hold, depending on the type: an array; a mipmapped array; linear memory;
+    /// pitched memory.
     CUDA_RESOURCE_DESC (144) { kind: c_uint = 0, res: [u64; 16] = 8, flags: c_uint = 136 }
-    /// What both APIs have of a resource view; the runtime's own has the driver's reserved words from 13.0 on.
+    /// The part of a resource view that both APIs have. From 13.0 on, the runtime's also has the driver's
+    /// reserved words.
     ResourceViewDesc (48) {
         format: c_uint = 0, width: usize = 8, height: usize = 16, depth: usize = 24, first_mipmap_level: c_uint = 32,
         last_mipmap_level: c_uint = 36, first_layer: c_uint = 40, last_layer: c_uint = 44,
@@ -178,11 +181,11 @@ c_struct! {
     CUgraphNodeParams (256) { kind: c_uint = 0, reserved0: [c_int; 3] = 4, body: [u64; 29] = 16, reserved2: i64 = 248 }
 }
 
-/// The driver's 3D copy between devices: `CUDA_MEMCPY3D` with a context where that has reserved words.
+/// The driver's 3D copy between devices: `CUDA_MEMCPY3D` with contexts in place of the reserved words.
 pub type CUDA_MEMCPY3D_PEER = CUDA_MEMCPY3D;
 
-/// `cudaResourceDesc`; 12.8's ends before the reserved words. `res` holds, by type: an array; a mipmapped array;
-/// address, format (20 bytes) and size; address, format, width, height and pitch.
+/// `cudaResourceDesc`; 12.8's ends before the reserved words. `res` holds, depending on the type: an array; a
+/// mipmapped array; address, format (20 bytes) and size; address, format, width, height and pitch.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ResourceDesc {
@@ -217,7 +220,7 @@ pub struct ExternalMemoryHandleDesc {
     pub flags: c_uint,
 }
 
-/// `cudaExternalMemoryBufferDesc`, likewise.
+/// `cudaExternalMemoryBufferDesc`: 13.0's is the driver's; 12.8's ends before the reserved words.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ExternalMemoryBufferDesc {
@@ -226,7 +229,7 @@ pub struct ExternalMemoryBufferDesc {
     pub flags: c_uint,
 }
 
-/// `cudaExternalMemoryMipmappedArrayDesc`, likewise.
+/// `cudaExternalMemoryMipmappedArrayDesc`: 13.0's is the driver's; 12.8's ends before the reserved words.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ExternalMemoryMipmappedArrayDesc {
@@ -237,7 +240,7 @@ pub struct ExternalMemoryMipmappedArrayDesc {
     pub num_levels: c_uint,
 }
 
-/// `cudaExternalSemaphoreHandleDesc`, likewise.
+/// `cudaExternalSemaphoreHandleDesc`: 13.0's is the driver's; 12.8's ends before the reserved words.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ExternalSemaphoreHandleDesc {
@@ -248,7 +251,7 @@ pub struct ExternalSemaphoreHandleDesc {
 
 #[cfg(feature = "v12")]
 c_struct! {
-    /// One device's part of `cudaLaunchCooperativeKernelMultiDevice`.
+    /// The part of `cudaLaunchCooperativeKernelMultiDevice` for one device.
     LaunchParams (56) {
         func: *mut c_void = 0, grid: Dim3 = 8, block: Dim3 = 20, args: *mut *mut c_void = 32, shared_mem: usize = 40,
         stream: CUstream = 48,

@@ -1,4 +1,5 @@
-//! The linked libraries: `link.sh` makes them, they export what NVIDIA's do, and a program runs with them.
+//! Tests of the linked libraries: `link.sh` links them, they export what NVIDIA's do, and a program runs with
+//! them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,10 @@ fn run(command: &mut Command) -> String {
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-/// Builds the static library of a version, and links it into `out`.
+/// Builds the static library of a version and links it into `out`.
 fn link(version: u32, out: &Path) -> PathBuf {
-    // A target folder for each version: they differ by a feature, and each would push the other out.
+    // One target folder per version: the two builds differ by a feature and would otherwise replace each
+    // other.
     let target = Path::new(HERE).join(format!("../../build/cudart-test/{version}"));
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--release", "--package", "rgpu-cudart", "--target-dir"]).arg(&target);
@@ -47,17 +49,17 @@ fn exports_what_the_list_says(version: u32) {
 }
 
 #[test]
-fn libcudart_13_exports_the_names_of_cuda_13_0_and_no_other() {
+fn libcudart_13_exports_exactly_the_names_of_cuda_13_0() {
     exports_what_the_list_says(13);
 }
 
 #[test]
-fn libcudart_12_exports_the_names_of_cuda_12_8_and_no_other() {
+fn libcudart_12_exports_exactly_the_names_of_cuda_12_8() {
     exports_what_the_list_says(12);
 }
 
 #[test]
-fn a_program_finds_the_driver_beside_the_library_and_ends_in_order() {
+fn a_program_finds_the_driver_beside_the_library_and_exits_cleanly() {
     let out = tempfile::tempdir().expect("a temporary folder");
     let library = link(13, out.path());
     let fixture = |name: &str| Path::new(HERE).join("tests/fixtures").join(name);

@@ -1,13 +1,13 @@
-//! Questions about one device. Functions of several versions that write the same bytes are one question; the versioned
-//! ones are told by the word that the program's structure begins with.
+//! Queries of one device. Functions of several versions that write the same bytes are one query. For
+//! functions with a versioned structure, the structure's first word selects the query.
 
 use client::ops::nvml;
 
-use crate::shape::{fields, front};
+use crate::query::{fields, front};
 use crate::state::{Handle, connected, ordinal};
 
-// What a device is.
-ask! {
+// Identity and capabilities.
+query! {
     text nvmlDeviceGetName() = NAME;
     text nvmlDeviceGetUUID() = UUID;
     text nvmlDeviceGetSerial() = SERIAL;
@@ -53,8 +53,8 @@ ask! {
     block nvmlDeviceGetConfComputeProtectedMemoryUsage() = PROTECTED_MEMORY;
 }
 
-// What it does now.
-ask! {
+// Current state.
+query! {
     block nvmlDeviceGetGpuUptime_v1() = UPTIME;
     block nvmlDeviceGetUtilizationRates() = UTILIZATION_RATES;
     words nvmlDeviceGetEncoderUtilization() [utilization, sampling_period_us] = ENCODER_UTILIZATION;
@@ -98,8 +98,8 @@ ask! {
     versioned nvmlDeviceGetFanSpeedRPM = [FAN_SPEED_RPM];
 }
 
-// Its links.
-ask! {
+// PCIe links.
+query! {
     block nvmlDeviceGetMaxPcieLinkGeneration() = MAX_PCIE_LINK_GENERATION;
     block nvmlDeviceGetGpuMaxPcieLinkGeneration() = GPU_MAX_PCIE_LINK_GENERATION;
     block nvmlDeviceGetMaxPcieLinkWidth() = MAX_PCIE_LINK_WIDTH;
@@ -111,8 +111,8 @@ ask! {
     block nvmlDeviceGetPcieSpeed() = PCIE_SPEED;
 }
 
-// Its errors.
-ask! {
+// Errors.
+query! {
     words nvmlDeviceValidateInforom() [] = VALIDATE_INFOROM;
     block nvmlDeviceGetTotalEccErrors(error_type, counter_type) = TOTAL_ECC_ERRORS;
     block nvmlDeviceGetDetailedEccErrors(error_type, counter_type) = DETAILED_ECC_ERRORS;
@@ -128,7 +128,7 @@ ask! {
 }
 
 // NVLink and the rest.
-ask! {
+query! {
     block nvmlDeviceGetNvLinkState(link) = NVLINK_STATE;
     block nvmlDeviceGetNvLinkVersion(link) = NVLINK_VERSION;
     block nvmlDeviceGetNvLinkCapability(link, capability) = NVLINK_CAPABILITY;
@@ -146,12 +146,12 @@ ask! {
     versioned nvmlDeviceGetCurrentClockFreqs = [CURRENT_CLOCK_FREQS];
 }
 
-/// How much of `nvmlPciInfo_t` there was before it had a subsystem id, and before it had a long bus id, in bytes.
+/// The sizes of `nvmlPciInfo_t` in bytes before it had a subsystem ID, and before it had a long bus ID.
 const PCI_INFO_V1: usize = 32;
 const PCI_INFO_V2: usize = 36;
 
 nvml! {
-    // The fabric joins the server's GPUs; no memory can be shared over it from here.
+    // The fabric connects the server's GPUs; this process cannot share memory over it.
     fn nvmlDeviceGetGpuFabricInfo(device: Handle, _info: *mut u8) {
         ordinal(connected()?, device)?;
         Err(nvml::status::NOT_SUPPORTED)

@@ -1,4 +1,4 @@
-//! Statuses (`nvmlReturn_t`) and their texts.
+//! Return codes (`nvmlReturn_t`) and their texts.
 
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,10 +7,10 @@ use client::counters::{self, Call};
 use client::ops::nvml::status;
 use client::{Status, log};
 
-/// What an exported function comes to: the error is an `nvmlReturn_t`.
+/// The result of an exported function; the error is an `nvmlReturn_t`.
 pub(crate) type Result<T = ()> = std::result::Result<T, u32>;
 
-/// NVML's word for a failure of the session.
+/// NVML's return code for a failed session.
 pub(crate) fn of_session(failure: Status) -> u32 {
     match failure {
         Status::NOT_SUPPORTED => status::NOT_SUPPORTED,
@@ -20,7 +20,7 @@ pub(crate) fn of_session(failure: Status) -> u32 {
     }
 }
 
-/// Ends an exported function.
+/// Returns from an exported function.
 #[inline]
 pub(crate) fn finish(name: &str, result: Result) -> u32 {
     match result {
@@ -32,12 +32,12 @@ pub(crate) fn finish(name: &str, result: Result) -> u32 {
     }
 }
 
-/// Ends a function that is not served. "Not supported" is an answer that every caller of NVML expects (no GPU serves all of
-/// it), so it is worth a line on stderr only to those who ask for such lines.
+/// Returns from a function that is not supported. Callers of NVML expect that (no GPU supports all of it), so
+/// it is only logged at level `info`.
 #[cold]
-pub(crate) fn refuse(name: &str, said: &AtomicBool) -> u32 {
-    if !said.swap(true, Ordering::Relaxed) {
-        log::info(format_args!("{name} is not supported by rgpu; it answers NVML_ERROR_NOT_SUPPORTED"));
+pub(crate) fn refuse(name: &str, logged: &AtomicBool) -> u32 {
+    if !logged.swap(true, Ordering::Relaxed) {
+        log::info(format_args!("{name} is not supported by rgpu and returns NVML_ERROR_NOT_SUPPORTED"));
     }
     status::NOT_SUPPORTED
 }

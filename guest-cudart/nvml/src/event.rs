@@ -1,5 +1,5 @@
-//! Event sets. No event of the server's GPUs is reported here, so no type of event is supported: a set can be made, takes
-//! no events, and waiting for it ends when the time is up.
+//! Event sets. No events of the server's GPUs are reported, so no event type is supported: a set can be
+//! created, accepts no events, and waiting on it times out.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use client::lock;
 use client::ops::nvml::status;
 
 use crate::error::Result;
-use crate::shape::non_null;
+use crate::query::non_null;
 use crate::state::{self, Handle};
 
 /// `NVML_ERROR_TIMEOUT`.
 const TIMEOUT: u32 = 10;
 
-/// An `nvmlEventSet_t` as a program passes it: the number of a set, from 1.
+/// An `nvmlEventSet_t` as a program passes it: a set's number, from 1.
 type Set = usize;
 
-/// The sets that there are.
+/// The existing sets.
 static SETS: Mutex<Sets> = Mutex::new(Sets { last: 0, live: Vec::new() });
 
 struct Sets {
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_that_was_not_made_is_no_argument() {
+    fn an_unknown_set_is_an_invalid_argument() {
         assert_eq!(lock(&SETS).check(12345), Err(status::INVALID_ARGUMENT));
         // SAFETY: the output is NULL.
         assert_eq!(unsafe { nvmlEventSetCreate(std::ptr::null_mut()) }, status::UNINITIALIZED);

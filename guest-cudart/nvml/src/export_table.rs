@@ -1,9 +1,9 @@
-//! `nvmlInternalGetExportTable`: a private table of functions that nvidia-smi asks for by GUID, and does not start
-//! without. It has no documentation. What is known of its slots comes from watching nvidia-smi call NVIDIA's library 580:
-//! arguments, what the memory behind them held before and after, and what nvidia-smi printed. A slot that is not known
-//! answers `NVML_ERROR_NOT_SUPPORTED`, which nvidia-smi shows as N/A.
+//! `nvmlInternalGetExportTable`: a private function table that nvidia-smi requests by GUID and needs to
+//! start. It is undocumented. What is known of its slots was observed with nvidia-smi and NVIDIA's library
+//! 580: the arguments, the memory behind them before and after the call, and nvidia-smi's output. Unknown
+//! slots return `NVML_ERROR_NOT_SUPPORTED`, which nvidia-smi shows as N/A.
 //!
-//! The first word is the table's size in bytes; a function's slot is its place in the table.
+//! The first word is the table's size in bytes. A slot number is an index into the table.
 
 use std::ffi::c_void;
 
@@ -17,28 +17,29 @@ use crate::device::{
 };
 use crate::error::{Result, finish};
 use crate::process::{none, nvmlDeviceGetComputeRunningProcesses_v3};
-use crate::shape::{block, front, non_null};
+use crate::query::{block, front, non_null};
 use crate::state::{self, Handle};
 
 /// The table's GUID.
 const NVIDIA_SMI: [u8; 16] =
     [0xc4, 0xfe, 0x3e, 0x6c, 0xc9, 0x8f, 0x6c, 0x4e, 0xa3, 0x27, 0xee, 0x69, 0x6e, 0x12, 0xf7, 0xc4];
 
-/// Called around every line that nvidia-smi prints, whatever it answers: its tracing.
+/// Called around every line that nvidia-smi prints, for tracing; the result does not matter.
 const TRACE: usize = 26;
-/// `(nvmlDevice_t device, unsigned int *supported)`: whether `dmon` and `pmon` may watch the device.
+/// `(nvmlDevice_t device, unsigned int *supported)`: whether `dmon` and `pmon` can monitor the device.
 const CAN_BE_WATCHED: usize = 72;
-/// `(unsigned int index, char *address)`: the device's PCI address as a text of at most 16 bytes.
+/// `(unsigned int index, char *address)`: the device's PCI address as text of at most 16 bytes.
 const ADDRESS_BY_INDEX: usize = 81;
-/// `(nvmlDevice_t device, nvmlViolationTime_t *time)`: how long heat has kept the clocks low.
+/// `(nvmlDevice_t device, nvmlViolationTime_t *time)`: how long the clocks were throttled because of
+/// temperature.
 const THERMAL_VIOLATION: usize = 138;
-/// `(nvmlDevice_t device, unsigned long long since, unsigned int *processes, unsigned int *samples, sample *list)`: what
-/// part of the device each process had. A sample has 488 bytes.
+/// `(nvmlDevice_t device, unsigned long long since, unsigned int *processes, unsigned int *samples, sample
+/// *list)`: each process's share of the device. A sample has 488 bytes.
 const PROCESS_SAMPLES: usize = 145;
-/// `(nvmlDevice_t device, unsigned int *count, entry *list)`: compute, graphics and MPS processes with their names.
+/// `(nvmlDevice_t device, unsigned int *count, entry *list)`: compute, graphics and MPS processes with names.
 const PROCESSES: std::ops::RangeInclusive<usize> = 213..=215;
 
-/// Functions that NVML exports by name as well.
+/// Functions that NVML also exports by name.
 const PUBLIC: &[(usize, Slot)] = &[
     (29, nvmlDeviceGetGpuOperationMode as Slot),
     (31, nvmlDeviceGetDisplayActive as Slot),
@@ -50,21 +51,21 @@ const PUBLIC: &[(usize, Slot)] = &[
 
 /// `NVML_PERF_POLICY_THERMAL`.
 const THERMAL: u32 = 1;
-/// Bytes of `nvmlPciInfo_t` that hold the short form of the address.
+/// Size in bytes of the short address in `nvmlPciInfo_t`.
 const SHORT_ADDRESS: usize = 16;
 
 const SLOTS: usize = 512;
 
-/// A size or an address.
+/// The table's size or a function's address.
 type Slot = *const c_void;
 
 struct Table([Slot; SLOTS]);
 
-// SAFETY: sizes and addresses of functions.
+// SAFETY: the pointers are only sizes and addresses of functions.
 unsafe impl Sync for Table {}
 
 extern "C" fn refused<const SLOT: usize>() -> u32 {
-    log::debug(format_args!("slot {SLOT} of nvidia-smi's export table is not known"));
+    log::debug(format_args!("slot {SLOT} of nvidia-smi's export table is unknown"));
     status::NOT_SUPPORTED
 }
 
@@ -72,7 +73,7 @@ extern "C" fn nothing() -> u32 {
     status::SUCCESS
 }
 
-/// Ends a function of the table, which has a name only here.
+/// Returns from a function of the table, which has no name elsewhere.
 fn end(slot: usize, result: Result) -> u32 {
     finish(&format!("slot {slot} of nvidia-smi's export table"), result)
 }
@@ -81,7 +82,7 @@ unsafe extern "C" fn can_be_watched(device: Handle, supported: *mut u32) -> u32 
     let answer = || {
         state::ordinal(state::connected()?, device)?;
         non_null(supported)?;
-        // SAFETY: not NULL, and nvidia-smi gives a place for one word.
+        // SAFETY: checked for NULL; nvidia-smi passes room for one word.
         unsafe { supported.write(1) };
         Ok(())
     };
@@ -92,12 +93,12 @@ unsafe extern "C" fn address_by_index(index: u32, address: *mut u8) -> u32 {
     let answer = || {
         let device = state::handle(state::connected()?, index)?;
         let mut text = [0; SHORT_ADDRESS];
-        // SAFETY: there is room for so many bytes.
+        // SAFETY: nvidia-smi passes room for an address, which is at least this long.
         unsafe { front(device, nvml::PCI_INFO, &[], SHORT_ADDRESS, text.as_mut_ptr())? };
         non_null(address)?;
-        // NVIDIA's library writes the text and its NUL, nothing behind.
+        // NVIDIA's library writes the text and its NUL, and nothing after it.
         let length = text.iter().position(|byte| *byte == 0).map_or(SHORT_ADDRESS, |end| end + 1);
-        // SAFETY: not NULL, and nvidia-smi gives room for an address.
+        // SAFETY: checked for NULL; nvidia-smi passes room for an address.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), address, length) };
         Ok(())
     };
@@ -105,7 +106,7 @@ unsafe extern "C" fn address_by_index(index: u32, address: *mut u8) -> u32 {
 }
 
 unsafe extern "C" fn thermal_violation(device: Handle, time: *mut u8) -> u32 {
-    // SAFETY: nvidia-smi gives room for the structure, or NULL.
+    // SAFETY: nvidia-smi passes room for the structure, or NULL.
     end(THERMAL_VIOLATION, unsafe { block(device, nvml::VIOLATION_STATUS, &[THERMAL], time) })
 }
 
@@ -116,7 +117,7 @@ unsafe extern "C" fn process_samples(
     samples: *mut u32,
     _list: *mut u8,
 ) -> u32 {
-    // SAFETY: nvidia-smi gives a place for one word each, or NULL.
+    // SAFETY: nvidia-smi passes room for one word each, or NULL.
     end(PROCESS_SAMPLES, unsafe { none(device, processes).and_then(|()| none(device, samples)) })
 }
 
@@ -151,7 +152,7 @@ static TABLE: Table = {
     }
     let mut slot = *PROCESSES.start();
     while slot <= *PROCESSES.end() {
-        // All three are empty, whatever their entries look like.
+        // All three lists are empty, so the format of their entries does not matter.
         slots[slot] = nvmlDeviceGetComputeRunningProcesses_v3 as Slot;
         slot += 1;
     }
@@ -165,7 +166,7 @@ nvml! {
         }
         let id = id.read_unaligned();
         if id != NVIDIA_SMI {
-            log::warn(format_args!("nvmlInternalGetExportTable: the table {id:02x?} is not known"));
+            log::warn(format_args!("nvmlInternalGetExportTable: unknown table {id:02x?}"));
             return Err(status::NOT_FOUND);
         }
         table.write(TABLE.0.as_ptr());
@@ -178,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_known_table_is_given_and_it_begins_with_its_size() {
+    fn only_nvidia_smi_s_table_exists_and_begins_with_its_size() {
         let mut table: *const Slot = std::ptr::null();
         // SAFETY: the arguments are live local variables and constants; the table has more than one word.
         unsafe {
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn known_slots_ask_for_initialization_and_unknown_ones_are_not_supported() {
+    fn known_slots_need_initialization_and_unknown_ones_are_not_supported() {
         let (mut word, mut text, mut time) = (7, [7; SHORT_ADDRESS], [7; 16]);
         // SAFETY: each argument is a live local variable of the size that the function writes.
         let answers = unsafe {

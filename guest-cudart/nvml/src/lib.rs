@@ -1,24 +1,26 @@
 //! libnvidia-ml.so.1: NVML over an rgpu session.
 //!
-//! It knows NVML's functions by their shapes, and nothing of how bytes travel: that is `client`. What a function means is
-//! NVIDIA's "NVML API" manual's matter, and its answer that of NVIDIA's library on the server: nearly every function is one
-//! question of [`client::ops::nvml`], put to the server with its arguments and answered with the bytes that the library
-//! there wrote, or with its status. What would change a GPU that others share, and what names this machine's processors
-//! or the server's processes, is refused.
+//! This crate knows the signatures of NVML's functions, but not how bytes travel; that is `client`. NVIDIA's
+//! "NVML API" manual defines what a function means, and NVIDIA's library on the server produces the result:
+//! nearly every function is one query of [`client::ops::nvml`], sent to the server with its arguments, and
+//! returns the bytes that the library there wrote or its return code. Functions that would change a GPU
+//! shared with others, or that concern this machine's processors or the server's processes, are refused.
 //!
 //! In reading order:
-//! - `state`: the session, from `nvmlInit` on; `error`: statuses and their texts;
-//! - `shape`: how a question of each shape is asked, and `macros`, the form in which every function is written;
-//! - `system`: what belongs to no device, and finding devices; `device`: the questions; `process`: processes;
-//! - `event`: events;
-//! - `export_table`: what nvidia-smi asks for besides;
-//! - `refused`: the rest of `nvml.h`, exported and refused.
+//! - `state`: the session, from `nvmlInit` on; `error`: return codes and their texts
+//! - `query`: sends a query of each form, and `macros`, which define the exported functions
+//! - `system`: functions without a device, and finding devices; `device`: queries of a device; `process`:
+//!   processes
+//! - `event`: events
+//! - `export_table`: what nvidia-smi needs in addition
+//! - `unsupported`: the rest of `nvml.h`, exported but refused
 //!
-//! **A session of its own.** A program that uses CUDA as well has two sessions, each with its worker on the server: the
-//! libraries are separate files that share no state, and either may be there without the other. So the process list is
-//! that of this session, in which no kernel ever runs: it is empty, as it is for a program in a container.
+//! **A separate session.** A program that also uses CUDA has two sessions, each with its own worker on the
+//! server: the libraries are separate files without shared state, and each works without the other. The
+//! process list is therefore that of a session that never runs a kernel: it is empty, as for a program in a
+//! container.
 //!
-//! **Fork.** NVML may be used in a child: it connects anew at its first call.
+//! **Fork.** A child can use NVML: it opens a new session at its first call.
 
 #![allow(non_snake_case, non_camel_case_types, reason = "the names are NVML's")]
 #![allow(
@@ -36,11 +38,11 @@ mod error;
 mod event;
 mod export_table;
 mod process;
-mod refused;
-mod shape;
+mod query;
 mod state;
 mod system;
+mod unsupported;
 
-/// Tells this library from NVIDIA's, for whoever wants to know.
+/// Distinguishes this library from NVIDIA's.
 #[unsafe(no_mangle)]
 pub static rgpu_libnvml: u32 = client::VERSION;

@@ -1,18 +1,18 @@
-//! `nvml!`: how an exported function is written down; `ask!`: one that is a question to the server; `unsupported!`: one
-//! that is refused.
+//! `nvml!` defines an exported function, `query!` one that is a query to the server, `unsupported!` one that is
+//! refused.
 //!
 //! ```text
 //! nvml! { fn nvmlName(arguments) { body } }     the body is a `Result`
-//! ask! {
-//!     block nvmlName(argument) = QUESTION;      (device, unsigned int argument, void *out)
+//! query! {
+//!     block nvmlName(argument) = QUERY;         (device, unsigned int argument, void *out)
 //!     words nvmlName() [first, second] = …;     (device, unsigned int *first, unsigned int *second)
 //!     text nvmlName() = …;                      (device, char *text, unsigned int length)
 //!     list nvmlName() = …;                      (device, unsigned int *count, void *list)
-//!     versioned nvmlName = [QUESTION, …];       (device, void *structure), a question for each version
+//!     versioned nvmlName = [QUERY, …];          (device, void *structure), a query for each version
 //! }
 //! ```
 //!
-//! A panic cannot leave these functions: Rust aborts at the edge of an `extern "C"` function.
+//! A panic cannot leave these functions: Rust aborts at the boundary of an `extern "C"` function.
 
 macro_rules! nvml {
     ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block)*) => {$(
@@ -22,55 +22,55 @@ macro_rules! nvml {
             #[allow(unused_unsafe, reason = "not every function reads or writes through its arguments")]
             #[inline(always)]
             unsafe fn body($($arg: $ty),*) -> $crate::error::Result {
-                // SAFETY: the caller keeps what NVML's manual asks of the arguments: a pointer is NULL, which is checked
-                // here, or valid for the type and length described there.
+                // SAFETY: the caller upholds what NVML's manual requires of the arguments: a pointer is NULL,
+                // which is checked here, or valid for the documented type and length.
                 unsafe { $body }
             }
             static CALL: ::client::counters::Call = ::client::counters::Call::new(stringify!($name));
             let _inside = ::client::counters::enter(&CALL);
-            // SAFETY: as in the body.
+            // SAFETY: the caller upholds what NVML's manual requires of the arguments.
             let result = unsafe { body($($arg),*) };
             $crate::error::finish(stringify!($name), result)
         }
     )*};
 }
 
-macro_rules! ask {
+macro_rules! query {
     () => {};
     (block $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
         nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, out: *mut u8) {
-            $crate::shape::block(device, ::client::ops::nvml::$query, &[$($arg),*], out)
+            $crate::query::block(device, ::client::ops::nvml::$query, &[$($arg),*], out)
         } }
-        ask! { $($rest)* }
+        query! { $($rest)* }
     };
     (words $name:ident() [$($out:ident),*] = $query:ident; $($rest:tt)*) => {
         nvml! { fn $name(device: $crate::state::Handle $(, $out: *mut u32)*) {
-            $crate::shape::words(device, ::client::ops::nvml::$query, [$($out),*])
+            $crate::query::words(device, ::client::ops::nvml::$query, [$($out),*])
         } }
-        ask! { $($rest)* }
+        query! { $($rest)* }
     };
     (text $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
         nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, text: *mut ::std::ffi::c_char, length: u32) {
-            $crate::shape::text(device, ::client::ops::nvml::$query, &[$($arg),*], text, length)
+            $crate::query::text(device, ::client::ops::nvml::$query, &[$($arg),*], text, length)
         } }
-        ask! { $($rest)* }
+        query! { $($rest)* }
     };
     (list $name:ident($($arg:ident),*) = $query:ident; $($rest:tt)*) => {
         nvml! { fn $name(device: $crate::state::Handle $(, $arg: u32)*, count: *mut u32, list: *mut u8) {
-            $crate::shape::list(device, ::client::ops::nvml::$query, &[$($arg),*], count, list)
+            $crate::query::list(device, ::client::ops::nvml::$query, &[$($arg),*], count, list)
         } }
-        ask! { $($rest)* }
+        query! { $($rest)* }
     };
     (versioned $name:ident = [$($query:ident),*]; $($rest:tt)*) => {
         nvml! { fn $name(device: $crate::state::Handle, structure: *mut u8) {
-            $crate::shape::versioned(device, &[$(::client::ops::nvml::$query),*], structure)
+            $crate::query::versioned(device, &[$(::client::ops::nvml::$query),*], structure)
         } }
-        ask! { $($rest)* }
+        query! { $($rest)* }
     };
 }
 
-/// Exports names that cannot be served: they answer `NVML_ERROR_NOT_SUPPORTED` and log one line each. Their arguments are
-/// not looked at, which the C calling conventions of x86-64 and AArch64 Linux allow a callee.
+/// Exports functions that cannot be served: they return `NVML_ERROR_NOT_SUPPORTED` and log one line each.
+/// They declare no arguments, which the C calling conventions of x86-64 and AArch64 Linux permit.
 macro_rules! unsupported {
     ($($name:ident),* $(,)?) => {$(
         #[unsafe(no_mangle)]

@@ -1,23 +1,24 @@
-//! Processes on a device, as this session sees them: none (see the crate's documentation). NVML knows the server's
-//! processes, which serve all of its clients; none of the lists is ever asked for there.
+//! Processes on a device, as this session sees them: none (see the crate's documentation). The server's NVML
+//! would list the workers of all its clients, so these functions never ask it.
 
 use std::ffi::c_char;
 
 use client::ops::nvml::status;
 
 use crate::error::Result;
-use crate::shape::{non_null, put_text};
+use crate::query::{non_null, put_text};
 use crate::state::{self, Handle};
 
-/// An empty list.
+/// Returns an empty list.
 ///
 /// # Safety
-/// `count` is NULL or may be written.
+///
+/// `count` is NULL or writable.
 pub(crate) unsafe fn none(device: Handle, count: *mut u32) -> Result {
     non_null(count)?;
     let connected = state::connected()?;
     state::ordinal(connected, device)?;
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that `count` is NULL or writable.
     unsafe { count.write(0) };
     Ok(())
 }
@@ -35,26 +36,28 @@ lists! {
     nvmlDeviceGetMPSComputeRunningProcesses_v3
 }
 
-/// The version words of `nvmlProcessDetailList_v1_t` and `nvmlProcessesUtilizationInfo_v1_t`, both of 24 bytes.
+/// The version words of `nvmlProcessDetailList_v1_t` and `nvmlProcessesUtilizationInfo_v1_t`, both 24 bytes
+/// long.
 const LIST_V1: u32 = 24 | 1 << 24;
 
-/// A structure with a version and a place for a count.
+/// Checks the version of a structure that contains a count, and returns an empty list in it.
 ///
 /// # Safety
+///
 /// `structure` is NULL or points to a structure as long as its first word says.
 unsafe fn versioned(structure: *mut u32) -> Result {
     non_null(structure)?;
-    // SAFETY: not NULL, and at least one word long.
+    // SAFETY: checked for NULL, and at least one word long.
     if unsafe { structure.read() } != LIST_V1 { Err(status::ARGUMENT_VERSION_MISMATCH) } else { Ok(()) }
 }
 
 nvml! {
-    // Accounting is off, or of the server's processes.
+    // Accounting is either off or concerns the server's processes.
     fn nvmlDeviceGetAccountingPids(device: Handle, count: *mut u32, _pids: *mut u32) {
         none(device, count)
     }
 
-    // Version, kind of processes, count, array.
+    // Version, process kind, count, array.
     fn nvmlDeviceGetRunningProcessDetailList(device: Handle, list: *mut u32) {
         versioned(list)?;
         none(device, list.add(2))
@@ -69,7 +72,7 @@ nvml! {
 
     fn nvmlDeviceGetProcessUtilization(device: Handle, _samples: *mut u8, count: *mut u32, _since: u64) {
         none(device, count)?;
-        // What NVML says where there are no samples.
+        // What NVML returns if there are no samples.
         Err(status::NOT_FOUND)
     }
 

@@ -1,7 +1,7 @@
-//! The process's NVML: how often it is initialized, and its session.
+//! The process's NVML state: how often it was initialized, and its session.
 //!
-//! The session is opened by the first `nvmlInit`, or by the first call in a forked child, and stays for the process's
-//! life, or until it is lost; the next `nvmlInit` then opens another.
+//! The first `nvmlInit`, or the first call in a forked child, opens the session. It stays open as long as the
+//! process, or until it is lost; the next `nvmlInit` then opens another.
 
 use std::ptr;
 use std::sync::Mutex;
@@ -15,10 +15,10 @@ use client::{lock, log};
 
 use crate::error::{Result, of_session};
 
-/// The channel's arena in bytes, of which NVML uses nothing.
+/// Size of the channel's arena in bytes. NVML does not use it.
 const ARENA: usize = 4 << 20;
 
-/// What the functions work with.
+/// The open session and its devices.
 pub(crate) struct Connected {
     pub session: &'static Session,
     pub system: NvmlSystemReply,
@@ -29,7 +29,7 @@ pub(crate) struct Device {
     pub ordinal: u32,
 }
 
-/// An `nvmlDevice_t` as a program passes it: anything at all.
+/// An `nvmlDevice_t` as a program passes it, which may be invalid.
 pub(crate) type Handle = *const Device;
 
 static DEVICES: [Device; MAX_DEVICES as usize] = {
@@ -42,7 +42,7 @@ static DEVICES: [Device; MAX_DEVICES as usize] = {
     devices
 };
 
-/// How many `nvmlInit` are without their `nvmlShutdown`.
+/// The number of `nvmlInit` calls without a matching `nvmlShutdown`.
 static USERS: AtomicUsize = AtomicUsize::new(0);
 static CURRENT: AtomicPtr<Connected> = AtomicPtr::new(ptr::null_mut());
 /// The session's descriptors, which a forked child closes.
@@ -61,25 +61,25 @@ pub(crate) fn shutdown() -> Result {
     fewer.map(|_| ()).map_err(|_| status::UNINITIALIZED)
 }
 
-/// The session, between `nvmlInit` and `nvmlShutdown`.
+/// The session, if NVML is initialized.
 pub(crate) fn connected() -> Result<&'static Connected> {
     if USERS.load(Ordering::Acquire) == 0 {
         return Err(status::UNINITIALIZED);
     }
-    // SAFETY: published whole by `connect` and never freed.
+    // SAFETY: `connect` publishes a complete value, which is never freed.
     match unsafe { CURRENT.load(Ordering::Acquire).as_ref() } {
         Some(connected) => Ok(connected),
         None => connect(),
     }
 }
 
-/// The handle of an ordinal that the session has.
+/// The handle of a device ordinal of the session.
 pub(crate) fn handle(connected: &Connected, ordinal: u32) -> Result<Handle> {
     let device = DEVICES.get(ordinal as usize).filter(|_| ordinal < connected.system.device_count);
     device.map(ptr::from_ref).ok_or(status::INVALID_ARGUMENT)
 }
 
-/// The ordinal behind a handle.
+/// The ordinal of a handle.
 pub(crate) fn ordinal(connected: &Connected, handle: Handle) -> Result<u32> {
     let device = DEVICES.iter().find(|device| ptr::eq(*device, handle)).ok_or(status::INVALID_ARGUMENT)?;
     if device.ordinal < connected.system.device_count {
@@ -89,12 +89,12 @@ pub(crate) fn ordinal(connected: &Connected, handle: Handle) -> Result<u32> {
     }
 }
 
-/// The session that stands, or a new one. A failure is said on stderr, once for each text.
+/// The current session, or a new one. Each distinct error is reported on stderr once.
 #[cold]
 fn connect() -> Result<&'static Connected> {
     static OPENING: Mutex<String> = Mutex::new(String::new());
     let mut said = lock(&OPENING);
-    // SAFETY: as in `connected`.
+    // SAFETY: `connect` publishes a complete value, which is never freed.
     if let Some(connected) = unsafe { CURRENT.load(Ordering::Acquire).as_ref() }
         && connected.session.check().is_ok()
     {
@@ -115,7 +115,8 @@ fn connect() -> Result<&'static Connected> {
         slot.store(descriptors.next().unwrap_or(-1), Ordering::Relaxed);
     }
     static AT_FORK: std::sync::Once = std::sync::Once::new();
-    // SAFETY: `in_child` does only what may be done between fork and exec: it stores to atomics and closes descriptors.
+    // SAFETY: `in_child` only does what is allowed between fork and exec: it stores to atomics and closes
+    // descriptors.
     AT_FORK.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
@@ -134,7 +135,7 @@ extern "C" fn in_child() {
     for slot in &DESCRIPTORS {
         let fd = slot.swap(-1, Ordering::Relaxed);
         if fd >= 0 {
-            // SAFETY: the child's copy of a descriptor of the session, which the child never uses again.
+            // SAFETY: the child's copy of a descriptor of the session, which the child never uses.
             unsafe { libc::close(fd) };
         }
     }

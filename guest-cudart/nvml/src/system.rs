@@ -1,37 +1,39 @@
-//! Beginning and end, what belongs to no device, finding devices, and what is asked about two of them.
+//! Initialization and shutdown, functions without a device, finding devices, and queries of two devices.
 
 use std::ffi::{CStr, c_char};
 
 use client::ops::nvml::{self, NvmlPair, NvmlText, status};
 
 use crate::error::{Result, of_session};
-use crate::shape::{ask, non_null, put_text};
+use crate::query::{ask, non_null, put_text};
 use crate::state::{self, Connected, Handle};
 
-/// Room for a text in `nvmlUUID_v1_t`, in bytes.
+/// Room for the text in an `nvmlUUID_v1_t`, in bytes.
 const UUID_TEXT: usize = 41;
 
 /// # Safety
+///
 /// `text` is NULL or has room for `length` bytes.
 unsafe fn system_text(answer: &NvmlText, text: *mut c_char, length: u32) -> Result {
     non_null(text)?;
     match answer.status {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees room for `length` bytes.
         status::SUCCESS => unsafe { put_text(answer.text.as_bytes(), text, length) },
         failure => Err(failure),
     }
 }
 
 /// # Safety
-/// `to` is NULL or may be written.
+///
+/// `to` is NULL or writable.
 unsafe fn put<T>(to: *mut T, value: T) -> Result {
     non_null(to)?;
-    // SAFETY: not NULL, and the caller's.
+    // SAFETY: checked for NULL; the caller makes it writable.
     unsafe { to.write(value) };
     Ok(())
 }
 
-/// The first device for which `is` holds.
+/// The first device for which `is` returns true.
 fn find(connected: &Connected, is: impl Fn(Handle) -> bool) -> Result<Handle> {
     (0..connected.system.device_count)
         .filter_map(|ordinal| state::handle(connected, ordinal).ok())
@@ -39,13 +41,13 @@ fn find(connected: &Connected, is: impl Fn(Handle) -> bool) -> Result<Handle> {
         .ok_or(status::NOT_FOUND)
 }
 
-/// The device whose text for a question is `wanted`.
+/// The device for which a query returns the text `wanted`.
 fn find_by_text(query: &nvml::Query, wanted: &[u8]) -> Result<Handle> {
     let connected = state::connected()?;
     find(connected, |device| ask(device, query, &[], &[]).is_ok_and(|text| text.eq_ignore_ascii_case(wanted)))
 }
 
-/// Domain, bus and device of `domain:bus:device.function` or `bus:device.function`, all hexadecimal.
+/// Domain, bus and device from `domain:bus:device.function` or `bus:device.function`, all hexadecimal.
 fn parse_pci(text: &str) -> Option<[u32; 3]> {
     let address = text.split_once('.').map_or(text, |(address, _function)| address);
     let parts: Vec<u32> = address
@@ -60,36 +62,39 @@ fn parse_pci(text: &str) -> Option<[u32; 3]> {
     }
 }
 
-/// Whether an `nvmlPciInfo_t` is of this place: the numbers stand after 16 bytes of text.
+/// Whether an `nvmlPciInfo_t` is for this address. The numbers follow 16 bytes of text.
 fn is_at(info: &[u8], place: [u32; 3]) -> bool {
     let words = info.get(16..28).map(|bytes| bytes.chunks_exact(4));
     words.is_some_and(|words| words.zip(place).all(|(bytes, number)| bytes == number.to_le_bytes()))
 }
 
 /// # Safety
-/// `text` is a C string or NULL; `device` is NULL or may be written.
+///
+/// `text` is a C string or NULL; `device` is NULL or writable.
 unsafe fn by_pci(text: *const c_char, device: *mut Handle) -> Result {
     non_null(text)?;
     non_null(device)?;
-    // SAFETY: the caller's.
+    // SAFETY: checked for NULL; the caller passes a C string.
     let place =
         unsafe { CStr::from_ptr(text) }.to_str().ok().and_then(parse_pci).ok_or(status::INVALID_ARGUMENT)?;
     let at = |device| ask(device, nvml::PCI_INFO, &[], &[]).is_ok_and(|info| is_at(&info, place));
-    // SAFETY: the caller's.
+    // SAFETY: the caller passes NULL or a writable pointer.
     unsafe { put(device, find(state::connected()?, at)?) }
 }
 
 /// # Safety
-/// `device` is NULL or may be written.
+///
+/// `device` is NULL or writable.
 unsafe fn by_index(index: u32, device: *mut Handle) -> Result {
-    // SAFETY: the caller's.
+    // SAFETY: the caller passes NULL or a writable pointer.
     unsafe { put(device, state::handle(state::connected()?, index)?) }
 }
 
 /// # Safety
-/// `count` is NULL or may be written.
+///
+/// `count` is NULL or writable.
 unsafe fn device_count(count: *mut u32) -> Result {
-    // SAFETY: the caller's.
+    // SAFETY: the caller passes NULL or a writable pointer.
     unsafe { put(count, state::connected()?.system.device_count) }
 }
 
@@ -109,7 +114,7 @@ nvml! {
         state::init()
     }
 
-    // The flags ask for leniency (no GPU, none attached), which never applies here.
+    // The flags allow a missing or detached GPU, which never occurs here.
     fn nvmlInitWithFlags(_flags: u32) {
         state::init()
     }
@@ -194,7 +199,7 @@ nvml! {
         put(index, state::ordinal(state::connected()?, device)?)
     }
 
-    // Devices are whole ones, or what the server's driver shows as one.
+    // Devices are whole GPUs, or whatever the server's driver presents as one.
     fn nvmlDeviceIsMigDeviceHandle(device: Handle, is: *mut u32) {
         state::ordinal(state::connected()?, device)?;
         put(is, 0)
@@ -204,7 +209,7 @@ nvml! {
         put(count, 0)
     }
 
-    // Enclosures of S-class systems, of which there is none.
+    // Units are enclosures of S-class systems, of which there are none.
     fn nvmlUnitGetCount(count: *mut u32) {
         state::connected()?;
         put(count, 0)
@@ -239,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_s_place_is_read_behind_its_short_name() {
+    fn a_device_s_address_follows_its_short_name() {
         let mut info = [0; 68];
         info[16..28].copy_from_slice(&[1, 0, 0, 0, 0x1b, 0, 0, 0, 2, 0, 0, 0]);
         assert!(is_at(&info, [1, 0x1b, 2]));
@@ -248,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn shutting_down_what_was_not_begun_is_an_error() {
+    fn shutdown_without_initialization_is_an_error() {
         // SAFETY: the function takes nothing.
         assert_eq!(unsafe { nvmlShutdown() }, status::UNINITIALIZED);
     }

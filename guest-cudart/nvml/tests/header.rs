@@ -1,5 +1,6 @@
-//! Compares this library with NVIDIA's header of NVML 13: every function that it declares is exported, and every answer
-//! has the size of the type that its function writes. The header comes from PyPI, into `build/nvml/`.
+//! Compares this library with NVIDIA's header of NVML 13: every function that it declares is exported, and
+//! every reply has the size of the type that its function writes. The header is installed from PyPI into
+//! `build/nvml/`.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -17,7 +18,7 @@ fn run(command: &mut Command) {
     assert!(output.status.success(), "{command:?}:\n{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The folder with `nvml.h`, installed at the first use.
+/// The folder with `nvml.h`, installed on first use.
 fn include() -> &'static Path {
     static FOUND: OnceLock<PathBuf> = OnceLock::new();
     FOUND.get_or_init(|| {
@@ -25,7 +26,8 @@ fn include() -> &'static Path {
         let root = build.join("nvml");
         if !root.exists() {
             fs::create_dir_all(&build).expect("build/ can be written");
-            // Installed beside its place and moved there whole, so that two test runs cannot see half of it.
+            // Install into a temporary folder and rename it, so that a concurrent test run never sees half an
+            // installation.
             let fresh = tempfile::tempdir_in(&build).expect("build/ can be written");
             let venv = fresh.path().join("venv");
             run(Command::new("python3").args(["-m", "venv"]).arg(&venv));
@@ -33,7 +35,7 @@ fn include() -> &'static Path {
             run(Command::new(venv.join("bin/pip"))
                 .args(["install", "--quiet", "--no-deps", PACKAGE, "--target"])
                 .arg(&target));
-            // Another test run may have been faster; its copy is as good.
+            // If another test run renamed its copy first, use that one.
             let _ = fs::rename(&target, &root);
         }
         root.join("nvidia/cu13/include")
@@ -44,7 +46,7 @@ fn header() -> String {
     fs::read_to_string(include().join("nvml.h")).expect("nvml.h of the package")
 }
 
-/// Every name that the header declares as a function.
+/// The names of all functions that the header declares.
 fn declared(header: &str) -> BTreeSet<String> {
     header
         .split("DECLDIR")
@@ -85,7 +87,7 @@ fn parameters<'h>(header: &'h str, function: &str) -> Option<Vec<&'h str>> {
 }
 
 #[test]
-fn every_question_has_the_shape_of_its_function() {
+fn every_query_matches_its_function_s_signature() {
     let header = header();
     let mut code = String::from("#include <nvml.h>\n");
     let mut checked = 0;
@@ -95,13 +97,13 @@ fn every_question_has_the_shape_of_its_function() {
         let outputs = &types[1 + query.arguments..];
         let mut size = |ty: &str, size: usize| {
             let target =
-                ty.strip_suffix('*').unwrap_or_else(|| panic!("{}: {ty} is no pointer", query.function));
+                ty.strip_suffix('*').unwrap_or_else(|| panic!("{}: {ty} is not a pointer", query.function));
             writeln!(code, "_Static_assert(sizeof({}) == {size}, {:?});", target.trim(), query.function)
                 .unwrap();
         };
         match (query.output, outputs) {
             (Output::Text, [text, "unsigned int"]) => size(text, 1),
-            // A buffer whose size the manual gives.
+            // A buffer whose size is given in the manual.
             (Output::Block(64), ["char *"]) => {}
             (Output::Block(bytes), [to]) => size(to, bytes),
             (Output::Words(count), words) if words.len() == count => words.iter().for_each(|to| size(to, 4)),
@@ -109,7 +111,7 @@ fn every_question_has_the_shape_of_its_function() {
                 size(count, 4);
                 size(list, bytes);
             }
-            // The type is that of the newest version, so that only one of several can be compared.
+            // The type is that of the newest version, so only that version can be compared.
             (Output::Struct(version), [to]) => {
                 let newest = QUERIES.iter().rfind(|other| other.function == query.function);
                 if newest == Some(query) {
@@ -120,7 +122,7 @@ fn every_question_has_the_shape_of_its_function() {
             (shape, outputs) => panic!("{}: {shape:?} and {outputs:?}", query.function),
         }
     }
-    assert!(checked > 100, "{checked} questions in the header");
+    assert!(checked > 100, "{checked} queries in the header");
     let folder = tempfile::tempdir().expect("a temporary folder");
     let source = folder.path().join("sizes.c");
     fs::write(&source, code).expect("a file");

@@ -24,8 +24,8 @@ use protocol::link::{
 use std::os::fd::AsRawFd;
 use zerocopy::IntoBytes;
 
-use super::core::{ChannelMemory, Core, thread_name};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
+use super::state::{ChannelMemory, SessionState, thread_name};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
 
@@ -60,7 +60,7 @@ type Waiter = Sender<(Answer, String)>;
 
 /// What the transport's methods and its thread share.
 struct Shared {
-    core: Arc<Core>,
+    session: Arc<SessionState>,
     socket: OwnedFd,
     /// The worker writes it to wake a guest's threads. `None`: threads are reached by futex, which the worker does itself.
     wake: Option<EventFd>,
@@ -86,7 +86,7 @@ pub(super) struct Local {
 
 impl std::fmt::Debug for Local {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Local").field("core", &self.shared.core).finish_non_exhaustive()
+        f.debug_struct("Local").field("session", &self.shared.session).finish_non_exhaustive()
     }
 }
 
@@ -94,13 +94,13 @@ impl Local {
     /// Hands the channel over to the worker. The channel is ready when this returns.
     pub(super) fn start(
         config: &SessionConfig,
-        core: Arc<Core>,
+        session: Arc<SessionState>,
         socket: OwnedFd,
     ) -> Result<Local, ConnectError> {
         let server = config.server.to_string();
         let here = |source| ConnectError::Here { source };
         let failed = |source| ConnectError::NoServer { server: server.clone(), source };
-        let wake = if core.futex() {
+        let wake = if session.futex() {
             None
         } else {
             Some(
@@ -109,19 +109,19 @@ impl Local {
             )
         };
 
-        let memories: Vec<_> = core.channel.memories.files().collect();
+        let memories: Vec<_> = session.channel.memories.files().collect();
         let attach = Attach {
             memory_count: memories.len() as u32,
-            extent_count: core.channel.extents.len() as u32,
+            extent_count: session.channel.extents.len() as u32,
             flags: if wake.is_none() { ATTACH_FUTEX } else { 0 },
             reserved: 0,
-            size: core.channel.size,
+            size: session.channel.size,
         };
         let mut descriptors: Vec<BorrowedFd<'_>> = memories.iter().map(|(_, file)| file.as_fd()).collect();
-        descriptors.push(core.doorbell.as_fd());
+        descriptors.push(session.doorbell.as_fd());
         descriptors.extend(wake.as_ref().map(AsFd::as_fd));
         let places: Vec<_> = memories.iter().map(|(memory, _)| *memory).collect();
-        let parts = [attach.as_bytes(), places.as_bytes(), core.channel.extents.as_bytes()];
+        let parts = [attach.as_bytes(), places.as_bytes(), session.channel.extents.as_bytes()];
         send_frame(socket.as_fd(), frame::ATTACH, &parts, &descriptors).map_err(failed)?;
         let (answer, reason) = first_ack(socket.as_fd()).map_err(failed)?;
         if answer != Answer::Ok {
@@ -130,10 +130,10 @@ impl Local {
         // From here on the thread waits as long as it takes; a worker that does not read makes a sender give up.
         setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::new(0, 0)).map_err(|e| here(e.into()))?;
         setsockopt(&socket, sockopt::SendTimeout, &TimeVal::new(10, 0)).map_err(|e| here(e.into()))?;
-        core.header().set_ready();
+        session.header().set_ready();
 
         let shared =
-            Arc::new(Shared { core, socket, wake, state: Mutex::default(), changed: Condvar::new() });
+            Arc::new(Shared { session, socket, wake, state: Mutex::default(), changed: Condvar::new() });
         let for_thread = shared.clone();
         let thread = std::thread::Builder::new()
             .name(thread_name("local"))
@@ -143,7 +143,7 @@ impl Local {
     }
 
     fn over(&self) -> RegionError {
-        RegionError::Over(self.shared.core.ended().unwrap_or("the session is over").to_owned())
+        RegionError::Over(self.shared.session.ended().unwrap_or("the session is over").to_owned())
     }
 
     /// Sends a request and waits for its acknowledgement. `None`: the worker is gone.
@@ -158,7 +158,7 @@ impl Local {
             // Under the lock, so that requests and waiters have one order.
             if let Err(e) = send_frame(self.shared.socket.as_fd(), kind, parts, fds) {
                 // The stream may be cut in mid-frame: it is of no further use.
-                tracing::warn!(server = %self.shared.core.server, "sending to the worker: {e}");
+                tracing::warn!(server = %self.shared.session.server, "sending to the worker: {e}");
                 let _ = shutdown(self.shared.socket.as_raw_fd(), Shutdown::Write);
             }
         }
@@ -204,8 +204,8 @@ impl Shared {
         let why = self.listen();
         let asked = self.lock().asked.clone();
         match asked {
-            Some(reason) => self.core.end(&reason),
-            None => self.core.lose(&why),
+            Some(reason) => self.session.end(&reason),
+            None => self.session.lose(&why),
         }
         let mut state = self.lock();
         state.over = true;
@@ -214,7 +214,7 @@ impl Shared {
     }
 
     fn listen(&self) -> String {
-        let server = &self.core.server;
+        let server = &self.session.server;
         let (mut body, mut fds) = (Vec::new(), Vec::new());
         let mut goodbye = None;
         loop {
@@ -232,7 +232,7 @@ impl Shared {
                     let _ = wake.read();
                 }
                 // Which word changed is not known: the call wakes all.
-                self.core.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+                self.session.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
             }
             if !ready(0) {
                 continue;
@@ -297,7 +297,7 @@ impl Transport for Local {
         match self.request(frame::REGION_ADD, &[add.as_bytes(), region.extents.as_bytes()], &descriptors) {
             Some((Answer::Ok, _)) => Ok(()),
             Some((answer, reason)) => {
-                Err(RegionError::Refused { server: self.shared.core.server.clone(), answer, reason })
+                Err(RegionError::Refused { server: self.shared.session.server.clone(), answer, reason })
             }
             None => Err(self.over()),
         }
@@ -307,7 +307,7 @@ impl Transport for Local {
         match self.request(frame::REGION_REMOVE, &[&id.to_le_bytes()], &[]) {
             Some((Answer::Ok, _)) | None => Ok(()),
             Some((answer, reason)) => {
-                Err(RegionError::Refused { server: self.shared.core.server.clone(), answer, reason })
+                Err(RegionError::Refused { server: self.shared.session.server.clone(), answer, reason })
             }
         }
     }
@@ -337,7 +337,7 @@ impl Drop for Local {
     fn drop(&mut self) {
         if self.close("closed", Duration::ZERO) == Closed::StillHeld {
             // The thread keeps the memory mapped, through `shared`, until the worker has let go.
-            tracing::warn!(server = %self.shared.core.server, "the worker still holds the client's memory");
+            tracing::warn!(server = %self.shared.session.server, "the worker still holds the client's memory");
         }
     }
 }

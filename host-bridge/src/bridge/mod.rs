@@ -4,24 +4,24 @@
 //!  vhost-rgpu ──▶ Session ──▶ dyn Transport ─┬─ tcp    a relay thread takes records off the ring and moves bulk data
 //!                    │                       ├─ verbs  the same over InfiniBand or RoCE, bulk data by the NIC
 //!                    │                       └─ local  the server's worker has the channel mapped and reads the ring itself
-//!                    └── Core: the channel's memory, the doorbell, counters, how the session ended; shared by both
+//!                    └── SessionState: the channel's memory, the doorbell, counters, how the session ended; shared by both
 //! ```
 //!
 //! In reading order:
 //! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
-//! - [`core`]: what session and transport share; the only code that writes into a channel on loss;
-//! - [`tcp`], [`verbs`] and [`local`]: the transports; `relayed` and `mailbox`: what the first two share;
+//! - [`state`]: what session and transport share; the only code that writes into a channel on loss;
+//! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
+//! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
 //! - [`polling`], [`counters`]: small parts.
 //!
 //! Whatever a client does wrong ends its own session, with a reason that a person can read, and no other.
 
-pub mod core;
 pub mod counters;
 pub mod local;
-mod mailbox;
 pub mod polling;
-mod relayed;
+mod relay;
 pub mod session;
+pub mod state;
 pub mod tcp;
 pub mod verbs;
 
@@ -32,7 +32,7 @@ use thiserror::Error;
 
 use crate::memory::{Memories, MemoryError};
 
-pub use self::core::{ChannelMemory, Wakeup};
+pub use self::state::{ChannelMemory, Wakeup};
 pub use counters::Counters;
 pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind, Turn};
 
@@ -124,7 +124,7 @@ pub enum Closed {
 /// commands that the client appends to its ring reach the server, with all they refer to, without any further call. It then keeps these promises:
 ///
 /// - **Order.** The server sees records in ring order. A reply or a progress word that says data has arrived is published after the data.
-/// - **Loss.** When the server is gone, says goodbye, or the client sends what no correct client sends, it calls [`core::Core::lose`] once, from a thread of its own,
+/// - **Loss.** When the server is gone, says goodbye, or the client sends what no correct client sends, it calls [`state::SessionState::lose`] once, from a thread of its own,
 ///   and touches the client's memory no more after that.
 /// - **Isolation.** It never panics on anything that came out of the channel or off the network, and what it allocates for a client is bounded.
 ///

@@ -15,8 +15,8 @@ use protocol::device::{Answer, text, untext};
 use protocol::link::{Hello, MAGIC, wish};
 use thiserror::Error;
 
-use super::core::{ChannelMemory, Core, Wakeup};
 use super::local::{self, Local};
+use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
 use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
@@ -86,7 +86,7 @@ pub struct SessionConfig {
     /// Data connections to ask for.
     pub data_connections: u32,
     /// Whether each data connection gets threads of its own for long pieces of data (transport `tcp`).
-    pub hands: bool,
+    pub io_threads: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
     /// Longest time, after that, that the server may be silent before its welcome. A server that lets the session wait its turn says so again and again.
@@ -110,7 +110,7 @@ impl SessionConfig {
             client: client.to_owned(),
             poll: polling::default_bound(polling::cores()),
             data_connections: 4,
-            hands: polling::cores() >= 4,
+            io_threads: polling::cores() >= 4,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),
@@ -408,21 +408,21 @@ impl Prepared {
     ) -> Result<Session, ConnectError> {
         let Prepared { config, link, handshake } = self;
         let waited = channel.view.header().state() == State::Waiting;
-        let core = Arc::new(Core::new(channel, config.server.to_string(), wakeup, on_lost));
+        let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
         let transport: Box<dyn Transport> = match link {
-            Link::Tcp(links) => Box::new(Tcp::start(&config, core.clone(), links)?),
-            Link::Verbs(links) => Box::new(Verbs::start(&config, core.clone(), *links)?),
-            Link::Local(link) => Box::new(Local::start(&config, core.clone(), link)?),
+            Link::Tcp(links) => Box::new(Tcp::start(&config, session.clone(), links)?),
+            Link::Verbs(links) => Box::new(Verbs::start(&config, session.clone(), *links)?),
+            Link::Local(link) => Box::new(Local::start(&config, session.clone(), link)?),
         };
         if waited {
-            core.waker().wake(Header::STATE_OFFSET);
+            session.waker().wake(Header::STATE_OFFSET);
         }
         tracing::info!(
-            client = %config.client, program = %core.channel.program, pid = core.channel.pid, server = %config.server,
+            client = %config.client, program = %session.channel.program, pid = session.channel.pid, server = %config.server,
             server_name = %handshake.server, transport = %config.transport, "session opened"
         );
         Ok(Session {
-            core,
+            session,
             transport,
             regions: Mutex::default(),
             max_registered: config.max_registered,
@@ -439,7 +439,7 @@ impl Prepared {
 /// Dropping it closes it, which may block; a daemon calls [`close`](Self::close) first, at a place where blocking is right.
 #[derive(Debug)]
 pub struct Session {
-    core: Arc<Core>,
+    session: Arc<SessionState>,
     transport: Box<dyn Transport>,
     /// Sizes of the registered regions by id. An entry stands from before the transport knows the region until after it has forgotten it.
     regions: Mutex<HashMap<u32, u64>>,
@@ -463,18 +463,18 @@ impl Session {
 
     /// Passes a guest's doorbell on, if the channel has records that nobody has taken yet; in any case the guest sees that it was heard. Never blocks.
     pub fn doorbell(&self) {
-        if self.core.ended().is_some() {
+        if self.session.ended().is_some() {
             return;
         }
-        self.core.header().raise_alive();
-        if self.core.header().has_records() {
-            self.core.ring();
+        self.session.header().raise_alive();
+        if self.session.header().has_records() {
+            self.session.ring();
         }
     }
 
     /// The doorbell itself, for a client that can ring it.
     pub fn doorbell_fd(&self) -> &Arc<EventFd> {
-        &self.core.doorbell
+        &self.session.doorbell
     }
 
     /// Registers a region of the client's memory. Blocks until records may name it. See [`Transport::register_region`].
@@ -497,7 +497,7 @@ impl Session {
         }
         let result = self.transport.register_region(id, region);
         match &result {
-            Ok(()) => self.core.counters.regions_registered.add(1),
+            Ok(()) => self.session.counters.regions_registered.add(1),
             Err(_) => drop(self.regions().remove(&id)),
         }
         result
@@ -520,7 +520,7 @@ impl Session {
 
     /// Why the session is over, if it is.
     pub fn over(&self) -> Option<&str> {
-        self.core.ended()
+        self.session.ended()
     }
 
     fn ended(&self) -> Result<(), RegionError> {
@@ -533,7 +533,7 @@ impl Session {
 
     /// What it has done so far.
     pub fn counters(&self) -> &Counters {
-        &self.core.counters
+        &self.session.counters
     }
 
     /// What its transport can do.
@@ -548,7 +548,7 @@ impl Session {
 
     /// The server's address.
     pub fn server(&self) -> &str {
-        &self.core.server
+        &self.session.server
     }
 
     /// The name that the server gave itself.
@@ -558,12 +558,12 @@ impl Session {
 
     /// The client program's name, as it gave it.
     pub fn program(&self) -> &str {
-        &self.core.channel.program
+        &self.session.channel.program
     }
 
     /// The client's process id, in its own namespace, as it gave it.
     pub fn pid(&self) -> u32 {
-        self.core.channel.pid
+        self.session.channel.pid
     }
 
     /// How long it has stood.

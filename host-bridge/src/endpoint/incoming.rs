@@ -27,6 +27,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
 use crate::bridge::polling::cores;
+use crate::shared::SharedBytes;
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
@@ -458,7 +459,7 @@ impl Inbox {
     }
 
     /// Granted bytes of a piece, which this thread brings by a copy. The error is what the bridge has done wrong.
-    pub(super) fn bring(&self, header: &DataHeader, bytes: &[u8]) -> Result<(), String> {
+    pub(super) fn bring(&self, header: &DataHeader, bytes: SharedBytes<'_>) -> Result<(), String> {
         let key = (header.seq, header.piece);
         let mut state = self.lock();
         // Nobody wants it any more.
@@ -470,7 +471,10 @@ impl Inbox {
         let landing = Arc::clone(&expected.landing);
         drop(state);
         self.bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        copy_in(&*landing, header.offset, bytes);
+        copy_in(&*landing, header.offset, bytes.len(), |at, n, room| {
+            // SAFETY: the landing has just given this thread `n` writable bytes of its own.
+            unsafe { bytes.part(at, n).copy_to(room) };
+        });
         self.copied.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.landed(key, bytes.len() as u64);
         Ok(())
@@ -658,7 +662,10 @@ impl Inbox {
             }
             let landing = Arc::clone(&expected.landing);
             drop(state);
-            copy_in(&*landing, offset, &bytes[..now]);
+            copy_in(&*landing, offset, now, |at, n, room| {
+                // SAFETY: the landing has just given this thread `n` writable bytes of its own; `at + n <= now`.
+                unsafe { std::ptr::copy_nonoverlapping(bytes[at..at + n].as_ptr(), room.as_ptr(), n) };
+            });
             self.copied.fetch_add(now as u64, Ordering::Relaxed);
             self.landed(key, now as u64);
             self.eager_placed(now as u64);
@@ -790,16 +797,15 @@ fn receive_all(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<()> {
     if got == buffer.len() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Copies bytes to where a landing has room for all of them.
-fn copy_in(landing: &dyn Landing, mut offset: u64, mut bytes: &[u8]) {
-    while !bytes.is_empty() {
-        let Some((at, room)) = landing.room(offset, bytes.len()) else { return };
-        let n = room.min(bytes.len());
-        // SAFETY: the landing gives `room` writable bytes to this thread alone until `landed`.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.as_ptr(), n) };
-        landing.landed(offset, n);
-        offset += n as u64;
-        bytes = &bytes[n..];
+/// Has `len` bytes copied to where a landing has room for all of them. `copy(at, n, room)` copies `n` bytes from `at` on to `room`, which is this thread's alone until it returns.
+fn copy_in(landing: &dyn Landing, offset: u64, len: usize, copy: impl Fn(usize, usize, NonNull<u8>)) {
+    let mut at = 0;
+    while at < len {
+        let Some((room, size)) = landing.room(offset + at as u64, len - at) else { return };
+        let n = size.min(len - at);
+        copy(at, n, room);
+        landing.landed(offset + at as u64, n);
+        at += n;
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::Status;
-use protocol::channel::{Consumer, Header, MAX_PAYLOAD, NO_SLOT, Record};
+use protocol::channel::{Header, MAX_PAYLOAD, NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::device::{Answer, Extent};
 use protocol::handle::{ContextId, StreamId};
@@ -28,8 +28,8 @@ use super::patience::{Answers, Patience};
 use super::region::{Regions, Released};
 use super::wake::{self, Bell, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
-use crate::framing::{recv_frame, send_frame, split_struct};
-use crate::memory::{ChannelView, Memories};
+use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
+use crate::memory::{ChannelView, Memories, RingReader};
 
 /// Records taken between two looks at who waits for room or for progress, while there is more to take.
 const BATCH: u32 = 32;
@@ -40,8 +40,7 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// The dispatcher's side.
 pub struct LocalCommands {
-    /// Borrows from the view in `client`, which is dropped after it.
-    consumer: Consumer<'static>,
+    consumer: RingReader,
     client: Arc<LocalClient>,
     watch: Watch,
     patience: Patience,
@@ -142,10 +141,7 @@ impl LocalCommands {
             answers: Answers::default(),
             farewell: Farewell::default(),
         });
-        // SAFETY: the view is never moved out of its `Arc`, which `client` holds for as long as the consumer lives (`LocalCommands` keeps both, and
-        // drops the consumer first).
-        let consumer =
-            unsafe { std::mem::transmute::<Consumer<'_>, Consumer<'static>>(client.view.consumer()) };
+        let consumer = RingReader::new(Arc::clone(&client.view));
         client.view.header().set_ready();
         ack(&client.socket, Answer::Ok, "").map_err(failed)?;
         let served = Arc::clone(&client);
@@ -195,21 +191,14 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
         Some(event) => Waker::Event(event),
         None => Waker::Futex,
     };
-    let memories = Memories::map(files).map_err(|e| invalid(chain(&e)))?;
+    let memories = Memories::map(files).map_err(|e| invalid(with_causes(&e)))?;
     let view = memories.view(&extents, fixed.size).map_err(|e| match e {
         crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => {
-            (Answer::Version, Lost::new(chain(&e)))
+            (Answer::Version, Lost::new(with_causes(&e)))
         }
-        e => invalid(chain(&e)),
+        e => invalid(with_causes(&e)),
     })?;
     Ok((Arc::new(view), memories, doorbell, waker))
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {}", chain(source)),
-        None => error.to_string(),
-    }
 }
 
 fn list<T: FromBytes + Immutable + KnownLayout + Copy>(
@@ -348,12 +337,12 @@ impl LocalClient {
             let begin = extents.iter().map(|e| e.addr).min().unwrap_or(0) & !4095;
             let end = extents.iter().map(|e| e.addr.saturating_add(e.len)).max().unwrap_or(0);
             let memory = Memory { addr: begin, size: end.saturating_sub(begin), file_offset: begin };
-            let memories = Memories::map(vec![(memory, file)]).map_err(|e| chain(&e))?;
+            let memories = Memories::map(vec![(memory, file)]).map_err(|e| with_causes(&e))?;
             memories.resolve(&extents, fixed.size)
         } else {
             self.memories.resolve(&extents, fixed.size)
         };
-        let pieces = pieces.map_err(|e| chain(&e))?;
+        let pieces = pieces.map_err(|e| with_causes(&e))?;
         if self.regions.add(fixed.region, pieces, fixed.flags & REGION_READ_ONLY != 0) {
             Ok(())
         } else {

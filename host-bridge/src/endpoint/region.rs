@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::memory::{ChannelView, Pieces};
+use crate::shared::SharedBytes;
 
 /// A memory that commands can name: the arena, or a registered region.
 ///
@@ -110,10 +111,9 @@ impl Mapped {
     /// Copies the bytes from `at` on into `to`. Both lie inside: `at + to.len() <= len`, or nothing is copied beyond it.
     pub fn read(&self, at: usize, to: &mut [u8]) {
         let mut to = to;
-        self.walk(at, to.len(), |run, n| {
-            let (now, rest) = std::mem::take(&mut to).split_at_mut(n);
-            // SAFETY: `run` is valid for `n` bytes; the client may write them meanwhile, which spoils their value and nothing else.
-            unsafe { std::ptr::copy_nonoverlapping(run.as_ptr(), now.as_mut_ptr(), n) };
+        self.walk(at, to.len(), |run| {
+            let (now, rest) = std::mem::take(&mut to).split_at_mut(run.len());
+            run.read(now);
             to = rest;
         });
     }
@@ -121,15 +121,14 @@ impl Mapped {
     /// Copies `from` to the bytes from `at` on.
     pub fn write(&self, at: usize, from: &[u8]) {
         let mut from = from;
-        self.walk(at, from.len(), |run, n| {
-            let (now, rest) = from.split_at(n);
-            // SAFETY: `run` is valid for `n` bytes; a sink's region is writable, which `Regions::take` checked.
-            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), run.as_ptr(), n) };
+        self.walk(at, from.len(), |run| {
+            let (now, rest) = from.split_at(run.len());
+            run.write(now);
             from = rest;
         });
     }
 
-    fn walk(&self, at: usize, len: usize, mut each: impl FnMut(NonNull<u8>, usize)) {
+    fn walk(&self, at: usize, len: usize, mut each: impl FnMut(SharedBytes<'_>)) {
         let (mut skip, mut left) = (at, len.min(self.len.saturating_sub(at)));
         for (run, size) in &self.runs {
             if skip >= *size {
@@ -140,8 +139,9 @@ impl Mapped {
             if n == 0 {
                 break;
             }
-            // SAFETY: skip < size, the run's length.
-            each(unsafe { run.add(skip) }, n);
+            // SAFETY: `region` keeps the run mapped, readable and writable (`Memories::map` maps all files so), and this process touches it by copies, atomics and devices only.
+            let whole = unsafe { SharedBytes::new(*run, *size) };
+            each(whole.part(skip, n));
             (skip, left) = (0, left - n);
         }
     }

@@ -21,6 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use protocol::link::{DataHeader, SLOT_DATA, chunk_len};
 
 use super::Lost;
+use crate::shared::SharedBytes;
 
 /// Freed slots of which the bridge is told together.
 const BATCH: u64 = 8;
@@ -354,13 +355,16 @@ impl Placed {
         })
     }
 
-    /// Waits for all chunks in turn, and gives each to `read`, for a CPU that is (or stands for) the data's destination. Each makes room when `read` returns; an error ends it.
-    pub fn read<E: From<Lost>>(self, mut read: impl FnMut(u64, &[u8]) -> Result<(), E>) -> Result<(), E> {
+    /// Waits for all chunks in turn and gives each, with its offset, to `read`, for a CPU that copies the data to its destination. Each makes room when `read` returns; an error ends it.
+    pub fn read<E: From<Lost>>(
+        self,
+        mut read: impl FnMut(u64, SharedBytes<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         for chunk in self.chunks() {
             self.wait(&chunk)?;
-            // SAFETY: the chunk has landed, so the slot's bytes are initialized; the bridge is told that it may write the slot only after it was passed, below. A bridge that
-            // writes it all the same spoils its own session's data: the bytes are only copied.
-            let bytes = unsafe { std::slice::from_raw_parts(chunk.at.as_ptr(), chunk.len) };
+            // SAFETY: the slots stay mapped as long as `self.ring` (see `Ring::new`), and only the peer's device writes them. A bridge that writes this one before it was told that it may
+            // spoils its own session's data.
+            let bytes = unsafe { SharedBytes::new(chunk.at, chunk.len) };
             read(chunk.offset, bytes)?;
             self.ring.passed[chunk.slot].fetch_max(chunk.round, Ordering::AcqRel);
             if let Some(freed) = self.ring.freed.upgrade() {

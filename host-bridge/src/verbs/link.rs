@@ -25,6 +25,7 @@ use super::memory::{Access, Domain, Segment, Slab};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
 use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
+use crate::framing::SendBuffer;
 
 /// How long the completion that says why a link broke is waited for once another says that it did.
 const CAUSE: Duration = Duration::from_millis(20);
@@ -39,8 +40,6 @@ const INLINE: u32 = 220;
 const PIECE: usize = 32;
 /// In a work request's id: it is a receive.
 const RECEIVE: u64 = 1 << 63;
-/// Bytes waiting in `out` above which [`Link::has_room`] says no.
-const HIGH_WATER: usize = 256 << 10;
 
 /// What has happened on a link.
 #[derive(Debug)]
@@ -154,8 +153,7 @@ pub struct Link {
     credits: Credits,
     /// Free buffers of `outbox`.
     free: Vec<u16>,
-    out: Vec<u8>,
-    sent: usize,
+    out: SendBuffer,
     /// Queue of the last write.
     turn: usize,
     /// Bytes of a message to the peer at most.
@@ -319,8 +317,7 @@ impl Unconnected {
             domain,
             credits: Credits::new(receives, peer.receives),
             free: (0..buffers).collect(),
-            out: Vec::with_capacity(2 * HIGH_WATER),
-            sent: 0,
+            out: SendBuffer::new(),
             turn: 1,
             message: MESSAGE.min(peer.message as usize),
             counts: Counts::default(),
@@ -369,21 +366,21 @@ impl Link {
 
     /// Whether more may be written without piling up.
     pub fn has_room(&self) -> bool {
-        self.out.len() - self.sent < HIGH_WATER
-    }
-
-    /// Bytes of the stream that wait to be sent.
-    pub fn waiting(&self) -> usize {
-        self.out.len() - self.sent
+        self.out.has_room()
     }
 
     /// Whether bytes wait to be sent.
     pub fn wants_out(&self) -> bool {
-        self.sent < self.out.len()
+        !self.out.is_empty()
     }
 
     /// The stream to the peer, to be appended to. It goes with the next [`flush`](Self::flush), everything together.
     pub fn out(&mut self) -> &mut Vec<u8> {
+        self.out.end()
+    }
+
+    /// The same stream, for frames.
+    pub fn send_buffer(&mut self) -> &mut SendBuffer {
         &mut self.out
     }
 
@@ -391,7 +388,7 @@ impl Link {
     pub fn flush(&mut self) -> Result<bool, VerbsError> {
         let mut worked = false;
         loop {
-            let waiting = self.out.len() - self.sent;
+            let waiting = self.out.unsent().len();
             let stream = waiting > 0 && self.credits.may_send(0);
             if !(stream || self.credits.must_announce()) || !self.queues[0].has_room() {
                 break;
@@ -405,18 +402,11 @@ impl Link {
             };
             let at = usize::from(buffer) * MESSAGE;
             store(&self.outbox, at, header.as_bytes());
-            store(&self.outbox, at + HEADER, &self.out[self.sent..self.sent + len]);
-            self.sent += len;
+            store(&self.outbox, at + HEADER, &self.out.unsent()[..len]);
+            self.out.advance(len);
             self.credits.spend(0);
             self.send_message(buffer, HEADER + len)?;
             worked = true;
-        }
-        if self.sent == self.out.len() {
-            self.out.clear();
-            self.sent = 0;
-        } else if self.sent >= HIGH_WATER {
-            self.out.drain(..self.sent);
-            self.sent = 0;
         }
         Ok(worked)
     }
@@ -493,7 +483,7 @@ impl Link {
         segments[count] = put.source.sge;
         count += 1;
         let mut flags = 0;
-        if put.source.host && bytes <= queue.pair.inline {
+        if bytes <= queue.pair.inline {
             flags |= number::SEND_INLINE;
         }
         if queue.signals(put.signal) {

@@ -3,7 +3,6 @@
 use std::ffi::c_void;
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -79,33 +78,6 @@ impl Domain {
         let mr = unsafe {
             (self.library.reg_mr)(self.pd.as_ptr(), at.as_ptr().cast::<c_void>(), len, access.flags())
         };
-        self.registration(mr, at.as_ptr() as u64, len, true)
-    }
-
-    /// Registers `len` bytes at `offset` of a DMA-buf (memory of another device), which work requests then address from 0.
-    pub fn register_dmabuf(
-        self: &Arc<Self>,
-        fd: BorrowedFd<'_>,
-        offset: u64,
-        len: usize,
-        access: Access,
-    ) -> Result<Registration, VerbsError> {
-        let Some(register) = self.library.reg_dmabuf_mr else {
-            let source = io::Error::new(io::ErrorKind::Unsupported, "libibverbs is older than rdma-core 34");
-            return Err(VerbsError::call("ibv_reg_dmabuf_mr", source));
-        };
-        // SAFETY: a domain that lives; the kernel checks descriptor, offset and length.
-        let mr = unsafe { register(self.pd.as_ptr(), offset, len, 0, fd.as_raw_fd(), access.flags()) };
-        self.registration(mr, 0, len, false)
-    }
-
-    fn registration(
-        self: &Arc<Self>,
-        mr: *mut sys::Mr,
-        base: u64,
-        len: usize,
-        host: bool,
-    ) -> Result<Registration, VerbsError> {
         let error = io::Error::last_os_error();
         let Some(mr) = NonNull::new(mr) else {
             let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
@@ -116,7 +88,7 @@ impl Domain {
                 _ => VerbsError::call(&format!("registering {len} bytes"), error),
             });
         };
-        Ok(Registration { mr, base, len, host, domain: Arc::clone(self) })
+        Ok(Registration { mr, base: at.as_ptr() as u64, len, domain: Arc::clone(self) })
     }
 }
 
@@ -143,8 +115,6 @@ impl Drop for Domain {
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
     pub(super) sge: Sge,
-    /// The CPU can read it.
-    pub(super) host: bool,
 }
 
 impl Segment {
@@ -166,8 +136,6 @@ pub struct Registration {
     /// The address that work requests use for the first byte.
     base: u64,
     len: usize,
-    /// It is memory of this process, not another device's.
-    host: bool,
     domain: Arc<Domain>,
 }
 
@@ -203,7 +171,7 @@ impl Registration {
         let inside = offset.checked_add(len.into()).is_some_and(|end| end <= self.len as u64);
         // SAFETY: a registration that lives.
         let lkey = unsafe { self.mr.as_ref().lkey };
-        inside.then(|| Segment { sge: Sge { addr: self.base + offset, length: len, lkey }, host: self.host })
+        inside.then(|| Segment { sge: Sge { addr: self.base + offset, length: len, lkey } })
     }
 }
 

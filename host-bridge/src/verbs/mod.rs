@@ -11,7 +11,6 @@
 //! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
 //! - [`queue`]: queue pairs and completion queues; [`credits`]: who may send how much;
 //! - [`link`]: all of that as one connection with messages and writes;
-//! - [`gpudirect`]: whether a transfer may go past host memory;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
 //! A device's context and domain belong to one session, so a key is good for that session's memory and on that session's queue pairs only. A registration is revoked
@@ -20,7 +19,6 @@
 mod credits;
 pub mod device;
 mod error;
-pub mod gpudirect;
 pub mod link;
 pub mod memory;
 mod queue;
@@ -47,26 +45,26 @@ pub use region::RegisteredRegion;
 #[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Transport verbs: the RDMA device, as `ibv_devices` names it; by default the only one with an active port
-    #[arg(id = "rdma_device", long = "rdma-device", value_name = "NAME")]
+    /// Transport verbs: name of the RDMA device, as ibv_devices lists it. By default the only one with an active port
+    #[arg(id = "rdma.device", long = "rdma-device", value_name = "NAME")]
     pub device: Option<String>,
-    /// Transport verbs: the device's port
-    #[arg(id = "rdma_port", long = "rdma-port", value_name = "N", default_value_t = Settings::default().port, value_parser = value_parser!(u8).range(1..))]
+    /// Transport verbs: port of the RDMA device
+    #[arg(id = "rdma.port", long = "rdma-port", value_name = "N", default_value_t = Settings::default().port, value_parser = value_parser!(u8).range(1..))]
     pub port: u8,
-    /// Transport verbs: index in the port's GID table; by default RoCE v2 and IPv4, or on InfiniBand no GID but the LID
-    #[arg(id = "rdma_gid_index", long = "rdma-gid-index", value_name = "N")]
+    /// Transport verbs: index in the port's GID table. By default an entry for RoCE v2 over IPv4; on InfiniBand the LID is used and no GID
+    #[arg(id = "rdma.gid_index", long = "rdma-gid-index", value_name = "N")]
     pub gid_index: Option<u8>,
-    /// Transport verbs: MTU in bytes (256, 512, 1024, 2048 or 4096); by default the port's own
-    #[arg(id = "rdma_mtu", long = "rdma-mtu", value_name = "N", value_parser = value_parser!(u32).range(256..=4096))]
+    /// Transport verbs: MTU in bytes: 256, 512, 1024, 2048 or 4096. By default the port's own
+    #[arg(id = "rdma.mtu", long = "rdma-mtu", value_name = "N", value_parser = value_parser!(u32).range(256..=4096))]
     pub mtu: Option<u32>,
-    /// Transport verbs: traffic class of the packets (RoCE: the IP header's TOS byte)
-    #[arg(id = "rdma_traffic_class", long = "rdma-traffic-class", value_name = "N", default_value_t = Settings::default().traffic_class)]
+    /// Transport verbs: traffic class of the packets; for RoCE the TOS byte of the IP header
+    #[arg(id = "rdma.traffic_class", long = "rdma-traffic-class", value_name = "N", default_value_t = Settings::default().traffic_class)]
     pub traffic_class: u8,
-    /// Transport verbs: queue pairs for data of each session, 1 to 7, beside the one for commands; a client asks for 2, a server takes as many as it is asked for
-    #[arg(id = "rdma_queue_pairs", long = "rdma-queue-pairs", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(MOST_QUEUE_PAIRS)))]
+    /// Transport verbs: queue pairs for the data of a session, 1 to 7; commands have one more. By default vhost-rgpu requests 2, and rgpu-server grants up to 7
+    #[arg(id = "rdma.queue_pairs", long = "rdma-queue-pairs", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(MOST_QUEUE_PAIRS)))]
     pub queue_pairs: Option<u32>,
-    /// Transport verbs: requests under way on each queue pair; a client asks for 128, a server takes up to 256 when it is asked for them
-    #[arg(id = "rdma_queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
+    /// Transport verbs: maximum outstanding work requests on each queue pair. By default vhost-rgpu requests 128, and rgpu-server grants up to 256
+    #[arg(id = "rdma.queue_depth", long = "rdma-queue-depth", value_name = "N", value_parser = value_parser!(u32).range(1..=i64::from(DEEPEST)))]
     pub queue_depth: Option<u32>,
     /// A peer that does not answer for this long is gone.
     #[arg(skip = Settings::default().loss)]

@@ -423,17 +423,6 @@ pub struct Library {
     pub modify_qp: unsafe extern "C" fn(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int,
     pub destroy_qp: unsafe extern "C" fn(qp: *mut Qp) -> c_int,
     pub wc_status_str: unsafe extern "C" fn(status: c_uint) -> *const c_char,
-    /// Since rdma-core 34; without it there is no DMA-buf.
-    pub reg_dmabuf_mr: Option<
-        unsafe extern "C" fn(
-            pd: *mut Pd,
-            offset: u64,
-            length: usize,
-            iova: u64,
-            fd: c_int,
-            access: c_int,
-        ) -> *mut Mr,
-    >,
 }
 
 /// The library's name.
@@ -482,8 +471,6 @@ impl Library {
                 unsafe { std::mem::transmute_copy(&found) }
             }};
         }
-        // SAFETY: as above.
-        let dmabuf = unsafe { libc::dlsym(handle, c"ibv_reg_dmabuf_mr".as_ptr()) };
         Ok(Library {
             get_device_list: symbol!(c"ibv_get_device_list"),
             free_device_list: symbol!(c"ibv_free_device_list"),
@@ -509,8 +496,6 @@ impl Library {
             modify_qp: symbol!(c"ibv_modify_qp"),
             destroy_qp: symbol!(c"ibv_destroy_qp"),
             wc_status_str: symbol!(c"ibv_wc_status_str"),
-            // SAFETY: null is `None`; otherwise as above.
-            reg_dmabuf_mr: unsafe { std::mem::transmute_copy(&dmabuf) },
         })
     }
 

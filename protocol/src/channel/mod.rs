@@ -31,7 +31,7 @@ pub(crate) mod sync;
 
 pub use geometry::{Geometry, GeometryError, Header, HeaderFields, State};
 pub use progress::{ErrorWord, Progress};
-pub use ring::{Consumer, Full, PAD, Producer, Record, RecordError, RingMemory};
+pub use ring::{Consumer, Full, PAD, Position, Producer, Record, RecordError, RingMemory};
 pub use sleep::SleepFlag;
 pub use slots::{Completion, ReplySlot, SlotState};
 

@@ -202,6 +202,13 @@ pub enum RecordError {
     },
 }
 
+/// How far a ring has been read: what a [`Consumer`] knows besides the ring itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Position {
+    head: u64,
+    seq: u64,
+}
+
 /// The host side's end.
 #[derive(Debug)]
 pub struct Consumer<'m> {
@@ -219,6 +226,18 @@ impl<'m> Consumer<'m> {
 
     pub(super) fn over(cursors: Cursors<'m>, memory: RingMemory<'m>) -> Self {
         Consumer { cursors, memory, head: 0, seq: 0 }
+    }
+
+    /// The consumer of the same ring, at the [`position`](Self::position) where another one stopped.
+    #[inline]
+    pub fn resume(header: &'m Header, memory: RingMemory<'m>, position: Position) -> Self {
+        Consumer { cursors: header.cursors(), memory, head: position.head, seq: position.seq }
+    }
+
+    /// How far this has read.
+    #[inline]
+    pub fn position(&self) -> Position {
+        Position { head: self.head, seq: self.seq }
     }
 
     /// Whether the producer has appended something that was not taken yet. Says yes to a nonsensical cursor too: [`pop`](Self::pop) will name it.

@@ -174,7 +174,9 @@ ops! {
     trait ArrayOps;
 
     /// `cuArray3DCreate`, and with levels `cuMipmappedArrayCreate`.
-    sync 0x0c01 array_create: ArrayCreate {
+    sync 0x0c01 array_create: ArrayCreate
+        [order None, may_block Never, lane Main]
+    {
         /// Context of its device.
         context: ContextId,
         /// Its name.
@@ -186,7 +188,9 @@ ops! {
     } -> ArrayCreateReply {}
 
     /// `cuMipmappedArrayGetLevel`. The level goes with its mipmapped array.
-    sync 0x0c02 array_level: ArrayLevel {
+    sync 0x0c02 array_level: ArrayLevel
+        [order Session, may_block Never, lane Main]
+    {
         /// The mipmapped array.
         mipmapped: ArrayId,
         /// Which level.
@@ -196,13 +200,17 @@ ops! {
     } -> ArrayLevelReply {}
 
     /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. Of a level only its name goes. No work that uses it may be under way.
-    async 0x0c03 array_destroy: ArrayDestroy {
+    async 0x0c03 array_destroy: ArrayDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// The array.
         array: ArrayId,
     }
 
     /// `cuMemcpy3DAsync` with an array at one end or both.
-    async 0x0c04 memcpy_array: MemcpyArray {
+    async 0x0c04 memcpy_array: MemcpyArray
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Target.
@@ -214,7 +222,9 @@ ops! {
     }
 
     /// `cuTexObjectCreate`.
-    sync 0x0c05 texture_create: TextureCreate {
+    sync 0x0c05 texture_create: TextureCreate
+        [order None, may_block Never, lane Main]
+    {
         /// Context of its device.
         context: ContextId,
         /// What it is of.
@@ -229,13 +239,17 @@ ops! {
     }
 
     /// `cuTexObjectDestroy`. No work that uses it may be under way.
-    async 0x0c06 texture_destroy: TextureDestroy {
+    async 0x0c06 texture_destroy: TextureDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// `CUtexObject`.
         texture: u64,
     }
 
     /// `cuSurfObjectCreate`.
-    sync 0x0c07 surface_create: SurfaceCreate {
+    sync 0x0c07 surface_create: SurfaceCreate
+        [order None, may_block Never, lane Main]
+    {
         /// Context of its device.
         context: ContextId,
         /// The array.
@@ -246,13 +260,17 @@ ops! {
     }
 
     /// `cuSurfObjectDestroy`. No work that uses it may be under way.
-    async 0x0c08 surface_destroy: SurfaceDestroy {
+    async 0x0c08 surface_destroy: SurfaceDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// `CUsurfObject`.
         surface: u64,
     }
 
     /// `cuDeviceGetTexture1DLinearMaxWidth`.
-    sync 0x0c09 texture_linear_width: TextureLinearWidth {
+    sync 0x0c09 texture_linear_width: TextureLinearWidth
+        [order Session, may_block Never, lane Main]
+    {
         /// Ordinal of the device.
         device: u32,
         /// `CUarray_format`.
@@ -265,7 +283,9 @@ ops! {
     }
 
     /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what is to be mapped to an array that has no memory.
-    sync 0x0c0a array_requirements: ArrayRequirements {
+    sync 0x0c0a array_requirements: ArrayRequirements
+        [order Session, may_block Never, lane Main]
+    {
         /// The array.
         array: ArrayId,
     } -> ArrayRequirementsReply {

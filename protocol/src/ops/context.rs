@@ -10,7 +10,9 @@ ops! {
     trait ContextOps;
 
     /// Makes a context: `cuCtxCreate`.
-    sync 0x0201 context_create: ContextCreate {
+    sync 0x0201 context_create: ContextCreate
+        [order Session, may_block Never, lane Main]
+    {
         /// Its name; not below [`crate::channel::MAX_DEVICES`].
         context: ContextId,
         /// Ordinal of its device.
@@ -20,19 +22,25 @@ ops! {
     } -> ContextCreateReply {}
 
     /// Destroys a made context and everything in it: `cuCtxDestroy`.
-    sync 0x0202 context_destroy: ContextDestroy {
+    sync 0x0202 context_destroy: ContextDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// The context.
         context: ContextId,
     } -> ContextDestroyReply {}
 
     /// Puts a primary context back to its first state, everything in it destroyed, its error cleared: `cuDevicePrimaryCtxReset`.
-    sync 0x0203 primary_reset: PrimaryReset {
+    sync 0x0203 primary_reset: PrimaryReset
+        [order Session, may_block Never, lane Main]
+    {
         /// Ordinal of the device.
         device: u32,
     } -> PrimaryResetReply {}
 
     /// `cuDevicePrimaryCtxSetFlags`.
-    sync 0x0204 primary_set_flags: PrimarySetFlags {
+    sync 0x0204 primary_set_flags: PrimarySetFlags
+        [order Session, may_block Never, lane Main]
+    {
         /// Ordinal of the device.
         device: u32,
         /// `CUctx_flags`.
@@ -40,13 +48,17 @@ ops! {
     } -> PrimarySetFlagsReply {}
 
     /// Answered when all work of the context is done: `cuCtxSynchronize`. The status is the context's deferred error, if it has one.
-    sync 0x0205 context_synchronize: ContextSynchronize {
+    sync 0x0205 context_synchronize: ContextSynchronize
+        [order Earlier, may_block Never, lane Main]
+    {
         /// The context.
         context: ContextId,
     } -> ContextSynchronizeReply {}
 
     /// `cuCtxGetLimit`.
-    sync 0x0206 context_get_limit: ContextGetLimit {
+    sync 0x0206 context_get_limit: ContextGetLimit
+        [order None, may_block Never, lane Main]
+    {
         /// The context.
         context: ContextId,
         /// `CUlimit`.
@@ -57,7 +69,9 @@ ops! {
     }
 
     /// `cuCtxSetLimit`.
-    sync 0x0207 context_set_limit: ContextSetLimit {
+    sync 0x0207 context_set_limit: ContextSetLimit
+        [order Session, may_block Context, lane Main]
+    {
         /// The context.
         context: ContextId,
         /// `CUlimit`.
@@ -68,7 +82,9 @@ ops! {
 
     /// The next piece of what kernels have printed (`printf`, the text of a failed `assert`). A client asks when the progress area's `output` has moved, until it has as
     /// many bytes as that says.
-    sync 0x0210 device_output: DeviceOutput {} -> DeviceOutputReply {
+    sync 0x0210 device_output: DeviceOutput
+        [order None, may_block Never, lane Main]
+    {} -> DeviceOutputReply {
         /// Whether it belongs to standard error.
         error: bool,
         /// The text; empty: there is no more.
@@ -78,7 +94,9 @@ ops! {
     }
 
     /// `cuCtxEnablePeerAccess`: variables of the peer's modules become accessible to kernels of the context; its window is so from the start.
-    sync 0x0208 peer_enable: PeerEnable {
+    sync 0x0208 peer_enable: PeerEnable
+        [order Session, may_block Never, lane Main]
+    {
         /// The context that will access.
         context: ContextId,
         /// The context whose memory it is.
@@ -86,7 +104,9 @@ ops! {
     } -> PeerEnableReply {}
 
     /// `cuCtxDisablePeerAccess`.
-    sync 0x0209 peer_disable: PeerDisable {
+    sync 0x0209 peer_disable: PeerDisable
+        [order Session, may_block Never, lane Main]
+    {
         /// The context that could access.
         context: ContextId,
         /// The context whose memory it is.

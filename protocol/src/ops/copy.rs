@@ -24,7 +24,9 @@ ops! {
     trait CopyOps;
 
     /// `cuMemcpyHtoDAsync`.
-    async 0x0401 memcpy_htod: MemcpyHtoD<'a> {
+    async 0x0401 memcpy_htod: MemcpyHtoD<'a>
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Device address.
@@ -34,7 +36,9 @@ ops! {
     }
 
     /// `cuMemcpyDtoHAsync`. The bytes are in the client's memory before any progress or reply that says the stream has passed this point.
-    async 0x0402 memcpy_dtoh: MemcpyDtoH {
+    async 0x0402 memcpy_dtoh: MemcpyDtoH
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Device address.
@@ -44,7 +48,9 @@ ops! {
     }
 
     /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4): answered with them once the stream has come here.
-    sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline {
+    sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline
+        [order Streams, may_block Stream, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Device address.
@@ -57,7 +63,9 @@ ops! {
     }
 
     /// `cuMemcpyDtoDAsync`, `cuMemcpyPeerAsync`, `cuMemcpyAsync` between devices of this session.
-    async 0x0404 memcpy_dtod: MemcpyDtoD {
+    async 0x0404 memcpy_dtod: MemcpyDtoD
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Target address.
@@ -69,7 +77,9 @@ ops! {
     }
 
     /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from host to device; the source is packed: no gap between rows or slices.
-    async 0x0405 memcpy_htod_3d: MemcpyHtoD3D<'a> {
+    async 0x0405 memcpy_htod_3d: MemcpyHtoD3D<'a>
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Target.
@@ -81,7 +91,9 @@ ops! {
     }
 
     /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` from device to host; the target is packed.
-    async 0x0406 memcpy_dtoh_3d: MemcpyDtoH3D {
+    async 0x0406 memcpy_dtoh_3d: MemcpyDtoH3D
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Source.
@@ -93,7 +105,9 @@ ops! {
     }
 
     /// `cuMemcpy2DAsync`, `cuMemcpy3DAsync` between device memories.
-    async 0x0407 memcpy_dtod_3d: MemcpyDtoD3D {
+    async 0x0407 memcpy_dtod_3d: MemcpyDtoD3D
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Target.
@@ -105,7 +119,9 @@ ops! {
     }
 
     /// `cuMemsetD8Async`, `…D16…`, `…D32…` and their `2D` forms.
-    async 0x0408 memset: Memset {
+    async 0x0408 memset: Memset
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// Device address.

@@ -22,7 +22,9 @@ ops! {
     trait DeviceOps;
 
     /// What the session is connected to: `cuInit`, `cuDriverGetVersion`, `cuDeviceGetCount`.
-    sync 0x0101 session_info: SessionInfo {} -> SessionInfoReply {
+    sync 0x0101 session_info: SessionInfo
+        [order None, may_block Never, lane Main]
+    {} -> SessionInfoReply {
         /// Devices of this session; ordinals are below it.
         device_count: u32,
         /// `cuDriverGetVersion`: 13000 for 13.0.
@@ -37,7 +39,9 @@ ops! {
 
     /// Everything about one device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
     /// `cuDeviceGetPCIBusId`.
-    sync 0x0102 device_info: DeviceInfo {
+    sync 0x0102 device_info: DeviceInfo
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
     } -> DeviceInfoReply {
@@ -59,7 +63,9 @@ ops! {
 
     /// Whether one device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
     /// `cuDeviceGetP2PAtomicCapabilities`.
-    sync 0x0103 peer_info: PeerInfo {
+    sync 0x0103 peer_info: PeerInfo
+        [order None, may_block Never, lane Main]
+    {
         /// Device that would access.
         device: u32,
         /// Device whose memory it would be.
@@ -75,7 +81,9 @@ ops! {
 
     /// `CUDA_VISIBLE_DEVICES`: from now on the session's devices are these alone, and their ordinals are their places in this list. Only before anything was made
     /// on a device.
-    sync 0x0104 select_devices: SelectDevices {
+    sync 0x0104 select_devices: SelectDevices
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinals, none twice.
         devices: Vec<u32>,
     } -> SelectDevicesReply {}

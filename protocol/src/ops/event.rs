@@ -8,7 +8,9 @@ ops! {
     trait EventOps;
 
     /// `cuEventCreate`.
-    async 0x0801 event_create: EventCreate {
+    async 0x0801 event_create: EventCreate
+        [order Streams, may_block Never, lane Main]
+    {
         /// Context.
         context: ContextId,
         /// Its name, not in use.
@@ -18,13 +20,17 @@ ops! {
     }
 
     /// `cuEventDestroy`.
-    async 0x0802 event_destroy: EventDestroy {
+    async 0x0802 event_destroy: EventDestroy
+        [order Streams, may_block Never, lane Main]
+    {
         /// Event.
         event: EventId,
     }
 
     /// `cuEventRecord`. Publishes as [`crate::ops::stream::StreamMark`] does.
-    async 0x0803 event_record: EventRecord {
+    async 0x0803 event_record: EventRecord
+        [order Streams, may_block Never, lane Main]
+    {
         /// Event.
         event: EventId,
         /// Stream.
@@ -34,14 +40,18 @@ ops! {
     }
 
     /// Answered when the event's last record is done, at once if it has none: `cuEventSynchronize`.
-    sync 0x0804 event_synchronize: EventSynchronize {
+    sync 0x0804 event_synchronize: EventSynchronize
+        [order Streams, may_block Never, lane Main]
+    {
         /// Event.
         event: EventId,
     } -> EventSynchronizeReply {}
 
     /// `cuEventElapsedTime` of the last records so far, which must have no later ones when it is answered: when that of `end` is done. (`CUDA_ERROR_NOT_READY` if
     /// that of `start` is not done by then.) A client may ask long before.
-    sync 0x0805 event_elapsed: EventElapsed {
+    sync 0x0805 event_elapsed: EventElapsed
+        [order Streams, may_block Never, lane Main]
+    {
         /// Earlier event.
         start: EventId,
         /// Later event.

@@ -67,7 +67,9 @@ ops! {
     trait GraphOps;
 
     /// `cuGraphInstantiateWithFlags`. A node's operation that could not be enqueued on a stream either is answered with its own error.
-    sync 0x0a01 graph_instantiate: GraphInstantiate<'a> {
+    sync 0x0a01 graph_instantiate: GraphInstantiate<'a>
+        [order Session, may_block Context, lane Main]
+    {
         /// Context of all its nodes.
         context: ContextId,
         /// Its name.
@@ -79,7 +81,9 @@ ops! {
     } -> GraphInstantiateReply {}
 
     /// `cuGraphLaunch`.
-    async 0x0a02 graph_launch: GraphLaunch {
+    async 0x0a02 graph_launch: GraphLaunch
+        [order Streams, may_block Never, lane Main]
+    {
         /// The graph.
         graph: GraphId,
         /// Stream.
@@ -87,7 +91,9 @@ ops! {
     }
 
     /// `cuGraphUpload`.
-    async 0x0a03 graph_upload: GraphUpload {
+    async 0x0a03 graph_upload: GraphUpload
+        [order Streams, may_block Never, lane Main]
+    {
         /// The graph.
         graph: GraphId,
         /// Stream.
@@ -95,7 +101,9 @@ ops! {
     }
 
     /// `cuGraphExecUpdate`: the graph does something else from the next launch on. Launches that were enqueued before do what it did.
-    sync 0x0a05 graph_update: GraphUpdate<'a> {
+    sync 0x0a05 graph_update: GraphUpdate<'a>
+        [order Session, may_block Context, lane Main]
+    {
         /// The graph.
         graph: GraphId,
         /// The wire form of [`GraphNodes`]. It need not have the nodes and dependencies that it had.
@@ -103,13 +111,17 @@ ops! {
     } -> GraphUpdateReply {}
 
     /// `cuGraphExecDestroy`. Launches that are under way complete.
-    async 0x0a04 graph_destroy: GraphDestroy {
+    async 0x0a04 graph_destroy: GraphDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// The graph.
         graph: GraphId,
     }
 
     /// `cuGraphConditionalHandleCreate`. It makes the draft, if there is none of that name.
-    sync 0x0a06 graph_condition: GraphCondition {
+    sync 0x0a06 graph_condition: GraphCondition
+        [order Session, may_block Never, lane Main]
+    {
         /// Context of all nodes of the graph.
         context: ContextId,
         /// The draft's name: a name of its own kind, apart from instantiated graphs'.
@@ -124,7 +136,9 @@ ops! {
     }
 
     /// Adds a conditional node to a draft: `cuGraphAddNode`. What it depends on is said when the graph is instantiated.
-    sync 0x0a07 graph_conditional: GraphConditional {
+    sync 0x0a07 graph_conditional: GraphConditional
+        [order Session, may_block Never, lane Main]
+    {
         /// The draft.
         graph: GraphId,
         /// Its condition, of this draft or of one that it belongs to.
@@ -136,7 +150,9 @@ ops! {
     } -> GraphConditionalReply {}
 
     /// `cuGraphInstantiateWithFlags` of a draft. A server may refuse one that has other parts than when it was instantiated before.
-    sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a> {
+    sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
+        [order Session, may_block Context, lane Main]
+    {
         /// Name of the instance.
         graph: GraphId,
         /// The draft, which belongs to no other.
@@ -148,13 +164,17 @@ ops! {
     } -> GraphInstantiateDraftReply {}
 
     /// `cuGraphDestroy` of a draft that belongs to no other, with those that belong to it. Its instances stay.
-    async 0x0a09 graph_forget: GraphForget {
+    async 0x0a09 graph_forget: GraphForget
+        [order Session, may_block Never, lane Main]
+    {
         /// The draft.
         graph: GraphId,
     }
 
     /// Takes a conditional node out of its draft, with its graphs: `cuGraphDestroyNode`. A server may refuse it when the draft was instantiated before.
-    sync 0x0a0a graph_conditional_remove: GraphConditionalRemove {
+    sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
+        [order Session, may_block Never, lane Main]
+    {
         /// The first of the node's graphs.
         first: GraphId,
     } -> GraphConditionalRemoveReply {}

@@ -25,7 +25,9 @@ ops! {
     trait GreenOps;
 
     /// What there is of a kind: `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`.
-    sync 0x0d01 part_get: PartGet {
+    sync 0x0d01 part_get: PartGet
+        [order Session, may_block Never, lane Main]
+    {
         /// Ordinal of the device.
         device: u32,
         /// The green context that is asked about; without: the whole device.
@@ -38,7 +40,9 @@ ops! {
     }
 
     /// `cuDevSmResourceSplitByCount`.
-    sync 0x0d02 part_split: PartSplit {
+    sync 0x0d02 part_split: PartSplit
+        [order Session, may_block Never, lane Main]
+    {
         /// What is split.
         part: u32,
         /// Groups that are wanted at most, up to [`MAX_GROUPS`]; without: it is only counted how many there can be.
@@ -57,7 +61,9 @@ ops! {
     }
 
     /// `cuDevResourceGenerateDesc`.
-    sync 0x0d03 part_describe: PartDescribe {
+    sync 0x0d03 part_describe: PartDescribe
+        [order Session, may_block Never, lane Main]
+    {
         /// Its name, not in use.
         descriptor: DescriptorId,
         /// What it is of.
@@ -65,7 +71,9 @@ ops! {
     } -> PartDescribeReply {}
 
     /// `cuGreenCtxCreate`.
-    sync 0x0d04 green_create: GreenCreate {
+    sync 0x0d04 green_create: GreenCreate
+        [order Session, may_block Never, lane Main]
+    {
         /// Its name, not in use.
         green: GreenId,
         /// What it has.
@@ -77,13 +85,17 @@ ops! {
     } -> GreenCreateReply {}
 
     /// `cuGreenCtxDestroy`. Its streams have been destroyed.
-    sync 0x0d05 green_destroy: GreenDestroy {
+    sync 0x0d05 green_destroy: GreenDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// The green context.
         green: GreenId,
     } -> GreenDestroyReply {}
 
     /// `cuGreenCtxStreamCreate`: a stream that does not wait for default streams.
-    async 0x0d06 green_stream: GreenStream {
+    async 0x0d06 green_stream: GreenStream
+        [order Session, may_block Never, lane Main]
+    {
         /// The green context.
         green: GreenId,
         /// Its name, not in use.

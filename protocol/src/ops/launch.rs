@@ -19,7 +19,9 @@ ops! {
     trait LaunchOps;
 
     /// `cuLaunchKernel`, `cuLaunchKernelEx`, `cuLaunchCooperativeKernel`.
-    async 0x0601 launch: Launch<'a> {
+    async 0x0601 launch: Launch<'a>
+        [order Streams, may_block FirstLaunch, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// Stream.

@@ -54,7 +54,7 @@ crate::wire_struct! {
 pub const MIRROR_PAGE: u64 = 4096;
 
 impl HostMirror {
-    /// Checks that the range is whole pages of a process's lower half, outside all windows and [`SPACE`].
+    /// Checks that the range is whole pages of a process's lower half, outside all windows. It may lie in [`SPACE`], where the session has nothing reserved.
     ///
     /// # Errors
     /// `INVALID_VALUE` if not.
@@ -65,7 +65,7 @@ impl HostMirror {
         let end = self.address.checked_add(self.size).filter(|end| *end <= HIGHEST);
         let end = end.ok_or(Status::INVALID_VALUE)?;
         let apart = |start: u64, size: u64| end <= start || start + size <= self.address;
-        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE) && apart(SPACE, SPACE_SIZE);
+        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE);
         let good = self.size > 0 && whole && self.address >= LOWEST && windows;
         if good { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
@@ -84,7 +84,9 @@ ops! {
 
     /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, `cuMemSetAccess` for every device of the session that can reach this one's memory. Both are multiples of the device's granule and
     /// inside one part of its window ([`DEVICE_PART`]). Answered `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
-    sync 0x0301 mem_grow: MemGrow {
+    sync 0x0301 mem_grow: MemGrow
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
         /// First address.
@@ -94,7 +96,9 @@ ops! {
     } -> MemGrowReply {}
 
     /// Gives back what one [`MemGrow`] backed, whole: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
-    sync 0x0302 mem_shrink: MemShrink {
+    sync 0x0302 mem_shrink: MemShrink
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
         /// First address of the piece.
@@ -104,7 +108,9 @@ ops! {
     } -> MemShrinkReply {}
 
     /// An allocation now stands at `address`: `cuMemAlloc` as the server learns of it. Lies inside backed memory and touches no other.
-    async 0x0303 mem_alloc: MemAlloc {
+    async 0x0303 mem_alloc: MemAlloc
+        [order None, may_block Never, lane Main]
+    {
         /// Address; a multiple of 512.
         address: u64,
         /// Bytes, as the program asked.
@@ -112,13 +118,17 @@ ops! {
     }
 
     /// The allocation at `address` is gone: `cuMemFree`. The client has already waited for the device, as CUDA does.
-    async 0x0304 mem_free: MemFree {
+    async 0x0304 mem_free: MemFree
+        [order None, may_block Never, lane Main]
+    {
         /// Address of an allocation.
         address: u64,
     }
 
     /// `cuMemGetInfo`.
-    sync 0x0305 mem_get_info: MemGetInfo {
+    sync 0x0305 mem_get_info: MemGetInfo
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
     } -> MemGetInfoReply {
@@ -130,7 +140,9 @@ ops! {
 
     /// Lets kernels read and write a piece of pinned program memory at the address that it has in the program: `cuMemHostGetDevicePointer`. A server that
     /// shares no memory with the client answers `CUDA_ERROR_NOT_SUPPORTED`, as does one whose process has something else at the address.
-    sync 0x0306 host_map: HostMap {
+    sync 0x0306 host_map: HostMap
+        [order None, may_block Never, lane Main]
+    {
         /// A context of the device; every device of the session reaches the memory afterwards.
         context: ContextId,
         /// Its address in the program.
@@ -140,7 +152,9 @@ ops! {
     } -> HostMapReply {}
 
     /// What [`HostMap`] or [`HostMirror`] made is gone. The client has already waited for the work that may use it.
-    async 0x0307 host_unmap: HostUnmap {
+    async 0x0307 host_unmap: HostUnmap
+        [order Session, may_block Never, lane Main]
+    {
         /// Context that it was mapped in.
         context: ContextId,
         /// The memory's address in the program.
@@ -148,9 +162,11 @@ ops! {
     }
 
     /// Lets kernels use a piece of pinned program memory that the server does not share: memory of the server's, zero at first, at the address that the piece has in the
-    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and [`SPACE`].
+    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and outside what the session has reserved.
     /// Answered `CUDA_ERROR_NOT_SUPPORTED` when the server's process has something else there. Counts against the session's memory limit.
-    sync 0x0308 host_mirror: HostMirror {
+    sync 0x0308 host_mirror: HostMirror
+        [order None, may_block Never, lane Main]
+    {
         /// A context of the device; every device of the session reaches the memory afterwards.
         context: ContextId,
         /// Its address in the program.
@@ -160,7 +176,9 @@ ops! {
     } -> HostMirrorReply {}
 
     /// Changes words of a [`HostMirror`] here and now, whatever streams do: what the program has written while kernels that use the memory may be running.
-    async 0x0309 host_patch: HostPatch {
+    async 0x0309 host_patch: HostPatch
+        [order None, may_block Never, lane Express]
+    {
         /// Context that it was made in.
         context: ContextId,
         /// Words of one mirror, at most [`MOST_PATCHES`].
@@ -168,7 +186,9 @@ ops! {
     }
 
     /// The bytes of a [`HostMirror`] as they are now, whatever streams do. By no stream, since a stream's copy between two places of the server's memory may wait for host functions of others.
-    sync 0x030a host_read: HostRead {
+    sync 0x030a host_read: HostRead
+        [order None, may_block Never, lane Express]
+    {
         /// Context that it was made in.
         context: ContextId,
         /// First address.
@@ -181,7 +201,9 @@ ops! {
     }
 
     /// Changes bytes of a [`HostMirror`] here and now, as [`HostPatch`] does words.
-    async 0x030b host_write: HostWrite<'a> {
+    async 0x030b host_write: HostWrite<'a>
+        [order None, may_block Never, lane Express]
+    {
         /// Context that it was made in.
         context: ContextId,
         /// First address.
@@ -193,7 +215,9 @@ ops! {
     /// Keeps addresses for later mappings: `cuMemAddressReserve`. The client chooses them, inside [`SPACE`]: the first a multiple of [`SPACE_ALIGN`], the
     /// size of every device's granule. Answered
     /// `CUDA_ERROR_OUT_OF_MEMORY` when the server's process has something else there.
-    sync 0x0340 address_reserve: AddressReserve {
+    sync 0x0340 address_reserve: AddressReserve
+        [order None, may_block Never, lane Main]
+    {
         /// First address.
         address: u64,
         /// Bytes.
@@ -201,7 +225,9 @@ ops! {
     } -> AddressReserveReply {}
 
     /// Gives a reservation back, whole and with nothing mapped in it: `cuMemAddressFree`.
-    sync 0x0341 address_free: AddressFree {
+    sync 0x0341 address_free: AddressFree
+        [order Session, may_block Never, lane Main]
+    {
         /// First address.
         address: u64,
         /// Bytes.
@@ -209,7 +235,9 @@ ops! {
     } -> AddressFreeReply {}
 
     /// Takes memory of a device, at no address: `cuMemCreate`.
-    sync 0x0342 memory_create: MemoryCreate {
+    sync 0x0342 memory_create: MemoryCreate
+        [order None, may_block Never, lane Main]
+    {
         /// Its name, not in use.
         memory: MemoryId,
         /// Ordinal.
@@ -221,13 +249,17 @@ ops! {
     } -> MemoryCreateReply {}
 
     /// Gives memory back that nothing is mapped to any more: the last `cuMemRelease` or `cuMemUnmap`. Whoever imported it keeps it.
-    sync 0x0343 memory_release: MemoryRelease {
+    sync 0x0343 memory_release: MemoryRelease
+        [order Session, may_block Never, lane Main]
+    {
         /// The memory.
         memory: MemoryId,
     } -> MemoryReleaseReply {}
 
     /// Puts memory, or a part of it, at reserved addresses: `cuMemMap`. Nobody may use it there before [`MemoryAccess`].
-    sync 0x0344 memory_map: MemoryMap {
+    sync 0x0344 memory_map: MemoryMap
+        [order None, may_block Never, lane Main]
+    {
         /// The memory.
         memory: MemoryId,
         /// Its first byte to be mapped.
@@ -239,7 +271,9 @@ ops! {
     } -> MemoryMapReply {}
 
     /// Takes one mapping away, named as it was made: `cuMemUnmap`. No work may use it.
-    sync 0x0345 memory_unmap: MemoryUnmap {
+    sync 0x0345 memory_unmap: MemoryUnmap
+        [order Session, may_block Never, lane Main]
+    {
         /// First address.
         address: u64,
         /// Bytes.
@@ -247,7 +281,9 @@ ops! {
     } -> MemoryUnmapReply {}
 
     /// What a device may do in one mapping: `cuMemSetAccess`.
-    sync 0x0346 memory_access: MemoryAccess {
+    sync 0x0346 memory_access: MemoryAccess
+        [order None, may_block Never, lane Main]
+    {
         /// First address of the mapping.
         address: u64,
         /// Its bytes.
@@ -260,7 +296,9 @@ ops! {
 
     /// Makes memory known to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends with the memory and
     /// with the session.
-    sync 0x0347 memory_export: MemoryExport {
+    sync 0x0347 memory_export: MemoryExport
+        [order Session, may_block Never, lane Main]
+    {
         /// The memory.
         memory: MemoryId,
     } -> MemoryExportReply {
@@ -270,7 +308,9 @@ ops! {
 
     /// Takes part in memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that names none, or another client's, is
     /// `CUDA_ERROR_INVALID_VALUE`.
-    sync 0x0348 memory_import: MemoryImport {
+    sync 0x0348 memory_import: MemoryImport
+        [order Session, may_block Never, lane Main]
+    {
         /// Its name here, not in use.
         memory: MemoryId,
         /// As it was exported.
@@ -285,7 +325,9 @@ ops! {
     }
 
     /// As [`MemoryExport`], for what one [`MemGrow`] has backed: `cuIpcGetMemHandle`.
-    sync 0x0349 piece_export: PieceExport {
+    sync 0x0349 piece_export: PieceExport
+        [order Session, may_block Never, lane Main]
+    {
         /// An address in it.
         address: u64,
     } -> PieceExportReply {
@@ -296,7 +338,9 @@ ops! {
     }
 
     /// Makes an interprocess event known, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
-    sync 0x034a event_export: EventExport {
+    sync 0x034a event_export: EventExport
+        [order Session, may_block Never, lane Main]
+    {
         /// Event.
         event: EventId,
     } -> EventExportReply {
@@ -305,7 +349,9 @@ ops! {
     }
 
     /// Takes part in another session's event: `cuIpcOpenEventHandle`.
-    sync 0x034b event_import: EventImport {
+    sync 0x034b event_import: EventImport
+        [order Session, may_block Never, lane Main]
+    {
         /// Context.
         context: ContextId,
         /// Its name here, not in use.
@@ -315,7 +361,9 @@ ops! {
     } -> EventImportReply {}
 
     /// Whether what was last recorded in an event, by whichever process, is done: `cuEventQuery` of an interprocess event.
-    sync 0x034c event_query: EventQuery {
+    sync 0x034c event_query: EventQuery
+        [order Session, may_block Never, lane Main]
+    {
         /// Event.
         event: EventId,
     } -> EventQueryReply {

@@ -1,23 +1,30 @@
-//! The one table of operations: the CUDA driver API as it goes over the wire, one file for each chapter.
+//! The table of operations: the CUDA driver API as it goes over the wire, one file for each chapter.
 //!
 //! An entry reads
 //!
 //! ```text
-//! /// what it does, and the driver API function that it stands for
-//! async 0x0401 memcpy_htod: MemcpyHtoD<'a> { stream: StreamId, dst: u64, src: HostIn<'a> }
-//! sync  0x0202 mem_get_info: MemGetInfo { device: u32 } -> MemInfo { free: u64, total: u64 }
+//! /// What it does, and the driver API function that it stands for.
+//! async 0x0401 memcpy_htod: MemcpyHtoD<'a>
+//!     [order Streams, may_block Never, lane Main]
+//! { stream: StreamId, dst: u64, src: HostIn<'a> }
+//!
+//! /// The same for an operation that is answered.
+//! sync 0x0305 mem_get_info: MemGetInfo
+//!     [order None, may_block Never, lane Main]
+//! { device: u32 } -> MemGetInfoReply { free: u64, total: u64 }
 //! ```
 //!
-//! and the macro makes of it: the request type (an [`Op`]), the reply type, a method of the chapter's trait (all chapters together are
-//! [`Driver`]), an arm of [`dispatch`] and a row of [`info`].
+//! The macro generates from it: the request type (an [`Op`]), the reply type, a method of the chapter's trait (all chapters together are
+//! [`Driver`]), an arm of [`dispatch`], and a row of the table ([`info`], [`all`]).
 //!
-//! **Opcodes** are stable and never reused: chapter in the upper byte. Opcode 0 is the ring's padding.
+//! - **Opcodes** are stable and never reused. The upper byte is the chapter. Opcode 0 is the ring's padding.
+//! - **Classes** ([`Class`]). An `async` operation is never answered: a failure becomes the deferred error of its context. A `sync` operation is
+//!   answered in a reply slot, and only `sync` operations have a reply. A call that the client library answers by itself has no entry.
+//! - **Scheduling facts.** [`Order`] says which earlier commands come first, [`MayBlock`] what the driver's call may wait for, [`Lane`] how the
+//!   command travels, and [`Hold`] whether it stops its stream until the program acts. Server and bridge schedule by these facts and keep no
+//!   lists of opcodes.
 //!
-//! **Classes.** An `async` operation is appended and never answered: its failure becomes the deferred error of its context. A `sync` one
-//! is answered in a reply slot; only these have a reply. A call that the guest answers by itself (`local` in DESIGN) has no entry.
-//!
-//! **Order.** A server executes the operations of a session in the order of their `seq`. What "execute" means for work on a stream is
-//! that it is enqueued: it completes later, in its stream's order.
+//! "Executing" an operation that is work on a stream means enqueuing it: it completes later, in its stream's order.
 
 use crate::data::DataUse;
 use crate::handle::Handle;
@@ -38,13 +45,71 @@ pub mod nvml;
 pub mod stream;
 pub mod texture;
 
-/// Whether the caller waits.
+/// Whether an operation is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// Appended, never answered.
+    /// Never answered.
     Async,
-    /// Appended, and answered in a reply slot.
+    /// Answered in a reply slot.
     Sync,
+}
+
+/// Which commands of the session an operation keeps its order with.
+///
+/// Commands arrive in the order of their `seq`. A server may execute one before an earlier one where this allows it, and does so while a stream
+/// waits for the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Keeps the order of every stream and event that it names, and of the legacy default stream that orders them. Comes after earlier
+    /// [`Order::Session`] commands.
+    Streams,
+    /// Comes after every earlier command and before every later one: it makes, changes or destroys something that others name.
+    Session,
+    /// Comes after every earlier command. Later ones need not wait for it, since it changes nothing.
+    Earlier,
+    /// Is not ordered with work on streams: it asks a question or makes something new. Comes after earlier [`Order::Session`] commands, except in
+    /// [`Lane::Express`], which is ordered with nothing.
+    None,
+}
+
+/// What the driver's call for an operation may wait for.
+///
+/// This is about calls known to wait for work that may in turn wait for the client. A server starts none of them while a stream waits for the
+/// client, because the command that ends the wait comes later. [`MayBlock::Never`] includes calls that wait in rare cases only (destroying a
+/// context with work under way).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MayBlock {
+    /// For nothing.
+    Never,
+    /// For the stream that it names: NVIDIA's driver may keep a copy's call until the stream has reached it.
+    Stream,
+    /// For all work of its context: loading and unloading code and changing a limit do.
+    Context,
+    /// As [`MayBlock::Context`], the first time that the function is launched: the driver loads its code then.
+    FirstLaunch,
+}
+
+/// How a command travels from the client to the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// In the session's ring, executed in the order that [`Order`] asks for.
+    Main,
+    /// For commands that end a wait or answer a page fault: a server executes them without calling the driver and ahead of everything else.
+    /// They share the ring with the others until the express lane has its own ring and connection.
+    Express,
+}
+
+/// Whether an operation stops its stream until the program acts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// No.
+    None,
+    /// Until a command with [`Hold::Ends`] comes for it.
+    UntilSignal,
+    /// Until a word in memory changes, which the program may write whenever it likes.
+    UntilWord,
+    /// The reverse: ends one [`Hold::UntilSignal`].
+    Ends,
 }
 
 /// A row of the table.
@@ -56,6 +121,14 @@ pub struct OpInfo {
     pub name: &'static str,
     /// Whether it is answered.
     pub class: Class,
+    /// Which commands it keeps its order with.
+    pub order: Order,
+    /// What the driver's call may wait for.
+    pub may_block: MayBlock,
+    /// How it travels.
+    pub lane: Lane,
+    /// Whether it stops its stream.
+    pub hold: Hold,
     /// Whether its records can name bulk data outside themselves. A relay need not look into the others.
     pub carries_data: bool,
     /// The request's fields in wire order: name and type.
@@ -158,7 +231,9 @@ macro_rules! ops {
         $(#[$tmeta:meta])* trait $chapter:ident;
         $(
             $(#[$meta:meta])*
-            $class:ident $opcode:literal $method:ident: $name:ident $(<$lt:lifetime>)? {
+            $class:ident $opcode:literal $method:ident: $name:ident $(<$lt:lifetime>)?
+                [order $order:ident, may_block $may_block:ident, lane $lane:ident $(, hold $hold:ident)?]
+            {
                 $($(#[$fmeta:meta])* $field:ident: $ty:ty),* $(,)?
             } $(-> $reply:ident { $($(#[$rmeta:meta])* $rfield:ident: $rty:ty),* $(,)? })?
         )*
@@ -169,7 +244,8 @@ macro_rules! ops {
                 pub struct $name $(<$lt>)? { $($(#[$fmeta])* $field: $ty),* }
             }
 
-            ops!(@op $class $opcode $method $name ($($lt)?) [$($field: $ty),*] [$($($rfield: $rty),*)?]);
+            ops!(@op $class $opcode $method $name ($($lt)?)
+                [$order $may_block $lane $($hold)?] [$($field: $ty),*] [$($($rfield: $rty),*)?]);
             ops!(@reply $name ($($lt)?) $($reply { $($(#[$rmeta])* $rfield: $rty),* })?);
         )*
 
@@ -213,11 +289,19 @@ macro_rules! ops {
             const INFO: $crate::ops::OpInfo = ops!(@info $class $opcode $method $name $($fields)*);
         }
     };
-    (@info $class:ident $opcode:literal $method:ident $name:ident [$($field:ident: $ty:ty),*] [$($rfield:ident: $rty:ty),*]) => {
+    (
+        @info $class:ident $opcode:literal $method:ident $name:ident
+        [$order:ident $may_block:ident $lane:ident $($hold:ident)?]
+        [$($field:ident: $ty:ty),*] [$($rfield:ident: $rty:ty),*]
+    ) => {
         $crate::ops::OpInfo {
             opcode: $opcode,
             name: stringify!($method),
             class: ops!(@class $class),
+            order: $crate::ops::Order::$order,
+            may_block: $crate::ops::MayBlock::$may_block,
+            lane: $crate::ops::Lane::$lane,
+            hold: ops!(@hold $($hold)?),
             carries_data: <$name as $crate::wire::Wire>::CARRIES_DATA,
             request: &[$((stringify!($field), stringify!($ty))),*],
             reply: &[$((stringify!($rfield), stringify!($rty))),*],
@@ -239,6 +323,8 @@ macro_rules! ops {
     };
     (@class async) => { $crate::ops::Class::Async };
     (@class sync) => { $crate::ops::Class::Sync };
+    (@hold) => { $crate::ops::Hold::None };
+    (@hold $hold:ident) => { $crate::ops::Hold::$hold };
     (@reply $name:ident ($($lt:lifetime)?)) => {};
     (@reply $name:ident ($($lt:lifetime)?) $reply:ident { $($fields:tt)* }) => {
         $crate::wire_struct! {
@@ -348,6 +434,21 @@ mod tests {
             assert_eq!(info(row.opcode).map(|r| r.name), Some(row.name));
         }
         assert!(seen.len() > 30);
+    }
+
+    #[test]
+    fn every_operation_that_keeps_the_order_of_streams_names_one_or_an_event() {
+        for row in all().filter(|row| row.order == Order::Streams) {
+            let named = row.request.iter().any(|(_, ty)| matches!(*ty, "StreamId" | "EventId"));
+            assert!(named, "{} keeps the order of streams and names none", row.name);
+        }
+    }
+
+    #[test]
+    fn the_express_lane_is_ordered_with_nothing_and_never_blocks() {
+        for row in all().filter(|row| row.lane == Lane::Express) {
+            assert_eq!((row.order, row.may_block), (Order::None, MayBlock::Never), "{}", row.name);
+        }
     }
 
     #[test]

@@ -69,7 +69,9 @@ ops! {
     /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server fetches the function table at
     /// once: when its wire form ([`FunctionTable`]) fits `info`, it is written there and `info_size` says how long it is; when it does not fit,
     /// nothing is written and `info_size` says what is needed for [`ModuleInfo`].
-    sync 0x0501 module_load: ModuleLoad<'a> {
+    sync 0x0501 module_load: ModuleLoad<'a>
+        [order None, may_block Context, lane Main]
+    {
         /// Context that it is loaded into.
         context: ContextId,
         /// Its name.
@@ -94,7 +96,9 @@ ops! {
     }
 
     /// Fetches the function table of a loaded module.
-    sync 0x0502 module_info: ModuleInfo {
+    sync 0x0502 module_info: ModuleInfo
+        [order None, may_block Never, lane Main]
+    {
         /// The module.
         module: ModuleId,
         /// Room for the function table.
@@ -105,13 +109,17 @@ ops! {
     }
 
     /// `cuModuleUnload`, `cuLibraryUnload`.
-    async 0x0503 module_unload: ModuleUnload {
+    async 0x0503 module_unload: ModuleUnload
+        [order Session, may_block Context, lane Main]
+    {
         /// The module.
         module: ModuleId,
     }
 
     /// Finds a variable: `cuModuleGetGlobal`, `cuLibraryGetGlobal`.
-    sync 0x0504 module_get_global: ModuleGetGlobal<'a> {
+    sync 0x0504 module_get_global: ModuleGetGlobal<'a>
+        [order None, may_block Never, lane Main]
+    {
         /// The module.
         module: ModuleId,
         /// Mangled name.
@@ -126,7 +134,9 @@ ops! {
     }
 
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`: where only the driver can tell whether it takes the value.
-    sync 0x0505 function_set_attribute: FunctionSetAttribute {
+    sync 0x0505 function_set_attribute: FunctionSetAttribute
+        [order Session, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// `CUfunction_attribute`.
@@ -136,7 +146,9 @@ ops! {
     } -> FunctionSetAttributeReply {}
 
     /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the client knows the driver to take.
-    async 0x050f function_preset: FunctionPreset {
+    async 0x050f function_preset: FunctionPreset
+        [order Session, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// `CUfunction_attribute`.
@@ -147,7 +159,9 @@ ops! {
 
     /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. It loads the function, where the server's driver loads
     /// them when they are used.
-    sync 0x0506 function_attributes: FunctionAttributes {
+    sync 0x0506 function_attributes: FunctionAttributes
+        [order None, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
     } -> FunctionAttributesReply {
@@ -156,7 +170,9 @@ ops! {
     }
 
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
-    sync 0x0507 occupancy_max_active_blocks: OccupancyMaxActiveBlocks {
+    sync 0x0507 occupancy_max_active_blocks: OccupancyMaxActiveBlocks
+        [order None, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// Threads of a block.
@@ -171,7 +187,9 @@ ops! {
     }
 
     /// `cuOccupancyAvailableDynamicSMemPerBlock`.
-    sync 0x050e occupancy_available_shared: OccupancyAvailableShared {
+    sync 0x050e occupancy_available_shared: OccupancyAvailableShared
+        [order None, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// Blocks that a multiprocessor shall have at once.
@@ -184,7 +202,9 @@ ops! {
     }
 
     /// `cuOccupancyMaxActiveClusters`: the launch is described and not made.
-    sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters {
+    sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters
+        [order None, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// Blocks in x, y, z.
@@ -201,7 +221,9 @@ ops! {
     }
 
     /// `cuOccupancyMaxPotentialClusterSize`: the launch is described and not made.
-    sync 0x0509 occupancy_max_potential_cluster_size: OccupancyMaxPotentialClusterSize {
+    sync 0x0509 occupancy_max_potential_cluster_size: OccupancyMaxPotentialClusterSize
+        [order None, may_block Never, lane Main]
+    {
         /// The function.
         function: FunctionId,
         /// Blocks in x, y, z.
@@ -218,7 +240,9 @@ ops! {
     }
 
     /// `cuLinkCreate`.
-    sync 0x050a link_create: LinkCreate {
+    sync 0x050a link_create: LinkCreate
+        [order Session, may_block Never, lane Main]
+    {
         /// Context.
         context: ContextId,
         /// Its name, not in use.
@@ -228,7 +252,9 @@ ops! {
     } -> LinkCreateReply {}
 
     /// `cuLinkAddData`, `cuLinkAddFile`. What the linker says of it is told whether it takes it or not.
-    sync 0x050b link_add: LinkAdd<'a> {
+    sync 0x050b link_add: LinkAdd<'a>
+        [order Session, may_block Never, lane Main]
+    {
         /// The linker.
         link: LinkId,
         /// `CUjitInputType`: see [`jit_input`].
@@ -249,7 +275,9 @@ ops! {
     }
 
     /// `cuLinkComplete`. An image that fits `image` is written there; for one that does not, it is asked again.
-    sync 0x050c link_complete: LinkComplete {
+    sync 0x050c link_complete: LinkComplete
+        [order Session, may_block Never, lane Main]
+    {
         /// The linker.
         link: LinkId,
         /// Room for the image.
@@ -266,7 +294,9 @@ ops! {
     }
 
     /// `cuLinkDestroy`.
-    async 0x050d link_destroy: LinkDestroy {
+    async 0x050d link_destroy: LinkDestroy
+        [order Session, may_block Never, lane Main]
+    {
         /// The linker.
         link: LinkId,
     }

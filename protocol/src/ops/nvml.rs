@@ -261,7 +261,9 @@ ops! {
     trait NvmlOps;
 
     /// What belongs to no device: `nvmlInit`, `nvmlSystemGet…Version`.
-    sync 0x0901 nvml_system: NvmlSystem {} -> NvmlSystemReply {
+    sync 0x0901 nvml_system: NvmlSystem
+        [order None, may_block Never, lane Main]
+    {} -> NvmlSystemReply {
         /// `nvmlReturn_t` of initializing the server's NVML.
         status: u32,
         /// Devices of this session; ordinals are below it.
@@ -275,7 +277,9 @@ ops! {
     }
 
     /// One question about one device.
-    sync 0x0902 nvml_query: NvmlQuery<'a> {
+    sync 0x0902 nvml_query: NvmlQuery<'a>
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
         /// [`Query::number`].
@@ -292,7 +296,9 @@ ops! {
     }
 
     /// One question about two devices of the session.
-    sync 0x0903 nvml_pair: NvmlPair {
+    sync 0x0903 nvml_pair: NvmlPair
+        [order None, may_block Never, lane Main]
+    {
         /// Ordinal.
         device: u32,
         /// The other's ordinal.

@@ -110,7 +110,9 @@ ops! {
     trait StreamOps;
 
     /// `cuStreamCreateWithPriority`.
-    async 0x0701 stream_create: StreamCreate {
+    async 0x0701 stream_create: StreamCreate
+        [order Streams, may_block Never, lane Main]
+    {
         /// Context.
         context: ContextId,
         /// Its name, not in use; not below [`crate::channel::MAX_CONTEXTS`]. Its progress word is zeroed by the client before.
@@ -122,25 +124,33 @@ ops! {
     }
 
     /// `cuStreamDestroy`: work on it still completes; its progress word is written no more after that.
-    async 0x0702 stream_destroy: StreamDestroy {
+    async 0x0702 stream_destroy: StreamDestroy
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
     }
 
     /// Answered when everything before it on the stream is done: `cuStreamSynchronize`. The status is the context's deferred error, if it has one.
-    sync 0x0703 stream_synchronize: StreamSynchronize {
+    sync 0x0703 stream_synchronize: StreamSynchronize
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
     } -> StreamSynchronizeReply {}
 
     /// Publishes: the stream's progress word becomes this record's `seq` when everything before it is done.
-    async 0x0704 stream_mark: StreamMark {
+    async 0x0704 stream_mark: StreamMark
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
     }
 
     /// `cuStreamWaitEvent`.
-    async 0x0705 stream_wait_event: StreamWaitEvent {
+    async 0x0705 stream_wait_event: StreamWaitEvent
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream that waits.
         stream: StreamId,
         /// Event, recorded before or not at all (then there is nothing to wait for).
@@ -151,7 +161,9 @@ ops! {
 
     /// The stream goes no further until [`StreamHostSignal`] comes with the same ticket: what `cuLaunchHostFunc` and `cuStreamAddCallback` are
     /// made of, the function itself being called in the client.
-    async 0x0706 stream_host_wait: StreamHostWait {
+    async 0x0706 stream_host_wait: StreamHostWait
+        [order Streams, may_block Never, lane Main, hold UntilSignal]
+    {
         /// Stream that waits.
         stream: StreamId,
         /// Ticket, never used before in this session.
@@ -159,13 +171,17 @@ ops! {
     }
 
     /// Lets the stream that waits for the ticket go on.
-    async 0x0707 stream_host_signal: StreamHostSignal {
+    async 0x0707 stream_host_signal: StreamHostSignal
+        [order None, may_block Never, lane Express, hold Ends]
+    {
         /// Ticket.
         ticket: TicketId,
     }
 
     /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, those of 64 bits, and `cuStreamBatchMemOp`: the words lie in the session's own memory.
-    async 0x0708 stream_batch_mem_op: StreamBatchMemOp {
+    async 0x0708 stream_batch_mem_op: StreamBatchMemOp
+        [order Streams, may_block Never, lane Main, hold UntilWord]
+    {
         /// Stream.
         stream: StreamId,
         /// Operations, one after the other; at most [`memory_op::MOST`].
@@ -173,7 +189,9 @@ ops! {
     }
 
     /// `cuStreamSetAttribute`: holds for what is put on the stream from now on.
-    sync 0x0709 stream_set_attribute: StreamSetAttribute {
+    sync 0x0709 stream_set_attribute: StreamSetAttribute
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// The attribute: its number is one of [`attribute`].
@@ -181,7 +199,9 @@ ops! {
     } -> StreamSetAttributeReply {}
 
     /// `cuStreamGetAttribute`.
-    sync 0x070a stream_get_attribute: StreamGetAttribute {
+    sync 0x070a stream_get_attribute: StreamGetAttribute
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream.
         stream: StreamId,
         /// One of [`attribute`].
@@ -192,7 +212,9 @@ ops! {
     }
 
     /// `cuStreamCopyAttributes`: all of one stream's attributes become those of another of its context.
-    sync 0x070b stream_copy_attributes: StreamCopyAttributes {
+    sync 0x070b stream_copy_attributes: StreamCopyAttributes
+        [order Streams, may_block Never, lane Main]
+    {
         /// Stream that gets them.
         dst: StreamId,
         /// Stream that has them.

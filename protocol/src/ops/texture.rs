@@ -35,7 +35,9 @@ ops! {
     trait TextureOps;
 
     /// `cuTensorMapEncodeTiled`.
-    sync 0x0b01 tensor_map_tiled: TensorMapTiled {
+    sync 0x0b01 tensor_map_tiled: TensorMapTiled
+        [order Session, may_block Never, lane Main]
+    {
         /// Context of the device that will use it.
         context: ContextId,
         /// The tensor.
@@ -48,7 +50,9 @@ ops! {
     }
 
     /// `cuTensorMapEncodeIm2col`.
-    sync 0x0b02 tensor_map_im2col: TensorMapIm2col {
+    sync 0x0b02 tensor_map_im2col: TensorMapIm2col
+        [order Session, may_block Never, lane Main]
+    {
         /// Context of the device that will use it.
         context: ContextId,
         /// The tensor.
@@ -67,7 +71,9 @@ ops! {
     }
 
     /// `cuTensorMapReplaceAddress`.
-    sync 0x0b03 tensor_map_replace_address: TensorMapReplaceAddress {
+    sync 0x0b03 tensor_map_replace_address: TensorMapReplaceAddress
+        [order Session, may_block Never, lane Main]
+    {
         /// Context of the device that will use it.
         context: ContextId,
         /// `CUtensorMap`.

@@ -1,4 +1,4 @@
-/* The same work as kernels.cu as plain C, on one core; prints seconds of CPU time for each. Compiled with cc -O2. */
+/* The work of kernels.cu in plain C, on one core; prints the CPU time of each in seconds. Compiled with cc -O2. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-//! Events: points in a stream's order that others can wait for, with the time at which they were reached.
+//! Events: points in a stream's order that others can wait for, and the times when they were reached.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
@@ -6,21 +6,21 @@ use crate::error::{Error, Result};
 
 #[derive(Default)]
 struct State {
-    /// How often the event was recorded (at the call).
+    /// The number of recordings, counted at the call.
     recorded: u64,
-    /// The last recording that its stream has reached.
+    /// The latest recording that its stream has reached.
     reached: u64,
     time_ns: u64,
 }
 
-/// A point in a stream. Cloning gives another handle to the same event.
+/// A point in a stream. Clones refer to the same event.
 #[derive(Clone, Default)]
 pub struct Event {
     shared: Arc<(Mutex<State>, Condvar)>,
 }
 
 impl Event {
-    /// A new event, not yet recorded; like CUDA's, it counts as complete until it is.
+    /// Creates an event. As in CUDA, an event that was never recorded counts as complete.
     pub fn new() -> Event {
         Event::default()
     }
@@ -29,14 +29,14 @@ impl Event {
         self.shared.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Marks a recording; returns its number for [`Event::reach`].
+    /// Starts a recording and returns its number for [`Event::reach`].
     pub(crate) fn begin(&self) -> u64 {
         let mut state = self.lock();
         state.recorded += 1;
         state.recorded
     }
 
-    /// The latest recording, for a wait that is enqueued now.
+    /// The number of the latest recording, for a wait that is being enqueued.
     pub(crate) fn latest(&self) -> u64 {
         self.lock().recorded
     }
@@ -58,26 +58,26 @@ impl Event {
         }
     }
 
-    /// Whether the last recording has been reached (or there was none).
+    /// Whether the latest recording has been reached. True if there was none.
     pub fn query(&self) -> bool {
         let state = self.lock();
         state.reached == state.recorded
     }
 
-    /// Waits until the last recording made before this call is reached.
+    /// Waits for the latest recording made before this call.
     pub fn synchronize(&self) {
         let number = self.latest();
         self.wait_for(number);
     }
 
-    /// When the last recording was reached, in nanoseconds since the GPU was made.
+    /// When the latest recording was reached, in nanoseconds since the GPU was created.
     pub fn timestamp_ns(&self) -> Result<u64> {
         let state = self.lock();
         if state.recorded == 0 {
             return Err(Error::NoTime("it was never recorded"));
         }
         if state.reached != state.recorded {
-            return Err(Error::NoTime("it is not reached yet"));
+            return Err(Error::NoTime("it has not been reached yet"));
         }
         Ok(state.time_ns)
     }

@@ -1,36 +1,37 @@
-//! The GPU: its configuration, its properties, its workers and its sticky error.
+//! The GPU: configuration, properties, workers and the sticky error.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::device::children::Child;
+use crate::device::child_launch::Child;
+use crate::device::error_text::ErrorTexts;
 use crate::device::launch::{KernelRun, LaunchConfig, Pool};
 use crate::device::memory::Memory;
 use crate::device::module::{self, Function, Module};
 use crate::device::stream::Stream;
-use crate::device::texts::Texts;
 use crate::device::texture::Textures;
 use crate::error::{Error, Result};
 
-/// Receives what kernels print, in whole `printf` calls.
+/// Receives the output of each `printf` call in a kernel.
 pub type PrintfSink = Arc<dyn Fn(&[u8]) + Send + Sync>;
 
-/// Receives the error that ends a GPU's work: see [`GpuConfig::fault`].
+/// Receives the GPU's sticky error; see [`GpuConfig::fault`].
 pub type FaultSink = Arc<dyn Fn(&Error) + Send + Sync>;
 
-/// How to make a [`Gpu`].
+/// The configuration of a [`Gpu`].
 #[derive(Clone)]
 pub struct GpuConfig {
-    /// The name that [`Properties`] report.
+    /// The name in [`Properties`].
     pub name: String,
-    /// Memory in bytes: the most that can be mapped at a time, the modules' own included.
+    /// Memory size in bytes: how much can be mapped at once, including the modules' memory.
     pub memory_bytes: u64,
-    /// Threads that run kernels. 0: one for each CPU.
+    /// Number of threads that run kernels; 0 for one per CPU.
     pub workers: usize,
-    /// What device `printf` writes to. The default is the process's standard output.
+    /// Receives the output of `printf` in kernels. The default writes to the process's standard output.
     pub printf: PrintfSink,
-    /// Told once, when a kernel or an enqueued closure fails, before anybody else can learn of it. The default does nothing.
+    /// Called once when a kernel or an enqueued closure fails, before any call returns the error. The default
+    /// does nothing.
     pub fault: FaultSink,
 }
 
@@ -43,7 +44,7 @@ impl Default for GpuConfig {
             printf: Arc::new(|text| {
                 use std::io::Write;
                 let mut out = std::io::stdout().lock();
-                // Nobody is left to tell if standard output is closed.
+                // Ignored: standard output may be closed.
                 let _ = out.write_all(text).and_then(|()| out.flush());
             }),
             fault: Arc::new(|_| {}),
@@ -51,53 +52,53 @@ impl Default for GpuConfig {
     }
 }
 
-/// What the GPU is and how far it reaches. Sizes are in bytes.
+/// The GPU's properties and limits. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Properties {
     /// Its name.
     pub name: String,
-    /// Compute capability: that of the newest architecture whose PTX it runs.
+    /// Compute capability: the newest architecture whose PTX it runs.
     pub compute_capability: (u32, u32),
-    /// Memory in all.
+    /// Memory size.
     pub total_memory: u64,
-    /// Multiprocessors: its worker threads.
+    /// Number of multiprocessors, which is the number of worker threads.
     pub multiprocessors: u32,
-    /// Threads of a warp.
+    /// Threads per warp.
     pub warp_size: u32,
-    /// Threads of a block at most.
+    /// Maximum threads per block.
     pub max_threads_per_block: u32,
-    /// Blocks of a cluster at most; 8 are what every GPU with clusters has.
+    /// Maximum blocks per cluster. Every GPU with clusters supports 8.
     pub max_cluster_blocks: u32,
-    /// Threads that can be resident on a multiprocessor.
+    /// Maximum resident threads per multiprocessor.
     pub max_threads_per_multiprocessor: u32,
-    /// Blocks that can be resident on a multiprocessor.
+    /// Maximum resident blocks per multiprocessor.
     pub max_blocks_per_multiprocessor: u32,
-    /// Each dimension of a block at most.
+    /// Maximum size of each dimension of a block.
     pub max_block: [u32; 3],
-    /// Each dimension of a grid at most.
+    /// Maximum size of each dimension of a grid.
     pub max_grid: [u32; 3],
-    /// Shared memory of a block without opting in.
+    /// Maximum shared memory per block without opting in.
     pub shared_per_block: u32,
-    /// Shared memory of a block at most.
+    /// Maximum shared memory per block.
     pub shared_per_block_optin: u32,
-    /// Shared memory of a multiprocessor.
+    /// Shared memory per multiprocessor.
     pub shared_per_multiprocessor: u32,
-    /// Shared memory that the system takes of each block.
+    /// Shared memory per block that is reserved for the system.
     pub shared_reserved_per_block: u32,
-    /// 32-bit registers of a block at most.
+    /// Maximum 32-bit registers per block.
     pub registers_per_block: u32,
-    /// Constant memory of a module at most.
+    /// Maximum constant memory per module.
     pub constant_memory: u32,
-    /// Frequency of `clock64()` in kHz: it counts nanoseconds.
+    /// Frequency of `clock64()` in kHz. It counts nanoseconds.
     pub clock_khz: u32,
-    /// Local memory of a thread at most.
+    /// Maximum local memory per thread.
     pub max_local_per_thread: u32,
-    /// Bytes of parameters of a kernel at most.
+    /// Maximum parameter bytes per kernel.
     pub max_parameter_bytes: u32,
 }
 
 impl Properties {
-    /// Those of the GPU that is made by `config`.
+    /// The properties of a GPU with this configuration.
     pub fn of(config: &GpuConfig) -> Properties {
         let workers = match config.workers {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
@@ -135,10 +136,10 @@ pub(crate) struct Inner {
     pub memory: Memory,
     pub pool: Arc<Pool>,
     pub textures: Textures,
-    /// Of errors.
-    pub texts: Texts,
+    /// Names and texts of errors that kernels have asked for.
+    pub texts: ErrorTexts,
     pub cancelled: AtomicBool,
-    /// Warp instructions of finished blocks.
+    /// Warp instructions executed by finished blocks.
     pub executed: AtomicU64,
     failed: AtomicBool,
     sticky: Mutex<Option<Error>>,
@@ -157,15 +158,15 @@ impl Drop for Inner {
     }
 }
 
-/// A GPU in software. Cloning gives another handle to the same one; it goes when the last handle, stream,
-/// module and function of it is gone.
+/// A GPU in software. Clones refer to the same GPU. It is destroyed with its last handle, stream, module and
+/// function.
 #[derive(Clone)]
 pub struct Gpu {
     pub(crate) inner: Arc<Inner>,
 }
 
 impl Gpu {
-    /// Makes a GPU and starts its workers.
+    /// Creates a GPU and starts its workers.
     pub fn new(config: GpuConfig) -> Result<Gpu> {
         let properties = Properties::of(&config);
         let workers = properties.multiprocessors as usize;
@@ -177,7 +178,7 @@ impl Gpu {
                 memory: Memory::new(config.memory_bytes),
                 pool: Pool::start(workers)?,
                 textures: Textures::default(),
-                texts: Texts::default(),
+                texts: ErrorTexts::default(),
                 cancelled: AtomicBool::new(false),
                 executed: AtomicU64::new(0),
                 failed: AtomicBool::new(false),
@@ -187,7 +188,7 @@ impl Gpu {
         })
     }
 
-    /// What this GPU is.
+    /// The GPU's properties.
     pub fn properties(&self) -> &Properties {
         &self.inner.properties
     }
@@ -196,70 +197,72 @@ impl Gpu {
         &self.inner.memory
     }
 
-    /// Nanoseconds since the GPU was made: the clock of events.
+    /// Nanoseconds since the GPU was created. Events use this clock.
     pub fn now_ns(&self) -> u64 {
         self.inner.epoch.elapsed().as_nanos() as u64
     }
 
-    /// Warp instructions executed by all blocks that have finished: each is one instruction for up to 32 threads.
+    /// Warp instructions executed by all finished blocks. Each is one instruction for up to 32 threads.
     pub fn warp_instructions(&self) -> u64 {
         self.inner.executed.load(Ordering::Relaxed)
     }
 
-    /// Bytes of memory free, and in all.
+    /// Free and total memory in bytes.
     pub fn memory_info(&self) -> (u64, u64) {
         self.memory().info()
     }
 
-    /// Puts zeroed memory behind the addresses `addr..addr + size`. Both are multiples of [`crate::GRANULE`] and
-    /// lie within [`crate::FIRST_ADDRESS`]`..`[`crate::LAST_ADDRESS`]. Nothing may be accessed there until
-    /// [`Gpu::place`] makes allocations in it.
+    /// Backs the addresses `addr..addr + size` with zeroed memory. Both must be multiples of
+    /// [`crate::GRANULE`], and the range must be within [`crate::FIRST_ADDRESS`]`..`[`crate::LAST_ADDRESS`].
+    /// The memory becomes accessible when [`Gpu::place`] makes allocations in it.
     pub fn map(&self, addr: u64, size: u64) -> Result<()> {
         self.status()?;
         self.memory().map(addr, size)
     }
 
-    /// Takes back a mapping, named exactly as it was made. It must hold no allocation.
+    /// Removes a mapping, which must be given exactly as it was made and must contain no allocation.
     pub fn unmap(&self, addr: u64, size: u64) -> Result<()> {
         self.memory().unmap(addr, size)
     }
 
-    /// Makes `addr..addr + size` an allocation: kernels and copies may use it from now on. Any size and
-    /// alignment; wholly mapped, possibly over several mappings; apart from other allocations. The contents
-    /// are what they were.
+    /// Makes `addr..addr + size` an allocation that kernels and copies can access. It can have any size and
+    /// alignment and span several mappings, but must be entirely mapped and not overlap another allocation.
+    /// The memory keeps its contents.
     pub fn place(&self, addr: u64, size: u64) -> Result<()> {
         self.status()?;
         self.memory().place(addr, size)
     }
 
-    /// Ends the allocation that begins at `addr`; returns its size.
+    /// Removes the allocation that begins at `addr` and returns its size.
     pub fn release(&self, addr: u64) -> Result<u64> {
         self.memory().release(addr)
     }
 
-    /// Allocates memory at an address of the GPU's own choice, apart from what [`Gpu::map`] maps.
+    /// Allocates memory at an address that the GPU chooses, outside the range of [`Gpu::map`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         self.inner.memory.allocate_module(size)
     }
 
-    /// Frees memory of [`Gpu::allocate`].
+    /// Frees memory from [`Gpu::allocate`].
     pub fn free(&self, addr: u64) -> Result<()> {
         self.inner.memory.free_module(addr)
     }
 
-    /// Bytes that kernels' `malloc` may hand out at a time, with what each allocation costs beside its size (16 bytes, rounded
-    /// up to 16). It is 8 MiB until this is called (`cudaLimitMallocHeapSize`). What is handed out already stays.
+    /// Sets how many bytes kernels can have allocated with `malloc` at once, including the overhead of each
+    /// allocation (16 bytes, and rounding up to 16). The default is 8 MiB (`cudaLimitMallocHeapSize`).
+    /// Existing allocations are not affected.
     pub fn set_heap_limit(&self, bytes: u64) {
         self.memory().set_heap_limit(bytes);
     }
 
-    /// The allocation that holds `addr`: its first address and its size.
+    /// The address and size of the allocation that contains `addr`.
     pub fn allocation(&self, addr: u64) -> Option<(u64, u64)> {
         self.memory().find(addr).map(|hit| (hit.start, hit.end - hit.start))
     }
 
-    /// As [`Gpu::map`], with a file's bytes from `offset` (a multiple of [`crate::GRANULE`]) as the memory: others that map the same file share
-    /// it. The file must not shrink. It does not count as this GPU's memory; [`Gpu::charge`] makes it.
+    /// Like [`Gpu::map`], but backed by a file from `offset` on, which must be a multiple of
+    /// [`crate::GRANULE`]. Everyone who maps the file shares the memory. The file must not shrink. The memory
+    /// does not count as this GPU's; use [`Gpu::charge`] to count it.
     pub fn map_file(
         &self,
         addr: u64,
@@ -276,54 +279,57 @@ impl Gpu {
         self.memory().charge(size)
     }
 
-    /// Takes back what [`Gpu::charge`] counted.
+    /// Reverses [`Gpu::charge`].
     pub fn discharge(&self, size: u64) {
         self.memory().discharge(size);
     }
 
-    /// As [`Gpu::place`], for ranges that grow and shrink with their mappings: one that touches another is joined with it, so that accesses may cross.
+    /// Like [`Gpu::place`], for ranges that grow and shrink with their mappings. Adjacent ranges are merged,
+    /// so that accesses can cross from one to the other.
     pub fn show(&self, addr: u64, size: u64) -> Result<()> {
         self.status()?;
         self.memory().show(addr, size)
     }
 
-    /// Ends the access to a part of what [`Gpu::show`] made accessible.
+    /// Makes part of a range from [`Gpu::show`] inaccessible again.
     pub fn hide(&self, addr: u64, size: u64) -> Result<()> {
         self.memory().hide(addr, size)
     }
 
-    /// Lets this GPU's kernels and copies into all memory of `peer`. It keeps `peer` alive until [`Gpu::disable_peer`].
+    /// Gives this GPU's kernels and copies access to all memory of `peer`, and keeps `peer` alive until
+    /// [`Gpu::disable_peer`].
     pub fn enable_peer(&self, peer: &Gpu) {
         self.memory().enable_peer(peer.inner.clone());
     }
 
-    /// Takes back what [`Gpu::enable_peer`] allowed.
+    /// Reverses [`Gpu::enable_peer`].
     pub fn disable_peer(&self, peer: &Gpu) {
         self.memory().disable_peer(peer.memory());
     }
 
-    /// Loads PTX text or a fat binary (container, or several after each other), and places its globals.
+    /// Loads PTX text or a fat binary (one container, or several in a row), and places its globals.
     pub fn load_module(&self, image: &[u8]) -> Result<Module> {
         self.link_module(&[image])
     }
 
-    /// As [`Gpu::load_module`], for several images that are linked with each other: a function or a variable that one declares `.extern` is another's.
+    /// Like [`Gpu::load_module`], for several images that are linked: a function or variable that is
+    /// `.extern` in one may be defined in another.
     pub fn link_module(&self, images: &[&[u8]]) -> Result<Module> {
         self.status()?;
         Module::load(self, images)
     }
 
-    /// Whether an image could be loaded, as far as that can be told without the others that it may be linked with.
+    /// Checks whether an image could be loaded, apart from symbols that other images may define.
     pub fn check_image(&self, image: &[u8]) -> Result<()> {
         module::check(self, image)
     }
 
-    /// A new stream.
+    /// Creates a stream.
     pub fn stream(&self) -> Stream {
         Stream::new(self.clone())
     }
 
-    /// The sticky error, if a kernel or an enqueued closure has failed.
+    /// Returns the sticky error if a kernel or an enqueued closure has failed.
     pub fn status(&self) -> Result<()> {
         if !self.inner.failed.load(Ordering::Acquire) {
             return Ok(());
@@ -334,7 +340,7 @@ impl Gpu {
         }
     }
 
-    /// Makes `error` sticky, unless there is one.
+    /// Makes `error` the sticky error unless there already is one.
     pub(crate) fn fail(&self, error: Error) {
         let mut sticky = self.inner.sticky.lock().unwrap_or_else(|e| e.into_inner());
         if sticky.is_none() {
@@ -344,24 +350,25 @@ impl Gpu {
         self.inner.failed.store(true, Ordering::Release);
     }
 
-    /// Stops every kernel, now and from now on, with [`crate::Fault::Cancelled`]: for ending a program whose
-    /// kernel does not end.
+    /// Stops every kernel, now and in the future, with [`crate::Fault::Cancelled`]. Use it to end a program
+    /// whose kernel never finishes.
     pub fn cancel(&self) {
         self.inner.cancelled.store(true, Ordering::Release);
     }
 
-    /// Whether [`Gpu::cancel`] was called: an enqueued closure that waits for something need wait no more.
+    /// Whether [`Gpu::cancel`] was called, so that an enqueued closure can stop waiting.
     pub fn is_cancelled(&self) -> bool {
         self.inner.cancelled.load(Ordering::Acquire)
     }
 
-    /// Runs a kernel and waits for its end: for closures on a stream ([`crate::Stream::enqueue`]) that find out only then what there is to run.
+    /// Runs a kernel and waits for it. This is for closures on a stream ([`crate::Stream::enqueue`]) that
+    /// decide only when they run which kernel to run.
     pub fn run(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
         self.status()?;
         self.execute(Arc::new(KernelRun::new(self, function, config, params)?))
     }
 
-    /// Runs a kernel on the workers, and all that it launches, and waits for their end.
+    /// Runs a kernel and its child launches on the workers, and waits for them.
     pub(crate) fn execute(&self, kernel: Arc<KernelRun>) -> Result<()> {
         let mut waiting = vec![Child::Kernel(kernel)];
         while let Some(next) = waiting.pop() {

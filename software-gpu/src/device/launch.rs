@@ -1,35 +1,36 @@
-//! Launches: what a launch must satisfy, and the workers that run its blocks.
+//! Launches: the requirements on a launch, and the workers that run its blocks.
 //!
-//! A worker takes one block, or one cluster of them, at a time and runs it until it is done or has had its time slice, then puts it
-//! aside and takes another, of this kernel or of one from another stream. So blocks that wait for each
-//! other (cooperative launches, look-back scans, flags set by another stream) always get on.
+//! A worker takes one cluster at a time (usually a single block) and runs it until it finishes or its time
+//! slice ends. It then sets the cluster aside and takes another, of this kernel or of one in another stream.
+//! This way blocks that wait for each other always make progress (cooperative launches, look-back scans,
+//! flags set by another stream).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use crate::device::children::Children;
+use crate::device::child_launch::Children;
 use crate::device::gpu::{Gpu, Inner};
 use crate::device::module::{Function, FunctionInfo, Module};
 use crate::error::{Error, Fault, Location, Result};
 use crate::exec::cluster::{Cluster, Outcome, Scratch};
 use crate::lower::program::{Code, Line, Program};
 
-/// Warp instructions after which a block makes room for others.
+/// Time slice: the warp instructions after which a cluster yields to others.
 const SLICE: u64 = 1 << 20;
 
-/// The shape of a launch.
+/// The dimensions and options of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchConfig {
-    /// Blocks in each dimension.
+    /// Number of blocks in each dimension.
     pub grid: [u32; 3],
-    /// Threads of a block in each dimension.
+    /// Number of threads per block in each dimension.
     pub block: [u32; 3],
-    /// Dynamic shared memory of a block, in bytes.
+    /// Dynamic shared memory per block in bytes.
     pub dynamic_shared: u32,
-    /// All blocks must be resident together, so that they may wait for each other.
+    /// Whether all blocks must be resident at once, so that they can wait for each other.
     pub cooperative: bool,
-    /// Blocks of a cluster in each dimension; `None`: as many as the kernel requires, or clusters of one block.
+    /// Number of blocks per cluster in each dimension. With `None`, the kernel's required size, or one block.
     pub cluster: Option<[u32; 3]>,
 }
 
@@ -46,10 +47,10 @@ impl LaunchConfig {
     }
 }
 
-/// One launch, checked, with the state of its blocks.
+/// A checked launch, with the state of its blocks.
 pub(crate) struct KernelRun {
     pub gpu: Arc<Inner>,
-    /// Where functions are that it may launch.
+    /// The module whose functions it may launch.
     pub module: Module,
     pub program: Arc<Program>,
     pub code: Arc<Code>,
@@ -57,13 +58,13 @@ pub(crate) struct KernelRun {
     pub params: Vec<Line>,
     pub param_bytes: u32,
     pub shared_bytes: u32,
-    /// Blocks of a cluster in each dimension, and whether the launch or the kernel said so.
+    /// Number of blocks per cluster in each dimension, and whether the launch or the kernel gave it.
     pub cluster: [u32; 3],
     pub explicit_cluster: bool,
     pub grid_id: u64,
-    /// Device memory in which a cooperative grid's blocks meet; 0 for other launches.
+    /// Device memory for the grid barrier of a cooperative launch; 0 for other launches.
     pub workspace: u64,
-    /// Of the grid; the numbers below count them, too.
+    /// The clusters in the grid. The counts below are in clusters too.
     all_clusters: u64,
     resident_limit: u64,
     next: AtomicU64,
@@ -87,15 +88,15 @@ impl KernelRun {
         }
         for i in 0..3 {
             if config.block[i] == 0 || config.block[i] > p.max_block[i] {
-                return Err(Error::InvalidArgument(format!("block dimensions {:?}", config.block)));
+                return Err(Error::InvalidArgument(format!("invalid block dimensions {:?}", config.block)));
             }
             if config.grid[i] == 0 || config.grid[i] > p.max_grid[i] {
-                return Err(Error::InvalidArgument(format!("grid dimensions {:?}", config.grid)));
+                return Err(Error::InvalidArgument(format!("invalid grid dimensions {:?}", config.grid)));
             }
         }
         let threads: u64 = config.block.iter().map(|&n| u64::from(n)).product();
         if threads > u64::from(p.max_threads_per_block) {
-            return Err(Error::InvalidArgument(format!("{threads} threads in a block")));
+            return Err(Error::InvalidArgument(format!("invalid block of {threads} threads")));
         }
         if threads > u64::from(info.max_threads) {
             return Err(Error::LaunchOutOfResources(format!(
@@ -113,26 +114,27 @@ impl KernelRun {
         let shared_bytes = u64::from(info.shared_bytes) + u64::from(config.dynamic_shared);
         if shared_bytes > u64::from(p.shared_per_block_optin) {
             return Err(Error::InvalidArgument(format!(
-                "{shared_bytes} bytes of shared memory, {} are there",
+                "{shared_bytes} bytes of shared memory; the maximum is {}",
                 p.shared_per_block_optin
             )));
         }
-        // As CUDA has it: more than the kernel takes is too much, none at all is a mistake, and what is missing is zero.
+        // As in CUDA: more bytes than the kernel takes are an error, and so are none at all; missing bytes
+        // are zero.
         let wanted = info.param_bytes as usize;
         if params.len() > wanted {
             let (given, name) = (params.len(), &info.name);
             return Err(Error::LaunchOutOfResources(format!(
-                "{given} bytes of parameters, {name} takes {wanted}"
+                "{given} bytes of parameters; {name} takes {wanted}"
             )));
         }
         if params.is_empty() && wanted > 0 {
-            return Err(Error::InvalidArgument(format!("no parameters, {} takes {wanted} bytes", info.name)));
+            return Err(Error::InvalidArgument(format!("no parameters; {} takes {wanted} bytes", info.name)));
         }
         let mut lines = vec![Line([0; 64]); wanted.div_ceil(size_of::<Line>())];
         for (line, bytes) in lines.iter_mut().zip(params.chunks(size_of::<Line>())) {
             line.0[..bytes.len()].copy_from_slice(bytes);
         }
-        // No more than 2^63, as the dimensions are bounded.
+        // At most 2^63, because the dimensions are bounded.
         let blocks: u64 = config.grid.iter().map(|&n| u64::from(n)).product();
         let size = u64::from(cluster.iter().product::<u32>());
         let resident_limit = u64::from(function.max_resident_blocks(threads as u32, config.dynamic_shared));
@@ -149,7 +151,7 @@ impl KernelRun {
             config,
             params: lines,
             param_bytes: wanted as u32,
-            // Dynamic shared memory begins at a multiple of 16, whatever comes before.
+            // Dynamic shared memory begins at a multiple of 16.
             shared_bytes: info.shared_bytes.next_multiple_of(16) + config.dynamic_shared,
             grid_id: GRID_IDS.fetch_add(1, Ordering::Relaxed),
             cluster,
@@ -167,7 +169,7 @@ impl KernelRun {
         })
     }
 
-    /// Whether the kernel is to stop as soon as it can.
+    /// Whether the kernel must stop as soon as possible.
     #[inline(always)]
     pub fn stopping(&self) -> bool {
         self.failed.load(Ordering::Relaxed) || self.gpu.cancelled.load(Ordering::Relaxed)
@@ -187,11 +189,11 @@ impl KernelRun {
             block: [0; 3],
             thread: [0; 3],
         };
-        let fault = Fault::IllegalInstruction("the software GPU failed at it; its worker panicked".into());
+        let fault = Fault::IllegalInstruction("internal error of the software GPU: a worker panicked".into());
         Error::Kernel { fault, location: Arc::new(location) }
     }
 
-    /// Clusters of the grid in one dimension.
+    /// The number of clusters in one dimension of the grid.
     pub fn clusters(&self, dimension: usize) -> u32 {
         self.config.grid[dimension] / self.cluster[dimension]
     }
@@ -205,12 +207,12 @@ impl KernelRun {
         self.suspended.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// What it has launched.
+    /// The kernel's child launches.
     pub fn children(&self) -> MutexGuard<'_, Children> {
         self.children.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The next cluster to work on: a fresh one as long as they may be resident, else one put aside.
+    /// The next cluster to run: a new one as long as another may be resident, else one that was set aside.
     fn take(&self, scratch: &mut Scratch) -> Option<Box<Cluster>> {
         let resident = self.started.load(Ordering::Relaxed)
             - self.finished.load(Ordering::Relaxed).min(self.started.load(Ordering::Relaxed));
@@ -224,12 +226,12 @@ impl KernelRun {
         self.suspended().pop_front()
     }
 
-    /// Whether a worker could do something for this kernel.
+    /// Whether a worker could run something of this kernel.
     fn has_work(&self) -> bool {
         self.next.load(Ordering::Relaxed) < self.all_clusters || !self.suspended().is_empty()
     }
 
-    /// Counts a cluster as done; true for the last one.
+    /// Counts a cluster as finished. Returns true for the last one.
     fn finish_cluster(&self) -> bool {
         self.finished.fetch_add(1, Ordering::AcqRel) + 1 == self.all_clusters
     }
@@ -251,13 +253,13 @@ impl KernelRun {
     }
 }
 
-/// The clusters that a launch is made of.
+/// The cluster size of a launch.
 fn cluster_size(config: &LaunchConfig, info: &FunctionInfo) -> Result<[u32; 3]> {
     let required = Some(info.required_cluster).filter(|&r| r != [0; 3]);
     let Some(size) = config.cluster.or(required) else {
         if info.cluster_must_be_given {
             return Err(Error::InvalidClusterSize(format!(
-                "{} needs the launch to say how large they are",
+                "{} needs a cluster size from the launch",
                 info.name
             )));
         }
@@ -267,10 +269,9 @@ fn cluster_size(config: &LaunchConfig, info: &FunctionInfo) -> Result<[u32; 3]> 
     let divides = (0..3).all(|i| size[i] > 0 && config.grid[i].is_multiple_of(size[i]));
     if !divides || blocks > info.max_cluster_blocks || required.is_some_and(|r| r != size) {
         let (grid, most) = (config.grid, info.max_cluster_blocks);
-        let requires =
-            required.map_or(String::new(), |r| format!(", which {} requires to be {r:?}", info.name));
+        let requires = required.map_or(String::new(), |r| format!("; {} requires {r:?}", info.name));
         return Err(Error::InvalidClusterSize(format!(
-            "{size:?}, in a grid of {grid:?} blocks, {most} in a cluster at most{requires}"
+            "clusters of {size:?} blocks in a grid of {grid:?} blocks, at most {most} per cluster{requires}"
         )));
     }
     Ok(size)
@@ -280,7 +281,7 @@ impl Drop for KernelRun {
     fn drop(&mut self) {
         self.forget_drafts();
         if self.workspace != 0 {
-            // It came from the allocator and is given back once.
+            // Cannot fail: the allocator returned this address, and it is freed once.
             let _ = self.gpu.memory.free_module(self.workspace);
         }
     }
@@ -292,7 +293,7 @@ struct PoolState {
     shut_down: bool,
 }
 
-/// The worker threads of a GPU.
+/// A GPU's worker threads.
 pub(crate) struct Pool {
     state: Mutex<PoolState>,
     work: Condvar,
@@ -315,7 +316,7 @@ impl Pool {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The workers end once they have nothing to do.
+    /// Makes the workers exit once they have nothing left to do.
     pub fn shut_down(&self) {
         self.lock().shut_down = true;
         self.work.notify_all();
@@ -327,7 +328,7 @@ impl Pool {
         kernel.wait()
     }
 
-    /// The next kernel that has work, moved to the end of the line.
+    /// The next kernel with work, which moves to the end of the queue.
     fn next_kernel(&self) -> Option<Arc<KernelRun>> {
         let mut state = self.lock();
         loop {
@@ -355,7 +356,7 @@ impl Pool {
                 let outcome = if kernel.failed.load(Ordering::Acquire) {
                     Outcome::Finished
                 } else {
-                    // A mistake of this crate's own ends the kernel, not whoever waits for it.
+                    // A bug in this crate ends the kernel but not the threads that wait for it.
                     let turn = std::panic::AssertUnwindSafe(|| cluster.run(&kernel, budget));
                     std::panic::catch_unwind(turn).unwrap_or_else(|_| Outcome::Failed(kernel.broken()))
                 };

@@ -1,62 +1,63 @@
 //! The GPU's global memory: address windows backed by host memory, and the allocations in them.
 //!
-//! Addresses are the caller's choice. Each aligned terabyte in which something is mapped is a *window*:
-//! a reservation of host address space of that size, made once and kept until the GPU goes, so that
-//! memory that is next to other memory on the device is so on the host as well, and so that a kernel
-//! that still runs while its memory is unmapped touches zero pages of this process and nothing else.
+//! The caller chooses addresses. Each aligned terabyte that contains a mapping is a *window*: host address
+//! space of that size, reserved once and kept until the GPU is destroyed. Adjacent device memory is therefore
+//! adjacent on the host, and a kernel that still runs while its memory is unmapped only touches zero pages
+//! inside the window.
 //!
-//! A *mapping* (2 MiB granules) takes physical memory, or shows a file's, which several GPUs and processes may
-//! share; an *allocation* inside mappings is what accesses are checked against.
+//! A *mapping* (in 2 MiB granules) provides memory, either new or from a file that several GPUs and processes
+//! may share. An *allocation* inside mappings is what accesses are checked against.
 //!
-//! A GPU may be let into the memory of *peers*: what it does not find in its own windows it looks for in theirs.
+//! A GPU may be given access to *peers*: it looks in their windows for addresses that its own do not contain.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use crate::device::region::Region;
+use crate::device::address_pool::AddressPool;
 use crate::error::{Error, Result};
 
-/// Mappings begin and end at multiples of this many bytes.
+/// The granularity of mappings in bytes.
 pub const GRANULE: u64 = 2 << 20;
-/// Host address space is reserved in aligned pieces of this many bytes.
+/// Host address space is reserved in aligned windows of this many bytes.
 pub(super) const WINDOW: u64 = 1 << 40;
-/// First address that a caller may map. Below lie the GPU's own windows (shared, local, constant and
-/// module memory).
+/// The first address that a caller can map. The GPU's own windows (shared, local, constant and module memory)
+/// are below.
 pub const FIRST_ADDRESS: u64 = 0x1000_0000_0000;
-/// End of the addresses that a caller may map: 47 bits, as on a real GPU.
+/// The end of the addresses that a caller can map: 47 bits, as on a real GPU.
 pub const LAST_ADDRESS: u64 = 1 << 47;
-/// Where modules' globals and constants live; the heap of kernels' `malloc` comes next.
+/// The address of modules' globals and constants. The heap of kernels' `malloc` follows.
 pub(crate) const MODULE_BASE: u64 = 0x0200_0000_0000;
 const HEAP_BASE: u64 = MODULE_BASE + WINDOW;
 const HEAP_END: u64 = HEAP_BASE + WINDOW;
-/// Bytes before what a kernel's `malloc` answers, as the hardware's heap has some: the number of elements that nvcc's `new T[n]` keeps goes there when `T` has no destructor.
+/// Bytes before each address returned by a kernel's `malloc`, as on hardware. nvcc's `new T[n]` stores the
+/// element count there if `T` has no destructor.
 const HEAP_HEADER: u64 = 16;
-/// Bytes that kernels may allocate if nobody says otherwise, as with CUDA.
+/// Default size in bytes of the heap for kernels, as in CUDA.
 const HEAP_LIMIT: u64 = 8 << 20;
 
-/// An allocation found for an address: its bounds on the device and where its first byte is on the host.
+/// The allocation that contains an address: its bounds on the device and its place on the host.
 #[derive(Clone, Copy)]
-pub(crate) struct Hit {
+pub(crate) struct FoundAllocation {
     /// First device address.
     pub start: u64,
     /// One past the last device address.
     pub end: u64,
-    /// Host address of device address 0, wrapping: host = device + delta.
+    /// Added to a device address to get the host address (wrapping).
     pub delta: u64,
 }
 
 struct Maps {
     windows: BTreeMap<u64, usize>,
     mappings: BTreeMap<u64, u64>,
-    /// Those of `mappings` whose memory is a file's.
+    /// The mappings that are backed by a file.
     files: BTreeSet<u64>,
     allocations: BTreeMap<u64, u64>,
-    /// Allocations that follow their mappings ([`Memory::show`]) and are joined with such neighbours.
+    /// Allocations made by [`Memory::show`], which are merged with adjacent ones.
     shown: BTreeSet<u64>,
-    modules: Region,
-    heap: Region,
+    modules: AddressPool,
+    heap: AddressPool,
     heap_limit: u64,
     used: u64,
 }
@@ -68,7 +69,8 @@ pub(crate) struct Memory {
     total: u64,
 }
 
-/// Counts releases: a cached [`Hit`] is good as long as this has not changed. One count for all GPUs of the process, since a hit may be a peer's.
+/// Counts releases. A cached [`FoundAllocation`] is valid as long as this has not changed. There is one counter for all
+/// GPUs of the process, because the allocation may belong to a peer.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {
@@ -84,8 +86,8 @@ impl Memory {
                 files: BTreeSet::new(),
                 allocations: BTreeMap::new(),
                 shown: BTreeSet::new(),
-                modules: Region::new(MODULE_BASE, HEAP_BASE, 512, 0),
-                heap: Region::new(HEAP_BASE, HEAP_END, 16, 16),
+                modules: AddressPool::new(MODULE_BASE, HEAP_BASE, 512, 0),
+                heap: AddressPool::new(HEAP_BASE, HEAP_END, 16, 16),
                 heap_limit: HEAP_LIMIT,
                 used: 0,
             }),
@@ -94,7 +96,7 @@ impl Memory {
         }
     }
 
-    /// Bytes free and in all.
+    /// Free and total bytes.
     pub fn info(&self) -> (u64, u64) {
         let used = self.maps.read().unwrap_or_else(poisoned).used;
         (self.total - used, self.total)
@@ -123,7 +125,7 @@ impl Memory {
         let whole = [addr, size, offset].iter().all(|n| n.is_multiple_of(GRANULE));
         if size == 0 || !whole || addr < FIRST_ADDRESS || end.is_none() {
             return Err(Error::InvalidArgument(format!(
-                "mapping of {size:#x} bytes of a file from {offset:#x} at {addr:#x}"
+                "invalid mapping of {size:#x} bytes of a file from {offset:#x} at {addr:#x}"
             )));
         }
         let file = Some((file, offset));
@@ -213,13 +215,15 @@ impl Memory {
     pub fn unmap(&self, addr: u64, size: u64) -> Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         if maps.mappings.get(&addr) != Some(&size) {
-            return Err(Error::InvalidArgument(format!("no mapping of {size:#x} bytes begins at {addr:#x}")));
+            return Err(Error::InvalidArgument(format!(
+                "there is no mapping of {size:#x} bytes at {addr:#x}"
+            )));
         }
         if let Some((&a, &s)) = maps.allocations.range(..addr + size).next_back()
             && a + s > addr
         {
             return Err(Error::InvalidArgument(format!(
-                "mapping at {addr:#x} still holds the allocation of {s:#x} bytes at {a:#x}"
+                "mapping at {addr:#x} still contains the allocation of {s:#x} bytes at {a:#x}"
             )));
         }
         let host = maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize;
@@ -240,7 +244,11 @@ impl Memory {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         let end = match addr.checked_add(size) {
             Some(end) if size > 0 => end,
-            _ => return Err(Error::InvalidArgument(format!("allocation of {size:#x} bytes at {addr:#x}"))),
+            _ => {
+                return Err(Error::InvalidArgument(format!(
+                    "invalid allocation of {size:#x} bytes at {addr:#x}"
+                )));
+            }
         };
         if let Some((&a, &s)) = maps.allocations.range(..end).next_back()
             && a + s > addr
@@ -277,23 +285,25 @@ impl Memory {
         Ok(size)
     }
 
-    /// Takes zeroed memory from the module range: for globals and constants. 512-byte aligned.
+    /// Allocates zeroed memory for globals and constants in the module range, 512-byte aligned.
     pub fn allocate_module(&self, size: u64) -> Result<u64> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         let (addr, dirty) = self.hand_out(&mut maps, size, |maps| &mut maps.modules)?;
         let host = maps.windows[&(addr / WINDOW)] + (addr % WINDOW) as usize;
         drop(maps);
-        // SAFETY: the range lies in a window, was committed when its granule was mapped, and was free until now.
+        // SAFETY: the range lies in a window, was made writable when its granule was mapped, and was free
+        // until now.
         unsafe { std::ptr::write_bytes(host as *mut u8, 0, dirty as usize) };
         Ok(addr)
     }
 
-    /// Gives back what [`Memory::allocate_module`] gave.
+    /// Frees memory from [`Memory::allocate_module`].
     pub fn free_module(&self, addr: u64) -> Result<()> {
         self.take_back(addr, |maps| &mut maps.modules)
     }
 
-    /// A kernel's `malloc`: 16-byte aligned, the contents whatever they are. `None` once the heap is used up.
+    /// Allocates memory for a kernel's `malloc`, 16-byte aligned and uninitialized. `None` if the heap is
+    /// used up.
     pub fn allocate_heap(&self, size: u64) -> Option<u64> {
         let size = size.checked_add(HEAP_HEADER)?;
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
@@ -304,7 +314,7 @@ impl Memory {
         self.hand_out(&mut maps, size, |maps| &mut maps.heap).ok().map(|(addr, _)| addr + HEAP_HEADER)
     }
 
-    /// A kernel's `free`.
+    /// Frees memory for a kernel's `free`.
     pub fn free_heap(&self, addr: u64) -> Result<()> {
         self.take_back(addr.wrapping_sub(HEAP_HEADER), |maps| &mut maps.heap)
     }
@@ -314,13 +324,13 @@ impl Memory {
         self.maps.write().unwrap_or_else(poisoned).heap_limit = bytes;
     }
 
-    /// Makes an allocation in one of the GPU's own regions; its address, and how many bytes of it
+    /// Allocates in one of the GPU's own address ranges. Returns the address, and how many bytes at the start
     /// may have been used before.
     fn hand_out(
         &self,
         maps: &mut Maps,
         size: u64,
-        region: fn(&mut Maps) -> &mut Region,
+        region: fn(&mut Maps) -> &mut AddressPool,
     ) -> Result<(u64, u64)> {
         let too_much = || Error::OutOfMemory { requested: size, free: 0, total: WINDOW };
         let piece = region(maps).piece(size).ok_or_else(too_much)?;
@@ -331,7 +341,7 @@ impl Memory {
                 let fresh = region(maps).extend(whole).ok_or_else(too_much)?;
                 map_any(maps, self.total, fresh, whole, None)?;
                 region(maps).extended(whole);
-                // It may begin in a free piece before what was mapped.
+                // The allocation may begin in a free range before the newly mapped memory.
                 let addr = region(maps).take(piece).ok_or_else(too_much)?;
                 (addr, fresh.saturating_sub(addr).min(piece))
             }
@@ -340,8 +350,8 @@ impl Memory {
         Ok((addr, dirty))
     }
 
-    /// Ends an allocation in one of the GPU's own regions.
-    fn take_back(&self, addr: u64, region: fn(&mut Maps) -> &mut Region) -> Result<()> {
+    /// Frees an allocation in one of the GPU's own address ranges.
+    fn take_back(&self, addr: u64, region: fn(&mut Maps) -> &mut AddressPool) -> Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(poisoned);
         let size = maps.allocations.get(&addr).copied();
         let Some(size) = size.filter(|_| region(&mut maps).holds(addr)) else {
@@ -356,34 +366,34 @@ impl Memory {
         Ok(())
     }
 
-    /// The present generation; see [`Memory::find`].
+    /// The current generation; see [`Memory::find`].
     #[inline(always)]
     pub fn generation(&self) -> u64 {
         GENERATION.load(Ordering::Acquire)
     }
 
-    /// The allocation that holds `addr`. The answer is good until [`Memory::generation`] changes; its host
-    /// memory stays readable and writable as long as the `Memory` lives.
-    pub fn find(&self, addr: u64) -> Option<Hit> {
+    /// The allocation that contains `addr`. The result is valid until [`Memory::generation`] changes. Its
+    /// host memory stays readable and writable as long as the `Memory` lives.
+    pub fn find(&self, addr: u64) -> Option<FoundAllocation> {
         self.find_own(addr).or_else(|| {
-            // Module memory is at the same addresses in every GPU: it is nobody else's to see.
+            // Module memory has the same addresses in every GPU and is never visible to peers.
             let peers = self.peers.read().unwrap_or_else(poisoned);
             let shared = addr >= FIRST_ADDRESS;
             peers.iter().filter(|_| shared).find_map(|peer| peer.as_ref().as_ref().find_own(addr))
         })
     }
 
-    fn find_own(&self, addr: u64) -> Option<Hit> {
+    fn find_own(&self, addr: u64) -> Option<FoundAllocation> {
         let maps = self.maps.read().unwrap_or_else(poisoned);
         let (&start, &size) = maps.allocations.range(..=addr).next_back()?;
         if addr >= start + size {
             return None;
         }
         let base = *maps.windows.get(&(addr / WINDOW))? as u64;
-        Some(Hit { start, end: start + size, delta: base.wrapping_sub(addr / WINDOW * WINDOW) })
+        Some(FoundAllocation { start, end: start + size, delta: base.wrapping_sub(addr / WINDOW * WINDOW) })
     }
 
-    /// The host address of `size` bytes that lie in one allocation.
+    /// The host address of `size` bytes, which must be in one allocation.
     pub fn host_range(&self, addr: u64, size: u64) -> Result<*mut u8> {
         match self.find(addr) {
             Some(hit) if size <= hit.end - addr => Ok(addr.wrapping_add(hit.delta) as *mut u8),
@@ -396,13 +406,13 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let maps = self.maps.get_mut().unwrap_or_else(poisoned);
         for &base in maps.windows.values() {
-            // SAFETY: `base` is a reservation of WINDOW bytes made by `reserve`, unmapped only here.
+            // SAFETY: `base` is a reservation of WINDOW bytes made by `reserve`, and nothing else unmaps it.
             unsafe { libc::munmap(base as *mut libc::c_void, WINDOW as usize) };
         }
     }
 }
 
-/// Maps memory, a file's or of its own: then `total` limits how much there may be.
+/// Maps a file, or new memory; new memory counts against `total`.
 fn map_any(
     maps: &mut Maps,
     total: u64,
@@ -452,7 +462,7 @@ fn map_any(
 }
 
 fn reserve(size: u64) -> Result<usize> {
-    // SAFETY: a new private anonymous mapping at an address of the kernel's choice touches nothing else.
+    // SAFETY: a new private anonymous mapping at an address that the kernel chooses affects nothing else.
     let p = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -482,9 +492,10 @@ fn commit(host: usize, size: u64) -> Result<()> {
     Ok(())
 }
 
-/// Shows a file's bytes at a place in a window.
+/// Maps a file's bytes at an address in a window.
 fn attach(host: usize, size: u64, file: BorrowedFd<'_>, offset: u64) -> Result<()> {
-    // SAFETY: the range lies inside one window's reservation, which this module owns, and holds no mapping of the GPU's.
+    // SAFETY: the range lies inside one window's reservation, which this module owns, and contains no other
+    // mapping of the GPU.
     let p = unsafe {
         libc::mmap(
             host as *mut libc::c_void,
@@ -502,9 +513,10 @@ fn attach(host: usize, size: u64, file: BorrowedFd<'_>, offset: u64) -> Result<(
     Ok(())
 }
 
-/// Puts zero pages of this process in the place of a file's: what still uses them stays inside the reservation.
+/// Replaces a file's pages by zero pages, so that late accesses stay inside the reservation.
 fn detach(host: usize, size: u64) -> Result<()> {
-    // SAFETY: as in `attach`: the range held that file's pages and is nobody else's.
+    // SAFETY: the range lies inside one window's reservation, which this module owns, and contained only that
+    // file's pages.
     let p = unsafe {
         libc::mmap(
             host as *mut libc::c_void,
@@ -517,13 +529,13 @@ fn detach(host: usize, size: u64) -> Result<()> {
     };
     if p == libc::MAP_FAILED {
         let error = std::io::Error::last_os_error().to_string();
-        return Err(Error::Host { what: format!("taking {size:#x} bytes of a file away"), error });
+        return Err(Error::Host { what: format!("unmapping {size:#x} bytes of a file"), error });
     }
     Ok(())
 }
 
 fn discard(host: usize, size: u64) {
-    // SAFETY: the range lies inside a window's reservation; its pages stay mapped and become zero, so
-    // even a kernel that still uses them stays inside this reservation.
+    // SAFETY: the range lies inside a window's reservation. Its pages stay mapped and become zero, so a
+    // kernel that still uses them stays inside the reservation.
     unsafe { libc::madvise(host as *mut libc::c_void, size as usize, libc::MADV_DONTNEED) };
 }

@@ -1,14 +1,14 @@
-//! The device as its user sees it: the GPU, its memory, streams, events and modules.
+//! The crate's public interface: the GPU, its memory, streams, events and modules.
 
-pub(crate) mod children;
+mod address_pool;
+pub(crate) mod child_launch;
+pub(crate) mod copy;
+pub(crate) mod error_text;
 pub(crate) mod event;
 pub(crate) mod gpu;
 pub(crate) mod launch;
 pub(crate) mod memory;
 pub(crate) mod module;
-mod region;
 pub(crate) mod stream;
-pub(crate) mod tensor;
-pub(crate) mod texts;
+pub(crate) mod tensor_map;
 pub(crate) mod texture;
-pub(crate) mod transfer;

@@ -1,4 +1,4 @@
-//! Modules: loaded PTX, with its functions and its globals placed in memory.
+//! Modules: loaded PTX, with its functions, and with its globals placed in memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,60 +9,61 @@ use crate::fatbin;
 use crate::lower::program::{Code, Program};
 use crate::ptx::ast::File;
 
-/// One parameter of a kernel.
+/// A parameter of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParamInfo {
-    /// Where it lies in the parameter block, in bytes.
+    /// Offset in the parameter block in bytes.
     pub offset: u32,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u32,
 }
 
-/// What is known of a kernel without running it.
+/// A kernel's properties.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FunctionInfo {
     /// Its name, as in the PTX (mangled).
     pub name: String,
     /// Its parameters, in order.
     pub params: Vec<ParamInfo>,
-    /// Bytes of the whole parameter block.
+    /// Size of the parameter block in bytes.
     pub param_bytes: u32,
-    /// Static shared memory of a block, in bytes.
+    /// Static shared memory per block in bytes.
     pub shared_bytes: u32,
-    /// Local memory of a thread, in bytes, calls not counted.
+    /// Local memory per thread in bytes, excluding called functions.
     pub local_bytes: u32,
-    /// Bytes of the module's constants.
+    /// Bytes of constants in the module.
     pub constant_bytes: u32,
-    /// 32-bit registers of a thread, estimated.
+    /// Estimated 32-bit registers per thread.
     pub registers: u32,
-    /// Threads of a block at most (`__launch_bounds__`, or the GPU's limit).
+    /// Maximum threads per block (`__launch_bounds__`, or the GPU's limit).
     pub max_threads: u32,
-    /// Exact block dimensions that the kernel requires (`.reqntid`), or zeros.
+    /// Block dimensions that the kernel requires (`.reqntid`), or zeros.
     pub required_block: [u32; 3],
-    /// Exact dimensions of clusters that the kernel requires (`.reqnctapercluster`, `__cluster_dims__`), or zeros.
+    /// Cluster dimensions that the kernel requires (`.reqnctapercluster`, `__cluster_dims__`), or zeros.
     pub required_cluster: [u32; 3],
-    /// It is for clusters whose size each launch must give (`.explicitcluster` alone).
+    /// Whether each launch must give a cluster size (`.explicitcluster` without a required size).
     pub cluster_must_be_given: bool,
-    /// Blocks of a cluster at most.
+    /// Maximum blocks per cluster.
     pub max_cluster_blocks: u32,
-    /// PTX version times ten, as `CU_FUNC_ATTRIBUTE_PTX_VERSION` counts: that of the `.target`.
+    /// Architecture of the PTX's `.target` times ten, as `CU_FUNC_ATTRIBUTE_PTX_VERSION` reports it.
     pub ptx_version: u32,
-    /// Why it cannot be launched, if it cannot: it, or a function that it calls, uses something that this GPU does not implement.
+    /// Why the kernel cannot be launched: it, or a function that it calls, uses something that this GPU does
+    /// not implement.
     pub unsupported: Option<Unsupported>,
 }
 
-/// One global or constant variable of a module.
+/// A global or constant variable of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GlobalInfo {
     /// Its name.
     pub name: String,
-    /// Device address; may be used for reads and writes like any other.
+    /// Device address, valid in all copies and fills.
     pub address: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// It is `__constant__`.
+    /// Whether it is `__constant__`.
     pub constant: bool,
-    /// It is `__managed__`.
+    /// Whether it is `__managed__`.
     pub managed: bool,
 }
 
@@ -79,28 +80,29 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         for &address in &self.memory {
-            // The address came from the allocator and is given back once.
+            // Cannot fail: the allocator returned this address, and it is freed once.
             let _ = self.gpu.memory().free_module(address);
         }
     }
 }
 
-/// Loaded PTX. Cloning gives another handle; its globals go with the last handle of the module and of its functions.
+/// Loaded PTX. Clones refer to the same module. Its globals are freed with the last handle of the module and
+/// its functions.
 #[derive(Clone)]
 pub struct Module {
     inner: Arc<Inner>,
 }
 
-/// Functions of the device runtime that are PTX themselves.
+/// The functions of the device runtime that are written in PTX.
 const COOPERATIVE: &str = include_str!("../lower/cooperative.ptx");
 
-/// Whether an image holds PTX that a GPU can run, but for what others define.
+/// Checks whether an image contains PTX that a GPU can run, apart from symbols that other images may define.
 pub(crate) fn check(gpu: &Gpu, image: &[u8]) -> Result<()> {
     let (major, minor) = gpu.properties().compute_capability;
     let texts = fatbin::select_ptx(image, major * 10 + minor)?;
     let parsed = texts.iter().map(|text| crate::ptx::parse(text)).collect::<Result<Vec<_>>>()?;
-    // Nothing of it runs, so its variables may be anywhere.
-    crate::lower::load(&parsed, true, &mut |_| Ok(0)).map(|_| ())
+    // Nothing of it runs, so its variables can have any address.
+    crate::lower::link::link(&parsed, true, &mut |_| Ok(0)).map(|_| ())
 }
 
 impl Module {
@@ -117,14 +119,14 @@ impl Module {
             parsed.push(crate::ptx::parse(COOPERATIVE)?);
         }
         let mut memory = Vec::new();
-        let loaded = crate::lower::load(&parsed, false, &mut |size| {
+        let loaded = crate::lower::link::link(&parsed, false, &mut |size| {
             let address = gpu.memory().allocate_module(size)?;
             memory.push(address);
             Ok(address)
         });
         let release = |memory: &[u64]| {
             for &address in memory {
-                // Given back once, as in Drop.
+                // Cannot fail: `allocate_module` returned this address, and nothing else frees it.
                 let _ = gpu.memory().free_module(address);
             }
         };
@@ -159,12 +161,12 @@ impl Module {
         })
     }
 
-    /// Its kernels, in the order of the PTX.
+    /// The module's kernels in PTX order.
     pub fn functions(&self) -> &[FunctionInfo] {
         &self.inner.functions
     }
 
-    /// Its globals and constants that are visible by name.
+    /// The module's globals and constants that are visible by name.
     pub fn globals(&self) -> &[GlobalInfo] {
         &self.inner.globals
     }
@@ -177,7 +179,7 @@ impl Module {
         }
     }
 
-    /// The kernel that is the `index`th function of the program.
+    /// The kernel that is function `index` of the program.
     pub(crate) fn kernel_at(&self, index: usize) -> Option<Function> {
         let code = self.inner.program.functions.get(index)?;
         let index = self.inner.codes.iter().position(|kernel| Arc::ptr_eq(kernel, code))?;
@@ -191,7 +193,7 @@ impl Module {
     }
 }
 
-/// A kernel of a module. Keeps the module loaded.
+/// A kernel of a module. It keeps the module loaded.
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<Inner>,
@@ -199,17 +201,18 @@ pub struct Function {
 }
 
 impl Function {
-    /// What is known of it.
+    /// The kernel's properties.
     pub fn info(&self) -> &FunctionInfo {
         &self.inner.functions[self.index]
     }
 
-    /// The module that it belongs to.
+    /// The kernel's module.
     pub fn module(&self) -> Module {
         Module { inner: Arc::clone(&self.inner) }
     }
 
-    /// Blocks of `threads` threads with `dynamic_shared` bytes that are resident on one multiprocessor at a time.
+    /// How many blocks of `threads` threads with `dynamic_shared` bytes can be resident on one
+    /// multiprocessor.
     pub fn max_active_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
         let p = self.inner.gpu.properties();
         let warps = threads.max(1).div_ceil(p.warp_size);
@@ -222,7 +225,8 @@ impl Function {
         by_threads.min(p.max_blocks_per_multiprocessor).min(p.shared_per_multiprocessor / shared)
     }
 
-    /// Bytes of dynamic shared memory that each block may have with `blocks` blocks of `threads` threads on one multiprocessor; `None` if so many do not fit.
+    /// The dynamic shared memory in bytes that each of `blocks` blocks of `threads` threads can have on one
+    /// multiprocessor; `None` if that many blocks do not fit.
     pub fn available_shared(&self, blocks: u32, threads: u32) -> Option<u32> {
         let p = self.inner.gpu.properties();
         if blocks == 0 || self.max_active_blocks(threads, 0) < blocks {
@@ -231,7 +235,7 @@ impl Function {
         Some(p.shared_per_multiprocessor / blocks - self.info().shared_bytes - p.shared_reserved_per_block)
     }
 
-    /// As [`Function::max_active_blocks`], on all multiprocessors.
+    /// Like [`Function::max_active_blocks`], for all multiprocessors together.
     pub fn max_resident_blocks(&self, threads: u32, dynamic_shared: u32) -> u32 {
         self.max_active_blocks(threads, dynamic_shared) * self.inner.gpu.properties().multiprocessors
     }

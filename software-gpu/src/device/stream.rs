@@ -1,7 +1,7 @@
-//! Streams: queues whose operations run one after the other, each queue at the same time as the others.
+//! Streams: queues whose operations run in order, concurrently with other streams.
 //!
-//! Each stream has a thread of its own, made at the first operation and ended when the last handle is
-//! dropped and the queue is empty. Kernels run on the GPU's workers; the stream's thread only waits for them.
+//! Each stream has a thread, which starts with the first operation and exits when the last handle is dropped
+//! and the queue is empty. Kernels run on the GPU's workers; the stream's thread only waits for them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -54,8 +54,8 @@ impl Drop for Handle {
     }
 }
 
-/// An in-order queue of operations. Cloning gives another handle to the same stream; when the last one is
-/// dropped, what was enqueued still runs.
+/// An in-order queue of operations. Clones refer to the same stream. When the last one is dropped, enqueued
+/// operations still run.
 #[derive(Clone)]
 pub struct Stream {
     handle: Arc<Handle>,
@@ -84,37 +84,37 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues a kernel. `params` is the parameter block: each parameter at its offset (see
-    /// [`crate::FunctionInfo::params`]). What can be checked is checked now; what the kernel does wrong later
-    /// becomes the GPU's sticky error. Never blocks.
+    /// Enqueues a kernel; never blocks. `params` is the parameter block, with each parameter at its offset
+    /// (see [`crate::FunctionInfo::params`]). Invalid launches fail immediately. A fault in the kernel
+    /// becomes the GPU's sticky error.
     pub fn launch(&self, function: &Function, config: LaunchConfig, params: &[u8]) -> Result<()> {
         self.handle.gpu.status()?;
         let run = KernelRun::new(&self.handle.gpu, function, config, params)?;
         self.push(Operation::Launch(Arc::new(run)))
     }
 
-    /// Enqueues a closure: a copy, a fill, a host callback. It runs in the stream's order, in the stream's thread,
-    /// and holds back this stream only. If it fails, its error becomes the GPU's sticky error;
-    /// it is dropped without being run once the GPU has a sticky error.
+    /// Enqueues a closure, such as a copy, a fill or a host callback. It runs in the stream's order on the
+    /// stream's thread and delays only this stream. If it fails, its error becomes the GPU's sticky error.
+    /// Once the GPU has a sticky error, closures are dropped without being run.
     pub fn enqueue(&self, call: impl FnOnce(&Gpu) -> Result<()> + Send + 'static) -> Result<()> {
         self.handle.gpu.status()?;
         self.push(Operation::Call(Box::new(call)))
     }
 
-    /// Enqueues the recording of an event: it is reached when all before it in this stream is done, also when
-    /// that failed.
+    /// Enqueues the recording of an event. It is reached when everything before it in this stream has
+    /// finished, successfully or not.
     pub fn record(&self, event: &Event) -> Result<()> {
         let number = event.begin();
         self.push(Operation::Record(event.clone(), number))
     }
 
-    /// What follows in this stream waits until the latest recording of `event` before this call is reached.
+    /// Makes later operations in this stream wait for the latest recording of `event` before this call.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let number = event.latest();
         self.push(Operation::Wait(event.clone(), number))
     }
 
-    /// Waits until everything enqueued before this call is done; returns the GPU's sticky error, if any.
+    /// Waits until everything enqueued before this call has finished. Returns the GPU's sticky error, if any.
     pub fn synchronize(&self) -> Result<()> {
         let mut queue = self.handle.shared.lock();
         let target = queue.submitted;
@@ -125,7 +125,7 @@ impl Stream {
         self.handle.gpu.status()
     }
 
-    /// Whether everything enqueued is done; returns the GPU's sticky error, if any.
+    /// Whether everything enqueued has finished. Returns the GPU's sticky error, if any.
     pub fn query(&self) -> Result<bool> {
         let queue = self.handle.shared.lock();
         let done = queue.completed == queue.submitted;

@@ -1,4 +1,4 @@
-//! Textures and surfaces: what a kernel samples, as the host describes it.
+//! Textures and surfaces: the host's description of what a kernel samples.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,19 +7,19 @@ use std::sync::{Arc, RwLock};
 use crate::device::gpu::Gpu;
 use crate::error::{Error, Result};
 
-/// What one channel of a texel is.
+/// The format of a texel's channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChannelFormat {
-    /// Whole numbers without a sign, of 8, 16 or 32 bits.
+    /// Unsigned integers of 8, 16 or 32 bits.
     Unsigned(u32),
-    /// Whole numbers with a sign, of 8, 16 or 32 bits.
+    /// Signed integers of 8, 16 or 32 bits.
     Signed(u32),
     /// Floating-point numbers of 16 or 32 bits.
     Float(u32),
 }
 
 impl ChannelFormat {
-    /// Bits of a channel.
+    /// Bits per channel.
     pub fn bits(self) -> u32 {
         match self {
             ChannelFormat::Unsigned(n) | ChannelFormat::Signed(n) | ChannelFormat::Float(n) => n,
@@ -27,33 +27,33 @@ impl ChannelFormat {
     }
 }
 
-/// Texels in device memory, in rows.
+/// An image in device memory, stored in rows of texels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Image {
     /// Device address of the first texel.
     pub address: u64,
-    /// Texels in each direction; a direction that the image does not have counts as 1.
+    /// Number of texels in each dimension; 1 for a dimension that the image does not have.
     pub size: [u32; 3],
-    /// Layers, each of them `size` large; 1 if it is not layered. A cube map has six for each cube: the faces toward
-    /// +x, -x, +y, -y, +z and -z.
+    /// Number of layers of this size; 1 if it is not layered. A cube map has six per cube: the faces +x, -x,
+    /// +y, -y, +z and -z.
     pub layers: u32,
     /// Bytes from one row to the next.
     pub row_pitch: u64,
-    /// Bytes from one plane (or one layer) to the next.
+    /// Bytes from one plane or layer to the next.
     pub slice_pitch: u64,
-    /// What a channel is.
+    /// The format of each channel.
     pub format: ChannelFormat,
-    /// Channels of a texel: 1, 2 or 4.
+    /// Channels per texel: 1, 2 or 4.
     pub channels: u32,
 }
 
 impl Image {
-    /// Bytes of a texel.
+    /// Bytes per texel.
     pub fn texel_bytes(&self) -> u64 {
         u64::from(self.channels * self.format.bits() / 8)
     }
 
-    /// Whether it makes sense.
+    /// Checks that the description is consistent.
     fn check(&self) -> Result<()> {
         let bits = match self.format {
             ChannelFormat::Unsigned(n) | ChannelFormat::Signed(n) => matches!(n, 8 | 16 | 32),
@@ -73,45 +73,45 @@ impl Image {
     }
 }
 
-/// What a coordinate outside the image means.
+/// What a coordinate outside the image refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AddressMode {
-    /// The image again. Without normalised coordinates as [`AddressMode::Clamp`].
+    /// The image repeated. Without normalized coordinates, like [`AddressMode::Clamp`].
     #[default]
     Wrap,
     /// The nearest texel.
     Clamp,
-    /// The image mirrored. Without normalised coordinates as [`AddressMode::Clamp`].
+    /// The image repeated and mirrored. Without normalized coordinates, like [`AddressMode::Clamp`].
     Mirror,
-    /// The border's colour.
+    /// The border color.
     Border,
 }
 
-/// How a texture is read. The default reads the nearest texel, of any level, and wraps.
+/// How a texture is read. The default reads the nearest texel of any level, and wraps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampler {
-    /// For each direction; of a seamless cube map it has no meaning.
+    /// For each dimension; ignored for a seamless cube map.
     pub address: [AddressMode; 3],
-    /// Between texels in linear proportion, else the nearest.
+    /// Whether to filter linearly between texels, instead of reading the nearest one.
     pub linear: bool,
-    /// Coordinates go from 0 to 1, else to the number of texels.
+    /// Whether coordinates range from 0 to 1, instead of up to the number of texels.
     pub normalized: bool,
-    /// Whole numbers of 8 or 16 bits are read as floats from 0 (or -1) to 1.
+    /// Whether 8-bit and 16-bit integers are read as floats from 0 (or -1) to 1.
     pub normalized_read: bool,
-    /// Red, green and blue are sRGB. Only for unsigned channels of 8 bits with a normalised read.
+    /// Whether red, green and blue are sRGB. Only for 8-bit unsigned channels with a normalized read.
     pub srgb: bool,
-    /// The colour outside.
+    /// The border color.
     pub border: [f32; 4],
-    /// Between levels in linear proportion, else the nearest level.
+    /// Whether to filter linearly between levels, instead of reading the nearest one.
     pub mip_linear: bool,
-    /// Added to the level that an instruction gives or that its gradients come to.
+    /// Added to the level that an instruction gives or that results from its gradients.
     pub level_bias: f32,
-    /// The least and the greatest level that is looked at.
+    /// The lowest and highest level that can be read.
     pub level_range: [f32; 2],
-    /// Linear filtering goes on beyond the edge of a cube map's face on the neighbouring face.
+    /// Whether linear filtering continues across the edges of a cube map's faces.
     pub seamless: bool,
-    /// Gradients of unequal length would be filtered along the longer one, which is not implemented: an instruction with
-    /// gradients is an error in such a texture, as any other it is read.
+    /// Whether filtering is anisotropic. That is not implemented: instructions with gradients fail for such a
+    /// texture. Others ignore the setting.
     pub anisotropic: bool,
 }
 
@@ -134,27 +134,27 @@ impl Default for Sampler {
 }
 
 impl Sampler {
-    /// Whether texels of this format can be read so.
+    /// Checks that texels of this format can be read with these settings.
     fn check(&self, format: ChannelFormat) -> Result<()> {
         let whole = !matches!(format, ChannelFormat::Float(_));
         if self.linear && whole && !(self.normalized_read && format.bits() < 32) {
-            return Err(Error::InvalidArgument(format!("whole numbers ({format:?}) are not filtered")));
+            return Err(Error::InvalidArgument(format!("integers ({format:?}) cannot be filtered")));
         }
         if self.srgb && !(format == ChannelFormat::Unsigned(8) && self.normalized_read) {
-            return Err(Error::InvalidArgument(format!("{format:?} is not read as sRGB")));
+            return Err(Error::InvalidArgument(format!("{format:?} cannot be read as sRGB")));
         }
         Ok(())
     }
 }
 
-/// A texture, or a surface: then the sampler has no meaning.
+/// A texture, or a surface, which ignores the sampler.
 pub(crate) struct Texture {
-    /// One at least; the largest first.
+    /// At least one level, the largest first.
     pub levels: Vec<Image>,
     pub sampler: Sampler,
 }
 
-/// Those of a GPU, by handle.
+/// A GPU's textures and surfaces, by handle.
 #[derive(Default)]
 pub(crate) struct Textures {
     map: RwLock<HashMap<u64, Arc<Texture>>>,
@@ -174,18 +174,18 @@ impl Textures {
 }
 
 impl Gpu {
-    /// Makes a texture; the handle is what a kernel gets (`cudaTextureObject_t`). The memory stays the caller's: reading a
-    /// texture whose memory is gone is an illegal address.
+    /// Creates a texture and returns the handle that kernels use (`cudaTextureObject_t`). The caller keeps
+    /// ownership of the memory: reading a texture whose memory was released is an illegal address.
     pub fn create_texture(&self, image: Image, sampler: Sampler) -> Result<u64> {
         self.create_mipmapped_texture(&[image], sampler)
     }
 
-    /// Makes a texture of several levels, the largest first: each is half as large as the one before in every direction, rounded
-    /// down, but 1 at least; layers do not become fewer. An instruction without a level reads the first one, or the least of
-    /// [`Sampler::level_range`].
+    /// Creates a texture with several levels, the largest first. Each level is half the size of the one
+    /// before in every dimension, rounded down but at least 1; the number of layers stays. Instructions
+    /// without a level read the first, or the lowest one in [`Sampler::level_range`].
     pub fn create_mipmapped_texture(&self, levels: &[Image], sampler: Sampler) -> Result<u64> {
         let Some(first) = levels.first() else {
-            return Err(Error::InvalidArgument("a texture without a level".into()));
+            return Err(Error::InvalidArgument("a texture needs at least one level".into()));
         };
         sampler.check(first.format)?;
         for (n, level) in levels.iter().enumerate() {
@@ -194,19 +194,19 @@ impl Gpu {
             let like = (level.size, level.format, level.channels, level.layers);
             if like != (smaller, first.format, first.channels, first.layers) {
                 return Err(Error::InvalidArgument(format!(
-                    "level {n} is {level:?}, not of size {smaller:?}"
+                    "level {n} is {level:?} instead of size {smaller:?}"
                 )));
             }
         }
         Ok(self.inner.textures.add(Texture { levels: levels.to_vec(), sampler }))
     }
 
-    /// Makes a surface (`cudaSurfaceObject_t`), of one level of a mipmapped array too.
+    /// Creates a surface (`cudaSurfaceObject_t`). It can be one level of a mipmapped array.
     pub fn create_surface(&self, image: Image) -> Result<u64> {
         self.create_texture(image, Sampler::default())
     }
 
-    /// Ends a texture or a surface.
+    /// Destroys a texture or surface.
     pub fn destroy_texture(&self, handle: u64) -> Result<()> {
         let removed = self.inner.textures.map.write().unwrap_or_else(|e| e.into_inner()).remove(&handle);
         match removed {

@@ -1,9 +1,9 @@
 //! Asynchronous copies and the barriers in shared memory that wait for them (`cp.async`, `mbarrier`).
 //!
-//! A copy is done at once, which its program cannot tell from a fast one.
+//! A copy runs immediately, which a program cannot distinguish from a fast one.
 //!
-//! A barrier is a word, opaque to programs: pending arrivals (20 bits), arrivals of a phase (20 bits), bytes still to come (23
-//! bits, signed), and in the highest bit the parity of its phase.
+//! A barrier is a word that is opaque to programs: pending arrivals (20 bits), arrivals per phase (20 bits),
+//! bytes still to come (23 bits, signed), and in the highest bit the parity of its phase.
 
 use crate::error::Fault;
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
@@ -16,7 +16,7 @@ use crate::ptx::ast::Space;
 const COUNT: u64 = (1 << 20) - 1;
 const PHASE: u64 = 1 << 63;
 
-/// What is done to a barrier.
+/// An operation on a barrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i64)]
 pub(crate) enum Action {
@@ -24,7 +24,7 @@ pub(crate) enum Action {
     Invalidate,
     Arrive,
     ArriveDrop,
-    /// Arrives and expects bytes.
+    /// Arrives and adds to the expected bytes.
     ArriveExpect,
     ArriveDropExpect,
     Expect,
@@ -80,7 +80,7 @@ impl Barrier {
 /// Adds to the bytes still to come of the barrier at an address.
 pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) -> Flow {
     let Some(p) = locate::<Generic>(w, lane, shared_address(address), 8, "write") else { return Flow::Fault };
-    // SAFETY: `locate` answers for eight aligned bytes.
+    // SAFETY: `locate` has checked eight aligned bytes.
     unsafe {
         let p = p.cast::<u64>();
         let mut barrier = Barrier::decode(p.read());
@@ -91,18 +91,19 @@ pub(crate) fn bytes_arrive(w: &mut Warp, lane: usize, address: u64, bytes: i64) 
     Flow::Next
 }
 
-/// The generic address of a shared one, which may be generic already.
+/// The generic address of a shared address, which may already be generic.
 fn shared_address(address: u64) -> u64 {
     let window = crate::lower::program::SHARED_WINDOW;
     if address >= window { address } else { address + window }
 }
 
-/// Does something to the barrier at the address in `r[4]`: `imm2` in `r[3]` says what; count in row `r[1]`, bytes in row
-/// `r[2]`; the state before goes to row `r[0]`.
+/// Runs an operation on the barrier at the address in `r[4]`. `r[3]` is the operation, row `r[1]` the count,
+/// row `r[2]` the bytes; row `r[0]` gets the previous state.
 pub(crate) const ACT: Handler = handler!(|w, i, m| act(w, i, m));
 
 unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: rows of the widths above; `locate` answers for eight aligned bytes of this block's own memory.
+    // SAFETY: the lowering guarantees the rows' widths; `locate` has checked eight aligned bytes of this
+    // block's own memory.
     unsafe {
         let action = Action::ALL[i.r[3] as usize % Action::ALL.len()];
         let addresses = addresses(w, i);
@@ -121,8 +122,10 @@ unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
             }
             match action {
                 Action::Init if count == 0 || count > COUNT => {
-                    return w
-                        .set_fault(Fault::IllegalInstruction(format!("mbarrier of {count} arrivals")), lane);
+                    return w.set_fault(
+                        Fault::IllegalInstruction(format!("invalid count {count} of an mbarrier")),
+                        lane,
+                    );
                 }
                 Action::Init => b = Barrier { pending: count, expected: count, bytes: 0, phase: 0 },
                 Action::Invalidate => b = Barrier { pending: 0, expected: 0, bytes: 0, phase: 0 },
@@ -133,7 +136,7 @@ unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
                 }
                 _ => {
                     if count > b.pending {
-                        let what = format!("mbarrier: {count} arrive, {} are expected", b.pending);
+                        let what = format!("mbarrier: {count} arrivals instead of {}", b.pending);
                         return w.set_fault(Fault::IllegalInstruction(what), lane);
                     }
                     b.pending -= count;
@@ -152,8 +155,8 @@ unsafe fn act(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
     }
 }
 
-/// Predicate `r[0]`: whether the phase of the state in row `r[1]` (64 bits), or of the parity in row `r[2]` if that is not NONE,
-/// is over, for the barrier at the address in `r[4]`.
+/// Predicate `r[0]`: whether a phase of the barrier at the address in `r[4]` has completed. The phase is that
+/// of the state in row `r[1]` (64 bits), or that with the parity in row `r[2]` unless it is NONE.
 pub(crate) const TEST: Handler = handler!(|w, i, m| {
     let addresses = addresses(w, i);
     w.spinning = true;
@@ -174,16 +177,17 @@ pub(crate) const TEST: Handler = handler!(|w, i, m| {
     Flow::Next
 });
 
-/// `r[0]` (32 bits) = arrivals that the state in row `r[1]` still waits for.
+/// `r[0]` (32 bits) = the arrivals that the state in row `r[1]` still waits for.
 pub(crate) const PENDING: Handler =
     handler!(|w, i, m| rows::map1(w, i, m, |state: u64| (state & COUNT) as u32));
 
-/// `cp.async`: `imm` bytes to the shared address in `r[4]` from the global one in row `r[1]` (both with their offsets added), of
-/// which row `r[2]`, if not NONE, says how many there are; zeros follow.
+/// `cp.async`: copies `imm` bytes to the shared address in `r[4]` from the global one in row `r[1]` (both
+/// with their offsets added). Row `r[2]`, unless NONE, limits the bytes that are read; the rest is filled
+/// with zeros.
 pub(crate) const COPY: Handler = handler!(|w, i, m| copy(w, i, m));
 
 unsafe fn copy(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: rows of addresses and counts; `locate` answers for both ends.
+    // SAFETY: the lowering guarantees rows of addresses and counts; `locate` has checked both ends.
     unsafe {
         crate::exec::memory::refresh(w);
         let size = i.imm as u32;
@@ -215,14 +219,15 @@ unsafe fn copy(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
     }
 }
 
-/// The same place in the shared memory of the cluster's block of a rank.
+/// The same address in the shared memory of the cluster's block with this rank.
 pub(crate) fn of_rank(address: u64, rank: u64) -> u64 {
     address - address % WINDOW_SIZE + address % RANK + (rank + 1) * RANK
 }
 
-/// `cp.async.bulk`: bytes in row `r[2]` to the address in `r[4]` from that in row `r[1]`; the barrier's address, if any, in row
-/// `r[3]`, learns of them. Addresses are of 64 bits. If row `r[0]` (16 bits) is there, the copy is made for the blocks of the cluster
-/// whose ranks its bits name, each at these places of its own. `imm` is the number of a [`reduction`], if it is not 0.
+/// `cp.async.bulk`: copies the bytes in row `r[2]` to the address in `r[4]` from that in row `r[1]`, and
+/// reports them to the barrier at the address in row `r[3]`, if any. Addresses have 64 bits. If there is a
+/// row `r[0]` (16 bits), the copy is made for all blocks of the cluster whose ranks it selects, at the same
+/// addresses in each. `imm` is the number of a [`reduction`], or 0.
 pub(crate) fn bulk(to: Space) -> Option<Handler> {
     match to {
         Space::Shared => Some(handler!(|w, i, m| copy_bulk::<Shared, Generic>(w, i, m))),
@@ -232,7 +237,8 @@ pub(crate) fn bulk(to: Space) -> Option<Handler> {
 }
 
 unsafe fn copy_bulk<D: Place, S: Place>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: rows of addresses and counts; `find` answers for all bytes of both ends.
+    // SAFETY: the lowering guarantees rows of addresses and counts; `find` has checked all bytes of both
+    // ends.
     unsafe {
         crate::exec::memory::refresh(w);
         let to: [u64; LANES] = rows::get(w, i.r[4]);

@@ -1,6 +1,6 @@
 //! Atomic operations on global, shared and generic memory: `atom` and `red`.
 //!
-//! Every one is at least as strong as PTX asks: a host atomic with acquire and release.
+//! Each is a host atomic with acquire and release ordering, which is at least as strong as PTX requires.
 
 use std::sync::Mutex;
 use std::sync::atomic::{
@@ -16,9 +16,10 @@ use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst, NONE};
 use crate::ptx::ast::Space;
 
-/// A width that atomics work on.
+/// A width of atomic operations.
 pub(crate) trait Cell: Copy + PartialEq {
     /// # Safety
+    ///
     /// `p` is valid and aligned.
     unsafe fn update(p: *mut u8, f: impl Fn(Self) -> Self) -> Self;
 }
@@ -28,7 +29,7 @@ macro_rules! cell {
         impl Cell for $t {
             #[inline(always)]
             unsafe fn update(p: *mut u8, f: impl Fn($t) -> $t) -> $t {
-                // SAFETY: as the trait's contract says.
+                // SAFETY: the trait's contract makes `p` valid and aligned.
                 let cell = unsafe { <$a>::from_ptr(p.cast()) };
                 let mut old = cell.load(Relaxed);
                 loop {
@@ -49,7 +50,7 @@ impl Cell for u128 {
     unsafe fn update(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("cmpxchg16b") {
-            // SAFETY: as the trait's contract says; the CPU has the instruction.
+            // SAFETY: the trait's contract makes `p` valid and aligned; the CPU has the instruction.
             unsafe {
                 let mut old = u128::load(p);
                 loop {
@@ -61,20 +62,22 @@ impl Cell for u128 {
                 }
             }
         }
-        // SAFETY: as the trait's contract says.
+        // SAFETY: the trait's contract makes `p` valid and aligned.
         unsafe { update_in_turn(p, f) }
     }
 }
 
-/// Puts `new` in the place of `old`, if that is there; gives what was. The intrinsic is of no use: LLVM inlines it where the feature
-/// is not enabled, and there makes it a call of a library's function.
+/// Replaces the value at `p` by `new` if it is `old`, and returns the previous value. The intrinsic cannot be
+/// used: LLVM inlines it into functions where the feature is not enabled, and calls a library function there.
 ///
 /// # Safety
+///
 /// `p` is valid for 16 bytes and a multiple of 16; the CPU has the instruction.
 #[cfg(target_arch = "x86_64")]
 unsafe fn exchange_wide(p: *mut u8, old: u128, new: u128) -> u128 {
     let (mut low, mut high) = (old as u64, (old >> 64) as u64);
-    // SAFETY: as above. `rbx` is LLVM's own, so it is put back.
+    // SAFETY: the caller guarantees that `p` is valid and that the CPU has the instruction. LLVM reserves
+    // `rbx`, so it is restored.
     unsafe {
         std::arch::asm!(
             "xchg {saved}, rbx",
@@ -91,15 +94,17 @@ unsafe fn exchange_wide(p: *mut u8, old: u128, new: u128) -> u128 {
     u128::from(low) | u128::from(high) << 64
 }
 
-/// Where the CPU has no such instruction: those of 128 bits are atomic among each other, one at a time, in the whole process.
+/// For CPUs without the instruction: a process-wide lock makes 128-bit operations atomic with respect to each
+/// other.
 ///
 /// # Safety
-/// As [`Cell::update`].
+///
+/// As for [`Cell::update`].
 unsafe fn update_in_turn(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
     fence(SeqCst);
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees that `p` is valid and aligned.
     unsafe {
         let old = u128::load(p);
         u128::store(p, f(old));
@@ -111,17 +116,20 @@ unsafe fn update_in_turn(p: *mut u8, f: impl Fn(u128) -> u128) -> u128 {
 /// `r[0]` = old value; address `r[4]`; operands `r[1]` and `r[2]`.
 ///
 /// # Safety
-/// The rows are of `T`.
+///
+/// The rows contain `T`.
 #[inline(always)]
 unsafe fn atomic<P: Place, T: Cell>(w: &mut Warp, i: &Inst, mask: u32, f: impl Fn(T, T, T) -> T) -> Flow {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees rows of `T`.
     unsafe { atomic_at::<P, T>(w, i, mask, |x, b, c, _| f(x, b, c)) }
 }
 
-/// As [`atomic`]; `f` is told whether the memory is shared: the units that do it are not the same there.
+/// Like [`atomic`], but `f` is told whether the memory is shared, because different hardware units execute
+/// those operations.
 ///
 /// # Safety
-/// As [`atomic`].
+///
+/// As for [`atomic`].
 #[inline(always)]
 unsafe fn atomic_at<P: Place, T: Cell>(
     w: &mut Warp,
@@ -129,7 +137,7 @@ unsafe fn atomic_at<P: Place, T: Cell>(
     mask: u32,
     f: impl Fn(T, T, T, bool) -> T,
 ) -> Flow {
-    // SAFETY: as above; `locate` answers for an aligned `T`.
+    // SAFETY: the caller guarantees rows of `T`; `locate` has checked an aligned `T`.
     unsafe {
         let addresses = addresses(w, i);
         refresh(w);
@@ -158,14 +166,15 @@ pub(crate) fn half_add<H: Half>(x: u16, b: u16) -> u16 {
     H::encode(crate::exec::float::add_odd(H::decode(x), H::decode(b)), 0)
 }
 
-/// Sums outside of shared memory flush subnormals.
+/// Sums flush subnormals except in shared memory.
 pub(crate) fn add_f32(x: u32, b: u32, shared: bool) -> u32 {
     let (x, b) = (f32::from_bits(x), f32::from_bits(b));
     let sum = if shared { x + b } else { flush(flush(x) + flush(b)) };
     if sum.is_nan() { 0x7fff_ffff } else { sum.to_bits() }
 }
 
-/// Of two NaNs that in memory stays if it is shared memory; elsewhere the operand does, and neither is made quiet.
+/// Of two NaNs, the one in memory wins in shared memory; elsewhere the operand wins, and neither is made
+/// quiet.
 pub(crate) fn add_f64(x: u64, b: u64, shared: bool) -> u64 {
     let (old, operand) = (f64::from_bits(x), f64::from_bits(b));
     if shared {

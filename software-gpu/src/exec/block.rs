@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::device::launch::KernelRun;
-use crate::device::memory::{Hit, Memory};
+use crate::device::memory::{FoundAllocation, Memory};
 use crate::error::{Error, Fault, Location};
 use crate::exec::cluster::ClusterContext;
 use crate::exec::rows::LANES;
@@ -14,44 +14,44 @@ use crate::lower::program::{Line, Program, RESERVED_BYTES};
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Barrier {
     arrived: u32,
-    /// Threads that complete it; 0: all of the block that live.
+    /// Threads that complete it; 0 for all threads of the block that have not exited.
     expected: u32,
     set: u32,
     /// Counts completions.
     pub phase: u64,
-    /// Of the last completed phase, for a reduction: threads whose predicate held, `and` and `or` of them. Which of
-    /// these is meant is known to the reader, so the three are kept apart.
+    /// Results of the last completed phase's reduction: how many threads had a true predicate, and the `and`
+    /// and `or` of all predicates. All three are kept because only the reader knows which one it needs.
     pub popc: u32,
     pub all: bool,
 }
 
-/// What the threads of a block share.
+/// The state that a block's threads share.
 pub(crate) struct BlockContext {
     run: *const KernelRun,
     /// `blockIdx`.
     pub index: [u32; 3],
-    /// The cluster that it is part of, and its place there.
+    /// The cluster that contains it, and its rank there.
     pub cluster: *mut ClusterContext,
     pub rank: u32,
     /// Shared memory, static then dynamic.
     pub shared: Vec<Line>,
-    /// Bytes of it.
+    /// Size of `shared` in bytes.
     pub shared_bytes: u32,
-    /// The system's own.
+    /// Shared memory reserved for the system.
     pub reserved: [Line; RESERVED_BYTES as usize / size_of::<Line>()],
     pub barriers: [Barrier; 16],
-    /// Threads that have not exited.
+    /// Number of threads that have not exited.
     pub live: u32,
-    /// Local memory of a thread at most.
+    /// Maximum local memory per thread in bytes.
     pub local_limit: u32,
-    /// The allocation that was last used.
-    pub hit: Hit,
-    /// The generation of `hit`.
+    /// The allocation that was accessed last.
+    pub hit: FoundAllocation,
+    /// The memory generation for which `hit` is valid.
     pub generation: u64,
 }
 
 impl BlockContext {
-    /// A block at its start, with memory that another block used.
+    /// A block before its first instruction, in memory recycled from another block.
     pub fn new(
         run: &KernelRun,
         index: [u32; 3],
@@ -72,30 +72,30 @@ impl BlockContext {
             barriers: [Barrier::default(); 16],
             live: run.config.block.iter().product(),
             local_limit: run.gpu.properties.max_local_per_thread,
-            hit: Hit { start: 1, end: 0, delta: 0 },
+            hit: FoundAllocation { start: 1, end: 0, delta: 0 },
             generation: 0,
         }
     }
 
-    /// Begins a turn; the launch must outlive it.
+    /// Starts a turn. The launch must outlive it.
     pub fn begin(&mut self, run: &KernelRun) {
         self.run = run;
     }
 
-    /// The launch.
+    /// The current launch.
     #[inline(always)]
     pub fn run(&self) -> &KernelRun {
-        // SAFETY: `begin` sets the pointer from a reference that outlives the turn.
+        // SAFETY: `begin` set the pointer from a reference that outlives the turn.
         unsafe { &*self.run }
     }
 
-    /// The cluster.
+    /// The cluster that contains the block.
     pub fn cluster(&mut self) -> &mut ClusterContext {
         // SAFETY: the cluster owns its blocks and outlives them, and only the worker that runs it touches it.
         unsafe { &mut *self.cluster }
     }
 
-    /// The module.
+    /// The module's code.
     pub fn program(&self) -> &Program {
         &self.run().program
     }
@@ -106,7 +106,7 @@ impl BlockContext {
         &self.run().gpu.memory
     }
 
-    /// Counts threads that arrive at a barrier, and completes it with the last.
+    /// Counts threads that arrive at a barrier; the last one completes it.
     pub fn arrive(&mut self, id: u32, expected: u32, threads: u32, set: u32) {
         let barrier = &mut self.barriers[id as usize];
         barrier.arrived += threads;
@@ -128,7 +128,7 @@ impl BlockContext {
         }
     }
 
-    /// Counts threads that exit: barriers no longer wait for them.
+    /// Counts threads that exit, for which barriers no longer wait.
     pub fn exit(&mut self, threads: u32) {
         self.live -= threads;
         for id in 0..self.barriers.len() {
@@ -138,7 +138,7 @@ impl BlockContext {
         }
     }
 
-    /// The error of a fault of one of its warps' threads.
+    /// The error for a fault of one of the block's threads.
     pub fn report(&self, warp: &Warp, fault: Fault, lane: u32) -> Error {
         let code = warp.code();
         let lane = lane as usize % LANES;

@@ -1,6 +1,7 @@
-//! A cluster: blocks that run together, see each other's shared memory and have a barrier of their own. Most are of one block.
+//! A cluster: blocks that run together, access each other's shared memory and share a barrier. Most clusters
+//! have one block.
 //!
-//! One worker runs all of a cluster at a time, so that shared memory stays a worker's own.
+//! One worker at a time runs a whole cluster, so shared memory never has concurrent users.
 
 use crate::device::launch::KernelRun;
 use crate::error::{Error, Fault};
@@ -9,34 +10,35 @@ use crate::exec::rows::LANES;
 use crate::exec::warp::{Turn, Warp};
 use crate::lower::program::Line;
 
-/// Instructions that a warp runs before the cluster's next warp has its turn.
+/// Instructions that a warp runs before the cluster's next warp runs.
 const QUANTUM: u64 = 20_000;
 
-/// What the threads of a cluster share.
+/// The state that a cluster's threads share.
 pub(crate) struct ClusterContext {
-    /// Its blocks, by rank.
+    /// Its blocks by rank.
     blocks: Vec<*mut BlockContext>,
-    /// Threads that have not exited.
+    /// Number of threads that have not exited.
     live: u32,
-    /// Threads that have arrived at the barrier.
+    /// Number of threads that have arrived at the barrier.
     arrived: u32,
     /// Counts completions of the barrier.
     pub phase: u64,
 }
 
 impl ClusterContext {
-    /// The block of a rank.
+    /// The block with a rank.
     pub fn block(&self, rank: u32) -> Option<*mut BlockContext> {
         self.blocks.get(rank as usize).copied()
     }
 
-    /// Counts threads that arrive at the barrier, and completes it with the last.
+    /// Counts threads that arrive at the barrier; the last one completes it.
     pub fn arrive(&mut self, threads: u32) {
         self.arrived += threads;
         self.complete();
     }
 
-    /// Counts threads that exit, `arrived` of which had come to the present phase: the barrier no longer waits for them.
+    /// Counts threads that exit, for which the barrier no longer waits. `arrived` of them had arrived in the
+    /// current phase.
     pub fn exit(&mut self, threads: u32, arrived: u32) {
         self.live -= threads;
         self.arrived -= arrived;
@@ -51,24 +53,24 @@ impl ClusterContext {
     }
 }
 
-/// How a turn of a cluster ended.
+/// How a cluster's turn ended.
 pub(crate) enum Outcome {
     /// Every thread has exited.
     Finished,
-    /// Its time is up.
+    /// Its time slice ended.
     Yielded,
     /// A thread faulted.
     Failed(Error),
 }
 
-/// Memory that clusters leave for the next.
+/// Memory of finished clusters, reused for new ones.
 #[derive(Default)]
 pub(crate) struct Scratch {
     shared: Vec<Vec<Line>>,
 }
 
 impl Scratch {
-    /// Takes a finished cluster's memory.
+    /// Takes over a finished cluster's memory.
     #[expect(clippy::boxed_local, reason = "the box is what the caller has, and what goes")]
     pub fn recycle(&mut self, mut cluster: Box<Cluster>) {
         self.shared.extend(cluster.blocks.iter_mut().map(|block| std::mem::take(&mut block.shared)));
@@ -80,17 +82,17 @@ pub(crate) struct Cluster {
     #[expect(clippy::vec_box, reason = "warps and the cluster point at the blocks, which must not move")]
     blocks: Vec<Box<BlockContext>>,
     context: Box<ClusterContext>,
-    /// Of all blocks, in order of their ranks.
+    /// The warps of all blocks, by rank.
     warps: Vec<Warp>,
     executed: u64,
 }
 
-// SAFETY: the raw pointers in a cluster and its warps lead to its own boxed contexts, its own frames, and the launch
-// and program, which are shared read-only and outlive it; nothing is tied to a thread.
+// SAFETY: the raw pointers in a cluster and its warps point to its own boxed contexts, its own frames, and
+// the launch and program, which are shared read-only and outlive it. Nothing is tied to a thread.
 unsafe impl Send for Cluster {}
 
 impl Cluster {
-    /// A cluster at its start; `index` counts clusters in each dimension of the grid.
+    /// A cluster before its first instruction; `index` is its position in the grid, in clusters.
     pub fn new(run: &KernelRun, index: [u32; 3], scratch: &mut Scratch) -> Box<Cluster> {
         let dim = run.config.block;
         let threads: u32 = dim.iter().product();
@@ -119,21 +121,21 @@ impl Cluster {
         Box::new(Cluster { blocks, context, warps, executed: 0 })
     }
 
-    /// Warp instructions executed so far.
+    /// Number of warp instructions executed so far.
     pub fn executed(&self) -> u64 {
         self.executed
     }
 
-    /// Counts completions of all barriers.
+    /// The number of completed phases of all barriers.
     fn phases(&self) -> u64 {
         let blocks = self.blocks.iter().flat_map(|block| &block.barriers);
         self.context.phase + blocks.map(|barrier| barrier.phase).sum::<u64>()
     }
 
-    /// What a thread of a warp did.
+    /// The outcome for a fault of a warp's thread.
     fn report(&self, warp: usize, fault: Fault, lane: u32) -> Outcome {
         let warp = &self.warps[warp];
-        // SAFETY: a warp's block is one of this cluster's.
+        // SAFETY: a warp's block belongs to this cluster.
         Outcome::Failed(unsafe { &*warp.block }.report(warp, fault, lane))
     }
 

@@ -129,16 +129,16 @@ macro_rules! int_to_int {
     }};
 }
 
-/// As f64, rounded to odd so that a further rounding is right.
+/// As f64, rounded to odd so that a second rounding is exact.
 fn exact_to_odd(v: i128) -> f64 {
     let down = exact_to_f64(v, flag::RZ);
     if down as i128 == v || down.to_bits() & 1 != 0 { down } else { f64::from_bits(down.to_bits() + 1) }
 }
 
-/// A float that `cvt` reads: its value, and what becomes of a NaN.
+/// A floating-point source of `cvt`: its value, and how it converts a NaN.
 trait Source: Copy {
     fn value(self, flags: i64) -> f64;
-    /// A NaN as f64, with its digits.
+    /// A NaN as f64, keeping its digits.
     fn nan64(self, flags: i64) -> u64;
     /// A NaN as f32.
     fn nan32(self) -> u32 {
@@ -148,7 +148,8 @@ trait Source: Copy {
     fn nan16(self) -> [u16; 2] {
         [0x7fff; 2]
     }
-    /// Whether conversions to integers of `bits` make the highest bit of a NaN; the others make zero.
+    /// Whether converting a NaN to an integer of `bits` sets only the highest bit; otherwise the result is
+    /// zero.
     fn nan_is_lowest(bits: u32) -> bool {
         bits == 64
     }
@@ -157,7 +158,7 @@ trait Source: Copy {
 const NAN32: u32 = 0x7fff_ffff;
 const QUIET: u64 = 1 << 51;
 
-/// A NaN with these digits, a sign above them, moved up by `shift`.
+/// A NaN with these digits below a sign, shifted up by `shift`.
 #[inline(always)]
 fn widened_nan(digits: u64, negative: bool, shift: u32) -> u64 {
     u64::from(negative) << 63 | 0x7ff << 52 | digits << shift | QUIET
@@ -169,7 +170,7 @@ impl Source for f32 {
         f64::from(input32(self, flags))
     }
     fn nan64(self, flags: i64) -> u64 {
-        // With `.ftz` it goes through an operation on f32, which has one NaN.
+        // With `.ftz` it goes through an f32 operation, which has one NaN.
         let bits = if flags & flag::FTZ != 0 { NAN32 } else { self.to_bits() };
         widened_nan(u64::from(bits & 0x7f_ffff), bits >> 31 != 0, 29)
     }
@@ -197,7 +198,7 @@ impl Source for f64 {
     }
 }
 
-/// A register with an f16.
+/// A register that contains an f16.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct F16Bits(u16);
@@ -212,7 +213,7 @@ impl Source for F16Bits {
     }
 }
 
-/// A register with a bf16.
+/// A register that contains a bf16.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct Bf16Bits(u16);
@@ -255,7 +256,7 @@ fn to_f32<S: Source>(a: S, flags: i64) -> f32 {
     output32(flush_tiny(narrow(x, flags), x, flags), flags)
 }
 
-/// Whether the conversion's result is the source's NaN.
+/// Whether the result of a conversion is the source's NaN.
 #[inline(always)]
 fn keeps_nan(x: f64, flags: i64) -> bool {
     x.is_nan() && flags & (SAT | integer::RELU) == 0
@@ -299,7 +300,7 @@ macro_rules! float_to_any {
     }};
 }
 
-/// The conversion from `src` to `dst`; `imm` holds the flags. `special` says that there are any.
+/// The conversion from `src` to `dst`; `imm` contains the flags. `special` is set if there are any.
 pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
     match src {
         "u8" => int_to_int!(u8, (dst, special)),
@@ -319,7 +320,8 @@ pub(crate) fn cvt(dst: &str, src: &str, special: bool) -> Option<Handler> {
     }
 }
 
-/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which leaves a NaN's digits) and RELU.
+/// `cvt` to tf32: `imm` has the rounding (RP stands for "to nearest, ties away", which keeps a NaN's digits)
+/// and RELU.
 pub(crate) const TF32: Handler = handler!(|w, i, m| map1(w, i, m, |a: f32| {
     let bits = a.to_bits();
     if a.is_nan() {
@@ -336,7 +338,7 @@ pub(crate) const TF32: Handler = handler!(|w, i, m| map1(w, i, m, |a: f32| {
     if a.is_infinite() { bits } else { (bits + lost) & 0xffff_e000 }
 }));
 
-/// `cvt.pack.sat`: two whole numbers, and with `three` what is below them before, shifted up.
+/// `cvt.pack.sat`: two integers; with `three`, the third source's lower part is shifted up above them.
 pub(crate) fn pack(ty: &str, three: bool) -> Option<Handler> {
     Some(match (ty, three) {
         ("u8", true) => handler!(|w, i, m| map3(w, i, m, |a: i32, b: i32, c: u32| {
@@ -355,8 +357,8 @@ pub(crate) fn pack(ty: &str, three: bool) -> Option<Handler> {
     })
 }
 
-/// Conversions to and from pairs of 8-bit floats; of two sources the first goes to the upper half.
-pub(crate) fn eights(dst: &str, src: &str) -> Option<Handler> {
+/// Conversions to and from pairs of 8-bit floats. The first of two sources goes to the upper half.
+pub(crate) fn f8_pairs(dst: &str, src: &str) -> Option<Handler> {
     macro_rules! to {
         ($encode:path) => {
             match src {

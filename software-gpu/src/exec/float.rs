@@ -1,17 +1,18 @@
 //! Arithmetic in f32 and f64.
 //!
-//! A NaN that f32 arithmetic makes is always the same one; f64 arithmetic passes one of its inputs on, made quiet: which one
-//! is what an H200 does. `.ftz` flushes a result that, rounded as if there were no lowest exponent, is tiny.
+//! f32 arithmetic has a single NaN result. f64 arithmetic returns one of its NaN inputs, made quiet; the
+//! choice is that of an H200. `.ftz` flushes a result that would be subnormal if rounded with an unlimited
+//! exponent range.
 //!
-//! Rounding to nearest is the host's. The other roundings of f32 go through f64, rounded to odd, which keeps
-//! what is lost visible; those of f64 through exact error terms.
+//! Round-to-nearest is the host's. The other f32 roundings go through f64 rounded to odd, which preserves the
+//! information that is lost. The other f64 roundings use exact error terms.
 
-use crate::exec::exact;
+use crate::exec::exact_f64;
 use crate::exec::int::finish_setp;
 use crate::exec::rows::{compare, map1, map1_checked, map2, map2_checked, map3, map3_checked};
 use crate::lower::program::Handler;
 
-/// Flags in `imm` of a float instruction.
+/// Flags in `imm` of a floating-point instruction.
 pub(crate) mod flag {
     pub const FTZ: i64 = 1;
     pub const SAT: i64 = 2;
@@ -19,19 +20,19 @@ pub(crate) mod flag {
     pub const RM: i64 = 8;
     pub const RP: i64 = 12;
     pub const ROUND: i64 = 12;
-    /// `min.NaN`, `max.NaN`: a NaN wins.
+    /// `min.NaN`, `max.NaN`: a NaN input is the result.
     pub const NAN: i64 = 16;
     /// `.xorsign.abs`.
     pub const XORSIGN: i64 = 32;
 }
 
-/// The one NaN of f32 arithmetic.
+/// The NaN result of f32 arithmetic.
 const NAN32: u32 = 0x7fff_ffff;
-/// The NaN of f64 arithmetic without one among its inputs.
+/// The NaN result of f64 arithmetic without NaN inputs.
 const NAN64: u64 = 0xfff8_0000_0000_0000;
 const QUIET64: u64 = 1 << 51;
 
-/// Subnormals to zero, keeping the sign.
+/// Flushes subnormals to zero, keeping the sign.
 #[inline(always)]
 pub(crate) fn flush(x: f32) -> f32 {
     if x.abs() < f32::MIN_POSITIVE { f32::from_bits(x.to_bits() & 0x8000_0000) } else { x }
@@ -42,20 +43,20 @@ fn canon(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(NAN32) } else { x }
 }
 
-/// The first NaN among the inputs, made quiet; without one, that of invalid operations.
+/// The first NaN among the inputs, made quiet; without one, the NaN of invalid operations.
 #[cold]
 fn nan64(inputs: &[f64]) -> f64 {
     let nan = inputs.iter().find(|x| x.is_nan()).map_or(NAN64, |x| x.to_bits() | QUIET64);
     f64::from_bits(nan)
 }
 
-/// `x`, unless it is a NaN: then that of the inputs.
+/// `x`, or the inputs' NaN if `x` is a NaN.
 #[inline(always)]
 pub(crate) fn pass_nan(x: f64, inputs: &[f64]) -> f64 {
     if x.is_nan() { nan64(inputs) } else { x }
 }
 
-/// To [0, 1], NaN to 0.
+/// Clamps to [0, 1]; NaN becomes 0.
 #[inline(always)]
 fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
@@ -69,12 +70,12 @@ pub(crate) fn flush_tiny(x: f32, exact: f64, flags: i64) -> f32 {
     if flags & flag::FTZ == 0 || exact.is_nan() || exact.abs() >= SMALLEST {
         return x;
     }
-    // With more room below, the same digits are kept as there are above the smallest normal number.
+    // Scaled up, so that results below the smallest normal number keep as many digits as normal ones.
     let tiny = f64::from(narrow(exact * SCALE, flags).abs()) < SMALLEST * SCALE;
     if tiny { 0f32.copysign(x) } else { x }
 }
 
-/// The result `x`, which is `exact` (or that rounded to odd) rounded.
+/// The result `x`, which is `exact` (or a value rounded to odd) rounded, with the flags applied.
 #[inline(always)]
 fn finish(x: f32, exact: f64, flags: i64) -> f32 {
     clamp(flush_tiny(x, exact, flags), flags)
@@ -91,7 +92,7 @@ fn start(x: f32, flags: i64) -> f32 {
     if flags & flag::FTZ != 0 { flush(x) } else { x }
 }
 
-/// `sum` moved to odd if `error`, what it lacks of the exact value, is not zero.
+/// `sum`, rounded to odd, where `error` is its difference from the exact value.
 #[inline(always)]
 fn to_odd(sum: f64, error: f64) -> f64 {
     if error == 0.0 || error.is_nan() || !sum.is_finite() || sum.to_bits() & 1 != 0 {
@@ -113,13 +114,13 @@ pub(crate) fn add_odd(a: f64, b: f64) -> f64 {
     to_odd(s, error)
 }
 
-/// The product of two numbers with at most 26 bits each is exact; with an addend, rounded to odd.
+/// The product of two numbers of at most 26 bits is exact; with the addend, rounded to odd.
 #[inline(always)]
 pub(crate) fn fma_odd(a: f32, b: f32, c: f32) -> f64 {
     add_odd(f64::from(a) * f64::from(b), f64::from(c))
 }
 
-/// Rounds to f32 in the direction that `flags` say.
+/// Rounds to f32 in the direction given by `flags`.
 pub(crate) fn narrow(x: f64, flags: i64) -> f32 {
     let nearest = x as f32;
     let round = flags & flag::ROUND;
@@ -197,7 +198,7 @@ fn div_slow(a: f32, b: f32, flags: i64) -> f32 {
     finish(narrow(exact, flags), exact, flags)
 }
 
-/// `div.approx` multiplies by the reciprocal, which is flushed: that of a divisor beyond 2^126 is zero.
+/// `div.approx` multiplies by the reciprocal, which is flushed: for divisors beyond 2^126 it is zero.
 fn div_approx(a: f32, b: f32, flags: i64) -> f32 {
     const LARGEST: f32 = f32::from_bits(0x7e80_0000);
     if b.is_finite() && b.abs() > LARGEST {
@@ -292,13 +293,13 @@ fn max64(a: f64, b: f64) -> f64 {
     }
 }
 
-/// Whether a result may have been rounded up from a tiny value.
+/// Whether a result may have been rounded up from below the smallest normal number.
 #[inline(always)]
 fn smallest(x: f32) -> bool {
     x.abs() == f32::MIN_POSITIVE
 }
 
-/// f32 operations with their flags known to be none, or FTZ, have handlers of their own; others look at `imm`.
+/// f32 operations have separate handlers for no flags and for FTZ; other flags are read from `imm`.
 pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
     const FTZ: i64 = flag::FTZ;
     Some(match (name, flags) {
@@ -307,7 +308,8 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
         ("mul", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a * b))),
         ("fma", 0) => handler!(|w, i, m| map3(w, i, m, |a: f32, b: f32, c: f32| canon(a.mul_add(b, c)))),
         ("div", 0) => handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| canon(a / b))),
-        // The compiler takes any NaN for the root of a negative number; so that one is chosen among whole numbers.
+        // The compiler may return any NaN for the root of a negative number, so the NaN is selected with
+        // integer operations.
         ("sqrt", 0) => handler!(|w, i, m| map1_checked(
             w,
             i,
@@ -365,11 +367,12 @@ pub(crate) fn f32_op(name: &str, flags: i64) -> Option<Handler> {
 
 #[inline(always)]
 fn approx(a: f32, flags: i64, f: impl Fn(f64) -> f64) -> f32 {
-    // Without the question what is tiny before it is rounded, which approximations leave open, this is free of branches.
+    // PTX leaves it open whether approximations detect tiny values before rounding. Skipping that keeps this
+    // free of branches.
     clamp(start(f(f64::from(start(a, flags))) as f32, flags), flags)
 }
 
-/// f64 operations; `imm` holds the rounding.
+/// f64 operations; `imm` contains the rounding.
 pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
     Some(match (name, flags) {
         ("add", 0) => {
@@ -391,35 +394,42 @@ pub(crate) fn f64_op(name: &str, flags: i64) -> Option<Handler> {
         ("rcp", 0) => {
             handler!(|w, i, m| map1_checked(w, i, m, |a: f64| 1.0 / a, f64::is_nan, |a| nan64(&[a])))
         }
-        ("add", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::add(a, b, i.imm), &[b, a]))),
+        ("add", _) => {
+            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::add(a, b, i.imm), &[b, a])))
+        }
         ("sub", _) => {
-            handler!(|w, i, m| map2(w, i, m, |a, b: f64| pass_nan(exact::add(a, -b, i.imm), &[b, a])))
+            handler!(|w, i, m| map2(w, i, m, |a, b: f64| pass_nan(exact_f64::add(a, -b, i.imm), &[b, a])))
         }
         ("fma", _) => {
-            handler!(|w, i, m| map3(w, i, m, |a, b, c| pass_nan(exact::fma(a, b, c, i.imm), &[b, c, a])))
+            handler!(|w, i, m| map3(w, i, m, |a, b, c| pass_nan(exact_f64::fma(a, b, c, i.imm), &[b, c, a])))
         }
-        ("mul", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::mul(a, b, i.imm), &[b, a]))),
-        ("div", _) => handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact::div(a, b, i.imm), &[a, b]))),
-        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact::sqrt(a, i.imm), &[a]))),
-        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact::div(1.0, a, i.imm), &[a]))),
+        ("mul", _) => {
+            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::mul(a, b, i.imm), &[b, a])))
+        }
+        ("div", _) => {
+            handler!(|w, i, m| map2(w, i, m, |a, b| pass_nan(exact_f64::div(a, b, i.imm), &[a, b])))
+        }
+        ("sqrt", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::sqrt(a, i.imm), &[a]))),
+        ("rcp", _) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(exact_f64::div(1.0, a, i.imm), &[a]))),
         ("min", _) => handler!(|w, i, m| map2(w, i, m, min64)),
         ("max", _) => handler!(|w, i, m| map2(w, i, m, max64)),
         ("abs", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(a.abs(), &[a]))),
         ("neg", _) => handler!(|w, i, m| map1(w, i, m, |a: f64| pass_nan(-a, &[a]))),
         ("copysign", _) => handler!(|w, i, m| map2(w, i, m, |a: f64, b: f64| b.copysign(a))),
-        // Without `.ftz` it is no approximation by a table.
+        // Without `.ftz`, the hardware does not use a lookup table.
         ("rsqrt.approx", 0) => handler!(|w, i, m| map1(w, i, m, |a| pass_nan(rsqrt(a), &[a]))),
-        // Only the upper 32 bits of source and result count.
+        // Only the upper 32 bits of the source and result matter.
         ("rcp.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x))),
         ("rsqrt.approx", _) => handler!(|w, i, m| map1(w, i, m, |a| approx64(a, |x| 1.0 / x.sqrt()))),
         _ => return None,
     })
 }
 
-/// The reciprocal of the square root, rounded to nearest but for cases next to the middle between two numbers.
+/// The reciprocal square root, rounded to nearest except for values very close to the midpoint of two
+/// numbers.
 fn rsqrt(x: f64) -> f64 {
     if !x.is_normal() || x < 0.0 {
-        // A subnormal number has as many digits as any other once it is scaled; its root is no subnormal.
+        // A subnormal has full precision once scaled, and its root is not subnormal.
         const SCALE: f64 = (1u64 << 54) as f64;
         return if x.is_subnormal() && x > 0.0 {
             rsqrt(x * SCALE) * (1u64 << 27) as f64
@@ -428,7 +438,7 @@ fn rsqrt(x: f64) -> f64 {
         };
     }
     let y = 1.0 / x.sqrt();
-    // What the square of it lacks, from a product that is exact.
+    // The difference between the square and the exact value, using an exact product.
     let high = x * y;
     let low = x.mul_add(y, -high);
     let lacking = (-high).mul_add(y, 1.0) - low * y;
@@ -490,7 +500,7 @@ pub(crate) fn setp(cmp: &str, ty: &str, ftz: bool) -> Option<Handler> {
     }
 }
 
-/// `testp`: source in `r[2]`, result like a comparison.
+/// `testp`: source in `r[2]`; the result is like a comparison's.
 pub(crate) fn testp(test: &str, ty: &str) -> Option<Handler> {
     macro_rules! tests {
         ($t:ty) => {{
@@ -507,7 +517,7 @@ pub(crate) fn testp(test: &str, ty: &str) -> Option<Handler> {
                 "infinite" => test!(<$t>::is_infinite),
                 "number" => test!(|a: $t| !a.is_nan()),
                 "notanumber" => test!(<$t>::is_nan),
-                // To the hardware a zero is normal, too.
+                // On hardware a zero counts as normal.
                 "normal" => test!(|a: $t| a.is_normal() || a == 0.0),
                 "subnormal" => test!(<$t>::is_subnormal),
                 _ => return None,

@@ -36,7 +36,7 @@ fn to_multiple(x: f64, ulp: f64, flags: i64) -> f64 {
     r * ulp
 }
 
-/// Rounds to a format with `digits` bits of significand, lowest exponent `low` and largest finite value `max`.
+/// Rounds to a format with `digits` significand bits, lowest exponent `low` and largest finite value `max`.
 fn round(x: f64, digits: i32, low: i32, max: f64, flags: i64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
@@ -60,11 +60,12 @@ fn clamp(x: f64, flags: i64) -> f64 {
     if flags & flag::SAT != 0 {
         return if x > 0.0 { x.min(1.0) } else { 0.0 };
     }
-    // A NaN stays one; minus zero becomes zero.
+    // A NaN stays a NaN; minus zero becomes zero.
     if flags & integer::RELU != 0 && x <= 0.0 { 0.0 } else { x }
 }
 
-/// Zero in place of what, rounded to `digits` as if there were no lowest exponent, is tiny; if the flags say so.
+/// Returns zero if the flags ask for it and `x`, rounded to `digits` with an unlimited exponent range, would
+/// be subnormal.
 #[inline(always)]
 fn flush_tiny(x: f64, digits: i32, smallest: i32, flags: i64) -> f64 {
     let limit = 2f64.powi(smallest);
@@ -74,7 +75,7 @@ fn flush_tiny(x: f64, digits: i32, smallest: i32, flags: i64) -> f64 {
     if round(x, digits, -1000, 1.0, flags).abs() < limit { 0f64.copysign(x) } else { x }
 }
 
-/// Encodes as f16; the value may have been rounded to odd before, but no otherwise.
+/// Encodes as f16. The value may have been rounded to odd before, but not otherwise.
 pub(crate) fn to_f16(x: f64, flags: i64) -> u16 {
     let x = flush_tiny(clamp(x, flags), 11, -14, flags);
     if x.is_nan() {
@@ -104,9 +105,9 @@ pub(crate) fn to_bf16(x: f64, flags: i64) -> u16 {
     (r.to_bits() >> 16) as u16
 }
 
-/// The two formats behind one face.
+/// What arithmetic needs to know of the two formats.
 pub(crate) trait Half {
-    /// The bits of the exponent, which are an infinity, too.
+    /// The exponent's bits, which are also the bits of infinity.
     const INFINITY: u16;
     fn decode(h: u16) -> f64;
     fn encode(x: f64, flags: i64) -> u16;
@@ -159,7 +160,8 @@ fn unary<H: Half>(a: u16, flags: i64, f: impl Fn(f64) -> f64) -> u16 {
     H::encode(f(input::<H>(a, flags)), flags)
 }
 
-/// `h` with the sign that `sign` makes of it; NaNs become one, and subnormals zero if the flags say so.
+/// Replaces the sign of `h` using `sign`. NaNs become the canonical one, and subnormals zero if the flags say
+/// so.
 #[inline(always)]
 fn with_sign<H: Half>(h: u16, flags: i64, sign: impl Fn(u16) -> u16) -> u16 {
     let size = h & 0x7fff;
@@ -170,7 +172,7 @@ fn with_sign<H: Half>(h: u16, flags: i64, sign: impl Fn(u16) -> u16) -> u16 {
     sign(h) & 0x8000 | if flushed { 0 } else { size }
 }
 
-/// `r[0]` (f32) = the half `r[1]`, or the lower or higher half of the pair `r[1]`.
+/// `r[0]` (f32) = the half `r[1]`, or the lower or upper half of the pair `r[1]`.
 pub(crate) fn widen(bf16: bool, pair: bool, high: bool) -> Handler {
     match (bf16, pair, high) {
         (false, false, _) => handler!(|w, i, m| map1(w, i, m, |a: u16| input::<F16>(a, i.imm) as f32)),
@@ -188,11 +190,11 @@ pub(crate) fn widen(bf16: bool, pair: bool, high: bool) -> Handler {
     }
 }
 
-/// The 8-bit formats, which travel in pairs.
+/// The 8-bit formats, which are stored in pairs.
 pub(crate) mod f8 {
     use super::{clamp, round, to_f16};
 
-    /// As f16, exactly.
+    /// Decodes to f16, exactly.
     pub fn decode_e4m3(b: u8) -> u16 {
         let (exponent, fraction) = (b >> 3 & 15, b & 7);
         let x = match (exponent, fraction) {
@@ -203,17 +205,17 @@ pub(crate) mod f8 {
         if x.is_nan() { 0x7fff } else { to_f16(if b & 0x80 != 0 { -x } else { x }, 0) }
     }
 
-    /// As f16, exactly: its upper half.
+    /// Decodes to f16, exactly: it is an f16's upper half.
     pub fn decode_e5m2(b: u8) -> u16 {
         if b & 0x7f > 0x7c { 0x7fff } else { u16::from(b) << 8 }
     }
 
-    /// Rounded to nearest; beyond the largest value it is the largest.
+    /// Encodes, rounding to nearest; larger values become the largest finite one.
     pub fn encode_e4m3(x: f64, flags: i64) -> u8 {
         encode(clamp(x, flags), 4, -6, 448.0, 3)
     }
 
-    /// As [`encode_e4m3`].
+    /// Like [`encode_e4m3`].
     pub fn encode_e5m2(x: f64, flags: i64) -> u8 {
         encode(clamp(x, flags), 3, -14, 57344.0, 2)
     }

@@ -29,16 +29,20 @@ macro_rules! arithmetic {
                 handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| a.wrapping_mul(b).wrapping_add(c)))
             }
             "mad.hi" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| a.mul_hi(b).wrapping_add(c))),
-            // The quotient of a division by zero is unspecified in PTX; hardware gives all ones, and the dividend
-            // as the remainder.
-            "div" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { !0 } else { a.wrapping_div(b) })),
-            "rem" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { a } else { a.wrapping_rem(b) })),
+            // PTX leaves division by zero undefined. On hardware the quotient is all ones and the remainder
+            // is the dividend.
+            "div" => {
+                handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { !0 } else { a.wrapping_div(b) }))
+            }
+            "rem" => {
+                handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| if b == 0 { a } else { a.wrapping_rem(b) }))
+            }
             "min" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.min(b))),
             "max" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: $t| a.max(b))),
             "sad" => handler!(|w, i, m| map3(w, i, m, |a: $t, b: $t, c: $t| {
                 c.wrapping_add(if a < b { b.wrapping_sub(a) } else { a.wrapping_sub(b) })
             })),
-            // A shift by the width or more gives zero, or copies of the sign.
+            // Shifting by the width or more gives zero or copies of the sign.
             "shr" => handler!(|w, i, m| map2(w, i, m, |a: $t, b: u32| {
                 if b < <$t>::BITS { a >> b } else { a >> (<$t>::BITS - 1) >> 1u32.min(<$t>::BITS - 1) }
             })),
@@ -120,7 +124,7 @@ macro_rules! bits {
                 let last = <$t>::BITS - 1;
                 let sign = if len == 0 { 0 } else { a >> (pos.saturating_add(len) - 1).min(last) & 1 };
                 let v = if pos <= last { a >> pos } else { 0 };
-                // Bits of the field that lie beyond the word are copies of the sign.
+                // Bits of the field beyond the word are copies of the sign.
                 let there = if pos <= last { len.min(<$t>::BITS - pos) } else { 0 };
                 let keep: $t = if there > last { !0 } else { (1 << there) - 1 };
                 (v & keep) | if sign != 0 { !keep } else { 0 }
@@ -140,7 +144,8 @@ macro_rules! bits {
     };
 }
 
-/// Arithmetic on a type (`u16`, `s64`, ...): two or three sources of that type; `shr` shifts by a u32 row.
+/// Arithmetic on a type (`u16`, `s64`, ...) with two or three sources of that type. `shr` takes its amount
+/// from a u32 row.
 pub(crate) fn arithmetic(name: &str, ty: &str) -> Option<Handler> {
     match ty {
         "u16" => arithmetic!(name, u16),
@@ -157,7 +162,7 @@ fn signed16(name: &str) -> Option<Handler> {
     signed!(name, i16)
 }
 
-/// Arithmetic that only signed types have.
+/// Arithmetic that exists for signed types only.
 pub(crate) fn signed(name: &str, ty: &str) -> Option<Handler> {
     match ty {
         "s16" => signed16(name),
@@ -167,7 +172,7 @@ pub(crate) fn signed(name: &str, ty: &str) -> Option<Handler> {
     }
 }
 
-/// Operations on bits, moves and selections, by width.
+/// Bit operations, moves and selections, by width.
 pub(crate) fn bits(name: &str, width: u32) -> Option<Handler> {
     match width {
         8 => bits!(name, u8),
@@ -269,7 +274,7 @@ fn dot2(a: u32, b: u32, high: bool, signed_a: bool, signed_b: bool) -> u32 {
     }) as u32
 }
 
-/// 32-bit operations that are alone in their family; `name` with the modifiers that matter.
+/// Other 32-bit operations. `name` includes the relevant modifiers.
 pub(crate) fn special32(name: &str) -> Option<Handler> {
     Some(match name {
         "lop3" => handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| {
@@ -364,7 +369,8 @@ pub(crate) fn special32(name: &str) -> Option<Handler> {
         "dp4a.s32.s32" => {
             handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| dot(a, b, true, true).wrapping_add(c)))
         }
-        // `imm`: bit 0 high bytes, bit 1 first source signed, bit 2 second source signed.
+        // `imm`: bit 0 is set for the high bytes, bit 1 if the first source is signed, bit 2 if the second
+        // is.
         "dp2a" => handler!(|w, i, m| map3(w, i, m, |a, b, c: u32| {
             dot2(a, b, i.imm & 1 != 0, i.imm & 2 != 0, i.imm & 4 != 0).wrapping_add(c)
         })),
@@ -396,8 +402,8 @@ fn pairs(a: u32, b: u32, relu: bool, f: impl Fn(i16, i16) -> i16) -> u32 {
     half(a, b) | half(a >> 16, b >> 16) << 16
 }
 
-/// Position and length of a bit field. One instruction does it with 32 bits and looks at a byte of each; with 64 bits it
-/// is several, which look at all.
+/// Position and length of a bit field. For 32 bits the hardware has one instruction, which uses a byte of
+/// each; for 64 bits it needs several, which use all bits.
 #[inline(always)]
 fn field<T>(position: u32, length: u32) -> (u32, u32) {
     let mask = if size_of::<T>() == 8 { u32::MAX } else { 0xff };
@@ -411,7 +417,7 @@ fn find_nth_set(mask: u32, base: u32, offset: i32) -> u32 {
     if offset == 0 {
         return if mask >> base & 1 != 0 { base } else { u32::MAX };
     }
-    // Its magnitude overflows in the code that an H200 has for this instruction.
+    // An H200's code for this instruction overflows when it negates this value.
     if offset == i32::MIN {
         return 0;
     }
@@ -438,7 +444,7 @@ macro_rules! carry {
                 (s, o | p)
             })),
             "sub" => handler!(|w, i, m| with_carry::<$t>(w, i, m, |a, b, _, c| {
-                // The flag is the carry of `a + !b + 1`: set when nothing was borrowed.
+                // The flag is the carry of `a + !b + 1`: set if nothing was borrowed.
                 let borrowed = i.imm & 1 != 0 && !c;
                 let (s, o) = a.overflowing_sub(b);
                 let (s, p) = s.overflowing_sub(<$t>::from(borrowed));
@@ -467,10 +473,11 @@ macro_rules! mad_carry {
     };
 }
 
-/// `imm` bit 0: takes the carry in; bit 1: gives one out. The carry is predicate row `r[4]`.
+/// Bit 0 of `imm`: uses the carry; bit 1: sets it. The carry is predicate row `r[4]`.
 ///
 /// # Safety
-/// The rows are of `T`.
+///
+/// The rows contain `T`.
 #[inline(always)]
 unsafe fn with_carry<T: Copy>(
     w: &mut crate::exec::warp::Warp,
@@ -478,7 +485,7 @@ unsafe fn with_carry<T: Copy>(
     mask: u32,
     f: impl Fn(T, T, T, bool) -> (T, bool),
 ) -> Flow {
-    // SAFETY: as above. Without a third source the lowering repeats the second.
+    // SAFETY: the caller guarantees rows of `T`. Without a third source, the lowering repeats the second.
     unsafe {
         let (a, b, c): ([T; LANES], [T; LANES], [T; LANES]) =
             (get(w, i.r[1]), get(w, i.r[2]), get(w, i.r[3]));
@@ -511,23 +518,25 @@ pub(crate) fn carry(name: &str, ty: &str) -> Option<Handler> {
     }
 }
 
-/// How a comparison's result goes on: `imm` of a setp.
+/// How a comparison's result is combined with a predicate: `imm` of a setp.
 pub(crate) mod combine {
     pub const NONE: i64 = 0;
     pub const AND: i64 = 1;
     pub const OR: i64 = 2;
     pub const XOR: i64 = 3;
-    /// The other predicate is negated.
+    /// Negates the other predicate.
     pub const NOT: i64 = 4;
 }
 
-/// Writes a comparison's result: `r[0]` and, if not NONE, its complement `r[1]`; combined with predicate `r[4]`.
+/// Writes a comparison's result to `r[0]`, and its complement to `r[1]` unless that is NONE; combined with
+/// predicate `r[4]`.
 ///
 /// # Safety
+///
 /// The rows are predicates.
 #[inline(always)]
 pub(crate) unsafe fn finish_setp(w: &crate::exec::warp::Warp, i: &Inst, mask: u32, bits: u32) -> Flow {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees predicate rows.
     unsafe {
         let (mut p, mut q) = (bits, !bits);
         if i.imm != combine::NONE {
@@ -576,7 +585,7 @@ macro_rules! setp {
     };
 }
 
-/// Comparison of integers: sources `r[2]` and `r[3]`; see [`finish_setp`].
+/// Comparison of integers in `r[2]` and `r[3]`; see [`finish_setp`].
 pub(crate) fn setp(cmp: &str, ty: &str) -> Option<Handler> {
     match ty {
         "u16" | "b16" => setp!(cmp, u16),
@@ -589,7 +598,7 @@ pub(crate) fn setp(cmp: &str, ty: &str) -> Option<Handler> {
     }
 }
 
-/// Operations on predicates: sources `r[1]` and `r[2]`; `imm` bits 0 and 1 negate them.
+/// Operations on predicates `r[1]` and `r[2]`; bits 0 and 1 of `imm` negate them.
 pub(crate) fn predicate(name: &str) -> Option<Handler> {
     macro_rules! op {
         (|$a:ident, $b:ident| $e:expr) => {
@@ -611,7 +620,8 @@ pub(crate) fn predicate(name: &str) -> Option<Handler> {
     })
 }
 
-/// `r[0]` (32 bits) = predicate `r[1]` ? `imm` low half : `imm` high half; for `set` and lop3's predicates.
+/// `r[0]` (32 bits) = predicate `r[1]` ? low half of `imm` : high half of `imm`; for `set` and lop3's
+/// predicates.
 pub(crate) const FROM_PRED_32: Handler = handler!(|w, i, m| {
     let p = rows::pred(w, i.r[1]);
     let mut out = [0u32; LANES];
@@ -622,7 +632,7 @@ pub(crate) const FROM_PRED_32: Handler = handler!(|w, i, m| {
     Flow::Next
 });
 
-/// As [`FROM_PRED_32`], for 16 bits.
+/// Like [`FROM_PRED_32`], for 16 bits.
 pub(crate) const FROM_PRED_16: Handler = handler!(|w, i, m| {
     let p = rows::pred(w, i.r[1]);
     let mut out = [0u16; LANES];

@@ -1,22 +1,23 @@
-//! Products of small matrices (`mma`, `wmma`) and the moves that feed them (`ldmatrix`, `stmatrix`, `movmatrix`).
+//! Products of small matrices (`mma`, `wmma`) and the moves that feed them (`ldmatrix`, `stmatrix`,
+//! `movmatrix`).
 //!
-//! The operands are lists of rows in the function's extension: `r[0]` is where they begin. `mma` keeps the layout of fragments
-//! that PTX defines. That of `wmma` is left open by PTX: here a lane holds consecutive elements, as many as there are for it,
-//! again and again until its registers are full.
+//! The operands are lists of rows in the function's extension; `r[0]` is their start. `mma` uses the fragment
+//! layout that PTX defines. PTX leaves `wmma`'s layout open: here a lane holds consecutive elements, repeated
+//! until its registers are full.
 //!
-//! Sums of f64 are a chain of fused additions; how others are added is told in `tensor`.
+//! Sums of f64 are a chain of fused additions; `tensor_core` describes how others are added.
 
-use crate::exec::exact;
+use crate::exec::exact_f64;
 use crate::exec::float::{flag, pass_nan};
 use crate::exec::half::{from_bf16, from_f16};
 use crate::exec::memory::{Generic, Global, Place, Shared, addresses, locate};
 use crate::exec::rows::{self, LANES};
-use crate::exec::tensor::{self, Term};
+use crate::exec::tensor_core::{self, Term};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst};
 use crate::ptx::ast::Space;
 
-/// What an element is.
+/// The type of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Element {
@@ -65,7 +66,7 @@ impl Element {
         Self::ALL[code as usize % Self::ALL.len()]
     }
 
-    /// Bits of an element.
+    /// Bits per element.
     pub fn bits(self) -> u32 {
         use Element::*;
         match self {
@@ -78,7 +79,7 @@ impl Element {
         }
     }
 
-    /// Whether sums of its products are whole numbers of 32 bits.
+    /// Whether products are summed as 32-bit integers.
     pub fn whole(self) -> bool {
         use Element::*;
         matches!(self, S8 | U8 | S4 | U4 | B1 | S32)
@@ -111,7 +112,7 @@ impl Element {
     }
 }
 
-/// One operand: how many elements a register has and where its rows are.
+/// An operand: the number of elements per register, and its rows.
 #[derive(Clone, Copy)]
 struct Operand {
     element: Element,
@@ -125,9 +126,9 @@ impl Operand {
         (32 / self.element.bits().min(32)) as usize
     }
 
-    /// Bits of an element in a register.
+    /// The bits of an element in a register.
     unsafe fn get(self, w: &Warp, lane: usize, register: usize, part: usize) -> u64 {
-        // SAFETY: the lowering gives rows of 64 bits for f64 and of 32 bits else.
+        // SAFETY: the lowering guarantees rows of 64 bits for f64 and of 32 bits otherwise.
         unsafe {
             let row = w.code().ext[self.rows + register];
             if self.element == Element::F64 {
@@ -140,7 +141,7 @@ impl Operand {
     }
 
     unsafe fn set(self, w: &Warp, lane: usize, register: usize, part: usize, value: u64) {
-        // SAFETY: as in `get`.
+        // SAFETY: the lowering guarantees rows of 64 bits for f64 and of 32 bits otherwise.
         unsafe {
             let row = w.code().ext[self.rows + register];
             if self.element == Element::F64 {
@@ -159,21 +160,22 @@ impl Operand {
     }
 }
 
-/// What `imm` of `mma` holds, from the lowest byte up: m, n, k (16 bits), the four elements (8 bits for two), flags.
+/// The contents of `mma`'s `imm` from the lowest byte up: m, n, k (16 bits), the four elements (8 bits for
+/// two), flags.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// Of D, A, B and C.
+    /// The element types of D, A, B and C.
     pub elements: [Element; 4],
-    /// Sums that do not fit stay at the largest value.
+    /// Whether sums that overflow saturate.
     pub saturate: bool,
-    /// Single bits are joined by `xor`, not `and`.
+    /// Whether single bits are combined by `xor` instead of `and`.
     pub xor: bool,
-    /// Fragments as `wmma` has them.
+    /// Whether fragments have `wmma`'s layout.
     pub wmma: bool,
-    /// How sums of f64 are rounded: see [`flag`].
+    /// The rounding of f64 sums; see [`flag`].
     pub rounding: i64,
 }
 
@@ -211,7 +213,7 @@ impl Shape {
 /// Where the rounding begins in `imm`.
 const ROUNDING: u32 = 56;
 
-/// Which operand's layout.
+/// The operand that a layout belongs to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     A,
@@ -220,7 +222,7 @@ pub(crate) enum Part {
     C,
 }
 
-/// Row and column of an element of a fragment.
+/// The row and column of a fragment's element.
 fn place(
     shape: Shape,
     part: Part,
@@ -246,7 +248,7 @@ fn place(
     }
     let (group, tid) = (lane / 4, lane % 4);
     match part {
-        // With eight rows there is no second half of them.
+        // With eight rows there is no second half.
         Part::A if shape.m == 8 => (group, tid * per + piece + 4 * per * register),
         Part::A => (group + 8 * (register & 1), tid * per + piece + 4 * per * (register / 2)),
         Part::B => (tid * per + piece + 4 * per * register, group),
@@ -257,7 +259,8 @@ fn place(
     }
 }
 
-/// `mma` and `wmma.mma`: the extension at `r[0]` has the number of registers of D, A, B and C, then their rows.
+/// `mma` and `wmma.mma`: the extension at `r[0]` has the numbers of registers of D, A, B and C, then their
+/// rows.
 pub(crate) const MMA: Handler = handler!(|w, i, m| multiply(w, i));
 
 unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
@@ -274,7 +277,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
         })
         .collect();
     let [d, a, b, c] = [ops[0], ops[1], ops[2], ops[3]];
-    // SAFETY: the lowering checked the numbers of registers against the shape, so that every place is inside.
+    // SAFETY: the lowering checked the numbers of registers against the shape, so all elements are inside.
     unsafe {
         let collect = |part: Part, op: Operand, height: usize, width: usize| {
             let mut out = vec![0u64; height * width];
@@ -291,7 +294,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
             out
         };
         let (ma, mb, mc) = (collect(Part::A, a, m, k), collect(Part::B, b, k, n), collect(Part::C, c, m, n));
-        // Rows of A and columns of B, as sums take them.
+        // The rows of A and columns of B, as terms of sums.
         let small = !a.element.whole() && a.element != Element::F64;
         let terms = |op: Operand, at: &dyn Fn(usize) -> u64, count: usize| match small {
             true => (0..count).map(|n| Term::new(op.element, at(n))).collect(),
@@ -315,7 +318,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                 } else if a.element == Element::F64 {
                     let sum = pairs.fold(f64::from_bits(start), |sum, (x, y)| {
                         let (x, y) = (f64::from_bits(x), f64::from_bits(y));
-                        pass_nan(exact::fma(x, y, sum, shape.rounding), &[y, sum, x])
+                        pass_nan(exact_f64::fma(x, y, sum, shape.rounding), &[y, sum, x])
                     });
                     sum.to_bits()
                 } else {
@@ -323,7 +326,7 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
                     let (line, column) = (&ta[row * k..][..k], &tb[col * k..][..k]);
                     // `wmma` of tf32 is two products of four.
                     let step = if shape.wmma && a.element == Element::Tf32 { 4 } else { k };
-                    tensor::dot(line, column, elements, (c.element, start), d.element, step)
+                    tensor_core::dot(line, column, elements, (c.element, start), d.element, step)
                 };
             }
         }
@@ -339,12 +342,12 @@ unsafe fn multiply(w: &mut Warp, i: &Inst) -> Flow {
     Flow::Next
 }
 
-/// What `imm` of a `wmma` load or store holds beside the shape: which part, whether columns are contiguous.
+/// Further contents of the `imm` of a `wmma` load or store: the operand, and whether columns are contiguous.
 pub(crate) const WMMA_PART: u32 = 52;
 pub(crate) const WMMA_COLUMNS: u32 = 54;
 
-/// `wmma.load` and `wmma.store`: the extension at `r[0]` has the number of registers, then their rows; `r[1]` is the row of the
-/// stride, in elements. The address is as in any access.
+/// `wmma.load` and `wmma.store`: the extension at `r[0]` has the number of registers, then their rows; `r[1]`
+/// is the row of the stride in elements. The address is that of a plain access.
 pub(crate) fn wmma_access(space: Space, store: bool) -> Option<Handler> {
     Some(match (space, store) {
         (Space::Global, false) => handler!(|w, i, m| move_fragment::<Global, false>(w, i, m)),
@@ -368,7 +371,8 @@ unsafe fn move_fragment<P: Place, const STORE: bool>(w: &mut Warp, i: &Inst, mas
     let at = i.r[0] as usize;
     let op = Operand { element: shape.elements[0], rows: at + 1, registers: w.code().ext[at] as usize };
     let bits = op.element.bits() as usize;
-    // SAFETY: rows as the lowering gives them; `locate` answers for the bytes of an element, or of the word that holds it.
+    // SAFETY: the lowering guarantees the rows' widths; `locate` has checked the bytes of an element, or of
+    // the word that contains it.
     unsafe {
         let addresses = addresses(w, &Inst { imm: 0, ..i.clone() });
         let strides: [u32; LANES] = rows::get(w, i.r[1]);
@@ -401,13 +405,13 @@ unsafe fn move_fragment<P: Place, const STORE: bool>(w: &mut Warp, i: &Inst, mas
     Flow::Next
 }
 
-/// `ldmatrix` and `stmatrix`: the extension at `r[0]` has the number of matrices, then the rows; `r[1]` is 1 if transposed.
-pub(crate) const LOAD_EIGHTS: Handler = handler!(|w, i, m| move_eights::<false>(w, i));
-/// See [`LOAD_EIGHTS`].
-pub(crate) const STORE_EIGHTS: Handler = handler!(|w, i, m| move_eights::<true>(w, i));
+/// `ldmatrix`: the extension at `r[0]` has the number of matrices, then the rows; `r[1]` is 1 if transposed.
+pub(crate) const LDMATRIX: Handler = handler!(|w, i, m| move_matrices::<false>(w, i));
+/// `stmatrix`, with the operands of [`LDMATRIX`].
+pub(crate) const STMATRIX: Handler = handler!(|w, i, m| move_matrices::<true>(w, i));
 
-unsafe fn move_eights<const STORE: bool>(w: &mut Warp, i: &Inst) -> Flow {
-    // SAFETY: the rows are of 32 bits; `locate` answers for the 16 bytes of a matrix's row.
+unsafe fn move_matrices<const STORE: bool>(w: &mut Warp, i: &Inst) -> Flow {
+    // SAFETY: the rows are 32 bits wide; `locate` has checked the 16 bytes of a matrix's row.
     unsafe {
         let addresses = addresses(w, i);
         let at = i.r[0] as usize;

@@ -1,8 +1,9 @@
 //! Loads and stores in every state space.
 //!
-//! Addresses are in row `r[4]` (64 bits, or 32 if the instruction's flag says so) plus `imm`; the values' rows are
-//! `r[0]` to `r[3]`. Global memory is read and written with relaxed atomic accesses, as other threads may do the same at any
-//! time: a lane's elements by one access (see `whole`). Shared and local memory belong to one worker at a time.
+//! Addresses are in row `r[4]` (64 bits, or 32 if the instruction's flag says so) plus `imm`; the values are
+//! in rows `r[0]` to `r[3]`. Global memory is accessed with relaxed atomics, because other threads may access
+//! it at any time; a lane's elements use one access (see `vector_access`). Shared and local memory have only
+//! one worker at a time.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -10,26 +11,28 @@ use crate::device::memory::MODULE_BASE;
 use crate::error::Fault;
 use crate::exec::block::BlockContext;
 use crate::exec::rows::{self, LANES};
+use crate::exec::vector_access::{self, Quad};
 use crate::exec::warp::Warp;
-use crate::exec::whole::{self, Quad};
 use crate::lower::program::{
     Flow, Handler, Inst, LOCAL_WINDOW, PARAM_WINDOW, RANK, RESERVED, RESERVED_BYTES, SHARED_WINDOW,
     WINDOW_SIZE,
 };
 use crate::ptx::ast::Space;
 
-/// Bit of [`Inst::flags`]: addresses are 32-bit rows.
+/// Bit of [`Inst::flags`]: addresses are 32 bits wide.
 pub(crate) const ADDRESS_32: u8 = 1;
-/// Bit of [`Inst::flags`]: the access may be a look at what other threads do.
+/// Bit of [`Inst::flags`]: the access may be part of a wait for other threads.
 pub(crate) const SPIN: u8 = 2;
 
-/// A type that memory holds.
+/// A type of values in memory.
 pub(crate) trait Element: Copy + Default {
     /// # Safety
+    ///
     /// `p` is valid and aligned for the type's accesses.
     unsafe fn load(p: *const u8) -> Self;
     /// # Safety
-    /// As `load`.
+    ///
+    /// As for `load`.
     unsafe fn store(p: *mut u8, value: Self);
 }
 
@@ -38,12 +41,12 @@ macro_rules! element {
         impl Element for $t {
             #[inline(always)]
             unsafe fn load(p: *const u8) -> $t {
-                // SAFETY: as the trait's contract says.
+                // SAFETY: the trait's contract makes `p` valid and aligned.
                 unsafe { <$atomic>::from_ptr(p.cast_mut().cast()).load(Ordering::Relaxed) }
             }
             #[inline(always)]
             unsafe fn store(p: *mut u8, value: $t) {
-                // SAFETY: as the trait's contract says.
+                // SAFETY: the trait's contract makes `p` valid and aligned.
                 unsafe { <$atomic>::from_ptr(p.cast()).store(value, Ordering::Relaxed) }
             }
         }
@@ -57,27 +60,27 @@ element!(u64, AtomicU64);
 impl Element for u128 {
     #[inline(always)]
     unsafe fn load(p: *const u8) -> u128 {
-        // SAFETY: as the trait's contract says.
+        // SAFETY: the trait's contract makes `p` valid and aligned.
         unsafe { std::mem::transmute(Quad::load(p)) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut u8, value: u128) {
-        // SAFETY: as the trait's contract says.
+        // SAFETY: the trait's contract makes `p` valid and aligned.
         unsafe { Quad::store(p, std::mem::transmute::<u128, Quad>(value)) }
     }
 }
 
-/// Where an address of a state space is on the host.
+/// Finds host addresses for a state space.
 pub(crate) trait Place {
     const SPACE: Space;
-    /// The host address of `size` bytes, or `None` if they are not all there. Alignment is not looked at.
+    /// The host address of `size` bytes, or `None` if they are not all accessible. Does not check alignment.
     fn find(w: &mut Warp, lane: usize, address: u64, size: u32) -> Option<*mut u8>;
-    /// Whether an address that `find` finds is one of shared memory.
+    /// Whether an address that `find` accepts is in shared memory.
     #[inline(always)]
     fn is_shared(_address: u64) -> bool {
         false
     }
-    /// As `find`, for an address that means the same to all lanes; `None` if it does not.
+    /// Like `find`, for an address that means the same to all lanes; `None` if it does not.
     #[inline(always)]
     fn find_for_all(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
         Self::find(w, 0, address, size)
@@ -107,7 +110,7 @@ impl Place for Global {
 #[inline(never)]
 fn find_global(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
     let block = w.block();
-    // SAFETY: `address` lies in this allocation or the answer is `None`.
+    // SAFETY: the result is used only if `address` is inside this allocation.
     let hit = block.memory().find(address)?;
     if u64::from(size) > hit.end - address {
         return None;
@@ -116,14 +119,14 @@ fn find_global(w: &mut Warp, address: u64, size: u32) -> Option<*mut u8> {
     Some(address.wrapping_add(hit.delta) as *mut u8)
 }
 
-/// Forgets the cached allocation if something was released since.
+/// Drops the cached allocation if something was released since.
 #[inline(always)]
 pub(crate) fn refresh(w: &mut Warp) {
     let block = w.block();
     let generation = block.memory().generation();
     if generation != block.generation {
         block.generation = generation;
-        block.hit = crate::device::memory::Hit { start: 1, end: 0, delta: 0 };
+        block.hit = crate::device::memory::FoundAllocation { start: 1, end: 0, delta: 0 };
     }
 }
 
@@ -136,18 +139,19 @@ impl Place for Shared {
     #[inline(always)]
     fn find(w: &mut Warp, _lane: usize, address: u64, size: u32) -> Option<*mut u8> {
         let block = w.block();
-        // A generic address may be given for a shared one.
+        // A generic address may be passed for a shared one.
         let offset = if address >= SHARED_WINDOW { address - SHARED_WINDOW } else { address };
         let bytes = u64::from(block.shared_bytes);
         if offset > bytes || offset + u64::from(size) > bytes {
             return find_elsewhere(w, offset, size);
         }
-        // SAFETY: `shared` holds at least `shared_bytes`.
+        // SAFETY: `shared` has at least `shared_bytes`.
         Some(unsafe { block.shared.as_mut_ptr().cast::<u8>().add(offset as usize) })
     }
 }
 
-/// Shared memory that is not the kernel's own: the system's, and that of a block of the cluster, this one included.
+/// Shared memory outside the kernel's own: the system's, and that of a block in the cluster (possibly this
+/// one).
 #[cold]
 #[inline(never)]
 fn find_elsewhere(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
@@ -156,8 +160,8 @@ fn find_elsewhere(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
         rank => w.block().cluster().block(u32::try_from(rank).ok()? - 1)?,
     };
     let offset = offset % RANK;
-    // SAFETY: the cluster's blocks live as long as any of its warps runs, and only this worker touches them. Both memories hold
-    // at least what their sizes say.
+    // SAFETY: the cluster's blocks live as long as any of its warps runs, and only this worker accesses them.
+    // Both memories are at least as large as their sizes say.
     unsafe {
         let (memory, offset, bytes) = match offset.checked_sub(RESERVED) {
             Some(offset) => ((*block).reserved.as_mut_ptr(), offset, RESERVED_BYTES),
@@ -167,7 +171,7 @@ fn find_elsewhere(w: &mut Warp, offset: u64, size: u32) -> Option<*mut u8> {
     }
 }
 
-/// The rank of the block whose shared memory a shared or generic address names.
+/// The rank of the block whose shared memory contains a shared or generic address.
 pub(crate) fn rank_of(w: &mut Warp, address: u64) -> u32 {
     match address % WINDOW_SIZE / RANK {
         0 => w.block().rank,
@@ -196,8 +200,8 @@ impl Place for Param {
         if address > bytes || address + u64::from(size) > bytes {
             return None;
         }
-        // SAFETY: the offset is inside the parameters; the lowering refuses stores there, so the constant
-        // memory is only read.
+        // SAFETY: the offset is inside the parameters. The lowering refuses stores there, so constant memory
+        // is only read.
         Some(unsafe { run.params.as_ptr().cast::<u8>().add(address as usize).cast_mut() })
     }
 }
@@ -249,10 +253,11 @@ pub(crate) fn space_of(address: u64) -> Space {
 /// The addresses of an instruction.
 ///
 /// # Safety
+///
 /// `r[4]` is a row of the width that the flags say.
 #[inline(always)]
 pub(crate) unsafe fn addresses(w: &Warp, i: &Inst) -> [u64; LANES] {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees the row's width.
     unsafe {
         let mut out = [0u64; LANES];
         if i.flags & ADDRESS_32 != 0 {
@@ -270,7 +275,7 @@ pub(crate) unsafe fn addresses(w: &Warp, i: &Inst) -> [u64; LANES] {
     }
 }
 
-/// Checks alignment and finds the host address, or sets the warp's fault.
+/// Checks the alignment and finds the host address, or sets the warp's fault.
 #[inline(always)]
 pub(crate) fn locate<P: Place>(
     w: &mut Warp,
@@ -293,10 +298,12 @@ pub(crate) fn locate<P: Place>(
 /// Loads `N` elements for each lane.
 ///
 /// # Safety
+///
 /// The operands are rows of `T` and of addresses.
 #[inline(always)]
 pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: the rows are as above; `locate` answers for the bytes of all elements, aligned to their total.
+    // SAFETY: the caller guarantees the rows; `locate` has checked the bytes of all elements, aligned to
+    // their total size.
     unsafe {
         let addresses = addresses(w, i);
         let size = (size_of::<T>() * N) as u32;
@@ -313,7 +320,7 @@ pub(crate) unsafe fn load<P: Place, T: Element, const N: usize>(w: &mut Warp, i:
             let Some(p) = locate::<P>(w, l, addresses[l], size, "read") else {
                 return Flow::Fault;
             };
-            let lane: [T; N] = whole::load(p);
+            let lane: [T; N] = vector_access::load(p);
             for (row, value) in values.iter_mut().zip(lane) {
                 row[l] = value;
             }
@@ -337,11 +344,12 @@ fn apart(addresses: &[u64; LANES], step: u64) -> bool {
     differs == 0
 }
 
-/// The frequent cases of a load by a whole warp: all lanes at one address, or next to each other. False if it is another, or
-/// anything is wrong.
+/// Fast paths for a load by a whole warp: all lanes use one address, or adjacent ones. Returns false in any
+/// other case, or if anything is wrong.
 ///
 /// # Safety
-/// As [`load`].
+///
+/// As for [`load`].
 #[inline(always)]
 unsafe fn load_together<P: Place, T: Element, const N: usize>(
     w: &mut Warp,
@@ -352,15 +360,15 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
     if addresses[0] & (size as u64 - 1) != 0 {
         return false;
     }
-    // SAFETY: `find_for_all` answers for the bytes that are read; the rows are as the caller says. Memory that other workers
-    // may write is read by atomic loads only.
+    // SAFETY: `find_for_all` has checked the bytes; the caller guarantees the rows. Memory that other workers
+    // may write is only read by atomic loads.
     unsafe {
         if addresses[1] == addresses[0] {
             if !apart(addresses, 0) {
                 return false;
             }
             let Some(p) = P::find_for_all(w, addresses[0], size as u32) else { return false };
-            let values: [T; N] = whole::load(p);
+            let values: [T; N] = vector_access::load(p);
             for (n, value) in values.into_iter().enumerate() {
                 if i.r[n] != crate::lower::program::NONE {
                     *rows::row::<T>(w, i.r[n]) = [value; LANES];
@@ -373,7 +381,10 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
         }
         let Some(p) = P::find_for_all(w, addresses[0], (size * LANES) as u32) else { return false };
         let wanted = |n: usize| i.r[n] != crate::lower::program::NONE;
-        whole::load_all(p, std::array::from_fn::<_, N, _>(|n| wanted(n).then(|| rows::row::<T>(w, i.r[n]))));
+        vector_access::load_all(
+            p,
+            std::array::from_fn::<_, N, _>(|n| wanted(n).then(|| rows::row::<T>(w, i.r[n]))),
+        );
     }
     true
 }
@@ -381,10 +392,12 @@ unsafe fn load_together<P: Place, T: Element, const N: usize>(
 /// Stores `N` elements for each lane.
 ///
 /// # Safety
-/// As [`load`].
+///
+/// As for [`load`].
 #[inline(always)]
 pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: as in `load`.
+    // SAFETY: the caller guarantees the rows; `locate` has checked the bytes of all elements, aligned to
+    // their total size.
     unsafe {
         let addresses = addresses(w, i);
         let size = (size_of::<T>() * N) as u32;
@@ -394,7 +407,10 @@ pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i
             && addresses[0] & u64::from(size - 1) == 0
             && let Some(p) = P::find_for_all(w, addresses[0], size * LANES as u32)
         {
-            whole::store_all(p, std::array::from_fn::<_, N, _>(|n| rows::row::<T>(w, i.r[n]).cast_const()));
+            vector_access::store_all(
+                p,
+                std::array::from_fn::<_, N, _>(|n| rows::row::<T>(w, i.r[n]).cast_const()),
+            );
             return Flow::Next;
         }
         let mut values = [[T::default(); LANES]; N];
@@ -408,19 +424,20 @@ pub(crate) unsafe fn store<P: Place, T: Element, const N: usize>(w: &mut Warp, i
             let Some(p) = locate::<P>(w, l, addresses[l], size, "write") else {
                 return Flow::Fault;
             };
-            whole::store(p, std::array::from_fn::<T, N, _>(|n| values[n][l]));
+            vector_access::store(p, std::array::from_fn::<T, N, _>(|n| values[n][l]));
         }
         Flow::Next
     }
 }
 
-/// Loads from the kernel's parameters at the same place for all lanes.
+/// Loads from the same offset of the kernel's parameters for all lanes.
 ///
 /// # Safety
+///
 /// The operands are rows of `T`.
 #[inline(always)]
 unsafe fn load_param<T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
-    // SAFETY: as in `load`.
+    // SAFETY: the caller guarantees the rows; the lowering keeps the offset inside the parameters.
     unsafe {
         for n in 0..N {
             let at = i.imm as u64 + (n * size_of::<T>()) as u64;
@@ -442,9 +459,10 @@ unsafe fn load_param<T: Element, const N: usize>(w: &mut Warp, i: &Inst, mask: u
     }
 }
 
-/// Loads or stores at `imm` of the present call's local memory.
+/// Loads or stores at `imm` in the current call's local memory.
 ///
 /// # Safety
+///
 /// The operands are rows of `T`.
 #[inline(always)]
 unsafe fn frame_access<T: Element, const N: usize, const STORE: bool>(
@@ -452,7 +470,8 @@ unsafe fn frame_access<T: Element, const N: usize, const STORE: bool>(
     i: &Inst,
     mask: u32,
 ) -> Flow {
-    // SAFETY: as in `load`; the lowering aligns frames to 16 bytes and variables to their elements.
+    // SAFETY: the caller guarantees the rows; the lowering aligns frames to 16 bytes and variables to their
+    // elements.
     unsafe {
         let at = u64::from(w.local_base) + i.imm as u64;
         let size = (size_of::<T>() * N) as u32;
@@ -523,22 +542,22 @@ pub(crate) fn store_handler(space: Space, bits: u32, n: usize) -> Option<Handler
     }
 }
 
-/// The load from a kernel's parameters at a fixed place.
+/// The load from a fixed offset of a kernel's parameters.
 pub(crate) fn param_handler(bits: u32, n: usize) -> Option<Handler> {
     by_shape!(bits, n, load_param)
 }
 
-/// The load from the call's local memory at a fixed place.
+/// The load from a fixed offset of the call's local memory.
 pub(crate) fn frame_load_handler(bits: u32, n: usize) -> Option<Handler> {
     by_shape!(bits, n, frame_access; false)
 }
 
-/// The store to the call's local memory at a fixed place.
+/// The store to a fixed offset of the call's local memory.
 pub(crate) fn frame_store_handler(bits: u32, n: usize) -> Option<Handler> {
     by_shape!(bits, n, frame_access; true)
 }
 
-/// `r[0]` = address `imm` of the call's local memory (64 bits, or 32 by the flag).
+/// `r[0]` = the address of offset `imm` in the call's local memory (64 bits, or 32 by the flag).
 pub(crate) const LOCAL_ADDRESS: Handler = handler!(|w, i, m| {
     let at = u64::from(w.local_base).wrapping_add(i.imm as u64);
     if i.flags & ADDRESS_32 != 0 {

@@ -1,9 +1,10 @@
 //! Execution: a warp-wide interpreter of the register machine.
 //!
-//! `warp` runs a warp's instructions and keeps its threads together where it can; `block` has what the warps of a
-//! block share; `cluster` runs them, with those of other blocks of their cluster. The other modules hold the handlers of instructions, by role.
+//! `warp` runs a warp's instructions and keeps its threads together where possible. `block` has the state
+//! that a block's warps share. `cluster` runs the warps of a cluster's blocks. The other modules contain the
+//! instructions' handlers, by family.
 
-/// Two functions with the same body, one of them compiled for AVX2 and FMA.
+/// Compiles a body twice, once for AVX2 and FMA.
 macro_rules! handler {
     (|$w:ident, $i:ident, $m:ident| $body:expr) => {{
         #[allow(unused_variables, unused_unsafe)]
@@ -12,7 +13,7 @@ macro_rules! handler {
             $i: &$crate::lower::program::Inst,
             $m: u32,
         ) -> $crate::lower::program::Flow {
-            // SAFETY: the lowering gives each handler rows of the width it works on, inside the frame.
+            // SAFETY: the lowering gives each handler rows of the width that it works on, inside the frame.
             unsafe { $body }
         }
         #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt"))]
@@ -22,7 +23,7 @@ macro_rules! handler {
             $i: &$crate::lower::program::Inst,
             $m: u32,
         ) -> $crate::lower::program::Flow {
-            // SAFETY: as in `base`.
+            // SAFETY: the lowering gives each handler rows of the width that it works on, inside the frame.
             unsafe { $body }
         }
         $crate::lower::program::Handler { base, wide }
@@ -32,10 +33,10 @@ macro_rules! handler {
 pub(crate) mod asynchronous;
 pub(crate) mod atomic;
 pub(crate) mod block;
-pub(crate) mod builtin;
 pub(crate) mod cluster;
 pub(crate) mod convert;
-pub(crate) mod exact;
+pub(crate) mod device_runtime;
+pub(crate) mod exact_f64;
 pub(crate) mod float;
 pub(crate) mod half;
 pub(crate) mod int;
@@ -44,14 +45,14 @@ pub(crate) mod memory;
 pub(crate) mod moves;
 pub(crate) mod reduction;
 pub(crate) mod rows;
-pub(crate) mod special;
-pub(crate) mod tensor;
+pub(crate) mod special_register;
 pub(crate) mod tensor_copy;
+pub(crate) mod tensor_core;
 pub(crate) mod texture;
+pub(crate) mod vector_access;
 pub(crate) mod video;
 pub(crate) mod warp;
 pub(crate) mod warp_ops;
-pub(crate) mod whole;
 
 use crate::lower::program::{ExecFn, Handler};
 

@@ -6,7 +6,7 @@ use crate::exec::rows::{LANES, get, map1, map2, put, put_pred};
 use crate::lower::program::{Flow, Handler, LOCAL_WINDOW, PARAM_WINDOW, RANK, SHARED_WINDOW, WINDOW_SIZE};
 use crate::ptx::ast::Space;
 
-/// Takes `part` bits at bit `imm` out of `whole`.
+/// Extracts `part` bits at bit `imm` of `whole`.
 pub(crate) fn extract(part: u32, whole: u32) -> Option<Handler> {
     macro_rules! extract {
         ($p:ty, $w:ty) => {
@@ -25,7 +25,8 @@ pub(crate) fn extract(part: u32, whole: u32) -> Option<Handler> {
     })
 }
 
-/// `r[0]` = `r[2]` with `part` bits at bit `imm` set to `r[1]`, the rest above zero; -1 begins with bit 0.
+/// `r[0]` = `r[2]` with `part` bits at bit `imm` replaced by `r[1]` and the bits above cleared; -1 means bit
+/// 0.
 pub(crate) fn insert(part: u32, whole: u32) -> Option<Handler> {
     macro_rules! insert {
         ($p:ty, $w:ty) => {
@@ -46,7 +47,7 @@ pub(crate) fn insert(part: u32, whole: u32) -> Option<Handler> {
     })
 }
 
-/// `cvt.f16x2.f32` and its like: the first source goes to the upper half.
+/// `cvt.f16x2.f32` and similar: the first source goes to the upper half.
 pub(crate) fn pack_halves(bf16: bool) -> Handler {
     if bf16 {
         handler!(|w, i, m| map2(w, i, m, |a: f32, b: f32| {
@@ -59,8 +60,8 @@ pub(crate) fn pack_halves(bf16: bool) -> Handler {
     }
 }
 
-/// Predicate `r[0]`: whether the generic address `r[1]` is in the space of window `imm` (0: global); `r[2]` is 1 for shared memory
-/// of this block alone.
+/// Predicate `r[0]`: whether the generic address `r[1]` is in the space of window `imm` (0: global). `r[2]`
+/// is 1 for this block's shared memory only.
 pub(crate) const IS_SPACE: Handler = handler!(|w, i, m| {
     let a: [u64; LANES] = get(w, i.r[1]);
     let mut bits = 0;
@@ -78,7 +79,7 @@ pub(crate) const IS_SPACE: Handler = handler!(|w, i, m| {
     Flow::Next
 });
 
-/// A rank that no block has; an address of it fits into 32 bits.
+/// A rank that no block has, but whose addresses fit in 32 bits.
 const NO_RANK: u32 = 254;
 
 /// `mapa`: `r[0]` = the shared or generic address `r[1]` in the block whose rank is `r[2]` (32 bits).
@@ -98,7 +99,7 @@ pub(crate) fn mapa(bits: u32) -> Option<Handler> {
     }
 }
 
-/// `getctarank`: `r[0]` (32 bits) = the rank of the block whose shared memory `r[1]` names.
+/// `getctarank`: `r[0]` (32 bits) = the rank of the block whose shared memory contains address `r[1]`.
 pub(crate) fn rank(bits: u32) -> Option<Handler> {
     macro_rules! rank {
         ($t:ty) => {
@@ -117,5 +118,5 @@ pub(crate) fn rank(bits: u32) -> Option<Handler> {
     }
 }
 
-/// `r[0]` = `r[1]` + `imm`: between a space's addresses and generic ones.
+/// `r[0]` = `r[1]` + `imm`: converts between a space's addresses and generic ones.
 pub(crate) const OFFSET: Handler = handler!(|w, i, m| map1(w, i, m, |a: u64| a.wrapping_add(i.imm as u64)));

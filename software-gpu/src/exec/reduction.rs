@@ -1,16 +1,18 @@
-//! What bulk copies do to the elements that they reduce (`cp.reduce.async.bulk`): each is atomic by itself.
+//! The element operations of reducing bulk copies (`cp.reduce.async.bulk`). Each is atomic by itself.
 
 use crate::exec::atomic::{Cell, add_f32, add_f64, half_add};
 use crate::exec::half::{Bf16, F16, extreme};
 
-/// A reduction: bytes of an element, and what is done to one of the destination with one of the source.
+/// A reduction: the element size in bytes, and the operation that combines a destination element with a
+/// source element.
 #[derive(Clone, Copy)]
 pub(crate) struct Reduction {
     name: &'static str,
     ty: &'static str,
     pub bytes: usize,
     /// # Safety
-    /// Both are valid for `bytes`, of which the first is a multiple.
+    ///
+    /// Both pointers are valid for `bytes`, and the first is a multiple of `bytes`.
     pub apply: unsafe fn(*mut u8, *const u8),
 }
 
@@ -21,7 +23,7 @@ macro_rules! reduction {
             ty: $ty,
             bytes: size_of::<$t>(),
             apply: |to, from| {
-                // SAFETY: as `apply` says.
+                // SAFETY: the caller upholds the contract of `apply`.
                 unsafe {
                     let b = from.cast::<$t>().read_unaligned();
                     <$t>::update(to, |x| $f(x, b));
@@ -62,12 +64,12 @@ const ALL: [Reduction; 28] = [
     reduction!("add", "s64", u64, u64::wrapping_add),
 ];
 
-/// The number of a reduction, as [`numbered`] knows it: from 1 on.
+/// The number of a reduction for [`numbered`], from 1 on.
 pub(crate) fn find(name: &str, ty: &str) -> Option<i64> {
     ALL.iter().position(|r| r.name == name && r.ty == ty).map(|n| n as i64 + 1)
 }
 
-/// The reduction with a number; none is a plain copy.
+/// The reduction with a number; `None` is a plain copy.
 pub(crate) fn numbered(number: i64) -> Option<Reduction> {
     ALL.get(usize::try_from(number).ok()?.checked_sub(1)?).copied()
 }

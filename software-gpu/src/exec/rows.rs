@@ -1,38 +1,41 @@
-//! Rows: how handlers read and write the 32 lanes of an operand.
+//! How handlers read and write rows, the 32 lanes of an operand.
 
 use crate::exec::warp::Warp;
 use crate::lower::program::{CONST, Flow, Inst};
 
-/// Lanes of a warp.
+/// Lanes per warp.
 pub(crate) const LANES: usize = 32;
 
 /// The row of an operand.
 ///
 /// # Safety
-/// `operand` is a row of `T` in the current frame or constants, as the lowering makes them.
+///
+/// `operand` is a row of `T` in the current frame or constants, as the lowering allocates them.
 #[inline(always)]
 pub(crate) unsafe fn row<T>(w: &Warp, operand: u32) -> *mut [T; LANES] {
-    // SAFETY: as above; the offset stays inside the frame's or the constants' memory.
+    // SAFETY: the caller guarantees that the offset is inside the frame's or the constants' memory.
     unsafe { w.bases[(operand >> 31) as usize].add((operand & !CONST) as usize).cast() }
 }
 
-/// The 32 values of an operand.
+/// Reads the 32 values of an operand.
 ///
 /// # Safety
-/// As [`row`].
+///
+/// As for [`row`].
 #[inline(always)]
 pub(crate) unsafe fn get<T: Copy>(w: &Warp, operand: u32) -> [T; LANES] {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees a row of `T`.
     unsafe { *row::<T>(w, operand) }
 }
 
-/// Writes the lanes of `mask`.
+/// Writes the lanes in `mask`.
 ///
 /// # Safety
-/// As [`row`]; `operand` is no constant.
+///
+/// As for [`row`]; `operand` is not a constant.
 #[inline(always)]
 pub(crate) unsafe fn put<T: Copy>(w: &Warp, operand: u32, mask: u32, values: &[T; LANES]) {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees a row of `T` that is not a constant.
     unsafe {
         let d = row::<T>(w, operand);
         if mask == u32::MAX {
@@ -47,23 +50,25 @@ pub(crate) unsafe fn put<T: Copy>(w: &Warp, operand: u32, mask: u32, values: &[T
     }
 }
 
-/// The bits of a predicate.
+/// Reads the bits of a predicate.
 ///
 /// # Safety
-/// `operand` is a predicate's row.
+///
+/// `operand` is a predicate row.
 #[inline(always)]
 pub(crate) unsafe fn pred(w: &Warp, operand: u32) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees a predicate row.
     unsafe { *w.bases[(operand >> 31) as usize].add((operand & !CONST) as usize).cast::<u32>() }
 }
 
-/// Writes the bits of `mask` of a predicate.
+/// Writes the bits in `mask` of a predicate.
 ///
 /// # Safety
-/// `operand` is a predicate's row and no constant.
+///
+/// `operand` is a predicate row and not a constant.
 #[inline(always)]
 pub(crate) unsafe fn put_pred(w: &Warp, operand: u32, mask: u32, bits: u32) {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees a predicate row that is not a constant.
     unsafe {
         let p = w.bases[0].add(operand as usize).cast::<u32>();
         *p = (*p & !mask) | (bits & mask);
@@ -75,7 +80,8 @@ macro_rules! map {
         /// Applies `f` to each lane: sources in `r[1..]`, result in `r[0]`.
         ///
         /// # Safety
-        /// The rows are of the types of `f`.
+        ///
+        /// The rows have the types of `f`.
         #[inline(always)]
         pub(crate) unsafe fn $name<$($X: Copy,)* D: Copy>(
             w: &Warp,
@@ -83,7 +89,8 @@ macro_rules! map {
             mask: u32,
             f: impl Fn($($X),*) -> D,
         ) -> Flow {
-            // SAFETY: as above. The sources are copied first, since the result's row may be one of them.
+            // SAFETY: the caller guarantees the rows' types. The sources are copied first, because the
+            // result's row may be one of them.
             unsafe {
                 $(let $x: [$X; LANES] = get(w, i.r[$n]);)*
                 let d = row::<D>(w, i.r[0]);
@@ -110,11 +117,12 @@ map!(map4, a: A = 1, b: B = 2, c: C = 3, e: E = 4);
 
 macro_rules! checked {
     ($name:ident, $($x:ident: $X:ident = $n:literal),*) => {
-        /// As the map without it, but lanes whose result is `rare` get theirs from `slow`: so the usual case stays short
-        /// and free of branches.
+        /// Like the plain map, but lanes whose result is `rare` are recomputed by `slow`, which keeps the
+        /// usual case short and free of branches.
         ///
         /// # Safety
-        /// The rows are of the types of `f`.
+        ///
+        /// The rows have the types of `f`.
         #[inline(always)]
         pub(crate) unsafe fn $name<$($X: Copy,)* D: Copy + Default>(
             w: &Warp,
@@ -124,7 +132,7 @@ macro_rules! checked {
             rare: impl Fn(D) -> bool,
             slow: impl Fn($($X),*) -> D,
         ) -> Flow {
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees the rows' types.
             unsafe {
                 $(let $x: [$X; LANES] = get(w, i.r[$n]);)*
                 let mut out = [D::default(); LANES];
@@ -153,10 +161,11 @@ checked!(map3_checked, a: A = 1, b: B = 2, c: C = 3);
 /// The lanes for which `f` holds, as bits.
 ///
 /// # Safety
-/// The rows are of types `A` and `B`.
+///
+/// The rows have the types `A` and `B`.
 #[inline(always)]
 pub(crate) unsafe fn compare<A: Copy, B: Copy>(w: &Warp, a: u32, b: u32, f: impl Fn(A, B) -> bool) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees the rows' types.
     unsafe {
         let a: [A; LANES] = get(w, a);
         let b: [B; LANES] = get(w, b);

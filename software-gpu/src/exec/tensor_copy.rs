@@ -1,10 +1,12 @@
-//! Copies of tiles by tensor maps (`cp.async.bulk.tensor` and the same with a reduction).
+//! Copies of tiles by tensor map (`cp.async.bulk.tensor`, also with a reduction).
 //!
-//! An H200 goes by pieces of sixteen bytes where PTX's manual speaks of elements, and so does this: a tile that does not begin at a multiple of sixteen bytes of its row is an illegal
-//! instruction, and so is a store that begins before the tensor; a store writes the piece whole in which the tensor's row ends. Loads end where the row does. (Seen with driver 580, elements of 1, 2 and 4 bytes;
-//! the test program `tensor_tiles` compares it.)
+//! An H200 works in units of 16 bytes where PTX's manual speaks of elements, and so does this: a tile that
+//! does not begin at a multiple of 16 bytes in its row is an illegal instruction, and so is a store that
+//! begins before the tensor. A store writes all of the unit in which the tensor's row ends; a load stops at
+//! the end of the row. (Observed with driver 580 for elements of 1, 2 and 4 bytes; the test program
+//! `tensor_tiles` compares it.)
 
-use crate::device::tensor::{MAX_RANK, TensorMap};
+use crate::device::tensor_map::{MAX_RANK, TensorMap};
 use crate::error::Fault;
 use crate::exec::asynchronous::{bytes_arrive, of_rank};
 use crate::exec::memory::{Generic, Global, Place, Shared};
@@ -13,27 +15,29 @@ use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst, NONE};
 
-/// What a tile's place in shared memory is a multiple of.
+/// Alignment of a tile in shared memory.
 const ALIGNMENT: u64 = 128;
 
-/// What happens to a tensor by a store.
+/// The reductions of a store to a tensor.
 pub(crate) const OPERATIONS: [&str; 9] = ["", "add", "min", "max", "inc", "dec", "and", "or", "xor"];
 
-/// A tile to the shared address in row `r[4]` by the map at the address in row `r[1]`, at the coordinates whose rows the extension has
-/// from `r[2]` on; the barrier at the address in row `r[3]` learns of it. Row `r[0]` is as in [`super::asynchronous::bulk`].
+/// Loads a tile to the shared address in row `r[4]`. The map is at the address in row `r[1]`; the extension
+/// at `r[2]` lists the rows of the coordinates; the barrier is at the address in row `r[3]`. Row `r[0]` is as
+/// in [`super::asynchronous::bulk`].
 pub(crate) const LOAD: Handler = handler!(|w, i, m| each(w, i, m, load));
 
-/// A tile from the shared address in row `r[4]` to a tensor, otherwise as [`LOAD`]; `imm` is the number of one of [`OPERATIONS`].
+/// Stores a tile from the shared address in row `r[4]` to a tensor, otherwise like [`LOAD`]; `imm` is an
+/// index into [`OPERATIONS`].
 pub(crate) const STORE: Handler = handler!(|w, i, m| each(w, i, m, store));
 
-/// Bytes that copies go by.
+/// The unit of copies in bytes.
 const PIECE: u64 = 16;
 
 /// Where bytes of a tile belong, with their offset in the tensor.
 #[derive(Clone, Copy)]
 enum Part {
     Inside(u64),
-    /// Behind the end of a row, in its last piece.
+    /// After the end of a row, in its last unit.
     Padding(u64),
     Outside,
 }
@@ -42,14 +46,14 @@ enum Part {
 struct Tile {
     map: TensorMap,
     at: [i64; MAX_RANK],
-    /// In shared memory.
+    /// Its address in shared memory.
     address: u64,
 }
 
 type Action = unsafe fn(&mut Warp, &Inst, usize, &Tile) -> Flow;
 
 unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
-    // SAFETY: rows as the lowering gives them; `find` answers for the bytes of a map.
+    // SAFETY: the lowering guarantees the rows; `find` has checked the bytes of a map.
     unsafe {
         crate::exec::memory::refresh(w);
         let maps: [u64; LANES] = rows::get(w, i.r[1]);
@@ -61,11 +65,11 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
             let bytes = p.cast::<[u8; 128]>().read_unaligned();
             let rank = w.code().ext[i.r[2] as usize] as usize;
             let Some(map) = TensorMap::decode(&bytes).filter(|map| map.rank as usize == rank) else {
-                let what = format!("no tensor map of {rank} dimensions at {:#x}", maps[lane]);
+                let what = format!("no valid tensor map of {rank} dimensions at {:#x}", maps[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);
             };
             if !addresses[lane].is_multiple_of(ALIGNMENT) {
-                let what = format!("a tensor's tile at the shared address {:#x}", addresses[lane]);
+                let what = format!("a tensor's tile at the unaligned shared address {:#x}", addresses[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);
             }
             let mut at = [0; MAX_RANK];
@@ -75,7 +79,7 @@ unsafe fn each(w: &mut Warp, i: &Inst, mask: u32, action: Action) -> Flow {
             }
             if !(at[0] as u64).wrapping_mul(map.width().into()).is_multiple_of(PIECE) {
                 let what = format!(
-                    "a tile from element {} of a tensor's rows on, {} bytes each",
+                    "a tile that begins at element {} of a tensor's rows, of {} bytes each",
                     at[0],
                     map.width()
                 );
@@ -103,7 +107,7 @@ fn outside(
 }
 
 impl Tile {
-    /// The rows of the tile: which element begins each, in the tensor (`None` if the row is outside of it) in bytes.
+    /// For each row of the tile, where it begins in the tensor in bytes (`None` if it is outside).
     fn rows(&self) -> impl Iterator<Item = Option<u64>> + '_ {
         let rank = self.map.rank as usize;
         let count = (1..rank).fold(1u64, |n, d| n * u64::from(self.map.count(d)));
@@ -121,14 +125,15 @@ impl Tile {
         })
     }
 
-    /// The elements of a row that lie in the tensor, of `count`: from and to.
+    /// The range of a row's `count` elements that are in the tensor.
     fn inside(&self) -> (u64, u64) {
         let (count, size) = (i64::from(self.map.count(0)), self.map.sizes[0] as i64);
         let from = (-self.at[0]).clamp(0, count);
         (from as u64, (size - self.at[0]).clamp(from, count) as u64)
     }
 
-    /// Calls `f` for runs of bytes of the tile, which lie together in shared memory: the first one's address there, where they belong, and how many there are.
+    /// Calls `f` for runs of bytes that are contiguous in shared memory, with the shared address, where the
+    /// bytes belong, and their number.
     fn runs(&self, mut f: impl FnMut(u64, Part, usize) -> Flow) -> Flow {
         let width = u64::from(self.map.width());
         let row_bytes = u64::from(self.map.count(0)) * width;
@@ -139,7 +144,7 @@ impl Tile {
             let start = self.address + n as u64 * row_bytes;
             let mut byte = 0;
             while byte < row_bytes {
-                // No run goes beyond a piece, or over the tensor's edge.
+                // No run crosses a unit or the tensor's edge.
                 let edges = [from, to, row_bytes, (byte / PIECE + 1) * PIECE];
                 let end = edges.into_iter().filter(|e| *e > byte).min().unwrap_or(row_bytes);
                 let x = (self.at[0] * width as i64 + byte as i64) as u64;
@@ -161,7 +166,7 @@ impl Tile {
 
 unsafe fn load(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
     let bytes = tile.map.tile_bytes();
-    // SAFETY: `find` answers for each run at both ends.
+    // SAFETY: `find` has checked each run at both ends.
     unsafe {
         let ranks = (i.r[0] != NONE).then(|| (*rows::row::<u16>(w, i.r[0]))[lane]);
         for rank in (0..16).filter(|n| ranks.unwrap_or(1) >> n & 1 != 0) {
@@ -195,7 +200,7 @@ unsafe fn load(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
     Flow::Next
 }
 
-/// What a store does to elements of a type; an error names both.
+/// The reduction of a store for an element type; the error names both.
 fn reduction_of(number: i64, element: &str) -> Result<Option<Reduction>, String> {
     let name = OPERATIONS[number as usize % OPERATIONS.len()];
     let bits = match (name, element) {
@@ -216,10 +221,11 @@ unsafe fn store(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
         Err(what) => return w.set_fault(Fault::IllegalInstruction(what), lane),
     };
     if let Some(before) = tile.at.iter().find(|x| **x < 0) {
-        let what = format!("a store of a tile that begins at {before}, before the tensor");
+        let what = format!("a store of a tile that begins at {before}, outside the tensor");
         return w.set_fault(Fault::IllegalInstruction(what), lane);
     }
-    // SAFETY: `find` answers for each run at both ends; a run is of whole elements, which are aligned in the tensor.
+    // SAFETY: `find` has checked each run at both ends. A run consists of whole elements, which are aligned
+    // in the tensor.
     unsafe {
         tile.runs(|place, part, count| {
             let (Part::Inside(offset) | Part::Padding(offset)) = part else { return Flow::Next };
@@ -229,7 +235,7 @@ unsafe fn store(w: &mut Warp, i: &Inst, lane: usize, tile: &Tile) -> Flow {
             let address = tile.map.address.wrapping_add(offset);
             let Some(to) = Global::find(w, lane, address, count as u32) else {
                 if matches!(part, Part::Padding(_)) {
-                    // A GPU's memory does not end within a piece.
+                    // Allocations do not end inside a unit.
                     return Flow::Next;
                 }
                 return outside(w, lane, "write", "global", address, count as u64);

@@ -1,9 +1,10 @@
-//! Video instructions: on the two halves or four bytes of words, side by side, and on single values that are chosen from words.
+//! Video instructions: on two halves or four bytes of words side by side, and on single values selected from
+//! words.
 
 use crate::exec::rows::map3;
 use crate::lower::program::Handler;
 
-/// Fields of `imm`; the operation is in the lowest four bits.
+/// Fields of `imm`. The lowest four bits are the operation.
 pub(crate) mod field {
     pub const ADD: i64 = 0;
     pub const SUB: i64 = 1;
@@ -13,12 +14,12 @@ pub(crate) mod field {
     pub const MAX: i64 = 5;
     /// Comparisons: equal, not equal, less, less or equal, greater, greater or equal.
     pub const EQ: i64 = 6;
-    /// Of single values only.
+    /// Operations on single values only.
     pub const SHIFT_LEFT: i64 = 12;
     pub const SHIFT_RIGHT: i64 = 13;
     pub const PRODUCT: i64 = 14;
     pub const OPERATION: i64 = 15;
-    /// Four bytes, else two halves.
+    /// Works on four bytes instead of two halves.
     pub const BYTES: i64 = 16;
     pub const SIGNED_A: i64 = 32;
     pub const SIGNED_B: i64 = 64;
@@ -27,31 +28,31 @@ pub(crate) mod field {
     /// The results are added to the third operand.
     pub const SUM: i64 = 512;
 
-    /// Of operations side by side: the parts that are computed (4 bits), and, for each part of either operand, which of both
-    /// operands' parts it is (3 bits each).
+    /// For side-by-side operations: which parts are computed (4 bits), and for each part of either operand,
+    /// which of the eight parts of both operands it is (3 bits each).
     pub const MASK: u32 = 16;
     pub const CHOICE_A: u32 = 20;
     pub const CHOICE_B: u32 = 32;
 
-    /// Of single values: the smaller or the larger of the result and the third operand.
+    /// For single values: takes the minimum or maximum of the result and the third operand.
     pub const SECOND_MIN: i64 = 1 << 10;
     pub const SECOND_MAX: i64 = 1 << 11;
-    /// Which part of a word (3 bits): see [`super::Part`].
+    /// The selected part of a word (3 bits); see [`super::Part`].
     pub const PART_A: u32 = 12;
     pub const PART_B: u32 = 15;
     pub const PART_RESULT: u32 = 18;
-    /// Amounts of shifts are taken modulo 32; else those above it are 32.
+    /// Takes shift amounts modulo 32; otherwise larger amounts count as 32.
     pub const WRAP: i64 = 1 << 21;
-    /// One is added to the sum with a product.
+    /// Adds one to the sum with a product.
     pub const PLUS_ONE: i64 = 1 << 22;
-    /// The product is subtracted from the third operand, or that from it.
+    /// Subtracts the product from the third operand, or the reverse.
     pub const MINUS_PRODUCT: i64 = 1 << 23;
     pub const MINUS_C: i64 = 1 << 24;
-    /// Bits that a sum with a product is shifted to the right by (4 bits).
+    /// How many bits a sum with a product is shifted to the right (4 bits).
     pub const SCALE: u32 = 25;
 }
 
-/// A part of a word, or the whole: bits, and where they begin.
+/// A part of a word, or all of it: number of bits, and first bit.
 fn part(code: i64) -> (u32, u32) {
     match code & 7 {
         n @ 1..=4 => (8, (n as u32 - 1) * 8),
@@ -60,18 +61,18 @@ fn part(code: i64) -> (u32, u32) {
     }
 }
 
-/// A number of some bits of a word, from `at` on.
+/// The number in some bits of a word, from bit `at` on.
 fn number(word: u64, width: u32, at: u32, signed: bool) -> i64 {
     let v = (word >> at << (64 - width)) as i64;
     if signed { v >> (64 - width) } else { (v as u64 >> (64 - width)) as i64 }
 }
 
-/// The smallest and the largest number of some bits.
+/// The smallest and largest number with this many bits.
 fn limits(width: u32, signed: bool) -> (i64, i64) {
     if signed { (-(1 << (width - 1)), (1 << (width - 1)) - 1) } else { (0, (1 << width) - 1) }
 }
 
-/// What both kinds do alike.
+/// The operations that both kinds have.
 fn operation(which: i64, x: i64, y: i64) -> i64 {
     match which {
         field::ADD => x + y,
@@ -86,8 +87,8 @@ fn operation(which: i64, x: i64, y: i64) -> i64 {
     }
 }
 
-/// Row `r[0]` = the operation on parts of `r[1]` and `r[2]`, with `r[3]` for [`field::SUM`] and for the parts that are not
-/// computed.
+/// Row `r[0]` = the operation on parts of `r[1]` and `r[2]`. `r[3]` is used for [`field::SUM`] and for parts
+/// that are not computed.
 pub(crate) const SIDE_BY_SIDE: Handler =
     handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| parts(i.imm, a, b, c)));
 
@@ -115,7 +116,7 @@ fn parts(imm: i64, a: u32, b: u32, c: u32) -> u32 {
     if imm & field::SUM != 0 { sum } else { out }
 }
 
-/// Row `r[0]` = the operation on single values from `r[1]` and `r[2]`, and then with `r[3]`.
+/// Row `r[0]` = the operation on single values from `r[1]` and `r[2]`, combined with `r[3]`.
 pub(crate) const SINGLE: Handler =
     handler!(|w, i, m| map3(w, i, m, |a: u32, b: u32, c: u32| single(i.imm, a, b, c)));
 
@@ -141,23 +142,23 @@ fn single(imm: i64, a: u32, b: u32, c: u32) -> u32 {
     let signed = has(field::SIGNED_RESULT);
     let (_, high) = limits(width, signed);
     let v = match has(field::SATURATE) {
-        // And what it moves to the right it saturates to a whole word.
+        // A right shift saturates to a whole word.
         true if width == 32 || which == field::SHIFT_RIGHT => {
             let (low, high) = limits(32, signed);
             v.clamp(low, high)
         }
-        // To an H200 what is negative is too large for a part of a word.
+        // An H200 treats negative values as too large for part of a word.
         true => (v as u64).min(high as u64) as i64,
         false => v,
     };
     let (word, third) = (v as u32, number(c.into(), 32, 0, signed));
     if width < 32 {
         let field = (u32::MAX >> (32 - width)) << at;
-        // An H200 puts the word's own upper half into the upper half.
+        // An H200 puts the upper half of the result into the upper half.
         let moved = if width == 16 { 0 } else { at };
         return (c & !field) | (word << moved & field);
     }
-    // Nothing has been cut off from what is compared.
+    // The comparison uses the value before truncation.
     let smaller = if signed { v < third } else { (v as u64) < third as u64 };
     match () {
         () if has(field::SUM) => word.wrapping_add(c),
@@ -179,7 +180,7 @@ fn single(imm: i64, a: u32, b: u32, c: u32) -> u32 {
     }
 }
 
-/// `vmad`: a product and a sum, exact until it is shifted.
+/// `vmad`: a product and a sum, exact until shifted.
 fn product(imm: i64, x: i64, y: i64, c: u32) -> u32 {
     let has = |flag: i64| imm & flag != 0;
     let minus = has(field::MINUS_PRODUCT) || has(field::MINUS_C);
@@ -202,7 +203,7 @@ fn product(imm: i64, x: i64, y: i64, c: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// Every part, each operand's own.
+    /// Every part, with each operand's own parts.
     const PLAIN: i64 = 15 << field::MASK | 0o3210 << field::CHOICE_A;
     const BYTES: i64 = PLAIN | field::BYTES | 0o7654 << field::CHOICE_B;
     const HALVES: i64 = PLAIN | 0o32 << field::CHOICE_B;
@@ -215,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_saturate_to_the_type_of_the_result() {
+    fn halves_saturate_to_the_result_type() {
         let signed = HALVES | field::SIGNED_A | field::SIGNED_B | field::SIGNED_RESULT | field::SATURATE;
         assert_eq!(parts(field::ADD | signed, 0x7fff_8000, 0x0001_ffff, 0), 0x7fff_8000);
         assert_eq!(parts(field::SUB | HALVES | field::SATURATE, 0x0001_0005, 0x0002_0003, 0), 0x0000_0002);
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sum_is_saturated_to_the_part_that_it_goes_to() {
+    fn a_sum_saturates_to_its_destination_part() {
         let byte = field::ADD | field::SATURATE | 2 << field::PART_RESULT;
         assert_eq!(single(byte, 200, 100, 0x1122_3344), 0x1122_ff44);
         assert_eq!(single(field::SUB | field::SATURATE, 1, 2, 0), 0);

@@ -1,14 +1,14 @@
 //! Operations across the lanes of a warp: shuffles, votes, matches, reductions.
 //!
-//! The interpreter has brought the member mask's lanes together before a handler runs; the mask that it gets is the
-//! lanes that take part.
+//! Before a handler runs, the interpreter has brought together the lanes of the member mask. The handler's
+//! mask contains the participating lanes.
 
 use crate::exec::rows::{self, LANES, get, put, put_pred};
 use crate::lower::program::{Flow, Handler, NONE};
 
 macro_rules! shuffle {
     (|$lane:ident, $b:ident, $max:ident, $min:ident, $seg:ident| ($j:expr, $valid:expr)) => {
-        // `r[0]` = row `r[1]` of the lane chosen by `r[2]` within the segments of `r[3]`; predicate `r[4]`.
+        // `r[0]` = row `r[1]` of the lane selected by `r[2]` within the segments of `r[3]`; predicate `r[4]`.
         handler!(|w, i, m| {
             let (a, b, c): ([u32; LANES], [u32; LANES], [u32; LANES]) =
                 (get(w, i.r[1]), get(w, i.r[2]), get(w, i.r[3]));
@@ -28,7 +28,7 @@ macro_rules! shuffle {
                 };
                 let j = if ok { j } else { l as i32 };
                 valid |= u32::from(ok) << l;
-                // A lane that takes no part has zero to give.
+                // A lane that does not participate contributes zero.
                 out[l] = if m >> (j & 31) & 1 != 0 { a[(j & 31) as usize] } else { 0 };
             }
             if i.r[0] != NONE {
@@ -62,7 +62,8 @@ pub(crate) fn shuffle(mode: &str) -> Option<Handler> {
     })
 }
 
-/// `vote.sync`: predicate `r[1]`, negated if `imm` is 1; result `r[0]`, a predicate, or 32 bits for a ballot.
+/// `vote.sync`: predicate `r[1]`, negated if `imm` is 1; the result `r[0]` is a predicate, or 32 bits for a
+/// ballot.
 pub(crate) fn vote(mode: &str) -> Option<Handler> {
     macro_rules! vote {
         (|$p:ident, $m:ident| $e:expr) => {
@@ -94,7 +95,7 @@ pub(crate) const ACTIVEMASK: Handler = handler!(|w, i, m| {
     Flow::Next
 });
 
-/// `elect.sync`: `r[0]` the leader's lane or NONE, predicate `r[1]` true in the leader.
+/// `elect.sync`: `r[0]` is the leader's lane or NONE, predicate `r[1]` is true in the leader.
 pub(crate) const ELECT: Handler = handler!(|w, i, m| {
     let leader = m.trailing_zeros();
     if i.r[0] != NONE {
@@ -106,7 +107,7 @@ pub(crate) const ELECT: Handler = handler!(|w, i, m| {
 
 macro_rules! matches {
     ($t:ty, $all:expr) => {
-        // `r[0]` the mask, predicate `r[2]` for `all`, value `r[1]`.
+        // `r[0]` is the mask, `r[2]` the predicate for `all`, `r[1]` the value.
         handler!(|w, i, m| {
             let v: [$t; LANES] = get(w, i.r[1]);
             let mut out = [0u32; LANES];

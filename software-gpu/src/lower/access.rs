@@ -1,4 +1,4 @@
-//! Instructions that touch memory, and calls, which pass their arguments through it.
+//! Lowers memory accesses, and calls, which pass their arguments through memory.
 
 use super::function::{Address, Lowering, Symbol};
 use super::inst::Modifiers;
@@ -7,7 +7,7 @@ use super::type_bits;
 use crate::error::Result;
 use crate::exec::memory::{self, ADDRESS_32, SPIN};
 use crate::exec::moves::{IS_SPACE, OFFSET, mapa, rank};
-use crate::exec::{atomic, int, special};
+use crate::exec::{atomic, int, special_register};
 use crate::ptx::ast::{Inst, Operand, Space};
 
 fn space(mods: &mut Modifiers<'_>) -> Option<Space> {
@@ -61,7 +61,7 @@ impl<'a> Lowering<'a, '_> {
                 Ok(())
             }
             "createpolicy" => {
-                // A policy is a hint; accesses that name one leave it unread.
+                // A cache policy is a hint, so its operand is ignored.
                 let mut mods = Modifiers::new(inst);
                 mods.one_of(&["fractional", "range"]);
                 mods.has("global");
@@ -89,14 +89,14 @@ impl<'a> Lowering<'a, '_> {
                 if !mods.done() || inst.operands.is_empty() {
                     return self.unknown(inst);
                 }
-                self.emit(special::NOTHING, [0; 6], 0);
+                self.emit(special_register::NOTHING, [0; 6], 0);
                 Ok(())
             }
             _ => self.unknown(inst),
         }
     }
 
-    /// Shared memory of other blocks of the cluster.
+    /// `mapa`, `getctarank`: shared memory of other blocks in the cluster.
     fn lower_cluster_address(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
         let ty = mods.last();
@@ -125,7 +125,7 @@ impl<'a> Lowering<'a, '_> {
                 };
                 let size = self.source(self.operand(inst, 1)?, ty)?;
                 let to = self.destination(self.operand(inst, 0)?, bits)?;
-                self.emit_kind(Kind::Alloca, special::NOTHING, [to, size, narrow, 0, 0, 0], align);
+                self.emit_kind(Kind::Alloca, special_register::NOTHING, [to, size, narrow, 0, 0, 0], align);
             }
             "stacksave" => {
                 let to = self.destination(self.operand(inst, 0)?, bits)?;
@@ -139,7 +139,7 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// Takes cache hints, which change nothing here; the operand that some of them add is left alone.
+    /// Takes the cache hints, which have no effect here. The operand that some of them add is ignored.
     pub fn take_hints(mods: &mut Modifiers<'a>) {
         while mods
             .one_of(&[
@@ -168,7 +168,7 @@ impl<'a> Lowering<'a, '_> {
         {}
     }
 
-    /// Takes the memory order; true for those that need a fence.
+    /// Takes the memory order; true if it needs a fence.
     fn take_order(mods: &mut Modifiers<'a>) -> (bool, bool) {
         let order = mods.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"]);
         mods.one_of(&["relaxed"]);
@@ -194,7 +194,7 @@ impl<'a> Lowering<'a, '_> {
         }
         let (address, implied) = self.address(self.operand(inst, 1)?)?;
         let space = match (named, implied) {
-            // A function's parameters and those of its calls are in its local memory.
+            // A function's parameters, and those of the calls it makes, are in its local memory.
             (Some(Space::Param), Some(Space::Local)) => Space::Local,
             (Some(Space::Param), None) if !self.is_kernel() => Space::Local,
             (Some(space), _) => space,
@@ -309,7 +309,7 @@ impl<'a> Lowering<'a, '_> {
         let Some(bits) = type_bits(ty) else { return self.unknown(inst) };
         let flags = if narrow { ADDRESS_32 } else { 0 };
         if let Some(vector) = vector {
-            // Each element is an atomic operation of its own.
+            // Each element is a separate atomic operation.
             let Operand::Vector(sources) = self.operand(inst, at + 1)? else { return self.unknown(inst) };
             let count: usize = vector[1..].parse().unwrap_or(0);
             if sources.len() != count || op == "cas" {
@@ -358,7 +358,8 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// The local memory of a call's argument or result; a plain register is copied through memory of its own.
+    /// The local memory of a call's argument or result. A plain register is copied through memory allocated
+    /// for it.
     fn call_slot(&mut self, op: &Operand<'a>, size: u32, store: bool) -> Result<(u32, Option<u32>)> {
         if let Operand::Name(name, 0) = op
             && let Some(Symbol::Local(at)) = self.lookup(name)
@@ -372,7 +373,7 @@ impl<'a> Lowering<'a, '_> {
         }
         let row = self.source(op, super::function::unsigned(bits))?;
         let Some(handler) = memory::frame_store_handler(bits, 1) else {
-            return self.unsupported("such an argument");
+            return self.unsupported("this kind of argument");
         };
         self.emit(handler, [row, NONE, NONE, NONE, NONE, NONE], i64::from(at));
         Ok((at, Some(bits)))
@@ -397,7 +398,7 @@ impl<'a> Lowering<'a, '_> {
             Some(Symbol::Function(index)) => Some(*index),
             _ => None,
         };
-        // Sizes matter only for registers given directly; a prototype has them.
+        // Sizes matter only for registers passed directly; a prototype gives them.
         let prototype = match ops.last() {
             Some(Operand::Name(proto, 0)) => self.lookup(proto).cloned(),
             _ => None,
@@ -434,7 +435,7 @@ impl<'a> Lowering<'a, '_> {
         for (op, at, bits) in loads {
             let to = self.destination(op, bits)?;
             let Some(handler) = memory::frame_load_handler(bits, 1) else {
-                return self.unsupported("such a result");
+                return self.unsupported("this kind of result");
             };
             self.emit(handler, [to, NONE, NONE, NONE, NONE, NONE], i64::from(at));
         }

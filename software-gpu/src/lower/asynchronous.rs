@@ -1,4 +1,4 @@
-//! Asynchronous copies and the barriers that wait for them.
+//! Lowers asynchronous copies and the barriers that wait for them.
 
 use super::function::Lowering;
 use super::inst::Modifiers;
@@ -6,7 +6,7 @@ use super::program::NONE;
 use crate::error::Result;
 use crate::exec::asynchronous::{ACT, Action, COPY, PENDING, TEST, bulk};
 use crate::exec::memory::{self, ADDRESS_32};
-use crate::exec::{atomic, moves, reduction, special, tensor_copy};
+use crate::exec::{atomic, moves, reduction, special_register, tensor_copy};
 use crate::lower::type_bits;
 use crate::ptx::ast::{Inst, Operand, Space};
 
@@ -40,17 +40,18 @@ impl<'a> Lowering<'a, '_> {
             return self.unknown(inst);
         };
         match known {
-            // Whatever was begun is done.
+            // Copies complete when they are issued, so there is nothing to wait for.
             Some("commit_group" | "wait_group" | "wait_all") => {
                 mods.has("read");
                 if !mods.done() {
                     return self.unknown(inst);
                 }
-                self.emit(special::NOTHING, [0; 6], 0);
+                self.emit(special_register::NOTHING, [0; 6], 0);
                 return Ok(());
             }
             Some(_) => {
-                // Without `.noinc` the arrival is one that was added for it: nothing changes.
+                // Without `.noinc`, the pending count is first incremented for this arrival, so nothing
+                // changes.
                 let counted = mods.has("noinc");
                 mods.has("arrive");
                 mods.one_of(&["shared", "shared::cta"]);
@@ -125,7 +126,7 @@ impl<'a> Lowering<'a, '_> {
             return self.unknown(inst);
         }
         let dst = self.wide_address(self.operand(inst, 0)?)?;
-        // Shared memory as a source is named by its generic address, which any of its addresses may be.
+        // A shared source is named by its generic address, which any address of its block may be.
         let src = self.wide_address(self.operand(inst, 1)?)?;
         let src = if from == Some("shared::cta") && to_space == Space::Shared {
             let sum = self.allocate_row(64);
@@ -142,7 +143,7 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// Copies by tensor maps, in tiles.
+    /// Copies of tiles by tensor map.
     fn lower_tensor(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, reduces: bool) -> Result<()> {
         let hinted = mods.has("L2::cache_hint");
         let barrier = mods.has("mbarrier::complete_tx::bytes");
@@ -165,7 +166,7 @@ impl<'a> Lowering<'a, '_> {
             return self.unknown(inst);
         };
         if prefetch {
-            self.emit(special::NOTHING, [0; 6], 0);
+            self.emit(special_register::NOTHING, [0; 6], 0);
             return Ok(());
         }
         let expected = 2 + usize::from(load) + usize::from(multicast) + usize::from(hinted);
@@ -194,7 +195,7 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// `st.async` and `red.async`: the store, or the reduction, and what the barrier learns of it.
+    /// `st.async` and `red.async`: the store or reduction, and the bytes that it completes on a barrier.
     pub fn lower_store_async(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
         let known = mods.has("async") && mods.has("mbarrier::complete_tx::bytes");
@@ -236,7 +237,7 @@ impl<'a> Lowering<'a, '_> {
         self.act(Action::Complete, self.operand(inst, 2)?, None, Some(&bytes), NONE)
     }
 
-    /// Emits something that a barrier undergoes.
+    /// Emits an operation on a barrier.
     fn act(
         &mut self,
         action: Action,
@@ -283,7 +284,8 @@ impl<'a> Lowering<'a, '_> {
                 self.act(action, self.operand(inst, 0)?, None, Some(self.operand(inst, 1)?), NONE)
             }
             "arrive" | "arrive_drop" => {
-                // A state is given unless the barrier is another block's; there is no other in a cluster of one.
+                // There is a state operand unless the barrier belongs to another block; a cluster of one
+                // block has no other.
                 let has_state = !remote && matches!(ops.first(), Some(Operand::Name(..) | Operand::Sink));
                 let at = usize::from(!matches!(ops.first(), Some(Operand::Address(..))));
                 let state =

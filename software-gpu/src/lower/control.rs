@@ -1,10 +1,10 @@
-//! Control flow, barriers, fences, and operations of a whole warp.
+//! Lowers control flow, barriers, fences and warp-wide operations.
 
 use super::function::{Lowering, Symbol};
 use super::inst::Modifiers;
 use super::program::{Kind, NONE, barrier, joint};
 use crate::error::Result;
-use crate::exec::{special, warp_ops};
+use crate::exec::{special_register, warp_ops};
 use crate::ptx::ast::{Inst, Operand};
 
 impl<'a> Lowering<'a, '_> {
@@ -89,7 +89,7 @@ impl<'a> Lowering<'a, '_> {
                 mods.has("idx");
                 let Operand::Name(list, 0) = self.operand(inst, 1)? else { return self.unknown(inst) };
                 let Some(Symbol::Targets(targets)) = self.lookup(list).cloned() else {
-                    return self.error(format!("no targets {list}"));
+                    return self.error(format!("no target list {list}"));
                 };
                 let index = self.source(self.operand(inst, 0)?, "u32")?;
                 let at = self.target_list(&targets);
@@ -101,10 +101,10 @@ impl<'a> Lowering<'a, '_> {
                 self.control(Kind::Return, [0; 6]);
             }
             "exit" => self.control(Kind::Exit, [0; 6]),
-            "trap" => self.emit(special::TRAP, [0; 6], 0),
+            "trap" => self.emit(special_register::TRAP, [0; 6], 0),
             "brkpt" | "pmevent" | "griddepcontrol" => {
                 mods.one_of(&["wait", "launch_dependents", "mask"]);
-                self.emit(special::NOTHING, [0; 6], 0);
+                self.emit(special_register::NOTHING, [0; 6], 0);
             }
             "membar" => {
                 if mods.one_of(&["cta", "gl", "sys"]).is_none() {
@@ -119,15 +119,15 @@ impl<'a> Lowering<'a, '_> {
             "nanosleep" => {
                 mods.has("u32");
                 let ns = self.source(self.operand(inst, 0)?, "u32")?;
-                self.emit(special::NANOSLEEP, [0, ns, 0, 0, 0, 0], 0);
+                self.emit(special_register::NANOSLEEP, [0, ns, 0, 0, 0, 0], 0);
             }
             _ => return self.lower_barrier(inst, mods),
         }
         if mods.done() { Ok(()) } else { self.unknown(inst) }
     }
 
-    /// Takes what a fence may say; all fences are the strongest here. Operations that other proxies name (asynchronous
-    /// copies, constants, textures) are seen in program order anyway.
+    /// Takes a fence's modifiers; every fence here is the strongest. Operations through other proxies
+    /// (asynchronous copies, constants, textures) take effect in program order anyway.
     pub(super) fn take_fence(&self, mods: &mut Modifiers<'a>) {
         if mods.has("proxy") {
             if mods.one_of(&["alias", "async", "async::generic", "tensormap::generic"]).is_some() {
@@ -136,7 +136,7 @@ impl<'a> Lowering<'a, '_> {
                 mods.has("sync_restrict::shared::cluster");
                 mods.one_of(&["global", "shared::cta", "shared::cluster"]);
             } else {
-                // Nothing was named: what is left is the error.
+                // The proxy is not named, so the remaining modifiers are the error.
                 mods.left.push("proxy");
                 return;
             }
@@ -188,7 +188,12 @@ impl<'a> Lowering<'a, '_> {
             let (p, negated) = self.predicate(last)?;
             let to =
                 self.destination(self.operand(inst, 0)?, if kind == barrier::RED_POPC { 32 } else { 1 })?;
-            self.emit_kind(Kind::Barrier, special::NOTHING, [id, count, kind, p, to, 0], i64::from(negated));
+            self.emit_kind(
+                Kind::Barrier,
+                special_register::NOTHING,
+                [id, count, kind, p, to, 0],
+                i64::from(negated),
+            );
             return if mods.done() { Ok(()) } else { self.unknown(inst) };
         }
         let kind = match mods.one_of(&["sync", "arrive"]) {

@@ -1,4 +1,4 @@
-//! One function: its registers, symbols, constants and labels.
+//! Lowers one function: its registers, symbols, constants and labels.
 
 use std::collections::HashMap;
 
@@ -10,12 +10,12 @@ use crate::exec;
 use crate::exec::memory::ADDRESS_32;
 use crate::ptx::ast::{self, Function, Operand, Space, Stmt, Var};
 
-/// What a name stands for.
+/// What a name refers to.
 #[derive(Debug, Clone)]
 pub(crate) enum Symbol<'a> {
-    /// Row and bits (1: predicate).
+    /// Row, and width in bits (1 for a predicate).
     Register(u32, u32),
-    /// Numbered registers, made at their first use.
+    /// Numbered registers, allocated on first use.
     Family(u32, u32),
     Global(u64, bool),
     Shared(u32),
@@ -32,13 +32,13 @@ pub(crate) enum Symbol<'a> {
     },
 }
 
-/// Where an address operand points.
+/// The target of an address operand.
 pub(crate) enum Address {
-    /// Row of addresses, whether it is 32 bits wide, and what to add.
+    /// A row of addresses, whether they are 32 bits wide, and an offset.
     Row(u32, bool, i64),
-    /// A fixed place in the call's local memory.
+    /// A fixed offset in the call's local memory.
     Frame(i64),
-    /// A fixed place in the kernel's parameters.
+    /// A fixed offset in the kernel's parameters.
     Param(i64),
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Lowering<'a, 'b> {
     own_shared: &'b HashMap<(usize, &'a str), u32>,
     scopes: Vec<HashMap<&'a str, Symbol<'a>>>,
     labels: HashMap<&'a str, u32>,
-    /// Places in `insts` (slot `r[0]`) and `ext` that wait for a label.
+    /// Slots of `insts` (its `r[0]`) and of `ext` that wait for a label.
     label_fixups: Vec<(usize, &'a str, u32)>,
     ext_fixups: Vec<(usize, &'a str, u32)>,
     pub insts: Vec<Inst>,
@@ -59,13 +59,13 @@ pub(crate) struct Lowering<'a, 'b> {
     const_rows: HashMap<(u32, u128), u32>,
     local: u32,
     carry: Option<u32>,
-    /// Guard of the present instruction.
+    /// The guard of the current instruction.
     guard: (u32, bool),
     pub line: u32,
     returns: Vec<(u32, u32)>,
 }
 
-/// Where a kernel's parameters lie in its parameter block.
+/// The layout of a kernel's parameter block.
 pub(crate) fn parameters(f: &Function<'_>) -> Result<Vec<ParamInfo>> {
     let mut at = 0u32;
     let place = |var: &Var<'_>| {
@@ -106,7 +106,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         }
     }
 
-    /// Lowers the body; gives the code and, for a kernel, its parameters.
+    /// Lowers the body. Returns the code and, for a kernel, its parameters.
     pub fn run(mut self, f: &Function<'a>, body: &[Stmt<'a>]) -> Result<(Code, Vec<ParamInfo>)> {
         if let Some(directive) = f.unsupported {
             return self.unsupported(directive);
@@ -149,7 +149,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         Ok((code, infos))
     }
 
-    /// A parameter or result of a function: local memory, or a register that old PTX allows.
+    /// Places a parameter or result of a function in local memory, or in a register, which old PTX allows.
     fn place_value(&mut self, var: &Var<'a>) -> Result<(u32, u32)> {
         if var.space == Space::Reg {
             return self.unsupported("functions with parameters in registers");
@@ -248,7 +248,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
                 let symbol = match self.own_shared.get(&(self.index, var.name)) {
                     _ if var.elements == Some(0) => Symbol::DynamicShared,
                     Some(&at) => Symbol::Shared(at),
-                    None => return self.error(format!("shared variable {}", var.name)),
+                    None => return self.error(format!("shared variable {} was not placed", var.name)),
                 };
                 self.scope().insert(var.name, symbol);
             }
@@ -259,7 +259,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         Ok(())
     }
 
-    /// A new row for values of `bits` bits.
+    /// Allocates a row for values of `bits` bits.
     pub fn allocate_row(&mut self, bits: u32) -> u32 {
         let bytes = if bits == 1 { 4 } else { bits * 4 };
         let at = self.frame.next_multiple_of(bytes.min(64));
@@ -271,7 +271,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.scopes.iter().rev().find_map(|s| s.get(name)).or_else(|| self.context.symbols.get(name))
     }
 
-    /// Row and bits of a register, if the name is one.
+    /// Row and width in bits of a register, if the name is one.
     fn find_register(&mut self, name: &'a str) -> Option<(u32, u32)> {
         if let Some(Symbol::Register(row, bits)) = self.lookup(name) {
             return Some((*row, *bits));
@@ -292,16 +292,16 @@ impl<'a, 'b> Lowering<'a, 'b> {
         None
     }
 
-    /// The row of a register that must have `bits` bits.
+    /// The row of a register that must be `bits` bits wide.
     pub fn register(&mut self, name: &'a str, bits: u32) -> Result<u32> {
         match self.find_register(name) {
             Some((row, b)) if b == bits => Ok(row),
-            Some((_, b)) => self.error(format!("{name} has {b} bits, {bits} are needed")),
+            Some((_, b)) => self.error(format!("{name} has {b} bits instead of {bits}")),
             None => self.error(format!("no register {name}")),
         }
     }
 
-    /// The bits of an operand that is a register.
+    /// The width in bits of an operand that is a register.
     pub fn register_bits(&mut self, op: &Operand<'a>) -> Option<u32> {
         match op {
             Operand::Name(name, _) => self.find_register(name).map(|r| r.1),
@@ -361,12 +361,13 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.push(exec::select(handler), Kind::Plain, r, imm, flags);
     }
 
-    /// Emits a warp-wide operation; `shape` is one of [`super::program::joint`].
+    /// Emits a warp-wide operation. `shape` is one of the shapes in [`super::program::joint`].
     pub fn converge(&mut self, shape: u8, handler: Handler, r: [u32; 6], imm: i64) {
         self.push(exec::select(handler), Kind::Converge, r, imm, shape << 4);
     }
 
-    /// Emits a warp-wide operation that is executed at one place only, with the flags of a memory access.
+    /// Emits a warp-wide operation that all its lanes execute at the same instruction, with the flags of a
+    /// memory access.
     pub fn converge_aligned(&mut self, handler: Handler, r: [u32; 6], imm: i64, flags: u8) {
         let flags = super::program::joint::ALIGNED << 4 | flags;
         self.push(exec::select(handler), Kind::Converge, r, imm, flags);
@@ -384,7 +385,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
 
     /// Emits control flow.
     pub fn control(&mut self, kind: Kind, r: [u32; 6]) {
-        self.emit_kind(kind, exec::special::NOTHING, r, 0);
+        self.emit_kind(kind, exec::special_register::NOTHING, r, 0);
     }
 
     /// Emits a branch.
@@ -393,7 +394,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         self.control(Kind::Branch, [0; 6]);
     }
 
-    /// Adds a list of branch targets to the extension; gives its index.
+    /// Adds a list of branch targets to the extension and returns its index.
     pub fn target_list(&mut self, targets: &[&'a str]) -> u32 {
         let at = self.ext.len();
         self.ext.push(targets.len() as u32);
@@ -404,7 +405,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         at as u32
     }
 
-    /// Emits something that must happen whatever the guard is.
+    /// Emits operations that run regardless of the guard.
     fn unguarded(&mut self, f: impl FnOnce(&mut Self)) {
         let guard = std::mem::replace(&mut self.guard, (NONE, false));
         f(self);
@@ -439,20 +440,20 @@ impl<'a, 'b> Lowering<'a, 'b> {
                 Ok(self.constant(16, u128::from(h)))
             }
             Operand::Name(name, addend) => self.named(name, *addend, bits),
-            other => self.error(format!("{other:?} is no value")),
+            other => self.error(format!("{other:?} is not a value")),
         }
     }
 
     fn named(&mut self, name: &'a str, addend: i64, bits: u32) -> Result<u32> {
         if let Some((row, b)) = self.find_register(name) {
             if addend != 0 {
-                return self.error(format!("{name}{addend:+} is no value"));
+                return self.error(format!("{name}{addend:+} is not a value"));
             }
             if b == bits {
                 return Ok(row);
             }
             if b < bits || bits == 1 {
-                return self.error(format!("{name} has {b} bits, {bits} are needed"));
+                return self.error(format!("{name} has {b} bits instead of {bits}"));
             }
             let to = self.allocate_row(bits);
             let narrow = exec::convert::cvt(unsigned(bits), unsigned(b), false);
@@ -471,11 +472,12 @@ impl<'a, 'b> Lowering<'a, 'b> {
         if !meeting && name.starts_with("%envreg") || name.starts_with("%pm") {
             return Ok(self.constant(bits, 0));
         }
-        let Some((handler, width)) = exec::special::register(name) else {
+        let Some((handler, width)) = exec::special_register::register(name) else {
             return self.unsupported(format!("the register {name}"));
         };
         let row = self.allocate_row(width);
-        // Reading one does not depend on the guard, but a clock belongs where the instruction is.
+        // Reading a special register does not depend on the guard, but a clock must be read where the
+        // instruction is.
         self.unguarded(|s| s.emit(handler, [row, 0, 0, 0, 0, 0], 0));
         if width == bits {
             return Ok(row);
@@ -488,7 +490,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         Ok(to)
     }
 
-    /// The address of a variable or function, in its own space, as a value.
+    /// The address of a variable or function within its own space, as a value.
     fn address_of(&mut self, name: &str, addend: i64, bits: u32) -> Result<u32> {
         let Some(symbol) = self.lookup(name).cloned() else { return self.error(format!("no symbol {name}")) };
         if bits != 32 && bits != 64 {
@@ -502,9 +504,9 @@ impl<'a, 'b> Lowering<'a, 'b> {
             Symbol::DynamicShared => {
                 let row = self.allocate_row(bits);
                 let handler = if bits == 32 {
-                    exec::special::DYNAMIC_SHARED_32
+                    exec::special_register::DYNAMIC_SHARED_32
                 } else {
-                    exec::special::DYNAMIC_SHARED_64
+                    exec::special_register::DYNAMIC_SHARED_64
                 };
                 self.unguarded(|s| s.emit(handler, [row, 0, 0, 0, 0, 0], addend));
                 return Ok(row);
@@ -523,11 +525,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
         Ok(self.constant(bits, u128::from(value)))
     }
 
-    /// Where an address operand points, and the space that a named variable implies.
+    /// The target of an address operand, and the space that a named variable implies.
     pub fn address(&mut self, op: &Operand<'a>) -> Result<(Address, Option<Space>)> {
         let (base, offset) = match op {
             Operand::Address(base, offset) => (*base, *offset),
-            other => return self.error(format!("{other:?} is no address")),
+            other => return self.error(format!("{other:?} is not an address")),
         };
         let Some(name) = base else {
             return Ok((Address::Row(self.constant(64, offset as u64 as u128), false, 0), None));
@@ -535,7 +537,7 @@ impl<'a, 'b> Lowering<'a, 'b> {
         if let Some((row, bits)) = self.find_register(name) {
             return match bits {
                 32 | 64 => Ok((Address::Row(row, bits == 32, offset), None)),
-                _ => self.error(format!("{name} has {bits} bits and is no address")),
+                _ => self.error(format!("{name} has {bits} bits and cannot be an address")),
             };
         }
         match self.lookup(name) {
@@ -548,11 +550,11 @@ impl<'a, 'b> Lowering<'a, 'b> {
             Some(Symbol::Shared(_) | Symbol::DynamicShared) => {
                 Ok((Address::Row(self.address_of(name, offset, 64)?, false, 0), Some(Space::Shared)))
             }
-            _ => self.error(format!("{name} is no address")),
+            _ => self.error(format!("{name} is not an address")),
         }
     }
 
-    /// Rows of addresses, whatever the operand is: for operations that know no fixed places.
+    /// A row of addresses for any address operand, for operations without fixed offsets.
     pub fn address_row(&mut self, op: &Operand<'a>) -> Result<(u32, bool, i64, Option<Space>)> {
         let (address, space) = self.address(op)?;
         Ok(match address {
@@ -566,12 +568,12 @@ impl<'a, 'b> Lowering<'a, 'b> {
         })
     }
 
-    /// The row of a destination of exactly `bits` bits; `_` gives a row that nobody reads.
+    /// The row of a destination of exactly `bits` bits. `_` becomes a row that is never read.
     pub fn destination(&mut self, op: &Operand<'a>, bits: u32) -> Result<u32> {
         match op {
             Operand::Name(name, 0) => self.register(name, bits),
             Operand::Sink => Ok(self.allocate_row(bits)),
-            other => self.error(format!("{other:?} is no destination")),
+            other => self.error(format!("{other:?} is not a destination")),
         }
     }
 
@@ -580,28 +582,30 @@ impl<'a, 'b> Lowering<'a, 'b> {
         match op {
             Operand::Name("%is_explicit_cluster", 0) => {
                 let row = self.allocate_row(1);
-                self.unguarded(|s| s.emit(exec::special::IS_EXPLICIT_CLUSTER, [row, 0, 0, 0, 0, 0], 0));
+                self.unguarded(|s| {
+                    s.emit(exec::special_register::IS_EXPLICIT_CLUSTER, [row, 0, 0, 0, 0, 0], 0)
+                });
                 Ok((row, false))
             }
             Operand::Name(name, 0) => Ok((self.register(name, 1)?, false)),
             Operand::Not(name) => Ok((self.register(name, 1)?, true)),
             Operand::Int(n) => Ok((self.constant(1, u128::from(*n != 0)), false)),
-            other => self.error(format!("{other:?} is no predicate")),
+            other => self.error(format!("{other:?} is not a predicate")),
         }
     }
 
-    /// Whether this is a kernel: its parameters are constant memory.
+    /// Whether this is a kernel, whose parameters are constant memory.
     pub fn is_kernel(&self) -> bool {
         self.kernel
     }
 
-    /// Looks at the instruction's name and lowers it.
+    /// Lowers an instruction according to its name.
     fn instruction(&mut self, inst: &ast::Inst<'a>) -> Result<()> {
         self.lower(inst)
     }
 }
 
-/// The unsigned type of a width.
+/// The unsigned type of a width in bits.
 pub(crate) fn unsigned(bits: u32) -> &'static str {
     match bits {
         8 => "u8",

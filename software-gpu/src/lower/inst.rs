@@ -1,4 +1,5 @@
-//! An instruction's modifiers, which module lowers it, and those that compute: moves, arithmetic, logic.
+//! An instruction's modifiers, the choice of the module that lowers it, and the lowering of moves, arithmetic
+//! and logic.
 
 use super::function::{Lowering, unsigned};
 use super::program::{Handler, NONE};
@@ -9,7 +10,7 @@ use crate::exec::int::combine;
 use crate::exec::{convert, float, half, int, moves};
 use crate::ptx::ast::{Inst, Operand};
 
-/// An instruction's modifiers, taken one by one: what is left at the end is unknown.
+/// An instruction's modifiers. Lowering takes them one by one; whatever remains is unknown.
 pub(crate) struct Modifiers<'a> {
     pub(super) left: Vec<&'a str>,
 }
@@ -19,7 +20,7 @@ impl<'a> Modifiers<'a> {
         Modifiers { left: inst.modifiers.clone() }
     }
 
-    /// Takes a modifier, if it is there.
+    /// Takes a modifier if present.
     pub fn has(&mut self, name: &str) -> bool {
         match self.left.iter().position(|m| *m == name) {
             Some(i) => {
@@ -30,13 +31,14 @@ impl<'a> Modifiers<'a> {
         }
     }
 
-    /// Takes the first modifier that is one of these.
+    /// Takes the first modifier that is in the list.
     pub fn one_of(&mut self, names: &[&str]) -> Option<&'a str> {
         let i = self.left.iter().position(|m| names.contains(m))?;
         Some(self.left.remove(i))
     }
 
-    /// Takes the last modifier: the type. NVIDIA's assembler takes `.ftz` behind it as well, and cuRAND's headers have it there.
+    /// Takes the last modifier, the type. `.ftz` may follow it: NVIDIA's assembler accepts that, and cuRAND's
+    /// headers use it.
     pub fn last(&mut self) -> &'a str {
         match self.left.iter().rposition(|m| *m != "ftz") {
             Some(i) => self.left.remove(i),
@@ -68,11 +70,12 @@ impl<'a> Modifiers<'a> {
     }
 }
 
-/// Instructions of PTX that this GPU has nothing of.
+/// PTX instructions of which nothing is implemented.
 const UNIMPLEMENTED: &[&str] =
     &["clusterlaunchcontrol", "istypep", "multimem", "setmaxnreg", "sured", "tcgen05", "tensormap", "wgmma"];
 
-/// Modifiers of PTX that are words. Others are types and names with digits, colons or underscores in them.
+/// PTX modifiers that are plain words. Other modifiers are types, or names with digits, colons or
+/// underscores.
 const WORDS: &str = "a abs acquire add address alias aligned all alloc and any approx array arrive async b ballot base \
      bfly block bulk c ca cancel cas cg channel clamp cluster col collector commit complete const count \
      cp cs cta cube cv d dealloc dec dependents depth down drop eq equ exch expect explicit fence filter \
@@ -84,14 +87,14 @@ const WORDS: &str = "a abs acquire add address alias aligned all alloc and any a
      sparse st subnormal sum sync sys tensor tensormap test tile to trans trap try tx uni unified \
      unordered up v valid volatile vote w wait warp weak wide width wrap write ws x xor xorsign y z zero";
 
-/// Whether PTX has such a modifier, as far as its form tells.
+/// Whether the text looks like a PTX modifier.
 fn is_modifier(text: &str) -> bool {
     text.contains(|c: char| c.is_ascii_digit() || c == ':' || c == '_')
         || WORDS.split(' ').any(|word| word == text)
 }
 
 impl<'a> Lowering<'a, '_> {
-    /// The instruction as the PTX has it, for error messages.
+    /// The instruction as written in the PTX, for error messages.
     pub(super) fn spelled(inst: &Inst<'_>) -> String {
         let mut text = inst.name.to_string();
         for m in &inst.modifiers {
@@ -101,12 +104,12 @@ impl<'a> Lowering<'a, '_> {
         text
     }
 
-    /// Refuses a form of an instruction: it is not PTX, or not implemented.
+    /// Refuses a form of an instruction: it is either not PTX or not implemented.
     pub fn unknown<T>(&self, inst: &Inst<'_>) -> Result<T> {
         if inst.modifiers.iter().all(|modifier| is_modifier(modifier)) {
             self.unsupported(Self::spelled(inst))
         } else {
-            self.error(format!("{} is no instruction of PTX", Self::spelled(inst)))
+            self.error(format!("{} is not a PTX instruction", Self::spelled(inst)))
         }
     }
 
@@ -120,11 +123,11 @@ impl<'a> Lowering<'a, '_> {
     pub fn operand<'i>(&self, inst: &'i Inst<'a>, n: usize) -> Result<&'i Operand<'a>> {
         match inst.operands.get(n) {
             Some(op) => Ok(op),
-            None => self.error(format!("{} lacks operand {}", Self::spelled(inst), n + 1)),
+            None => self.error(format!("{} has no operand {}", Self::spelled(inst), n + 1)),
         }
     }
 
-    /// Emits `handler` with destination type `dst` and sources of the types given.
+    /// Emits `handler` with a destination of type `dst` and sources of the given types.
     pub fn simple(
         &mut self,
         inst: &Inst<'a>,
@@ -164,7 +167,7 @@ impl<'a> Lowering<'a, '_> {
             | "fence" | "nanosleep" | "pmevent" | "griddepcontrol" => self.lower_control(inst),
             "mma" => self.lower_mma(inst, false),
             "wmma" => self.lower_wmma(inst),
-            "ldmatrix" | "stmatrix" => self.lower_eights(inst),
+            "ldmatrix" | "stmatrix" => self.lower_ldmatrix(inst),
             "movmatrix" => self.lower_movmatrix(inst),
             "tex" | "tld4" | "txq" | "suq" => self.lower_texture(inst),
             "suld" | "sust" => self.lower_surface(inst),
@@ -177,7 +180,7 @@ impl<'a> Lowering<'a, '_> {
             "mbarrier" => self.lower_mbarrier(inst),
             "shfl" | "vote" | "match" | "redux" | "activemask" | "elect" => self.lower_warp(inst),
             name if UNIMPLEMENTED.contains(&name) => self.unknown(inst),
-            _ => self.error(format!("{} is no instruction of PTX", Self::spelled(inst))),
+            _ => self.error(format!("{} is not a PTX instruction", Self::spelled(inst))),
         }
     }
 
@@ -212,7 +215,7 @@ impl<'a> Lowering<'a, '_> {
             }
             (dst, Operand::Vector(parts)) => {
                 let part = bits / parts.len().max(1) as u32;
-                // Built apart: the destination may be one of the parts.
+                // In a row of its own, because the destination may be one of the sources.
                 let sum = self.allocate_row(bits);
                 for (n, p) in parts.iter().enumerate() {
                     let Some(handler) = moves::insert(part, bits) else { return self.unknown(inst) };
@@ -234,7 +237,7 @@ impl<'a> Lowering<'a, '_> {
 
     fn lower_arithmetic(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
-        // The CUDA headers write `max.s16x2.relu`; elsewhere the type comes last.
+        // The CUDA headers write `max.s16x2.relu`; in all other cases the type comes last.
         if mods.left.last() == Some(&"relu") {
             mods.left.rotate_right(1);
         }
@@ -332,7 +335,7 @@ impl<'a> Lowering<'a, '_> {
         if flags & convert::integer::RELU != 0 && !(inst.name == "fma" && ty.contains("16")) {
             return self.unknown(inst);
         }
-        // `mad` is `fma` on every architecture that this GPU can be.
+        // `mad` is `fma` on all architectures that this GPU supports.
         if name == "mad" {
             name = "fma".into();
         }
@@ -458,7 +461,9 @@ impl<'a> Lowering<'a, '_> {
         let a = self.source(self.operand(inst, 1)?, "b32")?;
         let b = self.source(self.operand(inst, 2)?, "b32")?;
         let c = self.source(self.operand(inst, 3)?, "b32")?;
-        let Operand::Int(lut) = self.operand(inst, 4)? else { return self.error("lop3 without a table") };
+        let Operand::Int(lut) = self.operand(inst, 4)? else {
+            return self.error("lop3 without a lookup table");
+        };
         let (dst, pred) = match self.operand(inst, 0)? {
             Operand::Pair(d, p) => (d.as_ref().clone(), Some(p.as_ref().clone())),
             other => (other.clone(), None),
@@ -479,7 +484,7 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// Emits something that writes `bits` bits to the first operand, which may be a wider register: then the value
+    /// Emits an operation that writes `bits` bits to the first operand. If that register is wider, the value
     /// is extended.
     pub fn write_wider(
         &mut self,
@@ -492,7 +497,7 @@ impl<'a> Lowering<'a, '_> {
         self.write_wider_operand(dst, bits, signed, emit)
     }
 
-    /// As [`Lowering::write_wider`], for any destination.
+    /// Like [`Lowering::write_wider`], for any destination.
     pub fn write_wider_operand(
         &mut self,
         dst: &Operand<'a>,
@@ -525,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modifiers_are_told_from_other_words() {
+    fn modifiers_are_recognized() {
         assert!(["sync", "f32", "acc::f32", "seq_cst", "128x256b"].into_iter().all(is_modifier));
         assert!(!["an", "instruction", "", " "].into_iter().any(is_modifier));
     }

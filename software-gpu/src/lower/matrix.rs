@@ -1,4 +1,4 @@
-//! Products of small matrices and the moves that feed them.
+//! Lowers products of small matrices, and the moves that feed them.
 
 use super::function::Lowering;
 use super::inst::Modifiers;
@@ -9,7 +9,7 @@ use crate::exec::matrix::{self, Element, Shape, WMMA_COLUMNS, WMMA_PART};
 use crate::exec::memory::ADDRESS_32;
 use crate::ptx::ast::{Inst, Operand, Space};
 
-/// `m16n8k16` as numbers.
+/// The dimensions in a name such as `m16n8k16`.
 fn dimensions(name: &str) -> Option<(usize, usize, usize)> {
     let (m, rest) = name.strip_prefix('m')?.split_once('n')?;
     let (n, k) = rest.split_once('k')?;
@@ -44,7 +44,7 @@ impl<'a> Lowering<'a, '_> {
         }
         let rounding = mods.float_flags();
         let layout: Vec<_> = (0..2).filter_map(|_| mods.one_of(&["row", "col"])).collect();
-        // Any layout will do for `wmma`, whose fragments were put in order by their loads.
+        // `wmma` allows any layout, because its loads put the fragments in order.
         if layout.len() != 2 || (!wmma && layout != ["row", "col"]) {
             return self.unknown(inst);
         }
@@ -61,7 +61,7 @@ impl<'a> Lowering<'a, '_> {
         let Some((m, n, k)) = shape else { return self.unknown(inst) };
         let elements: [Element; 4] = match types.as_slice() {
             [d, a, b, c] => [*d, *a, *b, *c],
-            // `wmma` of halves names only D and C.
+            // `wmma` on f16 names only the types of D and C.
             [d, c] if wmma => [*d, Element::F16, Element::F16, *c],
             _ => return self.unknown(inst),
         };
@@ -75,7 +75,7 @@ impl<'a> Lowering<'a, '_> {
         if !families || !sums || halves_of_volta || (a == Element::B1) != popc {
             return self.unknown(inst);
         }
-        // Rounding is said of f64 alone, by `wmma`; `.ftz` and `.sat` of none.
+        // Only `wmma` on f64 has a rounding mode; none has `.ftz` or `.sat`.
         if rounding & !flag::ROUND != 0 || rounding != 0 && !(wmma && d == Element::F64) {
             return self.unknown(inst);
         }
@@ -85,7 +85,7 @@ impl<'a> Lowering<'a, '_> {
         for (at, (element, size)) in elements.iter().zip([m * n, m * k, k * n, m * n]).enumerate() {
             let found = self.fragment(self.operand(inst, at)?, *element, at == 0)?;
             let held = found.len() * 32 * (32 / element.bits().min(32)) as usize;
-            // `wmma` may hold an element several times.
+            // A `wmma` fragment may hold an element several times.
             if held != size && !(wmma && held.is_multiple_of(size)) {
                 return self.error(format!("{} registers for {size} elements", found.len()));
             }
@@ -128,7 +128,7 @@ impl<'a> Lowering<'a, '_> {
             Some("b") => (k * n, 1),
             _ => (m * n, 2),
         };
-        // Elements of less than a byte lie along the sums.
+        // Elements smaller than a byte must lie along the dimension that is summed.
         if element.bits() < 8 && columns != (part == 1) {
             return self.unknown(inst);
         }
@@ -171,7 +171,7 @@ impl<'a> Lowering<'a, '_> {
     }
 
     /// `ldmatrix` and `stmatrix`.
-    pub fn lower_eights(&mut self, inst: &Inst<'a>) -> Result<()> {
+    pub fn lower_ldmatrix(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
         let store = inst.name == "stmatrix";
         let ok = mods.has("sync") && mods.has("aligned") && mods.has("m8n8") && mods.has("b16");
@@ -195,7 +195,7 @@ impl<'a> Lowering<'a, '_> {
         let at = self.ext.len() as u32;
         self.ext.push(count as u32);
         self.ext.extend(found);
-        let handler = if store { matrix::STORE_EIGHTS } else { matrix::LOAD_EIGHTS };
+        let handler = if store { matrix::STMATRIX } else { matrix::LDMATRIX };
         let flags = if narrow { ADDRESS_32 } else { 0 };
         self.aligned(handler, [at, u32::from(transposed), NONE, NONE, row, 0], offset, flags);
         Ok(())

@@ -1,11 +1,11 @@
 //! The register machine that PTX is lowered to.
 //!
-//! An instruction works on the 32 lanes of a warp. Its operands are *rows*: 32 values of one width, next to each
-//! other, at a byte offset in the frame of the function (or, with [`CONST`] set, in the function's constants), so
-//! that rustc vectorises each operation over the lanes. A predicate's row is one word, a bit for each lane.
+//! An instruction works on the 32 lanes of a warp. Its operands are *rows*: 32 adjacent values of one width
+//! at a byte offset in the function's frame (or, with [`CONST`] set, in the function's constants), so that
+//! rustc vectorizes each operation over the lanes. A predicate's row is one word with a bit for each lane.
 //!
-//! An instruction names its operation by the [`Handler`] that executes it; a compiler to machine code would
-//! look at the same handlers' identity ([`Inst::op`]) and translate rows to vector registers.
+//! An instruction refers to its operation by the [`Handler`] that executes it. A compiler to machine code
+//! could use the handler's identity ([`Inst::op`]) and map rows to vector registers.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::exec::warp::Warp;
 
 /// Operand bit: the row is one of the function's constants.
 pub(crate) const CONST: u32 = 1 << 31;
-/// No guard, no operand.
+/// Stands for an absent guard or operand.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// First generic address of a block's shared memory.
@@ -23,55 +23,56 @@ pub(crate) const SHARED_WINDOW: u64 = 0x0100_0000_0000;
 pub(crate) const LOCAL_WINDOW: u64 = 0x0110_0000_0000;
 /// First generic address of a kernel's parameters.
 pub(crate) const PARAM_WINDOW: u64 = 0x0120_0000_0000;
-/// "Addresses" of functions: 16 apart.
+/// First "address" of a function; they are 16 apart.
 pub(crate) const FUNCTION_WINDOW: u64 = 0x0130_0000_0000;
 /// Size of each of these windows.
 pub(crate) const WINDOW_SIZE: u64 = 0x0010_0000_0000;
-/// Where shared memory begins that is the system's own (`%reserved_smem_offset_begin`), beyond all that a kernel can have; and
-/// how much there is.
+/// Where the shared memory reserved for the system begins (`%reserved_smem_offset_begin`), beyond what any
+/// kernel can have, and its size.
 pub(crate) const RESERVED: u64 = 1 << 20;
 pub(crate) const RESERVED_BYTES: u64 = 1 << 10;
-/// Shared addresses beyond this are of a block of the cluster: that whose rank, plus one, is what this many fit into them.
+/// Shared addresses from here on belong to a block of the cluster: dividing the address by this constant
+/// gives the block's rank plus one.
 pub(crate) const RANK: u64 = 1 << 24;
 
 /// What the interpreter does after an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Flow {
-    /// Goes on with the next one.
+    /// Continues with the next one.
     Next,
-    /// Stops: the warp's fault is set.
+    /// Stops, because the warp has a fault.
     Fault,
 }
 
-/// Executes an instruction for the lanes of the mask.
+/// Executes an instruction for the lanes in the mask.
 pub(crate) type ExecFn = unsafe fn(&mut Warp, &Inst, u32) -> Flow;
 
-/// An operation's implementations.
+/// The implementations of an operation.
 #[derive(Clone, Copy)]
 pub(crate) struct Handler {
     /// For any CPU.
     pub base: ExecFn,
-    /// For a CPU with AVX2 and FMA; the same as `base` elsewhere.
+    /// For CPUs with AVX2 and FMA; on others the same as `base`.
     pub wide: ExecFn,
 }
 
-/// How an instruction takes part in control flow.
+/// How an instruction affects control flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Only its handler matters.
+    /// Runs its handler only.
     Plain,
-    /// Only its handler matters, but all lanes of the member mask in row `r[5]` must be there first.
+    /// Runs its handler once all lanes of the member mask in row `r[5]` have arrived.
     Converge,
-    /// To `r[0]`.
+    /// Jumps to `r[0]`.
     Branch,
-    /// To one of the targets in the extension `r[0]`, chosen by row `r[1]`.
+    /// Jumps to one of the targets in the extension `r[0]`, selected by row `r[1]`.
     BranchIndexed,
-    /// Function `r[0]`, arguments in the extension `r[1]`.
+    /// Calls function `r[0]` with the arguments in the extension `r[1]`.
     Call,
-    /// Function address in row `r[0]`, arguments in the extension `r[1]`.
+    /// Calls the function whose address is in row `r[0]`, with the arguments in the extension `r[1]`.
     CallIndirect,
-    /// From a function, or from the kernel.
+    /// Returns from a function or ends the kernel.
     Return,
     /// Ends the thread.
     Exit,
@@ -79,10 +80,10 @@ pub(crate) enum Kind {
     Alloca,
     /// `stacksave`: row `r[0]` (64 bits, or 32 if `r[2]` is 1).
     StackSave,
-    /// `stackrestore`: row `r[0]`, as above.
+    /// `stackrestore`: row `r[0]` (64 bits, or 32 if `r[2]` is 1).
     StackRestore,
-    /// A block barrier: number in row `r[0]`, thread count in row `r[1]` or [`NONE`]; `r[2]` says which kind;
-    /// reductions take the predicate row `r[3]` (negated if `imm` is 1) and write row `r[4]`.
+    /// A block barrier: number in row `r[0]`, thread count in row `r[1]` or [`NONE`], kind in `r[2]`.
+    /// Reductions read the predicate row `r[3]` (negated if `imm` is 1) and write row `r[4]`.
     Barrier,
     /// `bar.warp.sync` with the member mask in row `r[5]`.
     WarpSync,
@@ -92,7 +93,7 @@ pub(crate) enum Kind {
     ClusterWait,
 }
 
-/// Values of `r[2]` of a [`Kind::Barrier`].
+/// The values of `r[2]` in a [`Kind::Barrier`].
 pub(crate) mod barrier {
     pub const SYNC: u32 = 0;
     pub const ARRIVE: u32 = 1;
@@ -101,10 +102,10 @@ pub(crate) mod barrier {
     pub const RED_OR: u32 = 4;
 }
 
-/// What the rows of a [`Kind::Converge`] are, for executing it for lanes at several places together. The upper half of
-/// [`Inst::flags`] is the argument of [`joint::roles`]'s table.
+/// The roles of a [`Kind::Converge`]'s rows, so that it can run once for lanes at different instructions. The
+/// upper half of [`Inst::flags`] is the argument of [`joint::roles`].
 pub(crate) mod joint {
-    /// What a row is.
+    /// The role of a row.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Role {
         No,
@@ -124,10 +125,10 @@ pub(crate) mod joint {
     pub const MATCH_64: u8 = 4;
     pub const REDUX: u8 = 5;
     pub const ELECT: u8 = 6;
-    /// Only for lanes at the same instruction.
+    /// All lanes must be at the same instruction.
     pub const ALIGNED: u8 = 7;
 
-    /// What the rows of an instruction with these flags are.
+    /// The roles of the rows of an instruction with these flags.
     pub fn roles(flags: u8) -> [Role; 5] {
         ROLES[(flags >> 4) as usize % ROLES.len()]
     }
@@ -148,43 +149,44 @@ pub(crate) mod joint {
 #[derive(Clone)]
 pub(crate) struct Inst {
     pub exec: ExecFn,
-    /// Rows, targets and small numbers, as the handler or kind defines.
+    /// Rows, targets and small numbers, as the handler or kind defines them.
     pub r: [u32; 6],
-    /// An immediate: address offset, flags.
+    /// An immediate value, such as an address offset or flags.
     pub imm: i64,
-    /// Predicate row that guards it, or [`NONE`].
+    /// The predicate row that guards the instruction, or [`NONE`].
     pub guard: u32,
     pub guard_negated: bool,
-    /// Of a memory access: bit 0, addresses in `r[4]` are 32-bit rows. Of a [`Kind::Converge`]: see [`joint`].
+    /// For a memory access, bit 0: the addresses in `r[4]` are 32 bits wide. For a [`Kind::Converge`], see
+    /// [`joint`].
     pub flags: u8,
     pub kind: Kind,
-    /// PTX line.
+    /// The line in the PTX.
     pub line: u32,
 }
 
-/// A row-aligned piece of register memory.
+/// 64 bytes of register memory, aligned for rows.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line(pub [u8; 64]);
 
-/// A function, lowered.
+/// A lowered function.
 pub(crate) struct Code {
     pub name: String,
     pub insts: Vec<Inst>,
-    /// Longer operand lists: the length, then the items.
+    /// Longer operand lists, each as its length followed by its items.
     pub ext: Vec<u32>,
-    /// Bytes of a frame, a multiple of 64.
+    /// Size of a frame in bytes, a multiple of 64.
     pub frame_bytes: u32,
     /// The constants' rows.
     pub consts: Vec<Line>,
-    /// Local memory of a call, in bytes, with its parameters; a multiple of 16.
+    /// Local memory of a call in bytes, including its parameters; a multiple of 16.
     pub local_bytes: u32,
-    /// Offset and size of each parameter and each result in the local memory (functions only).
+    /// Offset and size of each parameter and each result in local memory. Empty for kernels.
     pub params: Vec<(u32, u32)>,
     pub returns: Vec<(u32, u32)>,
-    /// What stands in for a function that the device runtime defines.
+    /// The device runtime's function that this stands for.
     pub builtin: Option<Builtin>,
-    /// Why it cannot run, if it cannot: it has no instructions then.
+    /// Why the function cannot run; it then has no instructions.
     pub unsupported: Option<Unsupported>,
 }
 
@@ -196,35 +198,35 @@ pub(crate) enum Builtin {
     Malloc,
     Free,
     SetCondition,
-    /// Those by which kernels launch kernels.
+    /// First of the functions by which kernels launch kernels.
     ParameterBuffer,
     LaunchDevice,
     GetLastError,
     PeekAtLastError,
-    /// Makes a stream: a name for an order that launches have anyway.
+    /// Creates a stream. It has no effect, because launches from a kernel run in order anyway.
     MakeStream,
-    /// Makes an event, which must not measure times.
+    /// Creates an event, which must have timing disabled.
     MakeEvent,
-    /// What is done to either.
+    /// Destroys, records or waits for one. It has no effect, because launches run in order.
     KeepOrder,
-    /// Copies and fills, of bytes and of rows.
+    /// Copies and fills, linear and 2D.
     CopyAsync,
     CopyRowsAsync,
     FillAsync,
     FillRowsAsync,
-    /// Words that the device runtime tells: the device, how many there are, its version.
+    /// Values that the device runtime reports: the device, the number of devices, the version.
     TellDevice,
     TellDeviceCount,
     TellVersion,
-    /// The text and the name of an error.
+    /// The text and name of an error.
     ErrorText,
     ErrorName,
-    /// `cudaMalloc` and `cudaFree`: the heap of `malloc`.
+    /// `cudaMalloc` and `cudaFree`, which use the heap of `malloc`.
     DeviceMalloc,
     DeviceFree,
 }
 
-/// A module, lowered.
+/// A lowered module.
 pub(crate) struct Program {
     pub functions: Vec<Arc<Code>>,
 }

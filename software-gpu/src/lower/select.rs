@@ -1,4 +1,4 @@
-//! Comparisons, selections and conversions.
+//! Lowers comparisons, selections and conversions.
 
 use super::function::Lowering;
 use super::inst::Modifiers;
@@ -27,7 +27,7 @@ impl<'a> Lowering<'a, '_> {
                 Ok(())
             }
             "slct" => {
-                // The last modifier is the type of the selector, the one before that of the values.
+                // The last modifier is the selector's type, the one before it the values' type.
                 let selector = ty;
                 let value = mods.last();
                 let ftz = if mods.has("ftz") { "ftz." } else { "" };
@@ -57,7 +57,7 @@ impl<'a> Lowering<'a, '_> {
         }
     }
 
-    /// `set.cmp.dst.src`: all ones or zero, or 1.0 or zero; of pairs for each half.
+    /// `set.cmp.dst.src`: all ones or zero, or 1.0 or zero; for pairs in each half.
     pub(super) fn lower_set(&mut self, inst: &Inst<'a>, mut mods: Modifiers<'a>, ty: &'a str) -> Result<()> {
         let pair = matches!(ty, "f16x2" | "bf16x2");
         let to_type = mods.one_of(&["u32", "s32", "f32", "f16", "bf16", "u16", "s16", "f16x2", "bf16x2"]);
@@ -109,7 +109,8 @@ impl<'a> Lowering<'a, '_> {
         let (a, b) = (self.operand(inst, 1)?, self.operand(inst, 2)?);
         let handler = match ty {
             "f32" | "f64" => float::setp(cmp, ty, ftz),
-            // Exact as f32, where the subnormals of f16 are normal: so they are flushed before, if they are to be.
+            // The comparison is exact in f32, except that subnormals of f16 become normal there. So they are
+            // flushed first if requested.
             "f16" | "bf16" | "f16x2" | "bf16x2" => float::setp(cmp, "f32", false),
             _ => int::setp(cmp, ty),
         };
@@ -142,7 +143,7 @@ impl<'a> Lowering<'a, '_> {
             } | if negated { combine::NOT } else { 0 };
         }
         match upper {
-            // The two halves of a pair have a predicate each.
+            // Each half of a pair has its own predicate.
             Some((ha, hb)) => {
                 self.emit(handler, [p, NONE, ra, rb, other, 0], imm);
                 self.emit(handler, [q, NONE, ha, hb, other, 0], imm);
@@ -154,7 +155,7 @@ impl<'a> Lowering<'a, '_> {
 
     pub(super) fn lower_cvt(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
-        // ptxas takes it between the types as well.
+        // ptxas also accepts it between the types.
         let relu = mods.has("relu");
         let src = mods.last();
         let dst = mods.last();
@@ -192,7 +193,7 @@ impl<'a> Lowering<'a, '_> {
         })
     }
 
-    /// Conversions with formats that have no registers of their own: tf32, pairs of 8-bit floats, `cvt.pack`.
+    /// Conversions of formats without registers of their own: tf32, pairs of 8-bit floats, `cvt.pack`.
     pub(super) fn lower_special_cvt(
         &mut self,
         inst: &Inst<'a>,
@@ -203,7 +204,7 @@ impl<'a> Lowering<'a, '_> {
     ) -> Option<Result<()>> {
         let relu = flags & convert::integer::RELU;
         if mods.has("pack") {
-            // With a third source the two values are bytes, and the last type is that source's.
+            // With a third source, the two values are bytes and the last type is the third source's.
             let packed = inst.operands.len() == 4;
             let name = if packed { mods.last() } else { dst };
             if flags != flag::SAT || !mods.done() || (packed && (src != "b32" || dst != "s32")) {
@@ -227,7 +228,7 @@ impl<'a> Lowering<'a, '_> {
             if flags & !convert::integer::RELU != 0 || !mods.done() || saturates != eight(dst) {
                 return Some(self.unknown(inst));
             }
-            let Some(handler) = convert::eights(dst, src) else { return Some(self.unknown(inst)) };
+            let Some(handler) = convert::f8_pairs(dst, src) else { return Some(self.unknown(inst)) };
             let (bits, sources): (u32, &[&str]) = match src {
                 "f32" => (16, &["f32", "f32"]),
                 "f16x2" => (16, &["b32"]),

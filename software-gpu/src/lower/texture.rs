@@ -1,4 +1,4 @@
-//! Textures and surfaces, by handle.
+//! Lowers texture and surface instructions, which name their object by handle.
 
 use super::function::Lowering;
 use super::inst::Modifiers;
@@ -8,10 +8,10 @@ use crate::error::Result;
 use crate::exec::texture::{QUERY, SAMPLE, SURFACE_LOAD, SURFACE_STORE, field};
 use crate::ptx::ast::{Inst, Operand};
 
-/// What a texture or surface looks like to an instruction.
+/// The shape of a texture or surface as an instruction names it.
 #[derive(Clone, Copy)]
 struct Geometry {
-    /// Coordinates besides the layer.
+    /// The number of coordinates apart from the layer.
     directions: usize,
     layered: bool,
     cube: bool,
@@ -32,7 +32,7 @@ impl Geometry {
         Some(Geometry { directions, layered, cube })
     }
 
-    /// Coordinates with the layer.
+    /// The number of coordinates including the layer.
     fn count(self) -> usize {
         self.directions + usize::from(self.layered)
     }
@@ -45,7 +45,7 @@ impl Geometry {
 }
 
 impl<'a> Lowering<'a, '_> {
-    /// The handle and the coordinates in `[handle, {x, y}]`, of which there may be more than needed.
+    /// The handle and the coordinates in `[handle, {x, y}]`. There may be more coordinates than needed.
     fn point(
         &mut self,
         op: &Operand<'a>,
@@ -55,11 +55,11 @@ impl<'a> Lowering<'a, '_> {
     ) -> Result<(u32, Vec<u32>)> {
         let Operand::Bracket(parts) = op else { return self.error("a texture's operand has no coordinates") };
         let [handle, coordinates] = parts.as_slice() else {
-            return self.unsupported("a texture with a sampler of its own");
+            return self.unsupported("a texture with a separate sampler");
         };
         let list = coordinates.elements();
         if list.len() < count {
-            return self.error(format!("{} coordinates, {count} are needed", list.len()));
+            return self.error(format!("{} coordinates instead of {count}", list.len()));
         }
         let handle = self.source(handle, "u64")?;
         let mut rows = Vec::new();
@@ -97,7 +97,8 @@ impl<'a> Lowering<'a, '_> {
         if !known || !fits || !mods.done() || inst.operands.len() != 2 + more {
             return self.unknown(inst);
         }
-        // A texture that is partly backed by memory tells so by a predicate; here all of it is.
+        // A predicate reports whether the texels are resident in a partly backed texture; here they always
+        // are.
         let (vector, resident) = match self.operand(inst, 0)? {
             Operand::Pair(vector, resident) => (vector.as_ref(), Some(resident.as_ref())),
             vector => (vector, None),
@@ -138,11 +139,11 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// The rows of a vector that says how far each coordinate moves.
+    /// The rows of a gradient vector.
     fn gradient(&mut self, op: &Operand<'a>, directions: usize) -> Result<Vec<u32>> {
         let list = op.elements();
         if list.len() < directions {
-            return self.error(format!("a gradient of {} parts, {directions} are needed", list.len()));
+            return self.error(format!("a gradient of {} parts instead of {directions}", list.len()));
         }
         list.iter().take(directions).map(|op| self.source(op, "f32")).collect()
     }

@@ -1,5 +1,5 @@
-//! Video instructions: on two halves or four bytes, as the CUDA headers' `__vabsdiffu4` and its like use them, and on single
-//! values that are chosen from words.
+//! Lowers video instructions: on two halves or four bytes, as used by the CUDA headers' `__vabsdiffu4` and
+//! related functions, and on single values selected from words.
 
 use super::function::Lowering;
 use super::inst::Modifiers;
@@ -9,7 +9,7 @@ use crate::ptx::ast::{Inst, Operand};
 
 const COMPARISONS: [&str; 6] = ["eq", "ne", "lt", "le", "gt", "ge"];
 
-/// The register of an operand, and the part of it that is chosen, if any.
+/// The register of an operand, and the selected part of it, if any.
 fn chosen<'a, 'i>(op: &'i Operand<'a>) -> (std::borrow::Cow<'i, Operand<'a>>, Option<&'a str>) {
     match op {
         Operand::Part(name, part) => (std::borrow::Cow::Owned(Operand::Name(name, 0)), Some(part)),
@@ -17,7 +17,7 @@ fn chosen<'a, 'i>(op: &'i Operand<'a>) -> (std::borrow::Cow<'i, Operand<'a>>, Op
     }
 }
 
-/// The digits after the letter of a choice, the last first.
+/// The digits after the letter of a selector, last one first.
 fn digits(part: &str, letter: char) -> Option<Vec<i64>> {
     part.strip_prefix(letter)?.bytes().rev().map(|c| Some(i64::from(c.checked_sub(b'0')?))).collect()
 }
@@ -59,7 +59,7 @@ impl<'a> Lowering<'a, '_> {
         Ok(())
     }
 
-    /// The number of an operation that is on single values and side by side.
+    /// The number of an operation that exists for single values and for parts side by side.
     fn video_operation(name: &str, mods: &mut Modifiers<'a>) -> Option<i64> {
         Some(match name {
             "vadd" => field::ADD,
@@ -78,7 +78,7 @@ impl<'a> Lowering<'a, '_> {
         })
     }
 
-    /// Takes the types of the operands and of the result, which a comparison does not name.
+    /// Takes the operand types and the result type, which a comparison does not name.
     fn video_types(operation: i64, mods: &mut Modifiers<'a>) -> Option<i64> {
         let typed = !(field::EQ..field::EQ + 6).contains(&operation);
         let flags = [field::SIGNED_B, field::SIGNED_A, field::SIGNED_RESULT];
@@ -89,7 +89,7 @@ impl<'a> Lowering<'a, '_> {
         })
     }
 
-    /// Those on single values.
+    /// Lowers the video instructions on single values.
     pub fn lower_single_video(&mut self, inst: &Inst<'a>) -> Result<()> {
         let mut mods = Modifiers::new(inst);
         let Some(operation) = Self::video_operation(inst.name, &mut mods) else { return self.unknown(inst) };
@@ -158,7 +158,7 @@ impl<'a> Lowering<'a, '_> {
         }
         imm |= if minus[0] != minus[1] { field::MINUS_PRODUCT } else { 0 };
         imm |= if minus[2] { field::MINUS_C } else { 0 };
-        // In these an H200 was seen to do what PTX does not say.
+        // An H200 does not do what PTX specifies for these.
         let saturates = imm & field::SATURATE != 0;
         let whole = |flag: i64, at: u32| types & flag == 0 && imm >> at & 7 == 0;
         let whole_unsigned = whole(field::SIGNED_A, field::PART_A) || whole(field::SIGNED_B, field::PART_B);

@@ -26,22 +26,22 @@ impl Space {
     }
 }
 
-/// Who may use a name beyond its file.
+/// Visibility of a name outside its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Linkage {
     #[default]
     Local,
     Visible,
-    /// Gives way to a visible definition, and to an earlier one of its kind: `.weak` and `.common`.
+    /// Overridden by a visible definition, and by an earlier one of its kind: `.weak` and `.common`.
     Weak,
     Extern,
 }
 
-/// A variable, a register (or a numbered family of them) or a parameter.
+/// A variable, a register or numbered family of registers, or a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct Var<'a> {
     pub space: Space,
-    /// Bytes; 0 when not given.
+    /// Alignment in bytes; 0 if not given.
     pub align: u32,
     /// `b32`, `f16`, `pred`, `texref`, ...
     pub ty: &'a str,
@@ -58,14 +58,14 @@ pub(crate) struct Var<'a> {
     pub line: u32,
 }
 
-/// One element of an initialiser.
+/// One element of an initializer.
 #[derive(Debug, Clone)]
 pub(crate) enum Init<'a> {
     Int(u64),
     F32(u32),
     F64(u64),
-    /// The address of a variable or function plus an offset; `mask` selects one byte of it (`0xff00(name)`).
-    /// Global addresses are their own generic addresses, so `generic(name)` is the same.
+    /// The address of a variable or function plus an offset. `mask` selects one byte of it (`0xff00(name)`).
+    /// Global addresses equal their generic addresses, so `generic(name)` means the same.
     Symbol {
         name: &'a str,
         addend: i64,
@@ -90,14 +90,14 @@ pub(crate) struct Function<'a> {
     pub line: u32,
 }
 
-/// What a kernel says of the clusters that its grid must be made of.
+/// A kernel's requirements on the clusters of its grid.
 #[derive(Debug, Default)]
 pub(crate) struct Clusters {
     /// `.reqnctapercluster`.
     pub required: Option<[u32; 3]>,
-    /// `.explicitcluster`: the launch, or the above, must say how large they are.
+    /// `.explicitcluster`: the launch or `.reqnctapercluster` must give the cluster size.
     pub explicit: bool,
-    /// `.maxclusterrank`: blocks of one at most.
+    /// `.maxclusterrank`: the most blocks in a cluster.
     pub max_blocks: Option<u32>,
 }
 
@@ -137,7 +137,7 @@ pub(crate) enum Operand<'a> {
     F64(u64),
     /// `[base + offset]`; a constant address has no base.
     Address(Option<&'a str>, i64),
-    /// `[base, {coordinates}]` and the like: textures, surfaces, tensors.
+    /// `[base, {coordinates}]` and similar, for textures, surfaces and tensors.
     Bracket(Vec<Operand<'a>>),
     /// `{a, b}`.
     Vector(Vec<Operand<'a>>),
@@ -145,9 +145,9 @@ pub(crate) enum Operand<'a> {
     List(Vec<Operand<'a>>),
     /// `!%p`.
     Not(&'a str),
-    /// `%r.b0`, `%r.h1`, `%r.h32`: parts of a register's word, as video instructions choose them.
+    /// `%r.b0`, `%r.h1`, `%r.h32`: a part of a register, as video instructions select it.
     Part(&'a str, &'a str),
-    /// `-%r`, which `vmad` alone has.
+    /// `-%r`, which only `vmad` uses.
     Minus(Box<Operand<'a>>),
     /// `%p|%q`.
     Pair(Box<Operand<'a>>, Box<Operand<'a>>),
@@ -156,7 +156,7 @@ pub(crate) enum Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Those of a vector, or itself alone.
+    /// The elements of a vector, or the operand itself.
     pub fn elements(&self) -> &[Operand<'a>] {
         match self {
             Operand::Vector(list) => list,

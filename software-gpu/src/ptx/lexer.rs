@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 pub(crate) enum Token<'a> {
     /// A name: instruction, register, symbol or label.
     Ident(&'a str),
-    /// A directive, type or modifier, without its dot: `reg`, `u32`, `shared::cta`.
+    /// A directive, type or modifier without its dot: `reg`, `u32`, `shared::cta`.
     Dot(&'a str),
     Int(u64),
     F32(u32),
@@ -20,7 +20,7 @@ fn is_name(c: u8) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, b'_' | b'$' | b'%')
 }
 
-/// The tokens with their lines, ended by `End`.
+/// The tokens with their line numbers. `End` is the last.
 pub(crate) fn tokens(text: &str) -> Result<Vec<(Token<'_>, u32)>> {
     let b = text.as_bytes();
     let mut out = Vec::with_capacity(text.len() / 4);
@@ -43,10 +43,7 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<(Token<'_>, u32)>> {
                 i += 2;
                 while !b[i.min(b.len())..].starts_with(b"*/") {
                     if i >= b.len() {
-                        return Err(Error::InvalidPtx {
-                            line: from,
-                            message: "a comment does not end".into(),
-                        });
+                        return Err(Error::InvalidPtx { line: from, message: "unterminated comment".into() });
                     }
                     line += u32::from(b[i] == b'\n');
                     i += 1;
@@ -60,7 +57,7 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<(Token<'_>, u32)>> {
                     i += if b[i] == b'\\' { 2 } else { 1 };
                 }
                 if i >= b.len() {
-                    return Err(Error::InvalidPtx { line, message: "a string does not end".into() });
+                    return Err(Error::InvalidPtx { line, message: "unterminated string".into() });
                 }
                 out.push((Token::Str(&text[start..i]), line));
                 i += 1;

@@ -1,7 +1,7 @@
-//! PTX text to a syntax tree that keeps each instruction as its name, its modifiers and its operands.
+//! Parses PTX text to a syntax tree that keeps each instruction as a name, modifiers and operands.
 //!
-//! The parser knows the grammar of PTX, not its instructions: what an instruction means, and whether it is
-//! one at all, is decided where it is lowered, in one place.
+//! The parser knows PTX's grammar but not its instructions. Their meaning, and whether an instruction exists
+//! at all, is decided where it is lowered.
 
 pub(crate) mod ast;
 mod lexer;

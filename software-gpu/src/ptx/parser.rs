@@ -4,7 +4,7 @@ use super::ast::{Clusters, File, Function, Init, Inst, Linkage, Operand, Space, 
 use super::lexer::{Token, tokens};
 use crate::error::{Error, Result};
 
-/// Nested blocks deeper than this are no compiler's work.
+/// The deepest nesting of blocks. Compilers do not come near it.
 const MAX_DEPTH: u32 = 200;
 
 struct Parser<'a> {
@@ -117,7 +117,7 @@ impl<'a> Parser<'a> {
                 Token::Dot("address_size") => {
                     self.next();
                     if self.int()? != 64 {
-                        return self.error("only 64-bit addresses are known");
+                        return self.error("only 64-bit addresses are supported");
                     }
                     return Ok(());
                 }
@@ -258,13 +258,13 @@ impl<'a> Parser<'a> {
                     while !self.eat(b')') {
                         match self.next() {
                             Token::Dot("managed") => var.managed = true,
-                            Token::End => return self.error("an attribute does not end"),
+                            Token::End => return self.error("unterminated attribute"),
                             _ => {}
                         }
                     }
                 }
                 "ptr" => {
-                    // A hint about what a pointer parameter points to.
+                    // A hint about the target of a pointer parameter.
                     while let Token::Dot(hint) = self.peek() {
                         match hint {
                             "align" => {
@@ -290,7 +290,7 @@ impl<'a> Parser<'a> {
                 self.next();
                 var.name = name;
             }
-            // A prototype may leave a parameter without a name.
+            // A prototype may leave a parameter unnamed.
             _ if var.space == Space::Param => return Ok(()),
             _ => return self.unexpected("a name"),
         }
@@ -350,7 +350,7 @@ impl<'a> Parser<'a> {
                 }
             }
             Token::Ident(_) => self.symbol_init(None)?,
-            // `.reg .texref t = { addr_mode_0 = wrap, ... }` and the like.
+            // For example `.reg .texref t = { addr_mode_0 = wrap, ... }`.
             _ => return self.unexpected("an initial value"),
         };
         out.push(value);
@@ -412,7 +412,7 @@ impl<'a> Parser<'a> {
             self.expect(b'(')?;
             while !self.eat(b')') {
                 if self.next() == Token::End {
-                    return self.error("an attribute does not end");
+                    return self.error("unterminated attribute");
                 }
             }
         }
@@ -472,7 +472,8 @@ impl<'a> Parser<'a> {
                     self.next();
                     f.cluster.required = Some(self.dimensions()?);
                 }
-                // Dimensions of grids counted in clusters: what a launch and the registers would mean by them is another matter.
+                // Grid dimensions counted in clusters: they change the meaning of launches and special
+                // registers.
                 Token::Dot("blocksareclusters") => {
                     self.next();
                     f.unsupported = Some(".blocksareclusters");
@@ -592,7 +593,7 @@ impl<'a> Parser<'a> {
         Ok(first)
     }
 
-    /// A name with its dotted suffix (`%tid.x`), as one slice of the text.
+    /// A name with its dotted suffix (`%tid.x`) as one slice of the text.
     fn dotted(&mut self, name: &'a str) -> &'a str {
         if name.starts_with('%')
             && let Token::Dot(part @ ("x" | "y" | "z" | "w")) = self.peek()
@@ -700,7 +701,7 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// The special registers with components, as one name.
+/// The names of special registers with components.
 fn special(name: &str, part: &str) -> Option<&'static str> {
     const NAMES: [&str; 32] = [
         "%tid.x",

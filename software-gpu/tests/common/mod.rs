@@ -1,4 +1,4 @@
-//! What the tests share: a GPU with memory, uploads, parameters.
+//! Test support: a GPU with memory, uploads and parameters.
 
 use std::sync::{Arc, Mutex};
 
@@ -45,7 +45,7 @@ impl Bench {
 
     pub fn download<T: Copy + Default>(&self, at: u64, n: usize) -> Vec<T> {
         let mut out = vec![T::default(); n];
-        // SAFETY: as in `upload`; any bits are a number.
+        // SAFETY: plain numbers have no padding, and any bits are a valid number.
         let bytes =
             unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u8>(), n * size_of::<T>()) };
         self.gpu.read(at, bytes).unwrap();

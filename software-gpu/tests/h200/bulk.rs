@@ -1,10 +1,10 @@
-//! The corpus's bulk copies, plain and with a reduction, and reductions that give nothing back.
+//! The corpus's bulk copies, plain and reducing, and reductions without a result.
 
 use super::{Check, Corpus, bits, keep};
 
-/// Bulk copies that reduce, to global memory; `red` of numbers that are flushed or are NaNs.
+/// Reducing bulk copies to global memory; `red` of numbers that are flushed or NaN.
 pub fn bulk(c: &mut Corpus) {
-    // Sixteen bytes of each thread's own: two words of its input, into the first two.
+    // Sixteen bytes for each thread: two words of its input are reduced into the first two.
     let fill = "mov.b32 %d, 0; mov.b32 %e, 0; .shared .align 16 .b8 buffer[8192]; mov.u32 %x7, buffer; mad.lo.u32 %x7, %t, 16, %x7; ld.global.b64 %y0, [%pi+16]; ld.global.b64 %y1, [%pi+24]; st.shared.v2.b64 [%x7], {%y0, %y1}; fence.proxy.async; ";
     let wait = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; fence.proxy.async; ";
     let mut of = |op: &str, ty: &str, kind: &str| {
@@ -57,7 +57,7 @@ pub fn bulk(c: &mut Corpus) {
             Check::Exact,
         );
     }
-    // What `sub.cc` leaves is read as a borrow by `subc` and as a carry by `addc`.
+    // `subc` reads the flag of `sub.cc` as a borrow, `addc` as a carry.
     for ty in ["u32", "u64"] {
         for (first, second) in [("sub", "addc"), ("add", "subc")] {
             c.work(

@@ -1,8 +1,9 @@
-//! The corpus's clusters: where a block is, memory of other blocks, and barriers between them.
+//! The corpus's clusters: block positions, memory of other blocks, and barriers between blocks.
 
 use super::{Case, Check, Corpus, Random, rare};
 
-/// A kernel of clusters: the inputs are a word `%a` and `%b` for each thread, the results `%r0` and those after it.
+/// A kernel with clusters. The inputs are a word `%a` and a word `%b` per thread, the results `%r0` and
+/// following.
 fn case(c: &mut Corpus, name: &str, size: [u32; 3], kind: &str, results: usize, work: &str) {
     let blocks: u32 = size.iter().product();
     let grid = [size[0] * 2, size[1], size[2] * 2];
@@ -27,7 +28,7 @@ fn case(c: &mut Corpus, name: &str, size: [u32; 3], kind: &str, results: usize, 
     for n in 0..results {
         text.push_str(&format!("  st.global.b32 [%po+{}], %r{n};\n", n * 4));
     }
-    // No block goes while another may still look into its memory.
+    // No block exits while another may still access its memory.
     text.push_str("  barrier.cluster.arrive.aligned;\n  barrier.cluster.wait.aligned;\n  ret;\n");
     let mut r = Random(0x2545_f491_4f6c_dd1d ^ u64::from(blocks * 64 + size[0] * 8 + size[1]));
     let input = |r: &mut Random| match kind {
@@ -50,10 +51,10 @@ fn case(c: &mut Corpus, name: &str, size: [u32; 3], kind: &str, results: usize, 
     });
 }
 
-/// Clusters of several shapes.
+/// Clusters of several sizes.
 pub fn clusters(c: &mut Corpus) {
     let sync = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; ";
-    // A thread's word here, at the same place in the next block, and in the block of the highest rank.
+    // A thread's word here, at the same address in the next block, and in the block with the highest rank.
     let next = "mov.u32 %x7, mem; mad.lo.u32 %x7, %t, 4, %x7; mov.u32 %x6, %cluster_ctarank; mov.u32 %x5, %cluster_nctarank; add.u32 %x4, %x6, 1; rem.u32 %x4, %x4, %x5; ";
     for size in [
         [1, 1, 1],
@@ -107,7 +108,7 @@ pub fn clusters(c: &mut Corpus) {
             ),
         );
 
-        // Every thread of the cluster adds to the same words of the block of rank 0.
+        // Every thread of the cluster adds to the same words in the block of rank 0.
         case(c, "atom.shared::cluster", size, "u32", 6, &format!(
             "{next}st.shared.b32 [%x7], 0; st.shared.b32 [%x7+256], -1; st.shared.b32 [%x7+512], %a; {sync}\
              mapa.shared::cluster.u32 %x3, %x7, 0; atom.shared::cluster.add.u32 %x2, [%x3], %a; red.shared::cluster.cluster.max.u32 [%x3+128], %b; \
@@ -129,7 +130,7 @@ pub fn clusters(c: &mut Corpus) {
             );
         }
 
-        // The next block's barrier learns of arrivals and of bytes that are stored there.
+        // Arrivals and stored bytes complete on the next block's barrier.
         case(
             c,
             "mbarrier, st.async, red.async",
@@ -148,7 +149,7 @@ pub fn clusters(c: &mut Corpus) {
             ),
         );
 
-        // From one block's memory into the next one's, all threads' words by one copy.
+        // One copy moves all threads' words from one block's memory to the next block's.
         case(
             c,
             "cp.async.bulk between blocks",

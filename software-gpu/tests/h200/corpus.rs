@@ -1,7 +1,9 @@
-//! The corpus: one small kernel for each instruction, type and modifier, with edge values and random ones as inputs.
+//! The corpus: a small kernel for each instruction, type and modifier, with edge values and random values as
+//! inputs.
 //!
-//! `examples/h200_corpus.rs` writes it for `runner.cu`, which records what a real GPU answers; `tests/h200.rs` runs the same
-//! kernels here and compares. Everything is derived from a fixed seed, so both sides see the same.
+//! `examples/h200_corpus.rs` writes it for `runner.cu`, which records a real GPU's results; `tests/h200.rs`
+//! runs the same kernels on the software GPU and compares. Everything is derived from a fixed seed, so both
+//! sides see the same.
 
 mod bulk;
 mod clusters;
@@ -14,39 +16,39 @@ mod video;
 use rare::rare;
 use together::{matrices, memory, moves, warps};
 
-/// How near our answer must be to the GPU's.
+/// How close a result must be to the GPU's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Check {
-    /// The same bits.
+    /// Bit-identical.
     Exact,
     /// An approximate instruction: relative error at most 2^`.0`, or absolute error at most 2^`.1`.
     Near(f64, f64),
-    /// As `Near`, for inputs of a magnitude up to `.2`; beyond, only in [-1, 1].
+    /// Like `Near` for inputs of a magnitude up to `.2`; beyond, the result only has to be in [-1, 1].
     Wave(f64, f64, f64),
 }
 
-/// One kernel with its inputs.
+/// A kernel with its inputs.
 pub struct Case {
-    /// The instruction as PTX has it, perhaps with a remark.
+    /// The instruction as written in PTX, sometimes with a remark.
     pub name: String,
     /// The type of the result: `f32`, `u64`, ...
     pub ty: &'static str,
-    /// Bytes of a thread's result.
+    /// Bytes per thread's result.
     pub out_bytes: usize,
     /// How results are compared.
     pub check: Check,
-    /// The kernel without its head.
+    /// The kernel's body.
     pub body: String,
-    /// Four words for each thread.
+    /// Four words per thread.
     pub inputs: Vec<[u64; 4]>,
-    /// What stands between the kernel's parameters and its body, such as the shape of its clusters.
+    /// Text between the kernel's parameters and its body, such as its cluster size.
     pub head: String,
-    /// Blocks that the threads are divided among.
+    /// The grid over which the threads are distributed.
     pub grid: [u32; 3],
 }
 
 impl Case {
-    /// A number that changes with anything in the case.
+    /// A hash of everything in the case.
     pub fn hash(&self) -> u64 {
         let mut h = 0xcbf2_9ce4_8422_2325u64;
         let mut eat = |b: &[u8]| b.iter().for_each(|b| h = (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
@@ -62,10 +64,10 @@ impl Case {
     }
 }
 
-/// Cases that are compiled together.
+/// Number of cases that are compiled together.
 pub const MODULE: usize = 64;
 
-/// The PTX of a module of cases: kernel `c0` is the first of them.
+/// The PTX of a module of cases; kernel `c0` is the first.
 pub fn ptx(cases: &[Case]) -> String {
     let mut text = String::from(".version 8.8\n.target sm_90\n.address_size 64\n");
     for (n, case) in cases.iter().enumerate() {
@@ -99,7 +101,7 @@ fn bits(ty: &str) -> u32 {
     }
 }
 
-/// The register type that holds a type: 8 bits travel in 32.
+/// The register size for a type; 8-bit types use 32 bits.
 fn register(ty: &str) -> u32 {
     bits(ty).max(if bits(ty) == 8 { 32 } else { 16 })
 }
@@ -236,7 +238,7 @@ fn value(ty: &str, r: &mut Random) -> u64 {
     let random = r.next();
     match ty {
         "f32" if edge => u64::from(F32[r.below(F32.len())]),
-        // Numbers of like size make sums and quotients interesting.
+        // Numbers of similar magnitude make sums and quotients interesting.
         "f32" if r.below(3) > 0 => {
             random & 0x807f_ffff | (0x3f80_0000 - (((random >> 40) % 24) << 23) + (12 << 23))
         }
@@ -249,7 +251,7 @@ fn value(ty: &str, r: &mut Random) -> u64 {
         "bf16x2" => value("bf16", r) | value("bf16", r) << 16,
         "u16x2" | "s16x2" => value("u16", r) | value("u16", r) << 16,
         kind if rare::KINDS.contains(&kind) => rare::value(kind, random, r),
-        // A shift's amount.
+        // A shift amount.
         "amount" => {
             [0, 1, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 255, 256, 0xffff_ffff, random & 63][r.below(16)]
         }
@@ -258,7 +260,7 @@ fn value(ty: &str, r: &mut Random) -> u64 {
         "nonzero" => value("u64", r).max(1) & 0xffff | 1,
         "f32" | "f64" | "f16" | "bf16" => random,
         _ if edge => {
-            // The width's own extremes, and those of wider words.
+            // Extremes of the width itself and of wider words.
             let v = INT[r.below(INT.len())];
             if r.below(2) == 0 { v >> (64 - bits(ty)) | v << 1 } else { v }
         }
@@ -266,7 +268,7 @@ fn value(ty: &str, r: &mut Random) -> u64 {
     }
 }
 
-/// A kernel's input and output code around `work`, which leaves its result in `%d` (or in `%d` and `%e`).
+/// Wraps input and output code around `work`, which leaves its result in `%d` (or in `%d` and `%e`).
 pub fn body(work: &str, ins: &[&str], out: &str, pair: bool) -> String {
     let mut text = String::new();
     text.push_str("  .reg .b64 %pi, %po, %off;\n  .reg .b32 %t, %lane;\n  .reg .pred %p, %q, %s;\n");
@@ -302,7 +304,7 @@ struct Corpus {
 }
 
 impl Corpus {
-    /// Adds a kernel that does `work` on inputs `%a`, `%b`, `%c`, `%g` of the types given.
+    /// Adds a kernel that runs `work` on inputs `%a`, `%b`, `%c`, `%g` of the given types.
     fn work(&mut self, name: &str, work: &str, ins: &[&str], out: &'static str, pair: bool, check: Check) {
         let regs: Vec<&str> = ins
             .iter()
@@ -338,7 +340,7 @@ impl Corpus {
         });
     }
 
-    /// Adds one instruction: its destination, then its sources in order.
+    /// Adds an instruction: its destination, then its sources in order.
     fn op(&mut self, name: &str, out: &'static str, ins: &[&str]) {
         self.near(name, out, ins, Check::Exact);
     }
@@ -376,7 +378,7 @@ impl Corpus {
 const INTS: [&str; 6] = ["u16", "s16", "u32", "s32", "u64", "s64"];
 const ROUND: [&str; 4] = ["rn", "rz", "rm", "rp"];
 
-/// The type with a lifetime that a case may keep.
+/// The type with a static lifetime, as cases store it.
 fn keep(ty: &str) -> &'static str {
     const ALL: [&str; 24] = [
         "u8", "s8", "u16", "s16", "b16", "u32", "s32", "b32", "u64", "s64", "b64", "f16", "bf16", "f16x2",
@@ -803,7 +805,7 @@ pub fn cases() -> Vec<Case> {
     c.cases
 }
 
-/// The threads of a case: matrices are one warp's work.
+/// The number of threads in a case. A matrix takes one warp.
 pub fn threads(case: &Case) -> usize {
     if case.name.contains("mma.") { 32 } else { case.inputs.len() }
 }

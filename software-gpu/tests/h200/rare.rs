@@ -1,8 +1,8 @@
-//! The corpus's cases that random inputs rarely meet: several NaNs at once, and results at the edge of what `.ftz` flushes.
+//! Cases that random inputs rarely hit: several NaNs at once, and results close to where `.ftz` flushes.
 
 use super::{Check, Corpus, ROUND, Random, keep};
 
-/// Kinds of inputs that are made for these cases.
+/// The kinds of inputs made for these cases.
 pub const KINDS: [&str; 7] = ["nan64", "nan32", "tiny32", "tiny16", "tiny16x2", "tiny64", "big32"];
 
 const NAN64: [u64; 10] = [
@@ -29,7 +29,7 @@ const NAN32: [u32; 9] = [
     0x7f80_0000,
 ];
 
-/// The type that an input of the kind has.
+/// The type of an input of this kind.
 pub fn carrier(kind: &str) -> &str {
     match kind {
         "nan64" | "tiny64" => "f64",
@@ -40,9 +40,9 @@ pub fn carrier(kind: &str) -> &str {
     }
 }
 
-/// An input of the kind.
+/// An input of this kind.
 pub fn value(kind: &str, random: u64, r: &mut Random) -> u64 {
-    // Significands near a power of two make results that round up to one.
+    // Significands close to a power of two, whose results round up to one.
     let near = |digits: u32, r: &mut Random| match r.below(4) {
         0 => random & ((1 << digits) - 1),
         1 => 0,
@@ -68,7 +68,7 @@ pub fn value(kind: &str, random: u64, r: &mut Random) -> u64 {
     }
 }
 
-/// What happens to an `n`th operand that is a NaN, and where results are flushed.
+/// NaNs in each operand, and results that are flushed.
 pub fn rare(c: &mut Corpus) {
     let mut of = |work: &str, out: &'static str, ins: &[&str], check: Check| {
         let list: String = ["a", "b", "c"][..ins.len()].iter().map(|n| format!(", %{n}")).collect();

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds what records a real GPU's answers, into the folder carry/h200 of the repository (which git ignores). Needs nvcc 13.0 on the
-# PATH. Then, on a machine with an H200 and from the repository's root: sh carry/h200/run.sh FOLDER writes results.bin and
-# textures-results.bin into FOLDER, which belong into software-gpu/tests/h200.
+# Builds the programs that record a real GPU's results, in the folder carry/h200 of the repository (ignored by git). Needs nvcc
+# 13.0 on the PATH. Then run `sh carry/h200/run.sh FOLDER` from the repository's root on a machine with an H200. It writes
+# results.bin and textures-results.bin to FOLDER; copy them to software-gpu/tests/h200.
 set -eu
 cd "$(dirname "$0")/../../.."
 folder=carry/h200

@@ -1,5 +1,5 @@
-// Runs the corpus that `examples/h200_corpus.rs` wrote on a real GPU: runner CORPUS RESULTS.
-// The driver's functions are taken from the runtime, so that it links to nothing but the static one.
+// Runs the corpus written by `examples/h200_corpus.rs` on a real GPU: runner CORPUS RESULTS.
+// Gets the driver's functions from the runtime, so that it links only to the static runtime.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -104,7 +104,7 @@ int main(int argc, char **argv)
             cudaFree(din);
             cudaFree(dout);
         }
-        // Written as it grows: a kernel that never ends loses only what follows it.
+        // Written incrementally, so that a kernel that never ends loses only what follows it.
         f = fopen(argv[2], "wb");
         if (!f || fwrite(out.data(), 1, out.size(), f) != out.size() || fclose(f))
             return 6;

@@ -1,20 +1,20 @@
-//! The corpus's products of matrices whose sums are not exact, so that the order of additions and their rounding show.
+//! Matrix products with inexact sums, which show the order and rounding of additions.
 
 use super::together::product;
 use super::{Case, Check, Corpus, Random};
 
-/// What the inputs of a case are like.
+/// The distribution of a case's inputs.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
-    /// Of like sizes.
+    /// Similar magnitudes.
     Even,
-    /// Of very different sizes.
+    /// Very different magnitudes.
     Wide,
-    /// A sum to begin with that is much larger than the products.
+    /// An addend much larger than the products.
     Base,
-    /// Mostly zeros, so that few products meet.
+    /// Mostly zeros, so that few products are added.
     Few,
-    /// Zeros, infinities, NaNs, subnormals and the largest numbers among others.
+    /// Includes zeros, infinities, NaNs, subnormals and the largest numbers.
     Edges,
 }
 
@@ -26,7 +26,7 @@ const KINDS: [(Kind, &str); 5] = [
     (Kind::Edges, "edges"),
 ];
 
-/// Bits of the exponent and of the digits after it.
+/// Exponent bits and fraction bits of a format.
 fn format(ty: &str) -> (u32, u32) {
     match ty {
         "f16" => (5, 10),
@@ -72,14 +72,14 @@ fn number(ty: &str, kind: Kind, sum: bool, r: &mut Random) -> u64 {
     (random & ((1 << digits) - 1)) | biased << digits | (random >> 63) << (width - 1)
 }
 
-/// A register of an operand: as many numbers as it holds.
+/// A random register of an operand, with as many numbers as it holds.
 fn word(ty: &str, kind: Kind, sum: bool, r: &mut Random) -> u64 {
     let (exponent, digits) = format(ty);
     let width = exponent + digits + 1;
     (0..(32 / width).max(1)).fold(0, |v, n| v | number(ty, kind, sum, r) << (n * width))
 }
 
-/// `wmma` with everything loaded from memory and stored there, since its fragments' layout is nobody's business.
+/// `wmma` with all operands loaded from and stored to memory, because the fragment layout is unspecified.
 fn fragments(
     c: &mut Corpus,
     shape: [usize; 3],
@@ -175,7 +175,7 @@ fn fragments(
     });
 }
 
-/// Every shape with numbers of every kind.
+/// Every shape with every distribution.
 pub fn sums(c: &mut Corpus) {
     let shapes: [(&str, [&str; 4], [usize; 4]); 19] = [
         ("m16n8k16", ["f32", "f16", "f16", "f32"], [4, 4, 2, 4]),

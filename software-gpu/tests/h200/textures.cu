@@ -1,5 +1,5 @@
-// Samples the textures that `examples/h200_corpus.rs` wrote on a real GPU: textures CORPUS RESULTS.
-// A case is a resource with its texels, a sampler, a kernel and the kernel's inputs; `textures.rs` says how it is laid out.
+// Samples the textures written by `examples/h200_corpus.rs` on a real GPU: textures CORPUS RESULTS.
+// A case is a resource with its texels, a sampler, a kernel and its inputs; `textures.rs` defines the encoding.
 #include <cuda.h>
 #include <cuda_runtime.h>
 

@@ -1,11 +1,11 @@
-//! The corpus of textures and surfaces: resources with texels, samplers, and what kernels read of them.
+//! The corpus of textures and surfaces: resources with texels, samplers, and kernels that read them.
 //!
-//! `examples/h200_corpus.rs` writes it for `textures.cu`, which records what a real GPU answers; `tests/h200_textures.rs` runs the
-//! same kernels here and compares.
+//! `examples/h200_corpus.rs` writes it for `textures.cu`, which records a real GPU's results;
+//! `tests/h200_textures.rs` runs the same kernels on the software GPU and compares.
 
 use super::Random;
 
-/// What holds the texels.
+/// The kind of resource that contains the texels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Array,
@@ -14,7 +14,7 @@ pub enum Kind {
     Rows,
 }
 
-/// Texels of a channel, as `cudaChannelFormatKind` has it.
+/// The format of a channel, as in `cudaChannelFormatKind`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Format {
     /// 0: unsigned, 1: signed, 2: float.
@@ -23,12 +23,12 @@ pub struct Format {
     pub channels: u32,
 }
 
-/// How near our answer must be to the GPU's.
+/// How close a result must be to the GPU's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Near {
-    /// The same bits.
+    /// Bit-identical.
     Exact,
-    /// So much at most in each channel.
+    /// At most this far off in each channel.
     Within(f32),
 }
 
@@ -38,15 +38,15 @@ pub const CLAMP: u32 = 1;
 pub const MIRROR: u32 = 2;
 pub const BORDER: u32 = 3;
 
-/// One resource and one kernel that looks at it.
+/// A resource and a kernel that reads it.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub name: String,
     pub near: Near,
-    /// The instruction, without its operands.
+    /// The instruction without its operands.
     pub instruction: String,
     pub kind: Kind,
-    /// Texels in each direction; a direction that is not there counts as 1.
+    /// Number of texels in each dimension; 1 for a dimension that does not exist.
     pub size: [u32; 3],
     pub layers: u32,
     pub levels: u32,
@@ -62,7 +62,7 @@ pub struct Case {
     pub bias: f32,
     pub range: [f32; 2],
     pub texels: Vec<u8>,
-    /// Words of each thread.
+    /// Each thread's words.
     pub inputs: Vec<Vec<u32>>,
 }
 
@@ -84,12 +84,12 @@ impl Case {
         self.is("sust") || self.is("suld")
     }
 
-    /// Words of a thread's result: one channel that is not there is among them.
+    /// Words per thread's result, including one channel that does not exist.
     pub fn results(&self) -> usize {
         if self.is("tld4") || self.surface() { 4 } else { (self.format.channels + 1).min(4) as usize }
     }
 
-    /// The kernel after its name.
+    /// The kernel's text after its name.
     pub fn body(&self) -> String {
         let words = self.inputs.first().map_or(0, Vec::len);
         let geometry = self.geometry();
@@ -184,7 +184,7 @@ impl Case {
         text + " ret;\n}\n"
     }
 
-    /// As `textures.cu` reads it, with the number of its kernel.
+    /// The encoding that `textures.cu` reads, with the number of its kernel.
     pub fn bytes(&self, kernel: u32) -> Vec<u8> {
         let geometry = self.geometry();
         let flags = u32::from(geometry.starts_with('a'))
@@ -216,7 +216,7 @@ impl Case {
         self.inputs.iter().flatten().flat_map(|w| w.to_le_bytes()).collect()
     }
 
-    /// A number that changes with anything in the case.
+    /// A hash of everything in the case.
     pub fn hash(&self) -> u64 {
         let mut h = 0xcbf2_9ce4_8422_2325u64;
         let mut eat = |b: &[u8]| b.iter().for_each(|b| h = (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
@@ -226,7 +226,7 @@ impl Case {
     }
 }
 
-/// The cases' different kernels.
+/// The distinct kernels of the cases.
 pub fn kernels(cases: &[Case]) -> Vec<String> {
     let mut all: Vec<String> = Vec::new();
     for case in cases {
@@ -238,7 +238,7 @@ pub fn kernels(cases: &[Case]) -> Vec<String> {
     all
 }
 
-/// The module with all of them: kernel `k0` is the first.
+/// The module with all of them; kernel `k0` is the first.
 pub fn ptx(kernels: &[String]) -> String {
     let mut text = String::from(".version 8.6\n.target sm_90\n.address_size 64\n");
     for (n, body) in kernels.iter().enumerate() {
@@ -247,8 +247,8 @@ pub fn ptx(kernels: &[String]) -> String {
     text
 }
 
-/// A case whose texels are random and whose coordinates follow; the caller changes what it wants else. Its numbers come from its
-/// name, so that the others stay what they are when it changes.
+/// A case with random texels; coordinates are added later, and the caller adjusts the rest. Its random
+/// numbers derive from its name, so changing it leaves other cases as they are.
 fn case(r: &mut Random, name: &str, instruction: &str, size: [u32; 3], format: Format) -> Case {
     let seed = name
         .bytes()
@@ -286,7 +286,7 @@ fn case(r: &mut Random, name: &str, instruction: &str, size: [u32; 3], format: F
     case
 }
 
-/// Random texels for all levels: floats are from -1 to 1.
+/// Random texels for all levels; floats are between -1 and 1.
 fn fill(r: &mut Random, case: &mut Case) {
     case.texels.clear();
     for level in 0..case.levels {
@@ -297,7 +297,7 @@ fn fill(r: &mut Random, case: &mut Case) {
             match (case.format.kind, case.format.bits) {
                 (2, 32) => case.texels.extend(unit.to_le_bytes()),
                 (2, _) => {
-                    // A half of either sign with an exponent from -14 to 0.
+                    // An f16 of either sign with an exponent from -14 to 0.
                     let half = (word >> 20) as u16 & 0x83ff | (1 + (word >> 45) as u16 % 15) << 10;
                     case.texels.extend(half.to_le_bytes());
                 }
@@ -310,7 +310,7 @@ fn fill(r: &mut Random, case: &mut Case) {
 const F32X1: Format = Format { kind: 2, bits: 32, channels: 1 };
 const THREADS: usize = 192;
 
-/// Coordinates in texels that say something: edges, middles, ties of weights, what is far out or no number.
+/// Interesting coordinates in texels: edges, centers, ties of weights, far outside, not a number.
 const EDGES: [f32; 30] = [
     0.0,
     -0.0,
@@ -357,7 +357,7 @@ fn coordinate(r: &mut Random, size: u32, normalized: bool) -> u32 {
     (if normalized { v / size as f32 } else { v }).to_bits()
 }
 
-/// Coordinates for each direction of the case, after a layer if it has them.
+/// Coordinates for each dimension of the case, after a layer if it has them.
 fn look(r: &mut Random, case: &mut Case, threads: usize) {
     let geometry = case.geometry().to_string();
     let layers = if geometry == "acube" { case.layers / 6 } else { case.layers };
@@ -427,7 +427,7 @@ fn filters(r: &mut Random, all: &mut Vec<Case>) {
         for linear in [false, true] {
             let title = format!("1d of {size}, linear {linear}");
             let mut c = case(r, &title, "tex.1d.v4.f32.f32", [size, 1, 1], Format { bits: 16, ..F32X1 });
-            // Steps of 1/2048, so that texels and weights show; the sum has few digits.
+            // Steps of 1/2048 reveal texels and weights; the sum has few digits.
             c.texels = (0..size).flat_map(|n| [(n % 7) as u8 * 16, 0x3c]).collect();
             (c.linear, c.normalized) = (linear, true);
             look(r, &mut c, THREADS);
@@ -486,7 +486,7 @@ fn filters(r: &mut Random, all: &mut Vec<Case>) {
     }
 }
 
-/// Every format, read as it is and as a fraction, with its border and its missing channels.
+/// Every format, read unchanged and as a fraction, with its border and missing channels.
 fn formats(r: &mut Random, all: &mut Vec<Case>) {
     for kind in 0..3 {
         for bits in [8, 16, 32].into_iter().filter(|bits| kind < 2 || *bits > 8) {
@@ -596,7 +596,7 @@ fn levels(r: &mut Random, all: &mut Vec<Case>) {
         look(r, &mut c, THREADS);
         all.push(c);
     }
-    // A level's texels are its number: what comes back is the level that the gradients come to.
+    // Each texel contains the number of its level, so a result shows which level the gradients select.
     for (geometry, size, levels, directions) in [("1d", 256, 9, 1), ("2d", 64, 7, 2), ("3d", 32, 6, 3)] {
         let mut c = case(
             r,
@@ -673,7 +673,7 @@ fn surfaces(r: &mut Random, all: &mut Vec<Case>) {
     {
         for (n, (element, format)) in elements.into_iter().enumerate() {
             for outside in ["clamp", "zero"] {
-                // All elements in two dimensions, some elsewhere.
+                // All elements in 2D, some in other geometries.
                 if geometry != "2d" && n % 4 != 0 {
                     continue;
                 }
@@ -690,7 +690,7 @@ fn surfaces(r: &mut Random, all: &mut Vec<Case>) {
                     } else {
                         2
                     };
-                    // Two threads that store to one place would leave it to chance: only one thread stores outside.
+                    // Two threads that store to the same texel would race, so only one thread stores outside.
                     let places: Vec<u32> = (0..size.iter().product::<u32>() * c.layers).collect();
                     c.inputs = (0..if store { places.len() / 2 } else { 96 })
                         .map(|t| {

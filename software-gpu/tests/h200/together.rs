@@ -1,8 +1,8 @@
-//! The corpus's cases in which lanes work together or memory is used.
+//! Cases in which lanes cooperate or memory is used.
 
 use super::{Case, Check, Corpus, Random, bits, keep};
 
-/// What the lanes of a warp do together, and special registers.
+/// Warp-wide operations and special registers.
 pub fn warps(c: &mut Corpus) {
     for mode in ["up", "down", "bfly", "idx"] {
         for clamp in [0x00, 0x1f, 0x181f, 0x1807, 0x1c03, 0x0f1f] {
@@ -16,7 +16,8 @@ pub fn warps(c: &mut Corpus) {
             );
         }
     }
-    // A source lane that differs by lane, with lanes missing: the members are those of the branch.
+    // A source lane that differs between lanes, with missing lanes: the members are those that took the
+    // branch.
     c.work("shfl.sync.idx.b32 in a branch", "setp.lt.u32 %p, %lane, 11; mov.b32 %d, %a; @%p shfl.sync.bfly.b32 %d, %a, 1, 0x1f, 0x7ff; mov.b32 %d, %d;", &["b32"], "b32", false, Check::Exact);
     for op in ["add", "min", "max"] {
         for ty in ["u32", "s32"] {
@@ -119,9 +120,9 @@ pub fn warps(c: &mut Corpus) {
     }
 }
 
-/// Memory and what is atomic there.
+/// Memory accesses and atomics.
 pub fn memory(c: &mut Corpus) {
-    // Each thread has a word of its own; the result is what was there and what is there now.
+    // Each thread has its own word. The result is its previous and its new value.
     let shared = |w: u32| {
         format!(
             ".shared .align 8 .b{w} mem[512]; mov.u32 %x7, mem; mad.lo.u32 %x7, %t, {}, %x7; st.shared.b{w} [%x7], %a; ",
@@ -203,7 +204,8 @@ pub fn memory(c: &mut Corpus) {
     c.work("st.v4.u8", ".shared .align 4 .b8 bytes[4096]; mov.u32 %x7, bytes; mad.lo.u32 %x7, %t, 4, %x7; st.shared.v4.u8 [%x7], {%a, %b, %c, %a}; ld.shared.u32 %d, [%x7];", &["u8", "u8", "u8"], "u32", false, Check::Exact);
 }
 
-/// Matrices to and from shared memory: 1 KiB holds eight of 8 x 8 halves, of which a warp moves up to four.
+/// Matrices to and from shared memory. 1 KiB has room for eight 8 × 8 matrices of f16; a warp moves up to
+/// four.
 pub fn moves(c: &mut Corpus) {
     let fill = ".shared .align 16 .b8 tile[1024]; mov.u32 %x7, tile; mad.lo.u32 %x6, %lane, 32, %x7; st.shared.v4.b32 [%x6], {%a, %b, %c, %g}; xor.b32 %x0, %a, %c; st.shared.v4.b32 [%x6+16], {%b, %x0, %a, %g}; bar.warp.sync -1; xor.b32 %x1, %lane, 5; mad.lo.u32 %x5, %x1, 16, %x7; ";
     let ins = ["u32", "u32", "u32", "u32"];
@@ -242,7 +244,7 @@ pub fn moves(c: &mut Corpus) {
     );
 }
 
-/// Products of small matrices: the inputs are small whole numbers, so that every sum is exact whatever its order.
+/// Products of small matrices. The inputs are small integers, so that every sum is exact in any order.
 pub fn matrices(c: &mut Corpus) {
     let small = |ty: &str, r: &mut Random| -> u64 {
         let n = r.below(9) as i32 - 4;
@@ -255,7 +257,7 @@ pub fn matrices(c: &mut Corpus) {
             _ => r.next() & 0xffff_ffff,
         }
     };
-    // Shape, types of D, A, B, C, and 32-bit registers of each.
+    // Shape; types of D, A, B, C; 32-bit registers of each.
     let shapes: [(&str, [&str; 4], [usize; 4]); 22] = [
         ("m16n8k16", ["f32", "f16", "f16", "f32"], [4, 4, 2, 4]),
         ("m16n8k16", ["f16", "f16", "f16", "f16"], [2, 4, 2, 2]),
@@ -286,8 +288,8 @@ pub fn matrices(c: &mut Corpus) {
     }
 }
 
-/// One product of a shape, with the types of D, A, B and C and the 32-bit registers of each; `value` gives what is in a register
-/// of an operand's type (of C if its second argument says so).
+/// One product of a shape, with the types and numbers of 32-bit registers of D, A, B and C. `value` returns
+/// the contents of a register for an operand's type (of C if its second argument is true).
 pub fn product(
     c: &mut Corpus,
     shape: &str,
@@ -299,7 +301,7 @@ pub fn product(
     let wide = d == "f64";
     let per = |n: usize| if wide { n / 2 } else { n };
     let mut inputs = Vec::new();
-    // A thread's words, one after the other, in blocks of four.
+    // A thread's words one after the other, in blocks of four.
     let rows = (per(counts[1]) + per(counts[2]) + per(counts[3])).div_ceil(4);
     for _ in 0..32 * rows {
         inputs.push([0u64; 4]);
@@ -335,7 +337,7 @@ pub fn product(
         text.push_str(&format!("  st.global.b{w} [%po+{}], %d{k};\n", k * w / 8));
     }
     text.push_str("  ret;\n");
-    // Threads read `rows` inputs each: the first 32 of them run.
+    // Threads read `rows` inputs each; the first 32 threads run.
     c.cases.push(Case {
         name: format!("{layout}{remark}"),
         ty: "b32",

@@ -1,15 +1,15 @@
-//! The corpus's video instructions: single values chosen from words, and words' parts side by side.
+//! Video instructions: single values selected from words, and parts of words side by side.
 
 use super::{Check, Corpus, Random};
 
 const PARTS: [&str; 7] = ["", ".b0", ".b1", ".b2", ".b3", ".h0", ".h1"];
 const TYPES: [&str; 2] = ["u32", "s32"];
 
-/// Whether it is one of those in which an H200 was seen to do what PTX does not say, and for which no rule was found.
+/// Whether an H200 deviates from PTX for this instruction in a way for which no rule was found.
 fn refused(text: &str) -> bool {
     let saturates = text.contains(".sat");
     let larger = saturates || text.contains(".min %d") || text.contains(".max %d");
-    // Of the result and the sources; comparisons name only these.
+    // The types of the result and sources; comparisons name only the sources'.
     let types: Vec<&str> = text.split(['.', ' ']).filter(|w| TYPES.contains(w)).collect();
     let operands = text.split(' ').skip(2).map(|w| w.trim_end_matches(','));
     let mut sources = types[1..].iter().zip(operands);
@@ -21,7 +21,7 @@ fn refused(text: &str) -> bool {
             && sources.any(|(ty, operand)| *ty == "u32" && !operand.contains('.'))
 }
 
-/// Every video instruction with a choice of types and of parts of its operands.
+/// Every video instruction with some choices of types and operand parts.
 pub fn video(c: &mut Corpus) {
     let mut r = Random(0x9e37_79b9_7f4a_7c15);
     fn pick<'a>(r: &mut Random, from: &[&'a str]) -> &'a str {
@@ -96,7 +96,7 @@ pub fn video(c: &mut Corpus) {
                     add(format!("vmad.{to}.{of}{sat}{shift} %d, %a{}, %b{}, %c", parts.0, parts.1));
                     let parts = (pick(&mut r, &PARTS), pick(&mut r, &PARTS));
                     add(format!("vmad.{to}.{of}.po{sat}{shift} %d, %a{}, %b{}, %c", parts.0, parts.1));
-                    // The sign of the product and that of the sum's other part.
+                    // The sign of the product and that of the addend.
                     let minus = pick(&mut r, &["-%a", "%a -", "%a %b -"]);
                     let operands = match minus {
                         "-%a" => "-%a.h0, %b.h1, %c",

@@ -1,11 +1,11 @@
-// Clusters of blocks: their registers, barrier and shared memory, by cooperative groups and by PTX. Compiled by regenerate.sh.
+// Clusters of blocks: registers, barrier and shared memory, by cooperative groups and by PTX. Compiled by regenerate.sh.
 #include <cooperative_groups.h>
 #include <cuda/ptx>
 
 namespace cg = cooperative_groups;
 namespace ptx = cuda::ptx;
 
-// What each block is told: its cluster, the clusters, its place there, the cluster's size, its rank.
+// Each block's view: its cluster, the number of clusters, its index in the cluster, the cluster's size, its rank.
 extern "C" __global__ void places(unsigned *out)
 {
     auto cluster = cg::this_cluster();
@@ -20,7 +20,7 @@ extern "C" __global__ void places(unsigned *out)
     if (threadIdx.x == 1) for (int i = 0; i < 16; i++) mine[i] = values[i];
 }
 
-// A histogram whose bins are spread over the cluster's blocks.
+// A histogram whose bins are distributed over the cluster's blocks.
 extern "C" __global__ void histogram(unsigned *bins, const unsigned *data, int n, int each)
 {
     extern __shared__ unsigned part[];
@@ -37,7 +37,7 @@ extern "C" __global__ void histogram(unsigned *bins, const unsigned *data, int n
         atomicAdd(bins + cluster.block_rank() * each + i, part[i]);
 }
 
-// Many rounds in which each block reads what its neighbour has just written; half of the threads leave at once.
+// Many rounds in which each block reads what its neighbor has just written; half of the threads exit immediately.
 extern "C" __global__ void ring(unsigned *out, int rounds)
 {
     __shared__ unsigned value[2];
@@ -54,7 +54,7 @@ extern "C" __global__ void ring(unsigned *out, int rounds)
     if (threadIdx.x == 0) out[blockIdx.x] = value[rounds % 2];
 }
 
-// Whose shared memory addresses are, generic and of 32 bits, and in which spaces.
+// The block and the spaces of shared memory addresses, both generic and 32-bit.
 extern "C" __global__ void addresses(unsigned *out)
 {
     __shared__ unsigned value;
@@ -77,7 +77,7 @@ extern "C" __global__ void addresses(unsigned *out)
     cluster.sync();
 }
 
-// Each block sends words to the next one, which waits at a barrier of its own until their bytes are there.
+// Each block sends words to the next one, which waits at its own barrier for the bytes.
 extern "C" __global__ void sent(unsigned *out)
 {
     __shared__ uint64_t barrier;
@@ -103,7 +103,7 @@ extern "C" __global__ void sent(unsigned *out)
     cluster.sync();
 }
 
-// One block copies memory into all blocks of its cluster but its first.
+// One block copies memory to all blocks of its cluster except its first.
 extern "C" __global__ void multicast(unsigned *out, const unsigned *data)
 {
     __shared__ alignas(16) unsigned words[64];
@@ -129,7 +129,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) pairs_of_blocks(unsigned *o
     if (threadIdx.x == 0) out[blockIdx.x] = cg::this_cluster().num_blocks();
 }
 
-// The second block waits for the first, which never comes.
+// The second block waits for the first, which never arrives.
 extern "C" __global__ void alone()
 {
     if (blockIdx.x % 2) cg::this_cluster().sync();
@@ -138,7 +138,7 @@ extern "C" __global__ void alone()
     if (blockIdx.x % 2 == 0 && threadIdx.x == 0) asm volatile("bar.sync 1, 64;");
 }
 
-// An address of a block that the cluster does not have.
+// An address in a block that the cluster does not have.
 extern "C" __global__ void beyond(unsigned *out)
 {
     __shared__ unsigned value;

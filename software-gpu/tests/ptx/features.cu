@@ -1,4 +1,4 @@
-// What programs use beyond the ordinary: tensor cores, asynchronous copies, cooperative groups, named barriers. Compiled by regenerate.sh.
+// Less common features: tensor cores, asynchronous copies, cooperative groups, named barriers. Compiled by regenerate.sh.
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
 #include <cuda/barrier>
@@ -65,7 +65,7 @@ extern "C" __global__ void mma_doubles(double *d, const double *a, const double 
     for (int i = 0; i < 4; i++) d[(group + i / 2 * 8) * 8 + member * 2 + i % 2] = c[i];
 }
 
-// Sums over tiles of four warps, which meet in memory that is the system's: the kernel's own has a canary in it.
+// Sums over tiles of four warps, which use reserved shared memory; a canary guards the kernel's own.
 extern "C" __global__ void wide_tiles(int *out, const int *in)
 {
     __shared__ cg::block_tile_memory<256> memory;
@@ -79,7 +79,7 @@ extern "C" __global__ void wide_tiles(int *out, const int *in)
     if (canary[threadIdx.x % 16] != threadIdx.x % 16) out[i] = -1;
 }
 
-// Blocks that publish pairs whose halves are equal, and blocks that look at them: how often they see halves of two stores.
+// Blocks publish pairs with equal halves, and other blocks count how often they read halves of two stores.
 extern "C" __global__ void pairs(ulonglong2 *cells, unsigned *torn, int rounds)
 {
     ulonglong2 *cell = cells + threadIdx.x;
@@ -143,7 +143,7 @@ extern "C" __global__ void pipeline(int *out, const int *in, int n)
     out[t] = sum;
 }
 
-// A producing warp and consuming ones meet at barriers in shared memory.
+// A producer warp and consumer warps use barriers in shared memory.
 extern "C" __global__ void barriers(int *out, int rounds)
 {
     __shared__ cuda::barrier<cuda::thread_scope_block> full, empty;
@@ -192,7 +192,7 @@ extern "C" __global__ void grid_sync(int *data, int *total, int rounds)
         atomicAdd(total + 2, 1);
 }
 
-// Each block waits for the one before it: a scan by decoupled look-back.
+// Each block waits for the previous one: a scan by decoupled look-back.
 extern "C" __global__ void look_back(int *out, const int *in, volatile int *status, unsigned *ticket)
 {
     __shared__ int base, block, sums[32];
@@ -245,13 +245,13 @@ extern "C" __global__ void named_barriers(int *out)
 extern "C" __global__ void divergent_shuffles(int *out)
 {
     int t = threadIdx.x, v = t * t, r;
-    // Both sides of a branch are one shuffle of the whole warp.
+    // Both sides of a branch form one shuffle of the whole warp.
     if (t & 1)
         r = __shfl_xor_sync(~0u, v, 1) + 1000;
     else
         r = __shfl_xor_sync(~0u, v + 5, 1) + 2000;
     out[t] = r;
-    // Peers by key reduce among themselves.
+    // Lanes with the same key reduce among themselves.
     unsigned peers = __match_any_sync(~0u, t % 5);
     out[32 + t] = __reduce_add_sync(peers, t);
     out[64 + t] = __popc(__ballot_sync(peers, t > 15));
@@ -278,7 +278,7 @@ extern "C" __global__ void half_atomics(half2 *pairs, float4 *four, __nv_bfloat1
 struct __align__(16) Wide {
     unsigned long long low, high;
 };
-// A 128-bit counter that all threads add to.
+// A 128-bit counter that all threads increment.
 extern "C" __global__ void wide_cas(Wide *counter)
 {
     Wide old = *counter, seen;

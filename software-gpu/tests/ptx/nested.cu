@@ -1,8 +1,8 @@
-// Kernels that launch kernels: a tree of them, streams and tails, launches that cannot be. Compiled by regenerate.sh.
+// Kernels that launch kernels: a tree, streams and tail launches, invalid launches. Compiled by regenerate.sh.
 
 __global__ void leaf(int *p, int value) { p[blockIdx.x * blockDim.x + threadIdx.x] += value; }
 
-// Each node adds one to its part of the memory, halves it for two more nodes, and counts itself once they are done.
+// Each node increments its part of the memory, splits it between two child nodes, and counts itself once they are done.
 extern "C" __global__ void tree(int *p, int n, int depth)
 {
     if (threadIdx.x) return;
@@ -14,7 +14,7 @@ extern "C" __global__ void tree(int *p, int n, int depth)
 
 __global__ void append(int *list, int value) { list[1 + list[0]++] = value; }
 
-// What order launches have: those of one stream as they were made, tails after everything else.
+// The order of launches: those of one stream in launch order, tail launches after everything else.
 extern "C" __global__ void order(int *list)
 {
     cudaStream_t stream;
@@ -48,13 +48,13 @@ extern "C" __global__ void refused(int *out)
     out[5] = cudaGetLastError();
 }
 
-// A kernel that goes on by launching itself as its own tail.
+// A kernel that continues by launching itself as a tail.
 extern "C" __global__ void again(int *count, int times)
 {
     if (++*count < times) again<<<1, 1, 0, cudaStreamTailLaunch>>>(count, times);
 }
 
-// Kernels inside kernels.
+// Nested kernels.
 extern "C" __global__ void deeper(int *out, int depth, int most)
 {
     out[depth] = 1;
@@ -63,7 +63,7 @@ extern "C" __global__ void deeper(int *out, int depth, int most)
     out[128 + depth] = cudaGetLastError();
 }
 
-// More tails than may wait.
+// More tail launches than can be pending.
 extern "C" __global__ void tails(int *out, int count)
 {
     int first = -1;
@@ -79,7 +79,7 @@ extern "C" __global__ void tails(int *out, int count)
     out[0] = first;
 }
 
-// Copies and fills have their place among the launches.
+// Copies and fills are ordered with the launches.
 extern "C" __global__ void transfers(char *p, int *codes)
 {
     cudaStream_t stream;

@@ -1,4 +1,4 @@
-// Ordinary programs: what CI and the demonstration run. Compiled by regenerate.sh.
+// Ordinary programs, which CI and the demonstration run. Compiled by regenerate.sh.
 #include <cassert>
 #include <cstdio>
 
@@ -124,7 +124,7 @@ extern "C" __global__ void forever(volatile int *p)
         ;
 }
 
-// Threads of one warp take the same lock in turn: needs forward progress of diverged threads.
+// Threads of one warp take the same lock in turn, which requires forward progress of diverged threads.
 extern "C" __global__ void locks(int *lock, int *sum)
 {
     bool done = false;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compiles the .cu files of this folder to PTX. Needs nvcc 13.0 on the PATH (README.md says how to get it).
+# Compiles the .cu files in this folder to PTX. Needs nvcc 13.0 on the PATH.
 set -eu
 cd "$(dirname "$0")"
 for source in *.cu; do

@@ -21,9 +21,7 @@ use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Outcome};
 use rgpu_tests::tree;
-
-/// How long anything may take before a test gives up. Nothing is judged by it.
-pub const PATIENCE: Duration = Duration::from_secs(240);
+pub use test_kit::PATIENCE;
 
 /// How a native client's session travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,7 +18,9 @@ use super::api::{
 };
 use super::copies::blank;
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
+use crate::driver::session::Session;
 
 /// `CUresourcetype`.
 const OF_ARRAY: u32 = 0;
@@ -39,8 +41,8 @@ pub(super) struct Arrays {
 struct Array {
     context: u32,
     shape: ArrayShape,
-    /// Bytes that count against the session's memory.
-    bytes: u64,
+    /// The elements' bytes; none for a level, whose elements are its mipmapped array's.
+    _charge: Option<Charge>,
     kind: Kind,
 }
 
@@ -61,10 +63,6 @@ enum Kind {
 }
 
 impl Arrays {
-    pub(super) fn bytes(&self) -> u64 {
-        self.arrays.values().map(|array| array.bytes).sum()
-    }
-
     /// A context's arrays are gone, and all that was made of them.
     pub(super) fn forget(&mut self, context: u32) {
         self.arrays.retain(|_, array| array.context != context);
@@ -99,7 +97,7 @@ fn inside(shape: &ArrayShape, at: [u64; 3], extent: [u64; 3]) -> bool {
         .is_some_and(|whole| (0..3).all(|d| at[d].checked_add(extent[d]).is_some_and(|end| end <= whole[d])))
 }
 
-impl Cuda {
+impl Session<Cuda> {
     fn resource(&self, context: ContextId, r: &Resource) -> Result<ResourceDesc, Status> {
         let mut desc = ResourceDesc { kind: r.kind, ..ResourceDesc::default() };
         match r.kind {
@@ -127,7 +125,7 @@ impl Cuda {
                 let pitch = if r.kind == OF_LINEAR { row } else { r.pitch };
                 let span =
                     Rows { at: r.address, pitch, slice: 0, width: row, height: rows, depth: 1 }.sizes()?.1;
-                self.check_range(r.address, span)?;
+                self.check_range(r.address, span, 0)?;
                 desc.words[0] = r.address;
                 desc.words[1] = u64::from(r.format) | u64::from(r.channels) << 32;
                 let sizes = if r.kind == OF_LINEAR { [row, 0, 0] } else { [r.width, r.height, r.pitch] };
@@ -139,7 +137,7 @@ impl Cuda {
     }
 }
 
-impl ArrayOps<Call> for Cuda {
+impl ArrayOps<Call> for Session<Cuda> {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         self.arrays.may_grow()?;
@@ -151,10 +149,7 @@ impl ArrayOps<Call> for Cuda {
         }
         let all = op.shape.bytes_of_levels(op.levels.max(1)).ok_or(Status::INVALID_VALUE)?;
         let bytes = if op.shape.flags & flag::DEFERRED_MAPPING == 0 { all } else { 0 };
-        let held = crate::driver::Backend::device_memory(self);
-        if self.memory_limit > 0 && bytes > self.memory_limit.saturating_sub(held) {
-            return Err(Status::OUT_OF_MEMORY);
-        }
+        let charge = self.quota.charge(bytes)?;
         self.enter_context(op.context)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| Status::INVALID_VALUE);
         let desc = CUDA_ARRAY3D_DESCRIPTOR {
@@ -178,7 +173,7 @@ impl ArrayOps<Call> for Cuda {
             self.note(op.context, made)?;
             Kind::Mipmapped { handle, levels: op.levels, named: 0 }
         };
-        let array = Array { context: op.context.0, shape: op.shape, bytes, kind };
+        let array = Array { context: op.context.0, shape: op.shape, _charge: Some(charge), kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
     }
@@ -203,7 +198,7 @@ impl ArrayOps<Call> for Cuda {
         let array = Array {
             context,
             shape,
-            bytes: 0,
+            _charge: None,
             kind: Kind::Level { handle: level, of: op.mipmapped.0, level: op.level },
         };
         self.arrays.arrays.insert(op.array.0, array);
@@ -256,7 +251,7 @@ impl ArrayOps<Call> for Cuda {
                     ends.push(handle);
                 }
                 None => {
-                    self.check_range(end.memory.address, Rows::of(&end.memory, op.extent).sizes()?.1)?;
+                    self.check_range(end.memory.address, Rows::of(&end.memory, op.extent).sizes()?.1, 0)?;
                     ends.push(std::ptr::null_mut());
                 }
             }

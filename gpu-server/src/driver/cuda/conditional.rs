@@ -12,6 +12,7 @@ use super::graph::{Build, ServerGraph};
 use crate::driver::call::Call;
 use crate::driver::drafts;
 use crate::driver::graph::{MAX_GRAPH, read_parts};
+use crate::driver::session::Session;
 
 /// The drafts of a session.
 pub(super) type Drafts = drafts::Drafts<DraftGraph, CUgraphNode, ()>;
@@ -34,7 +35,7 @@ impl Drop for DraftGraph {
     }
 }
 
-impl Cuda {
+impl Session<Cuda> {
     pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64, Status> {
         let context = self.enter_context(op.context)?.handle;
         let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
@@ -43,7 +44,8 @@ impl Cuda {
             // SAFETY: writes a handle.
             let made = unsafe { self.api.graph_create(&mut graph, 0) };
             self.note(op.context, made)?;
-            self.drafts.add(op.context, op.graph, DraftGraph { graph, api: Some(self.api), filled: None });
+            let native = DraftGraph { graph, api: Some(self.api), filled: None };
+            self.drafts.add(op.context, op.graph, native);
         }
         let graph = self.drafts.get(op.graph)?.graph.graph;
         let mut handle = 0;

@@ -23,6 +23,7 @@ use super::staging::{ANSWER, Transfer};
 use super::streams::Place;
 use crate::driver::call::{Call, Input};
 use crate::driver::rows::{Part, Rows};
+use crate::driver::session::Session;
 
 /// Pageable memory of up to this many bytes is taken over by the driver before its call returns.
 const TAKEN_AT_ONCE: usize = 64 << 10;
@@ -137,7 +138,7 @@ fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
     if whole == 0 || rows.height * rows.depth == 1 { most as usize } else { whole as usize }
 }
 
-impl Cuda {
+impl Session<Cuda> {
     /// Whether work in `context`, which is current, can use a region of the client's memory in place.
     fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool, Status> {
         let home = self.home.and_then(|home| self.contexts.get(&home));
@@ -152,7 +153,7 @@ impl Cuda {
         if src.len() != packed {
             return Err(Status::INVALID_VALUE);
         }
-        self.check_range(to.at, span)?;
+        self.check_range(to.at, span, 0)?;
         if packed == 0 {
             return Ok(());
         }
@@ -256,7 +257,7 @@ impl Cuda {
                         if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
                     };
                     self.fence(place, cx.seq, come)?;
-                    self.lane_is_dirty(place.id)?;
+                    self.stream_is_dirty(place.id)?;
                 }
                 Some((grants, window))
             }
@@ -307,7 +308,7 @@ impl Cuda {
         if dst.0.len != packed {
             return Err(Status::INVALID_VALUE);
         }
-        self.check_range(from.at, span)?;
+        self.check_range(from.at, span, 0)?;
         let sink = cx.output(dst)?;
         if packed == 0 {
             return Ok(());
@@ -367,7 +368,7 @@ impl Cuda {
     }
 }
 
-impl CopyOps<Call> for Cuda {
+impl CopyOps<Call> for Session<Cuda> {
     fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> Result<(), Status> {
         let to = Rows::line(op.dst, op.src.len());
         self.upload(cx, op.stream, to, op.src)
@@ -388,7 +389,7 @@ impl CopyOps<Call> for Cuda {
         if len > protocol::channel::MAX_PAYLOAD - 4 {
             return Err(Status::INVALID_VALUE);
         }
-        self.check_range(op.src, len as u64)?;
+        self.check_range(op.src, len as u64, 0)?;
         if len == 0 {
             return Ok(Answer::Now(MemcpyDtoHInlineReply { bytes: Bytes(Vec::new()) }));
         }
@@ -455,15 +456,15 @@ impl CopyOps<Call> for Cuda {
 }
 
 /// What needs a stream of the current context and nothing else of the session: a client's stream, or one that captures.
-impl Cuda {
+impl Session<Cuda> {
     pub(super) fn copy_at(
         &self,
         context: ContextId,
         stream: CUstream,
         op: &MemcpyDtoD,
     ) -> Result<(), Status> {
-        self.check_range(op.dst, op.len)?;
-        self.check_range(op.src, op.len)?;
+        self.check_range(op.dst, op.len, 0)?;
+        self.check_range(op.src, op.len, 0)?;
         // SAFETY: ranges of this session; they may lie on two devices.
         let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, stream) };
         self.note(context, copied)
@@ -478,8 +479,8 @@ impl Cuda {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
         let (packed, from_span) = source.sizes()?;
         let (_, to_span) = target.sizes()?;
-        self.check_range(source.at, from_span)?;
-        self.check_range(target.at, to_span)?;
+        self.check_range(source.at, from_span, 0)?;
+        self.check_range(target.at, to_span, 0)?;
         if packed == 0 {
             return Ok(());
         }
@@ -512,7 +513,7 @@ impl Cuda {
         let pitch = if op.height > 1 { op.pitch } else { width };
         let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
         let (packed, span) = rows.sizes()?;
-        self.check_range(op.dst, span)?;
+        self.check_range(op.dst, span, 0)?;
         if packed == 0 {
             return Ok(());
         }

@@ -12,6 +12,7 @@ use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
 use crate::driver::call::Call;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
+use crate::driver::session::Session;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
@@ -110,7 +111,7 @@ impl Build {
     }
 }
 
-impl Cuda {
+impl Session<Cuda> {
     fn node(
         &mut self,
         cx: &mut Call,
@@ -124,9 +125,8 @@ impl Cuda {
             Work::Memset(op) => self.memset_at(context, stream, op),
             Work::Copy(op) => self.copy_at(context, stream, op),
             Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
-            Work::Words(op) => self.memory_ops_at(context, stream, &op.operations),
-            // Not captured: it is there already.
-            Work::Conditional(_) => Err(Status::INVALID_VALUE),
+            // Not captured: these are made as nodes.
+            Work::Words(_) | Work::Conditional(_) => Err(Status::INVALID_VALUE),
         }
     }
 
@@ -175,7 +175,8 @@ impl Cuda {
                     vec![node]
                 }
                 Work::Words(op) => {
-                    vec![self.memory_ops_node(context, build.graph, &before, &op.operations)?]
+                    let operations = self.memory_ops(&op.operations, 0)?;
+                    vec![self.memory_ops_node(context, build.graph, &before, operations)?]
                 }
                 work => {
                     if let Work::Launch(launch) = &work {
@@ -228,7 +229,7 @@ impl Cuda {
     }
 }
 
-impl GraphOps<Call> for Cuda {
+impl GraphOps<Call> for Session<Cuda> {
     fn graph_instantiate<'a>(
         &mut self,
         cx: &mut Call,

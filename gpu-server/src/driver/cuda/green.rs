@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use protocol::handle::{ContextId, GreenId};
 use protocol::ops::Answer;
 use protocol::ops::green::*;
@@ -12,6 +11,7 @@ use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::{Cuda, STREAM_NON_BLOCKING};
 use crate::driver::call::Call;
 use crate::driver::parts::{Parts, may_have};
+use crate::driver::session::Session;
 
 /// What a session has of them.
 #[derive(Default)]
@@ -53,7 +53,7 @@ impl Cuda {
     }
 }
 
-impl GreenOps<Call> for Cuda {
+impl GreenOps<Call> for Session<Cuda> {
     fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
         cx.context = ContextId(op.device);
         let device = self.device(op.device)?.handle;
@@ -89,12 +89,12 @@ impl GreenOps<Call> for Cuda {
         _cx: &mut Call,
         op: PartDescribe,
     ) -> Result<Answer<PartDescribeReply>, Status> {
-        let greens = &mut self.greens;
+        let greens = &mut self.gpu.greens;
         may_have(&greens.descriptors, op.descriptor.0)?;
         let mut parts = greens.parts.all(&op.parts)?;
         let mut descriptor: Descriptor = std::ptr::null_mut();
         // SAFETY: parts that the driver made, as many as it is told; writes a handle.
-        unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
+        unsafe { self.gpu.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
         greens.descriptors.insert(op.descriptor.0, descriptor);
         Ok(Answer::Now(PartDescribeReply {}))
     }
@@ -142,9 +142,7 @@ impl GreenOps<Call> for Cuda {
         let green = self.greens.of(op.green)?;
         let (primary, context) = (ContextId(green.device), green.context);
         cx.context = primary;
-        if !(MAX_CONTEXTS..MAX_STREAMS).contains(&op.stream.0) || self.has_stream(op.stream) {
-            return Err(Status::INVALID_HANDLE);
-        }
+        self.may_have_green_stream(op.stream)?;
         self.context(primary)?.health.check()?;
         self.current = None;
         let mut handle: CUstream = std::ptr::null_mut();
@@ -156,6 +154,8 @@ impl GreenOps<Call> for Cuda {
         };
         self.note(primary, made)?;
         self.enter_context(primary)?;
-        self.add_stream(op.stream, primary, handle, Some(op.green))
+        let stream = self.wrap_stream(op.stream, primary, handle)?;
+        self.add_green_stream(op.stream, op.green, primary.0, stream);
+        Ok(())
     }
 }

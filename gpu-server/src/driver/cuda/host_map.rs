@@ -18,6 +18,8 @@ use super::Cuda;
 use super::api::{Api, CUcontext};
 use super::reach::Reach;
 use crate::driver::call::Call;
+use crate::driver::gpu::GpuHostMemory;
+use crate::driver::quota::{Charge, Quota};
 
 const PAGE: usize = 4096;
 /// Below this, no mapping is made, whatever a client says.
@@ -28,12 +30,12 @@ const HIGHEST: usize = 1 << 47;
 const FLAGS: u32 = 3;
 
 /// A second mapping of client memory, or a mirror of it.
-pub(super) struct HostView {
-    /// Context that it is registered in.
-    pub(super) context: u32,
+pub struct HostView {
     first: usize,
     len: usize,
     mirror: Option<Mirror>,
+    /// A mirror's bytes, against both of its quotas.
+    _charges: Option<[Charge; 2]>,
 }
 
 /// What makes a view a mirror. It is there as soon as [`Reach`] has it.
@@ -92,10 +94,12 @@ unsafe fn register(api: &Api, view: &HostView) -> Result<(), Status> {
     Ok(())
 }
 
-fn machine_memory() -> u64 {
-    // SAFETY: plain questions to the system.
+/// Mirrors take at most a quarter of this machine's memory.
+pub(super) fn mirror_quota() -> Quota {
+    // SAFETY: `sysconf` only reads its argument.
     let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
+    let machine = u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0));
+    Quota::new("pinned memory that kernels use", (machine / 4).max(1))
 }
 
 impl Drop for HostView {
@@ -124,14 +128,8 @@ impl Drop for HostView {
 }
 
 impl HostView {
-    /// Whether `len` bytes from `address` are among its pages.
-    pub(super) fn holds(&self, address: u64, len: u64) -> bool {
-        let (first, end) = (self.first as u64, (self.first + self.len) as u64);
-        address >= first && address < end && len <= end - address
-    }
-
     /// Takes addresses in which this process has nothing.
-    fn reserve(context: u32, first: usize, len: usize) -> Result<HostView, Status> {
+    fn reserve(first: usize, len: usize) -> Result<HostView, Status> {
         let wanted = first as *mut c_void;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: a new mapping, where nothing is mapped.
@@ -143,13 +141,13 @@ impl HostView {
             );
             return Err(Status::MAP_FAILED);
         }
-        let view = HostView { context, first: got as usize, len, mirror: None };
+        let view = HostView { first: got as usize, len, mirror: None, _charges: None };
         if got == wanted { Ok(view) } else { Err(Status::MAP_FAILED) }
     }
 
     /// Makes fresh memory at these pages, which devices reach.
     fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result<(), Status> {
-        let view = HostView::reserve(0, first, len)?;
+        let view = HostView::reserve(first, len)?;
         // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they are unregistered.
         unsafe {
             if libc::mprotect(first as *mut c_void, len, libc::PROT_READ | libc::PROT_WRITE) < 0 {
@@ -163,7 +161,7 @@ impl HostView {
     }
 
     /// Maps the pages of `memory` once more, so that its first byte is at `address`.
-    fn at(context: u32, address: u64, memory: &Mapped) -> Result<HostView, Status> {
+    fn at(address: u64, memory: &Mapped) -> Result<HostView, Status> {
         let address = usize::try_from(address).map_err(|_| Status::INVALID_VALUE)?;
         let end = address
             .checked_add(memory.len())
@@ -171,7 +169,7 @@ impl HostView {
             .filter(|end| *end <= HIGHEST && address >= LOWEST && !memory.is_empty())
             .ok_or(Status::INVALID_VALUE)?;
         let first = address & !(PAGE - 1);
-        let view = HostView::reserve(context, first, end - first)?;
+        let view = HostView::reserve(first, end - first)?;
         let mut at = address;
         for (run, len) in memory.runs() {
             let (from, to) = (run.as_ptr() as usize & !(PAGE - 1), at & !(PAGE - 1));
@@ -201,39 +199,28 @@ impl HostView {
     }
 }
 
-impl Cuda {
-    pub(super) fn map_host(&mut self, cx: &mut Call, op: HostMap) -> Result<Answer<HostMapReply>, Status> {
-        cx.context = op.context;
-        self.enter_context(op.context)?;
+impl GpuHostMemory for Cuda {
+    type HostView = HostView;
+
+    fn map_host(&mut self, cx: &mut Call, op: HostMap) -> Result<HostView, Status> {
         if cx.client.streams_data() {
             return Err(Status::NOT_SUPPORTED);
         }
         let Sink::Mapped(memory) = cx.output(op.memory)? else { return Err(Status::NOT_SUPPORTED) };
-        let view = HostView::at(op.context.0, op.address, &memory)?;
-        self.let_devices_reach(op.context, op.address, view)?;
-        Ok(Answer::Now(HostMapReply {}))
-    }
-
-    /// Registers pages with the driver; devices reach them at their own address from then on.
-    fn let_devices_reach(&mut self, context: ContextId, address: u64, view: HostView) -> Result<(), Status> {
+        let view = HostView::at(op.address, &memory)?;
         // SAFETY: whole pages that `view` keeps mapped until they are unregistered, or the context is gone.
         let registered = unsafe { register(self.api, &view) };
-        self.note(context, registered)?;
-        self.host_views.insert(address, view);
-        Ok(())
+        self.note(op.context, registered)?;
+        Ok(view)
     }
 
-    pub(super) fn mirror_host(
+    fn mirror_host(
         &mut self,
         cx: &mut Call,
         op: &HostMirror,
-    ) -> Result<Answer<HostMirrorReply>, Status> {
-        cx.context = op.context;
-        op.check()?;
-        if self.host_views.contains_key(&op.address) {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.may_mirror(op.size)?;
+        quota: &Quota,
+    ) -> Result<(HostView, Answer<HostMirrorReply>), Status> {
+        let charges = [quota.charge(op.size)?, self.mirror_quota.charge(op.size)?];
         let context = self.enter_context(op.context)?.handle as usize;
         let helper = match &self.mirrors {
             Some(helper) => helper.clone(),
@@ -242,8 +229,7 @@ impl Cuda {
         let (first, len, api) = (op.address as usize, op.size as usize, self.api);
         let beside = Arc::clone(&self.beside);
         let mirror = Mirror { beside: Arc::clone(&beside), helper: helper.clone(), context, api };
-        let view = HostView { context: op.context.0, first, len, mirror: Some(mirror) };
-        self.host_views.insert(op.address, view);
+        let view = HostView { first, len, mirror: Some(mirror), _charges: Some(charges) };
         let pending = cx.later();
         helper.run(move || {
             let made = HostView::make_mirror(api, context, first, len);
@@ -252,40 +238,21 @@ impl Cuda {
             }
             pending.answer(made.map(|()| HostMirrorReply {}));
         });
-        Ok(Answer::Later)
+        Ok((view, Answer::Later))
     }
 
-    /// Whether the session may have so many bytes more of this machine's memory: as much as its memory limit leaves, and a quarter of what the machine has.
-    fn may_mirror(&self, bytes: u64) -> Result<(), Status> {
-        let mirrored = self.mirrored();
-        let held = crate::driver::Backend::device_memory(self);
-        let limit = if self.memory_limit > 0 { self.memory_limit } else { u64::MAX };
-        if bytes > limit.saturating_sub(held) || bytes > (machine_memory() / 4).saturating_sub(mirrored) {
-            tracing::warn!(bytes, mirrored, held, "refused: too much pinned memory that kernels use");
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        Ok(())
-    }
-
-    /// Bytes of mirrors.
-    pub(super) fn mirrored(&self) -> u64 {
-        self.host_views.values().filter(|view| view.mirror.is_some()).map(|view| view.len as u64).sum()
-    }
-
-    /// Whether `len` bytes from `address` are memory of the client's, or a mirror of it, that devices reach.
-    pub(super) fn is_host_view(&self, address: u64, len: u64) -> bool {
-        self.host_views.values().any(|view| view.holds(address, len))
-    }
-
-    pub(super) fn unmap_host(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
-        cx.context = op.context;
-        let view = self.host_views.remove(&op.address).ok_or(Status::INVALID_VALUE)?;
+    fn unmap_host(&mut self, context: ContextId, of: ContextId, view: HostView) -> Result<(), Status> {
         if view.mirror.is_some() {
             return Ok(());
         }
-        self.enter_context(ContextId(view.context))?;
+        self.enter_context(of)?;
         // SAFETY: registered when it was made; the client has waited for the work that used it.
         let unregistered = unsafe { self.api.host_unregister(view.first as *mut c_void) };
-        self.note(op.context, unregistered)
+        self.note(context, unregistered)
+    }
+
+    fn forget_host(&mut self, view: HostView) {
+        // The registration is gone with the context; dropping the view takes its pages away.
+        drop(view);
     }
 }

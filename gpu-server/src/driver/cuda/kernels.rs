@@ -6,18 +6,19 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use host_bridge::endpoint::Sink;
 use protocol::Status;
 use protocol::handle::{ContextId, FunctionId};
+use protocol::ops::Answer;
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
-use protocol::ops::{Answer, Op};
 use protocol::wire::{Wire, Writer};
 
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue};
 
 use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
-use super::ranges::Ranges;
 use crate::driver::call::Call;
 use crate::driver::output::may_print;
+use crate::driver::ranges::Ranges;
+use crate::driver::session::Session;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
@@ -213,11 +214,8 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
 }
 
 impl Cuda {
-    /// Whether a command launches a function that was never launched.
-    pub(super) fn is_first_launch(&self, opcode: u16, body: &[u8]) -> bool {
-        if opcode != <Launch as Op>::INFO.opcode {
-            return false;
-        }
+    /// Whether a launch, of which this is the body, is the first of its function.
+    pub(super) fn is_first_launch(&self, body: &[u8]) -> bool {
         let Some(id) = body.first_chunk::<8>().map(|id| FunctionId(u64::from_le_bytes(*id))) else {
             return false;
         };
@@ -285,7 +283,7 @@ impl Cuda {
     }
 }
 
-impl ModuleOps<Call> for Cuda {
+impl ModuleOps<Call> for Session<Cuda> {
     fn module_load<'a>(
         &mut self,
         cx: &mut Call,
@@ -390,7 +388,7 @@ impl ModuleOps<Call> for Cuda {
         self.note(cx.context, asked)?;
         if let Some(module) = self.modules.get_mut(&op.module.0) {
             // Known already when it is asked for again.
-            module.globals.insert(address, size as u64);
+            module.globals.insert(address, size as u64, ());
         }
         Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 }))
     }
@@ -548,9 +546,10 @@ fn config(
     }
 }
 
-impl LaunchOps<Call> for Cuda {
+impl LaunchOps<Call> for Session<Cuda> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        let (stream, context) = self.enter_briefly(cx, op.stream)?;
+        self.ensure_stream(op.stream)?;
+        let (stream, context) = self.gpu.enter_briefly(cx, &mut self.streams, op.stream)?;
         self.launch_at(cx, context, stream, &op)
     }
 }

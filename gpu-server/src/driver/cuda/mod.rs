@@ -1,6 +1,6 @@
 //! The backend on NVIDIA's driver.
 //!
-//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of; [`ranges`]: who owns which addresses;
+//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of;
 //! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
 //!
@@ -16,20 +16,16 @@ mod fence;
 mod graph;
 mod green;
 mod host_map;
-mod ids;
-mod ipc;
 mod kernels;
 mod link;
 mod memory;
 pub mod nvml;
-mod ranges;
 mod reach;
 mod registration;
 mod staging;
 mod stream_memory;
 mod streams;
 mod texture;
-mod vmm;
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -38,12 +34,11 @@ use std::time::Instant;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use protocol::channel::MAX_DEVICES;
 use protocol::handle::ContextId;
-use protocol::ops::context::*;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
-use protocol::ops::{Answer, Op};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -51,21 +46,20 @@ use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
 use self::green::Greens;
-use self::host_map::HostView;
-use self::ids::Ids;
 use self::kernels::LoadedModule;
-use self::ranges::Ranges;
 use self::reach::Reach;
 use self::staging::Staging;
-use self::streams::{Lane, Moment};
+use self::streams::CudaStream;
 use super::Unavailable;
 use super::beside::Beside;
-use super::call::{Call, Errors, check_selection};
-use super::loads_code;
-use super::nvml::Management;
+use super::call::Errors;
+use super::gpu::Gpu;
+use super::ids::Ids;
 use super::output::{self, Output};
+use super::quota::Quota;
+use super::ranges::Ranges;
 use super::space::Space;
-use crate::share::{Broker, Token};
+use super::streams::Streams;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
@@ -88,19 +82,18 @@ pub struct Cuda {
     current: Option<u32>,
     /// The context in which page-locked memory is registered.
     home: Option<u32>,
+    /// Of the device that is being reset: whether it has a context, and whether that is the home.
+    resets: bool,
+    home_goes: bool,
     /// Windows of addresses, and how many of them are reserved: all, once there was a context.
     windows: u32,
     windows_reserved: u32,
-    lanes: Ids<Lane>,
-    events: Ids<Moment>,
     modules: Ids<LoadedModule>,
     links: HashMap<u32, link::Link>,
     graphs: Graphs,
     greens: Greens,
     drafts: conditional::Drafts,
     arrays: Arrays,
-    /// Client memory mapped for kernels, by its address in the client.
-    host_views: HashMap<u64, HostView>,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -111,15 +104,8 @@ pub struct Cuda {
     client: Option<Arc<dyn Client>>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
-    /// Memory without an address, and where it is mapped.
-    space: Space<u64>,
-    /// The way to the client's other sessions.
-    broker: Option<Arc<Broker>>,
-    /// Under which events are shared.
-    event_tokens: HashMap<u32, Vec<Token>>,
-    /// Answers NVML's questions, which need none of the rest.
-    nvml: Management,
-    memory_limit: u64,
+    /// Limits mirrors to a part of this machine's memory.
+    mirror_quota: Quota,
     output: Arc<Output>,
     errors: Option<Errors>,
 }
@@ -131,14 +117,10 @@ struct Device {
     handle: CUdevice,
     name: String,
     granule: u64,
-    /// What is backed in its window, as it was asked for.
-    backed: Ranges,
-    /// The program's allocations.
-    allocations: Ranges,
+    /// What is mapped in its window.
+    mapped: Ranges,
     /// Whether its memory can be shared between processes.
     exports: bool,
-    /// Under which pieces of its window are shared.
-    tokens: HashMap<u64, Token>,
 }
 
 struct Context {
@@ -202,7 +184,7 @@ fn attribute(api: &Api, device: CUdevice, number: u32) -> Option<i32> {
 
 impl Cuda {
     /// Finds the devices. No context is made: [`make_primary`](Self::make_primary). `chosen`: CUDA's ordinals, in the order of this server's; empty: all.
-    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Cuda, String> {
+    pub fn new(chosen: &[u32]) -> Result<Cuda, String> {
         let api = api::load()?;
         let count = probe()?;
         let all: Vec<u32> =
@@ -233,15 +215,14 @@ impl Cuda {
             contexts: Ids::default(),
             current: None,
             home: None,
-            lanes: Ids::default(),
-            events: Ids::default(),
+            resets: false,
+            home_goes: false,
             modules: Ids::default(),
             links: HashMap::new(),
             graphs: Graphs::default(),
             greens: Greens::default(),
             drafts: conditional::Drafts::default(),
             arrays: Arrays::default(),
-            host_views: HashMap::new(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -249,14 +230,7 @@ impl Cuda {
             staging,
             client: None,
             arrived: None,
-            space: Space::default(),
-            broker: None,
-            event_tokens: HashMap::new(),
-            memory_limit,
-            nvml: {
-                let chosen = chosen.to_vec();
-                Management::from(move || Ok(Box::new(nvml::Nvidia::new(&chosen, memory_limit)?)))
-            },
+            mirror_quota: host_map::mirror_quota(),
             output,
             errors: None,
         })
@@ -372,11 +346,11 @@ impl Cuda {
     fn reach_others(&self, ordinal: u32) -> Result<(), Status> {
         let device = self.device(ordinal)?.handle;
         for other in self.devices.iter().filter(|other| other.handle != device) {
-            if other.backed.total() == 0 || !self.reaches(device, other.handle)? {
+            if other.mapped.is_empty() || !self.reaches(device, other.handle)? {
                 continue;
             }
             let access = api::AccessDesc::device(device, true);
-            for (address, size) in other.backed.iter() {
+            for (address, size) in other.mapped.iter() {
                 // SAFETY: mapped in one piece.
                 unsafe { self.api.memory_access(address, size as usize, &access, 1) }?;
             }
@@ -436,18 +410,6 @@ impl Cuda {
         result
     }
 
-    /// Forgets everything that belongs to a context whose objects the driver has destroyed, or will with it.
-    fn forget_context(&mut self, context: u32) {
-        self.lanes.retain(|_, lane| lane.context != context);
-        self.events.retain(|_, event| event.context != context);
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
-        self.arrays.forget(context);
-        self.host_views.retain(|_, view| view.context != context);
-    }
-
     /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
     /// was mapped need access like a kernel's).
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
@@ -488,10 +450,8 @@ fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
         name,
         // CUDA's manual does not ask for a context here. Should a driver, then it is known with the first one.
         granule: granule(api, handle).unwrap_or(0),
-        backed: Ranges::default(),
-        allocations: Ranges::default(),
+        mapped: Ranges::default(),
         exports: attribute(api, handle, EXPORTS_FD) == Some(1),
-        tokens: HashMap::new(),
     })
 }
 
@@ -521,12 +481,11 @@ fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context, Status> {
     Ok(Context { device, handle, health: Health::new(handle, probe) })
 }
 
-impl super::Backend for Cuda {
-    fn name(&self) -> &'static str {
-        "cuda"
-    }
+impl Gpu for Cuda {
+    const NAME: &'static str = "cuda";
+    type Beside = Reach;
 
-    fn devices(&self) -> Vec<String> {
+    fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.name.clone()).collect()
     }
 
@@ -543,11 +502,11 @@ impl super::Backend for Cuda {
         Ok(known.ok().map(|()| free as u64))
     }
 
-    fn begin(&mut self, client: Arc<dyn Client>) {
+    fn begin(&mut self, client: &Arc<dyn Client>) {
         self.completer.serve_over_network(client.streams_data());
-        self.output.serve(Arc::clone(&client));
-        self.errors = Some(Errors::new(Arc::clone(&client)));
-        self.client = Some(client);
+        self.output.serve(Arc::clone(client));
+        self.errors = Some(Errors::new(Arc::clone(client)));
+        self.client = Some(Arc::clone(client));
         self.staging.begin_session();
         // The thread that made the context may have been another.
         self.current = None;
@@ -561,50 +520,30 @@ impl super::Backend for Cuda {
         }
     }
 
-    fn share(&mut self, broker: Arc<Broker>) {
-        self.broker = Some(broker);
+    fn beside(&self) -> &Arc<Reach> {
+        &self.beside
     }
 
-    fn beside(&self) -> Arc<dyn Beside> {
-        self.beside.clone()
+    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+        self.enter_context(context).map(|_| ())
     }
 
-    fn may_wait(&self, opcode: u16, body: &[u8]) -> bool {
-        let sets_limit = opcode == <ContextSetLimit as Op>::INFO.opcode;
-        sets_limit || loads_code(opcode) || self.is_first_launch(opcode, body)
+    fn output(&self) -> &Output {
+        &self.output
     }
 
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(|d| d.backed.total()).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.mirrored()
+    fn driver_version(&self) -> Result<u32, Status> {
+        Ok(version(self.api)? as u32)
     }
 
-    fn end(&mut self) {
-        self.beside.release();
-        self.staging.stop();
-        self.completer.stop();
-    }
-}
-
-impl DeviceOps<Call> for Cuda {
-    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
-        Ok(Answer::Now(SessionInfoReply {
-            device_count: self.devices.len() as u32,
-            driver_version: version(self.api)? as u32,
-            backend: "cuda".into(),
-            server: crate::parent::server_name(),
-            reads_late: cx.client.reads_late(),
-        }))
+    fn reads_late(client: &dyn Client) -> bool {
+        client.reads_late()
     }
 
-    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.device(op.device)?;
-        let stream_priorities = self.priorities(op.device)?;
-        let (handle, name, granule) = {
-            let device = self.device(op.device)?;
-            (device.handle, device.name.clone(), device.granule)
-        };
+    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+        let stream_priorities = self.priorities(device)?;
+        let device = self.device(device)?;
+        let (handle, name, granule) = (device.handle, device.name.clone(), device.granule);
         let (mut uuid, mut total) = ([0; 16], 0);
         // SAFETY: each writes what its pointer has room for.
         unsafe {
@@ -614,7 +553,7 @@ impl DeviceOps<Call> for Cuda {
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
-        let remote = cx.client.streams_data();
+        let remote = client.streams_data();
         let attributes =
             ATTRIBUTES
                 .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
@@ -622,7 +561,7 @@ impl DeviceOps<Call> for Cuda {
                     if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a }
                 })
                 .collect();
-        Ok(Answer::Now(DeviceInfoReply {
+        Ok(DeviceInfoReply {
             name,
             uuid,
             pci,
@@ -630,12 +569,11 @@ impl DeviceOps<Call> for Cuda {
             granule,
             stream_priorities,
             attributes,
-        }))
+        })
     }
 
-    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        let (device, peer) = (self.device(op.device)?.handle, self.device(op.peer)?.handle);
+    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply, Status> {
+        let (device, peer) = (self.device(device)?.handle, self.device(peer)?.handle);
         let can_access = self.reaches(device, peer)?;
         let mut attributes = Vec::new();
         for number in 1..=PEER_ATTRIBUTES as u32 {
@@ -645,28 +583,14 @@ impl DeviceOps<Call> for Cuda {
                 .push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
         }
         let atomics = self.api.peer_atomics(device, peer);
-        Ok(Answer::Now(PeerInfoReply { can_access, attributes, atomics }))
+        Ok(PeerInfoReply { can_access, attributes, atomics })
     }
 
-    fn select_devices(
-        &mut self,
-        _cx: &mut Call,
-        op: SelectDevices,
-    ) -> Result<Answer<SelectDevicesReply>, Status> {
-        let untouched = self.lanes.is_empty()
-            && self.events.is_empty()
-            && self.modules.is_empty()
-            && self.contexts.keys().all(|id| *id < MAX_DEVICES)
-            && self.space.is_empty()
-            && self.devices.iter().all(|device| device.backed.total() == 0);
-        if !untouched {
-            return Err(Status::NOT_PERMITTED);
-        }
-        check_selection(&op.devices, self.devices.len() as u32)?;
+    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         let mut contexts = std::mem::take(&mut self.contexts);
         let home = self.home.take();
-        for (ordinal, number) in (0..).zip(&op.devices) {
+        for (ordinal, number) in (0..).zip(devices) {
             self.devices.extend(old[*number as usize].take());
             let context = contexts.remove(number);
             self.contexts.extend(context.map(|context| (ordinal, Context { device: ordinal, ..context })));
@@ -683,172 +607,118 @@ impl DeviceOps<Call> for Cuda {
                 unsafe { self.api.primary_reset(device.handle) }?;
             }
         }
-        if self.home.is_none() {
-            self.move_home()?;
-        }
-        Ok(Answer::Now(SelectDevicesReply {}))
-    }
-}
-
-impl ContextOps<Call> for Cuda {
-    fn device_output(
-        &mut self,
-        _cx: &mut Call,
-        _op: DeviceOutput,
-    ) -> Result<Answer<DeviceOutputReply>, Status> {
-        Ok(Answer::Now(self.output.fetch()))
+        if self.home.is_none() { self.move_home() } else { Ok(()) }
     }
 
-    fn context_create(
-        &mut self,
-        cx: &mut Call,
-        op: ContextCreate,
-    ) -> Result<Answer<ContextCreateReply>, Status> {
-        cx.context = op.context;
-        let device = self.device(op.device)?.handle;
-        if op.context.0 < MAX_DEVICES
-            || op.context.0 >= MAX_CONTEXTS
-            || self.contexts.contains_key(&op.context.0)
-        {
-            return Err(Status::INVALID_CONTEXT);
-        }
+    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result<(), Status> {
+        let handle_of_device = self.device(device)?.handle;
         // Memory is the primary context's.
-        self.make_primary(op.device)?;
+        self.make_primary(device)?;
         let mut handle: CUcontext = std::ptr::null_mut();
         self.current = None;
         // SAFETY: writes a context handle.
-        unsafe { self.api.context_create(&mut handle, op.flags, device) }?;
-        self.contexts.insert(op.context.0, wrap(self.api, op.device, handle)?);
-        Ok(Answer::Now(ContextCreateReply {}))
+        unsafe { self.api.context_create(&mut handle, flags, handle_of_device) }?;
+        self.contexts.insert(context.0, wrap(self.api, device, handle)?);
+        Ok(())
     }
 
-    fn context_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: ContextDestroy,
-    ) -> Result<Answer<ContextDestroyReply>, Status> {
-        cx.context = op.context;
-        if op.context.0 < MAX_DEVICES {
-            return Err(Status::INVALID_CONTEXT);
+    fn retire_context(&mut self, context: ContextId) {
+        if let Some(context) = self.contexts.get(&context.0) {
+            context.health.retire();
         }
-        let context = self.contexts.remove(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
-        self.retire(&context, op.context.0);
+    }
+
+    fn forget_context(&mut self, context: ContextId) {
+        let context = context.0;
+        self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
+        self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
+        self.arrays.forget(context);
+        self.current = None;
+    }
+
+    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+        let context = self.contexts.remove(&context.0).ok_or(Status::INVALID_CONTEXT)?;
         // SAFETY: the context is forgotten, with everything in it.
-        unsafe { self.api.context_destroy(context.handle) }?;
-        Ok(Answer::Now(ContextDestroyReply {}))
+        unsafe { self.api.context_destroy(context.handle) }
     }
 
-    fn primary_reset(
+    fn begin_reset(
         &mut self,
-        cx: &mut Call,
-        op: PrimaryReset,
-    ) -> Result<Answer<PrimaryResetReply>, Status> {
-        cx.context = ContextId(op.device);
-        let handle = self.device(op.device)?.handle;
+        device: u32,
+        _streams: &Streams<CudaStream>,
+        _space: &Space<u64>,
+    ) -> Result<(), Status> {
         // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
-        if let Ok(context) = self.context(ContextId(op.device)) {
-            context.health.check()?;
-        }
-        let of_device: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
-        let home_is_gone = self.home.is_some_and(|home| of_device.contains(&home));
-        let is_there = !of_device.is_empty();
-        for id in of_device {
-            if let Some(context) = self.contexts.remove(&id) {
-                self.retire(&context, id);
-                if id != op.device {
-                    // SAFETY: forgotten, with everything in it. A context that has failed may refuse, and goes with the process then.
-                    let _ = unsafe { self.api.context_destroy(context.handle) };
-                }
-            }
-        }
-        self.forget_greens(op.device);
-        if is_there {
+        self.contexts.get(&device).map_or(Ok(()), |context| context.health.check())?;
+        self.resets = self.contexts.values().any(|context| context.device == device);
+        let home = self.home.and_then(|home| self.contexts.get(&home));
+        self.home_goes = home.is_some_and(|home| home.device == device);
+        Ok(())
+    }
+
+    fn reset(&mut self, device: u32) -> Result<(), Status> {
+        self.contexts.remove(&device);
+        self.forget_greens(device);
+        if self.resets {
             // SAFETY: everything of the device is forgotten.
-            unsafe { self.api.primary_reset(handle) }?;
+            unsafe { self.api.primary_reset(self.device(device)?.handle) }?;
         }
-        // After the reset: a kernel that still ran would have found its memory gone.
-        self.unback_all(op.device);
+        Ok(())
+    }
+
+    fn finish_reset(&mut self) -> Result<(), Status> {
         // The next one is made when something needs it, which for most programs is never: they end now.
-        if home_is_gone {
-            self.move_home()?;
-        }
-        self.errors()?.clear(ContextId(op.device));
-        Ok(Answer::Now(PrimaryResetReply {}))
+        if self.home_goes { self.move_home() } else { Ok(()) }
     }
 
-    fn primary_set_flags(
-        &mut self,
-        cx: &mut Call,
-        op: PrimarySetFlags,
-    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
-        cx.context = ContextId(op.device);
-        let handle = self.device(op.device)?.handle;
-        // Scheduling flags say how the calling thread waits, which is the client's affair; the others are the driver's.
+    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result<(), Status> {
         // SAFETY: no requirement.
-        unsafe { self.api.primary_set_flags(handle, op.flags & !7) }?;
-        Ok(Answer::Now(PrimarySetFlagsReply {}))
+        unsafe { self.api.primary_set_flags(self.device(device)?.handle, flags) }
     }
 
-    fn context_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSynchronize,
-    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
-        cx.context = op.context;
-        self.synchronize_context(cx, op.context)?;
-        Ok(Answer::Later)
-    }
-
-    fn context_get_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextGetLimit,
-    ) -> Result<Answer<ContextGetLimitReply>, Status> {
-        cx.context = op.context;
-        self.enter_context(op.context)?;
+    fn limit(&mut self, _context: ContextId, limit: u32) -> Result<u64, Status> {
         let mut value = 0;
         // SAFETY: writes one integer.
-        unsafe { self.api.context_get_limit(&mut value, op.limit) }?;
-        Ok(Answer::Now(ContextGetLimitReply { value: value as u64 }))
+        unsafe { self.api.context_get_limit(&mut value, limit) }?;
+        Ok(value as u64)
     }
 
-    fn context_set_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSetLimit,
-    ) -> Result<Answer<ContextSetLimitReply>, Status> {
-        cx.context = op.context;
-        self.enter_context(op.context)?;
+    fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
         // SAFETY: no requirement.
-        unsafe { self.api.context_set_limit(op.limit, op.value as usize) }?;
-        Ok(Answer::Now(ContextSetLimitReply {}))
+        unsafe { self.api.context_set_limit(limit, value as usize) }
     }
 
-    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
-        cx.context = op.context;
-        let peer = self.enter_context(op.peer)?.handle;
-        self.enter_context(op.context)?;
+    fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+        let peer = self.enter_context(peer)?.handle;
+        self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_enable(peer, 0) }?;
-        Ok(Answer::Now(PeerEnableReply {}))
+        unsafe { self.api.peer_enable(peer, 0) }
     }
 
-    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
-        cx.context = op.context;
-        let peer = self.enter_context(op.peer)?.handle;
-        self.enter_context(op.context)?;
+    fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+        let peer = self.enter_context(peer)?.handle;
+        self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_disable(peer) }?;
-        Ok(Answer::Now(PeerDisableReply {}))
+        unsafe { self.api.peer_disable(peer) }
     }
-}
 
-impl Cuda {
-    /// Before a context goes: whoever waits for its streams is answered, and what is in it is forgotten.
-    fn retire(&mut self, context: &Context, id: u32) {
-        context.health.retire();
-        self.forget_context(id);
-        self.current = None;
+    fn has_modules(&self) -> bool {
+        !self.modules.is_empty()
+    }
+
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        match may_block {
+            MayBlock::Never | MayBlock::Stream => false,
+            MayBlock::Context => true,
+            MayBlock::FirstLaunch => self.is_first_launch(body),
+        }
+    }
+
+    fn end(&mut self, _streams: &mut Streams<CudaStream>) {
+        self.beside.release();
+        self.staging.stop();
+        self.completer.stop();
     }
 }

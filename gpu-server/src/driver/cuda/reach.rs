@@ -13,7 +13,7 @@ use crate::driver::beside::Beside;
 
 /// See the module's text.
 #[derive(Default)]
-pub(super) struct Reach {
+pub struct Reach {
     tickets: Mutex<HashMap<TicketId, Arc<Word>>>,
     /// Bytes of mirrors that are mapped, by first address. They stay so while this is locked.
     mirrors: Mutex<BTreeMap<usize, usize>>,

@@ -8,6 +8,7 @@ use protocol::ops::texture::*;
 use super::Cuda;
 use super::api::TensorMap;
 use crate::driver::call::Call;
+use crate::driver::session::Session;
 
 /// Dimensions of a tensor at most.
 const MAX_RANK: usize = 5;
@@ -20,7 +21,7 @@ fn rank(tensor: &Tensor) -> Result<u32, Status> {
     if whole { Ok(rank as u32) } else { Err(Status::INVALID_VALUE) }
 }
 
-impl TextureOps<Call> for Cuda {
+impl TextureOps<Call> for Session<Cuda> {
     fn tensor_map_tiled(
         &mut self,
         cx: &mut Call,

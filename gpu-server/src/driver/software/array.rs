@@ -11,7 +11,9 @@ use software_gpu::{AddressMode, ChannelFormat, Image, Sampler};
 
 use super::{Software, code};
 use crate::driver::call::Call;
+use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
+use crate::driver::session::Session;
 
 /// `CUresourcetype`.
 const OF_ARRAY: u32 = 0;
@@ -46,8 +48,8 @@ struct Array {
     device: u32,
     shape: ArrayShape,
     address: u64,
-    /// Bytes of memory that is its own: a level has none.
-    bytes: u64,
+    /// Of memory that is its own: a level has none, nor does an array whose memory is mapped later.
+    charge: Option<Charge>,
     kind: Kind,
 }
 
@@ -74,10 +76,6 @@ fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
 }
 
 impl Arrays {
-    pub(super) fn bytes(&self) -> u64 {
-        self.arrays.values().map(|array| array.bytes).sum()
-    }
-
     /// Whether there is room for one more, of whatever kind.
     fn may_grow(&self) -> Result<(), Status> {
         let full = self.arrays.len() >= MOST || self.handles.len() >= MOST;
@@ -112,9 +110,10 @@ impl Array {
         Ok(Array {
             shape: self.shape.level(level),
             address: self.address + before,
-            bytes: 0,
+            charge: None,
             kind: Kind::Level { of, level },
-            ..*self
+            context: self.context,
+            device: self.device,
         })
     }
 
@@ -306,7 +305,7 @@ impl Software {
     }
 
     fn free(&self, array: &Array) {
-        if array.bytes == 0 {
+        if array.charge.is_none() {
             return;
         }
         if let Ok(device) = self.device(array.device)
@@ -315,7 +314,9 @@ impl Software {
             tracing::warn!("an array's memory: {error}");
         }
     }
+}
 
+impl Session<Software> {
     /// What a texture is of: one level, or several.
     fn images(&self, context: ContextId, r: &Resource) -> Result<Vec<Image>, Status> {
         let device = self.context(context)?.device;
@@ -368,7 +369,7 @@ impl Software {
     }
 }
 
-impl ArrayOps<Call> for Software {
+impl ArrayOps<Call> for Session<Software> {
     fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
         cx.context = op.context;
         let device = self.context(op.context)?.device;
@@ -386,15 +387,15 @@ impl ArrayOps<Call> for Software {
             levels => (Kind::Mipmapped { levels, named: 0 }, before_level(&op.shape, levels)),
         };
         let bytes = bytes.ok_or(Status::INVALID_VALUE)?;
-        self.may_hold(bytes)?;
+        let charge = self.quota.charge(bytes)?;
         let gpu = &self.device(device)?.gpu;
         if bytes > gpu.properties().total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
         let deferred = op.shape.flags & flag::DEFERRED_MAPPING != 0;
-        let (address, bytes) =
-            if deferred { (0, 0) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, bytes) };
-        let array = Array { context: op.context.0, device, shape: op.shape, address, bytes, kind };
+        let (address, charge) =
+            if deferred { (0, None) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, Some(charge)) };
+        let array = Array { context: op.context.0, device, shape: op.shape, address, charge, kind };
         self.arrays.arrays.insert(op.array.0, array);
         Ok(Answer::Now(ArrayCreateReply {}))
     }

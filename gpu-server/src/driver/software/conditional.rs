@@ -15,6 +15,7 @@ use super::{Software, code};
 use crate::driver::call::{Call, Errors};
 use crate::driver::drafts;
 use crate::driver::graph::{Work, work};
+use crate::driver::session::Session;
 
 /// The drafts of a session.
 pub(super) type Drafts = drafts::Drafts<(), (), Arc<Cell>>;
@@ -114,7 +115,7 @@ impl Run {
     }
 }
 
-impl Software {
+impl Session<Software> {
     /// The conditional nodes of a draft's parts, which were checked.
     pub(super) fn conditionals(
         &self,
@@ -159,7 +160,10 @@ impl Software {
                     Work::Memset(op) => Step::Data(self.fill_work(place.device, &op)?),
                     Work::Copy(op) => Step::Data(self.line_work(place.device, &op)?),
                     Work::Copy3D(op) => Step::Data(self.box_work(place.device, &op)?),
-                    Work::Words(op) => Step::Data(self.words_work(place, op.operations)?),
+                    Work::Words(op) => {
+                        let operations = self.memory_ops(&op.operations, place.device)?;
+                        Step::Data(self.words_work(place, operations))
+                    }
                     Work::Conditional(first) => Step::Choice(self.choice(cx, place, all, first)?),
                 });
             }

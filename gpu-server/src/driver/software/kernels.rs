@@ -11,7 +11,9 @@ use software_gpu::{Function, LaunchConfig};
 
 use super::{Software, code};
 use crate::driver::call::Call;
+use crate::driver::gpu::Gpu as _;
 use crate::driver::output::may_print;
+use crate::driver::session::Session;
 
 /// Bytes of an image at most.
 pub(super) const MAX_IMAGE: u64 = 1 << 30;
@@ -225,7 +227,7 @@ impl Software {
     }
 }
 
-impl ModuleOps<Call> for Software {
+impl ModuleOps<Call> for Session<Software> {
     fn module_load<'a>(
         &mut self,
         cx: &mut Call,
@@ -237,7 +239,7 @@ impl ModuleOps<Call> for Software {
             return Err(Status::INVALID_HANDLE);
         }
         let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         let gpu = self.device(device)?.gpu.clone();
         let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
         let module = match gpu.link_module(&parts) {
@@ -304,9 +306,11 @@ impl ModuleOps<Call> for Software {
         cx.context = ContextId(module.context);
         // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
         let device = self.context(cx.context)?.device;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         let gpu = self.device(device)?.gpu.clone();
-        super::streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(module));
+        super::streams::after_all(&gpu, &self.gpu.streams_of_device(&self.streams, device), move |_| {
+            drop(module)
+        });
         Ok(())
     }
 
@@ -457,7 +461,7 @@ impl Software {
     }
 }
 
-impl LaunchOps<Call> for Software {
+impl LaunchOps<Call> for Session<Software> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         let place = self.enter(cx, op.stream)?;
         let (function, config) = self.prepare(cx, place.context, &op)?;

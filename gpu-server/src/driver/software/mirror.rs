@@ -8,37 +8,31 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use protocol::Status;
-use protocol::handle::TicketId;
-use protocol::ops::memory::{HostMirror, WordPatch};
+use protocol::handle::{ContextId, TicketId};
+use protocol::ops::Answer;
+use protocol::ops::memory::{HostMirror, HostMirrorReply, WordPatch};
 use software_gpu::{GRANULE, Gpu};
 
 use super::streams::Tickets;
-use super::{Software, code, vmm};
+use super::{Software, code, memory};
 use crate::driver::beside::Beside;
 use crate::driver::call::Call;
+use crate::driver::gpu::GpuHostMemory;
+use crate::driver::quota::{Charge, Quota};
 
-/// How many mirrors have bytes in each granule that is mapped.
-#[derive(Default)]
-pub(super) struct Granules(BTreeMap<u64, usize>);
-
-impl Granules {
-    /// Bytes that they take.
-    pub fn bytes(&self) -> u64 {
-        self.0.len() as u64 * GRANULE
-    }
-}
+/// How many mirrors have bytes in each granule that is mapped, and the granule's charge.
+pub(super) type Granules = BTreeMap<u64, (usize, Charge)>;
 
 /// A mirror.
 struct Mirror {
     size: u64,
-    /// The context that it was made in, and its device.
-    context: u32,
+    /// The device of the context that it was made in.
     gpu: Gpu,
 }
 
 /// Mirrors by their first addresses, and points at which streams wait for the client.
 #[derive(Default)]
-pub(super) struct Reach {
+pub struct Reach {
     pub(super) tickets: Tickets,
     mirrors: Mutex<BTreeMap<u64, Mirror>>,
     count: AtomicUsize,
@@ -47,12 +41,6 @@ pub(super) struct Reach {
 impl Reach {
     fn mirrors(&self) -> MutexGuard<'_, BTreeMap<u64, Mirror>> {
         self.mirrors.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    fn touches(&self, address: u64, size: u64) -> bool {
-        let mirrors = self.mirrors();
-        let before = mirrors.range(..address + size).next_back();
-        before.is_some_and(|(start, mirror)| start + mirror.size > address)
     }
 
     fn insert(&self, address: u64, mirror: Mirror) {
@@ -122,23 +110,44 @@ impl Software {
         self.devices.iter().map(|device| device.gpu.clone()).collect()
     }
 
-    pub(super) fn mirror_host(&mut self, cx: &mut Call, op: &HostMirror) -> Result<(), Status> {
-        cx.context = op.context;
+    fn unmirror(&mut self, address: u64) -> Result<(), Status> {
+        let size = self.beside.remove(address).ok_or(Status::INVALID_VALUE)?.size;
+        let gpus = self.gpus();
+        for gpu in &gpus {
+            gpu.release(address).map_err(|e| code(&e))?;
+        }
+        for at in granules(address, size) {
+            let Some((users, _)) = self.granules.get_mut(&at) else { continue };
+            *users -= 1;
+            if *users == 0 {
+                self.granules.remove(&at);
+                for gpu in &gpus {
+                    gpu.unmap(at, GRANULE).map_err(|e| code(&e))?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GpuHostMemory for Software {
+    /// A mirror's first address.
+    type HostView = u64;
+
+    fn mirror_host(
+        &mut self,
+        _cx: &mut Call,
+        op: &HostMirror,
+        quota: &Quota,
+    ) -> Result<(u64, Answer<HostMirrorReply>), Status> {
         let device = self.context(op.context)?.device;
         let home = self.device(device)?.gpu.clone();
-        op.check()?;
-        if self.beside.touches(op.address, op.size) {
-            return Err(Status::INVALID_VALUE);
-        }
         let fresh: Vec<u64> =
-            granules(op.address, op.size).filter(|at| !self.granules.0.contains_key(at)).collect();
+            granules(op.address, op.size).filter(|at| !self.granules.contains_key(at)).collect();
         let bytes = fresh.len() as u64 * GRANULE;
-        self.may_hold(bytes)?;
+        let mut charge = quota.charge(bytes)?;
         let gpus = self.gpus();
-        let file = vmm::file(bytes.max(GRANULE)).map_err(|e| {
-            tracing::warn!(bytes, "no memory for a mirror: {e}");
-            Status::OUT_OF_MEMORY
-        })?;
+        let file = memory::file(bytes.max(GRANULE))?;
         let map =
             |gpu: &Gpu, (n, at): (usize, &u64)| gpu.map_file(*at, GRANULE, file.as_fd(), n as u64 * GRANULE);
         let made = gpus.iter().try_for_each(|gpu| {
@@ -155,46 +164,25 @@ impl Software {
             return Err(Status::NOT_SUPPORTED);
         }
         for at in granules(op.address, op.size) {
-            *self.granules.0.entry(at).or_default() += 1;
+            self.granules.entry(at).or_insert_with(|| (0, charge.split(GRANULE))).0 += 1;
         }
-        let cleared = if fresh.len() < granules(op.address, op.size).count() {
-            // Another mirror may have left something in a granule that it shared.
-            home.write(op.address, &vec![0; op.size as usize]).map_err(|e| code(&e))
-        } else {
-            Ok(())
-        };
-        self.beside.insert(op.address, Mirror { size: op.size, context: op.context.0, gpu: home });
-        cleared
+        let shares_granules = fresh.len() < granules(op.address, op.size).count();
+        self.beside.insert(op.address, Mirror { size: op.size, gpu: home.clone() });
+        if shares_granules && let Err(error) = home.write(op.address, &vec![0; op.size as usize]) {
+            // Another mirror may have left something in a granule that both have.
+            self.unmirror(op.address)?;
+            return Err(code(&error));
+        }
+        Ok((op.address, Answer::Now(HostMirrorReply {})))
     }
 
-    pub(super) fn unmirror_host(&mut self, address: u64) -> Result<(), Status> {
-        let size = self.beside.remove(address).ok_or(Status::INVALID_VALUE)?.size;
-        let gpus = self.gpus();
-        for gpu in &gpus {
-            gpu.release(address).map_err(|e| code(&e))?;
-        }
-        for at in granules(address, size) {
-            let Some(users) = self.granules.0.get_mut(&at) else { continue };
-            *users -= 1;
-            if *users == 0 {
-                self.granules.0.remove(&at);
-                for gpu in &gpus {
-                    gpu.unmap(at, GRANULE).map_err(|e| code(&e))?;
-                }
-            }
-        }
-        Ok(())
+    fn unmap_host(&mut self, _context: ContextId, _of: ContextId, view: u64) -> Result<(), Status> {
+        self.unmirror(view)
     }
 
-    pub(super) fn forget_mirrors(&mut self, context: u32) {
-        let mirrors = self.beside.mirrors();
-        let gone: Vec<u64> =
-            mirrors.iter().filter(|(_, mirror)| mirror.context == context).map(|(at, _)| *at).collect();
-        drop(mirrors);
-        for address in gone {
-            if let Err(status) = self.unmirror_host(address) {
-                tracing::error!("a mirror at {address:#x} stays: {status}");
-            }
+    fn forget_host(&mut self, view: u64) {
+        if let Err(status) = self.unmirror(view) {
+            tracing::error!("a mirror at {view:#x} stays: {status}");
         }
     }
 }

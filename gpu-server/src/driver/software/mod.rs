@@ -4,7 +4,7 @@
 //! - [`transfer`]: copies and fills;
 //! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
 //! - [`green`]: green contexts;
-//! - [`array`]: arrays, textures and surfaces; [`vmm`]: memory apart from addresses; [`mirror`]: pinned memory that kernels use;
+//! - [`array`]: arrays, textures and surfaces; [`memory`]: device memory; [`mirror`]: pinned memory that kernels use;
 //! - [`kernels`]: modules and launches; [`link`]: the linker;
 //! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
@@ -17,6 +17,7 @@ mod green;
 mod imitate;
 mod kernels;
 mod link;
+mod memory;
 mod mirror;
 pub mod nvml;
 mod properties;
@@ -25,22 +26,18 @@ mod stream_memory;
 mod streams;
 mod tensor;
 mod transfer;
-mod vmm;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
-use protocol::ops::Answer;
-use protocol::ops::context::*;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
-use protocol::ops::memory::*;
-use software_gpu::{GRANULE, Gpu, GpuConfig};
+use software_gpu::{Gpu, GpuConfig};
 
 use self::array::Arrays;
 use self::imitate::Delays;
@@ -48,15 +45,15 @@ pub use self::imitate::Imitate;
 use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
-use self::streams::{Lane, Moment};
+use self::streams::SoftwareStream;
 use super::Unavailable;
-use super::beside::{self, Beside};
-use super::call::{Call, Errors, check_selection};
-use super::nvml::Management;
+use super::call::Errors;
+use super::gpu as driver;
 use super::output::{self, Output};
+use super::session::Session;
 use super::space::Space;
+use super::streams::Streams;
 use crate::cli::Backing;
-use crate::share::{Broker, Token};
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
@@ -66,22 +63,15 @@ const DRIVER_VERSION: u32 = 13000;
 /// The backend.
 pub struct Software {
     devices: Vec<Device>,
-    memory_limit: u64,
-    nvml: Management,
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
-    lanes: HashMap<u32, Lane>,
-    events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
     links: HashMap<u32, link::Link>,
     arrays: Arrays,
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
-    space: Space<OwnedFd>,
-    /// The way to the client's other sessions.
-    broker: Option<Arc<Broker>>,
     graphs: graph::Graphs,
     greens: green::Greens,
     drafts: conditional::Drafts,
@@ -96,25 +86,8 @@ struct Device {
     /// Among the server's.
     number: u32,
     config: GpuConfig,
-    /// What backs its window, by first address.
-    pieces: BTreeMap<u64, Piece>,
     /// Something has needed its context. Nothing here does, but making one takes NVIDIA's driver its time.
     context: AtomicBool,
-}
-
-/// A part of a window that is backed: a file, so that it can be shared.
-struct Piece {
-    size: u64,
-    file: OwnedFd,
-    /// Under which it is shared.
-    token: Option<Token>,
-}
-
-impl Device {
-    /// Bytes backed in its window.
-    fn used(&self) -> u64 {
-        self.pieces.values().map(|piece| piece.size).sum()
-    }
 }
 
 struct Context {
@@ -161,7 +134,7 @@ fn numbers(backing: &Backing) -> Vec<u32> {
 
 impl Software {
     /// Makes the devices.
-    pub fn new(backing: &Backing, memory_limit: u64) -> Result<Software, String> {
+    pub fn new(backing: &Backing) -> Result<Software, String> {
         let output = Output::new();
         let mut devices = Vec::new();
         for number in numbers(backing) {
@@ -189,28 +162,19 @@ impl Software {
             };
             let gpu = Gpu::new(config.clone()).map_err(|e| format!("software device {number}: {e}"))?;
             let context = AtomicBool::new(false);
-            devices.push(Device { gpu, number, config, pieces: BTreeMap::new(), context });
+            devices.push(Device { gpu, number, config, context });
         }
         let contexts = (0..devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(Software {
             devices,
-            memory_limit,
-            nvml: {
-                let backing = backing.clone();
-                Management::from(move || Ok(Box::new(nvml::Devices::new(&backing, memory_limit)?)))
-            },
             output,
             errors: None,
             contexts,
-            lanes: HashMap::new(),
-            events: HashMap::new(),
             modules: HashMap::new(),
             links: HashMap::new(),
             arrays: Arrays::default(),
             granules: Granules::default(),
             beside: Arc::default(),
-            space: Space::default(),
-            broker: None,
             graphs: graph::Graphs::default(),
             greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
@@ -229,19 +193,6 @@ impl Software {
         Ok(())
     }
 
-    /// A call begins for which NVIDIA's driver waits until all work on the device is done.
-    fn begin_waiting_call(&mut self, device: u32) -> Result<(), Status> {
-        self.delays.delay();
-        if self.imitate.waiting_calls {
-            let gpu = self.device(device)?.gpu.clone();
-            let (done, all_done) = std::sync::mpsc::channel::<()>();
-            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
-            streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(done));
-            let _ = all_done.recv();
-        }
-        Ok(())
-    }
-
     fn device(&self, ordinal: u32) -> Result<&Device, Status> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
@@ -253,50 +204,21 @@ impl Software {
     fn errors(&self) -> Result<&Errors, Status> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
+}
 
-    /// The device whose window holds `address`; for an address outside all windows (a module's variable) the device `home`.
-    fn gpu_of(&self, address: u64, home: u32) -> Result<&Gpu, Status> {
-        let ordinal = match address.checked_sub(window(0)) {
-            _ if Space::<OwnedFd>::is_here(address) => {
-                self.space.reached_by(address, 1, home).ok_or(Status::INVALID_VALUE)?
-            }
-            Some(offset) if offset / WINDOW_SIZE < u64::from(MAX_DEVICES) => (offset / WINDOW_SIZE) as u32,
-            _ => home,
-        };
-        self.device(ordinal).map(|d| &d.gpu).map_err(|_| Status::INVALID_VALUE)
-    }
-
-    /// Checks that `len` bytes from `address` lie in one allocation or variable.
+impl Session<Software> {
+    /// Checks a range of the session's, and finds the GPU through which it is reached.
     fn checked(&self, address: u64, len: u64, home: u32) -> Result<Gpu, Status> {
-        let gpu = self.gpu_of(address, home)?;
-        if len > 0 {
-            let (start, size) = gpu.allocation(address).ok_or(Status::INVALID_VALUE)?;
-            if len > size - (address - start) {
-                return Err(Status::INVALID_VALUE);
-            }
-        }
-        Ok(gpu.clone())
-    }
-
-    /// Forgets everything that belongs to a context.
-    fn clear_context(&mut self, context: u32) {
-        self.lanes.retain(|_, lane| lane.context != context);
-        self.events.retain(|_, event| event.context != context);
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
-        self.forget_arrays(context);
-        self.forget_mirrors(context);
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
+        let device = self.check_range(address, len, home)?;
+        self.device(device).map(|device| device.gpu.clone())
     }
 }
 
-impl super::Backend for Software {
-    fn name(&self) -> &'static str {
-        "software"
-    }
+impl driver::Gpu for Software {
+    const NAME: &'static str = "software";
+    type Beside = Reach;
 
-    fn devices(&self) -> Vec<String> {
+    fn names(&self) -> Vec<String> {
         self.devices.iter().map(|d| d.gpu.properties().name.clone()).collect()
     }
 
@@ -305,389 +227,137 @@ impl super::Backend for Software {
         Ok(None)
     }
 
-    fn begin(&mut self, client: Arc<dyn Client>) {
-        self.output.serve(Arc::clone(&client));
-        self.errors = Some(Errors::new(client));
+    fn begin(&mut self, client: &Arc<dyn Client>) {
+        self.output.serve(Arc::clone(client));
+        self.errors = Some(Errors::new(Arc::clone(client)));
     }
 
-    fn device_memory(&self) -> u64 {
-        let backed: u64 = self.devices.iter().map(Device::used).sum();
-        self.space.held() + backed + self.arrays.bytes() + self.granules.bytes()
+    fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
+        self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
-    fn may_wait(&self, opcode: u16, _body: &[u8]) -> bool {
-        self.imitate.waiting_calls && super::loads_code(opcode)
+    fn beside(&self) -> &Arc<Reach> {
+        &self.beside
     }
 
-    fn share(&mut self, broker: Arc<Broker>) {
-        self.broker = Some(broker);
+    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+        self.context(context).map(|_| ())
     }
 
-    fn beside(&self) -> Arc<dyn Beside> {
-        self.beside.clone()
+    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result<(), Status> {
+        self.delays.delay();
+        if self.imitate.waiting_calls {
+            let gpu = self.device(device)?.gpu.clone();
+            let (done, all_done) = std::sync::mpsc::channel::<()>();
+            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
+            streams::after_all(&gpu, &self.streams_of_device(streams, device), move |_| drop(done));
+            let _ = all_done.recv();
+        }
+        Ok(())
     }
 
-    fn end(&mut self) {
-        self.beside.tickets.release_all();
-        self.devices.iter().for_each(|d| d.gpu.cancel());
-        self.lanes.clear();
-    }
-}
-
-impl DeviceOps<Call> for Software {
-    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
-        Ok(Answer::Now(SessionInfoReply {
-            device_count: self.devices.len() as u32,
-            driver_version: DRIVER_VERSION,
-            backend: "software".into(),
-            server: crate::parent::server_name(),
-            // Mapped memory is read by the stream itself.
-            reads_late: cx.client.reads_late() || !cx.client.streams_data(),
-        }))
+    fn output(&self) -> &Output {
+        &self.output
     }
 
-    fn device_info(&mut self, _cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
-        let device = self.device(op.device)?;
-        Ok(Answer::Now(properties::describe(device.number, device.gpu.properties())))
+    fn driver_version(&self) -> Result<u32, Status> {
+        Ok(DRIVER_VERSION)
     }
 
-    fn peer_info(&mut self, _cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
-        self.device(op.device)?;
-        self.device(op.peer)?;
+    fn reads_late(client: &dyn Client) -> bool {
+        // Mapped memory is read by the stream itself.
+        client.reads_late() || !client.streams_data()
+    }
+
+    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+        let device = self.device(device)?;
+        Ok(properties::describe(device.number, device.gpu.properties()))
+    }
+
+    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply, Status> {
         // Copies between devices work; a kernel of one cannot reach the other's memory.
-        Ok(Answer::Now(PeerInfoReply {
-            can_access: false,
-            attributes: vec![0; PEER_ATTRIBUTES],
-            atomics: vec![0; ATOMIC_OPERATIONS],
-        }))
+        let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
+        Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }
 
-    fn select_devices(
-        &mut self,
-        _cx: &mut Call,
-        op: SelectDevices,
-    ) -> Result<Answer<SelectDevicesReply>, Status> {
-        let untouched = self.lanes.is_empty()
-            && self.events.is_empty()
-            && self.modules.is_empty()
-            && self.contexts.len() == self.devices.len()
-            && self.space.is_empty()
-            && self.devices.iter().all(|device| device.pieces.is_empty());
-        if !untouched {
-            return Err(Status::NOT_PERMITTED);
-        }
-        check_selection(&op.devices, self.devices.len() as u32)?;
+    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
-        self.devices.extend(op.devices.iter().filter_map(|number| old[*number as usize].take()));
+        self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
-        Ok(Answer::Now(SelectDevicesReply {}))
-    }
-}
-
-impl ContextOps<Call> for Software {
-    fn device_output(
-        &mut self,
-        _cx: &mut Call,
-        _op: DeviceOutput,
-    ) -> Result<Answer<DeviceOutputReply>, Status> {
-        Ok(Answer::Now(self.output.fetch()))
+        Ok(())
     }
 
-    fn context_create(
-        &mut self,
-        cx: &mut Call,
-        op: ContextCreate,
-    ) -> Result<Answer<ContextCreateReply>, Status> {
-        cx.context = op.context;
-        self.device(op.device)?;
-        if op.context.0 < MAX_DEVICES
-            || op.context.0 >= MAX_CONTEXTS
-            || self.contexts.contains_key(&op.context.0)
-        {
-            return Err(Status::INVALID_CONTEXT);
-        }
+    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result<(), Status> {
         self.imitate.make_context();
-        self.contexts.insert(op.context.0, Context::new(op.device));
-        Ok(Answer::Now(ContextCreateReply {}))
+        self.contexts.insert(context.0, Context::new(device));
+        Ok(())
     }
 
-    fn context_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: ContextDestroy,
-    ) -> Result<Answer<ContextDestroyReply>, Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        if op.context.0 < MAX_DEVICES {
-            return Err(Status::INVALID_CONTEXT);
-        }
-        self.begin_waiting_call(device)?;
-        self.contexts.remove(&op.context.0);
-        self.clear_context(op.context.0);
-        Ok(Answer::Now(ContextDestroyReply {}))
+    fn retire_context(&mut self, _context: ContextId) {}
+
+    fn forget_context(&mut self, context: ContextId) {
+        let context = context.0;
+        self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
+        self.forget_arrays(context);
+        self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
     }
 
-    fn primary_reset(
+    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+        self.contexts.remove(&context.0);
+        Ok(())
+    }
+
+    fn begin_reset(
         &mut self,
-        cx: &mut Call,
-        op: PrimaryReset,
-    ) -> Result<Answer<PrimaryResetReply>, Status> {
-        cx.context = ContextId(op.device);
-        let config = self.device(op.device)?.config.clone();
+        device: u32,
+        streams: &Streams<SoftwareStream>,
+        space: &Space<OwnedFd>,
+    ) -> Result<(), Status> {
         self.beside.tickets.release_all();
-        self.begin_waiting_call(op.device)?;
-        let fresh = Gpu::new(config).map_err(|e| code(&e))?;
-        self.map_again(op.device, &fresh)?;
-        let pieces = self.device(op.device)?.pieces.keys().copied().collect::<Vec<_>>();
-        pieces.into_iter().for_each(|piece| self.unshare_piece(op.device, piece));
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        self.before_waiting_call(streams, device)?;
+        let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
+        Software::map_again(device, &fresh, space)?;
+        let device = self.devices.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.context.store(false, Ordering::Relaxed);
-        device.pieces.clear();
-        let of_device: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
-        for context in of_device {
-            self.clear_context(context);
-            self.errors()?.clear(ContextId(context));
+        Ok(())
+    }
+
+    fn reset(&mut self, device: u32) -> Result<(), Status> {
+        self.contexts.insert(device, Context::new(device));
+        self.greens.forget(device);
+        Ok(())
+    }
+
+    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status> {
+        let usual = properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
+        Ok(self.context(context)?.limits.get(&limit).copied().unwrap_or(usual))
+    }
+
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
+        properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
+        let context = self.contexts.get_mut(&context.0).ok_or(Status::INVALID_CONTEXT)?;
+        context.limits.insert(limit, value);
+        if limit == properties::MALLOC_HEAP_SIZE {
+            let device = context.device;
+            self.device(device)?.gpu.set_heap_limit(value);
         }
-        self.contexts.retain(|id, c| c.device != op.device || *id == op.device);
-        self.contexts.insert(op.device, Context::new(op.device));
-        self.greens.forget(op.device);
-        Ok(Answer::Now(PrimaryResetReply {}))
+        Ok(())
     }
 
-    fn primary_set_flags(
-        &mut self,
-        cx: &mut Call,
-        op: PrimarySetFlags,
-    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.device(op.device)?;
-        // Scheduling flags say how the calling thread waits, which is the client's affair.
-        Ok(Answer::Now(PrimarySetFlagsReply {}))
+    fn has_modules(&self) -> bool {
+        !self.modules.is_empty()
     }
 
-    fn context_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSynchronize,
-    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
-        cx.context = op.context;
-        self.synchronize_context(cx, op.context)?;
-        Ok(Answer::Later)
-    }
-
-    fn context_get_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextGetLimit,
-    ) -> Result<Answer<ContextGetLimitReply>, Status> {
-        cx.context = op.context;
-        let context = self.context(op.context)?;
-        let usual = properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
-        Ok(Answer::Now(ContextGetLimitReply {
-            value: context.limits.get(&op.limit).copied().unwrap_or(usual),
-        }))
-    }
-
-    fn context_set_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSetLimit,
-    ) -> Result<Answer<ContextSetLimitReply>, Status> {
-        cx.context = op.context;
-        properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
-        let context = self.contexts.get_mut(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
-        context.limits.insert(op.limit, op.value);
-        let device = context.device;
-        if op.limit == properties::MALLOC_HEAP_SIZE {
-            self.device(device)?.gpu.set_heap_limit(op.value);
-        }
-        Ok(Answer::Now(ContextSetLimitReply {}))
-    }
-}
-
-impl MemoryOps<Call> for Software {
-    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.need_context(op.device)?;
-        self.begin_waiting_call(op.device)?;
-        let held = super::Backend::device_memory(self);
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let first = window(op.device);
-        let end = op.address.checked_add(op.size);
-        let inside = op.address >= first && end.is_some_and(|end| end <= first + WINDOW_SIZE);
-        if !inside || op.size == 0 || !op.size.is_multiple_of(GRANULE) || !op.address.is_multiple_of(GRANULE)
-        {
-            return Err(Status::INVALID_VALUE);
-        }
-        if self.memory_limit > 0 && op.size > self.memory_limit.saturating_sub(held) {
-            tracing::info!(
-                bytes = op.size,
-                held,
-                limit = self.memory_limit,
-                "refused: beyond the session's memory limit"
-            );
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        let piece = vmm::back(&device.gpu, op.address, op.size)?;
-        device.pieces.insert(op.address, piece);
-        Ok(Answer::Now(MemGrowReply {}))
-    }
-
-    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
-        cx.context = ContextId(op.device);
-        let gpu = self.device(op.device)?.gpu.clone();
-        let (address, size) = (op.address, op.size);
-        if self.device(op.device)?.pieces.get(&address).is_none_or(|piece| piece.size != size) {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.begin_waiting_call(op.device)?;
-        let lanes = self.lanes_of_device(op.device);
-        let idle = lanes.iter().all(|lane| lane.query().unwrap_or(true));
-        if idle {
-            gpu_unmap(&gpu, address, size)?;
-        }
-        // Counted as given back at once: what may wait is only the moment at which its pages go.
-        self.unshare_piece(op.device, address);
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        device.pieces.remove(&address);
-        if idle {
-            return Ok(Answer::Now(MemShrinkReply {}));
-        }
-        let (unmapped, pending) = (gpu.clone(), cx.later());
-        streams::after_all(&gpu, &lanes, move |_| pending.answer(gpu_unmap(&unmapped, address, size)));
-        Ok(Answer::Later)
-    }
-
-    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
-        let gpu = self.window_gpu(cx, op.address)?;
-        gpu.place(op.address, op.size).map_err(|e| code(&e))
-    }
-
-    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
-        let gpu = self.window_gpu(cx, op.address)?;
-        gpu.release(op.address).map(|_| ()).map_err(|e| code(&e))
-    }
-
-    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
-        self.mirror_host(cx, &op).map(|()| Answer::Now(HostMirrorReply {}))
-    }
-
-    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
-        cx.context = op.context;
-        self.beside.patch(&op.words)
-    }
-
-    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
-        cx.context = op.context;
-        beside::read(&*self.beside, &op).map(Answer::Now)
-    }
-
-    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
-        cx.context = op.context;
-        self.beside.write(op.address, op.bytes)
-    }
-
-    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
-        cx.context = op.context;
-        self.unmirror_host(op.address)
-    }
-
-    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        let (free, total) = self.memory_of(&self.device(op.device)?.gpu);
-        Ok(Answer::Now(MemGetInfoReply { free, total }))
-    }
-
-    fn address_reserve(
-        &mut self,
-        _cx: &mut Call,
-        op: AddressReserve,
-    ) -> Result<Answer<AddressReserveReply>, Status> {
-        self.reserve_addresses(&op).map(|()| Answer::Now(AddressReserveReply {}))
-    }
-
-    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
-        self.free_addresses(&op).map(|()| Answer::Now(AddressFreeReply {}))
-    }
-
-    fn memory_create(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryCreate,
-    ) -> Result<Answer<MemoryCreateReply>, Status> {
-        self.create_memory(cx, &op).map(|()| Answer::Now(MemoryCreateReply {}))
-    }
-
-    fn memory_release(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryRelease,
-    ) -> Result<Answer<MemoryReleaseReply>, Status> {
-        self.release_memory(&op).map(|()| Answer::Now(MemoryReleaseReply {}))
-    }
-
-    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
-        self.map_memory(&op).map(|()| Answer::Now(MemoryMapReply {}))
-    }
-
-    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
-        self.unmap_memory(&op).map(|()| Answer::Now(MemoryUnmapReply {}))
-    }
-
-    fn memory_access(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryAccess,
-    ) -> Result<Answer<MemoryAccessReply>, Status> {
-        self.set_memory_access(cx, &op).map(|()| Answer::Now(MemoryAccessReply {}))
-    }
-
-    fn memory_export(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryExport,
-    ) -> Result<Answer<MemoryExportReply>, Status> {
-        self.export_memory(&op).map(|token| Answer::Now(MemoryExportReply { token }))
-    }
-
-    fn memory_import(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryImport,
-    ) -> Result<Answer<MemoryImportReply>, Status> {
-        self.import_memory(cx, &op).map(Answer::Now)
-    }
-
-    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
-        self.export_piece(&op).map(Answer::Now)
-    }
-}
-
-fn gpu_unmap(gpu: &Gpu, address: u64, size: u64) -> Result<MemShrinkReply, Status> {
-    vmm::unback(gpu, address, size).map(|()| MemShrinkReply {})
-}
-
-impl Software {
-    /// Free and total memory of a device in bytes, as far as this session may have it.
-    fn memory_of(&self, gpu: &Gpu) -> (u64, u64) {
-        let (free, total) = gpu.memory_info();
-        let held = super::Backend::device_memory(self);
-        match self.memory_limit {
-            0 => (free, total),
-            limit => (free.min(limit.saturating_sub(held)), total.min(limit)),
-        }
-    }
-
-    /// The device whose window holds an allocation's address.
-    fn window_gpu(&self, cx: &mut Call, address: u64) -> Result<&Gpu, Status> {
-        let ordinal = address
-            .checked_sub(window(0))
-            .map(|o| o / WINDOW_SIZE)
-            .filter(|n| *n < self.devices.len() as u64);
-        let ordinal = ordinal.ok_or(Status::INVALID_VALUE)? as u32;
-        cx.context = ContextId(ordinal);
-        self.device(ordinal).map(|d| &d.gpu)
+    fn end(&mut self, streams: &mut Streams<SoftwareStream>) {
+        self.beside.tickets.release_all();
+        self.devices.iter().for_each(|d| d.gpu.cancel());
+        streams.clear();
     }
 }

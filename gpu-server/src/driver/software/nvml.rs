@@ -4,19 +4,14 @@
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use protocol::Status;
-use protocol::ops::Answer;
 use protocol::ops::device::DeviceInfoReply;
-use protocol::ops::nvml::{
-    self, FIELD_SIZE, MAX_FIELDS, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem,
-    NvmlSystemReply, Output, Query, pair, status,
-};
+use protocol::ops::nvml::{self, FIELD_SIZE, MAX_FIELDS, NvmlPair, NvmlQuery, Output, Query, pair, status};
 use software_gpu::{GpuConfig, Properties};
 
-use super::{DRIVER_VERSION, NAME, Software, numbers, properties};
+use super::{DRIVER_VERSION, NAME, numbers, properties};
 use crate::cli::Backing;
-use crate::driver::call::Call;
 use crate::driver::nvml::Answers;
+use crate::driver::quota::Quota;
 
 /// The driver's version: of the series that brought CUDA 13.0, which is what `cuDriverGetVersion` says of these devices.
 const DRIVER: &str = "580.00";
@@ -44,7 +39,7 @@ const MEMORY_BUS: u32 = 37;
 /// The devices of a session.
 pub struct Devices {
     devices: Vec<Device>,
-    memory_limit: u64,
+    quota: Quota,
     since: Instant,
 }
 
@@ -57,7 +52,7 @@ struct Device {
 
 impl Devices {
     /// The devices that `backing` chooses. The error is a status of NVML's.
-    pub fn new(backing: &Backing, memory_limit: u64) -> Result<Devices, u32> {
+    pub fn new(backing: &Backing, quota: Quota) -> Result<Devices, u32> {
         let device = |number: u32| {
             if number >= backing.software_devices {
                 return Err(status::NOT_FOUND);
@@ -72,7 +67,7 @@ impl Devices {
             Ok(Device { number, properties, about })
         };
         let devices = numbers(backing).into_iter().map(device).collect::<Result<_, _>>()?;
-        Ok(Devices { devices, memory_limit, since: Instant::now() })
+        Ok(Devices { devices, quota, since: Instant::now() })
     }
 
     fn device(&self, ordinal: u32) -> Result<&Device, u32> {
@@ -241,10 +236,8 @@ impl Answers for Devices {
 
     fn query(&self, query: &'static Query, op: &NvmlQuery<'_>) -> Result<Vec<u8>, u32> {
         let device = self.device(op.device)?;
-        let total = match self.memory_limit {
-            0 => device.about.total_memory,
-            limit => device.about.total_memory.min(limit),
-        };
+        let memory = device.about.total_memory;
+        let (free, total) = self.quota.visible(memory.saturating_sub(self.quota.held()), memory);
         let [first, second, _] = op.arguments;
         let choose = |values: &[u32]| values.get(first as usize).copied().ok_or(status::INVALID_ARGUMENT);
         Ok(match query {
@@ -275,10 +268,11 @@ impl Answers for Devices {
             // NVML_POWER_SOURCE_AC
             q if q == nvml::POWER_SOURCE => words([0]),
 
-            // Its memory, of which an NVML session uses none.
-            q if q == nvml::MEMORY || q == nvml::BAR1_MEMORY => longs([total, total, NOTHING]),
+            // Its memory.
+            q if q == nvml::MEMORY => longs([total, free, total - free]),
+            q if q == nvml::BAR1_MEMORY => longs([total, total, NOTHING]),
             q if q == nvml::MEMORY_V2 => {
-                versioned(query, op, [words([0]), longs([total, NOTHING, total, NOTHING])].concat())?
+                versioned(query, op, [words([0]), longs([total, NOTHING, free, total - free])].concat())?
             }
             q if q == nvml::PROTECTED_MEMORY => longs([NOTHING; 3]),
 
@@ -412,20 +406,6 @@ impl Answers for Devices {
     }
 }
 
-impl NvmlOps<Call> for Software {
-    fn nvml_system(&mut self, cx: &mut Call, op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
-        self.nvml.nvml_system(cx, op)
-    }
-
-    fn nvml_query(&mut self, cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
-        self.nvml.nvml_query(cx, op)
-    }
-
-    fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
-        self.nvml.nvml_pair(cx, op)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -434,8 +414,8 @@ mod tests {
 
     fn devices() -> Devices {
         let line = "rgpu-server --backend software --software-memory 1G --software-devices 2 --devices 1,0";
-        let backing = crate::cli::Arguments::parse_from(line.split(' ')).serve.backing;
-        Devices::new(&backing, 1 << 29).unwrap()
+        let backing = crate::cli::Arguments::parse_from(line.split(' ')).serve.worker.backing;
+        Devices::new(&backing, Quota::new("device memory", 1 << 29)).unwrap()
     }
 
     fn ask(query: &'static Query, arguments: [u32; 3]) -> Result<Vec<u8>, u32> {

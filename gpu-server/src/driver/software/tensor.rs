@@ -7,6 +7,7 @@ use software_gpu::TensorMap;
 
 use super::Software;
 use crate::driver::call::Call;
+use crate::driver::session::Session;
 
 /// Of `CUtensorMapDataType`: the first that is flushed or rounded when it is copied, and the last that there is.
 const FIRST_ROUNDED: u32 = 10;
@@ -15,7 +16,7 @@ const LAST_TYPE: u32 = 15;
 const SWIZZLE_128: u32 = 3;
 const LAST_SWIZZLE: u32 = 6;
 
-impl TextureOps<Call> for Software {
+impl TextureOps<Call> for Session<Software> {
     fn tensor_map_tiled(
         &mut self,
         cx: &mut Call,

@@ -13,6 +13,7 @@ use super::streams::step;
 use super::{Software, code};
 use crate::driver::call::{Call, Input};
 use crate::driver::rows::Rows;
+use crate::driver::session::Session;
 
 /// Bytes that a copy holds on the heap at a time.
 const CHUNK: usize = 1 << 20;
@@ -45,7 +46,7 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
     })
 }
 
-impl Software {
+impl Session<Software> {
     fn upload(
         &mut self,
         cx: &mut Call,
@@ -140,12 +141,20 @@ impl Upload {
                 }
                 Ok(())
             }
-            // This device's copy engine is the CPU: it reads the bytes where they are.
-            Upload::Placed(placed) => match placed.read(|at, bytes| Ok(write(to, gpu, at, bytes)?)) {
-                // The session is over; nobody wants the rest.
-                Ok(()) | Err(Ended::Lost) => Ok(()),
-                Err(Ended::Failed(e)) => Err(e),
-            },
+            // This device's copy engine is the CPU. It copies what the peer may still write before it looks at it.
+            Upload::Placed(placed) => {
+                let mut buffer = Vec::new();
+                let read = placed.read(|at, bytes| {
+                    buffer.resize(bytes.len(), 0);
+                    bytes.read(&mut buffer);
+                    Ok(write(to, gpu, at, &buffer)?)
+                });
+                match read {
+                    // The session is over; nobody wants the rest.
+                    Ok(()) | Err(Ended::Lost) => Ok(()),
+                    Err(Ended::Failed(e)) => Err(e),
+                }
+            }
             Upload::Coming(mut queue) => {
                 while let Ok(Some(chunk)) = queue.next_chunk() {
                     write(to, gpu, chunk.offset, &chunk.bytes)?;
@@ -195,7 +204,7 @@ pub(super) fn enqueue_checked(
     place.stream.enqueue(step).map_err(|e| code(&e))
 }
 
-impl CopyOps<Call> for Software {
+impl CopyOps<Call> for Session<Software> {
     fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> std::result::Result<(), Status> {
         let to = Rows::line(op.dst, op.src.len());
         self.upload(cx, op.stream, to, op.src)
@@ -261,7 +270,7 @@ impl CopyOps<Call> for Software {
 pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Work inside device memory, checked: of a device's stream, or of a graph that it runs.
-impl Software {
+impl Session<Software> {
     pub(super) fn line_work(&self, device: u32, op: &MemcpyDtoD) -> std::result::Result<Again, Status> {
         let to = self.checked(op.dst, op.len, device)?;
         let from = self.checked(op.src, op.len, device)?;

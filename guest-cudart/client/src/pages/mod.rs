@@ -1,10 +1,13 @@
-//! Pages whose first use, and first change, another thread answers: what memory that host and device take turns on is made of.
+//! Pages whose first read or first write another thread resolves. Managed memory, which host and device use
+//! in turns, is built on them.
 //!
-//! A page is absent, readable or writable. The program that touches what it may not is stopped, its [`Fault`] is read by whoever called [`Pages::faults`], and it goes on when that thread
-//! has put the page into a state that allows it. Two mechanisms do this:
-//! - [`uffd`]: userfaultfd(2). With it system calls may use the pages as well (a file is read into them), if the process may have the kernel's faults answered: as root, or through
-//!   `/dev/userfaultfd`;
-//! - [`signal`]: a handler of SIGSEGV, where there is no userfaultfd (containers refuse it by default). System calls on a page that is absent then fail with `EFAULT`.
+//! A page is absent, readable or writable. An access that the page's state does not allow stops the thread.
+//! The caller of [`Pages::faults`] receives the [`Fault`], and the thread continues when that caller has put
+//! the page into a state that allows the access. There are two mechanisms:
+//! - [`uffd`]: userfaultfd(2). With it, system calls can access the pages too (for example to read a file
+//!   into them), if the process may handle the kernel's faults: as root, or through `/dev/userfaultfd`.
+//! - [`signal`]: a SIGSEGV handler, for systems without userfaultfd (containers block it by default). System
+//!   calls on an absent page then fail with `EFAULT`.
 
 mod signal;
 mod uffd;
@@ -13,50 +16,50 @@ use std::io;
 
 use crate::log;
 
-/// Bytes of a page.
+/// Page size in bytes.
 pub const PAGE: usize = 4096;
 
-/// An access that is stopped.
+/// A stopped access.
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
-    /// Where.
+    /// The accessed address.
     pub address: usize,
-    /// Whether it writes.
+    /// Whether the access is a write.
     pub write: bool,
-    /// Names the stopped thread where the mechanism has to know.
+    /// Identifies the stopped thread, if the mechanism needs to know.
     token: u32,
 }
 
-/// Maps exactly here, closed to every use, and kept out of children of the process.
+/// Maps memory at exactly this address, inaccessible, and not inherited by child processes.
 fn place(address: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> io::Result<()> {
     let flags = flags | libc::MAP_FIXED_NOREPLACE | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping that replaces none.
+    // SAFETY: a new mapping that replaces no other (MAP_FIXED_NOREPLACE).
     let at = unsafe { libc::mmap(address as *mut libc::c_void, len, libc::PROT_NONE, flags, fd, 0) };
     if at == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
     if at as usize != address {
-        // A kernel before 4.17 takes the address for a wish.
+        // Kernels before 4.17 treat the address as a hint.
         unplace(at as usize, len);
         return Err(io::Error::from_raw_os_error(libc::EEXIST));
     }
-    // SAFETY: the mapping that was just made.
+    // SAFETY: this unmaps the mapping that was just made.
     unsafe { libc::madvise(at, len, libc::MADV_DONTFORK) };
     Ok(())
 }
 
 fn unplace(address: usize, len: usize) {
-    // SAFETY: a mapping of this module's, whose users have let go of it.
+    // SAFETY: a mapping of this module, whose users no longer access it.
     unsafe { libc::munmap(address as *mut libc::c_void, len) };
 }
 
 fn protection(address: usize, len: usize, protection: libc::c_int) -> io::Result<()> {
-    // SAFETY: inside a mapping of this module's; what the program may do there is what this is about.
+    // SAFETY: the range is inside a mapping of this module; restricting accesses to it is intended.
     let result = unsafe { libc::mprotect(address as *mut libc::c_void, len, protection) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The process's mechanism.
+/// The process's page fault mechanism.
 #[derive(Debug)]
 pub struct Pages(Mechanism);
 
@@ -76,10 +79,12 @@ macro_rules! either {
 }
 
 impl Pages {
-    /// Chooses the best mechanism that this process may use. `RGPU_PAGES` (`userfaultfd`, `signal`) chooses one by name.
+    /// Selects the best mechanism that this process may use. `RGPU_PAGES` (`userfaultfd`, `signal`) selects
+    /// one by name.
     ///
     /// # Errors
-    /// When there is none.
+    ///
+    /// If no mechanism is available.
     pub fn open() -> io::Result<Pages> {
         let asked = std::env::var("RGPU_PAGES").unwrap_or_default();
         if asked != "signal" {
@@ -102,45 +107,51 @@ impl Pages {
         signal::Signal::open().map(|signal| Pages(Mechanism::Signal(signal)))
     }
 
-    /// Takes `len` bytes of the process's addresses, none of them for use yet. Children of the process do not inherit them.
+    /// Reserves `len` bytes of addresses, not yet accessible and not inherited by child processes.
     ///
     /// # Errors
-    /// Something else is there.
+    ///
+    /// If something else is mapped there.
     pub fn map(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.map(address, len))
     }
 
-    /// Gives addresses back that [`map`](Self::map) took.
+    /// Releases addresses from [`map`](Self::map).
     pub fn unmap(&self, address: usize, len: usize) {
         either!(self, m => m.unmap(address, len));
     }
 
-    /// Takes over whole pages that the process has and uses. They stay present, with what is in them; no change is under way when this returns, and from then on
-    /// each one is a [`Fault`]. Children of the process do not inherit them.
+    /// Takes over whole pages that the process uses. They stay present with their contents. When this
+    /// returns, no write is in progress, and from then on every write is a [`Fault`]. Child processes do not
+    /// inherit the pages.
     ///
     /// # Errors
-    /// The pages are such as the mechanism cannot watch; they are as they were.
+    ///
+    /// If the mechanism cannot watch such pages; they are then unchanged.
     ///
     /// # Safety
-    /// The pages may be read and written, and stay until they are [given back](Self::release) or unmapped.
+    ///
+    /// The pages must be readable and writable, and stay mapped until they are [released](Self::release).
     pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that the pages are accessible and stay mapped.
         unsafe { either!(self, m => m.adopt(address, len)) }
     }
 
-    /// Lets go of pages that [`adopt`](Self::adopt) took over, with what is in them: present pages are ordinary ones, absent pages are zero.
+    /// Gives back pages from [`adopt`](Self::adopt). Present pages become ordinary pages with their contents;
+    /// absent pages become zero.
     pub fn release(&self, address: usize, len: usize) {
         either!(self, m => m.release(address, len));
     }
 
-    /// From now on accesses to the range, which is absent, are [`Fault`]s; before they end the program, as those to memory that is not there do.
+    /// Makes accesses to the range, whose pages are absent, [`Fault`]s. Before, they crash the program like
+    /// any access to unmapped memory.
     pub fn open_range(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.open_range(address, len))
     }
 
-    /// Accesses to the range end the program again. What is in it is lost.
+    /// Makes accesses to the range crash the program again. Its contents are lost.
     pub fn close_range(&self, address: usize, len: usize) {
-        // Pages that stay are closed all the same.
+        // If pages cannot be removed, the range is still closed.
         let _ = self.clear(address, len);
         either!(self, m => m.close_range(address, len));
     }
@@ -148,22 +159,23 @@ impl Pages {
     /// Waits for faults.
     ///
     /// # Errors
-    /// The mechanism's own; none in ordinary operation.
+    ///
+    /// If the mechanism itself fails, which does not happen in normal operation.
     pub fn faults(&self) -> io::Result<Vec<Fault>> {
         either!(self, m => m.faults())
     }
 
-    /// Fills absent pages, which are readable from then on and, if `writable`, may be changed.
+    /// Fills absent pages, which become readable and, with `writable`, writable.
     pub fn fill(&self, address: usize, bytes: &[u8], writable: bool) -> io::Result<()> {
         either!(self, m => m.fill(address, bytes, writable))
     }
 
-    /// Lets present pages be changed.
+    /// Makes present pages writable.
     pub fn allow_writes(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.protect(address, len, false))
     }
 
-    /// Makes changes of present pages faults. When it returns, none is under way.
+    /// Makes writes to present pages faults. When it returns, no write is in progress.
     pub fn forbid_writes(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.protect(address, len, true))
     }
@@ -171,22 +183,23 @@ impl Pages {
     /// Makes pages absent.
     ///
     /// # Errors
-    /// The kernel refuses: the program may still use the pages as they were.
+    ///
+    /// If the kernel refuses; the program may then still access the pages as before.
     pub fn clear(&self, address: usize, len: usize) -> io::Result<()> {
         either!(self, m => m.clear(address, len))
     }
 
-    /// Where the bytes of present pages can be read, whatever the program may do with them.
+    /// An address where the bytes of present pages can be read, whatever the program may access.
     pub fn bytes(&self, address: usize) -> *const u8 {
         either!(self, m => m.bytes(address))
     }
 
-    /// Lets the stopped access be tried again.
+    /// Lets the stopped thread retry its access.
     pub fn retry(&self, fault: &Fault) {
         either!(self, m => m.retry(fault));
     }
 
-    /// The stopped access is to a range that is closed: it ends the program, as if nothing were there.
+    /// Ends the program as if nothing were mapped, because the stopped access is to a closed range.
     pub fn refuse(&self, fault: &Fault) {
         either!(self, m => m.refuse(fault));
     }
@@ -203,14 +216,15 @@ mod tests {
     use crate::lock;
 
     const COUNT: usize = 64;
-    /// A test's pages begin at a multiple of this.
+    /// Distance in bytes between the pages of different tests.
     const APART: usize = 1 << 30;
 
-    /// A mechanism and a thread that answers its faults: absent pages are filled with their number. The process has one of each.
+    /// A mechanism and a thread that resolves its faults by filling absent pages with their number. There is
+    /// one of each per process.
     #[derive(Clone)]
     struct Served {
         pages: Arc<Pages>,
-        /// Changes that were asked for, by test.
+        /// Number of write faults, by test.
         writes: Arc<Mutex<HashMap<usize, u32>>>,
         base: usize,
     }
@@ -242,7 +256,7 @@ mod tests {
             }
         }
 
-        /// The same with pages of its own.
+        /// The same mechanism with separate pages.
         fn fresh(&self) -> Served {
             static NEXT: AtomicUsize = AtomicUsize::new(0x2800_0000_0000);
             let base = NEXT.fetch_add(APART, Ordering::Relaxed);
@@ -259,7 +273,7 @@ mod tests {
     fn each(test: impl Fn(Served)) {
         static UFFD: OnceLock<Option<Served>> = OnceLock::new();
         static SIGNAL: OnceLock<Served> = OnceLock::new();
-        // A machine that refuses userfaultfd altogether has the other.
+        // A machine may have no userfaultfd at all; the other mechanism is always there.
         let uffd =
             UFFD.get_or_init(|| uffd::Uffd::open().ok().map(|uffd| Served::new(Mechanism::Uffd(uffd))));
         if let Some(served) = uffd {
@@ -270,12 +284,12 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_filled_when_it_is_read_and_a_change_is_asked_for_once() {
+    fn a_page_faults_once_for_reading_and_once_for_writing() {
         each(|served| {
             let base = served.base;
             for page in 0..COUNT {
                 let at = (base + page * PAGE + page) as *mut u8;
-                // SAFETY: open pages, answered by the thread above.
+                // SAFETY: accessible pages whose faults the thread above resolves.
                 unsafe {
                     assert_eq!(at.read_volatile(), page as u8);
                     at.write_volatile(200);
@@ -288,11 +302,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_can_be_read_elsewhere_and_changes_can_be_forbidden_again() {
+    fn written_bytes_can_be_read_elsewhere_and_writes_forbidden_again() {
         each(|served| {
             let (pages, base) = (&served.pages, served.base);
             let at = (base + 5 * PAGE + 3) as *mut u8;
-            // SAFETY: as above.
+            // SAFETY: accessible pages whose faults the thread above resolves.
             unsafe {
                 at.write_volatile(77);
                 pages.forbid_writes(base + 5 * PAGE, PAGE).unwrap();
@@ -305,13 +319,14 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_the_process_are_watched_from_their_adoption_to_their_release() {
+    fn adopted_pages_are_watched_until_their_release() {
         each(|served| {
             let pages = &served.pages;
             for flags in [libc::MAP_PRIVATE, libc::MAP_SHARED] {
                 let flags = flags | libc::MAP_ANONYMOUS;
                 let (len, protection) = (8 * PAGE, libc::PROT_READ | libc::PROT_WRITE);
-                // SAFETY: a mapping of this test's own, which stays, so that the thread above meets no address twice.
+                // SAFETY: a mapping of this test. It stays mapped, so that the thread above never sees an
+                // address twice.
                 unsafe {
                     let base = libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0);
                     let at = |n: usize| base.cast::<u8>().add(n);
@@ -324,7 +339,7 @@ mod tests {
                         (at(PAGE).read_volatile(), pages.bytes(at(PAGE) as usize).read_volatile()),
                         (9, 9)
                     );
-                    // Absent pages are asked for; those that were present are until they are cleared.
+                    // Absent pages fault; present ones do not until they are cleared.
                     pages.clear(base as usize, len).unwrap();
                     let number = |n: usize| ((at(n) as usize) % APART / PAGE) as u8;
                     assert_eq!(at(PAGE + 7).read_volatile(), number(PAGE));
@@ -344,30 +359,30 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_the_program_has_locked_are_taken_away_as_others_are() {
+    fn locked_pages_can_be_removed_too() {
         each(|Served { pages, base, .. }| {
             pages.fill(base, &[1; 2 * PAGE], true).unwrap();
             let at = base as *mut u8;
-            // SAFETY: present pages of this test's.
+            // SAFETY: present pages of this test.
             unsafe {
                 assert_eq!(libc::mlock(at.cast(), 2 * PAGE), 0);
                 at.write_volatile(9);
             }
             pages.clear(base, 2 * PAGE).unwrap();
             pages.fill(base, &[2; 2 * PAGE], true).unwrap();
-            // SAFETY: as above.
+            // SAFETY: present pages of this test.
             assert_eq!(unsafe { (at.read_volatile(), at.add(PAGE).read_volatile()) }, (2, 2));
         });
     }
 
     #[test]
-    fn threads_that_touch_one_page_at_once_all_go_on() {
+    fn threads_that_fault_on_one_page_together_all_continue() {
         each(|Served { base, .. }| {
             std::thread::scope(|scope| {
                 for _ in 0..8 {
                     scope.spawn(move || {
                         for page in 0..COUNT {
-                            // SAFETY: as above.
+                            // SAFETY: accessible pages whose faults the thread above resolves.
                             let value = unsafe { ((base + page * PAGE) as *const u8).read_volatile() };
                             assert_eq!(value, page as u8);
                         }
@@ -378,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_taken_is_refused() {
+    fn an_occupied_address_is_refused() {
         each(|Served { pages, base, .. }| {
             assert!(pages.map(base, PAGE).is_err());
         });

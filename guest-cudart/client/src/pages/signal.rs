@@ -1,7 +1,8 @@
-//! Page protection and a handler of SIGSEGV.
+//! The fault mechanism that uses page protection and a SIGSEGV handler.
 //!
-//! The memory is mapped twice: where the program uses it, with the protection of the page's state, and a second time, always readable and writable, where pages are
-//! filled. A thread that is stopped writes its fault to a pipe and sleeps in the handler until it is answered. Faults elsewhere go to the handler that was there before.
+//! The memory is mapped twice: where the program uses it, with the protection of the page's state, and a
+//! second time, always readable and writable, for filling pages. A stopped thread writes its fault to a pipe
+//! and sleeps in the handler until it is resolved. Faults at other addresses go to the previous handler.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,9 +15,9 @@ use super::Fault;
 use crate::lock;
 use crate::port::mapping::Mapping;
 
-/// Ranges that the handler knows. Entries are never moved, so that it reads them without a lock.
+/// The most ranges. Their table entries never move, so that the handler can read them without a lock.
 const MOST_RANGES: usize = 4096;
-/// Threads that are stopped at once; others wait for a place.
+/// How many threads can be stopped at once; others wait for a free entry.
 const PLACES: usize = 64;
 
 const FREE: u32 = 0;
@@ -31,15 +32,15 @@ struct Known {
 
 static RANGES: [Known; MOST_RANGES] =
     [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; MOST_RANGES];
-/// Entries of [`RANGES`] that are or were in use.
+/// Entries of [`RANGES`] that are in use or were.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static STOPS: [AtomicU32; PLACES] = [const { AtomicU32::new(FREE) }; PLACES];
-/// Where the handler writes faults.
+/// The pipe to which the handler writes faults.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
-/// What was installed before.
+/// The handler that was installed before.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 
-/// What the handler writes: read whole, since it is shorter than `PIPE_BUF`.
+/// What the handler writes. It is shorter than `PIPE_BUF` and therefore always read as a whole.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Message {
@@ -58,7 +59,7 @@ struct Alias {
     memory: OwnedFd,
 }
 
-/// The mechanism; a process has one.
+/// The mechanism. A process has one.
 #[derive(Debug)]
 pub struct Signal {
     reader: OwnedFd,
@@ -111,7 +112,8 @@ impl Signal {
             known
         };
         let taken = super::protection(address, len, libc::PROT_READ).and_then(|()| {
-            // SAFETY: pages that may be read, as the caller says, and that nobody changes now; as many of this mechanism's own.
+            // SAFETY: the caller guarantees readable pages that nobody is writing, and this mechanism's own
+            // pages are as many.
             unsafe { ptr::copy_nonoverlapping(address as *const u8, to, len) };
             self.replace(address, len, libc::PROT_READ)
         });
@@ -123,19 +125,19 @@ impl Signal {
         taken
     }
 
-    /// Puts a range's memory in the place of what the process has there.
+    /// Replaces the process's memory by a range of this mechanism's.
     fn replace(&self, address: usize, len: usize, protection: libc::c_int) -> io::Result<()> {
         let aliases = lock(&self.aliases);
         let alias = aliases.iter().find(|alias| alias.start == address).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-        // SAFETY: pages that the caller has taken over; what they hold is in the file.
+        // SAFETY: the caller has taken over these pages, and the file has their contents.
         let at = unsafe {
             libc::mmap(address as *mut libc::c_void, len, protection, flags, alias.memory.as_raw_fd(), 0)
         };
         if at == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the mapping that was just made.
+        // SAFETY: this unmaps the mapping that was just made.
         unsafe { libc::madvise(at, len, libc::MADV_DONTFORK) };
         Ok(())
     }
@@ -143,8 +145,8 @@ impl Signal {
     pub fn release(&self, address: usize, len: usize) {
         let usable = libc::PROT_READ | libc::PROT_WRITE;
         let _ = super::protection(address, len, libc::PROT_READ);
-        // SAFETY: a new mapping, filled from this mechanism's own pages and moved to where the program has those; shared ones are not to be left there,
-        // since a child of the process would share them.
+        // SAFETY: a new mapping, filled from this mechanism's pages and moved to where the program has its
+        // own. Shared pages must not be left there, because a child process would share them.
         unsafe {
             let fresh =
                 libc::mmap(ptr::null_mut(), len, usable, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
@@ -181,7 +183,7 @@ impl Signal {
     pub fn faults(&self) -> io::Result<Vec<Fault>> {
         let mut message = MaybeUninit::<Message>::uninit();
         loop {
-            // SAFETY: the kernel fills at most the message.
+            // SAFETY: the kernel writes at most one message.
             let n = unsafe {
                 libc::read(
                     self.reader.as_raw_fd(),
@@ -190,7 +192,7 @@ impl Signal {
                 )
             };
             if n == std::mem::size_of::<Message>() as isize {
-                // SAFETY: filled whole.
+                // SAFETY: the message was read as a whole.
                 let Message { address, write, place } = unsafe { message.assume_init() };
                 return Ok(vec![Fault { address, write: write != 0, token: place }]);
             }
@@ -205,13 +207,13 @@ impl Signal {
     fn alias(&self, address: usize) -> Option<*mut u8> {
         let aliases = lock(&self.aliases);
         let alias = aliases.iter().find(|alias| (alias.start..alias.start + alias.len).contains(&address))?;
-        // SAFETY: inside the mapping, which is as long as the range.
+        // SAFETY: the second mapping is as long as the range that contains the offset.
         Some(unsafe { alias.mapping.base().add(address - alias.start) })
     }
 
     pub fn fill(&self, address: usize, bytes: &[u8], writable: bool) -> io::Result<()> {
         let to = self.alias(address).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: callers fill inside a range; its second mapping is as long.
+        // SAFETY: callers fill inside a range, and its second mapping is as long.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         self.protect(address, bytes.len(), !writable)
     }
@@ -222,14 +224,14 @@ impl Signal {
     }
 
     pub fn clear(&self, address: usize, len: usize) -> io::Result<()> {
-        // Pages that the program goes on using would be zero in its eyes.
+        // Otherwise a page that the program still accesses would appear as zeros.
         super::protection(address, len, libc::PROT_NONE)?;
         let aliases = lock(&self.aliases);
         let found = aliases.iter().find(|alias| (alias.start..alias.start + alias.len).contains(&address));
         if let Some(alias) = found {
             let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             let offset = (address - alias.start) as libc::off_t;
-            // SAFETY: a hole in this module's own file; what was there is wanted no more.
+            // SAFETY: a hole in this module's own file, whose contents are no longer needed.
             unsafe { libc::fallocate(alias.memory.as_raw_fd(), hole, offset, len as libc::off_t) };
         }
         Ok(())
@@ -248,7 +250,7 @@ impl Signal {
     }
 }
 
-/// An entry that no range has; to be taken under the lock of the aliases.
+/// An unused entry. The caller holds the lock of the second mappings.
 fn free_range() -> Option<usize> {
     (0..MOST_RANGES).find(|n| RANGES[*n].end.load(Ordering::Acquire) == 0)
 }
@@ -260,14 +262,14 @@ fn answer(fault: &Fault, answer: u32) {
 }
 
 fn memfd(len: usize) -> io::Result<OwnedFd> {
-    // SAFETY: makes a descriptor from a C string.
+    // SAFETY: creates a descriptor from a C string.
     let fd = unsafe { libc::memfd_create(c"rgpu-managed".as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that nobody else has.
+    // SAFETY: a new descriptor that nothing else owns.
     let memory = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: a descriptor of this function's own.
+    // SAFETY: a descriptor of this function.
     if unsafe { libc::ftruncate(memory.as_raw_fd(), len as libc::off_t) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -280,16 +282,17 @@ fn install() -> io::Result<OwnedFd> {
     if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that nobody else has; the other end stays open for the handler as long as the process lives.
+    // SAFETY: a new descriptor that nothing else owns. The other end stays open for the handler as long as
+    // the process lives.
     let reader = unsafe { OwnedFd::from_raw_fd(ends[0]) };
     PIPE.store(ends[1], Ordering::Release);
-    // SAFETY: a structure of integers, for which zeroes are valid.
+    // SAFETY: a structure of integers, for which zeros are valid.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handle as *const () as usize;
-    // On the thread's own stack where it has no other; what was blocked stays so.
+    // On the alternate stack if the thread has one, else on its own; blocked signals stay blocked.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     let before = Box::leak(Box::new(action));
-    // SAFETY: both are whole structures, and the handler only does what a handler may.
+    // SAFETY: both structures are complete, and the handler only does what is allowed in a handler.
     if unsafe { libc::sigaction(libc::SIGSEGV, &action, before) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -317,22 +320,24 @@ fn is_known(address: usize) -> bool {
     })
 }
 
-/// Handles SIGSEGV. Calls nothing that a signal handler may not: atomics, write(2), futex(2), sigaction(2).
+/// Handles SIGSEGV. It uses only what is allowed in a signal handler: atomics, write(2), futex(2),
+/// sigaction(2).
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel gives both to a handler with SA_SIGINFO; `errno` is this thread's.
+    // SAFETY: with SA_SIGINFO the kernel passes both to a handler; `errno` is this thread's.
     let (address, write, errno) = unsafe {
         let machine = &(*context.cast::<libc::ucontext_t>()).uc_mcontext;
-        // Bit 1 of the processor's error code says that the access was a write.
+        // Bit 1 of the processor's error code is set for writes.
         let write = machine.gregs[libc::REG_ERR as usize] & 2 != 0;
         ((*info).si_addr() as usize, write, *libc::__errno_location())
     };
     if is_known(address) && stop(address, write) {
-        // SAFETY: as above.
+        // SAFETY: `errno` is this thread's.
         unsafe { *libc::__errno_location() = errno };
         return;
     }
     let before = BEFORE.load(Ordering::Acquire);
-    // SAFETY: leaked by `install`, whole. A handler there expects these arguments; without one the access is made again and ends the process.
+    // SAFETY: `install` stored a complete structure and never frees it. A handler there expects these
+    // arguments. Without one, the repeated access ends the process.
     unsafe {
         match (*before).sa_sigaction {
             libc::SIG_DFL | libc::SIG_IGN => {
@@ -351,7 +356,7 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     }
 }
 
-/// Tells of a fault and sleeps until it is answered. False: the access is to nothing.
+/// Reports a fault and sleeps until it is resolved. Returns false if nothing is mapped at the address.
 fn stop(address: usize, write: bool) -> bool {
     let place = loop {
         let free = STOPS.iter().position(|stop| {
@@ -363,7 +368,7 @@ fn stop(address: usize, write: bool) -> bool {
         }
     };
     let message = Message { address, write: write.into(), place: place as u32 };
-    // SAFETY: a whole message; the pipe takes it at once or makes this thread wait.
+    // SAFETY: a complete message. The pipe takes it as a whole or blocks this thread.
     let written = unsafe {
         libc::write(
             PIPE.load(Ordering::Acquire),

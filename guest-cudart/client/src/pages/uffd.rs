@@ -1,4 +1,5 @@
-//! userfaultfd(2), in missing and write-protect mode, on private memory, and on shared memory that is [adopted](Uffd::adopt). `linux/userfaultfd.h` has the structures.
+//! The fault mechanism that uses userfaultfd(2) in missing and write-protect mode, on private memory and on
+//! shared memory that is [adopted](Uffd::adopt). The structures are those of `linux/userfaultfd.h`.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -10,7 +11,7 @@ use crate::lock;
 const API: u64 = 0xaa;
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`.
 const WRITE_PROTECT: u64 = 1;
-/// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: shared memory as well, from Linux 5.19 on.
+/// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: shared memory too, since Linux 5.19.
 const WRITE_PROTECT_SHARED: u64 = 1 << 12;
 /// `UFFD_USER_MODE_ONLY`.
 const USER_MODE_ONLY: libc::c_int = 1;
@@ -69,7 +70,7 @@ struct WriteProtect {
     mode: u64,
 }
 
-/// `struct uffd_msg`, of a page fault.
+/// `struct uffd_msg` of a page fault.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Message {
@@ -85,38 +86,40 @@ struct Message {
 pub struct Uffd {
     fd: OwnedFd,
     system_calls: bool,
-    /// Adopted ranges of shared memory: where they begin and end. Their pages are absent only when the memory itself has none.
+    /// Adopted ranges of shared memory, as start and end. Their pages are absent only where the memory itself
+    /// has none.
     shared: Mutex<Vec<(usize, usize)>>,
 }
 
-/// Whether a range was refused because the kernel keeps it as several mappings, as it may do with memory that the process made; a page is always one's.
+/// Whether the kernel refused a range because it consists of several mappings, which can happen with the
+/// program's own memory. A single page is always one mapping.
 fn is_of_several(error: &io::Error, len: usize) -> bool {
     error.raw_os_error() == Some(libc::ENOENT) && len > super::PAGE
 }
 
 fn syscall(flags: libc::c_int) -> io::Result<OwnedFd> {
-    // SAFETY: makes a descriptor and touches no memory.
+    // SAFETY: creates a descriptor and accesses no memory.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags | libc::O_CLOEXEC) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that nobody else has.
+    // SAFETY: a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 fn device() -> io::Result<OwnedFd> {
     let device = std::fs::File::options().read(true).write(true).open("/dev/userfaultfd")?;
-    // SAFETY: the request takes flags by value and makes a descriptor.
+    // SAFETY: the request takes flags by value and creates a descriptor.
     let fd = unsafe { libc::ioctl(device.as_raw_fd(), IOCTL_NEW, libc::O_CLOEXEC) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that nobody else has.
+    // SAFETY: a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 impl Uffd {
-    /// Opens one, for faults of system calls as well if this process may.
+    /// Opens a userfaultfd, for faults of system calls too if this process may.
     pub fn open() -> io::Result<Uffd> {
         let (fd, system_calls) = match syscall(0).or_else(|_| device()) {
             Ok(fd) => (fd, true),
@@ -124,27 +127,27 @@ impl Uffd {
         };
         let uffd = Uffd { fd, system_calls, shared: Mutex::default() };
         let handshake = |features| Handshake { api: API, features, ioctls: 0 };
-        // A kernel that lacks a feature refuses, and may be asked again.
+        // A kernel without a feature refuses, and can then be asked again.
         uffd.ioctl(IOCTL_API, &mut handshake(WRITE_PROTECT | WRITE_PROTECT_SHARED))
             .or_else(|_| uffd.ioctl(IOCTL_API, &mut handshake(WRITE_PROTECT)))?;
         Ok(uffd)
     }
 
-    /// Whether accesses of system calls are faults that are answered.
+    /// Whether faults of system calls are resolved too.
     pub fn serves_system_calls(&self) -> bool {
         self.system_calls
     }
 
     fn ioctl<T>(&self, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
-        // SAFETY: each request is given its own structure, and the ranges in it are mappings of this module's users.
+        // SAFETY: each request is passed its own structure, with ranges that are mappings of this module's
+        // users.
         let result = unsafe { libc::ioctl(self.fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     pub fn map(&self, address: usize, len: usize) -> io::Result<()> {
         super::place(address, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-        // Pages come and go one by one.
-        // SAFETY: the range that was just mapped.
+        // Pages come and go one by one. SAFETY: this is the range that was just mapped.
         unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_NOHUGEPAGE) };
         let range = Range { start: address as u64, len: len as u64 };
         let mut register = Register { range, mode: REGISTER_MISSING | REGISTER_WP, ioctls: 0 };
@@ -152,12 +155,13 @@ impl Uffd {
     }
 
     pub unsafe fn adopt(&self, address: usize, len: usize) -> io::Result<()> {
-        // SAFETY: pages that may be read, as the caller says. Each is there afterwards: nobody is stopped at it before it is cleared.
+        // SAFETY: the caller guarantees readable pages. Each is present afterwards: no thread can be stopped
+        // there before it is cleared.
         let shared = unsafe {
             for page in (address..address + len).step_by(super::PAGE) {
                 (page as *const u8).read_volatile();
             }
-            // An old size of 0 maps shared memory once more, and is refused for private memory.
+            // An old size of 0 duplicates a shared mapping, and is refused for private memory.
             let again = libc::mremap(address as *mut libc::c_void, 0, super::PAGE, libc::MREMAP_MAYMOVE);
             if again != libc::MAP_FAILED {
                 libc::munmap(again, super::PAGE);
@@ -176,16 +180,16 @@ impl Uffd {
         if shared {
             lock(&self.shared).push((address, address + len));
         }
-        // SAFETY: the same pages. A failure leaves them inherited.
+        // SAFETY: these are the same pages. If it fails, child processes inherit them.
         unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DONTFORK) };
         Ok(())
     }
 
     pub fn release(&self, address: usize, len: usize) {
         lock(&self.shared).retain(|(start, _)| *start != address);
-        // Whoever is stopped there goes on.
+        // Threads stopped there continue.
         let _ = self.ioctl(IOCTL_UNREGISTER, &mut Range { start: address as u64, len: len as u64 });
-        // SAFETY: pages that were adopted, and are the program's again.
+        // SAFETY: the pages were adopted and belong to the program again.
         unsafe { libc::madvise(address as *mut libc::c_void, len, libc::MADV_DOFORK) };
     }
 
@@ -199,14 +203,14 @@ impl Uffd {
 
     pub fn close_range(&self, address: usize, len: usize) {
         let _ = super::protection(address, len, libc::PROT_NONE);
-        // Whoever was stopped there finds it closed.
+        // Threads stopped there find the range closed.
         let _ = self.ioctl(IOCTL_WAKE, &mut Range { start: address as u64, len: len as u64 });
     }
 
     pub fn faults(&self) -> io::Result<Vec<Fault>> {
         let mut messages = [Message::default(); 16];
         loop {
-            // SAFETY: the kernel fills at most the array.
+            // SAFETY: the kernel writes at most the whole array.
             let n = unsafe {
                 libc::read(
                     self.fd.as_raw_fd(),
@@ -245,7 +249,7 @@ impl Uffd {
             };
             match self.ioctl(IOCTL_COPY, &mut copy) {
                 Ok(()) => return Ok(()),
-                // Another thread was changing the address space: some pages may be there, the rest is asked for again.
+                // Another thread changed the address space. Some pages may be filled; request the rest again.
                 Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => done += copy.copy.max(0) as usize,
                 Err(error) if is_of_several(&error, rest.len()) => {
                     for (at, page) in rest.chunks(super::PAGE).enumerate() {
@@ -282,11 +286,12 @@ impl Uffd {
         let shared = lock(&self.shared).iter().any(|(start, end)| (*start..*end).contains(&address));
         let advice = if shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         let at = address as *mut libc::c_void;
-        // SAFETY: pages whose content is wanted no more, as the caller says.
+        // SAFETY: the caller no longer needs the contents of these pages.
         let mut failed = unsafe { libc::madvise(at, len, advice) } < 0;
         if failed && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL) {
-            // The program has locked its memory (mlockall), and the kernel does not take locked pages away.
-            // SAFETY: as above; the lock is only a hint at how fast the pages are to be had.
+            // The program has locked its memory (mlockall), and the kernel does not remove locked pages.
+            // SAFETY: the caller no longer needs the contents of these pages; unlocking them only affects how
+            // fast they are available.
             failed = unsafe { libc::munlock(at, len) < 0 || libc::madvise(at, len, advice) < 0 };
         }
         if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
@@ -302,7 +307,7 @@ impl Uffd {
     }
 
     pub fn refuse(&self, fault: &Fault) {
-        // The kernel finds the range closed when the access is made again.
+        // When the access is repeated, the kernel finds the range closed.
         self.retry(fault);
     }
 }

@@ -1,4 +1,4 @@
-//! The device file of the guest's driver: `docs/device.md`, "User API".
+//! The port over the guest driver's device file: `docs/device.md`, "User API".
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -78,7 +78,7 @@ struct UnregisterMemory {
     reserved: u32,
 }
 
-/// An open device file and its channel.
+/// An open device file with its channel.
 pub struct Guest {
     path: PathBuf,
     file: File,
@@ -87,22 +87,23 @@ pub struct Guest {
     silence: Mutex<Silence>,
 }
 
-/// After this long without an answer the host is asked for a sign of life.
+/// After this long without a reply, the host is asked for a sign of life.
 const ASK_AFTER: Duration = Duration::from_secs(2);
-/// Sleepers look more often than this: a longer pause means that nobody was waiting, or that the machine stood still.
+/// Waiting threads check more often than this. A longer pause means that nobody was waiting or that the
+/// machine was suspended.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// How long nothing was heard of the host while somebody waited for it (`docs/wire.md`, "Losing a session").
+/// How long the host has been silent while a thread waited (`docs/wire.md`, "Losing a session").
 struct Silence {
-    /// A host that gives no sign of life for this long after it was asked is lost.
+    /// A host that gives no sign of life for this long after being asked is considered lost.
     limit: Duration,
-    heard: u32,
+    last_sign: u32,
     since: Instant,
     looked: Instant,
     asked: Option<Instant>,
 }
 
-/// What a look at the host's sign of life leads to.
+/// The outcome of checking the host's sign of life.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
     Wait,
@@ -114,14 +115,14 @@ impl Silence {
     fn new(now: Instant) -> Silence {
         let asked = std::env::var("RGPU_LOST_AFTER").ok().and_then(|value| value.trim().parse().ok());
         let limit = Duration::from_secs(asked.unwrap_or(10).clamp(1, 86_400));
-        Silence { limit, heard: 0, since: now, looked: now, asked: None }
+        Silence { limit, last_sign: 0, since: now, looked: now, asked: None }
     }
 
     fn look(&mut self, alive: u32, now: Instant) -> Verdict {
         let paused = now.duration_since(self.looked) > PAUSE;
         self.looked = now;
-        if paused || alive != self.heard {
-            self.heard = alive;
+        if paused || alive != self.last_sign {
+            self.last_sign = alive;
             self.since = now;
             self.asked = None;
         }
@@ -153,7 +154,7 @@ impl Guest {
                 path: path.to_owned(),
                 what: "another version of rgpu",
                 reason: format!(
-                    "the module's interface has version {}, these libraries know version {ABI_VERSION}: install the same release of both",
+                    "the module has interface version {} and these libraries have version {ABI_VERSION}: install the same release of both",
                     info.abi_version
                 ),
             });
@@ -163,7 +164,7 @@ impl Guest {
                 path: path.to_owned(),
                 what: "the channel is too large",
                 reason: format!(
-                    "{size} bytes, the device allows {}: lower RGPU_ARENA_MIB",
+                    "{size} bytes; the device allows {}. Lower RGPU_ARENA_MIB",
                     info.max_channel_size
                 ),
             });
@@ -190,10 +191,11 @@ impl Guest {
     }
 }
 
-/// One ioctl, again when a signal came between.
+/// An ioctl, repeated if a signal interrupts it.
 fn call<T>(file: &File, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
     loop {
-        // SAFETY: each request above is paired with the structure that the driver's header gives for it, which lives through the call.
+        // SAFETY: each request above has the structure that the driver's header defines for it, which lives
+        // through the call.
         let result = unsafe { libc::ioctl(file.as_raw_fd(), request as _, std::ptr::from_mut(argument)) };
         if result >= 0 {
             return Ok(());
@@ -215,7 +217,7 @@ impl Port for Guest {
         call(&self.file, CONNECT, &mut answer).map_err(|source| {
             PortError::io(
                 &self.path,
-                "the device does not answer: on the host, look whether vhost-rgpu runs, and at its log",
+                "the device does not respond: check on the host that vhost-rgpu is running, and its log",
                 source,
             )
         })?;
@@ -239,7 +241,8 @@ impl Port for Guest {
         add(&COUNTERS.system_calls, 1);
         let mut wait =
             Wait { offset, expected, flags: 0, timeout_ns: timeout.as_nanos().min(i64::MAX as u128) as i64 };
-        // SAFETY: as in `call`. An interruption is returned to the caller, who looks again.
+        // SAFETY: the request has the structure that the driver's header defines for it. If it is
+        // interrupted, the caller checks again.
         let result = unsafe { libc::ioctl(self.file.as_raw_fd(), WAIT as _, &raw mut wait) };
         if result < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV) {
             self.gone.store(true, Ordering::Relaxed);
@@ -251,7 +254,8 @@ impl Port for Guest {
         if self.gone.load(Ordering::Relaxed) {
             return false;
         }
-        // SAFETY: the channel begins with its header, is never shorter, and is mapped for as long as `self` lives.
+        // SAFETY: the channel begins with its header, is never shorter, and stays mapped as long as `self`
+        // lives.
         let header = unsafe { &*self.channel.base().cast::<Header>() };
         match lock(&self.silence).look(header.alive(), Instant::now()) {
             Verdict::Wait => {}
@@ -266,13 +270,13 @@ impl Port for Guest {
 
     fn why_dead(&self) -> String {
         format!(
-            "{}: the device does not answer: on the host, look whether vhost-rgpu runs, and at its log",
+            "{}: the device does not respond: check on the host that vhost-rgpu is running, and its log",
             self.path.display()
         )
     }
 
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
-        let mapping = Mapping::pinned(None, size)
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
+        let mapping = Mapping::pinned(None, size, at)
             .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
         let region = self.register(mapping.base() as usize, size)?;
         Ok(Pinned { mapping, region })
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_asked_about_and_then_a_loss() {
+    fn a_silent_host_is_asked_and_then_lost() {
         let begin = Instant::now();
         let mut silence = Silence { limit: Duration::from_secs(3), ..Silence::new(begin) };
         let mut at = |millis: u64, alive: u32| silence.look(alive, begin + Duration::from_millis(millis));
@@ -326,7 +330,7 @@ mod tests {
             assert_eq!(at(millis, 0), Verdict::Wait);
         }
         assert_eq!(at(2000, 0), Verdict::Ask);
-        // An answer begins it all anew.
+        // A sign of life starts over.
         assert_eq!(at(2250, 1), Verdict::Wait);
         for millis in (2500..4250).step_by(250) {
             assert_eq!(at(millis, 1), Verdict::Wait);
@@ -339,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn time_in_which_nobody_waits_is_no_silence() {
+    fn time_without_waiting_threads_does_not_count_as_silence() {
         let begin = Instant::now();
         let mut silence = Silence::new(begin);
         for second in [5, 10, 60] {

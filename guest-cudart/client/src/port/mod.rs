@@ -1,7 +1,8 @@
-//! The way from this process to the host: where a channel's memory comes from, the doorbell, sleeping, and pinned memory.
+//! How this process reaches the host: the channel's memory, the doorbell, sleeping, and pinned memory.
 //!
-//! `RGPU_SOCKET` names the Unix socket of `vhost-rgpu` and wins; otherwise `/dev/rgpu0` (or `RGPU_DEVICE`) if it is there, as in a
-//! virtual machine; otherwise the daemon's usual socket, as on the host itself or in a container.
+//! If `RGPU_SOCKET` is set, it names the Unix socket of `vhost-rgpu`. Otherwise `/dev/rgpu0` (or
+//! `RGPU_DEVICE`) is used if it exists, as in a virtual machine; otherwise the daemon's default socket, as on
+//! the host or in a container.
 
 mod guest;
 pub mod mapping;
@@ -15,7 +16,7 @@ use std::time::Duration;
 use mapping::Mapping;
 use thiserror::Error;
 
-/// Why there is no session. The texts are for the program's user: each says what to do.
+/// Why there is no session. The messages are for the program's user and say what to do.
 #[derive(Debug, Error)]
 pub enum PortError {
     /// There is neither a device nor a socket.
@@ -26,25 +27,25 @@ pub enum PortError {
         /// The socket that was looked for.
         socket: String,
     },
-    /// The socket that `RGPU_SOCKET` names is not there.
+    /// The socket in `RGPU_SOCKET` does not exist.
     #[error("{path}: there is no such socket: start vhost-rgpu with it, or correct RGPU_SOCKET")]
     NoSocket {
         /// The socket.
         path: PathBuf,
     },
-    /// The device or socket is there and cannot be used by this user.
+    /// The device or socket exists, but this user may not use it.
     #[error("{path}: permission denied: add this user to the group that owns it, or change its mode")]
     Permission {
         /// The device or socket.
         path: PathBuf,
     },
-    /// The socket is there and nobody listens.
+    /// The socket exists, but nobody is listening.
     #[error("{path}: nobody listens: start vhost-rgpu")]
     NoDaemon {
         /// The socket.
         path: PathBuf,
     },
-    /// The host answered, and refused.
+    /// The host refused.
     #[error("{path}: {what}: {reason}")]
     Refused {
         /// The device or socket.
@@ -54,12 +55,12 @@ pub enum PortError {
         /// The host's reason.
         reason: String,
     },
-    /// Something failed on the way.
+    /// A step failed.
     #[error("{path}: {what}")]
     Io {
         /// The device or socket.
         path: PathBuf,
-        /// What was tried.
+        /// The step.
         what: &'static str,
         /// The system's error.
         #[source]
@@ -85,42 +86,46 @@ impl PortError {
     }
 }
 
-/// A way to the host, with one channel. All methods may be called by any thread.
+/// A way to reach the host, with one channel. All methods can be called by any thread.
 pub trait Port: Send + Sync {
-    /// The channel's memory, made by this port.
+    /// The channel's memory, which this port created.
     fn channel(&self) -> &Mapping;
 
-    /// Tells the host of the channel, whose header the caller has written. On success the session stands.
+    /// Presents the channel, whose header the caller has written, to the host. On success the session is
+    /// requested or established.
     fn connect(&self) -> Result<(), PortError>;
 
     /// Rings the doorbell.
     fn kick(&self);
 
-    /// Sleeps while the 32-bit word at `offset` of the channel equals `expected`, at most for `timeout`. May return early for any reason:
-    /// the caller looks again. Returns whether the host side woke this thread, as far as the system tells.
+    /// Sleeps while the 32-bit word at `offset` of the channel equals `expected`, for at most `timeout`. May
+    /// return early for any reason, so the caller checks again. Returns whether the host side woke this
+    /// thread, as far as the system tells.
     fn wait(&self, offset: u64, expected: u32, timeout: Duration) -> bool;
 
-    /// Whether the host side may still be there. To be asked by whoever has slept for a while without being woken: that is what a port may
-    /// go by.
+    /// Whether the host side may still be alive. Call it only after sleeping for a while without being woken,
+    /// because a port may rely on that.
     fn alive(&self) -> bool;
 
-    /// What there is to say once [`Port::alive`] has been false.
+    /// The reason, once [`Port::alive`] has returned false.
     fn why_dead(&self) -> String;
 
-    /// Allocates `size` bytes (a multiple of the page size) of pinned memory and registers it with the host.
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError>;
+    /// Allocates `size` bytes of pinned memory (a multiple of the page size) and registers it with the host.
+    /// `at` is its address (a multiple of the page size), where this process must have no mapping; with
+    /// `None` the port chooses one.
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError>;
 
-    /// Registers program memory with the host, if this port can; returns its region. `None`: this port cannot, and the memory is to be
-    /// treated as pageable.
+    /// Registers program memory with the host and returns its region. `None` if this port cannot do that, so
+    /// that the memory must be treated as pageable.
     fn pin(&self, addr: usize, size: usize) -> Option<Result<u32, PortError>>;
 
-    /// Takes back a registration; returns when the host has let go of it.
+    /// Removes a registration. Returns when the host no longer uses the memory.
     fn unpin(&self, region: u32);
 
-    /// What must be closed in a child after `fork`.
+    /// The descriptors to close in a child after `fork`.
     fn descriptors(&self) -> Vec<RawFd>;
 
-    /// What the port is reached by, for messages.
+    /// The path by which the port is reached, for messages.
     fn path(&self) -> &Path;
 }
 
@@ -133,7 +138,7 @@ pub struct Pinned {
     pub region: u32,
 }
 
-/// Opens the port that the environment asks for, with a channel of `size` bytes.
+/// Opens the port that the environment selects, with a channel of `size` bytes.
 pub fn open(size: usize) -> Result<Box<dyn Port>, PortError> {
     if let Some(socket) = std::env::var_os("RGPU_SOCKET").filter(|value| !value.is_empty()) {
         return at_socket(Path::new(&socket), size);
@@ -150,24 +155,24 @@ pub fn open(size: usize) -> Result<Box<dyn Port>, PortError> {
     Err(PortError::Nothing { socket: protocol::native::DEFAULT_SOCKET.to_owned() })
 }
 
-/// The port over a socket of `vhost-rgpu`, with a channel of `size` bytes.
+/// Opens a port over a socket of `vhost-rgpu`, with a channel of `size` bytes.
 pub fn at_socket(socket: &Path, size: usize) -> Result<Box<dyn Port>, PortError> {
     native::Native::open(socket, size).map(|port| Box::new(port) as Box<dyn Port>)
 }
 
-/// What a refusal by the host means to a person.
+/// Explains a refusal by the host to a user.
 fn refusal(answer: protocol::device::Answer) -> &'static str {
     use protocol::device::Answer;
     match answer {
         Answer::Ok => "accepted",
         Answer::Invalid => "the host refused the channel",
-        Answer::NoResources => "no room on the host or the server",
+        Answer::NoResources => "no resources left on the host or the server",
         Answer::NoServer => {
-            "no GPU server could be reached: on the host, see that rgpu-server runs where vhost-rgpu looks for it"
+            "no GPU server could be reached: check on the host that rgpu-server is running at the address in vhost-rgpu's configuration"
         }
         Answer::Version => "another version of rgpu",
         Answer::Denied => "the GPU server refused this client",
         Answer::Unsupported => "the host does not know this request",
-        Answer::Waiting => "the host gave an answer that only servers give",
+        Answer::Waiting => "the host sent a reply that only servers send",
     }
 }

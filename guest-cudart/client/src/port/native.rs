@@ -1,4 +1,4 @@
-//! The Unix socket of `vhost-rgpu`: [`protocol::native`].
+//! The port over the Unix socket of `vhost-rgpu`: [`protocol::native`].
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -17,11 +17,11 @@ use protocol::device::{Answer, Response, request};
 use protocol::native::{MAGIC, Request};
 use zerocopy::{FromZeros, IntoBytes};
 
-/// A connection to the daemon and its channel.
+/// A connection to the daemon, with its channel.
 pub struct Native {
     path: PathBuf,
     socket: OwnedFd,
-    /// Requests take turns on the socket: the daemon answers in order.
+    /// Held during a request and its reply: the daemon replies in order.
     turn: Mutex<()>,
     memory: OwnedFd,
     channel: Mapping,
@@ -39,7 +39,7 @@ impl Native {
             }
             other => other.map_err(error("connecting"))?,
         };
-        let memory = memfd(c"rgpu-channel", size).map_err(error("making the channel's memory"))?;
+        let memory = memfd(c"rgpu-channel", size).map_err(error("creating the channel's memory"))?;
         let channel = Mapping::shared(memory.as_fd(), size).map_err(error("mapping the channel"))?;
         channel.dont_fork();
         Ok(Native {
@@ -54,7 +54,7 @@ impl Native {
         })
     }
 
-    /// One request and its answer, with the descriptor that came along.
+    /// Sends a request and receives the reply, with its descriptor if any.
     fn request(
         &self,
         kind: u32,
@@ -74,7 +74,7 @@ impl Native {
         let _turn = lock(&self.turn);
         let error = |what| move |source| PortError::io(&self.path, what, source);
         match send(&self.socket, request.as_bytes(), fd) {
-            // A daemon that takes no more clients has said so already, and closed the connection.
+            // A daemon that accepts no more clients has sent its reason and closed the connection.
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent.map_err(error("sending a request to vhost-rgpu"))?,
         }
@@ -92,7 +92,7 @@ impl Native {
             return Err(PortError::Refused {
                 path: self.path.clone(),
                 what: "another version of rgpu",
-                reason: format!("an answer of {n} bytes where {} are due", size_of::<Response>()),
+                reason: format!("a reply of {n} bytes instead of {}", size_of::<Response>()),
             });
         }
         match Answer::from_number(response.status) {
@@ -121,7 +121,7 @@ impl Port for Native {
                 reason: "no doorbell came with the channel".to_owned(),
             });
         };
-        // A second connect is refused by the daemon, so the cell is empty.
+        // The daemon refuses a second connect, so the cell is empty.
         let _ = self.doorbell.set(doorbell);
         Ok(())
     }
@@ -130,7 +130,8 @@ impl Port for Native {
         if let Some(doorbell) = self.doorbell.get() {
             let one = 1u64.to_ne_bytes();
             add(&COUNTERS.system_calls, 1);
-            // SAFETY: eight bytes of a live array. It fails only when the counter is full, which rings as well.
+            // SAFETY: eight bytes of a live array. It fails only if the counter is at its maximum, which also
+            // wakes the daemon.
             unsafe { libc::write(doorbell.as_raw_fd(), one.as_ptr().cast(), one.len()) };
         }
     }
@@ -139,8 +140,8 @@ impl Port for Native {
         add(&COUNTERS.system_calls, 1);
         let timeout =
             libc::timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
-        // SAFETY: the offsets are those of words inside the channel; the mapping lives as long as `self`. Every way of returning
-        // is the caller's to look at.
+        // SAFETY: the offsets are those of words inside the channel, and the mapping lives as long as `self`.
+        // The caller checks after any return.
         unsafe {
             let word = self.channel.base().add(offset as usize).cast::<u32>();
             libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected, &raw const timeout) == 0
@@ -152,7 +153,7 @@ impl Port for Native {
             return false;
         }
         let mut poll = libc::pollfd { fd: self.socket.as_raw_fd(), events: 0, revents: 0 };
-        // SAFETY: one live `pollfd`, no wait.
+        // SAFETY: one live `pollfd`; no wait.
         let n = unsafe { libc::poll(&raw mut poll, 1, 0) };
         if n > 0 && poll.revents & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 {
             self.gone.store(true, Ordering::Relaxed);
@@ -162,19 +163,20 @@ impl Port for Native {
     }
 
     fn why_dead(&self) -> String {
-        format!("{}: vhost-rgpu has closed the connection, or was killed", self.path.display())
+        format!("{}: vhost-rgpu closed the connection or was killed", self.path.display())
     }
 
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
         let error = |what| move |source| PortError::io(&self.path, what, source);
-        let memory = memfd(c"rgpu-pinned", size).map_err(error("making pinned memory"))?;
-        let mapping = Mapping::pinned(Some(memory.as_fd()), size).map_err(error("mapping pinned memory"))?;
+        let memory = memfd(c"rgpu-pinned", size).map_err(error("creating pinned memory"))?;
+        let mapping =
+            Mapping::pinned(Some(memory.as_fd()), size, at).map_err(error("mapping pinned memory"))?;
         let region = self.next_region.fetch_add(1, Ordering::Relaxed);
         self.request(request::REGISTER_MEMORY, region, size, Some(memory.as_raw_fd()))?;
         Ok(Pinned { mapping, region })
     }
 
-    /// Memory that the program already has is no memfd: the host cannot map it.
+    /// The host cannot map the program's own memory, because it is not a memfd.
     fn pin(&self, _addr: usize, _size: usize) -> Option<Result<u32, PortError>> {
         None
     }
@@ -203,7 +205,7 @@ fn check(result: i32) -> io::Result<i32> {
 }
 
 fn connect(path: &Path) -> io::Result<OwnedFd> {
-    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+    // SAFETY: a plain system call; nothing else owns the descriptor it returns.
     let socket = unsafe {
         OwnedFd::from_raw_fd(check(libc::socket(
             libc::AF_UNIX,
@@ -211,7 +213,7 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
             0,
         ))?)
     };
-    // SAFETY: zero is a value of every field of a `sockaddr_un`.
+    // SAFETY: zero is valid for every field of a `sockaddr_un`.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     address.sun_family = libc::AF_UNIX as _;
     let bytes = path.as_os_str().as_bytes();
@@ -221,16 +223,17 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
     for (to, from) in address.sun_path.iter_mut().zip(bytes) {
         *to = *from as _;
     }
-    // SAFETY: the address is whole and its size is given.
+    // SAFETY: the address is complete and its size is given.
     check(unsafe {
         libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size_of_val(&address) as u32)
     })?;
     Ok(socket)
 }
 
-/// A memfd of `size` bytes, sealed so that it stays at least as long: the host maps it and must not be hit by a shorter file.
+/// A memfd of `size` bytes, sealed against shrinking: the host maps it, and would crash if the file became
+/// shorter.
 fn memfd(name: &std::ffi::CStr, size: usize) -> io::Result<OwnedFd> {
-    // SAFETY: plain system calls on a name that ends with NUL and a descriptor that is ours.
+    // SAFETY: plain system calls on a NUL-terminated name and a descriptor of this function.
     unsafe {
         let fd = OwnedFd::from_raw_fd(check(libc::memfd_create(
             name.as_ptr(),
@@ -242,15 +245,15 @@ fn memfd(name: &std::ffi::CStr, size: usize) -> io::Result<OwnedFd> {
     }
 }
 
-/// Room for the control message of one descriptor, aligned as one must be.
+/// A buffer for a control message with one descriptor, correctly aligned.
 #[repr(C, align(8))]
 struct Control([u8; 32]);
 
 fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<RawFd>) -> io::Result<()> {
     let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let mut control = Control([0; 32]);
-    // SAFETY: zero is a value of every field; then the message names live buffers with their sizes, and the control buffer has room for
-    // one header and one descriptor (CMSG_SPACE(4) is 24).
+    // SAFETY: zero is valid for every field; the message then points to live buffers with their sizes, and
+    // the control buffer has room for one header and one descriptor (CMSG_SPACE(4) is 24).
     unsafe {
         let mut message: libc::msghdr = std::mem::zeroed();
         message.msg_iov = &raw mut iov;
@@ -279,7 +282,8 @@ fn send(socket: &OwnedFd, bytes: &[u8], fd: Option<RawFd>) -> io::Result<()> {
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut control = Control([0; 32]);
-    // SAFETY: as in `send`; a descriptor that came along is ours from then on.
+    // SAFETY: the message points to live buffers with their sizes, as in `send`. This function owns a
+    // received descriptor.
     unsafe {
         let mut message: libc::msghdr = std::mem::zeroed();
         message.msg_iov = &raw mut iov;
@@ -295,7 +299,8 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Option<Owne
             let error = io::Error::last_os_error();
             match error.kind() {
                 io::ErrorKind::Interrupted => {}
-                // Said once, by a daemon that closed the connection with our request unread; what it sent before is still there.
+                // Reported once if the daemon closed the connection without reading the request; what it sent
+                // before can still be read.
                 io::ErrorKind::ConnectionReset if !reset => reset = true,
                 _ => return Err(error),
             }

@@ -8,7 +8,7 @@ use crate::abi::result::{Result, code, refuse_form};
 use crate::memory::managed::mirror;
 use crate::memory::pinned::{self, DEVICEMAP};
 use crate::memory::pinned_regions::{self, HostTag, REGIONS};
-use crate::memory::{host_pool, stream_ordered};
+use crate::memory::{host_mappings, host_pool, stream_ordered};
 use crate::process::context;
 use crate::process::driver::driver;
 use crate::process::ids::unique_id;
@@ -25,7 +25,7 @@ pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
     if size == 0 {
         return pp.put(std::ptr::null_mut());
     }
-    let address = pinned::pin_new(driver, context, size, flags)?;
+    let address = pinned::pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
         pinned::reach_at(driver, address as u64);
@@ -47,8 +47,9 @@ api! {
         if p.is_null() {
             return Ok(());
         }
-        // What a pool has is freed as device memory is.
-        if !REGIONS.begins_at(p as usize, true) || host_pool::find(p as u64).is_some() {
+        // A pool's memory is freed as device memory is; mapped memory is unmapped.
+        let is_others = host_pool::find(p as u64).is_some() || host_mappings::is_here(p as u64);
+        if !REGIONS.begins_at(p as usize, true) || is_others {
             return Err(Status::INVALID_VALUE);
         }
         stream_ordered::settle_all()?;

@@ -7,23 +7,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
-use crate::memory::virtual_memory::{self, DEVICE, MAGIC, PINNED, POSIX_FD};
-use crate::memory::{shared_descriptor, stream_ordered};
+use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
+use crate::memory::{host_memory, shared_descriptor, stream_ordered};
 use crate::process::device_attributes::attr;
 use crate::process::driver::{self, driver};
 use client::Status;
 use client::ops::memory::MemoryExport;
 
-/// The device of what a program wants to make, if it can be made.
-pub(crate) fn wanted(prop: &AllocationProp) -> Result<&'static driver::Device> {
-    static SAID: AtomicBool = AtomicBool::new(false);
+/// The device of what a program wants to make; `None` for host memory.
+fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
     if prop.kind != PINNED {
         return Err(Status::INVALID_VALUE);
     }
-    if prop.location.kind != DEVICE {
-        return refuse_form("cuMemCreate of memory that is no device's", &SAID);
+    if prop.location.kind == DEVICE {
+        return driver::device(prop.location.id).map(Some);
     }
-    driver::device(prop.location.id)
+    host_memory::check(prop.location).map(|()| None)
 }
 
 api! {
@@ -49,13 +48,24 @@ api! {
         let prop = prop.get()?;
         let device = wanted(&prop)?;
         let size = size as u64;
-        if flags != 0 || size == 0 || !size.is_multiple_of(device.info.granule.max(1)) {
+        let granule = device.map_or_else(|| Space::granule(driver), |device| device.info.granule.max(1));
+        if flags != 0 || size == 0 || !size.is_multiple_of(granule) {
             return Err(Status::INVALID_VALUE);
         }
         if prop.handle_types & !POSIX_FD != 0 || prop.gpu_direct_rdma != 0 {
             return refuse_form("cuMemCreate of memory for fabric handles or GPUDirect RDMA", &SAID);
         }
         let exportable = prop.handle_types & POSIX_FD != 0;
+        let Some(device) = device else {
+            if prop.location.kind == host_memory::HOST_NUMA_CURRENT {
+                // As NVIDIA's driver 580 does, although it reports a granularity for this location.
+                return Err(Status::INVALID_VALUE);
+            }
+            if exportable {
+                return refuse_form("cuMemCreate of host memory for export", &SAID);
+            }
+            return handle.put(virtual_memory::make_host(size, prop.location)? as u64);
+        };
         if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -81,7 +91,11 @@ api! {
             .whole(ptr, size as u64)?
             .iter()
             .filter_map(|at| space.mappings.get(at))
-            .flat_map(|mapping| mapping.access.iter().enumerate().filter(|(_, flags)| **flags != 0))
+            .flat_map(|mapping| {
+                // Any device reaches host memory.
+                let any = matches!(mapping.memory.home, Home::Host(_));
+                mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
+            })
             .filter_map(|(device, _)| driver.devices.get(device))
             .map(|device| device.primary)
             .collect();
@@ -95,18 +109,19 @@ api! {
     }
 
     fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {
-        static SAID: AtomicBool = AtomicBool::new(false);
         descs.required()?;
         let driver = driver()?;
         let mut space = virtual_memory::write();
         for desc in descs.entries(count)? {
-            if desc.location.kind != DEVICE {
-                return refuse_form("cuMemSetAccess for the host", &SAID);
-            }
-            let device = driver::device(desc.location.id)?.ordinal;
             if !matches!(desc.flags, 0 | 1 | 3) {
                 return Err(Status::INVALID_VALUE);
             }
+            if desc.location.kind != DEVICE {
+                host_memory::check(desc.location)?;
+                space.set_host_access(ptr, size as u64, desc.flags)?;
+                continue;
+            }
+            let device = driver::device(desc.location.id)?.ordinal;
             space.set_access(driver, ptr, size as u64, device, desc.flags)?;
         }
         Ok(())
@@ -117,10 +132,6 @@ api! {
         location.required()?;
         driver()?;
         let location = location.get()?;
-        if location.kind != DEVICE {
-            return flags.put(0);
-        }
-        let device = driver::device(location.id)?.ordinal as usize;
         let space = virtual_memory::read();
         let (_, mapping) = space
             .mappings
@@ -128,17 +139,22 @@ api! {
             .next_back()
             .filter(|(start, mapping)| ptr - **start < mapping.size)
             .ok_or(Status::INVALID_VALUE)?;
+        if location.kind != DEVICE {
+            return flags.put(mapping.host_access.into());
+        }
+        let device = driver::device(location.id)?.ordinal as usize;
         flags.put(mapping.access.get(device).copied().unwrap_or(0).into())
     }
 
     fn cuMemGetAllocationGranularity(granularity: Out<usize>, prop: In<AllocationProp>, option: u32) {
         granularity.required()?;
         prop.required()?;
-        driver()?;
+        let driver = driver()?;
         if option > 1 {
             return Err(Status::INVALID_VALUE);
         }
-        granularity.put(wanted(&prop.get()?)?.info.granule as usize)
+        let device = wanted(&prop.get()?)?;
+        granularity.put(device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
     }
 
     fn cuMemGetAllocationPropertiesFromHandle(prop: Out<AllocationProp>, handle: u64) {
@@ -148,7 +164,10 @@ api! {
         prop.put(AllocationProp {
             kind: PINNED,
             handle_types: memory.handle_types,
-            location: MemLocation { kind: DEVICE, id: memory.device as i32 },
+            location: match &memory.home {
+                Home::Device(_, device) => MemLocation { kind: DEVICE, id: *device as i32 },
+                Home::Host(host) => host.location,
+            },
             win32: std::ptr::null_mut(),
             compression: 0,
             gpu_direct_rdma: 0,
@@ -179,8 +198,9 @@ api! {
         if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
             return Err(Status::INVALID_VALUE);
         }
+        let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
         virtual_memory::share(driver)?;
-        let token = driver.session.call(&MemoryExport { memory: memory.id })?.token;
+        let token = driver.session.call(&MemoryExport { memory: id })?.token;
         // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
         unsafe { put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?) }
     }

@@ -31,7 +31,7 @@ pub(crate) struct Bounce {
 impl Bounce {
     fn new(driver: &Driver, stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
         let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
-        let made = REGIONS.alloc(driver.session.port(), size, tag);
+        let made = REGIONS.alloc(driver.session.port(), size, None, tag);
         let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
         Ok(Arc::new(Bounce { address, last: Mutex::default() }))
     }

@@ -130,7 +130,7 @@ pub(crate) fn alloc(
         .unwrap_or(stream.context);
     let address = match host.again(driver, stream, room) {
         Some(address) => address,
-        None => pinned::pin_new(driver, context, room as usize, 0)?,
+        None => pinned::pin_new(driver, context, room as usize, None, 0)?,
     };
     let live = Live { pool: pool.clone(), handle, size, room, buffer: unique_id() };
     lock(&LIVE).insert(address, live);

@@ -5,6 +5,8 @@ pub(crate) mod array;
 pub(crate) mod device_memory;
 pub(crate) mod graph_chunks;
 pub(crate) mod graph_memory;
+pub(crate) mod host_mappings;
+pub(crate) mod host_memory;
 pub(crate) mod host_pool;
 pub(crate) mod managed;
 pub(crate) mod managed_advice;

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::abi::result::Result;
 use crate::memory::managed::mirror;
-use crate::memory::pending_writes;
 use crate::memory::pinned_regions::{self, CHANGING, HostTag, MAPPED, REGIONS};
+use crate::memory::{host_mappings, pending_writes};
 use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
 use crate::process::fences;
@@ -42,9 +42,14 @@ fn with_unreached<R>(change: impl FnOnce(&mut BTreeMap<usize, usize>) -> R) -> R
     result
 }
 
+/// Whether kernels reach the piece that begins at `base` by now.
+pub(crate) fn is_reached_now(base: u64) -> bool {
+    pinned_regions::is_mapped(base) || mirror::is_here(base)
+}
+
 /// Whether a kernel that is given the address reaches what is there.
 pub(crate) fn is_reached(pointer: u64) -> bool {
-    pinned_regions::is_mapped(pointer) || mirror::is_here(pointer) || unreached_at(pointer).is_some()
+    is_reached_now(pointer) || unreached_at(pointer).is_some()
 }
 
 /// The piece at an address that kernels cannot reach yet.
@@ -73,7 +78,13 @@ pub(crate) fn reach(driver: &'static Driver, parameters: &[u8]) {
 #[cold]
 pub(crate) fn reach_at(driver: &'static Driver, pointer: u64) {
     let _changing = CHANGING.write().unwrap_or_else(PoisonError::into_inner);
-    let Some((base, size)) = unreached_at(pointer) else { return };
+    let Some((base, _)) = unreached_at(pointer) else { return };
+    reach_piece(driver, base);
+    host_mappings::neighbors(base as u64).into_iter().for_each(|base| reach_piece(driver, base as usize));
+}
+
+fn reach_piece(driver: &'static Driver, base: usize) {
+    let Some((base, size)) = unreached_at(base as u64) else { return };
     let Some((_, _, tag)) = REGIONS.find(base) else { return };
     let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
     if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
@@ -134,15 +145,16 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     lock(&MAPPED).retain(|_, other| !std::ptr::eq(*other, context));
 }
 
-/// Makes pinned memory; its address.
+/// Makes pinned memory, exactly at an address if one is given; its address.
 pub(crate) fn pin_new(
     driver: &'static Driver,
     context: &'static Context,
     size: usize,
+    at: Option<usize>,
     flags: u32,
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
-    let address = REGIONS.alloc(driver.session.port(), size, tag).map_err(|error| {
+    let address = REGIONS.alloc(driver.session.port(), size, at, tag).map_err(|error| {
         log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;

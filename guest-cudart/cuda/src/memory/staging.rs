@@ -17,7 +17,7 @@ impl Staging<'_> {
         if len <= session.arena().largest() {
             return session.arena().alloc(session, len).map(Staging::Arena);
         }
-        let pinned = session.port().pin_new(len.next_multiple_of(64 << 10)).map_err(|error| {
+        let pinned = session.port().pin_new(len.next_multiple_of(64 << 10), None).map_err(|error| {
             log::warn(format_args!("{len} bytes of staging: {}", error.line()));
             Status::OUT_OF_MEMORY
         })?;

@@ -3,13 +3,15 @@
 //! The server has the same tables and checks everything again; what is kept here is what the program may ask back, and what tells a good pointer from a bad one
 //! without a round trip. Addresses are chosen here, apart from every device's window.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::abi::result::Result;
+use crate::abi::result::{Result, refuse_form};
+use crate::abi::types::MemLocation;
 use crate::memory::device_memory::Found;
-use crate::memory::shared_descriptor;
+use crate::memory::host_memory::HostMemory;
+use crate::memory::{host_mappings, shared_descriptor};
 use crate::process::context;
 use crate::process::driver::Driver;
 use crate::process::fences::SHARES;
@@ -33,10 +35,16 @@ pub(crate) const MAGIC: shared_descriptor::Magic = *b"rgpu:mem";
 /// Addresses that are tried when the server's process has something else at those chosen.
 const ATTEMPTS: usize = 16;
 
-/// Memory of a device, which the program names by a handle.
+/// Where memory is.
+pub(crate) enum Home {
+    /// On the server's side: its name there, and the ordinal of its device.
+    Device(MemoryId, u32),
+    Host(HostMemory),
+}
+
+/// Memory that the program names by a handle.
 pub(crate) struct Memory {
-    pub id: MemoryId,
-    pub device: u32,
+    pub home: Home,
     size: u64,
     pub handle_types: u32,
     /// `cuMemCreate` and everything that gave the handle again, less `cuMemRelease`. Under the lock of [`Space`], as `mapped` is.
@@ -54,20 +62,27 @@ pub(crate) struct Mapping {
     pub part: Option<(u64, u64)>,
     /// `CUmemAccess_flags` by device.
     pub access: Vec<u32>,
+    /// The same for the host, of host memory.
+    pub host_access: u32,
 }
 
 /// The program's.
 #[derive(Default)]
 pub(crate) struct Space {
     reserved: BTreeMap<u64, u64>,
+    /// Those of them that the server has given up for host memory, by their first address.
+    given_up: BTreeSet<u64>,
     pub mappings: BTreeMap<u64, Mapping>,
     /// Where the next reservation is looked for.
     next: u64,
 }
 
-static SPACES: RwLock<Space> =
-    RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new(), next: 0 });
-
+static SPACES: RwLock<Space> = RwLock::new(Space {
+    reserved: BTreeMap::new(),
+    given_up: BTreeSet::new(),
+    mappings: BTreeMap::new(),
+    next: 0,
+});
 static MEMORIES: Slab<Memory> = Slab::new(14);
 
 /// Before this process first shares memory: what it has copied so far has reached the device when this returns.
@@ -90,9 +105,14 @@ pub(crate) fn write() -> RwLockWriteGuard<'static, Space> {
     SPACES.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether an address is one of those that are reserved here.
+/// Whether an address is one of those that are reserved here, for memory of devices.
 #[inline]
 pub(crate) fn is_here(address: u64) -> bool {
+    in_space(address) && !host_mappings::is_here(address)
+}
+
+#[inline]
+fn in_space(address: u64) -> bool {
     address.wrapping_sub(SPACE) < SPACE_SIZE
 }
 
@@ -104,7 +124,8 @@ pub(crate) fn find(driver: &Driver, address: u64) -> Option<Found> {
     if address.checked_sub(base)? >= size {
         return None;
     }
-    let context = driver.devices.get(mapping.memory.device as usize)?.primary;
+    let Home::Device(_, device) = mapping.memory.home else { return None };
+    let context = driver.devices.get(device as usize)?.primary;
     Some(Found { base, size, context, buffer: mapping.buffer, pool: 0, sync_memops: false, managed: false })
 }
 
@@ -140,7 +161,7 @@ fn new_id() -> MemoryId {
 }
 
 impl Space {
-    fn granule(driver: &Driver) -> u64 {
+    pub fn granule(driver: &Driver) -> u64 {
         driver.devices.iter().map(|device| device.info.granule).max().unwrap_or(1).max(1)
     }
 
@@ -172,7 +193,7 @@ impl Space {
             return Err(Status::INVALID_VALUE);
         }
         let alignment = alignment.max(SPACE_ALIGN);
-        let wished = is_here(wish)
+        let wished = in_space(wish)
             && wish.is_multiple_of(alignment)
             && wish.checked_add(size).is_some_and(|end| end <= SPACE + SPACE_SIZE)
             && self.is_free(wish, size);
@@ -198,9 +219,43 @@ impl Space {
         if self.reserved.get(&address) != Some(&size) {
             return Err(Status::INVALID_VALUE);
         }
-        driver.session.call(&AddressFree { address, size })?;
+        if !self.given_up.contains(&address) {
+            driver.session.call(&AddressFree { address, size })?;
+        } else if self.mappings.range(address..address + size).next().is_some() {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.given_up.remove(&address);
         self.reserved.remove(&address);
         Ok(())
+    }
+
+    /// Lets the reservation around a range be used for host memory, or for memory of devices; gives its first address. One that has had host memory has no other: the server may still be about to unregister its mirror.
+    fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        let (start, whole) = self
+            .reserved
+            .range(..=address)
+            .next_back()
+            .map(|(start, whole)| (*start, *whole))
+            .filter(|(start, whole)| {
+                size > 0 && address.checked_add(size).is_some_and(|end| end <= start + whole)
+            })
+            .ok_or(Status::INVALID_VALUE)?;
+        if self.given_up.contains(&start) == for_host {
+            return Ok(start);
+        }
+        if !for_host || self.mappings.range(start..start + whole).next().is_some() {
+            return refuse_form("cuMemMap of host memory and memory of a device in one reservation", &SAID);
+        }
+        driver.session.call(&AddressFree { address: start, size: whole })?;
+        self.given_up.insert(start);
+        Ok(start)
+    }
+
+    /// Whether nothing is mapped in a range.
+    fn is_unmapped(&self, address: u64, size: u64) -> bool {
+        let last = self.mappings.range(..address + size).next_back();
+        last.is_none_or(|(start, mapping)| start + mapping.size <= address)
     }
 
     pub fn map(
@@ -212,11 +267,29 @@ impl Space {
         handle: usize,
         part: Option<(u64, u64)>,
     ) -> Result {
+        static SAID: AtomicBool = AtomicBool::new(false);
         let memory = memory_of(handle)?;
-        driver.session.call(&MemoryMap { memory: memory.id, offset, address, size })?;
+        let reservation = self.prepare(driver, address, size, matches!(memory.home, Home::Host(_)))?;
+        match &memory.home {
+            Home::Device(id, _) => {
+                driver.session.call(&MemoryMap { memory: *id, offset, address, size })?;
+            }
+            Home::Host(host) => {
+                let whole = size.is_multiple_of(Space::granule(driver))
+                    && address.is_multiple_of(Space::granule(driver));
+                if !whole || offset != 0 || size > memory.size || !self.is_unmapped(address, size) {
+                    return Err(Status::INVALID_VALUE);
+                }
+                if host.is_mapped() || size < memory.size {
+                    return refuse_form("cuMemMap of host memory at two places, or of a part of it", &SAID);
+                }
+                host.map(reservation, address, size)?;
+            }
+        }
         memory.mapped.fetch_add(1, Ordering::Relaxed);
         let access = vec![0; driver.devices.len()];
-        self.mappings.insert(address, Mapping { size, handle, memory, buffer: unique_id(), part, access });
+        let mapping = Mapping { size, handle, memory, buffer: unique_id(), part, access, host_access: 0 };
+        self.mappings.insert(address, mapping);
         Ok(())
     }
 
@@ -236,7 +309,15 @@ impl Space {
     pub fn unmap(&mut self, driver: &Driver, address: u64, size: u64) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get(&address) else { continue };
-            driver.session.call(&MemoryUnmap { address, size: mapping.size })?;
+            match &mapping.memory.home {
+                Home::Device(..) => {
+                    driver.session.call(&MemoryUnmap { address, size: mapping.size })?;
+                }
+                Home::Host(host) => {
+                    let keep = mapping.memory.handles.load(Ordering::Relaxed) > 0;
+                    host.unmap(address, mapping.size, keep)?;
+                }
+            }
             if let Some(mapping) = self.mappings.remove(&address) {
                 mapping.memory.mapped.fetch_sub(1, Ordering::Relaxed);
                 self.end_if_unused(driver, mapping.handle, &mapping.memory)?;
@@ -255,10 +336,26 @@ impl Space {
     ) -> Result {
         for address in self.whole(address, size)? {
             let Some(mapping) = self.mappings.get_mut(&address) else { continue };
-            driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
+            // A device reaches pinned memory in any case.
+            if let Home::Device(..) = mapping.memory.home {
+                driver.session.call(&MemoryAccess { address, size: mapping.size, device, flags })?;
+            }
             if let Some(place) = mapping.access.get_mut(device as usize) {
                 *place = flags;
             }
+        }
+        Ok(())
+    }
+
+    /// The host reaches host memory in any case.
+    pub fn set_host_access(&mut self, address: u64, size: u64, flags: u32) -> Result {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        for address in self.whole(address, size)? {
+            let Some(mapping) = self.mappings.get_mut(&address) else { continue };
+            if let Home::Device(..) = mapping.memory.home {
+                return refuse_form("cuMemSetAccess for the host on memory of a device", &SAID);
+            }
+            mapping.host_access = flags;
         }
         Ok(())
     }
@@ -267,7 +364,9 @@ impl Space {
     fn end_if_unused(&self, driver: &Driver, handle: usize, memory: &Memory) -> Result {
         if memory.handles.load(Ordering::Relaxed) == 0 && memory.mapped.load(Ordering::Relaxed) == 0 {
             MEMORIES.remove(handle);
-            driver.session.call(&MemoryRelease { memory: memory.id })?;
+            if let Home::Device(id, _) = memory.home {
+                driver.session.call(&MemoryRelease { memory: id })?;
+            }
         }
         Ok(())
     }
@@ -283,8 +382,7 @@ pub(crate) fn import(driver: &Driver, token: [u8; 16], handle_types: u32) -> Res
     let id = new_id();
     let reply = driver.session.call(&MemoryImport { memory: id, token })?;
     let memory = Memory {
-        id,
-        device: reply.device,
+        home: Home::Device(id, reply.device),
         size: reply.size,
         handle_types,
         handles: AtomicU32::new(1),
@@ -299,6 +397,7 @@ pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own
     let mut space = write();
     let (handle, own) = import(driver, token, 0)?;
     let memory = memory_of(handle)?;
+    let Home::Device(_, device) = memory.home else { return Err(Status::INVALID_VALUE) };
     let inside = offset.checked_add(size).is_some_and(|end| end <= memory.size);
     let opened = if own && !own_too {
         Err(Status::INVALID_CONTEXT)
@@ -309,7 +408,7 @@ pub(crate) fn open(driver: &Driver, token: [u8; 16], offset: u64, size: u64, own
             let part = Some((address + offset, size));
             let mapped = space
                 .map(driver, address, memory.size, 0, handle, part)
-                .and_then(|()| space.set_access(driver, address, memory.size, memory.device, 3));
+                .and_then(|()| space.set_access(driver, address, memory.size, device, 3));
             if mapped.is_err() {
                 // What was made of it goes again; the first error is the one to tell.
                 let _ = space.unmap(driver, address, memory.size);
@@ -373,6 +472,14 @@ pub(crate) fn make(driver: &Driver, device: u32, size: u64, handle_types: u32) -
     let exportable = handle_types & POSIX_FD != 0;
     driver.session.call(&MemoryCreate { memory: id, device, size, exportable })?;
     let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
-    let memory = Memory { id, device, size, handle_types, handles, mapped };
+    let memory = Memory { home: Home::Device(id, device), size, handle_types, handles, mapped };
+    MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
+}
+
+/// Makes host memory; its handle.
+pub(crate) fn make_host(size: u64, location: MemLocation) -> Result<usize> {
+    let home = Home::Host(HostMemory::new(location));
+    let (handles, mapped) = (AtomicU32::new(1), AtomicU32::new(0));
+    let memory = Memory { home, size, handle_types: 0, handles, mapped };
     MEMORIES.insert(Arc::new(memory)).ok_or(Status::OUT_OF_MEMORY)
 }

@@ -36,7 +36,9 @@ pub(crate) mod attr {
     pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
     pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
     pub const IPC_EVENT_SUPPORTED: usize = 125;
+    pub const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 141;
     pub const HOST_MEMORY_POOLS_SUPPORTED: usize = 144;
+    pub const HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 145;
 }
 
 /// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
@@ -64,10 +66,8 @@ pub(crate) const NOT_HERE: &[usize] = &[
     132, // MULTICAST_SUPPORTED
     136, // MEM_DECOMPRESS_ALGORITHM_MASK
     137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
-    141, // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     142, // HOST_NUMA_MEMORY_POOLS_SUPPORTED
     143, // HOST_NUMA_MULTINODE_IPC_SUPPORTED
-    145, // HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     146, // HOST_ALLOC_DMA_BUF_SUPPORTED
     147, // ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED
 ];
@@ -102,6 +102,8 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     set(attr::HOST_REGISTER_SUPPORTED, 1);
     set(attr::MEMORY_POOLS_SUPPORTED, 1);
     set(attr::HOST_MEMORY_POOLS_SUPPORTED, 1);
+    set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
+    set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
     set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
     // No NUMA node of this machine is near the GPU: −1 says so.
     set(131, -1);

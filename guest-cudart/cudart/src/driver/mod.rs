@@ -1,8 +1,8 @@
-//! The driver: `libcuda.so.1`, found and opened once, its functions in one table.
+//! The driver: finds and opens `libcuda.so.1` once and keeps its functions in a table.
 //!
-//! A libcuda that the process has loaded already is taken, since the program shares handles with that one. Else it
-//! is looked for beside this library, so that rgpu's two libraries stay together wherever they are installed, and
-//! then by the loader's own rules. Nothing here depends on which implementation answers.
+//! A libcuda that the process has already loaded is used, since the program shares handles with it. Otherwise
+//! it is looked for beside this library, so that rgpu's two libraries stay together wherever they are
+//! installed, and then by the loader's own rules. Nothing here depends on which libcuda it is.
 
 mod table;
 
@@ -16,32 +16,34 @@ use std::sync::{Mutex, Once, PoisonError};
 pub(crate) use table::Driver;
 
 use crate::error::{Error, Result};
-use crate::{counts, log, properties};
+use crate::{call_counts, properties};
 
-/// Which stream a NULL stream means: the entry points with `_ptsz` and `_ptds` in their names mean the thread's own.
+/// Which stream a NULL stream means. Entry points with `_ptsz` or `_ptds` in their names mean the per-thread
+/// default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DefaultStream {
     Legacy,
     PerThread,
 }
 
-/// The version of CUDA whose ABI this library has, as `cudaRuntimeGetVersion` counts.
+/// The CUDA version whose ABI this library has, in `cudaRuntimeGetVersion`'s notation.
 pub(crate) const RUNTIME_VERSION: c_int = if cfg!(feature = "v12") { 12080 } else { 13000 };
 
 static CURRENT: AtomicPtr<Driver> = AtomicPtr::new(ptr::null_mut());
 
-/// The driver, opened and initialized.
+/// The driver, opened and initialized. A failure is retried at the next call.
 ///
 /// # Errors
-/// `cudaErrorInsufficientDriver` without a libcuda, or with one older than this library's major version; else what
-/// `cuInit` answers (`cudaErrorNoDevice` where there is no GPU). A failure is tried again at the next call.
+///
+/// `cudaErrorInsufficientDriver` without a libcuda, or with one older than this library's major version;
+/// otherwise the error of `cuInit` (`cudaErrorNoDevice` if there is no GPU).
 #[inline]
 pub(crate) fn initialized() -> Result<&'static Driver> {
     let driver = CURRENT.load(Ordering::Acquire);
     if driver.is_null() {
         return open();
     }
-    // SAFETY: a table is published whole by `publish` and never freed.
+    // SAFETY: `publish` stores a complete table, which is never freed.
     Ok(unsafe { &*driver })
 }
 
@@ -51,7 +53,7 @@ fn open() -> Result<&'static Driver> {
     let _turn = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
     let driver = CURRENT.load(Ordering::Acquire);
     if !driver.is_null() {
-        // SAFETY: as in `initialized`.
+        // SAFETY: `publish` stores a complete table, which is never freed.
         return Ok(unsafe { &*driver });
     }
     let driver = load()?;
@@ -65,7 +67,7 @@ fn open() -> Result<&'static Driver> {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             log::error(format_args!(
-                "the driver's libcuda.so.1 is of CUDA {}.{}; this libcudart needs {} or newer",
+                "libcudart: libcuda.so.1 supports CUDA {}.{}; this library needs {} or newer",
                 version / 1000,
                 version % 1000 / 10,
                 RUNTIME_VERSION / 1000
@@ -73,12 +75,12 @@ fn open() -> Result<&'static Driver> {
         });
         return Err(Error::INSUFFICIENT_DRIVER);
     }
-    properties::know(&driver);
-    counts::ask(&driver);
+    properties::read_all(&driver);
+    call_counts::connect(&driver);
     Ok(publish(driver))
 }
 
-/// Makes a table the process's driver, for good.
+/// Makes a table the process's driver for good.
 fn publish(driver: Box<Driver>) -> &'static Driver {
     let driver = Box::leak(driver);
     CURRENT.store(driver, Ordering::Release);
@@ -91,11 +93,12 @@ pub(crate) fn install(driver: Driver) -> &'static Driver {
     publish(Box::new(driver))
 }
 
-/// The driver's version, even where `cuInit` fails: 0 without a libcuda, as `cudaDriverGetVersion` has it.
+/// The driver's version, even if `cuInit` fails; 0 without a libcuda, as for `cudaDriverGetVersion`.
 pub(crate) fn version() -> Result<c_int> {
     let mut version: c_int = 0;
     let current = CURRENT.load(Ordering::Acquire);
-    // SAFETY: as in `initialized`; the version is written to a live local variable.
+    // SAFETY: `publish` stores a complete table, which is never freed; the version is written to a live local
+    // variable.
     unsafe {
         if let Some(driver) = current.as_ref() {
             driver.cuDriverGetVersion(&mut version)?;
@@ -106,11 +109,11 @@ pub(crate) fn version() -> Result<c_int> {
     Ok(version)
 }
 
-/// Opens libcuda and fills a table, without calling anything in it.
+/// Opens libcuda and fills a table without calling any function.
 fn load() -> Result<Box<Driver>> {
     let library = dlopen_driver().ok_or(Error::INSUFFICIENT_DRIVER)?;
     Ok(Box::new(Driver::resolve(|name| {
-        // SAFETY: the handle was returned by `dlopen` and is never closed; the name ends with NUL.
+        // SAFETY: `dlopen` returned the handle, which is never closed; the name ends with NUL.
         unsafe { libc::dlsym(library, name.as_ptr()) }
     })))
 }
@@ -121,10 +124,10 @@ fn dlopen_driver() -> Option<*mut c_void> {
         CString::new(path.as_os_str().as_bytes()).ok()
     });
     let open = |path: &CStr, how: c_int| {
-        // SAFETY: the path ends with NUL. Opening runs that library's initializers, which is what is asked for.
+        // SAFETY: the path ends with NUL. Opening the library runs its initializers, which is intended.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL | how) };
         (!handle.is_null())
-            .then(|| log::debug(format_args!("the driver is {}", path.to_string_lossy())))
+            .then(|| log::debug(format_args!("libcudart: the driver is {}", path.to_string_lossy())))
             .map(|()| handle)
     };
     let found = open(c"libcuda.so.1", libc::RTLD_NOLOAD)
@@ -134,7 +137,7 @@ fn dlopen_driver() -> Option<*mut c_void> {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             log::error(format_args!(
-                "no libcuda.so.1 beside {} and none on the loader's path: install rgpu's guest libraries, \
+                "libcudart: no libcuda.so.1 beside {} and none on the loader's path: install rgpu's guest libraries, \
                  or add their folder to LD_LIBRARY_PATH",
                 own_path().map_or("this library".into(), |path| path.to_string_lossy())
             ));
@@ -143,10 +146,10 @@ fn dlopen_driver() -> Option<*mut c_void> {
     found
 }
 
-/// The file that this code was loaded from.
+/// The path of the file that contains this code.
 fn own_path() -> Option<&'static CStr> {
-    // SAFETY: a `Dl_info` is plain data of pointers, for which zero is a value; `dladdr` only fills it in. The name
-    // belongs to the loader and lives as long as the library, which is as long as this code can run.
+    // SAFETY: a `Dl_info` is plain data of pointers, for which zero is valid; `dladdr` only fills it in. The
+    // name belongs to the loader and lives as long as the library, and so as long as this code can run.
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
         let here = own_path as fn() -> Option<&'static CStr> as *const c_void;
@@ -157,27 +160,27 @@ fn own_path() -> Option<&'static CStr> {
     }
 }
 
-/// What a function that this libcuda does not have answers; said once for each.
+/// The result of calling a function that this libcuda does not have. Each one is logged once.
 #[cold]
-fn missing(name: &str, said: &AtomicBool) -> Result {
-    if !said.swap(true, Ordering::Relaxed) {
+fn missing(name: &str, logged: &AtomicBool) -> Result {
+    if !logged.swap(true, Ordering::Relaxed) {
         log::warn(format_args!(
-            "libcuda.so.1 has no {name}: calls that need it answer cudaErrorNotSupported"
+            "libcudart: libcuda.so.1 has no {name}: calls that need it answer cudaErrorNotSupported"
         ));
     }
     Err(Error::NOT_SUPPORTED)
 }
 
-/// Declares the table: `plain` functions, and `streamed` ones, which have a second form for the per-thread default
-/// stream.
+/// Declares the table: `plain` functions, and `streamed` ones, which have a variant for the per-thread
+/// default stream.
 macro_rules! driver_table {
     (
         plain { $($name:ident($($arg:ident: $ty:ty),*);)* }
         streamed { $($sname:ident/$pt:literal($($sarg:ident: $sty:ty),*);)* }
     ) => {
-        /// The driver's functions, by the names of their symbols; those that a libcuda lacks are `None`.
+        /// The driver's functions by symbol name; `None` for those that a libcuda lacks.
         ///
-        /// Each has a method of its name. All of them are unsafe in the way of the C function behind.
+        /// Each has a method of the same name, which is unsafe for the reasons that the C function is.
         #[derive(Clone)]
         pub(crate) struct Driver {
             $(pub(crate) $name: Option<unsafe extern "C" fn($($ty),*) -> u32>,)*
@@ -186,13 +189,13 @@ macro_rules! driver_table {
 
         #[allow(dead_code, reason = "each version of the runtime API uses its own part of the driver's")]
         impl Driver {
-            /// Fills a table with what `find` gives for each symbol: its address, or NULL.
+            /// Fills a table with the address that `find` returns for each symbol; NULL if there is none.
             pub(crate) fn resolve(find: impl Fn(&CStr) -> *mut c_void) -> Self {
                 let find = |name: &str| {
                     CStr::from_bytes_with_nul(name.as_bytes()).map_or(ptr::null_mut(), &find)
                 };
-                // SAFETY: NULL is `None` of an optional function pointer; any other address is that of the C
-                // function of this name, whose signature in cuda.h is the one written in this table.
+                // SAFETY: NULL becomes `None`; any other address is that of the C function of this name,
+                // whose signature in cuda.h is the one in this table.
                 unsafe {
                     Driver {
                         $($name: std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn($($ty),*) -> u32>>(
@@ -213,7 +216,7 @@ macro_rules! driver_table {
                 pub(crate) unsafe fn $name(&self $(, $arg: $ty)*) -> Result {
                     static SAID: AtomicBool = AtomicBool::new(false);
                     match self.$name {
-                        // SAFETY: the caller keeps what the function asks for.
+                        // SAFETY: the caller upholds the C function's requirements.
                         Some(function) => from_driver(unsafe { function($($arg),*) }),
                         None => missing(stringify!($name), &SAID),
                     }
@@ -225,7 +228,7 @@ macro_rules! driver_table {
                 pub(crate) unsafe fn $sname(&self, default: DefaultStream $(, $sarg: $sty)*) -> Result {
                     static SAID: AtomicBool = AtomicBool::new(false);
                     match self.$sname[default as usize] {
-                        // SAFETY: the caller keeps what the function asks for.
+                        // SAFETY: the caller upholds the C function's requirements.
                         Some(function) => from_driver(unsafe { function($($sarg),*) }),
                         None => missing(if default == DefaultStream::Legacy { stringify!($sname) } else { $pt }, &SAID),
                     }

@@ -1,5 +1,5 @@
-//! The driver's functions that the runtime uses, with the signatures of CUDA 13.0's cuda.h (enumerations as plain
-//! integers).
+//! The driver functions that the runtime uses, with the signatures of CUDA 13.0's cuda.h (enumerations as
+//! plain integers).
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;

@@ -1,29 +1,29 @@
-//! Errors: their numbers, names and texts, the thread's last error, and how the driver's results become the
-//! runtime's.
+//! Errors: numbers, names and texts, the thread's last error, and the runtime's equivalents of the driver's
+//! results.
 //!
-//! Since CUDA 10.1 the two libraries number their errors alike, so a driver's result is taken over unless the
-//! runtime does not know that number. What differs by call (to CUDA 12 a bad launch is `cudaErrorInvalidConfiguration`,
-//! not `cudaErrorInvalidValue`) is decided where that call is made.
+//! Since CUDA 10.1 the two libraries use the same numbers, so a driver's result is passed on unless the
+//! runtime does not know its number. Differences between individual calls are handled in those calls (in CUDA
+//! 12, for example, a bad launch is `cudaErrorInvalidConfiguration`, not `cudaErrorInvalidValue`).
 //!
-//! That a context has failed is the driver's knowledge alone: every later call fails again and sets the last error
-//! again, but the last error itself is taken by `cudaGetLastError` like any other.
+//! Only the driver knows that a context has failed: every later call fails again and sets the last error
+//! again, but `cudaGetLastError` clears the last error as usual.
 
 mod names;
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int};
 
-use crate::counts::{self, Call};
+use crate::call_counts::{self, Call};
 use names::ERRORS;
 
-/// A `cudaError_t` other than `cudaSuccess`, or a number that a caller took for one.
+/// A `cudaError_t` other than `cudaSuccess`, or any number that a caller passed as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Error(pub(crate) c_int);
 
 pub(crate) type Result<T = ()> = core::result::Result<T, Error>;
 
 impl Error {
-    /// Whether a kernel's fault has left the process's contexts unusable.
+    /// Whether a kernel fault has left the process's contexts unusable.
     pub(crate) fn is_fault(self) -> bool {
         matches!(self.0, 700 | 702 | 710 | 714..=719 | 721)
     }
@@ -40,7 +40,7 @@ impl Error {
     pub(crate) const INVALID_DEVICE_FUNCTION: Error = Error(98);
     pub(crate) const NO_DEVICE: Error = Error(100);
     pub(crate) const INVALID_DEVICE: Error = Error(101);
-    /// The driver's `CUDA_ERROR_INVALID_CONTEXT`: no context is current, or not a valid one.
+    /// The driver's `CUDA_ERROR_INVALID_CONTEXT`: no context is current, or an invalid one.
     pub(crate) const DEVICE_UNINITIALIZED: Error = Error(201);
     pub(crate) const INVALID_RESOURCE_HANDLE: Error = Error(400);
     pub(crate) const SYMBOL_NOT_FOUND: Error = Error(500);
@@ -54,7 +54,7 @@ fn entry(code: c_int) -> Option<&'static (i32, &'static str, &'static str)> {
     ERRORS.binary_search_by_key(&code, |entry| entry.0).ok().map(|at| &ERRORS[at])
 }
 
-/// The runtime's meaning of a driver's `CUresult`.
+/// The runtime's equivalent of a driver's `CUresult`.
 #[inline]
 pub(crate) fn from_driver(result: u32) -> Result {
     if result == 0 { Ok(()) } else { Err(of_driver_failure(result)) }
@@ -72,7 +72,7 @@ thread_local! {
     static LAST: Cell<c_int> = const { Cell::new(0) };
 }
 
-/// Turns a result into the number that a program gets, keeping an error as the thread's last one.
+/// Converts a result to the number that a program gets, and keeps an error as the thread's last one.
 #[inline]
 pub(crate) fn remember(result: Result) -> c_int {
     match result {
@@ -87,14 +87,14 @@ pub(crate) fn remember(result: Result) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetLastError() -> c_int {
     static CALL: Call = Call::new(c"cudaGetLastError");
-    let _inside = counts::enter(&CALL);
+    let _inside = call_counts::enter(&CALL);
     LAST.replace(0)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaPeekAtLastError() -> c_int {
     static CALL: Call = Call::new(c"cudaPeekAtLastError");
-    let _inside = counts::enter(&CALL);
+    let _inside = call_counts::enter(&CALL);
     LAST.get()
 }
 
@@ -103,14 +103,14 @@ const UNRECOGNIZED: &str = "unrecognized error code\0";
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorName(error: c_int) -> *const c_char {
     static CALL: Call = Call::new(c"cudaGetErrorName");
-    let _inside = counts::enter(&CALL);
+    let _inside = call_counts::enter(&CALL);
     entry(error).map_or(UNRECOGNIZED, |entry| entry.1).as_ptr().cast()
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorString(error: c_int) -> *const c_char {
     static CALL: Call = Call::new(c"cudaGetErrorString");
-    let _inside = counts::enter(&CALL);
+    let _inside = call_counts::enter(&CALL);
     entry(error).map_or(UNRECOGNIZED, |entry| entry.2).as_ptr().cast()
 }
 
@@ -119,13 +119,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_are_in_order_and_end_with_nul() {
+    fn the_error_table_is_sorted_and_nul_terminated() {
         assert!(ERRORS.windows(2).all(|pair| pair[0].0 < pair[1].0));
         assert!(ERRORS.iter().all(|entry| entry.1.ends_with('\0') && entry.2.ends_with('\0')));
     }
 
     #[test]
-    fn a_result_that_the_runtime_does_not_know_is_unknown() {
+    fn an_unknown_driver_result_becomes_unknown_error() {
         assert_eq!(from_driver(202), Err(Error::UNKNOWN));
         assert_eq!(from_driver(u32::MAX), Err(Error::UNKNOWN));
         assert_eq!(from_driver(2), Err(Error(2)));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_the_last_error_clears_it() {
+    fn getting_the_last_error_clears_it() {
         assert_eq!(remember(Err(Error::INVALID_VALUE)), 1);
         assert_eq!(remember(Ok(())), 0);
         assert_eq!(cudaPeekAtLastError(), 1);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_contexts_error_is_taken_like_any_other_and_comes_back_with_the_next_failure() {
+    fn a_failed_context_s_error_is_cleared_and_set_again_by_the_next_call() {
         let _ = remember(Err(Error(700)));
         assert_eq!(cudaGetLastError(), 700);
         assert_eq!((cudaPeekAtLastError(), cudaGetLastError()), (0, 0));

@@ -1,4 +1,4 @@
-//! Every error of the runtime API: number, name and the text that `cudaGetErrorString` gives. In order of number.
+//! Every error of the runtime API in numeric order: number, name and the text of `cudaGetErrorString`.
 
 pub(super) const ERRORS: &[(i32, &str, &str)] = &[
     (0, "cudaSuccess\0", "no error\0"),

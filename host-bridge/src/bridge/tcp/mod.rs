@@ -1,20 +1,19 @@
-//! Transport `tcp`: one connection for commands, several for bulk data, and a relay thread between them and the channel.
+//! Transport `tcp`: one connection for frames, several for bulk data.
 //!
 //! ```text
-//!   ring ──▶ relay ──▶ control ─────────▶        COMMANDS, many records in one frame
-//!   slots, progress ◀─ control ◀─────────        REPLY, PROGRESS, DATA_SENT
-//!   client's pages ═══ lane 0 … lane n ══        pieces, sent and received in place by vectored calls
+//!   ring ──▶ relay ──▶ control connection ──▶        COMMANDS, many records in one frame
+//!   slots, progress ◀─ control connection ◀──        REPLY, PROGRESS, DATA_SENT, DATA_GRANT
+//!   client's pages ═══ data connection 0 … n ══      chunks, sent and received in place by vectored calls
 //! ```
 //!
-//! In reading order: the handshake here, then `relay` (the loop), `control` and `lane` (the two kinds of connection), `hand` (threads for long pieces), `transfer` (data under way),
-//! `socket` (system calls).
+//! The rules are the relay's ([`relay`](super::relay)). In reading order: the handshake here, then `carrier` (what the relay calls), `connection` (one data connection), `io_thread` (threads for
+//! long chunks), `memory` (the client's memory for vectored calls), `socket` (system calls).
 
-pub(super) mod control;
-mod hand;
-mod lane;
-mod relay;
+mod carrier;
+mod connection;
+mod io_thread;
+mod memory;
 mod socket;
-mod transfer;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,17 +22,18 @@ use std::time::{Duration, Instant};
 
 use protocol::link::{Hello, Welcome, purpose};
 
-use self::relay::Relay;
-use self::transfer::Region;
-use super::core::{ChannelMemory, Core};
-use super::relayed::{Relayed, dial};
+use self::carrier::TcpCarrier;
+use self::memory::SocketMemory;
+use super::polling::PollTime;
+use super::relay::{Flows, Machine, RelayHandle, run};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
+use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::send_message;
+use crate::framing::{connect as dial, send_message};
 use zerocopy::IntoBytes;
 
-/// Data connections that a server may ask for at most.
-const MAX_LANES: u32 = 32;
+/// Most data connections that a server may ask for.
+const MAX_DATA_CONNECTIONS: u32 = 32;
 
 /// The connections of a session after the handshake.
 #[derive(Debug)]
@@ -56,21 +56,23 @@ pub(super) fn connect(
     let handshake = welcome_in_turn(config, control.as_fd(), handshake_deadline, turn)?;
     let deadline = Instant::now() + config.connect_timeout + config.handshake_timeout;
     let count = handshake.data_connections;
-    if count == 0 || count > MAX_LANES {
+    if count == 0 || count > MAX_DATA_CONNECTIONS {
         return Err(ConnectError::Protocol {
             server: config.server.to_string(),
-            what: format!("it asks for {count} data connections, where 1 to {MAX_LANES} make sense"),
+            what: format!(
+                "it asks for {count} data connections, where 1 to {MAX_DATA_CONNECTIONS} make sense"
+            ),
         });
     }
     let mut data = Vec::with_capacity(count as usize);
     for index in 0..count {
-        let lane = dial(&config.server, config.connect_timeout).map_err(failed)?;
+        let connection = dial(&config.server, config.connect_timeout).map_err(failed)?;
         let more = Hello { token: handshake.token, index, ..hello(config, channel, purpose::DATA, 0) };
-        send_message(lane.as_fd(), &[more.as_bytes()], &[]).map_err(failed)?;
-        data.push(lane);
+        send_message(connection.as_fd(), &[more.as_bytes()], &[]).map_err(failed)?;
+        data.push(connection);
     }
-    for lane in &data {
-        welcome_at_once(config, lane.as_fd(), deadline)?;
+    for connection in &data {
+        welcome_at_once(config, connection.as_fd(), deadline)?;
     }
     Ok((Links { control, data }, handshake))
 }
@@ -78,22 +80,28 @@ pub(super) fn connect(
 /// A session over TCP (or, for tests and special set-ups, over Unix stream sockets in the same manner).
 #[derive(Debug)]
 pub(super) struct Tcp {
-    relayed: Relayed<Region>,
+    relay: RelayHandle<SocketMemory>,
 }
 
 impl Tcp {
     /// Starts the relay. The channel is ready when this returns.
-    pub(super) fn start(config: &SessionConfig, core: Arc<Core>, links: Links) -> Result<Tcp, ConnectError> {
+    pub(super) fn start(
+        config: &SessionConfig,
+        session: Arc<SessionState>,
+        links: Links,
+    ) -> Result<Tcp, ConnectError> {
         let config = config.clone();
-        let relayed = Relayed::start(core, move |core, mailbox| {
-            let end = match Relay::new(core, mailbox, links, &config) {
-                Ok(relay) => relay.run(),
-                Err(end) => end,
+        let relay = RelayHandle::start(session, move |session, mailbox| {
+            let schedule = Flows::new(links.data.len());
+            let carrier = match TcpCarrier::new(session, mailbox, links, &config) {
+                Ok(carrier) => carrier,
+                Err(end) => return end,
             };
-            crate::trace::save(&core.trace, &format!("bridge-{}", core.channel.pid));
-            end
+            let arena = SocketMemory::Arena(Arc::clone(session));
+            let machine = Machine::new(session, Some(arena), schedule, config.silence);
+            run(session, mailbox, machine, carrier, PollTime::new(config.poll))
         })?;
-        Ok(Tcp { relayed })
+        Ok(Tcp { relay })
     }
 }
 
@@ -104,15 +112,15 @@ impl Transport for Tcp {
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let pieces = region.memories.resolve(&region.extents, region.size)?;
-        self.relayed.register(id, Region { pieces, read_only: region.read_only })
+        self.relay.register(id, SocketMemory::Region { pieces, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        self.relayed.unregister(id)
+        self.relay.unregister(id)
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {
-        self.relayed.close(reason, patience)
+        self.relay.close(reason, patience)
     }
 }
 

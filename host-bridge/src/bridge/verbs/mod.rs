@@ -8,11 +8,10 @@
 //! ```
 //!
 //! A region is registered with the RDMA device when the client registers it, and that registration serves until the client unregisters it. No CPU of this host touches bulk data;
-//! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs.rs`).
-//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: [`connect`], [`relay`], [`transfer`].
+//! the server's copies once between the memory that is written or sent here and its driver's own (`endpoint/verbs/`). The rules are the relay's ([`relay`](super::relay)).
+//! The TCP connection of the handshake stays, for `ALIVE` and `BYE`. In reading order: [`connect`], then `carrier` (what the relay calls).
 
-mod relay;
-mod transfer;
+mod carrier;
 
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,13 +22,13 @@ use protocol::device::Answer;
 use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
-use self::relay::Relay;
-use self::transfer::Region;
-use super::core::{ChannelMemory, Core};
-use super::relayed::{Relayed, dial};
+use self::carrier::{DeviceMemory, VerbsCarrier};
+use super::polling::{PollTime, cores};
+use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
+use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{recv_frame, send_frame, send_message, split_struct, watch_peer};
+use crate::framing::{connect as dial, recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 
 /// The connections of a session after the handshake.
@@ -67,7 +66,7 @@ pub(super) fn connect(
             let reason = String::from_utf8_lossy(&body).into_owned();
             return Err(ConnectError::Refused { server: server(), answer: Answer::NoResources, reason });
         }
-        kind => return Err(protocol(format!("frame {kind:?} where QUEUES was due"))),
+        kind => return Err(protocol(format!("frame {kind:?} where QUEUES was expected"))),
     };
     let end = u64::from(queues.slots)
         .checked_mul(queues.slot_size.into())
@@ -86,7 +85,7 @@ pub(super) fn connect(
 /// A session over verbs.
 #[derive(Debug)]
 pub(super) struct Verbs {
-    relayed: Relayed<Region>,
+    relay: RelayHandle<DeviceMemory>,
     domain: Arc<Domain>,
 }
 
@@ -94,20 +93,29 @@ impl Verbs {
     /// Starts the relay. The channel is ready when this returns.
     pub(super) fn start(
         config: &SessionConfig,
-        core: Arc<Core>,
+        session: Arc<SessionState>,
         links: Links,
     ) -> Result<Verbs, ConnectError> {
         let (domain, config) = (Arc::clone(links.link.domain()), config.clone());
-        // SAFETY: the relay drops the registration before it ends, and `core`, which owns the view, outlives the relay.
-        let arena = unsafe { RegisteredRegion::arena(&domain, &core.channel.view) }
+        // SAFETY: the relay drops the registration before it ends, and `session`, which owns the view, outlives the relay.
+        let arena = unsafe { RegisteredRegion::arena(&domain, &session.channel.view) }
             .map_err(|source| ConnectError::Verbs { source })?;
-        let relayed = Relayed::start(core, move |core, mailbox| {
-            match Relay::new(core, mailbox, links, arena, &config) {
-                Ok(relay) => relay.run(),
-                Err(end) => end,
-            }
+        let relay = RelayHandle::start(session, move |session, mailbox| {
+            let Links { control, link, queues } = links;
+            let under_way = link.most_under_way();
+            let schedule = Slots::new(queues.slots, queues.slot_size, link.data_queues(), under_way);
+            let carrier = quiet(control)
+                .map_err(|e| EndReason::Here(e.to_string()))
+                .and_then(|control| VerbsCarrier::new(session, mailbox, control, link, queues));
+            let carrier = match carrier {
+                Ok(carrier) => carrier,
+                Err(end) => return end,
+            };
+            let arena = arena.map(|registered| DeviceMemory::new(registered, false));
+            let machine = Machine::new(session, arena, schedule, config.silence);
+            run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, cores()))
         })?;
-        Ok(Verbs { relayed, domain })
+        Ok(Verbs { relay, domain })
     }
 }
 
@@ -124,15 +132,15 @@ impl Transport for Verbs {
             region.size,
             region.read_only,
         )?;
-        self.relayed.register(id, Region::new(registered, region.read_only))
+        self.relay.register(id, DeviceMemory::new(registered, region.read_only))
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
-        self.relayed.unregister(id)
+        self.relay.unregister(id)
     }
 
     fn close(&self, reason: &str, patience: Duration) -> Closed {
-        self.relayed.close(reason, patience)
+        self.relay.close(reason, patience)
     }
 }
 

@@ -18,6 +18,7 @@ use crate::bridge::polling::PollTime;
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::split_struct;
+use crate::shared::SharedBytes;
 use crate::verbs::{DeviceEvent, Event, VerbsError};
 
 /// How long the pump naps between looks at slots that a device reads.
@@ -178,9 +179,9 @@ impl VerbsClient {
         let begin = (slot * SLOT_SIZE + SLOT_DATA) as usize;
         let at = self.slots.pointer(begin, header.len as usize);
         let at = at.ok_or_else(|| End::Lost(format!("slot {slot} has no {} bytes", header.len)))?;
-        // SAFETY: inside the slab, which the bridge's device has written here. A bridge that writes the slot again before it is told that it may spoils its own session's data: the
-        // bytes are only copied.
-        let bytes = unsafe { std::slice::from_raw_parts(at.as_ptr(), header.len as usize) };
+        // SAFETY: inside the slab, which lives as long as `self` and which only the bridge's device writes. A bridge that writes the slot again before it is told that it may spoils its own
+        // session's data.
+        let bytes = unsafe { SharedBytes::new(at, header.len as usize) };
         self.inbox.bring(header, bytes).map_err(End::Lost)?;
         emptied.push(slot);
         Ok(())

@@ -1,19 +1,20 @@
-//! Cube maps: which face a direction meets, and what lies beyond a face's edge.
+//! Cube maps: which face a direction hits, and what lies beyond a face's edges.
 
-/// A point of a face.
+/// A point on a face.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct OnFace {
-    /// In the order +x, -x, +y, -y, +z, -z.
+    /// Index in the order +x, -x, +y, -y, +z, -z.
     pub face: u32,
     /// From 0 to 1.
     pub at: [f32; 2],
 }
 
-/// The face that a direction meets and, by the largest component `m`, the other two as the face has them.
+/// The face that a direction hits, the other two components in the face's orientation, and the largest
+/// component `m`.
 fn project(v: [f64; 3]) -> (u32, [f64; 2], f64) {
     let [x, y, z] = v;
     let [ax, ay, az] = v.map(f64::abs);
-    // Of equal components the last one counts.
+    // Among equal components the last one counts.
     if az >= ax && az >= ay {
         if z < 0.0 { (5, [-x, -y], az) } else { (4, [x, -y], az) }
     } else if ay >= ax {
@@ -25,7 +26,7 @@ fn project(v: [f64; 3]) -> (u32, [f64; 2], f64) {
     }
 }
 
-/// Where a direction meets the cube. What is no number counts as zero, and no direction at all as +z.
+/// Where a direction hits the cube. A NaN counts as zero, and a zero vector as +z.
 pub(super) fn face(direction: [f32; 3]) -> OnFace {
     let (face, other, m) = project(direction.map(finite));
     let at = other.map(|c| if m == 0.0 { 0.5 } else { ((c / m + 1.0) / 2.0) as f32 });
@@ -36,7 +37,7 @@ fn finite(v: f32) -> f64 {
     f64::from(if v.is_finite() && !v.is_subnormal() { v } else { 0.0 })
 }
 
-/// How fast the point on the face moves when the direction changes by `change`.
+/// How much the point on the face moves when the direction changes by `change`.
 pub(super) fn moves(direction: [f32; 3], change: [f32; 3]) -> [f64; 2] {
     let v = direction.map(finite);
     let (face, other, m) = project(v);
@@ -50,7 +51,7 @@ pub(super) fn moves(direction: [f32; 3], change: [f32; 3]) -> [f64; 2] {
     [0, 1].map(|n| (across[n] * m - other[n] * grows) / (2.0 * m * m))
 }
 
-/// The components of a vector along a face's two directions.
+/// A vector's components along a face's two axes.
 fn on_face(face: u32, [x, y, z]: [f64; 3]) -> [f64; 2] {
     match face {
         0 => [-z, -y],
@@ -62,7 +63,7 @@ fn on_face(face: u32, [x, y, z]: [f64; 3]) -> [f64; 2] {
     }
 }
 
-/// The vector to a point of a face, whose directions go from -1 to 1.
+/// The vector to a point on a face whose axes range from -1 to 1.
 fn off_face(face: u32, [s, t]: [f64; 2], m: f64) -> [f64; 3] {
     match face {
         0 => [m, -t, -s],
@@ -74,17 +75,18 @@ fn off_face(face: u32, [s, t]: [f64; 2], m: f64) -> [f64; 3] {
     }
 }
 
-/// The texel beyond an edge of a face of `size` texels, as face and texel: `at` is outside in one direction, by one.
+/// The face and texel beyond an edge of a face of `size` texels. `at` is outside by one in one dimension.
 pub(super) fn beyond(face: u32, at: [i64; 2], size: u32) -> (u32, [u32; 2]) {
     let n = f64::from(size);
-    // Middles of texels, in half texels from the face's middle; one outside lies as far below the edge on the other face.
+    // Texel centers in half texels from the face's center. A texel outside lies equally far below the edge on
+    // the other face.
     let middle = at.map(|c| 2.0 * c as f64 + 1.0 - n);
     let (other, m) = if middle.iter().any(|c| c.abs() > n) {
         (middle.map(|c| if c.abs() > n { n.copysign(c) } else { c }), n - 1.0)
     } else {
         (middle, n)
     };
-    // Where a face has one texel only, that texel is the whole edge's.
+    // If a face has only one texel, that texel covers the whole edge.
     let (to, place, m) = project(off_face(face, other, m.max(0.5)));
     let texel = place.map(|c| (((c / m * n + n - 1.0) / 2.0).round()).clamp(0.0, n - 1.0) as u32);
     (to, texel)
@@ -95,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_face_and_its_vector_belong_together() {
+    fn a_point_on_a_face_and_its_vector_convert_both_ways() {
         for face in 0..6 {
             for at in [[0.25, -0.5], [-0.75, 0.125]] {
                 let (found, place, m) = project(off_face(face, at, 1.0));
@@ -105,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_over_an_edge_and_back_is_where_they_were() {
+    fn crossing_an_edge_and_back_returns_to_the_same_texel() {
         for size in [1, 2, 5, 8] {
             for face in 0..6 {
                 for along in 0..size {

@@ -1,26 +1,26 @@
-//! The arithmetic of texture filtering, as an H200 was seen to do it (`tests/h200/textures.rs` holds it to that).
+//! The arithmetic of texture filtering, as observed on an H200 (`tests/h200/textures.rs` checks it).
 //!
-//! A weight is a whole number of 1/256. Of the product of two only the nearest such number is kept, ties going up, and the
-//! neighbour gets what is left, so that all weights together are 256. Whole numbers are summed exactly and rounded once, to 16
-//! bits. Floating-point texels are cut off four bits below the last digit of the greatest of them, summed exactly, and the sum is
-//! rounded once, ties away from zero, to the digits of the format.
+//! A weight is a multiple of 1/256. The product of two weights is rounded to the nearest such multiple, ties
+//! up, and the neighbor gets the rest, so that all weights add up to 256. Integers are summed exactly and
+//! rounded once, to 16 bits. Floating-point texels are truncated four bits below the last digit of the
+//! largest one and summed exactly; the sum is rounded once to the format's digits, ties away from zero.
 
-/// Texels that take part at most: two levels of eight.
+/// The most texels that contribute: two levels of eight.
 pub(super) const MOST: usize = 16;
 
-/// A share of the result, in 1/256, and the plane of four texels that it is summed with.
+/// A share of the result in 1/256, and the plane of four texels with which it is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Share {
     pub weight: u32,
     pub plane: usize,
 }
 
-/// The nearest whole number of 1/256 of a product of two weights.
+/// The product of two weights, rounded to 1/256.
 pub(super) fn product(a: u32, b: u32) -> u32 {
     (a * b + 128) >> 8
 }
 
-/// The weights of four texels of a plane that has `whole` of the 256 parts: first along x, then along y.
+/// The weights of a plane's four texels, which get `whole` of the 256 parts: first along x, then along y.
 pub(super) fn plane(x: u32, y: u32, whole: u32) -> [u32; 4] {
     let right = product(x, whole);
     let left = whole - right;
@@ -35,9 +35,9 @@ pub(super) struct Float {
     pub digits: i32,
     /// The least exponent of a normal number.
     pub low: i32,
-    /// Numbers below that are zeros.
+    /// Whether smaller numbers are flushed to zero.
     pub flushes: bool,
-    /// What is no number, as an f32.
+    /// NaN as an f32.
     pub nan: u32,
 }
 
@@ -45,10 +45,10 @@ impl Float {
     pub const SINGLE: Float = Float { digits: 24, low: -126, flushes: true, nan: 0x7fff_ffff };
     pub const HALF: Float = Float { digits: 11, low: -14, flushes: false, nan: 0x7fff_e000 };
 
-    /// A sum of shares of texels.
+    /// A weighted sum of texels.
     pub fn blend(self, texels: &[(Share, f32)]) -> f32 {
         let counted = || texels.iter().filter(|(share, _)| share.weight != 0);
-        // A share that is rounded to nothing still counts here.
+        // A texel with a share that rounds to zero still counts here.
         if texels.iter().any(|(_, v)| !v.is_finite()) {
             let sum: f32 = texels.iter().map(|(_, v)| v).filter(|v| !v.is_finite()).sum();
             return if sum.is_nan() { f32::from_bits(self.nan) } else { sum };
@@ -87,7 +87,7 @@ fn round(v: f64, digits: i32, low: i32) -> f64 {
     (v / unit).round() * unit
 }
 
-/// The sRGB transfer function of the H200 for each byte, in 1/16384: about eight digits are right.
+/// The H200's sRGB transfer function for each byte in 1/16384. About eight digits are accurate.
 pub(super) const SRGB: [u16; 256] = [
     0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 66, 72, 78, 85, 92, 99, 107, 115, 123, 131, 140, 150,
     159, 169, 180, 190, 201, 213, 224, 236, 250, 262, 276, 290, 304, 318, 332, 348, 364, 380, 396, 412, 430,
@@ -106,7 +106,7 @@ pub(super) const SRGB: [u16; 256] = [
     15488, 15616, 15744, 16000, 16128, 16256, 16384,
 ];
 
-/// A number of 8 or 16 bits that stands for one from 0 (or -1) to 1.
+/// An integer of 8 or 16 bits that represents a number from 0 (or -1) to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fraction {
     pub bits: u32,
@@ -114,31 +114,31 @@ pub(super) struct Fraction {
 }
 
 impl Fraction {
-    /// What stands for 1.
+    /// The integer that represents 1.
     fn one(self) -> i64 {
         (1 << (self.bits - u32::from(self.signed))) - 1
     }
 
-    /// The nearest of these numbers to `v`, of two the greater.
+    /// The integer nearest to `v`, ties up.
     pub fn of(self, v: f32) -> i32 {
         let least = if self.signed { -1.0 } else { 0.0 };
         (f64::from(v).clamp(least, 1.0) * self.one() as f64 + 0.5).floor() as i32
     }
 
-    /// A sum of shares of them.
+    /// A weighted sum of them.
     pub fn blend(self, texels: &[(Share, i32)]) -> f32 {
         let sum: i64 = texels.iter().map(|(share, v)| i64::from(share.weight) * i64::from(*v)).sum();
         let top = Fraction { bits: 16, ..self }.one();
         let wide = match (self.bits, self.signed) {
             (8, false) => (sum * 257 + 128) >> 8,
-            // An H200 is now and then one less: see the README.
+            // An H200 is sometimes one lower; see the README.
             (8, true) => (2 * sum * top + 127 * 256).div_euclid(2 * 127 * 256),
             _ => (sum + 128) >> 8,
         };
         self.value(wide.clamp(-top, top), top)
     }
 
-    /// One of them as a float.
+    /// The integer's value as a float.
     pub fn read(self, v: i32) -> f32 {
         self.value(i64::from(v).max(-self.one()), self.one())
     }

@@ -1,14 +1,16 @@
-//! Reading textures and surfaces.
+//! Reads textures and surfaces.
 //!
-//! `place` finds texels and weights, `cube` the faces of cube maps, `filter` has the arithmetic, `sample` puts them together for
-//! one thread; `surface` reads and writes surfaces. Here are the handlers of `tex`, `tld4`, `txq` and `suq`.
+//! `coordinate` finds texels and weights, `cube` the faces of cube maps, `filter` has the arithmetic, and
+//! `sample` combines them for one thread; `surface` reads and writes surfaces. This module has the handlers
+//! of `tex`, `tld4`, `txq` and `suq`.
 //!
-//! The extension at `r[0]` has four result rows (or NONE), then the coordinates' rows, then those of the level or of the two
-//! gradients; `r[1]` is the row of handles (64 bits), `r[2]` that of the predicate which says that the memory is there (or NONE).
+//! The extension at `r[0]` has four result rows (or NONE), then the rows of the coordinates, then those of
+//! the level or of the two gradients. `r[1]` is the row of handles (64 bits), `r[2]` the predicate row that
+//! reports resident memory (or NONE).
 
+mod coordinate;
 mod cube;
 mod filter;
-mod place;
 mod sample;
 mod surface;
 
@@ -21,26 +23,27 @@ use crate::error::Fault;
 use crate::exec::rows::{self, LANES};
 use crate::exec::warp::Warp;
 use crate::lower::program::{Flow, Handler, Inst, NONE};
-use sample::{Detail, Look, Reader};
+use sample::{Detail, Reader, TextureRead};
 
 /// Fields of `imm`.
 pub(crate) mod field {
-    /// Directions, 1 to 3.
+    /// Number of dimensions, 1 to 3.
     pub const DIRECTIONS: i64 = 3;
     /// The first coordinate is a layer.
     pub const LAYERED: i64 = 4;
-    /// Coordinates are whole numbers.
+    /// Coordinates are integers.
     pub const WHOLE: i64 = 8;
-    /// Gathers one channel of four texels (`tld4`); which one is at [`CHANNEL`].
+    /// Gathers one channel of four texels (`tld4`); [`CHANNEL`] says which.
     pub const GATHER: i64 = 16;
     /// A cube map.
     pub const CUBE: i64 = 32;
-    /// A level is given.
+    /// The level is given.
     pub const LEVEL: i64 = 64;
     /// Gradients are given.
     pub const GRADIENT: i64 = 128;
     pub const CHANNEL: u32 = 8;
-    /// Of a surface: bytes of an element, its number of elements, and what happens outside (0: trap, 1: clamp, 2: zero).
+    /// For surfaces: bytes per element, number of elements, and the mode outside (0: trap, 1: clamp, 2:
+    /// zero).
     pub const BYTES: u32 = 16;
     pub const COUNT: u32 = 24;
     pub const OUTSIDE: u32 = 32;
@@ -55,7 +58,7 @@ pub(crate) const SAMPLE: Handler = handler!(|w, i, m| sample(w, i, m));
 
 unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
     crate::exec::memory::refresh(w);
-    // SAFETY: the lowering gives rows of 64 bits for handles and of 32 for coordinates and results.
+    // SAFETY: the lowering guarantees rows of 64 bits for handles and of 32 for coordinates and results.
     unsafe {
         let at = i.r[0] as usize;
         let has = |flag: i64| i.imm & flag != 0;
@@ -67,7 +70,7 @@ unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
         for lane in (0..LANES).filter(|l| mask >> l & 1 != 0) {
             if last.as_ref().is_none_or(|l| l.0 != handles[lane]) {
                 let Some(found) = texture(w, handles[lane]) else {
-                    let what = format!("{:#x} is no texture", handles[lane]);
+                    let what = format!("{:#x} is not a texture", handles[lane]);
                     return w.set_fault(Fault::IllegalInstruction(what), lane);
                 };
                 last = Some((handles[lane], found));
@@ -100,7 +103,7 @@ unsafe fn sample(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
                 };
                 let point = point.map(f32::from_bits);
                 let (cube, layered) = (has(field::CUBE), has(field::LAYERED));
-                reader.sample(w, &Look { directions, cube, layered, layer, point, detail })
+                reader.sample(w, &TextureRead { directions, cube, layered, layer, point, detail })
             };
             let values = match result {
                 Ok(values) => values,
@@ -129,10 +132,10 @@ pub(crate) const QUERY: Handler = handler!(|w, i, m| {
     let mut out = [0u32; LANES];
     for lane in (0..LANES).filter(|l| m >> l & 1 != 0) {
         let Some(texture) = texture(w, handles[lane]) else {
-            let what = format!("{:#x} is no texture", handles[lane]);
+            let what = format!("{:#x} is not a texture", handles[lane]);
             return w.set_fault(Fault::IllegalInstruction(what), lane);
         };
-        // A texture has a level at least.
+        // A texture has at least one level.
         let Image { size, layers, .. } = texture.levels[0];
         out[lane] = match i.imm {
             0..3 => size[i.imm as usize],

@@ -1,8 +1,8 @@
-//! One thread's look at a texture: levels, layers, faces, texels, and what they come to.
+//! One thread's texture read: level, layer, face, texels and their combination.
 
+use super::coordinate::{Axis, Pair};
 use super::cube;
 use super::filter::{Float, Fraction, MOST, SRGB, Share, plane, product};
-use super::place::{Axis, Pair};
 use crate::device::texture::{AddressMode, ChannelFormat, Image, Texture};
 use crate::error::Fault;
 use crate::exec::float::flag;
@@ -10,50 +10,50 @@ use crate::exec::half;
 use crate::exec::memory::{Global, Place};
 use crate::exec::warp::Warp;
 
-/// Four channels, as the registers get them.
+/// Four channels, as stored in registers.
 pub(super) type Bits = [u32; 4];
 
-/// Which levels an instruction wants.
+/// The levels that an instruction reads.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Detail {
-    /// The first.
+    /// The first level.
     Base,
     Level(f32),
-    /// How far the coordinates move from this thread to its neighbours in either direction of the picture.
+    /// How far the coordinates move between this thread and its neighbors in each screen direction.
     Gradient([[f32; 3]; 2]),
 }
 
-/// What an instruction looks at.
+/// The operands of a texture read.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Look {
+pub(super) struct TextureRead {
     /// 1 to 3; a cube map's direction counts as 3.
     pub directions: usize,
     pub cube: bool,
     pub layered: bool,
-    /// Layer, or cube.
+    /// Layer or cube index.
     pub layer: u32,
     pub point: [f32; 3],
     pub detail: Detail,
 }
 
-/// How texels become numbers.
+/// How texels become values.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
-    /// They stay what they are.
+    /// They are returned unchanged.
     Whole,
     Fraction(Fraction),
     Srgb,
     Float(Float),
 }
 
-/// One that takes part in a result.
+/// A texel that contributes to a result.
 #[derive(Debug, Clone, Copy)]
 enum Texel {
     Stored(Bits),
     Border,
 }
 
-/// A level, and the layer of it.
+/// A level and a layer in it.
 #[derive(Clone, Copy)]
 struct Slice<'a> {
     image: &'a Image,
@@ -65,7 +65,7 @@ pub(super) struct Reader<'a> {
     pub lane: usize,
 }
 
-/// The bits of an f16's value as an f32's; NaNs keep their digits.
+/// The bits of an f16's value as f32; NaNs keep their digits.
 fn half_bits(h: u16) -> u32 {
     let (sign, exponent, fraction) =
         (u32::from(h >> 15) << 31, u32::from(h >> 10 & 31), u32::from(h & 0x3ff));
@@ -98,7 +98,7 @@ impl Reader<'_> {
     }
 
     fn base(&self) -> &Image {
-        // A texture has a level at least.
+        // A texture has at least one level.
         &self.texture.levels[0]
     }
 
@@ -126,7 +126,7 @@ impl Reader<'_> {
         let mut out = [0; 4];
         for (n, value) in out.iter_mut().enumerate().take(image.channels as usize) {
             let mut b = [0u8; 4];
-            // SAFETY: `find` answers for the bytes of a texel.
+            // SAFETY: `find` has checked the bytes of a texel.
             unsafe { std::ptr::copy_nonoverlapping(p.add(n * bytes), b.as_mut_ptr(), bytes) };
             *value = u32::from_le_bytes(b);
         }
@@ -138,7 +138,7 @@ impl Reader<'_> {
         if self.format() == ChannelFormat::Float(16) { half_bits(raw as u16) } else { raw }
     }
 
-    /// A stored channel as a whole number with its sign.
+    /// A stored channel as a signed integer.
     fn whole(&self, raw: u32) -> i32 {
         match self.format() {
             ChannelFormat::Signed(bits) => extend(raw, bits),
@@ -146,7 +146,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The border's colour as a texel: what the format has of it, or, of whole numbers, the float's lowest bits.
+    /// The border color as a texel: the channels that the format has; for integers, the float's lowest bits.
     fn border(&self) -> Bits {
         let colour = self.texture.sampler.border;
         let mut out = [0; 4];
@@ -168,7 +168,7 @@ impl Reader<'_> {
         out
     }
 
-    /// What a single texel comes to.
+    /// The value of a single texel.
     fn read(&self, texel: Bits) -> Bits {
         let mut out = [0; 4];
         for (n, value) in out.iter_mut().enumerate().take(self.channels()) {
@@ -184,7 +184,7 @@ impl Reader<'_> {
         out
     }
 
-    /// What several texels come to.
+    /// The value of several texels.
     fn blend(&self, texels: &[(Share, Texel)]) -> Bits {
         let border = self.border();
         let mut out = [0; 4];
@@ -216,7 +216,7 @@ impl Reader<'_> {
                 Kind::Srgb if n < 3 => floats(&srgb, Float::HALF),
                 Kind::Srgb => fractions(Fraction { bits: 8, signed: false }),
                 Kind::Fraction(f) => fractions(f),
-                // The host refuses to filter these.
+                // The host refuses to filter integers.
                 Kind::Whole => 0,
             };
         }
@@ -228,7 +228,7 @@ impl Reader<'_> {
         Axis { size: image.size[direction], mode: sampler.address[direction], normalized: sampler.normalized }
     }
 
-    /// As [`Reader::axis`], of a face of a cube map.
+    /// Like [`Reader::axis`], for a face of a cube map.
     fn face_axis(&self, image: &Image, direction: usize) -> Axis {
         let mode = if self.texture.sampler.seamless {
             AddressMode::Clamp
@@ -238,8 +238,8 @@ impl Reader<'_> {
         Axis { mode, normalized: true, ..self.axis(image, direction) }
     }
 
-    /// The texture where `look` says.
-    pub fn sample(&self, w: &mut Warp, look: &Look) -> Result<Bits, Fault> {
+    /// Reads the texture at `look`.
+    pub fn sample(&self, w: &mut Warp, look: &TextureRead) -> Result<Bits, Fault> {
         let base = *self.base();
         let mut look = *look;
         if self.texture.sampler.anisotropic && matches!(look.detail, Detail::Gradient(_)) {
@@ -249,7 +249,9 @@ impl Reader<'_> {
         }
         if look.cube {
             if !base.layers.is_multiple_of(6) {
-                return Err(Fault::IllegalInstruction("a texture that is no cube map, read as one".into()));
+                return Err(Fault::IllegalInstruction(
+                    "a texture that is not a cube map was read as one".into(),
+                ));
             }
             look.detail = match look.detail {
                 Detail::Gradient(change) => Detail::Gradient(change.map(|change| {
@@ -286,7 +288,7 @@ impl Reader<'_> {
     }
 
     /// The texel nearest to the point.
-    fn nearest(&self, w: &mut Warp, slice: Slice<'_>, look: &Look) -> Result<Texel, Fault> {
+    fn nearest(&self, w: &mut Warp, slice: Slice<'_>, look: &TextureRead) -> Result<Texel, Fault> {
         let mut at = [0; 3];
         for d in 0..look.directions {
             let axis = if look.cube { self.face_axis(slice.image, d) } else { self.axis(slice.image, d) };
@@ -298,12 +300,12 @@ impl Reader<'_> {
         Ok(Texel::Stored(self.stored(w, slice, at)?))
     }
 
-    /// Adds the texels that a level contributes, with `whole` of the 256 parts between them.
+    /// Adds the texels that a level contributes, with `whole` of the 256 parts.
     fn gather_level(
         &self,
         w: &mut Warp,
         slice: Slice<'_>,
-        look: &Look,
+        look: &TextureRead,
         whole: u32,
         first_plane: usize,
         out: &mut Gathered,
@@ -320,7 +322,7 @@ impl Reader<'_> {
             .map(|d| if look.cube { self.face_axis(slice.image, d) } else { self.axis(slice.image, d) });
         let x = x.pair(look.point[0]);
         let y = match look.directions {
-            // One row is a picture whose second coordinate is zero; rows in layers are not.
+            // A 1D image is a 2D image whose second coordinate is zero, unless it is layered.
             1 if look.layered => Pair { texels: [Some(0); 2], weight: 0 },
             1 => row.pair(0.0),
             _ => row.pair(look.point[1]),
@@ -350,12 +352,12 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// As [`Reader::gather_level`], of a face of a cube map that goes on beyond its edges.
+    /// Like [`Reader::gather_level`], for a cube map's face that continues beyond its edges.
     fn gather_face(
         &self,
         w: &mut Warp,
         slice: Slice<'_>,
-        look: &Look,
+        look: &TextureRead,
         whole: u32,
         plane_number: usize,
         out: &mut Gathered,
@@ -382,7 +384,7 @@ impl Reader<'_> {
             };
             match outside {
                 [false, false] => add(weight, self.stored(w, slice, own)?),
-                // Three faces meet in a corner: each has its third, this one what is left.
+                // Three faces meet in a corner: the other two get a third each, this one the rest.
                 [true, true] => {
                     let third = (weight + 1) / 3;
                     add(weight - 2 * third, self.stored(w, slice, own)?);
@@ -395,9 +397,9 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The level to look at, in 1/256.
-    fn level(&self, look: &Look) -> u32 {
-        // What is cut off is cut off towards zero; what is no number is zero.
+    /// The level to read, in 1/256.
+    fn level(&self, look: &TextureRead) -> u32 {
+        // Truncates towards zero; NaN becomes zero.
         let fixed = |v: f32| (f64::from(v) * 256.0) as i64;
         let sampler = &self.texture.sampler;
         let wanted = match look.detail {
@@ -412,7 +414,7 @@ impl Reader<'_> {
         wanted.min(most).max(least).clamp(0, top) as u32
     }
 
-    /// The logarithm of the longer axis of the ellipse that a picture's point covers, in texels, in 1/256.
+    /// The logarithm, in 1/256, of the longer axis of the ellipse that a pixel covers in texels.
     fn extent(&self, directions: usize, change: [[f32; 3]; 2]) -> i64 {
         let size = self.base().size;
         let scaled = |n: usize, d: usize| {
@@ -428,7 +430,7 @@ impl Reader<'_> {
         if square > 0.0 { (square.log2() * 128.0).floor() as i64 } else { i64::from(i32::MIN) }
     }
 
-    /// By whole coordinates: neither filtered nor normalised; outside is zero.
+    /// Reads by integer coordinates: not filtered, not normalized; zero outside.
     pub fn fetch(
         &self,
         w: &mut Warp,
@@ -446,7 +448,8 @@ impl Reader<'_> {
         Ok(self.read(bits))
     }
 
-    /// One channel of the four texels that linear filtering would look at, counter-clockwise from the lower left.
+    /// One channel of the four texels that linear filtering would read, counter-clockwise from the lower
+    /// left.
     pub fn gather(&self, w: &mut Warp, point: [f32; 3], channel: usize) -> Result<Bits, Fault> {
         let image = *self.base();
         let [x, y] = [0, 1].map(|d| self.axis(&image, d).neighbours(point[d]));
@@ -466,7 +469,7 @@ fn srgb(raw: u32) -> f32 {
     f32::from(SRGB[raw as usize & 255]) / 16384.0
 }
 
-/// Texels and their shares.
+/// Texels and their weights.
 struct Gathered {
     list: [(Share, Texel); MOST],
     count: usize,

@@ -1,4 +1,4 @@
-//! Reading and writing surfaces: the first coordinate counts bytes.
+//! Reads and writes surfaces. The first coordinate counts bytes.
 
 use super::{field, texture};
 use crate::error::Fault;
@@ -14,7 +14,8 @@ pub(crate) const SURFACE_STORE: Handler = handler!(|w, i, m| surface::<true>(w, 
 
 unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow {
     crate::exec::memory::refresh(w);
-    // SAFETY: the lowering gives rows of 64 bits for handles, of 32 for coordinates, and of the elements' width for values.
+    // SAFETY: the lowering guarantees rows of 64 bits for handles, of 32 for coordinates, and of the
+    // elements' width for values.
     unsafe {
         let at = i.r[0] as usize;
         let directions = (i.imm & field::DIRECTIONS) as usize;
@@ -24,10 +25,10 @@ unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow 
         let handles: [u64; LANES] = rows::get(w, i.r[1]);
         for lane in (0..LANES).filter(|l| mask >> l & 1 != 0) {
             let Some(texture) = texture(w, handles[lane]) else {
-                let what = format!("{:#x} is no surface", handles[lane]);
+                let what = format!("{:#x} is not a surface", handles[lane]);
                 return w.set_fault(Fault::IllegalInstruction(what), lane);
             };
-            // A surface has one level.
+            // A surface has exactly one level.
             let image = texture.levels[0];
             let coordinate = |w: &Warp, n: usize| (*rows::row::<u32>(w, w.code().ext[at + 4 + n]))[lane];
             let layer = if layered { coordinate(w, 0) } else { 0 };
@@ -77,7 +78,7 @@ unsafe fn surface<const STORE: bool>(w: &mut Warp, i: &Inst, mask: u32) -> Flow 
                 if row == NONE {
                     continue;
                 }
-                // Registers of 8 bits' values are of 16.
+                // Registers for 8-bit values are 16 bits wide.
                 let width = bytes.max(2);
                 let cell = rows::row::<u8>(w, row).cast::<u8>().add(lane * width);
                 match place {

@@ -1,4 +1,4 @@
-//! Calls, returns, exits, and the stack that `alloca` takes from.
+//! Calls, returns, exits, and `alloca`.
 
 use super::{Frame, Group, MAX_DEPTH, State, Step, Warp};
 use crate::error::Fault;
@@ -6,10 +6,11 @@ use crate::exec::rows::{self, LANES};
 use crate::lower::program::{Flow, Inst, Line, NONE};
 
 impl Warp {
-    /// Takes local memory for the rest of a call: the same places for all lanes, as much as the greediest wants.
+    /// Allocates local memory for the rest of a call: the same range for all lanes, as large as the largest
+    /// request.
     pub(super) fn alloca(&mut self, inst: &Inst, mask: u32) -> Step {
         let frame = self.groups[self.current].frame as usize;
-        // SAFETY: the lowering gives rows of 64 bits, or of 32 if `r[2]` is 1.
+        // SAFETY: the lowering guarantees rows of 64 bits, or of 32 if `r[2]` is 1.
         let sizes: [u64; LANES] = unsafe {
             if inst.r[2] == 1 {
                 let row: [u32; LANES] = rows::get(self, inst.r[1]);
@@ -30,7 +31,7 @@ impl Warp {
         }
         self.local.reserve(end as u32);
         self.frames[frame].extra = end as u32 - self.local_base - self.code().local_bytes;
-        // SAFETY: as above.
+        // SAFETY: the lowering guarantees rows of 64 bits, or of 32 if `r[2]` is 1.
         unsafe {
             if inst.r[2] == 1 {
                 rows::put(self, inst.r[0], mask, &[at as u32; LANES]);
@@ -58,14 +59,15 @@ impl Warp {
         self.leave_cluster(mask);
     }
 
-    /// Starts a call for the lanes of `mask` of the present group, which stays at the instruction after it.
+    /// Starts a call for the lanes in `mask` of the current group, which stays at the instruction after the
+    /// call.
     pub(super) fn call(&mut self, function: usize, ext: u32, mask: u32) -> Step {
         let Some(callee) = self.block().program().functions.get(function).map(std::sync::Arc::as_ptr) else {
-            self.set_fault(Fault::InvalidPc(format!("function {function}")), 0);
+            self.set_fault(Fault::InvalidPc(format!("call of function {function}, which does not exist")), 0);
             return Step::Fault;
         };
         let caller = self.groups[self.current];
-        // SAFETY: the launch holds the program.
+        // SAFETY: the launch keeps the program alive.
         let (callee, code) = unsafe { (&*callee, &*self.frames[caller.frame as usize].code) };
         let lane = mask.trailing_zeros() as usize;
         let depth = self.frames[caller.frame as usize].depth + 1;
@@ -84,7 +86,8 @@ impl Warp {
         self.local.reserve(needed as u32);
         let list = &code.ext[ext as usize..];
         let (args, rets) = (list[0] as usize, list[1] as usize);
-        // A result that the callee does not have stays what it is, as on hardware: Numba declares what returns nothing with one.
+        // A result that the callee does not have stays unchanged, as on hardware: Numba declares a result for
+        // functions that return nothing.
         if args != callee.params.len() {
             let what = format!("call of {} with {args} arguments", callee.name);
             self.set_fault(Fault::InvalidPc(what), lane);
@@ -96,7 +99,7 @@ impl Warp {
         }
         if let Some(builtin) = callee.builtin {
             let result = callee.returns.first().map_or(0, |r| local_base + r.0);
-            if crate::exec::builtin::run(self, builtin, mask, local_base, &callee.params, result)
+            if crate::exec::device_runtime::run(self, builtin, mask, local_base, &callee.params, result)
                 == Flow::Fault
             {
                 return Step::Fault;
@@ -132,13 +135,13 @@ impl Warp {
         Step::Schedule
     }
 
-    /// Returns the present group, which is all of `mask`, to its caller.
+    /// Returns the current group, which consists of `mask`, to its caller.
     pub(super) fn leave(&mut self, mask: u32) {
         let id = self.groups[self.current].frame;
         let frame = &self.frames[id as usize];
         let (parent, return_pc, ext, base) =
             (frame.parent, frame.return_pc, frame.call_ext, frame.local_base);
-        // SAFETY: the launch holds the program.
+        // SAFETY: the launch keeps the program alive.
         let (callee, code) = unsafe { (&*frame.code, &*self.frames[parent as usize].code) };
         let to = self.frames[parent as usize].local_base;
         let list = &code.ext[ext as usize..];
@@ -163,7 +166,8 @@ impl Warp {
                 && let (Some(s), Some(d)) =
                     (self.local.at(l, u64::from(src), size), self.local.at(l, u64::from(dst), size))
             {
-                // SAFETY: `at` answers for `size` bytes each; a caller's and its callee's frames are apart.
+                // SAFETY: `at` has checked `size` bytes of each; the caller's and callee's frames do not
+                // overlap.
                 unsafe { std::ptr::copy(s, d, size as usize) };
             }
         }

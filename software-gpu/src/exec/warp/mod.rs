@@ -1,44 +1,45 @@
-//! A warp: its threads' registers, and the interpreter's loop.
+//! A warp: its threads' registers, and the interpreter loop.
 //!
-//! Threads that are at the same place form a *group*, which executes together. A branch on which the lanes differ
-//! splits a group; groups that meet at the same instruction of the same frame merge. Of several groups that can
-//! run, the one deepest in calls and then the one at the lowest instruction goes first, which lets the others
-//! catch up and reconverge; one that jumps backwards many times while others wait makes room for them,
-//! so that threads of a warp may wait for each other (locks), as independent thread scheduling promises.
+//! Threads at the same instruction form a *group*, which executes together. A branch on which lanes differ
+//! splits a group; groups that reach the same instruction of the same frame merge. Of several groups that can
+//! run, the one deepest in calls, and then the one at the lowest instruction, goes first, so that the others
+//! can catch up and reconverge. A group that jumps backwards many times while others wait yields to them.
+//! Threads of a warp can therefore wait for each other (locks), as independent thread scheduling promises.
 //!
-//! `meet` is where groups wait for each other, `cluster` where they wait for other blocks, `calls` has their calls and stacks, `local` their memory. Here they are chosen and run.
+//! `converge` handles groups that wait for each other, `cluster_barrier` waits for other blocks, `calls`
+//! calls and stacks, `local_memory` local memory. This module chooses groups and runs them.
 
 mod calls;
-mod cluster;
-mod local;
-mod meet;
+mod cluster_barrier;
+mod converge;
+mod local_memory;
 
-pub(crate) use local::LocalMemory;
+pub(crate) use local_memory::LocalMemory;
 
 use crate::error::Fault;
 use crate::exec::block::BlockContext;
 use crate::exec::rows::{self, LANES};
 use crate::lower::program::{Code, Flow, Inst, Kind, Line, NONE};
 
-/// Turns (see [`Group`]) after which a group lets the warp's others run.
+/// Backward jumps (see [`Group`]) after which a group yields to the warp's other groups.
 const PATIENCE: u32 = 4096;
-/// What a jump backwards counts when memory that others write was looked at since the last.
+/// How many jumps a backward jump counts as if the loop has read memory that others write.
 const SPIN_COST: u32 = 256;
-/// Calls deeper than this are a stack overflow even if they need no local memory.
+/// Deeper calls are a stack overflow even if they need no local memory.
 const MAX_DEPTH: u32 = 20_000;
 
-/// Where a group stands.
+/// What a group is waiting for, if anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Ready,
-    /// At a warp-wide instruction whose members are the lanes of this mask: it waits for all of them.
+    /// Waits at a warp-wide instruction for all lanes in this mask.
     Converge(u32),
-    /// At a barrier, until its phase passes this one.
+    /// Waits at a barrier for the end of this phase.
     Barrier {
         id: u32,
         phase: u64,
     },
-    /// At the cluster's barrier, until its phase passes this one.
+    /// Waits at the cluster's barrier for the end of this phase.
     Cluster {
         phase: u64,
     },
@@ -50,75 +51,75 @@ struct Group {
     mask: u32,
     frame: u32,
     state: State,
-    /// Jumps backwards since it last made room; those that look like waiting count more.
+    /// Backward jumps since it last yielded; those that look like waiting count more.
     turns: u32,
 }
 
-/// One activation of a function, shared by the groups in it.
+/// An activation of a function, shared by the groups inside it.
 struct Frame {
     code: *const Code,
     rows: Vec<Line>,
     parent: u32,
     return_pc: u32,
-    /// The call's arguments in the caller's code: index of its extension.
+    /// Where the call's arguments are: an index into the extension of the caller's code.
     call_ext: u32,
     depth: u32,
-    /// Where this call's local memory begins, in each thread's.
+    /// Where this call's local memory begins in each thread's local memory.
     local_base: u32,
-    /// Local memory that `alloca` took beyond the function's own.
+    /// Local memory that `alloca` added to the function's own.
     extra: u32,
-    /// Lanes that are in this call or in one that it made.
+    /// Lanes in this call or in calls that it made.
     lanes: u32,
 }
 
-/// How a turn of a warp ended.
+/// How a warp's turn ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
     /// All threads have exited.
     Done,
-    /// Every group waits at a block barrier.
+    /// Every group waits at a block or cluster barrier.
     Blocked,
-    /// It had its share of instructions.
+    /// It used up its share of instructions.
     Paused,
-    /// The warp's fault is set.
+    /// The warp has a fault.
     Fault,
 }
 
 /// The state of a warp.
 pub(crate) struct Warp {
-    /// The present frame's rows and the present function's constants.
+    /// The current frame's rows and the current function's constants.
     pub bases: [*mut u8; 2],
-    /// The block that this warp is part of.
+    /// The block that contains this warp.
     pub block: *mut BlockContext,
-    /// Position in the block.
+    /// Index in the block.
     pub index: u32,
     /// `threadIdx` of each lane.
     pub tid: [[u32; LANES]; 3],
     /// Threads that have not exited.
     pub live: u32,
     pub local: LocalMemory,
-    /// Start of the present call's local memory.
+    /// Start of the current call's local memory.
     pub local_base: u32,
-    /// Set by instructions that may look for what another thread does: atomics, volatile loads, sleeps.
+    /// Set by instructions that may be part of a wait for another thread: atomics, volatile loads, sleeps.
     pub spinning: bool,
-    /// Set when a handler returns [`Flow::Fault`]: what happened, and to which lane.
+    /// The fault and its lane. Set when a handler returns [`Flow::Fault`].
     pub fault: Option<(Fault, u32)>,
-    /// The runtime's last error of each thread, of launches that it made.
+    /// The runtime's last error from child launches, for each thread.
     pub launch_errors: [u32; LANES],
-    /// The present instruction; for fault reports.
+    /// The current instruction, for fault reports.
     pub pc: u32,
     pub code: *const Code,
     groups: Vec<Group>,
     frames: Vec<Frame>,
     free_frames: Vec<u32>,
     current: usize,
-    arrivals: cluster::Arrivals,
-    /// Lowest place where another group of the present frame waits ahead.
+    arrivals: cluster_barrier::Arrivals,
+    /// The next instruction at which another group of the current frame waits.
     stop: u32,
 }
 
 impl Warp {
-    /// A warp at the start of a kernel.
+    /// A warp before its first instruction.
     pub fn new(block: *mut BlockContext, index: u32, block_dim: [u32; 3], code: &Code) -> Warp {
         let threads = block_dim.iter().product::<u32>();
         let first = index * LANES as u32;
@@ -148,7 +149,7 @@ impl Warp {
             frames: Vec::new(),
             free_frames: Vec::new(),
             current: 0,
-            arrivals: cluster::Arrivals::default(),
+            arrivals: cluster_barrier::Arrivals::default(),
             stop: NONE,
         };
         warp.local.reserve(code.local_bytes);
@@ -169,14 +170,14 @@ impl Warp {
     /// The block's state.
     #[inline(always)]
     pub fn block(&mut self) -> &mut BlockContext {
-        // SAFETY: the block owns its warps and outlives them, never moves its context, and only the worker
-        // that runs this warp touches it.
+        // SAFETY: the block owns its warps, outlives them and never moves its context, and only the worker
+        // that runs this warp accesses it.
         unsafe { &mut *self.block }
     }
 
     /// The function that is executing.
     pub fn code(&self) -> &Code {
-        // SAFETY: the launch holds the program whose functions these are.
+        // SAFETY: the launch keeps alive the program that contains this function.
         unsafe { &*self.code }
     }
 
@@ -187,17 +188,17 @@ impl Warp {
         Flow::Fault
     }
 
-    /// Makes the group's frame the present one.
+    /// Makes the group's frame the current one.
     fn enter(&mut self) {
         let frame = &mut self.frames[self.groups[self.current].frame as usize];
         self.code = frame.code;
         self.local_base = frame.local_base;
-        // SAFETY: the launch holds the program.
+        // SAFETY: the launch keeps the program alive.
         let consts = unsafe { &(*frame.code).consts };
         self.bases = [frame.rows.as_mut_ptr().cast(), consts.as_ptr().cast_mut().cast()];
     }
 
-    /// Merges groups that are at the same place and picks the next to run.
+    /// Merges groups at the same instruction and picks the next one to run.
     fn schedule(&mut self) -> Option<Turn> {
         self.groups.retain(|g| g.mask != 0);
         if self.groups.is_empty() {
@@ -275,19 +276,19 @@ impl Warp {
         false
     }
 
-    /// Splits `mask` off the present group, to go on at `pc`; the rest stays the present group.
+    /// Splits `mask` off the current group, to continue at `pc`. The current group keeps the rest.
     fn split(&mut self, mask: u32, pc: u32) {
         let group = self.groups[self.current];
         self.groups[self.current].mask &= !mask;
         self.groups.push(Group { pc, mask, ..group });
     }
 
-    /// Counts a jump backwards of a group.
+    /// Counts a backward jump of a group.
     fn turn(&mut self, group: usize) {
         self.groups[group].turns += if std::mem::take(&mut self.spinning) { SPIN_COST } else { 1 };
     }
 
-    /// Runs up to about `quantum` instructions; adds how many to `executed`.
+    /// Runs up to about `quantum` instructions and adds their number to `executed`.
     pub fn run(&mut self, quantum: u64, executed: &mut u64) -> Turn {
         let mut left = quantum as i64;
         let turn = loop {
@@ -302,22 +303,22 @@ impl Warp {
         turn
     }
 
-    /// Runs the present group until something else must be chosen (`None`) or the turn ends.
+    /// Runs the current group until another must be chosen (`None`) or the turn ends.
     fn run_group(&mut self, left: &mut i64) -> Option<Turn> {
         let Group { mut pc, mask: active, .. } = self.groups[self.current];
-        // SAFETY: the launch holds the program.
+        // SAFETY: the launch keeps the program alive.
         let code = unsafe { &*self.code };
         let insts = code.insts.as_slice();
         loop {
             let Some(inst) = insts.get(pc as usize) else {
                 self.pc = pc.saturating_sub(1);
-                self.set_fault(Fault::InvalidPc(format!("the end of {} was reached", code.name)), 0);
+                self.set_fault(Fault::InvalidPc(format!("execution ran past the end of {}", code.name)), 0);
                 return Some(Turn::Fault);
             };
             let mut mask = active;
             *left -= 1;
             if inst.guard != NONE {
-                // SAFETY: a guard is a predicate's row.
+                // SAFETY: a guard is a predicate row.
                 let bits = unsafe { rows::pred(self, inst.guard) };
                 mask &= if inst.guard_negated { !bits } else { bits };
                 if mask == 0 {
@@ -331,16 +332,16 @@ impl Warp {
             }
             if inst.kind == Kind::Plain {
                 self.pc = pc;
-                // SAFETY: the lowering made the instruction's operands for its handler.
+                // SAFETY: the lowering emits the operands that the handler expects.
                 if unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault {
                     return Some(Turn::Fault);
                 }
                 pc += 1;
             } else if inst.kind == Kind::Branch && mask == active {
-                // The frequent case of control flow: all lanes agree.
+                // Fast path: all lanes agree.
                 let target = inst.r[0];
                 if target <= pc {
-                    // Waiting uses up the turn sooner, so that what is waited for can happen.
+                    // Waiting shortens the turn, so that the thread that is waited for can run.
                     if self.spinning {
                         *left -= i64::from(SPIN_COST);
                     }
@@ -393,10 +394,10 @@ impl Warp {
                 Step::Schedule
             }
             Kind::BranchIndexed => {
-                // SAFETY: the lowering gives a row of u32.
+                // SAFETY: the lowering guarantees a u32 row.
                 let index: [u32; LANES] = unsafe { rows::get(self, inst.r[1]) };
                 let at = inst.r[0] as usize;
-                // SAFETY: the launch holds the program.
+                // SAFETY: the launch keeps the program alive.
                 let ext = unsafe { &(*self.code).ext };
                 let targets = &ext[at + 1..][..ext[at] as usize];
                 let mut rest = mask;
@@ -404,7 +405,13 @@ impl Warp {
                     let lane = rest.trailing_zeros() as usize;
                     let same = lanes_equal(&index, index[lane], rest);
                     let Some(&target) = targets.get(index[lane] as usize) else {
-                        self.set_fault(Fault::InvalidPc(format!("brx.idx to entry {}", index[lane])), lane);
+                        self.set_fault(
+                            Fault::InvalidPc(format!(
+                                "brx.idx to entry {}, which does not exist",
+                                index[lane]
+                            )),
+                            lane,
+                        );
                         return Step::Fault;
                     };
                     self.split(same, target);
@@ -436,7 +443,7 @@ impl Warp {
                 self.call(function, inst.r[1], mask)
             }
             Kind::CallIndirect => {
-                // SAFETY: the lowering gives a row of u64.
+                // SAFETY: the lowering guarantees a u64 row.
                 let address: [u64; LANES] = unsafe { rows::get(self, inst.r[0]) };
                 self.groups[self.current].pc = pc + 1;
                 let caller = self.current;
@@ -447,7 +454,7 @@ impl Warp {
                     let count = self.block().program().functions.len() as u64;
                     let index = address[lane].wrapping_sub(crate::lower::program::FUNCTION_WINDOW) / 16;
                     if index >= count || !address[lane].is_multiple_of(16) {
-                        let what = format!("call of {:#x}, which is no function", address[lane]);
+                        let what = format!("call of {:#x}, which is not a function", address[lane]);
                         self.set_fault(Fault::InvalidPc(what), lane);
                         return Step::Fault;
                     }
@@ -461,12 +468,12 @@ impl Warp {
                 Step::Schedule
             }
             Kind::Converge | Kind::WarpSync => {
-                // SAFETY: the lowering gives a row of u32.
+                // SAFETY: the lowering guarantees a u32 row.
                 let members: [u32; LANES] = unsafe { rows::get(self, inst.r[5]) };
                 let first = members[mask.trailing_zeros() as usize];
                 let same = lanes_equal(&members, first, mask);
                 if same == mask && first & self.live & !mask == 0 {
-                    // SAFETY: the lowering made the instruction's operands for its handler.
+                    // SAFETY: the lowering emits the operands that the handler expects.
                     if inst.kind == Kind::Converge && unsafe { (inst.exec)(self, inst, mask) } == Flow::Fault
                     {
                         return Step::Fault;
@@ -474,7 +481,7 @@ impl Warp {
                     return Step::Continue;
                 }
                 if mask != active {
-                    // The lanes that the guard left out go on by themselves.
+                    // The lanes that the guard excludes continue on their own.
                     self.split(active & !mask, pc + 1);
                 }
                 self.groups[self.current].mask = same;
@@ -499,7 +506,7 @@ impl Warp {
             Kind::StackSave | Kind::StackRestore => {
                 let frame = self.groups[self.current].frame as usize;
                 let all = self.frames[frame].lanes == mask;
-                // SAFETY: the lowering gives a row of the width that `r[2]` says.
+                // SAFETY: the lowering guarantees a row of the width in `r[2]`.
                 unsafe {
                     if inst.kind == Kind::StackSave {
                         let extra = self.frames[frame].extra;
@@ -509,7 +516,7 @@ impl Warp {
                             rows::put(self, inst.r[0], mask, &[u64::from(extra); LANES]);
                         }
                     } else if all {
-                        // The lanes' stacks go together: it shrinks when all of them say so.
+                        // The lanes' stacks move together: they shrink only when all lanes do.
                         let lane = mask.trailing_zeros() as usize;
                         let saved = if inst.r[2] == 1 {
                             (*rows::row::<u32>(self, inst.r[0]))[lane]
@@ -525,7 +532,7 @@ impl Warp {
     }
 }
 
-/// The lanes of `mask` whose value is `value`.
+/// The lanes in `mask` whose value is `value`.
 #[inline(always)]
 fn lanes_equal<T: Copy + PartialEq>(values: &[T; LANES], value: T, mask: u32) -> u32 {
     (0..LANES).fold(0, |m, l| m | u32::from(values[l] == value) << l) & mask

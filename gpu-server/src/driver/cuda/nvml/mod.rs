@@ -4,28 +4,22 @@
 mod library;
 mod order;
 
-use protocol::Status;
-use protocol::ops::Answer;
-use protocol::ops::nvml::{
-    self, NvmlOps, NvmlPair, NvmlPairReply, NvmlQuery, NvmlQueryReply, NvmlSystem, NvmlSystemReply, Query,
-    status,
-};
+use protocol::ops::nvml::{self, NvmlPair, NvmlQuery, Query, status};
 
 use self::library::{Library, ask, library};
 use self::order::Listed;
-use super::Cuda;
-use crate::driver::call::Call;
 use crate::driver::nvml::Answers;
+use crate::driver::quota::Quota;
 
 /// The devices of a session.
 pub struct Nvidia {
     devices: Vec<Listed>,
-    memory_limit: u64,
+    quota: Quota,
 }
 
 impl Nvidia {
     /// The devices with these ordinals of CUDA's, in this order; all, if there are none. The error is a status of NVML's.
-    pub fn new(chosen: &[u32], memory_limit: u64) -> Result<Nvidia, u32> {
+    pub fn new(chosen: &[u32], quota: Quota) -> Result<Nvidia, u32> {
         let all = order::devices(library()?)?;
         let devices = match chosen {
             [] => all,
@@ -34,7 +28,7 @@ impl Nvidia {
                 chosen.iter().map(one).collect::<Result<_, _>>()?
             }
         };
-        Ok(Nvidia { devices, memory_limit })
+        Ok(Nvidia { devices, quota })
     }
 
     /// NVML's handle of a device. It is looked up for each question: a GPU that was reset has another.
@@ -66,9 +60,7 @@ impl Answers for Nvidia {
         let library = library()?;
         let function = library.of_query(query).ok_or(status::FUNCTION_NOT_FOUND)?;
         let mut output = ask(function, self.handle(library, op.device)?, query, op)?;
-        if self.memory_limit > 0 {
-            limit_memory(query, &mut output, self.memory_limit);
-        }
+        limit_memory(query, &mut output, &self.quota);
         Ok(output)
     }
 
@@ -91,7 +83,7 @@ impl Answers for Nvidia {
 }
 
 /// A session sees only the device memory that it may use.
-fn limit_memory(query: &Query, output: &mut [u8], limit: u64) {
+fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
     // Places of total, free and used, in 64-bit words.
     let places = match query {
         q if q == nvml::MEMORY => [0, 1, 2],
@@ -100,26 +92,11 @@ fn limit_memory(query: &Query, output: &mut [u8], limit: u64) {
     };
     let (words, _) = output.as_chunks_mut::<8>();
     let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
-    let total = total.min(limit);
-    let free = free.min(total);
+    let (free, total) = quota.visible(free, total);
     for (place, value) in places.into_iter().zip([total, free, total - free]) {
         if let Some(word) = words.get_mut(place) {
             *word = value.to_le_bytes();
         }
-    }
-}
-
-impl NvmlOps<Call> for Cuda {
-    fn nvml_system(&mut self, cx: &mut Call, op: NvmlSystem) -> Result<Answer<NvmlSystemReply>, Status> {
-        self.nvml.nvml_system(cx, op)
-    }
-
-    fn nvml_query(&mut self, cx: &mut Call, op: NvmlQuery<'_>) -> Result<Answer<NvmlQueryReply>, Status> {
-        self.nvml.nvml_query(cx, op)
-    }
-
-    fn nvml_pair(&mut self, cx: &mut Call, op: NvmlPair) -> Result<Answer<NvmlPairReply>, Status> {
-        self.nvml.nvml_pair(cx, op)
     }
 }
 
@@ -129,8 +106,17 @@ mod tests {
 
     #[test]
     fn a_session_with_a_limit_is_told_of_no_more_memory_than_that() {
-        let mut output: Vec<u8> = [100u64, 90, 10].iter().flat_map(|value| value.to_le_bytes()).collect();
-        limit_memory(nvml::MEMORY, &mut output, 40);
-        assert_eq!(output, [40u64, 40, 0].iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
+        let bytes = |words: [u64; 3]| words.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
+        let before = bytes([100, 90, 10]);
+        let mut output = before.clone();
+        limit_memory(nvml::MEMORY, &mut output, &Quota::new("device memory", 0));
+        assert_eq!(output, before);
+        let quota = Quota::new("device memory", 40);
+        limit_memory(nvml::MEMORY, &mut output, &quota);
+        assert_eq!(output, bytes([40, 40, 0]));
+        let _charge = quota.charge(30).unwrap();
+        let mut output = before;
+        limit_memory(nvml::MEMORY, &mut output, &quota);
+        assert_eq!(output, bytes([40, 10, 30]));
     }
 }

@@ -424,7 +424,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     state.movers.retain(|(context, _)| context.device != device.ordinal);
     drop(state);
     let mut memory = lock(&device.managed);
-    for (address, size) in memory.pieces() {
+    for (address, size) in memory.chunks() {
         pages.unmap(address as usize, size as usize);
     }
     memory.reset();

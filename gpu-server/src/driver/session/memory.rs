@@ -1,0 +1,441 @@
+//! Device memory: windows that are backed piece by piece, memory without an address, client memory that kernels use, and what of all this is
+//! shared with the client's other sessions.
+
+use protocol::Status;
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::memory::*;
+
+use super::{Session, now};
+use crate::driver::beside::{self, Beside};
+use crate::driver::call::Call;
+use crate::driver::gpu::Gpu;
+use crate::driver::quota::Charge;
+use crate::driver::ranges::Ranges;
+use crate::driver::space::Memory;
+use crate::share::Token;
+use crate::share::{Broker, Shared};
+
+/// A device's window of addresses.
+pub(super) struct Window<P> {
+    /// What is backed, as the client asked for it.
+    pieces: Ranges<Piece<P>>,
+    /// The program's allocations.
+    allocations: Ranges,
+}
+
+/// What backs a part of a window. `P`: the GPU's.
+struct Piece<P> {
+    native: P,
+    /// The token under which it is shared.
+    token: Option<Token>,
+    _charge: Charge,
+}
+
+impl<P> Default for Window<P> {
+    fn default() -> Self {
+        Window { pieces: Ranges::default(), allocations: Ranges::default() }
+    }
+}
+
+/// Client memory that devices reach, or a mirror of it. `V`: the GPU's.
+pub(super) struct HostView<V> {
+    context: u32,
+    /// First address of its pages, and their bytes.
+    first: u64,
+    size: u64,
+    native: V,
+}
+
+impl<V> HostView<V> {
+    /// For `size` bytes at `address`, in whole pages.
+    fn new(context: ContextId, address: u64, size: u64, native: V) -> HostView<V> {
+        let first = address & !(MIRROR_PAGE - 1);
+        let end = address.saturating_add(size).next_multiple_of(MIRROR_PAGE);
+        HostView { context: context.0, first, size: end - first, native }
+    }
+}
+
+impl<G: Gpu> Session<G> {
+    /// The ordinal of the device whose window holds an address.
+    fn ordinal_of(&self, address: u64) -> Option<u32> {
+        let ordinal = address.checked_sub(window(0))? / WINDOW_SIZE;
+        (ordinal < self.windows.len() as u64).then_some(ordinal as u32)
+    }
+
+    fn window_mut(&mut self, device: u32) -> Result<&mut Window<G::Piece>, Status> {
+        self.windows.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)
+    }
+
+    /// Checks that there is such a device.
+    pub(in crate::driver) fn check_device(&self, device: u32) -> Result<(), Status> {
+        if (device as usize) < self.windows.len() { Ok(()) } else { Err(Status::INVALID_DEVICE) }
+    }
+
+    /// Checks that `len` bytes from `address` are one allocation's, one variable's, one piece of pinned memory's, or mapped. Returns the device
+    /// through which they are reached; `home` where that makes no difference.
+    pub(in crate::driver) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32, Status> {
+        let found = match self.ordinal_of(address) {
+            Some(ordinal) => {
+                self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
+            }
+            None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
+            None => {
+                let reached = self.gpu.has_variable(address, len, home) || self.is_host_view(address, len);
+                reached.then_some(home)
+            }
+        };
+        found.or((len == 0).then_some(home)).ok_or(Status::INVALID_VALUE)
+    }
+
+    fn is_host_view(&self, address: u64, len: u64) -> bool {
+        let inside = |view: &HostView<_>| {
+            address.checked_sub(view.first).is_some_and(|at| at < view.size && len <= view.size - at)
+        };
+        self.host_views.values().any(inside)
+    }
+
+    /// Whether any of `size` bytes from `address` are client memory that kernels reach. The range does not wrap around.
+    fn touches_host_view(&self, address: u64, size: u64) -> bool {
+        self.host_views.values().any(|view| address < view.first + view.size && view.first < address + size)
+    }
+
+    /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
+    pub(in crate::driver) fn has_no_memory(&self) -> bool {
+        self.space.is_empty() && self.windows.iter().all(|window| window.pieces.is_empty())
+    }
+
+    /// The session has so many devices from now on. It [has no memory](Self::has_no_memory).
+    pub(in crate::driver) fn clear_windows(&mut self, devices: usize) {
+        self.windows.clear();
+        self.windows.resize_with(devices, Window::default);
+    }
+
+    /// Takes a piece out of its window. Other sessions no longer find it, but those that have opened it keep it.
+    fn forget_piece(&mut self, piece: Piece<G::Piece>) {
+        if let (Some(token), Some(broker)) = (piece.token, &self.broker) {
+            broker.unshare(token);
+        }
+    }
+
+    /// Gives up everything in a device's window. Nothing of the device runs any more.
+    pub(in crate::driver) fn unback_all(&mut self, device: u32) {
+        let Some(window) = self.windows.get_mut(device as usize) else { return };
+        let mut window = std::mem::take(window);
+        let all: Vec<_> = window.pieces.iter().collect();
+        for (address, size) in all {
+            if let Some((_, piece)) = window.pieces.remove(address) {
+                self.forget_piece(piece);
+            }
+            // A refusal is logged, and concerns nobody: the addresses were the device's before its reset.
+            let _ = self.gpu.unback(device, address, size)();
+        }
+    }
+
+    /// Forgets client memory that kernels reach through a context that is gone.
+    pub(in crate::driver) fn forget_host_views(&mut self, context: u32) {
+        for (_, view) in self.host_views.extract_if(|_, view| view.context == context) {
+            self.gpu.forget_host(view.native);
+        }
+    }
+
+    fn broker(&self) -> Result<&Broker, Status> {
+        self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
+    }
+
+    /// The greatest granule of all devices.
+    fn granule(&self) -> u64 {
+        (0..self.windows.len() as u32).map(|device| self.gpu.granule(device)).max().unwrap_or(1)
+    }
+}
+
+impl<G: Gpu> MemoryOps<Call> for Session<G> {
+    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        let (granule, first) = (self.gpu.granule(op.device), window(op.device));
+        let end = op.address.checked_add(op.size).ok_or(Status::INVALID_VALUE)?;
+        let aligned = op.size > 0 && op.size.is_multiple_of(granule) && op.address.is_multiple_of(granule);
+        if op.address < first
+            || end > first + WINDOW_SIZE
+            || !aligned
+            || is_managed(op.address) != is_managed(end - 1)
+            || self.window_mut(op.device)?.pieces.touches(op.address, op.size)
+        {
+            return Err(Status::INVALID_VALUE);
+        }
+        let charge = self.quota.charge(op.size)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
+        let native = self.gpu.back(op.device, op.address, op.size)?;
+        let piece = Piece { native, token: None, _charge: charge };
+        self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
+        now(MemGrowReply {})
+    }
+
+    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
+        cx.context = ContextId(op.device);
+        let window = self.window_mut(op.device)?;
+        if window.pieces.at(op.address) != Some(op.size) || window.allocations.touches(op.address, op.size) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
+        // It counts as given back at once, although its pages may go later.
+        let (_, piece) =
+            self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
+        self.forget_piece(piece);
+        let unback = self.gpu.unback(op.device, op.address, op.size);
+        let pending = cx.later();
+        let end = move |_| pending.answer(unback().map(|()| MemShrinkReply {}));
+        self.gpu.after_device(&mut self.streams, op.device, cx.seq, end);
+        Ok(Answer::Later)
+    }
+
+    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
+        let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
+        cx.context = ContextId(device);
+        let window = self.window_mut(device)?;
+        if !window.pieces.cover(op.address, op.size) || !window.allocations.insert(op.address, op.size, ()) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let placed = self.gpu.place(device, op.address, op.size);
+        if placed.is_err() {
+            self.window_mut(device)?.allocations.remove(op.address);
+        }
+        placed
+    }
+
+    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
+        let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
+        cx.context = ContextId(device);
+        self.window_mut(device)?.allocations.remove(op.address).ok_or(Status::INVALID_VALUE)?;
+        self.gpu.release(device, op.address)
+    }
+
+    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        let (free, total) = self.gpu.memory_info(op.device)?;
+        let (free, total) = self.quota.visible(free, total);
+        now(MemGetInfoReply { free, total })
+    }
+
+    fn host_map(&mut self, cx: &mut Call, op: HostMap) -> Result<Answer<HostMapReply>, Status> {
+        cx.context = op.context;
+        self.gpu.enter(op.context)?;
+        let (context, address, size) = (op.context, op.address, op.memory.0.len);
+        let native = self.gpu.map_host(cx, op)?;
+        self.host_views.insert(address, HostView::new(context, address, size, native));
+        now(HostMapReply {})
+    }
+
+    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
+        cx.context = op.context;
+        op.check()?;
+        if self.touches_host_view(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
+            return Err(Status::INVALID_VALUE);
+        }
+        self.gpu.enter(op.context)?;
+        let (native, answer) = self.gpu.mirror_host(cx, &op, &self.quota)?;
+        self.host_views.insert(op.address, HostView::new(op.context, op.address, op.size, native));
+        Ok(answer)
+    }
+
+    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
+        cx.context = op.context;
+        self.gpu.beside().patch(&op.words)
+    }
+
+    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
+        cx.context = op.context;
+        beside::read(&**self.gpu.beside(), &op).map(Answer::Now)
+    }
+
+    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
+        cx.context = op.context;
+        self.gpu.beside().write(op.address, op.bytes)
+    }
+
+    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
+        cx.context = op.context;
+        let view = self.host_views.remove(&op.address).ok_or(Status::INVALID_VALUE)?;
+        self.gpu.unmap_host(op.context, ContextId(view.context), view.native)
+    }
+
+    fn address_reserve(
+        &mut self,
+        _cx: &mut Call,
+        op: AddressReserve,
+    ) -> Result<Answer<AddressReserveReply>, Status> {
+        self.space.may_reserve(op.address, op.size, self.granule())?;
+        if self.touches_host_view(op.address, op.size) {
+            // The client tries other addresses then.
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        self.gpu.reserve(op.address, op.size)?;
+        self.space.reserve(op.address, op.size);
+        now(AddressReserveReply {})
+    }
+
+    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
+        self.space.may_unreserve(op.address, op.size)?;
+        self.gpu.unreserve(op.address, op.size)?;
+        self.space.unreserve(op.address);
+        now(AddressFreeReply {})
+    }
+
+    fn memory_create(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryCreate,
+    ) -> Result<Answer<MemoryCreateReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        self.space.may_name(op.memory.0)?;
+        if op.size == 0 || !op.size.is_multiple_of(self.gpu.granule(op.device)) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let charge = self.quota.charge(op.size)?;
+        if op.exportable && !self.gpu.exports(op.device) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let handle = self.gpu.create(op.device, op.size)?;
+        self.space.add(op.memory.0, Memory::new(op.device, op.size, op.exportable, handle, charge));
+        now(MemoryCreateReply {})
+    }
+
+    fn memory_release(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryRelease,
+    ) -> Result<Answer<MemoryReleaseReply>, Status> {
+        let memory = self.space.remove(op.memory.0)?;
+        if let (Some(token), Some(broker)) = (memory.token, &self.broker) {
+            broker.unshare(token);
+        }
+        let imported = memory.imported.is_some();
+        self.gpu.destroy(memory.device, memory.size, memory.handle, imported)?;
+        now(MemoryReleaseReply {})
+    }
+
+    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
+        self.space.may_map(op.memory.0, op.offset, op.address, op.size, self.granule())?;
+        let memory = self.space.memory(op.memory.0)?;
+        self.gpu.map(&memory.handle, memory.device, op.offset, op.address, op.size)?;
+        self.space.map(op.memory.0, op.offset, op.address, op.size);
+        now(MemoryMapReply {})
+    }
+
+    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
+        let mapping = self.space.mapping_mut(op.address, op.size)?;
+        self.gpu.unmap(op.address, op.size, &mut mapping.access)?;
+        self.space.unmap(op.address);
+        now(MemoryUnmapReply {})
+    }
+
+    fn memory_access(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryAccess,
+    ) -> Result<Answer<MemoryAccessReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        let mapping = self.space.mapping(op.address, op.size)?;
+        if !matches!(op.flags, 0 | 1 | 3) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let memory = &self.space.memory(mapping.memory)?.handle;
+        self.gpu.set_access(memory, mapping, op.address, op.device, op.flags)?;
+        self.space.set_access(op.address, op.device, op.flags != 0);
+        now(MemoryAccessReply {})
+    }
+
+    fn memory_export(
+        &mut self,
+        _cx: &mut Call,
+        op: MemoryExport,
+    ) -> Result<Answer<MemoryExportReply>, Status> {
+        let memory = self.space.memory(op.memory.0)?;
+        if !memory.exportable {
+            return Err(Status::INVALID_VALUE);
+        }
+        if let Some(token) = memory.token {
+            return now(MemoryExportReply { token });
+        }
+        let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
+        let what = Shared::Memory { device: self.gpu.number(memory.device), size: memory.size };
+        let token = broker.share(what, Some(&self.gpu.export(&memory.handle)?))?;
+        self.space.export(op.memory.0, token);
+        now(MemoryExportReply { token })
+    }
+
+    fn memory_import(
+        &mut self,
+        cx: &mut Call,
+        op: MemoryImport,
+    ) -> Result<Answer<MemoryImportReply>, Status> {
+        self.space.may_name(op.memory.0)?;
+        let (Shared::Memory { device: number, size }, Some(fd), own) = self.broker()?.open(op.token)? else {
+            return Err(Status::INVALID_VALUE);
+        };
+        let device = (0..self.windows.len() as u32).find(|device| self.gpu.number(*device) == number);
+        let device = device.ok_or(Status::INVALID_DEVICE)?;
+        cx.context = ContextId(device);
+        let charge = self.space.charge_import(&self.quota, &op.token, size)?;
+        let handle = self.gpu.import(device, fd)?;
+        self.space.add(op.memory.0, Memory::imported(device, size, op.token, handle, charge));
+        now(MemoryImportReply { device, size, own })
+    }
+
+    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
+        let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
+        let window = self.windows.get_mut(device as usize).ok_or(Status::INVALID_VALUE)?;
+        let (base, size, piece) = window.pieces.find_mut(op.address).ok_or(Status::INVALID_VALUE)?;
+        if !self.gpu.exports(device) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let token = match piece.token {
+            Some(token) => token,
+            None => {
+                let broker = self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)?;
+                let fd = self.gpu.export_piece(device, base, &piece.native)?;
+                let what = Shared::Memory { device: self.gpu.number(device), size };
+                *piece.token.insert(broker.share(what, Some(&fd))?)
+            }
+        };
+        now(PieceExportReply { token, base })
+    }
+
+    fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Result<Answer<EventExportReply>, Status> {
+        if !G::SHARES_EVENTS || self.broker.is_none() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let (device, handle) = self.event_handle(op.event)?;
+        let token = self.broker()?.share(Shared::Event { device, handle }, None)?;
+        self.note_shared(op.event, token);
+        now(EventExportReply { token })
+    }
+
+    fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Result<Answer<EventImportReply>, Status> {
+        cx.context = op.context;
+        if !G::SHARES_EVENTS {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        self.may_name_event(op.event)?;
+        let (Shared::Event { handle, .. }, _, own) = self.broker()?.open(op.token)? else {
+            return Err(Status::INVALID_VALUE);
+        };
+        if own {
+            // As without rgpu: a process cannot open its own.
+            return Err(Status::INVALID_CONTEXT);
+        }
+        self.open_event(op.context, op.event, handle)?;
+        now(EventImportReply {})
+    }
+
+    fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Result<Answer<EventQueryReply>, Status> {
+        if !G::SHARES_EVENTS {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        now(EventQueryReply { done: self.is_event_done(op.event)? })
+    }
+}

@@ -1,0 +1,126 @@
+//! A session: what a client has made, and the operations on it, written once for every [`Gpu`].
+//!
+//! The session owns the tables of what the client names, checks each command against them, charges quotas, calls the GPU, and answers.
+//!
+//! - [`context`]: devices and contexts; [`stream`]: streams and events;
+//! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`nvml`]: NVML's questions.
+
+mod context;
+mod memory;
+mod nvml;
+mod stream;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use host_bridge::endpoint::Client;
+use protocol::Status;
+use protocol::ops::{Driver, MayBlock};
+
+use super::call::Call;
+use super::gpu::Gpu;
+use super::ids::Ids;
+use super::nvml::Management;
+use super::quota::Quota;
+use super::space::Space;
+use super::streams::Streams;
+use super::{Backend, Beside, Unavailable};
+use crate::share::Broker;
+
+use self::memory::{HostView, Window};
+use self::stream::Event;
+
+/// See the module.
+pub struct Session<G: Gpu> {
+    pub(super) gpu: G,
+    /// The devices' windows, by ordinal.
+    windows: Vec<Window<G::Piece>>,
+    /// Memory without an address, and where it is mapped.
+    pub(super) space: Space<G::Memory>,
+    /// Client memory that devices reach, by its address in the client.
+    host_views: HashMap<u64, HostView<G::HostView>>,
+    pub(super) quota: Quota,
+    /// The way to the client's other sessions.
+    broker: Option<Arc<Broker>>,
+    /// Devices of the contexts that the program made.
+    made_contexts: HashMap<u32, u32>,
+    pub(super) streams: Streams<G::Stream>,
+    events: Ids<Event<G::Event>>,
+    /// Answers NVML's questions, which need none of the rest.
+    nvml: Management,
+}
+
+impl<G: Gpu> Session<G> {
+    /// A session on these devices.
+    pub fn new(gpu: G, quota: Quota, nvml: Management) -> Session<G> {
+        Session {
+            windows: gpu.names().iter().map(|_| Window::default()).collect(),
+            gpu,
+            space: Space::default(),
+            host_views: HashMap::new(),
+            quota,
+            broker: None,
+            made_contexts: HashMap::new(),
+            streams: Streams::default(),
+            events: Ids::default(),
+            nvml,
+        }
+    }
+}
+
+impl<G: Gpu> std::ops::Deref for Session<G> {
+    type Target = G;
+
+    fn deref(&self) -> &G {
+        &self.gpu
+    }
+}
+
+impl<G: Gpu> std::ops::DerefMut for Session<G> {
+    fn deref_mut(&mut self) -> &mut G {
+        &mut self.gpu
+    }
+}
+
+impl<G: Gpu> Backend for Session<G>
+where
+    Session<G>: Driver<Call>,
+{
+    fn name(&self) -> &'static str {
+        G::NAME
+    }
+
+    fn devices(&self) -> Vec<String> {
+        self.gpu.names()
+    }
+
+    fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
+        self.gpu.warm()
+    }
+
+    fn begin(&mut self, client: Arc<dyn Client>) {
+        self.gpu.begin(&client);
+    }
+
+    fn share(&mut self, broker: Arc<Broker>) {
+        self.broker = Some(broker);
+    }
+
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        self.gpu.may_wait(may_block, body)
+    }
+
+    fn beside(&self) -> Arc<dyn Beside> {
+        Arc::<G::Beside>::clone(self.gpu.beside())
+    }
+
+    fn end(&mut self) {
+        self.gpu.end(&mut self.streams);
+    }
+}
+
+/// A value as an operation's answer.
+fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>, Status> {
+    Ok(protocol::ops::Answer::Now(reply))
+}

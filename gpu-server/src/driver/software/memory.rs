@@ -1,0 +1,192 @@
+//! Device memory: files in memory, mapped by each GPU that may access them, and by the client's other sessions that open them.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::Status;
+use software_gpu::{GRANULE, Gpu};
+
+use super::{Software, code};
+use crate::driver::gpu::GpuMemory;
+use crate::driver::space::{Mapping, Space};
+
+impl Software {
+    fn gpu(&self, device: u32) -> Result<&Gpu, Status> {
+        self.device(device).map(|device| &device.gpu)
+    }
+
+    /// Maps on a fresh GPU, which takes the place of device `device`, what that one had mapped of memory without an address: it outlives a reset.
+    pub(super) fn map_again(device: u32, fresh: &Gpu, space: &Space<OwnedFd>) -> Result<(), Status> {
+        fresh.charge(space.created_on(device)).map_err(|e| code(&e))?;
+        for (address, mapping) in space.mappings().filter(|(_, mapping)| mapping.access.contains(&device)) {
+            show(fresh, &space.memory(mapping.memory)?.handle, mapping, address)?;
+        }
+        Ok(())
+    }
+}
+
+/// Maps a part of memory on a GPU.
+fn show(gpu: &Gpu, memory: &OwnedFd, mapping: &Mapping, address: u64) -> Result<(), Status> {
+    gpu.map_file(address, mapping.size, memory.as_fd(), mapping.offset).map_err(|e| code(&e))?;
+    gpu.show(address, mapping.size).map_err(|e| {
+        // Mapped just now, and nothing is shown of it.
+        let _ = gpu.unmap(address, mapping.size);
+        code(&e)
+    })
+}
+
+/// Takes a mapping from a GPU.
+fn hide(gpu: &Gpu, address: u64, size: u64) -> Result<(), Status> {
+    gpu.hide(address, size).and_then(|()| gpu.unmap(address, size)).map_err(|e| code(&e))
+}
+
+/// A file in memory that cannot shrink: whoever maps it may touch all of it for as long as it is mapped.
+pub(super) fn file(size: u64) -> Result<OwnedFd, Status> {
+    use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+    let make = || -> std::io::Result<OwnedFd> {
+        let fd = memfd_create(c"rgpu device memory", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        let file = std::fs::File::from(fd);
+        file.set_len(size)?;
+        let fd = OwnedFd::from(file);
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
+        Ok(fd)
+    };
+    make().map_err(|e| {
+        tracing::warn!(bytes = size, "no host memory for device memory: {e}");
+        Status::OUT_OF_MEMORY
+    })
+}
+
+impl GpuMemory for Software {
+    type Piece = OwnedFd;
+    type Memory = OwnedFd;
+
+    fn granule(&self, _device: u32) -> u64 {
+        GRANULE
+    }
+
+    fn exports(&self, _device: u32) -> bool {
+        true
+    }
+
+    fn number(&self, device: u32) -> u32 {
+        self.device(device).map_or(u32::MAX, |device| device.number)
+    }
+
+    fn memory_info(&mut self, device: u32) -> Result<(u64, u64), Status> {
+        Ok(self.gpu(device)?.memory_info())
+    }
+
+    fn back(&mut self, device: u32, address: u64, size: u64) -> Result<OwnedFd, Status> {
+        self.need_context(device)?;
+        let file = self.create(device, size)?;
+        let gpu = self.gpu(device)?;
+        match gpu.map_file(address, size, file.as_fd(), 0) {
+            Ok(()) => Ok(file),
+            Err(e) => {
+                gpu.discharge(size);
+                Err(code(&e))
+            }
+        }
+    }
+
+    fn unback(
+        &mut self,
+        device: u32,
+        address: u64,
+        size: u64,
+    ) -> impl FnOnce() -> Result<(), Status> + Send + 'static {
+        let gpu = self.gpu(device).cloned();
+        move || {
+            let gpu = gpu?;
+            gpu.unmap(address, size).map_err(|e| code(&e))?;
+            gpu.discharge(size);
+            Ok(())
+        }
+    }
+
+    fn place(&mut self, device: u32, address: u64, size: u64) -> Result<(), Status> {
+        self.gpu(device)?.place(address, size).map_err(|e| code(&e))
+    }
+
+    fn release(&mut self, device: u32, address: u64) -> Result<(), Status> {
+        self.gpu(device)?.release(address).map(|_| ()).map_err(|e| code(&e))
+    }
+
+    fn has_variable(&self, address: u64, len: u64, device: u32) -> bool {
+        let found = self.gpu(device).ok().and_then(|gpu| gpu.allocation(address));
+        found.is_some_and(|(start, size)| len <= size - (address - start))
+    }
+
+    fn reserve(&mut self, _address: u64, _size: u64) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn unreserve(&mut self, _address: u64, _size: u64) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn create(&mut self, device: u32, size: u64) -> Result<OwnedFd, Status> {
+        let gpu = self.gpu(device)?;
+        gpu.charge(size).map_err(|e| code(&e))?;
+        file(size).inspect_err(|_| gpu.discharge(size))
+    }
+
+    fn destroy(&mut self, device: u32, size: u64, _memory: OwnedFd, imported: bool) -> Result<(), Status> {
+        if !imported {
+            self.gpu(device)?.discharge(size);
+        }
+        Ok(())
+    }
+
+    fn map(
+        &mut self,
+        _memory: &OwnedFd,
+        _device: u32,
+        _offset: u64,
+        _address: u64,
+        _size: u64,
+    ) -> Result<(), Status> {
+        // A GPU maps it when it gets access.
+        Ok(())
+    }
+
+    fn unmap(&mut self, address: u64, size: u64, access: &mut Vec<u32>) -> Result<(), Status> {
+        while let Some(device) = access.last() {
+            hide(self.gpu(*device)?, address, size)?;
+            access.pop();
+        }
+        Ok(())
+    }
+
+    fn set_access(
+        &mut self,
+        memory: &OwnedFd,
+        mapping: &Mapping,
+        address: u64,
+        device: u32,
+        flags: u32,
+    ) -> Result<(), Status> {
+        let gpu = self.gpu(device)?;
+        match (flags, mapping.access.contains(&device)) {
+            (0, true) => hide(gpu, address, mapping.size),
+            (3, false) => show(gpu, memory, mapping, address),
+            (0, false) | (3, true) => Ok(()),
+            // Reading without writing.
+            _ => Err(Status::NOT_SUPPORTED),
+        }
+    }
+
+    fn export(&mut self, memory: &OwnedFd) -> Result<OwnedFd, Status> {
+        memory.try_clone().map_err(|_| Status::OUT_OF_MEMORY)
+    }
+
+    fn export_piece(&mut self, _device: u32, _address: u64, piece: &OwnedFd) -> Result<OwnedFd, Status> {
+        self.export(piece)
+    }
+
+    fn import(&mut self, _device: u32, fd: OwnedFd) -> Result<OwnedFd, Status> {
+        Ok(fd)
+    }
+}

@@ -1,0 +1,120 @@
+//! The channel's reply slots: taking one for an operation, and freeing it after its reply.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex};
+
+use protocol::Status;
+use protocol::channel::ReplySlot;
+
+use crate::lock;
+use crate::session::{LIVENESS_CHECK, Session};
+
+/// The reply slots. Only the first 64 are used.
+pub(crate) struct ReplySlots {
+    pub(crate) all: &'static [ReplySlot],
+    /// A bit for each free slot.
+    free: AtomicU64,
+    /// A bit for each slot whose reply has not been received and is no longer needed.
+    abandoned: AtomicU64,
+    waiting: AtomicUsize,
+    queue: Mutex<()>,
+    came: Condvar,
+}
+
+impl ReplySlots {
+    pub(crate) fn new(all: &'static [ReplySlot]) -> ReplySlots {
+        let free = if all.len() >= 64 { u64::MAX } else { (1 << all.len()) - 1 };
+        ReplySlots {
+            all,
+            free: AtomicU64::new(free),
+            abandoned: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            queue: Mutex::new(()),
+            came: Condvar::new(),
+        }
+    }
+
+    pub(crate) fn try_acquire(&self) -> Option<usize> {
+        let mut free = self.free.load(Ordering::Relaxed);
+        while free != 0 {
+            let bit = free & free.wrapping_neg();
+            match self.free.compare_exchange_weak(free, free & !bit, Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => return Some(bit.trailing_zeros() as usize),
+                Err(now) => free = now,
+            }
+        }
+        None
+    }
+
+    pub(crate) fn acquire(&self, session: &Session) -> Result<usize, Status> {
+        if let Some(slot) = self.try_acquire() {
+            return Ok(slot);
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut queue = lock(&self.queue);
+        let got = loop {
+            // Under the lock that `sweep` takes.
+            if self.reclaim() > 1 {
+                self.came.notify_all();
+            }
+            if let Some(slot) = self.try_acquire() {
+                break Ok(slot);
+            }
+            if let Err(status) = session.check() {
+                break Err(status);
+            }
+            queue = self
+                .came
+                .wait_timeout(queue, LIVENESS_CHECK)
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .0;
+        };
+        drop(queue);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        got
+    }
+
+    /// Gives up on the reply in a slot. The host owns the slot until it has replied.
+    pub(crate) fn abandon(&self, slot: usize) {
+        self.abandoned.fetch_or(1 << slot, Ordering::SeqCst);
+        self.sweep();
+    }
+
+    /// Frees abandoned slots whose replies have arrived.
+    pub(crate) fn sweep(&self) {
+        if self.reclaim() != 0 && self.waiting.load(Ordering::SeqCst) != 0 {
+            let _queue = lock(&self.queue);
+            self.came.notify_all();
+        }
+    }
+
+    /// Like [`sweep`](Self::sweep), but without waking threads that wait for a slot. Returns how many it
+    /// freed.
+    fn reclaim(&self) -> u32 {
+        let (mut abandoned, mut freed) = (self.abandoned.load(Ordering::Relaxed), 0);
+        while abandoned != 0 {
+            let (slot, bit) = (abandoned.trailing_zeros() as usize, abandoned & abandoned.wrapping_neg());
+            abandoned &= !bit;
+            // The thread that clears the bit frees the slot.
+            if self.all[slot].is_done() && self.abandoned.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
+                self.free.fetch_or(bit, Ordering::SeqCst);
+                freed += 1;
+            }
+        }
+        freed
+    }
+
+    pub(crate) fn release(&self, slot: usize) {
+        self.free.fetch_or(1 << slot, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) != 0 {
+            let _queue = lock(&self.queue);
+            self.came.notify_one();
+        }
+    }
+
+    /// Whether enough slots are free that a thread that already waits for a reply may take another one without starving
+    /// threads that have none.
+    pub(crate) fn are_plentiful(&self) -> bool {
+        self.free.load(Ordering::Relaxed).count_ones() > 8
+    }
+}

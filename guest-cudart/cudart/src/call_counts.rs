@@ -1,0 +1,70 @@
+//! With `RGPU_STATS=1`, rgpu's libcuda counts the operations that each of this library's functions causes, if
+//! told when a function begins and ends. No other libcuda has this table, so with those nothing is counted.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::driver::Driver;
+use crate::types::CUuuid;
+
+/// libcuda's table: its size, and the functions `enter` and `leave`.
+#[repr(C)]
+pub(crate) struct Table {
+    size: usize,
+    enter: unsafe extern "C" fn(*const AtomicPtr<c_void>, *const c_char) -> u32,
+    leave: unsafe extern "C" fn(),
+}
+
+const ID: &[u8; 16] = b"rgpu counts call";
+
+static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
+
+/// One exported function, and the word that libcuda keeps for it.
+pub(crate) struct Call {
+    name: &'static CStr,
+    known: AtomicPtr<c_void>,
+}
+
+impl Call {
+    pub const fn new(name: &'static CStr) -> Self {
+        Call { name, known: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+}
+
+/// Marks the thread as inside a function until dropped.
+pub(crate) struct Inside(&'static Table);
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        // SAFETY: the table belongs to a library that is never closed.
+        unsafe { (self.0.leave)() }
+    }
+}
+
+/// Gets the driver's table if counts are wanted.
+pub(crate) fn connect(driver: &Driver) {
+    if std::env::var_os("RGPU_STATS").is_none_or(|value| value != "1") {
+        return;
+    }
+    let mut table = std::ptr::null();
+    // SAFETY: the table's address is written to a live local variable; the name has the 16 bytes of a
+    // `CUuuid`.
+    let found = unsafe { driver.cuGetExportTable(&mut table, ID.as_ptr().cast::<CUuuid>()) };
+    // SAFETY: a driver that knows this ID returns its table or NULL; the first word of every export table is
+    // its size.
+    let whole = unsafe { table.cast::<Table>().as_ref() }.is_some_and(|t| t.size == size_of::<Table>());
+    if found.is_ok() && whole {
+        TABLE.store(table.cast_mut().cast(), Ordering::Release);
+    }
+}
+
+/// Tells libcuda that this thread enters a function. Returns `None` if nothing is counted or if another
+/// function of this library made the call.
+#[inline]
+pub(crate) fn enter(call: &'static Call) -> Option<Inside> {
+    // SAFETY: `connect` alone stores the address, of a table in a library that is never closed.
+    let table = unsafe { TABLE.load(Ordering::Acquire).as_ref() }?;
+    // SAFETY: the word and the name live as long as this library.
+    let counted = unsafe { (table.enter)(&call.known, call.name.as_ptr()) };
+    (counted != 0).then_some(Inside(table))
+}

@@ -1,0 +1,511 @@
+//! The rules of a relayed session, without I/O.
+
+use std::io::{self, Read};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use protocol::Status;
+use protocol::channel::{
+    Consumer, Header, MAX_PAYLOAD, MAX_RECORD, NO_SLOT, Position, RECORD_HEADER, Record,
+};
+use protocol::data::{DataUse, Place};
+use protocol::handle::{ContextId, StreamId};
+use protocol::link::{
+    ARENA_KEY, DataAsk, DataGrant, DataSent, ProgressUpdate, RegionKey, ReplyHeader, frame, progress,
+};
+use protocol::ops::{self, Class};
+use protocol::trace::Stage;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use super::downloads::Downloads;
+use super::mailbox::Message;
+use super::regions::{Regions, Span};
+use super::unsent::Unsent;
+use super::{EndReason, Schedule, Upload};
+use crate::bridge::state::{SessionState, Waker};
+use crate::framing::{FrameReader, OpenFrame, SendBuffer, split_struct};
+
+/// Most commands with data under way, each way; above it no more records are taken. (A GPU's own queue holds about a thousand.)
+const MAX_UNDER_WAY: usize = 1 << 16;
+/// Silence after which a server that is waited for is asked whether it is there.
+const ALIVE_EVERY: Duration = Duration::from_secs(1);
+/// Bytes under way, both ways together, from which on that is bulk data.
+const BULK: u64 = 256 << 10;
+
+/// The state of a relayed session. All its methods return at once; an error ends the session.
+pub(in crate::bridge) struct Machine<'c, S: Schedule> {
+    session: &'c SessionState,
+    consumer: Consumer<'c>,
+    regions: Regions<S::Memory>,
+    schedule: S,
+    unsent: Unsent,
+    downloads: Downloads<S::Memory>,
+    reader: FrameReader,
+    /// The server has sent this command's data. Until it is all here no further frame is taken, for what comes behind may depend on it.
+    settling: Option<DataSent>,
+    /// For each reply slot the seq of the command that awaits an answer there; 0: none.
+    waiting: Vec<u64>,
+    /// Bytes of records that the server has not taken, where it says what it takes.
+    untaken: u64,
+    last_seq: u64,
+    taken_bytes: u64,
+    released: u64,
+    /// All data of a command was sent since `released` was last published.
+    completed: bool,
+    /// When something last came, when the server was last asked whether it is there, and the bytes of data received by then.
+    heard: Instant,
+    asked: Instant,
+    received: u64,
+    silence: Duration,
+    body: Vec<u8>,
+    uses: Vec<DataUse>,
+}
+
+impl<'c, S: Schedule> Machine<'c, S> {
+    /// A session that begins now. A server that is silent for longer than `silence` while something is expected from it is lost.
+    pub(in crate::bridge) fn new(
+        session: &'c SessionState,
+        arena: Option<S::Memory>,
+        schedule: S,
+        silence: Duration,
+    ) -> Machine<'c, S> {
+        let (view, now) = (&session.channel.view, Instant::now());
+        Machine {
+            session,
+            consumer: view.consumer(Position::default()),
+            regions: Regions::new(arena.map(std::sync::Arc::new)),
+            schedule,
+            unsent: Unsent::default(),
+            downloads: Downloads::new(),
+            reader: FrameReader::new(),
+            settling: None,
+            waiting: vec![0; view.geometry().slot_count],
+            untaken: 0,
+            last_seq: 0,
+            taken_bytes: 0,
+            released: 0,
+            completed: false,
+            heard: now,
+            asked: now,
+            received: 0,
+            silence,
+            body: Vec::with_capacity(MAX_RECORD),
+            uses: Vec::new(),
+        }
+    }
+
+    /// What may be sent now.
+    pub(in crate::bridge) fn schedule(&mut self) -> &mut S {
+        &mut self.schedule
+    }
+
+    // What other threads ask for.
+
+    /// Acts on another thread's message.
+    pub(super) fn message(&mut self, message: Message<S::Memory>) -> Result<(), EndReason> {
+        match message {
+            Message::Register { id, region, done } => self.regions.register(id, region, done),
+            Message::Unregister { id, done } => self.regions.unregister(id, self.taken_bytes, done),
+            Message::Close(reason) => return Err(EndReason::Asked(reason)),
+        }
+        Ok(())
+    }
+
+    /// Tells the client what was sent in this turn of the relay's loop, and drops unregistered regions that nothing uses any more.
+    pub(super) fn finish_turn(&mut self) {
+        if std::mem::take(&mut self.completed) {
+            self.publish_released();
+        }
+        let ring = self.session.channel.view.geometry().ring_size as u64;
+        let Machine { regions, consumer, taken_bytes, .. } = self;
+        regions.release(|| consumer.has_work(), *taken_bytes, ring);
+    }
+
+    // Records in, frames out.
+
+    /// Whether records stand in the ring.
+    pub(super) fn has_records(&self) -> bool {
+        self.consumer.has_work()
+    }
+
+    /// Whether another record may be taken.
+    pub(super) fn can_take(&self, out: &SendBuffer) -> bool {
+        out.has_room()
+            && S::COMMANDS_AHEAD.is_none_or(|most| self.untaken < most)
+            && self.unsent.commands() < MAX_UNDER_WAY
+            && self.downloads.commands() < MAX_UNDER_WAY
+    }
+
+    /// Takes records off the ring and appends them to `out`, as many as limits allow. True: there was one.
+    pub(super) fn take_records(&mut self, out: &mut SendBuffer) -> Result<bool, EndReason> {
+        let counters = &self.session.counters;
+        let mut commands = None;
+        let mut worked = false;
+        while self.can_take(out) {
+            let record = self.consumer.pop(&mut self.body).map_err(|e| EndReason::Client(e.to_string()))?;
+            let Some(record) = record else { break };
+            self.session.trace.note(Stage::Taken, record.seq, record.opcode);
+            self.check(record, out, &mut commands)?;
+            if commands.is_none() {
+                commands = Some(out.begin(frame::COMMANDS));
+                counters.frames_sent.add(1);
+            }
+            let size = RECORD_HEADER + self.body.len();
+            out.end().extend_from_slice(&record.to_bytes(size as u32));
+            out.end().extend_from_slice(&self.body);
+            self.last_seq = record.seq;
+            self.taken_bytes += size as u64;
+            self.untaken += size as u64;
+            counters.commands.add(1);
+            counters.copied_bytes.add(2 * size as u64);
+            worked = true;
+        }
+        if let Some(commands) = commands {
+            out.finish(commands);
+        }
+        if worked {
+            if self.consumer.has_room() && self.session.header().ring_sleep.take() {
+                self.session.waker().wake(Header::RING_SLEEP_OFFSET);
+            }
+            self.publish_released();
+        }
+        Ok(worked)
+    }
+
+    /// Checks the copy of a record and takes over the data that it names. What the server needs to know before it has the command goes before it: the frame `commands` ends then. While a server
+    /// executes a command it may read nothing that is behind it.
+    fn check(
+        &mut self,
+        record: Record,
+        out: &mut SendBuffer,
+        commands: &mut Option<OpenFrame>,
+    ) -> Result<(), EndReason> {
+        let Record { opcode, reply_slot, seq } = record;
+        let Some(info) = ops::info(opcode) else {
+            return Err(EndReason::Client(format!("command {seq} has unknown opcode {opcode:#06x}")));
+        };
+        let wrong =
+            |what: &dyn std::fmt::Display| EndReason::Client(format!("command {seq} ({}) {what}", info.name));
+        let undecodable = |e| wrong(&format_args!("does not decode: {e}"));
+        match info.class {
+            Class::Async if reply_slot == NO_SLOT => {}
+            Class::Async => {
+                return Err(wrong(&format_args!(
+                    "names reply slot {reply_slot} though it is never answered"
+                )));
+            }
+            Class::Sync => match self.waiting.get_mut(usize::from(reply_slot)) {
+                None => {
+                    return Err(wrong(&format_args!("names reply slot {reply_slot}, which does not exist")));
+                }
+                Some(awaited @ 0) => *awaited = seq,
+                Some(other) => {
+                    return Err(wrong(&format_args!(
+                        "names reply slot {reply_slot}, where command {other} awaits its answer"
+                    )));
+                }
+            },
+        }
+        self.schedule.command(seq, info, &self.body).map_err(undecodable)?;
+        if !info.carries_data {
+            return Ok(());
+        }
+        self.uses.clear();
+        let uses = &mut self.uses;
+        (info.visit_data)(&self.body, &mut |data| uses.push(data)).map_err(undecodable)?;
+        let mut first = |kind, body: &[u8]| {
+            if let Some(commands) = commands.take() {
+                out.finish(commands);
+            }
+            out.frame(kind, body);
+        };
+        for (piece, data) in self.uses.iter().enumerate() {
+            let (range, write, late) = match *data {
+                DataUse::In(range) => (range, false, false),
+                DataUse::Late(range) => (range, false, true),
+                DataUse::Out(range) => (range, true, false),
+            };
+            let span = self.regions.span(range, write).map_err(|what| {
+                wrong(&format_args!(
+                    "names data at offset {:#x} of {:?}, {} bytes, which {what}",
+                    range.offset, range.place, range.len
+                ))
+            })?;
+            let piece = piece as u32;
+            if write {
+                if let Some(key) = super::ClientMemory::take_key(span.memory()) {
+                    let region = match range.place {
+                        Place::Arena => ARENA_KEY,
+                        Place::Region(id) => id,
+                    };
+                    let key = RegionKey { address: key.address, size: key.size, region, key: key.key };
+                    first(frame::REGION_KEY, key.as_bytes());
+                }
+                self.downloads.expect(seq, piece, span);
+            } else if span.len() > 0 {
+                self.unsent.add(seq, span.len());
+                if self.schedule.push(Upload { seq, piece, span, late }) {
+                    first(frame::DATA_ASK, DataAsk { seq, piece, reserved: 0 }.as_bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // Data that a carrier has moved.
+
+    /// `len` bytes of command `seq`'s `In` data were sent, and their source is the client's again.
+    pub(in crate::bridge) fn sent(&mut self, seq: u64, len: u64) {
+        self.completed |= self.unsent.sent(seq, len);
+    }
+
+    /// Where `len` bytes from `offset` of a piece of `Out` data go.
+    pub(in crate::bridge) fn target(
+        &self,
+        seq: u64,
+        piece: u32,
+        offset: u64,
+        len: u64,
+    ) -> Result<Span<S::Memory>, EndReason> {
+        self.downloads.target(seq, piece, offset, len)
+    }
+
+    /// `len` bytes of command `seq`'s `Out` data are in the client's memory.
+    pub(in crate::bridge) fn received(&mut self, seq: u64, len: u64) -> Result<(), EndReason> {
+        self.downloads.received(seq, len)
+    }
+
+    /// The same for a server that writes by itself and names the lower half of the seq.
+    pub(in crate::bridge) fn written_by_server(&mut self, low: u32, len: u32) -> Result<(), EndReason> {
+        let behind = u64::from((self.last_seq as u32).wrapping_sub(low));
+        match self.last_seq.checked_sub(behind) {
+            Some(seq) if len > 0 => self.downloads.received(seq, len.into()),
+            _ => Err(EndReason::Server(format!(
+                "it wrote {len} bytes for command …{low:#x}, which was not sent or expects none"
+            ))),
+        }
+    }
+
+    /// Whether so much data is under way that polling for each part of it would be in vain.
+    pub(super) fn is_bulk(&self) -> bool {
+        self.unsent.bytes() + self.downloads.bytes() >= BULK
+    }
+
+    fn publish_released(&mut self) {
+        let released = self.unsent.released(self.last_seq);
+        if released <= self.released {
+            return;
+        }
+        self.released = released;
+        self.session.channel.view.progress().set_released(released);
+        if self.session.header().progress_sleep.take() {
+            self.session.waker().wake(Header::PROGRESS_SLEEP_OFFSET);
+        }
+    }
+
+    // Frames in.
+
+    /// Reads the server's frames once, to be [taken](Self::take_frames). 0: the end of the stream.
+    pub(in crate::bridge) fn read(&mut self, from: &mut impl Read) -> io::Result<usize> {
+        let n = self.reader.fill(from)?;
+        self.session.counters.control_bytes_received.add(n as u64);
+        Ok(n)
+    }
+
+    /// Whether frames are taken now. While data that they may depend on is on its way they are not.
+    pub(in crate::bridge) fn takes_frames(&self) -> bool {
+        self.settling.is_none()
+    }
+
+    /// Bytes of frames that wait for data.
+    pub(in crate::bridge) fn backlog(&self) -> usize {
+        if self.takes_frames() { 0 } else { self.reader.buffered() }
+    }
+
+    /// Something came from the server.
+    pub(in crate::bridge) fn heard(&mut self, now: Instant) {
+        self.heard = now;
+    }
+
+    /// Acts on the frames that were read, as far as the order of data allows.
+    pub(in crate::bridge) fn take_frames(&mut self) -> Result<(), EndReason> {
+        let session = self.session;
+        let mut waker = session.waker();
+        let mut published = false;
+        loop {
+            if let Some(DataSent { seq, bytes }) = self.settling {
+                if !self.downloads.settle(seq, bytes)? {
+                    break;
+                }
+                self.settling = None;
+            }
+            let next = self.reader.next_frame().map_err(|e| EndReason::Server(e.to_string()))?;
+            let Some((kind, body)) = next else { break };
+            session.counters.frames_received.add(1);
+            match kind {
+                frame::REPLY => reply(session, &mut self.waiting, body, &mut waker)?,
+                frame::PROGRESS => {
+                    each(body, "a frame of progress", |update| publish(session, update))?;
+                    published = true;
+                }
+                frame::DATA_SENT => {
+                    let (sent, _) = split_struct(body).map_err(|e| EndReason::Server(e.to_string()))?;
+                    self.settling = Some(sent);
+                }
+                frame::DATA_GRANT => {
+                    each(body, "a frame of grants", |grant: DataGrant| self.schedule.grant(grant))?;
+                }
+                frame::COMMANDS_TAKEN if S::COMMANDS_AHEAD.is_some() => {
+                    let bytes = body.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));
+                    let left = bytes.and_then(|bytes| self.untaken.checked_sub(bytes));
+                    self.untaken = left.ok_or_else(|| {
+                        EndReason::Server(format!(
+                            "it has taken {bytes:?} bytes of commands, more than were sent"
+                        ))
+                    })?;
+                }
+                frame::ALIVE => {}
+                frame::BYE => return Err(EndReason::Bye(String::from_utf8_lossy(body).into_owned())),
+                kind => {
+                    if !self.schedule.frame(kind, body)? {
+                        return Err(EndReason::Server(format!("it sent a frame of unknown kind {kind}")));
+                    }
+                }
+            }
+        }
+        if published && session.header().progress_sleep.take() {
+            waker.wake(Header::PROGRESS_SLEEP_OFFSET);
+        }
+        Ok(())
+    }
+
+    // Whether the server is there.
+
+    /// Whether something is expected from the server. Only then does its silence mean anything; that a server dies meanwhile is noticed by the connection's keepalive.
+    fn awaits(&self, out: &SendBuffer) -> bool {
+        !out.is_empty()
+            || self.unsent.commands() > 0
+            || self.downloads.commands() > 0
+            || self.session.channel.view.progress().executed() < self.last_seq
+            || self.waiting.iter().any(|seq| *seq != 0)
+    }
+
+    /// Asks a silent server that is waited for whether it is there. True: it was asked just now. The error: it has been silent for so many seconds that it is lost.
+    pub(super) fn keep_alive(&mut self, out: &mut SendBuffer, now: Instant) -> Result<bool, u64> {
+        // Worker threads receive data unseen.
+        let received = self.session.counters.data_bytes_received.get();
+        if received != self.received {
+            (self.received, self.heard) = (received, now);
+        }
+        let silent = now.saturating_duration_since(self.heard);
+        if silent < ALIVE_EVERY.min(self.silence) {
+            return Ok(false);
+        }
+        if !self.awaits(out) {
+            self.heard = now;
+            return Ok(false);
+        }
+        if silent > self.silence {
+            return Err(silent.as_secs());
+        }
+        if now.saturating_duration_since(self.asked) < ALIVE_EVERY {
+            return Ok(false);
+        }
+        self.asked = now;
+        let room = out.has_room();
+        if room {
+            out.frame(frame::ALIVE, &[]);
+        }
+        Ok(room)
+    }
+
+    /// How long nothing needs to be done unless something happens. `None`: for ever.
+    pub(super) fn rest(&self, out: &SendBuffer, now: Instant) -> Option<Duration> {
+        let next = (self.asked.max(self.heard) + ALIVE_EVERY).min(self.heard + self.silence);
+        self.awaits(out).then(|| next.saturating_duration_since(now))
+    }
+
+    /// To be called after a sleep: a silence begins only when something is awaited.
+    pub(super) fn rested(&mut self, awaited: bool, now: Instant) {
+        if !awaited {
+            self.heard = now;
+        }
+    }
+}
+
+/// Calls `act` with each entry of a frame's body. Entries are copied one by one: a frame begins anywhere in its buffer, so its body may lie at any address.
+fn each<T: FromBytes + Immutable>(
+    body: &[u8],
+    what: &str,
+    mut act: impl FnMut(T) -> Result<(), EndReason>,
+) -> Result<(), EndReason> {
+    for entry in body.chunks(size_of::<T>()) {
+        let wrong = |_| EndReason::Server(format!("it sent {what} of {} bytes", body.len()));
+        act(T::read_from_bytes(entry).map_err(wrong)?)?;
+    }
+    Ok(())
+}
+
+fn reply(
+    session: &SessionState,
+    waiting: &mut [u64],
+    body: &[u8],
+    waker: &mut Waker<'_>,
+) -> Result<(), EndReason> {
+    let (header, payload) =
+        split_struct::<ReplyHeader>(body).map_err(|e| EndReason::Server(e.to_string()))?;
+    let ReplyHeader { seq, slot, status } = header;
+    let awaited = waiting.get_mut(slot as usize).filter(|awaited| **awaited == seq && seq != 0);
+    let view = &session.channel.view;
+    let (Some(awaited), Some(reply_slot)) =
+        (awaited, u16::try_from(slot).ok().and_then(|slot| view.slot(slot)))
+    else {
+        return Err(EndReason::Server(format!(
+            "it answered command {seq} in slot {slot}, where no such answer is awaited"
+        )));
+    };
+    if payload.len() > MAX_PAYLOAD {
+        return Err(EndReason::Server(format!(
+            "it answered command {seq} with {} bytes, more than {MAX_PAYLOAD}",
+            payload.len()
+        )));
+    }
+    *awaited = 0;
+    session.counters.replies.add(1);
+    session.counters.copied_bytes.add(payload.len() as u64);
+    session.trace.note(Stage::Delivered, seq, 0);
+    if reply_slot.complete(seq, Status(status), payload) {
+        waker.wake(view.geometry().slot_offset(slot as usize) as u64);
+    }
+    Ok(())
+}
+
+fn publish(session: &SessionState, update: ProgressUpdate) -> Result<(), EndReason> {
+    let area = session.channel.view.progress();
+    let wrong = || {
+        EndReason::Server(format!(
+            "it sent a progress update of kind {} for index {:#x}",
+            update.kind, update.index
+        ))
+    };
+    match update.kind {
+        progress::EXECUTED => area.set_executed(update.seq),
+        progress::STREAM => {
+            let word = area.stream(StreamId(update.index)).ok_or_else(wrong)?;
+            word.store(update.seq, Ordering::Release);
+        }
+        progress::ERROR => {
+            let (context, sticky) = (update.index & !(1 << 31), update.index >> 31 != 0);
+            let word = area.error(ContextId(context)).ok_or_else(wrong)?;
+            match u32::try_from(update.value).map_err(|_| wrong())? {
+                0 => word.clear(),
+                status => word.set(Status(status), sticky, update.seq),
+            }
+        }
+        progress::OUTPUT => area.set_output(update.value),
+        // The bridge knows by itself what it has sent.
+        progress::RELEASED => {}
+        _ => return Err(wrong()),
+    }
+    Ok(())
+}

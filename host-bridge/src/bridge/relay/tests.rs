@@ -1,0 +1,1095 @@
+//! The rules of a relayed session, without a socket: a client, a server and everything between them in memory, in one thread, in whatever order a seed says.
+//!
+//! [`Session`] drives a [`Machine`] as a carrier would, and checks after every step what must hold at any time. [`Server`] keeps to the protocol and checks that the bridge does. Where the relay's
+//! loop is meant as well, [`Pipe`] is a carrier whose server is a thread of the test.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use proptest::prelude::*;
+use protocol::channel::{Geometry, Header, MAX_RECORD, NO_SLOT, Producer, RECORD_HEADER, Record, RingMemory};
+use protocol::data::{DataUse, HostIn, HostOut, HostRange, Place};
+use protocol::device::Extent;
+use protocol::handle::{StreamId, TicketId};
+use protocol::link::{
+    COMMANDS_AHEAD, DataAsk, DataGrant, DataSent, EAGER, EAGER_PIECE, GRANTED_SLOTS, Memory, ProgressUpdate,
+    RegionKey, ReplyHeader, SLOT_DATA, frame, progress,
+};
+use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
+use protocol::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark, StreamSynchronize};
+use protocol::ops::{self, Class, Op};
+use zerocopy::IntoBytes;
+
+use super::carrier::{Carrier, Wakeups, run};
+use super::mailbox::{Mailbox, Message};
+use super::regions::{ClientMemory, MemoryKey, Span};
+use super::{EndReason, Flows, Machine, Schedule, Slots};
+use crate::bridge::polling::PollTime;
+use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
+use crate::framing::{FrameReader, SendBuffer, split_struct};
+use crate::memory::Memories;
+
+/// A generous limit on anything that is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Memory of a client of which only the size matters.
+#[derive(Debug)]
+pub(super) struct TestMemory {
+    size: u64,
+    read_only: bool,
+    key_taken: AtomicBool,
+}
+
+impl TestMemory {
+    fn new(size: u64, read_only: bool) -> TestMemory {
+        TestMemory { size, read_only, key_taken: AtomicBool::new(false) }
+    }
+
+    pub(super) fn span(len: u64) -> Span<TestMemory> {
+        Span::of(Arc::new(TestMemory::new(len, false)), 0, len)
+    }
+}
+
+impl ClientMemory for TestMemory {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn take_key(&self) -> Option<MemoryKey> {
+        let first = !self.key_taken.swap(true, Ordering::Relaxed);
+        first.then_some(MemoryKey { address: 0, size: self.size, key: 7 })
+    }
+}
+
+/// Data that is on its way to the server.
+#[derive(Debug, Clone, Copy)]
+struct Sent {
+    seq: u64,
+    piece: u32,
+    at: u64,
+    len: u64,
+    eager: bool,
+    slot: Option<u32>,
+    token: u64,
+}
+
+/// Both schedules, as the tests use them.
+trait TestSchedule: Schedule<Memory = TestMemory> + Send + 'static {
+    fn begin() -> Self;
+    fn next(&mut self) -> Option<Sent>;
+    fn done(&mut self, sent: &Sent);
+}
+
+impl TestSchedule for Flows<TestMemory> {
+    fn begin() -> Self {
+        Flows::new(4)
+    }
+
+    fn next(&mut self) -> Option<Sent> {
+        let chunk = self.next_chunk()?;
+        let (seq, piece, at, len) = (chunk.seq, chunk.piece, chunk.at, chunk.len.into());
+        Some(Sent { seq, piece, at, len, eager: chunk.eager, slot: None, token: 0 })
+    }
+
+    fn done(&mut self, _sent: &Sent) {}
+}
+
+/// Slots of a `verbs` server.
+const SLOTS: u32 = GRANTED_SLOTS + 12;
+const SLOT_SIZE: u32 = SLOT_DATA + (128 << 10);
+
+impl TestSchedule for Slots<TestMemory> {
+    fn begin() -> Self {
+        Slots::new(SLOTS, SLOT_SIZE, 2, 16)
+    }
+
+    fn next(&mut self) -> Option<Sent> {
+        let more = self.has_writes();
+        let write = self.next_write();
+        assert_eq!(write.is_some(), more);
+        let write = write?;
+        let header = write.header;
+        assert_eq!(write.source.len(), u64::from(header.len));
+        Some(Sent {
+            seq: header.seq,
+            piece: header.piece,
+            at: header.offset,
+            len: header.len.into(),
+            eager: false,
+            slot: Some(write.slot),
+            token: write.token,
+        })
+    }
+
+    fn done(&mut self, sent: &Sent) {
+        assert_eq!(self.written(sent.token), Some((sent.seq, sent.len)));
+        assert_eq!(self.written(sent.token), None, "a write is done once");
+    }
+}
+
+/// A fresh session, and the number of wake-ups that its client has had.
+fn session() -> (Arc<SessionState>, Arc<AtomicUsize>) {
+    let geometry = Geometry::with_arena(0x1000);
+    let size = geometry.size as u64;
+    let file = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
+    nix::unistd::ftruncate(&file, size as i64).unwrap();
+    let memories = Memories::map(vec![(Memory { addr: 0, size, file_offset: 0 }, file)]).unwrap();
+    let extents = vec![Extent { addr: 0, len: size }];
+    let at = memories.resolve(&extents, size).unwrap().all()[0].at.cast::<Header>();
+    // SAFETY: mapped as long as `memories`, page-aligned, and all atomics.
+    unsafe { at.as_ref() }.write_fields(&geometry.fields(1, "test"));
+    let channel = ChannelMemory::new(memories, extents, size).unwrap();
+    let wakes = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&wakes);
+    let call = Wakeup::Call(Arc::new(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+    }));
+    (Arc::new(SessionState::new(channel, "the test".into(), call, Box::new(|_| {}))), wakes)
+}
+
+/// The client's end of its ring.
+fn producer(session: &SessionState) -> Producer<'_> {
+    let view = &session.channel.view;
+    let geometry = view.geometry();
+    // SAFETY: the ring lies inside the channel, aligned, all atomics, and stays mapped as long as `session`.
+    let words = unsafe {
+        let at = view.base().add(geometry.ring_offset).cast().as_ptr();
+        std::slice::from_raw_parts(at, geometry.ring_size / 8)
+    };
+    Producer::new(view.header(), RingMemory::new(words))
+}
+
+/// A small generator: the order of things follows from its seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())]
+    }
+}
+
+/// A server that keeps to the protocol and checks that the bridge does.
+#[derive(Default)]
+struct Server {
+    verbs: bool,
+    reader: FrameReader,
+    records: VecDeque<(Record, Vec<u8>)>,
+    last_seq: u64,
+    executed: u64,
+    /// What the bridge has asked for ahead of its command.
+    asked: HashSet<(u64, u32)>,
+    keys: HashSet<u32>,
+    /// Pieces that go by grants: their length, and how much was granted.
+    granting: BTreeMap<(u64, u32), (u64, u64)>,
+    granted: HashMap<(u64, u32), u64>,
+    /// Bytes received of each piece, and of each piece its length, once known.
+    received: HashMap<(u64, u32), u64>,
+    lengths: HashMap<(u64, u32), u64>,
+    /// Eager bytes that have come and of which the bridge was not told.
+    placed: u64,
+    /// Bytes of records that were received, and not executed, and executed without the bridge being told.
+    untaken: u64,
+    taken: u64,
+    /// Slots that were written, in order, and not freed.
+    filled: VecDeque<u32>,
+    filled_granted: Vec<u32>,
+    farewell: Option<String>,
+}
+
+impl Server {
+    fn hear(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            self.reader.fill(&mut bytes).unwrap();
+        }
+        while let Some((kind, body)) = self.reader.next_frame().unwrap() {
+            let body = body.to_vec();
+            match kind {
+                frame::COMMANDS => self.commands(&body),
+                frame::DATA_ASK => {
+                    let (DataAsk { seq, piece, .. }, _) = split_struct(&body).unwrap();
+                    assert!(seq > self.last_seq, "it asks for data of command {seq} behind it");
+                    assert!(self.asked.insert((seq, piece)));
+                }
+                frame::REGION_KEY => {
+                    let (key, _) = split_struct::<RegionKey>(&body).unwrap();
+                    assert!(self.keys.insert(key.region), "a key comes once");
+                }
+                frame::ALIVE => {}
+                frame::BYE => self.farewell = Some(String::from_utf8(body).unwrap()),
+                kind => panic!("a frame of kind {kind}"),
+            }
+        }
+    }
+
+    fn commands(&mut self, mut body: &[u8]) {
+        assert!(!body.is_empty(), "a frame of commands has one");
+        while !body.is_empty() {
+            let (record, size) = Record::from_bytes(body.first_chunk().unwrap());
+            let (now, rest) = body.split_at(size as usize);
+            assert_eq!(record.seq, self.last_seq + 1);
+            self.last_seq = record.seq;
+            self.untaken += u64::from(size);
+            if self.verbs {
+                assert!(self.untaken <= COMMANDS_AHEAD + MAX_RECORD as u64, "{}", self.untaken);
+            }
+            self.records.push_back((record, now[RECORD_HEADER..].to_vec()));
+            body = rest;
+        }
+    }
+
+    /// Executes the next command. Its frames go to `frames`, its data to `data`.
+    fn execute(
+        &mut self,
+        random: &mut Random,
+        frames: &mut SendBuffer,
+        data: &mut Vec<(u64, u32, u64, u64)>,
+    ) {
+        let Some((record, body)) = self.records.pop_front() else { return };
+        let seq = record.seq;
+        let size = (RECORD_HEADER + body.len()) as u64;
+        (self.untaken, self.taken) = (self.untaken - size, self.taken + size);
+        let mut uses = Vec::new();
+        let info = ops::info(record.opcode).unwrap();
+        (info.visit_data)(&body, &mut |data| uses.push(data)).unwrap();
+        let mut sends = None;
+        for (piece, use_) in uses.into_iter().enumerate() {
+            let key = (seq, piece as u32);
+            let (range, late) = match use_ {
+                DataUse::In(range) => (range, false),
+                DataUse::Late(range) => (range, true),
+                DataUse::Out(range) => {
+                    let region = match range.place {
+                        Place::Arena => protocol::link::ARENA_KEY,
+                        Place::Region(id) => id,
+                    };
+                    assert!(self.keys.contains(&region), "a command whose memory the server has no key for");
+                    // A command that fails sends less.
+                    let all = if random.below(8) == 0 { range.len / 2 } else { range.len };
+                    let mut at = 0;
+                    while at < all {
+                        let now = (all - at).min(1 + random.next() % (1 << 20));
+                        data.push((seq, key.1, at, now));
+                        at += now;
+                    }
+                    *sends.get_or_insert(0) += all;
+                    continue;
+                }
+            };
+            self.lengths.insert(key, range.len);
+            if self.asked.remove(&key) || !self.verbs && (late || range.len > EAGER_PIECE) {
+                self.granting.insert(key, (range.len, 0));
+            }
+        }
+        if let Some(bytes) = sends {
+            frames.frame(frame::DATA_SENT, DataSent { seq, bytes }.as_bytes());
+        }
+        self.executed = seq;
+        let update = ProgressUpdate { kind: progress::EXECUTED, index: 0, seq, value: 0 };
+        frames.frame(frame::PROGRESS, update.as_bytes());
+        if record.reply_slot != NO_SLOT {
+            let header = ReplyHeader { seq, slot: record.reply_slot.into(), status: 0 };
+            frames.frame(frame::REPLY, [header.as_bytes(), &seq.to_le_bytes()].concat().as_slice());
+        }
+    }
+
+    /// Grants parts of some pieces, in one frame.
+    fn grant(&mut self, random: &mut Random, frames: &mut SendBuffer, all: bool) {
+        let keys: Vec<_> = self.granting.keys().copied().collect();
+        let mut grants = Vec::new();
+        for key in keys {
+            if !all && random.below(3) == 0 {
+                continue;
+            }
+            let Some((len, granted)) = self.granting.get_mut(&key) else { continue };
+            *granted = if all { u64::MAX } else { *granted + 1 + random.next() % (2 << 20) };
+            let upto = *granted;
+            self.granted.insert(key, upto);
+            grants.push(DataGrant { seq: key.0, piece: key.1, reserved: 0, upto });
+            if upto >= *len {
+                self.granting.remove(&key);
+            }
+        }
+        if !grants.is_empty() {
+            frames.frame(frame::DATA_GRANT, grants.as_bytes());
+        }
+    }
+
+    /// Data has come.
+    fn land(&mut self, sent: &Sent) {
+        *self.received.entry((sent.seq, sent.piece)).or_default() += sent.len;
+        self.placed += if sent.eager { sent.len } else { 0 };
+        match sent.slot {
+            Some(slot) if slot < SLOTS - GRANTED_SLOTS => self.filled.push_back(slot),
+            Some(slot) => self.filled_granted.push(slot),
+            None => {}
+        }
+    }
+
+    /// Says what else the bridge must be told.
+    fn tell(&mut self, random: &mut Random, frames: &mut SendBuffer, free: &mut Vec<u32>, planned: u64) {
+        if self.placed > 0 {
+            frames.frame(frame::DATA_PLACED, &std::mem::take(&mut self.placed).to_le_bytes());
+        }
+        if self.verbs && self.taken > 0 {
+            frames.frame(frame::COMMANDS_TAKEN, &std::mem::take(&mut self.taken).to_le_bytes());
+        }
+        // Planned slots become free in the order in which they were given out, whatever landed first.
+        let count = u64::from(SLOTS - GRANTED_SLOTS);
+        let mut slots = Vec::new();
+        while let Some(at) =
+            self.filled.iter().position(|slot| u64::from(*slot) == (planned + slots.len() as u64) % count)
+        {
+            slots.extend(self.filled.remove(at));
+        }
+        while !self.filled_granted.is_empty() {
+            slots.push(self.filled_granted.swap_remove(random.below(self.filled_granted.len())));
+        }
+        if !slots.is_empty() {
+            free.extend(&slots);
+            frames.frame(frame::SLOTS_FREE, slots.as_bytes());
+        }
+    }
+}
+
+/// A session in memory: client, machine, server, and what is under way between them.
+struct Session<'c, S: TestSchedule> {
+    session: &'c SessionState,
+    producer: Producer<'c>,
+    machine: Machine<'c, S>,
+    out: SendBuffer,
+    /// Data that the schedule has given out, and that was not sent to its end.
+    sending: Vec<Sent>,
+    /// Sent, and not at the server yet.
+    flying: Vec<Sent>,
+    server: Server,
+    frames: SendBuffer,
+    data: Vec<(u64, u32, u64, u64)>,
+    /// Bytes of each command that were not sent, or not received.
+    unsent: BTreeMap<u64, u64>,
+    expected: BTreeMap<u64, u64>,
+    /// Bytes of each piece that the schedule has given out.
+    given: HashMap<(u64, u32), u64>,
+    eager: u64,
+    used_slots: BTreeSet<u32>,
+    planned: u64,
+    freed: u64,
+    busy_slots: BTreeMap<u16, u64>,
+    tickets: u64,
+    random: Random,
+}
+
+const LENGTHS: [u64; 8] = [0, 1, 100, 64 << 10, 70_000, 1 << 20, (1 << 20) + 1, 5 << 20];
+
+impl<'c, S: TestSchedule> Session<'c, S> {
+    fn new(session: &'c SessionState, seed: u64) -> Session<'c, S> {
+        let arena = Some(TestMemory::new(64 << 20, false));
+        let mut machine = Machine::new(session, arena, S::begin(), PATIENCE);
+        for id in 1..4 {
+            let (done, answer) = mpsc::channel();
+            machine
+                .message(Message::Register { id, region: TestMemory::new(8 << 20, id == 3), done })
+                .unwrap();
+            assert!(answer.recv().unwrap().is_ok());
+        }
+        let server = Server { verbs: S::COMMANDS_AHEAD.is_some(), ..Server::default() };
+        Session {
+            session,
+            producer: producer(session),
+            machine,
+            out: SendBuffer::new(),
+            sending: Vec::new(),
+            flying: Vec::new(),
+            server,
+            frames: SendBuffer::new(),
+            data: Vec::new(),
+            unsent: BTreeMap::new(),
+            expected: BTreeMap::new(),
+            given: HashMap::new(),
+            eager: 0,
+            used_slots: BTreeSet::new(),
+            planned: 0,
+            freed: 0,
+            busy_slots: BTreeMap::new(),
+            tickets: 0,
+            random: Random(seed),
+        }
+    }
+
+    fn push<'a, T: Op<'a>>(&mut self, op: &T, slot: u16) -> u64 {
+        push(&mut self.producer, op, slot)
+    }
+
+    /// The client appends some command.
+    fn command(&mut self) {
+        let stream = StreamId(self.random.below(3) as u32);
+        let len = self.random.pick(&LENGTHS);
+        let place = match self.random.below(3) {
+            0 => Place::Arena,
+            n => Place::Region(n as u32),
+        };
+        let range = HostRange { place, offset: self.random.next() % 4096, len };
+        match self.random.below(9) {
+            0..=2 => {
+                let src = HostIn::Range(range);
+                let seq = self.push(&MemcpyHtoD { stream, dst: 0, src }, NO_SLOT);
+                self.unsent.insert(seq, len);
+            }
+            3 => {
+                let src = HostIn::Late(range);
+                let seq = self.push(&MemcpyHtoD { stream, dst: 0, src }, NO_SLOT);
+                self.unsent.insert(seq, len);
+            }
+            4 | 5 => {
+                let seq = self.push(&MemcpyDtoH { stream, src: 0, dst: HostOut(range) }, NO_SLOT);
+                self.expected.insert(seq, len);
+            }
+            6 => {
+                let slot = self.random.below(8) as u16;
+                if !self.busy_slots.contains_key(&slot) {
+                    self.session.channel.view.slot(slot).unwrap().prepare();
+                    let seq = self.push(&StreamSynchronize { stream }, slot);
+                    self.busy_slots.insert(slot, seq);
+                }
+            }
+            7 => {
+                self.tickets += 1;
+                self.push(&StreamHostWait { stream, ticket: TicketId(self.tickets) }, NO_SLOT);
+                self.push(&StreamHostSignal { ticket: TicketId(self.tickets) }, NO_SLOT);
+            }
+            _ => drop(self.push(&StreamMark { stream }, NO_SLOT)),
+        }
+        self.unsent.retain(|_, left| *left > 0);
+    }
+
+    /// The schedule gives out some data, which must be data that may go.
+    fn give(&mut self) -> bool {
+        let Some(sent) = self.machine.schedule().next() else { return false };
+        let key = (sent.seq, sent.piece);
+        let given = self.given.entry(key).or_default();
+        assert_eq!(*given, sent.at, "data goes once and in order");
+        *given += sent.len;
+        let granted = self.server.granted.get(&key).copied().unwrap_or(0);
+        if sent.eager {
+            self.eager += sent.len;
+            assert!(*given <= EAGER_PIECE && self.eager <= EAGER, "{sent:?}, {} eager bytes", self.eager);
+        } else if sent.slot.is_none_or(|slot| slot >= SLOTS - GRANTED_SLOTS) {
+            assert!(*given <= granted, "{sent:?} where {granted} were granted");
+        }
+        if let Some(slot) = sent.slot {
+            assert!(self.used_slots.insert(slot), "slot {slot} is in use");
+            assert!(sent.len <= u64::from(SLOT_SIZE - SLOT_DATA));
+            if slot < SLOTS - GRANTED_SLOTS {
+                assert_eq!(
+                    u64::from(slot),
+                    self.planned % u64::from(SLOTS - GRANTED_SLOTS),
+                    "slots are used in turn"
+                );
+                self.planned += 1;
+            }
+        }
+        self.sending.push(sent);
+        true
+    }
+
+    fn server_tells(&mut self) {
+        self.eager -= self.server.placed;
+        let mut free = Vec::new();
+        self.server.tell(&mut self.random, &mut self.frames, &mut free, self.freed);
+        for slot in free {
+            assert!(self.used_slots.remove(&slot));
+            self.freed += u64::from(slot < SLOTS - GRANTED_SLOTS);
+        }
+    }
+
+    /// One step of somebody. True: it did something.
+    fn step(&mut self, what: usize) -> bool {
+        match what {
+            0 => self.machine.take_records(&mut self.out).unwrap(),
+            1 => {
+                let n = self.random.below(self.out.unsent().len() + 1);
+                let n = if self.random.below(2) == 0 { self.out.unsent().len() } else { n };
+                let bytes = self.out.unsent()[..n].to_vec();
+                self.out.advance(n);
+                self.server.hear(&bytes);
+                n > 0
+            }
+            2 => self.give(),
+            3 if !self.sending.is_empty() => {
+                let sent = self.sending.swap_remove(self.random.below(self.sending.len()));
+                self.machine.schedule().done(&sent);
+                self.machine.sent(sent.seq, sent.len);
+                let left = self.unsent.get_mut(&sent.seq).unwrap();
+                *left -= sent.len;
+                if *left == 0 {
+                    self.unsent.remove(&sent.seq);
+                }
+                self.flying.push(sent);
+                true
+            }
+            4 if !self.flying.is_empty() => {
+                let sent = self.flying.swap_remove(self.random.below(self.flying.len()));
+                self.server.land(&sent);
+                true
+            }
+            5 if !self.server.records.is_empty() => {
+                self.server.execute(&mut self.random, &mut self.frames, &mut self.data);
+                true
+            }
+            6 if !self.server.granting.is_empty() => {
+                let all = self.random.below(8) == 0;
+                self.server.grant(&mut self.random, &mut self.frames, all);
+                true
+            }
+            7 => {
+                self.server_tells();
+                false
+            }
+            8 if !self.frames.is_empty() => {
+                let most = self.frames.unsent().len();
+                let n = if self.random.below(2) == 0 { most } else { self.random.below(most + 1) };
+                let bytes = self.frames.unsent()[..n].to_vec();
+                self.frames.advance(n);
+                let mut rest = bytes.as_slice();
+                while !rest.is_empty() {
+                    self.machine.read(&mut rest).unwrap();
+                }
+                self.machine.take_frames().unwrap();
+                n > 0
+            }
+            9 if !self.data.is_empty() => {
+                let (seq, piece, at, len) = self.data.swap_remove(self.random.below(self.data.len()));
+                if self.server.verbs {
+                    self.machine.written_by_server(seq as u32, len as u32).unwrap();
+                } else {
+                    assert_eq!(self.machine.target(seq, piece, at, len).unwrap().len(), len);
+                    self.machine.received(seq, len).unwrap();
+                }
+                *self.expected.get_mut(&seq).unwrap() -= len;
+                self.machine.take_frames().unwrap();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// What holds at any time.
+    fn check(&mut self) {
+        self.machine.finish_turn();
+        let progress = self.session.channel.view.progress();
+        if let Some((first, _)) = self.unsent.first_key_value() {
+            assert!(
+                progress.released() < *first,
+                "released {} before its data was sent",
+                progress.released()
+            );
+        }
+        // Data that the server still has under way is not behind the client's progress.
+        if let Some(first) = self.data.iter().map(|(seq, ..)| *seq).min() {
+            assert!(progress.executed() < first, "executed {} before its data is here", progress.executed());
+        }
+        let mut payload = Vec::new();
+        self.busy_slots.retain(|slot, seq| {
+            payload.clear();
+            let done = self.session.channel.view.slot(*slot).unwrap().poll(&mut payload);
+            assert!(done.is_none() || payload == seq.to_le_bytes());
+            done.is_none()
+        });
+    }
+
+    /// Lets everything come to its end.
+    fn settle(&mut self) {
+        let mut quiet = 0;
+        while quiet < 3 {
+            let mut worked = false;
+            for what in 0..10 {
+                while self.step(what) {
+                    worked = true;
+                    self.check();
+                }
+            }
+            self.server.grant(&mut self.random, &mut self.frames, true);
+            quiet = if worked || !self.frames.is_empty() { 0 } else { quiet + 1 };
+        }
+        let last = self.producer.last_seq();
+        let progress = self.session.channel.view.progress();
+        assert_eq!((progress.executed(), progress.released()), (last, last));
+        assert!(self.busy_slots.is_empty() && self.unsent.is_empty() && self.data.is_empty());
+        for (key, len) in &self.server.lengths {
+            assert_eq!(self.server.received.get(key).copied().unwrap_or(0), *len, "piece {key:?}");
+        }
+    }
+}
+
+fn push<'a, T: Op<'a>>(producer: &mut Producer<'_>, op: &T, slot: u16) -> u64 {
+    assert_eq!(T::INFO.class == Class::Sync, slot != NO_SLOT);
+    let mut body = Vec::new();
+    ops::encode(op, &mut body);
+    producer.push(T::INFO.opcode, slot, &body).expect("room in the ring")
+}
+
+/// Steps in a random order; all the rules hold after each.
+fn any_order<S: TestSchedule>(seed: u64, steps: usize) {
+    let (session, _) = session();
+    let mut session = Session::<S>::new(&session, seed);
+    for _ in 0..steps {
+        match session.random.below(12) {
+            10 | 11 if session.producer.last_seq() < 400 => session.command(),
+            what => drop(session.step(what)),
+        }
+        session.check();
+    }
+    session.settle();
+}
+
+/// Whatever frames a server sends, they are acted on or end the session as the server's fault.
+fn any_frames<S: TestSchedule>(seed: u64) {
+    let (session, _) = session();
+    let mut session = Session::<S>::new(&session, seed);
+    (0..40).for_each(|_| session.command());
+    session.machine.take_records(&mut session.out).unwrap();
+    while session.give() {}
+    for _ in 0..60 {
+        let random = &mut session.random;
+        let numbers = [0, 1, 2, 3, 5, 40, 1 << 20, u64::from(u32::MAX), u64::MAX, random.next()];
+        let mut body = Vec::new();
+        let words = random.below(8);
+        (0..words).for_each(|_| body.extend(random.pick(&numbers).to_le_bytes()));
+        let half = random.pick(&numbers).to_le_bytes();
+        body.extend(&half[..random.pick(&[0, 0, 0, 4, 7])]);
+        let mut frames = SendBuffer::new();
+        frames.frame(random.below(20) as u32, &body);
+        let (low, len) = (random.pick(&numbers), random.pick(&numbers));
+        let mut bytes = frames.unsent();
+        session.machine.read(&mut bytes).unwrap();
+        let data = match session.random.below(4) {
+            0 => session.machine.written_by_server(low as u32, len as u32),
+            1 => session.machine.received(low, len),
+            2 => session.machine.target(low, len as u32, len, low).map(drop),
+            _ => Ok(()),
+        };
+        for end in [data, session.machine.take_frames()] {
+            match end {
+                Ok(()) => {}
+                Err(EndReason::Server(_) | EndReason::Bye(_)) => return,
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+        session.machine.finish_turn();
+    }
+}
+
+/// Whatever records a client appends, they are taken or end the session as the client's fault.
+fn any_records<S: TestSchedule>(seed: u64) {
+    let (session, _) = session();
+    let mut session = Session::<S>::new(&session, seed);
+    let opcodes: Vec<u16> = (0..=u16::MAX).filter(|opcode| ops::info(*opcode).is_some()).collect();
+    for _ in 0..60 {
+        let random = &mut session.random;
+        let opcode = if random.below(20) == 0 { random.next() as u16 } else { random.pick(&opcodes) };
+        let slot = random.pick(&[NO_SLOT, NO_SLOT, 0, 1, 63, 64, 1000]);
+        let numbers = [0, 1, 2, 3, 7, 40, u64::from(u32::MAX), u64::MAX, random.next()];
+        let words = random.below(10);
+        let body: Vec<u8> = (0..words).flat_map(|_| random.pick(&numbers).to_le_bytes()).collect();
+        if session.producer.push(opcode.max(1), slot, &body).is_err() {
+            break;
+        }
+        match session.machine.take_records(&mut session.out) {
+            Ok(_) => while session.machine.schedule().next().is_some() {},
+            Err(EndReason::Client(_)) => return,
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_session_over_sockets_keeps_the_rules_in_any_order(seed in any::<u64>(), steps in 0usize..3000) {
+        any_order::<Flows<TestMemory>>(seed, steps);
+    }
+
+    #[test]
+    fn a_session_over_queue_pairs_keeps_the_rules_in_any_order(seed in any::<u64>(), steps in 0usize..3000) {
+        any_order::<Slots<TestMemory>>(seed, steps);
+    }
+
+    #[test]
+    fn no_frame_does_more_than_end_the_session(seed in any::<u64>()) {
+        any_frames::<Flows<TestMemory>>(seed);
+        any_frames::<Slots<TestMemory>>(seed);
+    }
+
+    #[test]
+    fn no_record_does_more_than_end_the_session(seed in any::<u64>()) {
+        any_records::<Flows<TestMemory>>(seed);
+        any_records::<Slots<TestMemory>>(seed);
+    }
+}
+
+/// Late data of three commands, granted in one frame.
+fn several_grants<S: TestSchedule>() {
+    let (session, _) = session();
+    let mut session = Session::<S>::new(&session, 1);
+    let range = HostRange { place: Place::Arena, offset: 0, len: 1000 };
+    let seqs: Vec<u64> = (0..3)
+        .map(|stream| {
+            let src = HostIn::Late(range);
+            session.push(&MemcpyHtoD { stream: StreamId(stream), dst: 0, src }, NO_SLOT)
+        })
+        .collect();
+    session.machine.take_records(&mut session.out).unwrap();
+    assert!(session.machine.schedule().next().is_none());
+    let grants: Vec<DataGrant> =
+        seqs.iter().map(|seq| DataGrant { seq: *seq, piece: 0, reserved: 0, upto: 1000 }).collect();
+    session.frames.frame(frame::DATA_GRANT, grants.as_bytes());
+    session.machine.read(&mut session.frames.unsent()).unwrap();
+    session.machine.take_frames().unwrap();
+    let sent: Vec<u64> =
+        std::iter::from_fn(|| session.machine.schedule().next()).map(|sent| sent.seq).collect();
+    assert_eq!(sent, seqs);
+}
+
+#[test]
+fn every_grant_of_a_frame_counts() {
+    several_grants::<Flows<TestMemory>>();
+    several_grants::<Slots<TestMemory>>();
+}
+
+#[test]
+fn a_region_is_released_only_when_its_data_is_sent() {
+    let (session, _) = session();
+    let mut session = Session::<Slots<TestMemory>>::new(&session, 1);
+    let range = HostRange { place: Place::Region(1), offset: 0, len: 1000 };
+    session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src: HostIn::Range(range) }, NO_SLOT);
+    session.unsent.insert(1, 1000);
+    let (done, answer) = mpsc::channel();
+    session.machine.message(Message::Unregister { id: 1, done }).unwrap();
+    session.check();
+    assert!(answer.try_recv().is_err(), "the record that names it was not taken");
+    assert!(session.step(0) && session.step(2));
+    session.check();
+    assert!(answer.try_recv().is_err(), "its data is under way");
+    assert!(session.step(3));
+    session.check();
+    assert!(answer.try_recv().unwrap().is_ok());
+    let src = HostIn::Range(range);
+    session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src }, NO_SLOT);
+    let error = session.machine.take_records(&mut session.out).unwrap_err();
+    assert!(matches!(error, EndReason::Client(what) if what.contains("not registered")));
+}
+
+#[test]
+fn records_wait_when_a_server_over_queue_pairs_takes_none() {
+    let (session, _) = session();
+    let mut session = Session::<Slots<TestMemory>>::new(&session, 1);
+    let bytes = vec![0; 4000];
+    let mut pushed = 0;
+    // Everything that is sent arrives at once, so that nothing else holds records back.
+    while session.server.untaken < COMMANDS_AHEAD {
+        let before = session.server.untaken;
+        pushed += 1;
+        session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src: HostIn::Inline(&bytes) }, NO_SLOT);
+        session.machine.take_records(&mut session.out).unwrap();
+        session.server.hear(session.out.unsent());
+        session.out.advance(session.out.unsent().len());
+        assert!(session.server.untaken > before);
+    }
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(!session.step(0), "one more than {COMMANDS_AHEAD} bytes allow");
+    for _ in 0..pushed {
+        assert!(session.step(5));
+    }
+    session.server_tells();
+    session.settle();
+}
+
+#[test]
+fn records_wait_while_too_many_commands_have_data_under_way() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    let range = HostRange { place: Place::Arena, offset: 0, len: 1 };
+    let src = HostIn::Late(range);
+    for _ in 0..1 << 16 {
+        session.push(&MemcpyHtoD { stream: StreamId(0), dst: 0, src }, NO_SLOT);
+        assert!(session.step(0));
+        session.out.advance(session.out.unsent().len());
+    }
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(!session.step(0));
+    session.frames.frame(frame::DATA_GRANT, DataGrant { seq: 9, piece: 0, reserved: 0, upto: 1 }.as_bytes());
+    assert!(session.machine.schedule().next().is_none(), "not granted yet");
+    session.machine.read(&mut session.frames.unsent()).unwrap();
+    session.machine.take_frames().unwrap();
+    assert!(session.machine.schedule().next().is_none(), "behind data of its stream that is not granted");
+    session.machine.sent(9, 1);
+    assert!(session.step(0));
+}
+
+#[test]
+fn a_silent_server_is_asked_and_then_lost_only_if_something_is_expected_of_it() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    let begin = Instant::now();
+    let after = |seconds| begin + Duration::from_secs(seconds);
+    session.machine.heard(begin);
+    assert_eq!(session.machine.rest(&session.out, begin), None);
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1000)), Ok(false));
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    assert!(session.step(0));
+    session.out.advance(session.out.unsent().len());
+    assert!(session.machine.rest(&session.out, after(1000)).unwrap() <= Duration::from_secs(1));
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1001)), Ok(true));
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1001)), Ok(false));
+    assert_eq!(session.out.unsent().len(), 8, "one question a second");
+    assert_eq!(session.machine.keep_alive(&mut session.out, after(1061)), Err(61));
+}
+
+/// A carrier whose server is a thread of the test.
+struct Pipe<S: TestSchedule> {
+    session: Arc<SessionState>,
+    out: SendBuffer,
+    to: Sender<ToServer>,
+    from: Receiver<FromServer>,
+    wakeups: Wakeups,
+    /// The server writes it.
+    wake: OwnedFd,
+    schedule: std::marker::PhantomData<S>,
+}
+
+enum ToServer {
+    Frames(Vec<u8>),
+    Data(Sent),
+    Closed,
+}
+
+enum FromServer {
+    Frames(Vec<u8>),
+    Data(u64, u32),
+    Gone,
+}
+
+impl<S: TestSchedule> Pipe<S> {
+    fn gone<E>(_: E) -> EndReason {
+        EndReason::Gone("the pipe broke".into())
+    }
+
+    fn take(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
+        let mut heard = false;
+        while let Ok(message) = self.from.try_recv() {
+            heard = true;
+            match message {
+                FromServer::Frames(bytes) => {
+                    let mut rest = bytes.as_slice();
+                    while !rest.is_empty() {
+                        machine.read(&mut rest).map_err(Self::gone)?;
+                    }
+                }
+                FromServer::Data(seq, len) => machine.written_by_server(seq as u32, len)?,
+                FromServer::Gone => return Err(Self::gone(())),
+            }
+            machine.heard(Instant::now());
+            machine.take_frames()?;
+        }
+        Ok(heard)
+    }
+}
+
+impl<S: TestSchedule> Carrier<S> for Pipe<S> {
+    const LAST_WORDS: Duration = Duration::from_millis(50);
+    const RING_LOOKS: u32 = 1;
+
+    fn out(&mut self) -> &mut SendBuffer {
+        &mut self.out
+    }
+
+    fn send(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
+        let mut worked = !self.out.is_empty();
+        if worked {
+            self.to.send(ToServer::Frames(self.out.unsent().to_vec())).map_err(Self::gone)?;
+            self.out.advance(self.out.unsent().len());
+        }
+        while let Some(sent) = machine.schedule().next() {
+            machine.schedule().done(&sent);
+            machine.sent(sent.seq, sent.len);
+            self.to.send(ToServer::Data(sent)).map_err(Self::gone)?;
+            worked = true;
+        }
+        Ok(worked)
+    }
+
+    fn receive(&mut self, machine: &mut Machine<'_, S>, _now: Instant) -> Result<bool, EndReason> {
+        self.take(machine)
+    }
+
+    fn arm(&mut self, machine: &mut Machine<'_, S>) -> Result<bool, EndReason> {
+        self.take(machine)
+    }
+
+    fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason> {
+        self.wakeups.wait(&self.session, timeout, |_, _| Ok(()))?;
+        // What it says is looked at below.
+        let _ = nix::unistd::read(&self.wake, &mut [0; 8]);
+        self.take(machine).map(drop)
+    }
+
+    fn silent(&self, seconds: u64) -> String {
+        format!("nothing came for {seconds} s")
+    }
+
+    fn last_words(&mut self, machine: &mut Machine<'_, S>) -> Result<(), EndReason> {
+        self.take(machine).map(drop)
+    }
+
+    fn close(&mut self, farewell: Option<&str>) {
+        if let Some(text) = farewell {
+            self.out.frame(frame::BYE, text.as_bytes());
+            let _ = self.to.send(ToServer::Frames(self.out.unsent().to_vec()));
+        }
+        let _ = self.to.send(ToServer::Closed);
+    }
+}
+
+/// Serves a [`Pipe`] until it is closed, or until `vanish` commands were executed. Gives the server as it was then.
+fn serve(
+    mut server: Server,
+    to: &Receiver<ToServer>,
+    from: &Sender<FromServer>,
+    wake: &OwnedFd,
+    vanish: u64,
+) -> Server {
+    let mut random = Random(5);
+    let mut freed = 0;
+    loop {
+        match to.recv_timeout(PATIENCE).expect("the relay does something") {
+            ToServer::Frames(bytes) => server.hear(&bytes),
+            ToServer::Data(sent) => server.land(&sent),
+            ToServer::Closed => return server,
+        }
+        let (mut frames, mut data) = (SendBuffer::new(), Vec::new());
+        while !server.records.is_empty() {
+            server.execute(&mut random, &mut frames, &mut data);
+        }
+        server.grant(&mut random, &mut frames, true);
+        let mut free = Vec::new();
+        server.tell(&mut random, &mut frames, &mut free, freed);
+        freed += free.iter().filter(|slot| **slot < SLOTS - GRANTED_SLOTS).count() as u64;
+        // The frames first: what depends on the data has to wait for it.
+        let _ = from.send(FromServer::Frames(frames.unsent().to_vec()));
+        data.into_iter().for_each(|(seq, _, _, len)| drop(from.send(FromServer::Data(seq, len as u32))));
+        if server.executed >= vanish {
+            let _ = from.send(FromServer::Gone);
+        }
+        let _ = nix::unistd::write(wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Runs `client` against a relay in a thread of its own, and gives how the session ended and the server.
+fn with_relay<S: TestSchedule>(
+    vanish: u64,
+    client: impl FnOnce(&SessionState, &Mailbox<TestMemory>),
+) -> (EndReason, Server) {
+    let (session, _) = session();
+    let mailbox = Mailbox::new().unwrap();
+    let (to, for_server) = mpsc::channel();
+    let (server_sends, from) = mpsc::channel();
+    let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+    let wake: OwnedFd = EventFd::from_value_and_flags(0, flags).unwrap().into();
+    let wakeups = Wakeups::new(&session, &mailbox).unwrap();
+    wakeups.add(&wake, 0).unwrap();
+    let carrier = Pipe::<S> {
+        session: Arc::clone(&session),
+        out: SendBuffer::new(),
+        to,
+        from,
+        wakeups,
+        wake: wake.try_clone().unwrap(),
+        schedule: std::marker::PhantomData,
+    };
+    let ended = Mutex::new(None);
+    let server = std::thread::scope(|scope| {
+        let server = Server { verbs: S::COMMANDS_AHEAD.is_some(), ..Server::default() };
+        let served = scope.spawn(move || serve(server, &for_server, &server_sends, &wake, vanish));
+        let (session, mailbox, ended) = (&session, &mailbox, &ended);
+        scope.spawn(move || {
+            let arena = Some(TestMemory::new(64 << 20, false));
+            let machine = Machine::new(session, arena, S::begin(), PATIENCE);
+            let poll = PollTime::new(Duration::from_micros(5));
+            *ended.lock().unwrap() = Some(run(session, mailbox, machine, carrier, poll));
+        });
+        client(session, mailbox);
+        served.join().unwrap()
+    });
+    (ended.into_inner().unwrap().unwrap(), server)
+}
+
+fn wait_for_answer(session: &SessionState, slot: u16) {
+    let begin = Instant::now();
+    while session.channel.view.slot(slot).unwrap().poll(&mut Vec::new()).is_none() {
+        assert!(begin.elapsed() < PATIENCE, "no answer");
+        std::thread::yield_now();
+    }
+}
+
+fn copies_and_close<S: TestSchedule>() {
+    let (end, server) = with_relay::<S>(u64::MAX, |session, mailbox| {
+        let mut producer = producer(session);
+        let range = HostRange { place: Place::Arena, offset: 0, len: 3 << 20 };
+        for round in 0..200 {
+            let (stream, src) = (StreamId(0), HostIn::Range(range));
+            push(&mut producer, &MemcpyHtoD { stream, dst: 0, src }, NO_SLOT);
+            push(&mut producer, &MemcpyDtoH { stream, src: 0, dst: HostOut(range) }, NO_SLOT);
+            session.channel.view.slot(0).unwrap().prepare();
+            push(&mut producer, &StreamSynchronize { stream }, 0);
+            if session.header().host_sleep.take() {
+                session.ring();
+            }
+            wait_for_answer(session, 0);
+            assert_eq!(session.channel.view.progress().executed(), 3 * (round + 1));
+        }
+        assert!(mailbox.post(Message::Close("enough".into())).is_ok());
+    });
+    assert!(matches!(end, EndReason::Asked(reason) if reason == "enough"));
+    assert_eq!(server.farewell.as_deref(), Some(""), "an empty farewell says: as asked");
+    assert!(server.lengths.iter().all(|(key, len)| server.received[key] == *len));
+    assert_eq!(server.lengths.len(), 200);
+}
+
+#[test]
+fn a_relay_over_pipes_copies_both_ways_and_says_farewell() {
+    copies_and_close::<Slots<TestMemory>>();
+}
+
+#[test]
+fn a_server_that_vanishes_ends_the_relay() {
+    let (end, _) = with_relay::<Slots<TestMemory>>(3, |session, _| {
+        let mut producer = producer(session);
+        for _ in 0..3 {
+            push(&mut producer, &StreamMark { stream: StreamId(0) }, NO_SLOT);
+        }
+        session.ring();
+    });
+    assert!(matches!(end, EndReason::Gone(_)));
+}

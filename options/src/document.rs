@@ -1,0 +1,129 @@
+//! The documents that follow from the definition: a commented example file, and a table of options.
+
+use std::fmt::Write;
+
+use clap::{Arg, ArgAction, Command};
+
+/// A section of the example file.
+pub struct Part {
+    /// Name of the section; empty for keys outside any section.
+    pub name: &'static str,
+    /// Whether the section may appear more than once.
+    pub repeated: bool,
+    /// What the section is for.
+    pub text: &'static str,
+    /// The structure of its options, as arguments of a command.
+    pub options: Command,
+    /// Values for options that the example sets, as they are written in the file. Every other option is shown as a comment, with its default or this value.
+    pub set: &'static [(&'static str, &'static str)],
+    /// Example values of options that have no default.
+    pub examples: &'static [(&'static str, &'static str)],
+}
+
+const COLUMNS: usize = 100;
+
+impl Part {
+    fn options(&self) -> Vec<(String, &Arg)> {
+        let key = |arg: &Arg| {
+            let id = arg.get_id().as_str();
+            let prefix = format!("{}.", self.name);
+            id.strip_prefix(&prefix).unwrap_or(id).to_owned()
+        };
+        let shown = self.options.get_arguments().filter(|arg| !arg.is_hide_set());
+        let mut options: Vec<_> = shown.map(|arg| (key(arg), arg)).collect();
+        // A table's keys come after the section's own.
+        options.sort_by_key(|(key, _)| key.contains('.'));
+        options
+    }
+
+    fn full(&self, key: &str) -> String {
+        if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
+    }
+}
+
+/// Writes the example file: each section with each of its options, its documentation and its default.
+pub fn example(introduction: &str, parts: &[Part]) -> String {
+    let mut out = String::new();
+    comment(&mut out, introduction);
+    for part in parts {
+        out.push('\n');
+        comment(&mut out, part.text);
+        match (part.name, part.repeated) {
+            ("", _) => {}
+            (name, true) => writeln!(out, "[[{name}]]").unwrap_or_default(),
+            (name, false) => writeln!(out, "[{name}]").unwrap_or_default(),
+        }
+        let mut table = String::new();
+        for (key, arg) in part.options() {
+            let (prefix, name) = key.rsplit_once('.').unwrap_or(("", &key));
+            if prefix != table {
+                table = prefix.to_owned();
+                writeln!(out, "\n[{}]", part.full(prefix)).unwrap_or_default();
+            }
+            comment(&mut out, &help(arg));
+            let find =
+                |list: &[(&str, &str)]| list.iter().find(|(k, _)| *k == key).map(|(_, v)| (*v).to_owned());
+            match find(part.set) {
+                Some(value) => writeln!(out, "{name} = {value}"),
+                None => {
+                    let value = find(part.examples).or_else(|| default(arg)).unwrap_or_else(|| "\"\"".into());
+                    writeln!(out, "#: {name} = {value}")
+                }
+            }
+            .unwrap_or_default();
+        }
+    }
+    out
+}
+
+/// Writes a Markdown table of the options of all sections.
+pub fn table(parts: &[Part]) -> String {
+    let mut out = String::from("| key | command line | default | meaning |\n|---|---|---|---|\n");
+    for part in parts {
+        for (key, arg) in part.options() {
+            let flag = arg.get_long().unwrap_or_default();
+            let default = default(arg).map_or_else(|| "–".to_owned(), |value| format!("`{value}`"));
+            let key = part.full(&key);
+            let help = help(arg).replace('|', "\\|");
+            writeln!(out, "| `{key}` | `--{flag}` | {default} | {help} |").unwrap_or_default();
+        }
+    }
+    out
+}
+
+fn help(arg: &Arg) -> String {
+    let help = arg.get_long_help().or_else(|| arg.get_help()).map(ToString::to_string).unwrap_or_default();
+    help.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned() + "."
+}
+
+/// The default as it would be written in the file.
+fn default(arg: &Arg) -> Option<String> {
+    let written = |text: &str| match toml::from_str::<toml::Table>(&format!("x = {text}")) {
+        Ok(_) => text.to_owned(),
+        Err(_) => format!("{text:?}"),
+    };
+    let values: Vec<String> =
+        arg.get_default_values().iter().map(|value| written(&value.to_string_lossy())).collect();
+    match (arg.get_action(), values.as_slice()) {
+        (_, []) => None,
+        (ArgAction::Append, values) => Some(format!("[{}]", values.join(", "))),
+        (_, values) => Some(values.join(", ")),
+    }
+}
+
+fn comment(out: &mut String, text: &str) {
+    for paragraph in text.lines() {
+        let mut line = String::from("#");
+        for word in paragraph.split_whitespace() {
+            if line.len() + 1 + word.len() > COLUMNS && line != "#" {
+                out.push_str(&line);
+                out.push('\n');
+                line = String::from("#");
+            }
+            line.push(' ');
+            line.push_str(word);
+        }
+        out.push_str(&line);
+        out.push('\n');
+    }
+}

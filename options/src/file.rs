@@ -1,0 +1,140 @@
+//! A configuration file as sections of keys and values that know their lines.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::Error;
+
+/// A configuration file. Nothing is known yet about which keys exist.
+#[derive(Debug)]
+pub struct File {
+    pub(crate) path: PathBuf,
+    sections: Vec<Section>,
+}
+
+/// A section: a table of the file whose keys are one daemon's, or one virtual machine's, options.
+#[derive(Debug)]
+pub struct Section {
+    /// Its name; empty for keys outside any section.
+    pub name: String,
+    /// The line where it begins.
+    pub line: usize,
+    pub(crate) values: Vec<Value>,
+}
+
+/// A key with its value, as the words that a command line would have.
+#[derive(Debug)]
+pub(crate) struct Value {
+    pub key: String,
+    pub line: usize,
+    pub words: Vec<String>,
+}
+
+impl File {
+    /// Reads a file. `sections` names the tables that are sections of their own, which may appear more than once; the keys of other tables get the table's name as a prefix.
+    pub fn read(path: &Path, sections: &[&str]) -> Result<File, Error> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+        File::parse(path, &text, sections)
+    }
+
+    /// Does the same with the text of a file; `path` is for error messages.
+    pub fn parse(path: &Path, text: &str, sections: &[&str]) -> Result<File, Error> {
+        let reader = Reader { path, text };
+        let table = DeTable::parse(text).map_err(|e| Error::Syntax {
+            path: path.to_owned(),
+            line: reader.line(e.span().unwrap_or_default()),
+            text: e.message().to_owned(),
+        })?;
+        let mut root = Section { name: String::new(), line: 1, values: Vec::new() };
+        let mut found = Vec::new();
+        for (key, value) in table.get_ref() {
+            let name = key.get_ref().as_ref();
+            if !sections.contains(&name) {
+                reader.flatten(name, key, value, &mut root)?;
+                continue;
+            }
+            let tables: Vec<_> = match value.get_ref() {
+                DeValue::Array(list) => list.iter().map(|item| (item, item.get_ref().as_table())).collect(),
+                _ => vec![(value, value.get_ref().as_table())],
+            };
+            for (at, table) in tables {
+                let Some(table) = table else {
+                    return Err(reader.wrong(key.span(), name, "must be a section"));
+                };
+                let line = reader.line(at.span());
+                let mut section = Section { name: name.to_owned(), line, values: Vec::new() };
+                for (key, value) in table {
+                    reader.flatten(key.get_ref(), key, value, &mut section)?;
+                }
+                found.push(section);
+            }
+        }
+        found.insert(0, root);
+        Ok(File { path: path.to_owned(), sections: found })
+    }
+
+    /// The sections of a name, in the order of the file. There is always one section without a name.
+    pub fn sections(&self, name: &str) -> impl Iterator<Item = &Section> {
+        self.sections.iter().filter(move |section| section.name == name)
+    }
+}
+
+impl Section {
+    /// The line of a key; the section's own if it lacks the key.
+    pub fn line_of(&self, key: &str) -> usize {
+        self.values.iter().find(|value| value.key == key).map_or(self.line, |value| value.line)
+    }
+
+    pub(crate) fn full_key(&self, key: &str) -> String {
+        if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
+    }
+}
+
+struct Reader<'t> {
+    path: &'t Path,
+    text: &'t str,
+}
+
+impl Reader<'_> {
+    fn line(&self, at: Range<usize>) -> usize {
+        self.text.get(..at.start).map_or(1, |before| before.matches('\n').count() + 1)
+    }
+
+    fn wrong(&self, at: Range<usize>, key: &str, text: impl Into<String>) -> Error {
+        Error::Key { path: self.path.to_owned(), line: self.line(at), key: key.to_owned(), text: text.into() }
+    }
+
+    fn flatten(
+        &self,
+        key: &str,
+        at: &Spanned<std::borrow::Cow<'_, str>>,
+        value: &Spanned<DeValue<'_>>,
+        section: &mut Section,
+    ) -> Result<(), Error> {
+        if let DeValue::Table(table) = value.get_ref() {
+            for (inner, value) in table {
+                self.flatten(&format!("{key}.{}", inner.get_ref()), inner, value, section)?;
+            }
+            return Ok(());
+        }
+        let word = |value: &DeValue<'_>| match value {
+            DeValue::String(text) => Ok(text.to_string()),
+            DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+                .map(|number| number.to_string())
+                .map_err(|e| e.to_string()),
+            _ => Err("must be a string, a number or a list of them".to_owned()),
+        };
+        let words = match value.get_ref() {
+            DeValue::Array(list) => list.iter().map(|item| word(item.get_ref())).collect(),
+            value => word(value).map(|word| vec![word]),
+        };
+        let words = words.map_err(|text| self.wrong(value.span(), &section.full_key(key), text))?;
+        let line = self.line(at.span());
+        section.values.push(Value { key: key.to_owned(), line, words });
+        Ok(())
+    }
+}

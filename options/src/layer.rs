@@ -1,0 +1,112 @@
+//! A section of the file under the command line.
+
+use std::error::Error as _;
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command};
+
+use crate::Error;
+use crate::file::{File, Section, Value};
+
+/// Where the values of one structure of options come from.
+#[derive(Clone, Copy)]
+pub struct Layer<'a> {
+    /// The whole command line, as the daemon's own [`Command`] parsed it.
+    pub given: &'a ArgMatches,
+    /// The section, with its file.
+    pub section: Option<(&'a File, &'a Section)>,
+}
+
+impl Layer<'_> {
+    /// The values of `T`: its defaults, overridden by the section, overridden by the command line. A key of the section that `T` does not have is an error.
+    pub fn read<T: Args>(&self) -> Result<T, Error> {
+        let command = T::augment_args(Command::new("options").no_binary_name(true).disable_help_flag(true));
+        let mut words = Vec::new();
+        if let Some((file, section)) = self.section {
+            for value in &section.values {
+                let Some(arg) = command.get_arguments().find(|arg| is_key(arg, &section.name, &value.key))
+                else {
+                    return Err(in_file(file, section, &value.key, "there is no such option"));
+                };
+                let from_file = from_file(&command, arg, value)
+                    .map_err(|text| in_file(file, section, &value.key, text))?;
+                if !self.has_flag(arg.get_id().as_str()) {
+                    words.extend(from_file);
+                }
+            }
+        }
+        for arg in command.get_arguments().filter(|arg| self.has_flag(arg.get_id().as_str())) {
+            words.extend(
+                self.given.get_raw(arg.get_id().as_str()).into_iter().flatten().map(|w| flag(arg, w)),
+            );
+        }
+        let failed = |e: clap::Error| Error::Flag { flag: String::new(), text: e.to_string() };
+        let matches = command.try_get_matches_from(words).map_err(failed)?;
+        T::from_arg_matches(&matches).map_err(failed)
+    }
+
+    /// Whether the command line gives the option with this id.
+    pub fn has_flag(&self, id: &str) -> bool {
+        // An id that the daemon's command lacks is one that only the file has.
+        self.given.try_contains_id(id).is_ok()
+            && self.given.value_source(id) == Some(ValueSource::CommandLine)
+    }
+
+    /// An error about an option's value: at its line if it comes from the file, or else about the flag. An option that is missing is reported at the section's line.
+    pub fn wrong(&self, key: &str, text: impl Into<String>) -> Error {
+        match self.section {
+            Some((file, section)) if !self.has_flag(key) => in_file(file, section, key, text),
+            _ => Error::Flag { flag: key.replace(['.', '_'], "-"), text: text.into() },
+        }
+    }
+}
+
+fn in_file(file: &File, section: &Section, key: &str, text: impl Into<String>) -> Error {
+    Error::Key {
+        path: file.path.clone(),
+        line: section.line_of(key),
+        key: section.full_key(key),
+        text: text.into(),
+    }
+}
+
+/// A value of the file as words of a command line, checked on its own. An error is what is wrong with it.
+fn from_file(command: &Command, arg: &Arg, value: &Value) -> Result<Vec<OsString>, String> {
+    if !matches!(arg.get_action(), ArgAction::Append) && value.words.len() != 1 {
+        return Err("must be a single value".into());
+    }
+    let words: Vec<OsString> = value.words.iter().map(|word| flag(arg, word.as_ref())).collect();
+    command.clone().try_get_matches_from(&words).map_err(|e| explain(&e))?;
+    Ok(words)
+}
+
+/// Whether an argument is the option of a section's key: its id is the key, with or without the section before it.
+fn is_key(arg: &Arg, section: &str, key: &str) -> bool {
+    let id = arg.get_id().as_str();
+    id == key || id.strip_prefix(section).and_then(|rest| rest.strip_prefix('.')) == Some(key)
+}
+
+fn flag(arg: &Arg, value: &std::ffi::OsStr) -> OsString {
+    let mut word = OsString::from(format!("--{}=", arg.get_long().unwrap_or_default()));
+    word.push(value);
+    word
+}
+
+/// What is wrong with a value, without the flag's name.
+fn explain(error: &clap::Error) -> String {
+    if let Some(source) = error.source() {
+        return source.to_string();
+    }
+    let strings = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(list)) => list.clone(),
+        _ => Vec::new(),
+    };
+    let valid = strings(ContextKind::ValidValue);
+    match (strings(ContextKind::InvalidValue).first(), valid.is_empty()) {
+        (Some(value), false) => format!("{value:?} is not one of {}", valid.join(", ")),
+        _ => error.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned(),
+    }
+}

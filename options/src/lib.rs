@@ -1,0 +1,87 @@
+//! The options of a daemon: one definition for its command line, its configuration file and their documentation.
+//!
+//! The definition is a structure that derives [`clap::Args`]. Each field's documentation, type and default are the option's, and its `id` is the key in the file:
+//!
+//! ```text
+//!   #[arg(id = "limits.max_channels", long = "max-channels")]      --max-channels 256
+//!   max_channels: u32                                              [limits] max_channels = 256
+//! ```
+//!
+//! Values come from three places, each of which overrides the one before: the default, the file, the command line. All of them pass through the option's value parser, so a value is valid in
+//! the file exactly when it is valid on the command line.
+//!
+//! - [`file`]: reads a file into sections of keys and values, with their lines;
+//! - [`layer`]: combines a section with the command line into the structure;
+//! - [`document`]: writes the commented example file and the table of options.
+
+pub mod document;
+pub mod file;
+pub mod layer;
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+pub use file::{File, Section};
+pub use layer::Layer;
+
+/// What is wrong with the options.
+#[derive(Debug, Error)]
+pub enum Error {
+    /// The file cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not TOML.
+    #[error("{}: line {line}: {text}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// The line where it stops being TOML.
+        line: usize,
+        /// What the parser expected.
+        text: String,
+    },
+    /// A key of the file is unknown or missing, or has a wrong value.
+    #[error("{}: line {line}: {key}: {text}", path.display())]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// The line of the key; of its section if it is missing.
+        line: usize,
+        /// The key with its section.
+        key: String,
+        /// What is wrong.
+        text: String,
+    },
+    /// A flag of the command line is missing or has a wrong value.
+    #[error("--{flag}: {text}")]
+    Flag {
+        /// The flag without its dashes.
+        flag: String,
+        /// What is wrong.
+        text: String,
+    },
+}
+
+/// Parses a number of bytes: digits, and K, M, G or T for powers of 1024.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match &text[digits.len()..] {
+        "" => 1u64,
+        "K" | "k" | "KiB" => 1 << 10,
+        "M" | "m" | "MiB" => 1 << 20,
+        "G" | "g" | "GiB" => 1 << 30,
+        "T" | "t" | "TiB" => 1 << 40,
+        other => return Err(format!("{other:?} is not a unit: K, M, G or T")),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a number of bytes"))?;
+    number.checked_mul(unit).ok_or_else(|| format!("{text} is too large"))
+}
+
+#[cfg(test)]
+mod tests;

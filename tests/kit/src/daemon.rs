@@ -1,0 +1,130 @@
+//! A real daemon as a child process, in a folder of its own.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::until;
+
+/// A running daemon. Killed when dropped; a test that fails prints its log.
+pub struct Daemon {
+    child: Child,
+    folder: Arc<tempfile::TempDir>,
+}
+
+impl Daemon {
+    /// Starts `command`, with its log and its status socket in `folder`.
+    pub fn spawn(command: &mut Command, folder: &Arc<tempfile::TempDir>) -> Daemon {
+        let log = std::fs::File::create(folder.path().join("log")).unwrap();
+        let child = command
+            .arg("--status-socket")
+            .arg(folder.path().join("status"))
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        Daemon { child, folder: folder.clone() }
+    }
+
+    /// Waits until its status socket answers, which every daemon makes after all its other sockets.
+    pub fn ready(mut self) -> Daemon {
+        until("the daemon answers", || {
+            assert!(self.child.try_wait().unwrap().is_none(), "{}", self.log());
+            self.try_status().is_some()
+        });
+        self
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The folder of its log and its sockets, for another daemon that takes its place.
+    pub fn folder(&self) -> &Arc<tempfile::TempDir> {
+        &self.folder
+    }
+
+    /// A file of its folder.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn try_status(&self) -> Option<serde_json::Value> {
+        let mut text = String::new();
+        UnixStream::connect(self.path("status")).ok()?.read_to_string(&mut text).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    /// Its status, as `rgpuctl status` gets it.
+    pub fn status(&self) -> serde_json::Value {
+        self.try_status().expect("the status socket answers")
+    }
+
+    /// A number of its status.
+    pub fn number(&self, field: &str) -> u64 {
+        self.status()[field].as_u64().unwrap()
+    }
+
+    /// Sessions now.
+    pub fn sessions(&self) -> usize {
+        self.status()["sessions"].as_array().unwrap().len()
+    }
+
+    /// Everything that it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.path("log")).unwrap()
+    }
+
+    /// Descriptors that it has open, and threads.
+    pub fn resources(&self) -> (usize, usize) {
+        let count = |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", self.pid())).unwrap().count();
+        (count("fd"), count("task"))
+    }
+
+    /// Process ids of its children that run.
+    pub fn children(&self) -> Vec<i32> {
+        let parent = self.pid().to_string();
+        let running = |stat: &str| -> Option<bool> {
+            let mut fields = stat.rsplit(')').next()?.split_whitespace();
+            Some(fields.next()? != "Z" && fields.next()? == parent)
+        };
+        let children = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
+            let entry = entry.ok()?;
+            let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+            running(&stat)?.then(|| entry.file_name().to_str()?.parse().ok())?
+        });
+        children.collect()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.pid().cast_signed()), signal).unwrap();
+    }
+
+    /// Sends it a signal and waits for its end.
+    pub fn end(&mut self, signal: Signal) -> ExitStatus {
+        self.signal(signal);
+        self.wait()
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("---- the daemon's log ----\n{}", self.log());
+        }
+    }
+}

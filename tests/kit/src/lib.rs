@@ -1,0 +1,129 @@
+//! Fake peers for the tests of every crate. Each one plays a single role, so that a test can put the real code opposite it:
+//!
+//! ```text
+//!   program ── channel ──▶ bridge ══ link ══▶ server
+//!   [`channel`]            [`native_host`]    [`server`]      what a test plays
+//!   [`native_client`]      [`link`]
+//! ```
+//!
+//! In reading order:
+//! - [`channel`]: the program's end of a channel's shared memory;
+//! - [`native_client`]: a program that connects to `vhost-rgpu`'s native socket;
+//! - [`native_host`]: the host's end of that socket, for tests of the client library;
+//! - [`session`]: a program and the bridge's [`Session`](host_bridge::bridge::Session) in one process, for tests of the bridge;
+//! - [`link`]: a bridge that connects to `rgpu-server` over a Unix socket or TCP;
+//! - [`server`]: a server that speaks TCP to a bridge and keeps "device memory" in a map;
+//! - [`daemon`]: a real daemon as a child process.
+//!
+//! A peer panics when the other side breaks the protocol, unless its documentation says otherwise. A test waits for a condition with [`until`] and never for a fixed time.
+
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+pub mod channel;
+pub mod daemon;
+pub mod link;
+pub mod native_client;
+pub mod native_host;
+pub mod server;
+pub mod session;
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::data::{HostRange, Place};
+use protocol::device::Extent;
+
+/// How long anything may take before a test fails. Nothing is measured against it.
+pub const PATIENCE: Duration = Duration::from_secs(240);
+
+/// Waits until `condition` holds; `what` describes it when it never does.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// [`until`] for a condition that the calling test explains well enough.
+pub fn eventually(condition: impl FnMut() -> bool) {
+    until("a condition holds", condition);
+}
+
+/// A memfd of `size` bytes, not sealed.
+pub fn memfd(size: u64) -> OwnedFd {
+    let file = memfd_create(c"test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    nix::unistd::ftruncate(&file, size as i64).unwrap();
+    file
+}
+
+/// A memfd of `size` bytes that cannot shrink, as the native socket requires.
+pub fn sealed_memfd(size: u64) -> OwnedFd {
+    let file = memfd(size);
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).unwrap();
+    file
+}
+
+/// `len` bytes that differ from one position to the next.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        bytes.extend_from_slice(&x.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// Scattered extents of odd sizes, `sum` bytes in all, between 24 and 64 MiB of a client's memory.
+pub fn scattered(sum: u64, seed: u64) -> Vec<Extent> {
+    let mut extents = Vec::new();
+    let (mut left, mut x) = (sum, seed | 1);
+    let base = 24 << 20;
+    let mut block = 0;
+    while left > 0 {
+        x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let len = (1 + (x >> 33) % 90_001).min(left);
+        // Blocks of 128 KiB, visited in an order that is not ascending.
+        let position = (block * 7 + 3) % 311;
+        extents.push(Extent { addr: base + position * 0x2_0000 + (x >> 20) % 4096, len });
+        block += 1;
+        assert!(block < 311, "more than the test's memory holds");
+        left -= len;
+    }
+    extents
+}
+
+/// A range of the channel's arena.
+pub fn arena(offset: u64, len: u64) -> HostRange {
+    HostRange { place: Place::Arena, offset, len }
+}
+
+/// A range of a registered region.
+pub fn region(id: u32, offset: u64, len: u64) -> HostRange {
+    HostRange { place: Place::Region(id), offset, len }
+}
+
+/// Checks that a generated file, or the part of a page between `<!-- MARKER -->` and `<!-- /MARKER -->`, is up to date. With `UPDATE_DOCS` set, writes it first.
+pub fn check_generated(path: &str, marker: Option<&str>, expected: &str) {
+    let now = std::fs::read_to_string(path).unwrap_or_default();
+    let expected = match marker {
+        None => expected.to_owned(),
+        Some(marker) => {
+            let (begin, end) = (format!("<!-- {marker} -->\n"), format!("<!-- /{marker} -->"));
+            let (before, rest) = now.split_once(&begin).expect("the page has the marker");
+            let (_, after) = rest.split_once(&end).expect("the page has the closing marker");
+            format!("{before}{begin}{expected}{end}{after}")
+        }
+    };
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(path, &expected).unwrap();
+    }
+    let now = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(now == expected, "{path} is out of date: run this test with UPDATE_DOCS=1");
+}
