@@ -7,14 +7,14 @@ use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::{Session, now};
+use crate::cuda_ipc::Token;
+use crate::cuda_ipc::{Broker, Shared};
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::Call;
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::{Memory, Space};
-use crate::share::Token;
-use crate::share::{Broker, Shared};
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {

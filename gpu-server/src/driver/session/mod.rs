@@ -21,7 +21,7 @@ use super::nvml::Management;
 use super::quota::Quota;
 use super::space::Space;
 use super::{Backend, Beside, Unavailable};
-use crate::share::{Broker, Token};
+use crate::cuda_ipc::{Broker, Token};
 
 use self::memory::{HostView, Window};
 

@@ -52,7 +52,7 @@ use super::call::{Call, Errors, check_selection};
 use super::gpu::{self as driver, GpuSharedEvents};
 use super::output::{self, Output};
 use super::session::Session;
-use crate::cli::Backing;
+use crate::config::Backing;
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
