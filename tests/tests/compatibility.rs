@@ -309,7 +309,7 @@ fn made() -> String {
 }
 
 #[test]
-fn the_table_of_functions_is_the_sources() {
+fn the_table_of_functions_matches_the_sources() {
     let path = tree::root().join("docs/compatibility.md");
     let update = std::env::var_os("UPDATE_DOCS").is_some();
     if update {
@@ -327,7 +327,7 @@ fn the_table_of_functions_is_the_sources() {
 }
 
 #[test]
-fn every_exported_function_is_told_and_no_other() {
+fn every_exported_function_is_listed_and_no_other() {
     let driver = driver();
     for (library, prefix, table) in
         [("cuda", "cu", &driver), ("cudart", "cuda", &runtime(&driver)), ("nvml", "nvml", &nvml())]
@@ -341,7 +341,7 @@ fn every_exported_function_is_told_and_no_other() {
 
 /// Functions whose kind is beyond doubt.
 #[test]
-fn known_functions_are_told_rightly() {
+fn known_functions_are_classified_correctly() {
     let driver = driver();
     let runtime = runtime(&driver);
     let nvml = nvml();

@@ -51,7 +51,7 @@ use super::output::{self, Output};
 use super::session::Session;
 use super::space::Space;
 use super::streams::Streams;
-use crate::cli::Backing;
+use crate::config::Backing;
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
