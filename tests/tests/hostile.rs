@@ -382,14 +382,14 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
             let (sealed, unsealed) = (sealed_memfd(size), memfd(size));
             let file = OwnedFd::from(std::fs::File::open("/dev/null")?);
             refused(create_channel(size), &[&unsealed], Answer::Invalid, "not sealed against shrinking")?;
-            refused(create_channel(size), &[&file], Answer::Invalid, "no memfd")?;
+            refused(create_channel(size), &[&file], Answer::Invalid, "not a memfd")?;
             refused(create_channel(size), &[], Answer::Invalid, "exactly one file descriptor")?;
             refused(create_channel(size + 4096), &[&sealed], Answer::Invalid, "file of")?;
             refused(
                 Request { offset: u64::MAX - 4095, ..create_channel(size) },
                 &[&sealed],
                 Answer::Invalid,
-                "not a piece of a memfd",
+                "not a range of a memfd",
             )?;
             refused(create_channel(u64::MAX), &[&sealed], Answer::NoResources, "the limit is")?;
             refused(create_channel(size), &[&sealed], Answer::Invalid, "does not begin with rGPUchan")?;

@@ -1,4 +1,4 @@
-//! Logging that a guest cannot flood: a bucket of a few lines, refilled slowly, that counts what it swallows.
+//! Rate-limited logging, so that a guest cannot flood the log.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 const BURST: u32 = 10;
 const REFILL: Duration = Duration::from_secs(1);
 
-/// A bucket; one for each guest or connection.
+/// A token bucket. Each guest or connection has its own.
 #[derive(Debug)]
 pub struct LogLimit(Mutex<Bucket>);
 
@@ -14,16 +14,16 @@ pub struct LogLimit(Mutex<Bucket>);
 struct Bucket {
     left: u32,
     filled: Instant,
-    swallowed: u64,
+    suppressed: u64,
 }
 
 impl LogLimit {
-    /// A full one.
+    /// A full bucket.
     pub fn new() -> LogLimit {
-        LogLimit(Mutex::new(Bucket { left: BURST, filled: Instant::now(), swallowed: 0 }))
+        LogLimit(Mutex::new(Bucket { left: BURST, filled: Instant::now(), suppressed: 0 }))
     }
 
-    /// Whether a line may be written now: `Some` with the number of lines swallowed since the last one.
+    /// Takes a token. `Some` with the number of suppressed lines since the last one if a line may be written.
     pub fn allow(&self) -> Option<u64> {
         self.allow_at(Instant::now())
     }
@@ -36,18 +36,18 @@ impl LogLimit {
             bucket.filled = now;
         }
         if bucket.left == 0 {
-            bucket.swallowed += 1;
+            bucket.suppressed += 1;
             return None;
         }
         bucket.left -= 1;
-        Some(std::mem::take(&mut bucket.swallowed))
+        Some(std::mem::take(&mut bucket.suppressed))
     }
 
-    /// Logs a warning if there is room for one.
+    /// Logs a warning if a line may be written.
     pub fn warn(&self, who: &str, what: &str) {
         match self.allow() {
             Some(0) => tracing::warn!("{who}: {what}"),
-            Some(swallowed) => tracing::warn!("{who}: {what} ({swallowed} earlier messages not shown)"),
+            Some(suppressed) => tracing::warn!("{who}: {what} ({suppressed} earlier messages not shown)"),
             None => {}
         }
     }
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_cut_and_counted() {
+    fn a_flood_is_limited_and_counted() {
         let limit = LogLimit::new();
         let start = Instant::now();
         let shown = (0..1000).filter(|_| limit.allow_at(start).is_some()).count();

@@ -1,4 +1,4 @@
-//! vhost-rgpu: the daemon on a host that gives its guests, and its own processes, a GPU that sits in a server.
+//! vhost-rgpu: gives the guests and processes of a host the GPUs of a server.
 //!
 //! ```text
 //!   QEMU ══ vhost-user ══▶ vm      ─┐
@@ -9,17 +9,19 @@
 //!
 //! In reading order:
 //! - [`config`]: what to serve, from the command line and the configuration file;
-//! - [`sockets`]: where; listening sockets, made here or by systemd;
-//! - [`vm`]: the virtio device of one virtual machine: requests, doorbell, events;
+//! - [`sockets`]: listening sockets, created here or by systemd;
+//! - [`vm`]: the virtio device of a virtual machine: requests, doorbell, events;
 //! - [`native`]: processes of this host;
-//! - [`registry`], [`status`]: what there is, for operators;
-//! - [`limit`]: logging that nobody can flood.
+//! - [`refusal`]: the answers to requests that are refused;
+//! - [`registry`], [`status`]: the list of sessions, and the status for operators;
+//! - [`limit`]: rate-limited logging.
 //!
-//! The daemon knows virtio and sessions; it does not know what a command means, nor CUDA.
+//! The daemon knows virtio and sessions. It knows nothing of CUDA or of what a command means.
 
 mod config;
 mod limit;
 mod native;
+mod refusal;
 mod registry;
 mod sockets;
 mod status;
@@ -40,10 +42,10 @@ use config::{Arguments, Config};
 use registry::Registry;
 use sockets::{Activated, Stopper};
 
-/// How long sessions may take to end when the daemon does.
+/// How long sessions have to end when the daemon ends.
 const DRAIN: Duration = Duration::from_secs(3);
-/// How often it is looked whether they have.
-const LOOK: Duration = Duration::from_millis(5);
+/// Interval of the checks whether they have ended.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
 
 fn main() -> ExitCode {
     match run() {
@@ -77,7 +79,7 @@ fn run() -> Result<()> {
     }
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     raise_descriptor_limit();
-    // Before any thread begins, so that they all inherit it and only `wait` below gets the signals.
+    // Before any thread starts: all threads inherit the mask, so that only `wait` below gets the signals.
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().context("blocking signals")?;
 
@@ -85,13 +87,13 @@ fn run() -> Result<()> {
     let started = daemon.start(config);
     if started.is_ok() {
         let signal = signals.wait().context("waiting for a signal")?;
-        tracing::info!("{signal}: ending");
+        tracing::info!("{signal}: shutting down");
     }
     daemon.drain();
     started
 }
 
-/// Everything that runs.
+/// What the daemon runs.
 #[derive(Default)]
 struct Daemon {
     stoppers: Vec<Stopper>,
@@ -104,7 +106,7 @@ impl Daemon {
     fn start(&mut self, config: Config) -> Result<()> {
         let registry = Arc::new(Registry::new());
         let mut activated = Activated::from_environment();
-        // The status socket answers last: whoever waits for it finds the others listening.
+        // The status socket is created last, so that a client that reaches it finds the others listening.
         let native = config
             .native
             .map(|native| {
@@ -125,12 +127,16 @@ impl Daemon {
             .transpose()?;
         for name in activated.unused() {
             tracing::warn!(
-                "systemd handed over a socket named {name:?} that no section of the configuration asks for"
+                "systemd passed a socket named {name:?} that no section of the configuration uses"
             );
         }
 
         if let Some((config, listening)) = native {
-            tracing::info!("native clients at {} go to {}", config.socket.display(), config.session.server);
+            tracing::info!(
+                "serving native clients at {} with {}",
+                config.socket.display(),
+                config.session.server
+            );
             let server = native::Server::new(config, registry.clone());
             self.native = Some(server.clone());
             self.stoppers.push(listening.stopper());
@@ -138,7 +144,7 @@ impl Daemon {
         }
         for (config, listening) in vms {
             tracing::info!(
-                "vm {} at {} goes to {}",
+                "serving vm {} at {} with {}",
                 config.name,
                 config.socket.display(),
                 config.session.server
@@ -162,7 +168,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Stops listening, ends all sessions, removes the sockets. What has not ended within [`DRAIN`] is said and left to the end of the process.
+    /// Stops listening, ends all sessions and removes the sockets. Threads that have not ended within [`DRAIN`] are logged and left to the end of the process.
     fn drain(&mut self) {
         let deadline = Instant::now() + DRAIN;
         self.stoppers.iter().for_each(Stopper::stop);
@@ -171,27 +177,30 @@ impl Daemon {
             native.drain(DRAIN);
         }
         while self.threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK_EVERY);
         }
         for thread in self.threads.drain(..) {
             let name = thread.thread().name().unwrap_or("?").to_owned();
             if !thread.is_finished() {
-                // A server that does not let go of a guest's memory must not keep the daemon: with this process its connections end, and its part of that memory goes.
-                tracing::error!("the thread {name} has not ended within {} s; left behind", DRAIN.as_secs());
+                // A server that does not release a guest's memory must not delay the daemon. The end of the process closes the connections and unmaps the memory.
+                tracing::error!(
+                    "the thread {name} has not ended within {} s and is abandoned",
+                    DRAIN.as_secs()
+                );
             } else if thread.join().is_err() {
-                tracing::error!("the thread {name} failed; its message stands on standard error");
+                tracing::error!("the thread {name} panicked; its message is on standard error");
             }
         }
     }
 }
 
-/// Each session takes about ten descriptors, and a guest of many processes has many sessions.
+/// Each session needs about ten descriptors, and a guest with many processes has many sessions.
 fn raise_descriptor_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
         let wanted = hard.min(1 << 20);
         if soft < wanted { setrlimit(Resource::RLIMIT_NOFILE, wanted, hard) } else { Ok(()) }
     });
     if let Err(e) = raised {
-        tracing::warn!("the limit of open files stays as it is: {e}");
+        tracing::warn!("cannot raise the limit of open files: {e}");
     }
 }

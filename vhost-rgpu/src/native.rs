@@ -1,7 +1,7 @@
-//! Native clients: processes of this host, and containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket.
+//! Native clients: processes of this host, and of its containers, that speak [`protocol::native`] over a `SOCK_SEQPACKET` socket.
 //!
-//! One thread serves one connection, which is one channel. A client's memory is a memfd that it has sealed against shrinking: what is mapped here cannot be cut away
-//! under our hands. Clients that misbehave are answered `INVALID`, or cut off; no other notices.
+//! One thread serves one connection, which has one channel. A client's memory is a memfd sealed against shrinking, so a mapping here never loses its pages.
+//! A client that misbehaves is answered `INVALID` or disconnected; no other client is affected.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -9,11 +9,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use host_bridge::bridge::{
-    ChannelMemory, ConnectError, Prepared, RegionError, RegionMemory, Session, Turn, Wakeup,
-};
-use host_bridge::framing::{recv_some, with_causes};
-use host_bridge::memory::{Memories, MemoryError};
+use host_bridge::bridge::{ChannelMemory, ConnectError, Prepared, RegionMemory, Session, Turn, Wakeup};
+use host_bridge::framing::recv_some;
+use host_bridge::memory::Memories;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
@@ -25,16 +23,17 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
 use crate::limit::LogLimit;
+use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 use crate::sockets::{Listening, Stopper};
 
-/// How long a destroyed channel's memory may stay in the server's hands before that is said in the log, again and again.
+/// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Connections now, and what ends them.
+/// The open connections, and what ends them.
 #[derive(Debug, Default)]
 struct Connections {
-    /// By number; `true` in the second place: no more are taken.
+    /// Connections by number, and whether the daemon is ending, in which case no more are accepted.
     open: Mutex<(std::collections::HashMap<u32, Stopper>, bool)>,
     changed: Condvar,
 }
@@ -49,12 +48,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server of this configuration.
+    /// A server with this configuration.
     pub fn new(config: Native, registry: Arc<Registry>) -> Arc<Server> {
         Arc::new(Server { config, registry, connections: Connections::default(), next: AtomicU32::new(0) })
     }
 
-    /// Serves until the socket is stopped.
+    /// Accepts and serves clients until the socket is stopped.
     pub fn serve(self: &Arc<Self>, listening: &Listening) {
         while let Some(socket) = listening.accept_patiently("native socket") {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -82,13 +81,13 @@ impl Server {
                 server.forget(number);
             });
             if let Err(e) = spawned {
-                tracing::error!("native socket: no thread for a client: {e}");
+                tracing::error!("native socket: cannot start a thread for a client: {e}");
                 self.forget(number);
             }
         }
     }
 
-    /// Ends every connection and waits, at most `patience`, until their sessions have ended.
+    /// Ends every connection and waits up to `patience` for their sessions to end.
     pub fn drain(&self, patience: Duration) {
         let mut open = self.connections.open.lock().unwrap_or_else(PoisonError::into_inner);
         open.1 = true;
@@ -127,7 +126,7 @@ impl Server {
     }
 }
 
-/// Who is at the other end, for the log: numbers from the kernel, not from the client.
+/// The process at the other end, for the log. The numbers come from the kernel, not from the client.
 fn describe(socket: &OwnedFd) -> String {
     match getsockopt(socket, sockopt::PeerCredentials) {
         Ok(peer) => format!("native client (pid {}, uid {}, gid {})", peer.pid(), peer.uid(), peer.gid()),
@@ -142,39 +141,6 @@ struct Connection<'s> {
     who: String,
     limit: LogLimit,
     channel: Option<(Arc<Session>, Listed)>,
-}
-
-/// A refusal: what the client is told.
-struct Refusal(Answer, String);
-
-impl From<MemoryError> for Refusal {
-    fn from(e: MemoryError) -> Refusal {
-        let answer = match &e {
-            MemoryError::Geometry(protocol::channel::GeometryError::Version(_)) => Answer::Version,
-            MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
-            _ => Answer::Invalid,
-        };
-        Refusal(answer, with_causes(&e))
-    }
-}
-
-impl From<RegionError> for Refusal {
-    fn from(e: RegionError) -> Refusal {
-        match e {
-            RegionError::Memory(e) => e.into(),
-            RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => {
-                Refusal(Answer::Invalid, e.to_string())
-            }
-            RegionError::Limit { .. } | RegionError::Verbs(_) => Refusal(Answer::NoResources, e.to_string()),
-            RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
-        }
-    }
-}
-
-impl From<ConnectError> for Refusal {
-    fn from(e: ConnectError) -> Refusal {
-        Refusal(e.answer(), e.to_string())
-    }
 }
 
 impl Connection<'_> {
@@ -201,7 +167,7 @@ impl Connection<'_> {
                     (answer(self.socket, Answer::Ok, "", doorbell), false)
                 }
                 Ok(Done::Answered) => (Ok(()), false),
-                Ok(Done::WaitedInVain) => (Ok(()), true),
+                Ok(Done::RefusedAfterWaiting) => (Ok(()), true),
                 Err(Refusal(status, why)) => {
                     if *status == Answer::Invalid {
                         self.server.registry.totals.malformed.fetch_add(1, Ordering::Relaxed);
@@ -222,7 +188,7 @@ impl Connection<'_> {
         self.end(if ending { "vhost-rgpu is ending" } else { "the client closed its connection" });
     }
 
-    /// Ends the session and lets go of the client's memory.
+    /// Ends the session and releases the client's memory.
     fn end(&mut self, reason: &str) {
         let Some((session, listed)) = self.channel.take() else { return };
         let totals = &self.server.registry.totals;
@@ -235,7 +201,7 @@ impl Connection<'_> {
                 self.who,
                 since.elapsed().as_secs()
             );
-            // The daemon's end must not wait for a server.
+            // A daemon that ends must not wait for a server.
             if self.server.connections.open.lock().unwrap_or_else(PoisonError::into_inner).1 {
                 break;
             }
@@ -244,13 +210,11 @@ impl Connection<'_> {
     }
 
     fn request(&mut self, packet: &[u8], fds: Vec<OwnedFd>) -> Result<Done, Refusal> {
-        let invalid = |text: String| Refusal(Answer::Invalid, text);
-        let request = Request::read_from_bytes(packet).map_err(|_| {
-            invalid(format!("a request is {} bytes long, this one is not", size_of::<Request>()))
-        })?;
+        let request = Request::read_from_bytes(packet)
+            .map_err(|_| invalid(format!("a request must be {} bytes long", size_of::<Request>())))?;
         let Request { magic, version, kind, region, flags, offset, size } = request;
         if magic != MAGIC {
-            return Err(invalid(format!("a request begins with rGPUnatv, this one with {magic:#x}")));
+            return Err(invalid(format!("a request begins with rGPUnatv, this one begins with {magic:#x}")));
         }
         OURS.check_major(version).map_err(|mismatch| {
             Refusal(Answer::Version, mismatch.describe("the client's libraries speak", "this host speaks"))
@@ -258,21 +222,18 @@ impl Connection<'_> {
         match kind {
             request::CREATE_CHANNEL => {
                 if self.channel.is_some() {
-                    return Err(invalid("this connection has its channel already".into()));
+                    return Err(invalid("this connection has its channel already"));
                 }
                 let limit = self.server.config.limits.max_channel_size;
                 if size > limit {
-                    return Err(Refusal(
-                        Answer::NoResources,
-                        format!("a channel of {size} bytes, the limit is {limit}"),
-                    ));
+                    return Err(no_resources(format!("a channel of {size} bytes, the limit is {limit}")));
                 }
                 let (memories, extents) = own_memory(fds, offset, size)?;
                 self.create(memories, extents, size)
             }
             request::DESTROY_CHANNEL => {
                 self.session()?;
-                self.end("the client is done");
+                self.end("the client has destroyed the channel");
                 Ok(Done::Destroyed)
             }
             request::REGISTER_MEMORY => {
@@ -292,21 +253,21 @@ impl Connection<'_> {
                 self.session()?.unregister_region(region)?;
                 Ok(Done::Registered)
             }
-            other => Err(Refusal(Answer::Unsupported, format!("request {other} is not known"))),
+            other => Err(Refusal(Answer::Unsupported, format!("unknown request {other}"))),
         }
     }
 
     fn session(&self) -> Result<Arc<Session>, Refusal> {
         match &self.channel {
             Some((session, _)) => Ok(session.clone()),
-            None => Err(Refusal(Answer::Invalid, "this connection has no channel yet".into())),
+            None => Err(invalid("this connection has no channel yet")),
         }
     }
 
     fn create(&mut self, memories: Memories, extents: Vec<Extent>, size: u64) -> Result<Done, Refusal> {
         let channel = ChannelMemory::new(memories, extents, size)?;
         let stopper = Stopper::for_connection(self.socket)
-            .map_err(|e| Refusal(Answer::NoResources, format!("this host is short of descriptors: {e}")))?;
+            .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let config = &self.server.config.session;
         let refused = |_: &ConnectError| {
             self.server.registry.totals.refused.fetch_add(1, Ordering::Relaxed);
@@ -316,22 +277,22 @@ impl Connection<'_> {
         let waited = turn.answered;
         let prepared = match connected {
             Err(e) if waited => {
-                // The client has had its answer: the channel says the rest.
+                // The client has its answer already. It finds the reason in the channel's header.
                 self.limit.warn(&self.who, &e.to_string());
                 channel.tell_refused(&e.to_string());
                 channel.wake_by_futex();
-                return Ok(Done::WaitedInVain);
+                return Ok(Done::RefusedAfterWaiting);
             }
             connected => connected?,
         };
-        // The end of the session closes the connection; the thread then wakes up and cleans up.
+        // The end of the session closes the connection, which wakes this thread to clean up.
         let started =
             prepared.start(channel, Wakeup::Futex, Box::new(move |_| stopper.stop())).inspect_err(refused);
         let session = match started {
             Err(e) if waited => {
-                // A client that waits for its turn sees the connection closed.
+                // A client that waits notices the closed connection.
                 self.limit.warn(&self.who, &e.to_string());
-                return Ok(Done::WaitedInVain);
+                return Ok(Done::RefusedAfterWaiting);
             }
             started => Arc::new(started?),
         };
@@ -341,7 +302,7 @@ impl Connection<'_> {
     }
 }
 
-/// A client whose session waits in a server's queue. It has its answer at once, and finds its place in the channel's header.
+/// A client whose session waits in a server's queue. It is answered at once and finds its position in the queue in the channel's header.
 struct Queued<'c> {
     socket: &'c OwnedFd,
     channel: &'c ChannelMemory,
@@ -355,7 +316,7 @@ impl Turn for Queued<'_> {
         }
         self.channel.tell_waiting(server, ahead);
         if !std::mem::replace(&mut self.answered, true) {
-            // A client that is gone is noticed by its closed connection.
+            // A client that is gone is noticed when its connection is closed.
             let _ = answer(self.socket, Answer::Ok, "", Some(self.channel.doorbell.as_fd()));
         }
     }
@@ -365,30 +326,31 @@ impl Turn for Queued<'_> {
     }
 }
 
-/// What a request came to.
+/// The outcome of a request.
 enum Done {
     Created,
-    /// The client had its answer before the session began.
+    /// The client was answered before the session began.
     Answered,
-    WaitedInVain,
+    /// The client was told to wait, and its channel's header says why there is no session.
+    RefusedAfterWaiting,
     Registered,
     Destroyed,
 }
 
-/// Checks the one descriptor of a request and maps `size` bytes from `offset` of it; extents count as offsets in the file.
+/// Checks the only descriptor of a request and maps `size` bytes of it from `offset`. Extents are offsets in the file.
 fn own_memory(mut fds: Vec<OwnedFd>, offset: u64, size: u64) -> Result<(Memories, Vec<Extent>), Refusal> {
-    let invalid = |text: String| Refusal(Answer::Invalid, text);
     let (Some(file), true) = (fds.pop(), fds.is_empty()) else {
-        return Err(invalid("this request comes with exactly one file descriptor, a memfd".into()));
+        return Err(invalid("this request needs exactly one file descriptor, a memfd"));
     };
-    let seals = fcntl(&file, FcntlArg::F_GET_SEALS)
-        .map_err(|e| invalid(format!("the descriptor is no memfd that can be sealed (F_GET_SEALS: {e})")))?;
+    let seals = fcntl(&file, FcntlArg::F_GET_SEALS).map_err(|e| {
+        invalid(format!("the descriptor is not a memfd that can be sealed (F_GET_SEALS: {e})"))
+    })?;
     if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
-        return Err(invalid("the memfd is not sealed against shrinking (F_SEAL_SHRINK)".into()));
+        return Err(invalid("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
     }
     if size == 0 || !offset.is_multiple_of(4096) || offset.checked_add(size).is_none() {
         return Err(invalid(format!(
-            "{size} bytes at offset {offset:#x} are not a piece of a memfd that begins at a page"
+            "{size} bytes at offset {offset:#x} are not a range of a memfd that begins at a page boundary"
         )));
     }
     let memory = Memory { addr: offset, size, file_offset: offset };
@@ -400,7 +362,7 @@ fn answer(socket: &OwnedFd, status: Answer, reason: &str, fd: Option<BorrowedFd<
     let raw: Vec<_> = fd.iter().map(|fd| fd.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&raw)];
     let control = if raw.is_empty() { &[][..] } else { &rights };
-    // Never blocks for a client that does not read: it has no more than one request under way unless it misbehaves.
+    // Never blocks: a client that does not read its answers misbehaves, since it may have only one request in progress.
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(response.as_bytes())], control, flags, None)?;
     Ok(())

@@ -1,4 +1,4 @@
-//! Every session of the daemon in one list, and what those that have ended did: for status and metrics.
+//! All sessions of the daemon, and the sums of the counters of those that have ended: for the status.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use std::time::Instant;
 use host_bridge::bridge::Session;
 use serde_json::{Map, Value, json};
 
-/// A session and whom it belongs to.
+/// A session and its owner.
 #[derive(Debug, Clone)]
 struct Entry {
     owner: String,
@@ -16,22 +16,22 @@ struct Entry {
     session: Arc<Session>,
 }
 
-/// Counters of the daemon's whole life.
+/// Counters since the daemon started.
 #[derive(Debug, Default)]
 pub struct Totals {
     /// Sessions opened.
     pub opened: AtomicU64,
-    /// Sessions that did not come about.
+    /// Sessions that were refused or failed to connect.
     pub refused: AtomicU64,
     /// Sessions lost.
     pub lost: AtomicU64,
-    /// Sessions closed as asked.
+    /// Sessions closed on request.
     pub closed: AtomicU64,
     /// Requests answered `INVALID`.
     pub malformed: AtomicU64,
 }
 
-/// See the module's text.
+/// The sessions of the daemon.
 #[derive(Debug)]
 pub struct Registry {
     started: Instant,
@@ -43,7 +43,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// An empty one.
+    /// An empty registry.
     pub fn new() -> Registry {
         Registry {
             started: Instant::now(),
@@ -66,9 +66,9 @@ impl Registry {
         Listed { registry: self.clone(), id }
     }
 
-    /// Everything, as JSON: the daemon's counters, the sum over all sessions ever, and one object for each session now.
+    /// The status as JSON: the daemon's counters, sums over all sessions since the start, and one object for each current session.
     pub fn status(&self) -> Value {
-        // Copied, so that nobody who opens or ends a session waits while this is formatted.
+        // A copy, so that sessions can begin and end while it is formatted.
         let entries: Vec<(u64, Entry)> = self.lock().iter().map(|(id, entry)| (*id, entry.clone())).collect();
         let mut sums = self.ended.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut sessions = Vec::with_capacity(entries.len());
@@ -115,7 +115,7 @@ impl Registry {
     }
 }
 
-/// Keeps a session listed.
+/// Keeps a session listed until it is dropped.
 #[derive(Debug)]
 pub struct Listed {
     registry: Arc<Registry>,

@@ -1,6 +1,6 @@
-//! Listening Unix sockets: made here, or handed over by systemd.
+//! Listening Unix sockets, created here or passed in by systemd.
 //!
-//! A socket file that nobody listens on (left by a daemon that was killed) is replaced; one that is in use is refused.
+//! A stale socket file (left by a daemon that was killed) is replaced. A socket that another process listens on is an error.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -20,33 +20,33 @@ use nix::sys::socket::{
 };
 use thiserror::Error;
 
-/// Why a socket could not be had.
+/// Why there is no listening socket.
 #[derive(Debug, Error)]
 pub enum SocketError {
     /// Another process listens there.
     #[error("{}: another process listens on this socket; end it or configure another path", .0.display())]
     InUse(PathBuf),
-    /// There is something else.
-    #[error("{}: exists and is not a socket; it is not touched", .0.display())]
+    /// The path names another kind of file.
+    #[error("{}: exists and is not a socket; remove it or configure another path", .0.display())]
     NotASocket(PathBuf),
-    /// The system says no.
+    /// A system call failed.
     #[error("{}: {what}: {source}", path.display())]
     System {
         /// The path.
         path: PathBuf,
-        /// What failed.
+        /// Which one.
         what: &'static str,
-        /// The system's answer.
+        /// Why.
         source: io::Error,
     },
 }
 
-/// A listening socket. Its file, if this process made it, goes with it.
+/// A listening socket. If this process created its file, the file is removed with it.
 #[derive(Debug)]
 pub struct Listening {
     fd: OwnedFd,
     file: Option<PathBuf>,
-    /// Readable once the socket is to be served no more. (Shutting the socket down would break it for systemd too.)
+    /// Readable once the socket is stopped. (Shutting the socket down would break it for systemd, too.)
     stop: Arc<EventFd>,
 }
 
@@ -61,22 +61,22 @@ impl Listening {
         let failed =
             |what| move |source: io::Error| SocketError::System { path: path.to_owned(), what, source };
         if let Some(parent) = path.parent() {
-            std::fs::create_dir_all(parent).map_err(failed("making its folder"))?;
+            std::fs::create_dir_all(parent).map_err(failed("creating its folder"))?;
         }
         clear(path, kind)?;
-        let address = UnixAddr::new(path).map_err(|e| failed("as an address")(e.into()))?;
+        let address = UnixAddr::new(path).map_err(|e| failed("the path as a socket address")(e.into()))?;
         let fd = socket(AddressFamily::Unix, kind, SockFlag::SOCK_CLOEXEC, None)
             .map_err(|e| failed("socket")(e.into()))?;
         bind(fd.as_raw_fd(), &address).map_err(|e| failed("bind")(e.into()))?;
         let listening = Listening::new(fd, Some(path.to_owned())).map_err(failed("eventfd"))?;
-        // Nobody can connect before listen, so nobody slips in before the permissions are set.
+        // No process can connect before `listen`, so the permissions are set in time.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(failed("chmod"))?;
         listen(&listening.fd, Backlog::new(128).unwrap_or(Backlog::MAXCONN))
             .map_err(|e| failed("listen")(e.into()))?;
         Ok(listening)
     }
 
-    /// Waits until somebody connects. `Ok(false)`: the socket was [stopped](Stopper::stop).
+    /// Waits for a connection. `Ok(false)` if the socket was [stopped](Stopper::stop).
     pub fn wait(&self) -> io::Result<bool> {
         loop {
             let watch = |fd| PollFd::new(fd, PollFlags::POLLIN);
@@ -89,11 +89,11 @@ impl Listening {
         }
     }
 
-    /// Takes one connection. `Ok(None)`: the socket was [stopped](Stopper::stop).
+    /// Accepts one connection. `Ok(None)` if the socket was [stopped](Stopper::stop).
     pub fn accept(&self) -> io::Result<Option<OwnedFd>> {
         while self.wait()? {
             match accept4(self.fd.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-                // SAFETY: the kernel has just made this descriptor for us.
+                // SAFETY: `accept4` has just created this descriptor, and nothing else owns it.
                 Ok(fd) => return Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) })),
                 Err(nix::Error::EINTR | nix::Error::ECONNABORTED | nix::Error::EAGAIN) => {}
                 Err(e) => return Err(e.into()),
@@ -102,7 +102,7 @@ impl Listening {
         Ok(None)
     }
 
-    /// [`accept`](Self::accept), but when descriptors or memory run out it waits and tries again: what is short now is given back as sessions end.
+    /// Like [`accept`](Self::accept), but waits and tries again when descriptors or memory run out: sessions return them when they end.
     pub fn accept_patiently(&self, what: &str) -> Option<OwnedFd> {
         loop {
             match self.accept() {
@@ -115,7 +115,7 @@ impl Listening {
         }
     }
 
-    /// What ends [`accept`](Self::accept) from another thread.
+    /// A handle that ends [`accept`](Self::accept) from another thread.
     pub fn stopper(&self) -> Stopper {
         Stopper::Listening(self.stop.clone())
     }
@@ -138,19 +138,19 @@ impl Drop for Listening {
 /// Ends a [`Listening`]'s accepts, or a connection's transfers.
 #[derive(Debug)]
 pub enum Stopper {
-    /// Of a listening socket, which goes on existing.
+    /// A listening socket, which stays open.
     Listening(Arc<EventFd>),
-    /// Of a connection, which ends for both sides.
+    /// A connection, which ends for both sides.
     Connection(OwnedFd),
 }
 
 impl Stopper {
-    /// For a connection.
+    /// A handle for a connection.
     pub fn for_connection(fd: &impl AsFd) -> io::Result<Stopper> {
         Ok(Stopper::Connection(fd.as_fd().try_clone_to_owned()?))
     }
 
-    /// Does it. Idempotent; never blocks.
+    /// Ends it. Idempotent; never blocks.
     pub fn stop(&self) {
         match self {
             Stopper::Listening(stop) => drop(stop.write(1)),
@@ -159,37 +159,37 @@ impl Stopper {
     }
 }
 
-/// Removes a socket file that nobody listens on.
+/// Removes a stale socket file.
 fn clear(path: &Path, kind: SockType) -> Result<(), SocketError> {
     let system = |what, source| SocketError::System { path: path.to_owned(), what, source };
     let kind_of_file = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata.file_type(),
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(system("looking", e)),
+        Err(e) => return Err(system("stat", e)),
     };
     if !kind_of_file.is_socket() {
         return Err(SocketError::NotASocket(path.to_owned()));
     }
-    let address = UnixAddr::new(path).map_err(|e| system("as an address", e.into()))?;
+    let address = UnixAddr::new(path).map_err(|e| system("the path as a socket address", e.into()))?;
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let probe = socket(AddressFamily::Unix, kind, flags, None).map_err(|e| system("socket", e.into()))?;
     match connect(probe.as_raw_fd(), &address) {
         Err(nix::Error::ECONNREFUSED) => {
-            tracing::info!("{}: replacing a socket that nobody listens on", path.display());
-            std::fs::remove_file(path).map_err(|e| system("removing", e))
+            tracing::info!("{}: replacing a stale socket", path.display());
+            std::fs::remove_file(path).map_err(|e| system("unlink", e))
         }
         Err(nix::Error::ENOENT) => Ok(()),
-        // Connected, full, of another kind, or not allowed: somebody is there.
+        // Connected, queue full, another type of socket, or not permitted: a process listens there.
         _ => Err(SocketError::InUse(path.to_owned())),
     }
 }
 
-/// Sockets handed over by systemd (`sd_listen_fds(3)`), by name.
+/// Sockets that systemd passed in (`sd_listen_fds(3)`), by name.
 #[derive(Debug, Default)]
 pub struct Activated(HashMap<String, OwnedFd>);
 
 impl Activated {
-    /// Those of this process, from its environment. To be called once, early: it takes the descriptors.
+    /// The sockets of this process, from its environment. Call this once and early: it takes ownership of the descriptors.
     pub fn from_environment() -> Activated {
         let read = |name: &str| std::env::var(name).unwrap_or_default();
         Activated::from_values(&read("LISTEN_PID"), &read("LISTEN_FDS"), &read("LISTEN_FDNAMES"), 3)
@@ -204,11 +204,11 @@ impl Activated {
         let mut sockets = HashMap::new();
         for number in first..first + count {
             let name = names.next().unwrap_or_default().to_owned();
-            // SAFETY: LISTEN_PID says that these descriptors were handed to this very process, for it to own; nobody else here knows their numbers.
+            // SAFETY: LISTEN_PID is this process, so systemd passed these descriptors to it to own, and nothing else in this process uses their numbers.
             let fd = unsafe { OwnedFd::from_raw_fd(number) };
             if let Err(e) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
-                tracing::error!("descriptor {number} ({name:?}) that systemd announced: {e}");
-                // It is not open: there is nothing to close.
+                tracing::error!("cannot use descriptor {number} ({name:?}) from systemd: {e}");
+                // The descriptor is not open, so there is nothing to close.
                 std::mem::forget(fd);
                 continue;
             }
@@ -216,7 +216,7 @@ impl Activated {
                 Entry::Vacant(free) => drop(free.insert(fd)),
                 Entry::Occupied(taken) => {
                     tracing::warn!(
-                        "systemd handed over two sockets named {:?}; the second is not used",
+                        "systemd passed two sockets named {:?}; the second is ignored",
                         taken.key()
                     );
                 }
@@ -225,7 +225,7 @@ impl Activated {
         Activated(sockets)
     }
 
-    /// The socket of that name, or a new one at `path`.
+    /// The socket with that name, or a new one at `path`.
     pub fn take_or_bind(
         &mut self,
         name: &str,
@@ -258,7 +258,7 @@ impl Activated {
         }
     }
 
-    /// Names that nobody took.
+    /// Names of sockets that were not taken.
     pub fn unused(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -279,7 +279,7 @@ mod tests {
         let mut first = Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap();
         assert!(matches!(Listening::bind(&path, SockType::SeqPacket, 0o600), Err(SocketError::InUse(_))));
         assert!(matches!(Listening::bind(&path, SockType::Stream, 0o600), Err(SocketError::InUse(_))));
-        // As after kill -9: the file stays, nobody listens.
+        // As after SIGKILL: the file stays and nothing listens.
         first.file = None;
         drop(first);
         assert!(path.exists());
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_socket_is_left_alone() {
+    fn a_file_that_is_not_a_socket_is_not_replaced() {
         let folder = folder();
         let path = folder.path().join("precious");
         std::fs::write(&path, "data").unwrap();
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stopped_listener_accepts_no_more() {
+    fn a_stopped_listener_accepts_nothing() {
         let folder = folder();
         let listening = Listening::bind(&folder.path().join("s"), SockType::Stream, 0o600).unwrap();
         let stopper = listening.stopper();
@@ -309,13 +309,13 @@ mod tests {
     }
 
     #[test]
-    fn systemds_sockets_are_found_by_name() {
+    fn sockets_from_systemd_are_found_by_name() {
         let folder = folder();
         let path = folder.path().join("s");
         let mut made = Listening::bind(&path, SockType::SeqPacket, 0o600).unwrap();
         made.file = None;
         let fd = made.fd.try_clone().unwrap();
-        // A number that no parallel test is given: duplicated high up.
+        // Duplicated to a high number that parallel tests do not use.
         let number = fcntl(&fd, FcntlArg::F_DUPFD_CLOEXEC(700)).unwrap();
         let pid = std::process::id().to_string();
         assert!(Activated::from_values("1", "1", "native", number).0.is_empty());

@@ -1,32 +1,29 @@
-//! Requests of `controlq`, judged: bytes of a guest into an [`Order`], or into what the guest is told. `docs/device.md` is the contract.
+//! Parses requests of `controlq`: a guest's bytes become an [`Order`] or a [`Refusal`]. `docs/device.md` is the specification.
 //!
-//! What comes here is a copy, fetched once; nothing here touches guest memory.
+//! The bytes are a copy that was made once; nothing here touches guest memory.
 
-use host_bridge::bridge::{ConnectError, RegionError};
-use host_bridge::framing::with_causes;
-use host_bridge::memory::MemoryError;
-use protocol::channel::GeometryError;
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Request, request};
 use zerocopy::FromBytes;
 
 use crate::config::Limits;
+use crate::refusal::{Refusal, invalid, no_resources};
 
 /// Bytes of a request without extents.
 pub const FIXED: usize = size_of::<Request>();
 
-/// A request that makes sense as far as it can be seen without the device's state.
+/// A request that is valid as far as can be told without the device's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order {
-    /// Make a channel of this memory.
+    /// Create a channel in this memory.
     Create {
         /// Channel.
         channel: u32,
         /// Its memory, in order.
         extents: Vec<Extent>,
-        /// Bytes in all.
+        /// Total bytes.
         size: u64,
     },
-    /// End a channel.
+    /// Destroy a channel.
     Destroy {
         /// Channel.
         channel: u32,
@@ -39,12 +36,12 @@ pub enum Order {
         region: u32,
         /// Its memory, in order.
         extents: Vec<Extent>,
-        /// Bytes in all.
+        /// Total bytes.
         size: u64,
-        /// The device only reads.
+        /// The device only reads it.
         read_only: bool,
     },
-    /// Forget registered memory.
+    /// Unregister memory.
     Unregister {
         /// Channel.
         channel: u32,
@@ -53,44 +50,35 @@ pub enum Order {
     },
 }
 
-/// What a guest is told instead.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal(pub Answer, pub String);
-
-/// A refusal of a malformed request.
-pub fn invalid(text: impl Into<String>) -> Refusal {
-    Refusal(Answer::Invalid, text.into())
-}
-
-/// How many bytes follow the fixed part, judged by it alone: to be asked before they are fetched.
+/// How many bytes of extents follow the fixed part. Checked before they are fetched.
 pub fn extents_size(fixed: &[u8; FIXED], limits: &Limits) -> Result<usize, Refusal> {
-    let request = Request::read_from_bytes(fixed).map_err(|_| invalid("the request is cut short"))?;
+    let request = Request::read_from_bytes(fixed).map_err(|_| invalid("the request is truncated"))?;
     if request.extent_count > limits.max_extents {
         let text =
             format!("{} extents in one request, the limit is {}", request.extent_count, limits.max_extents);
-        return Err(Refusal(Answer::NoResources, text));
+        return Err(no_resources(text));
     }
     Ok(request.extent_count as usize * size_of::<Extent>())
 }
 
-/// Judges a whole request: its fixed part and the extents' bytes.
+/// Parses a whole request: its fixed part and the extents' bytes.
 pub fn parse(fixed: &[u8; FIXED], extents: &[u8], limits: &Limits) -> Result<Order, Refusal> {
     let expected = extents_size(fixed, limits)?;
     if extents.len() != expected {
-        return Err(invalid(format!("{} bytes of extents where {expected} were announced", extents.len())));
+        return Err(invalid(format!("{} bytes of extents, but {expected} were announced", extents.len())));
     }
-    let request = Request::read_from_bytes(fixed).map_err(|_| invalid("the request is cut short"))?;
+    let request = Request::read_from_bytes(fixed).map_err(|_| invalid("the request is truncated"))?;
     let Request { kind, channel, region, size, flags, reserved, .. } = request;
     if !matches!(kind, request::CREATE_CHANNEL..=request::UNREGISTER_MEMORY) {
-        return Err(Refusal(Answer::Unsupported, format!("request type {kind} is not known")));
+        return Err(Refusal(Answer::Unsupported, format!("unknown request type {kind}")));
     }
     if channel >= limits.max_channels {
-        return Err(invalid(format!("channel {channel}, where ids are below {}", limits.max_channels)));
+        return Err(invalid(format!("channel {channel}, but ids must be below {}", limits.max_channels)));
     }
     let known_flags = if kind == request::REGISTER_MEMORY { REGISTER_READ_ONLY } else { 0 };
     if flags & !known_flags != 0 || reserved != 0 {
         return Err(invalid(format!(
-            "flags {flags:#x}, reserved {reserved:#x}: bits that this request does not have"
+            "flags {flags:#x}, reserved {reserved:#x}: this request has no such bits"
         )));
     }
     let (list, _) = extents.as_chunks::<{ size_of::<Extent>() }>();
@@ -112,7 +100,7 @@ pub fn parse(fixed: &[u8; FIXED], extents: &[u8], limits: &Limits) -> Result<Ord
         request::CREATE_CHANNEL => {
             if size > limits.max_channel_size {
                 let text = format!("a channel of {size} bytes, the limit is {}", limits.max_channel_size);
-                return Err(Refusal(Answer::NoResources, text));
+                return Err(no_resources(text));
             }
             Ok(Order::Create { channel, extents: memory(list)?, size })
         }
@@ -123,36 +111,6 @@ pub fn parse(fixed: &[u8; FIXED], extents: &[u8], limits: &Limits) -> Result<Ord
         _ if !list.is_empty() || size != 0 => Err(invalid(format!("request type {kind} takes no extents"))),
         request::DESTROY_CHANNEL => Ok(Order::Destroy { channel }),
         _ => Ok(Order::Unregister { channel, region }),
-    }
-}
-
-impl From<MemoryError> for Refusal {
-    fn from(e: MemoryError) -> Refusal {
-        let answer = match &e {
-            MemoryError::Geometry(GeometryError::Version(_)) => Answer::Version,
-            MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
-            _ => Answer::Invalid,
-        };
-        Refusal(answer, with_causes(&e))
-    }
-}
-
-impl From<RegionError> for Refusal {
-    fn from(e: RegionError) -> Refusal {
-        match e {
-            RegionError::Memory(e) => e.into(),
-            RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => {
-                Refusal(Answer::Invalid, e.to_string())
-            }
-            RegionError::Limit { .. } | RegionError::Verbs(_) => Refusal(Answer::NoResources, e.to_string()),
-            RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
-        }
-    }
-}
-
-impl From<ConnectError> for Refusal {
-    fn from(e: ConnectError) -> Refusal {
-        Refusal(e.answer(), e.to_string())
     }
 }
 
@@ -185,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_request_becomes_an_order() {
+    fn a_valid_request_becomes_an_order() {
         let extents = [Extent { addr: 0x1000, len: 0x1000 }, Extent { addr: 0x5000, len: 0x2000 }];
         let order = parse(&fixed(create(0x3000, 2)), extents.as_bytes(), &limits()).unwrap();
         assert_eq!(order, Order::Create { channel: 1, extents: extents.to_vec(), size: 0x3000 });
@@ -194,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_has_its_answer() {
+    fn each_kind_of_malformed_request_gets_its_own_answer() {
         let one = [Extent { addr: 0x1000, len: 0x1000 }];
         let wrap = [Extent { addr: 0, len: u64::MAX }, Extent { addr: 0, len: 0x1001 }];
         let empty = [Extent { addr: 0, len: 0 }, one[0]];
@@ -222,12 +180,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic_and_what_passes_adds_up(bytes in proptest::array::uniform32(any::<u8>()), extents in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_never_panic(bytes in proptest::array::uniform32(any::<u8>()), extents in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = parse(&bytes, &extents, &limits());
         }
 
         #[test]
-        fn what_passes_adds_up(kind in 0u32..6, channel in 0u32..300, lens in proptest::collection::vec(0u64..0x3000, 0..10), size in 0u64..0x8000) {
+        fn the_extents_of_an_accepted_request_add_up(kind in 0u32..6, channel in 0u32..300, lens in proptest::collection::vec(0u64..0x3000, 0..10), size in 0u64..0x8000) {
             let extents: Vec<Extent> = lens.iter().map(|len| Extent { addr: 0, len: *len }).collect();
             let request = Request { kind, channel, extent_count: extents.len() as u32, ..create(size, 0) };
             match parse(&fixed(request), extents.as_bytes(), &limits()) {

@@ -1,10 +1,9 @@
 //! The device that a guest sees: configuration space, queues, and its channels.
 //!
-//! Three rules hold it together:
-//! - The virtqueue threads never wait: every request is carried out by a thread of its own (there are no more of them than the queue has descriptors) and
-//!   answered when it is done, in any order.
-//! - What a job does to guest memory (the answer, the beginning of a session) it does under `gate`, and only if the device has not been reset since the request
-//!   came. A reset takes the gate for itself, and after it nothing of before touches guest memory.
+//! Three rules:
+//! - The virtqueue threads never block. A thread of its own executes each request (at most [`MAX_JOBS`] at a time) and answers it when it is done; answers come in any order.
+//! - A job touches guest memory (to answer, or to start a session) only while it holds `gate` for reading, and only if the device has not been reset since the request
+//!   came. A reset takes the gate for writing; after it, no earlier job touches guest memory.
 //! - Nothing that a guest sends ends a thread or the device.
 
 use std::collections::HashMap;
@@ -34,57 +33,58 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventNotifier};
 use zerocopy::IntoBytes;
 
-use super::control::{self, FIXED, Order, Refusal, invalid};
+use super::control::{self, FIXED, Order};
 use super::events::Events;
 use super::{GuestMemory, Vring};
 use crate::config::Vm;
 use crate::limit::LogLimit;
+use crate::refusal::{Refusal, invalid, no_resources};
 use crate::registry::{Listed, Registry};
 
 /// `VIRTIO_F_VERSION_1`.
 const VERSION_1: u64 = 1 << 32;
 /// `VIRTIO_RING_F_INDIRECT_DESC` and `VIRTIO_RING_F_EVENT_IDX`.
 const RING_FEATURES: u64 = 1 << 28 | 1 << 29;
-/// Descriptors of a queue at most.
+/// Maximum number of descriptors of a queue.
 const QUEUE_SIZE: usize = 1024;
-/// Requests under way at most: each has a thread.
+/// Maximum number of requests in progress. Each has a thread.
 const MAX_JOBS: usize = 256;
-/// Bytes of extents in requests under way at most.
+/// Maximum bytes of extents in requests in progress.
 const MAX_JOB_BYTES: usize = 64 << 20;
-/// How long the server may hold a destroyed channel's memory before that is said in the log, again and again.
+/// How long the server may hold a destroyed channel's memory before the log says so. The message is repeated as often.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The thread that serves `controlq` and `eventq`, and the one that serves `doorbellq`: a doorbell must not wait behind a request.
+/// Queues of each thread: one serves `controlq` and `eventq`, the other `doorbellq`, so that a doorbell never waits behind a request.
 const THREADS: [u64; 2] = [1 << CONTROL_QUEUE | 1 << EVENT_QUEUE, 1 << DOORBELL_QUEUE];
 
 /// A channel of the guest.
 enum Channel {
     /// A job is opening it.
     Opening,
-    /// A server has put its session into a queue, and the guest has been told. The job that opens it gives up when this is rung.
+    /// Its session waits in a server's queue, and the guest has been told so. Writing to the eventfd makes the job that opens it give up.
     Waiting(Arc<EventFd>),
-    /// Its session came to nothing after the guest had been told that it waits. Nothing touches its memory.
+    /// Its session was refused after the guest had been told that it waits. Nothing touches its memory.
     Over,
-    /// A job waits until the server has let go of its memory.
+    /// A job waits until the server has released its memory.
     Closing(Arc<Session>),
     Open(Arc<Session>, #[expect(dead_code, reason = "keeps the session listed")] Listed),
 }
 
-/// See the module's text.
+/// The device of one virtual machine. The module's documentation gives its rules.
 pub struct Device {
-    /// For jobs, which hold the device.
+    /// For jobs, which keep the device alive.
     me: Weak<Device>,
     config: Vm,
     registry: Arc<Registry>,
     /// Guest memory for the queues.
     guest: GuestMemory,
-    /// Guest memory for sessions, which keep what they were given.
+    /// Guest memory for new sessions. A session keeps the memory that it was given.
     memories: Mutex<Memories>,
     channels: Mutex<HashMap<u32, Channel>>,
     settled: Condvar,
     events: Arc<Events>,
-    /// Counts resets. See the module's text.
+    /// Number of resets.
     gate: RwLock<u64>,
-    /// Where answers go, while the queue runs.
+    /// The request queue, while it runs.
     control: Mutex<Option<Vring>>,
     jobs: AtomicUsize,
     job_bytes: AtomicUsize,
@@ -96,7 +96,7 @@ pub struct Device {
 /// A writable piece of a request's chain: address and length.
 type Piece = (GuestAddress, usize);
 
-/// A request as it came off the queue.
+/// A request taken from the queue.
 struct Fetched {
     head: u16,
     answer: Vec<Piece>,
@@ -137,19 +137,19 @@ impl Device {
         *self.gate.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device is reset, or its VMM is gone: ends every session and returns when guest memory is let go.
+    /// Ends every session because the device is reset or its VMM is gone. Returns when the sessions have released guest memory.
     pub fn end_all(&self, reason: &str) {
         let sessions: Vec<(Arc<Session>, Channel)> = {
-            // Whoever holds the gate is about to begin a session or to answer; after this nobody does.
+            // A job that holds the gate is starting a session or answering. After this, no job of before gets it.
             let mut epoch = self.gate.write().unwrap_or_else(PoisonError::into_inner);
             *epoch += 1;
             *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
-            self.events.forget();
+            self.events.reset();
             let mut channels = self.channels();
             let ended = channels.drain().filter_map(|(_, channel)| match &channel {
                 Channel::Open(session, _) | Channel::Closing(session) => Some((session.clone(), channel)),
                 Channel::Waiting(give_up) => {
-                    // The only failure is a counter at its end, which rings as well.
+                    // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
                     let _ = give_up.write(1);
                     None
                 }
@@ -162,7 +162,7 @@ impl Device {
             return;
         }
         tracing::info!("{}: ending {} sessions: {reason}", self.who, sessions.len());
-        // All are told first, then waited for together.
+        // All sessions are told first and then end at the same time.
         for (session, channel) in &sessions {
             if matches!(channel, Channel::Open(..)) {
                 self.count_end(session);
@@ -182,14 +182,14 @@ impl Device {
         }
     }
 
-    /// To be called before a session is closed as asked: one that was lost is counted as that.
+    /// Counts a session that is about to be closed on request. A session that was lost has been counted already.
     fn count_end(&self, session: &Session) {
         if session.over().is_none() {
             self.registry.totals.closed.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Passes a doorbell on to the sessions that have work.
+    /// Passes a doorbell on to every open session.
     fn ring(&self) {
         for channel in self.channels().values() {
             if let Channel::Open(session, _) = channel {
@@ -198,7 +198,7 @@ impl Device {
         }
     }
 
-    /// Takes the requests that stand in the queue.
+    /// Takes all requests from the queue.
     fn take_requests(&self, vring: &Vring) {
         {
             let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
@@ -220,7 +220,7 @@ impl Device {
         }
     }
 
-    /// Copies the next request out, once, and judges it.
+    /// Copies the next request out of guest memory, once, and checks it.
     fn fetch(&self, vring: &Vring) -> Option<Fetched> {
         let memory = self.guest.memory();
         let chain = vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone())?;
@@ -229,26 +229,29 @@ impl Device {
         let request: Vec<Piece> = chain.clone().readable().map(place).collect();
         let answer: Vec<Piece> = chain.writable().map(place).collect();
         let mut bytes = 0;
-        let order = self.judge(&memory, &request, &mut bytes);
+        let order = self.check(&memory, &request, &mut bytes);
         Some(Fetched { head, answer, order, bytes })
     }
 
-    fn judge(
+    fn check(
         &self,
         memory: &GuestMemoryMmap,
         request: &[Piece],
         bytes: &mut usize,
     ) -> Result<Order, Refusal> {
-        let there: usize = request.iter().map(|(_, len)| len).sum();
+        let total: usize = request.iter().map(|(_, len)| len).sum();
         let mut fixed = [0; FIXED];
         copy_out(memory, request, 0, &mut fixed)?;
         let size = control::extents_size(&fixed, &self.config.limits)?;
-        if there != FIXED + size {
-            return Err(invalid(format!("a request of {there} bytes where {} were announced", FIXED + size)));
+        if total != FIXED + size {
+            return Err(invalid(format!(
+                "a request of {total} bytes, but its header announced {}",
+                FIXED + size
+            )));
         }
         if self.job_bytes.fetch_add(size, Ordering::Relaxed) + size > MAX_JOB_BYTES {
             self.job_bytes.fetch_sub(size, Ordering::Relaxed);
-            return Err(Refusal(Answer::NoResources, "too many large requests at one time".into()));
+            return Err(no_resources("too many large requests at the same time"));
         }
         *bytes = size;
         let mut extents = vec![0; size];
@@ -265,7 +268,7 @@ impl Device {
                     self.jobs.fetch_sub(1, Ordering::Relaxed);
                 }
                 self.job_bytes.fetch_sub(bytes, Ordering::Relaxed);
-                let busy = || Refusal(Answer::NoResources, format!("{MAX_JOBS} requests are under way"));
+                let busy = || no_resources(format!("{MAX_JOBS} requests are in progress"));
                 return self.answer(epoch, head, &answer, Err(refused.err().unwrap_or_else(busy)));
             }
         };
@@ -273,7 +276,7 @@ impl Device {
         let pieces = answer.clone();
         let spawned = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
             let mut job = Job { device: &device, epoch, head, pieces, bytes, answered: false };
-            let result = device.carry_out(order, &mut job);
+            let result = device.execute(order, &mut job);
             job.answer(result);
         });
         if let Err(e) = spawned {
@@ -283,12 +286,12 @@ impl Device {
                 epoch,
                 head,
                 &answer,
-                Err(Refusal(Answer::NoResources, format!("the host is short of threads: {e}"))),
+                Err(no_resources(format!("the host is short of threads: {e}"))),
             );
         }
     }
 
-    /// Gives a request back with its answer, unless the device was reset since.
+    /// Answers a request, unless the device was reset since it came.
     fn answer(&self, epoch: u64, head: u16, pieces: &[Piece], result: Result<(), Refusal>) {
         let response = match result {
             Ok(()) => Response::new(Answer::Ok, ""),
@@ -316,7 +319,7 @@ impl Device {
             rest = later;
         }
         if !rest.is_empty() {
-            self.limit.warn(&self.who, "a request without room for its answer");
+            self.limit.warn(&self.who, "a request has no room for its answer");
         }
         let written = (response.as_bytes().len() - rest.len()) as u32;
         let given = vring.add_used(head, written).map_err(|e| e.to_string()).and_then(|()| {
@@ -331,14 +334,14 @@ impl Device {
         }
     }
 
-    fn carry_out(&self, order: Order, job: &mut Job<'_>) -> Result<(), Refusal> {
+    fn execute(&self, order: Order, job: &mut Job<'_>) -> Result<(), Refusal> {
         match order {
             Order::Create { channel, extents, size } => self.create(channel, extents, size, job),
             Order::Destroy { channel } => self.destroy(channel, job.epoch),
             Order::Register { channel, region, extents, size, read_only } => {
                 let session = self.session(channel)?;
                 let memories = self.memories();
-                // The transport may pass extents on without looking at them, so they are looked at here.
+                // A transport may pass extents on unchecked, so they are checked here.
                 memories.resolve(&extents, size)?;
                 let memory = RegionMemory { memories, extents, size, own_memory: false, read_only };
                 Ok(session.register_region(region, memory)?)
@@ -385,7 +388,7 @@ impl Device {
         if *gate == epoch && result.is_err() {
             let mut channels = self.channels();
             match channels.get(&channel) {
-                // The guest has the channel: it is the guest's to destroy.
+                // The guest was told that the channel exists, so the guest must destroy it.
                 Some(Channel::Waiting(_)) => drop(channels.insert(channel, Channel::Over)),
                 _ => drop(channels.remove(&channel)),
             }
@@ -399,12 +402,12 @@ impl Device {
     fn open(&self, channel: u32, memory: ChannelMemory, job: &mut Job<'_>) -> Result<(), Refusal> {
         let epoch = job.epoch;
         let give_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|e| Refusal(Answer::NoResources, format!("this host is short of descriptors: {e}")))?;
+            .map_err(|e| no_resources(format!("this host is short of descriptors: {e}")))?;
         let mut turn = Queued { device: self, channel, memory: &memory, give_up: Arc::new(give_up), job };
         let prepared = match Prepared::connect(&self.config.session, &memory, &mut turn) {
             Ok(prepared) => prepared,
             Err(e) => {
-                turn.wait_was_in_vain(&e.to_string());
+                turn.refused_after_waiting(&e.to_string());
                 return Err(e.into());
             }
         };
@@ -435,7 +438,7 @@ impl Device {
                     }
                     Some(waits @ (Channel::Opening | Channel::Waiting(_) | Channel::Closing(_))) => {
                         if let Channel::Waiting(give_up) = waits {
-                            // As above.
+                            // Writing fails only when the counter is at its maximum. Then the eventfd is readable, too.
                             let _ = give_up.write(1);
                         }
                         channels = self.settled.wait(channels).unwrap_or_else(PoisonError::into_inner);
@@ -448,7 +451,7 @@ impl Device {
                 }
             }
         };
-        // Marked only now, and only if it is still the one: two wishes to destroy may race.
+        // Two requests to destroy the channel may race: only the one that finds the same session open continues.
         let listed = {
             let mut channels = self.channels();
             match channels.get(&channel) {
@@ -480,13 +483,13 @@ impl Device {
         Ok(())
     }
 
-    /// Whether the device was reset. Does not wait for a reset under way: that one waits for nobody who asks here.
+    /// Whether the device was reset since. False while a reset is in progress: this never blocks.
     fn epoch_changed(&self, epoch: u64) -> bool {
         self.gate.try_read().is_ok_and(|now| *now != epoch)
     }
 }
 
-/// A request under way: what is needed to answer it.
+/// A request in progress, with what is needed to answer it.
 struct Job<'d> {
     device: &'d Device,
     epoch: u64,
@@ -497,7 +500,7 @@ struct Job<'d> {
 }
 
 impl Job<'_> {
-    /// Answers the request, unless that was done; it counts no more then.
+    /// Answers the request, unless it has been answered, and stops counting it.
     fn answer(&mut self, result: Result<(), Refusal>) {
         if std::mem::replace(&mut self.answered, true) {
             if let Err(Refusal(_, why)) = result {
@@ -511,8 +514,8 @@ impl Job<'_> {
     }
 }
 
-/// A channel whose session waits in a server's queue. The guest's request is answered at once, so that its driver can destroy the channel meanwhile; the place stands in the channel's
-/// header.
+/// A channel whose session waits in a server's queue. The guest's request is answered at once, so that its driver can destroy the channel meanwhile. The channel's header holds the
+/// position in the queue.
 struct Queued<'a, 'd> {
     device: &'a Device,
     channel: u32,
@@ -522,7 +525,7 @@ struct Queued<'a, 'd> {
 }
 
 impl Queued<'_, '_> {
-    /// Does something to the channel's memory, unless the device was reset.
+    /// Writes to the channel's memory, unless the device was reset.
     fn tell(&self, tell: impl FnOnce(&ChannelMemory)) {
         let gate = self.device.gate.read().unwrap_or_else(PoisonError::into_inner);
         if *gate == self.job.epoch {
@@ -530,7 +533,7 @@ impl Queued<'_, '_> {
         }
     }
 
-    fn wait_was_in_vain(&self, why: &str) {
+    fn refused_after_waiting(&self, why: &str) {
         if self.job.answered {
             self.tell(|memory| memory.tell_refused(why));
             self.device.events.wake(self.channel);
@@ -545,7 +548,7 @@ impl Turn for Queued<'_, '_> {
         }
         self.tell(|memory| {
             memory.tell_waiting(server, ahead);
-            // The guest asks for a sign of life while it waits.
+            // While it waits, the guest expects this counter to rise.
             memory.view.header().raise_alive();
             if !self.job.answered {
                 let waiting = Channel::Waiting(self.give_up.clone());
@@ -560,7 +563,7 @@ impl Turn for Queued<'_, '_> {
     }
 }
 
-/// Copies `buf.len()` bytes from `skip` of the pieces taken together.
+/// Copies `buf.len()` bytes out of the concatenated pieces, starting at `skip`.
 fn copy_out(
     memory: &GuestMemoryMmap,
     pieces: &[Piece],
@@ -575,7 +578,7 @@ fn copy_out(
         }
         let n = (len - skip).min(buf.len() - at);
         let outside =
-            || invalid(format!("descriptor at {:#x}, {len} bytes, lies outside guest memory", address.0));
+            || invalid(format!("a descriptor of {len} bytes at {:#x} is outside guest memory", address.0));
         let from = address.0.checked_add(skip as u64).map(GuestAddress).ok_or_else(outside)?;
         memory.read_slice(&mut buf[at..at + n], from).map_err(|_| outside())?;
         at += n;
@@ -585,7 +588,7 @@ fn copy_out(
         }
     }
     if at < buf.len() {
-        return Err(invalid(format!("a request that ends {} bytes too early", buf.len() - at)));
+        return Err(invalid(format!("the request ends {} bytes too early", buf.len() - at)));
     }
     Ok(())
 }
@@ -631,7 +634,7 @@ impl VhostUserBackend for Device {
             max_registered: limits.max_registered,
             reserved: [0; 32],
         };
-        // Exactly `size` bytes, whatever was asked for: the VMM's message is malformed otherwise.
+        // The answer must have exactly `size` bytes, or else the message to the VMM is malformed.
         let bytes = config.as_bytes().iter().copied().skip(offset as usize).chain(std::iter::repeat(0));
         bytes.take(size as usize).collect()
     }
@@ -641,16 +644,16 @@ impl VhostUserBackend for Device {
         let mut files = Vec::with_capacity(guest.num_regions());
         for region in guest.iter() {
             let at = region.start_addr().0;
-            let Some(place) = region.file_offset() else {
+            let Some(file) = region.file_offset() else {
                 return Err(io::Error::other(format!(
-                    "guest memory at {at:#x} is not a file: the VMM must share it"
+                    "guest memory at {at:#x} is not backed by a file: configure the VMM to share it"
                 )));
             };
-            let memory = Memory { addr: at, size: region.len(), file_offset: place.start() };
-            files.push((memory, OwnedFd::from(place.file().try_clone()?)));
+            let memory = Memory { addr: at, size: region.len(), file_offset: file.start() };
+            files.push((memory, OwnedFd::from(file.file().try_clone()?)));
         }
         let memories = Memories::map(files).map_err(io::Error::other)?;
-        // Sessions keep what they were given until they end.
+        // Running sessions keep the memory that they were given.
         *self.memories.lock().unwrap_or_else(PoisonError::into_inner) = memories;
         Ok(())
     }
@@ -662,20 +665,20 @@ impl VhostUserBackend for Device {
     fn exit_event(&self, thread_index: usize) -> Option<(EventConsumer, EventNotifier)> {
         let exit = self.exit.get(thread_index)?;
         let notifier = exit.as_raw_fd();
-        // SAFETY: the notifier gets a descriptor of its own.
+        // SAFETY: a plain system call that duplicates a descriptor of this device.
         let notifier = unsafe { libc::fcntl(notifier, libc::F_DUPFD_CLOEXEC, 0) };
         if notifier < 0 {
             return None;
         }
-        // SAFETY: vhost-user-backend never closes the consumer (it takes the raw number for its epoll and forgets it), so `self.exit` stays the descriptor's only
-        // owner; a duplicate would be leaked with every connection. The device outlives its workers, which hold it.
+        // SAFETY: vhost-user-backend uses the consumer's raw number for epoll and never closes it, so `self.exit` remains the only owner that closes the descriptor. (It would never close
+        // a duplicate either, which would leak with every connection.) The workers hold the device, so the descriptor stays open while they use it.
         let consumer = unsafe { EventConsumer::from_raw_fd(exit.as_raw_fd()) };
-        // SAFETY: duplicated above, owned by nobody else.
+        // SAFETY: the descriptor was duplicated above and nothing else owns it.
         Some((consumer, unsafe { EventNotifier::from_raw_fd(notifier) }))
     }
 
     fn stop_vring(&self, queue_index: u32) -> io::Result<()> {
-        // A virtio reset reaches a backend as this, queue by queue. A guest that stops its request queue is done with everything made through it.
+        // A virtio reset stops one queue after the other. When the guest stops its request queue, everything that it created through the queue ends.
         match u16::try_from(queue_index) {
             Ok(CONTROL_QUEUE) => self.end_all("the guest has reset the device"),
             Ok(EVENT_QUEUE) => self.events.stop(),
@@ -685,12 +688,12 @@ impl VhostUserBackend for Device {
     }
 
     fn handle_event(&self, event: u16, _set: EventSet, vrings: &[Vring], thread: usize) -> io::Result<()> {
-        // Queues count among those of their thread.
+        // `event` is the queue's index among those of its thread.
         match (thread, event, vrings.get(usize::from(event))) {
             (0, 0, Some(vring)) => self.take_requests(vring),
             (0, 1, Some(vring)) => self.events.buffers(vring),
             (1, 0, _) => self.ring(),
-            _ => tracing::warn!("{}: event {event} of thread {thread} is not known", self.who),
+            _ => tracing::warn!("{}: unknown event {event} in thread {thread}", self.who),
         }
         Ok(())
     }

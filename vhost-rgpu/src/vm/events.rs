@@ -1,4 +1,4 @@
-//! Events to the guest: `WAKE`s, of which each channel has at most one pending, and none is lost.
+//! Events to the guest. Each channel has at most one `WAKE` pending, and none is lost.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,27 +12,27 @@ use zerocopy::IntoBytes;
 use super::{GuestMemory, Vring};
 use crate::limit::LogLimit;
 
-/// A place that takes events: the guest's buffers.
+/// Where events are delivered: the guest's buffers.
 trait Sink {
-    /// Puts one event into a buffer of the guest. False: there is no buffer.
+    /// Puts one event into a buffer of the guest. False if there is no buffer.
     fn put(&mut self, event: Event) -> bool;
 }
 
-/// Channels that are to be woken, first come first served.
+/// Channels with a pending wake, in order of arrival.
 #[derive(Debug, Default)]
 struct Pending {
     queue: VecDeque<u32>,
-    held: HashSet<u32>,
+    queued: HashSet<u32>,
 }
 
 impl Pending {
     fn add(&mut self, channel: u32) {
-        if self.held.insert(channel) {
+        if self.queued.insert(channel) {
             self.queue.push_back(channel);
         }
     }
 
-    /// Delivers what there are buffers for. True: something was delivered.
+    /// Delivers as many events as there are buffers. True if at least one was delivered.
     fn deliver(&mut self, sink: &mut impl Sink) -> bool {
         let mut delivered = false;
         while let Some(channel) = self.queue.front().copied() {
@@ -40,7 +40,7 @@ impl Pending {
                 break;
             }
             self.queue.pop_front();
-            self.held.remove(&channel);
+            self.queued.remove(&channel);
             delivered = true;
         }
         delivered
@@ -59,7 +59,7 @@ pub struct Events {
 #[derive(Default)]
 struct State {
     pending: Pending,
-    /// Known while the queue runs.
+    /// The queue, while it runs.
     vring: Option<Vring>,
 }
 
@@ -82,14 +82,14 @@ impl Events {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes every waiter of a channel, now or as soon as the guest has posted a buffer. Never blocks for long.
+    /// Wakes every waiter of a channel, now or as soon as the guest posts a buffer. Never waits for the guest.
     pub fn wake(&self, channel: u32) {
         let mut state = self.lock();
         state.pending.add(channel);
         self.deliver(&mut state);
     }
 
-    /// The queue runs, or the guest has posted buffers.
+    /// The queue has started, or the guest has posted buffers.
     pub fn buffers(&self, vring: &Vring) {
         let mut state = self.lock();
         if state.vring.is_none() {
@@ -98,13 +98,13 @@ impl Events {
         self.deliver(&mut state);
     }
 
-    /// The queue runs no more: guest memory is not touched until [`buffers`](Self::buffers) is called again. Pending events are kept.
+    /// The queue has stopped: guest memory is not touched until [`buffers`](Self::buffers) is called again. Pending events are kept.
     pub fn stop(&self) {
         self.lock().vring = None;
     }
 
-    /// A reset: pending events are of no meaning any more.
-    pub fn forget(&self) {
+    /// The device was reset: drops pending events.
+    pub fn reset(&self) {
         let mut state = self.lock();
         state.vring = None;
         state.pending = Pending::default();
@@ -133,7 +133,7 @@ impl Sink for Buffers<'_> {
         loop {
             let mut state = self.vring.get_mut();
             let Some(chain) = state.get_queue_mut().pop_descriptor_chain(memory.clone()) else {
-                // A guest that posted a buffer just now may not have seen that its notification is wanted.
+                // A guest that has just posted a buffer may have seen that notifications were disabled.
                 match state.enable_notification() {
                     Ok(true) => continue,
                     _ => return false,
@@ -151,9 +151,7 @@ impl Sink for Buffers<'_> {
             if written {
                 return true;
             }
-            self.events
-                .limit
-                .warn(&self.events.who, "event queue: a buffer that holds no event was given back empty");
+            self.events.limit.warn(&self.events.who, "event queue: a buffer is too small for an event");
         }
     }
 }
@@ -162,9 +160,10 @@ impl Sink for Buffers<'_> {
 mod tests {
     use super::*;
 
-    struct Some3(usize, Vec<u32>);
+    /// A guest with so many buffers, and the channels that it was told to wake.
+    struct FakeGuest(usize, Vec<u32>);
 
-    impl Sink for Some3 {
+    impl Sink for FakeGuest {
         fn put(&mut self, event: Event) -> bool {
             if self.0 == 0 {
                 return false;
@@ -179,7 +178,7 @@ mod tests {
     #[test]
     fn wakes_wait_for_buffers_and_none_is_lost() {
         let mut pending = Pending::default();
-        let mut sink = Some3(0, Vec::new());
+        let mut sink = FakeGuest(0, Vec::new());
         for channel in [7, 3, 7, 9, 3, 7] {
             pending.add(channel);
             assert!(!pending.deliver(&mut sink));
@@ -191,6 +190,6 @@ mod tests {
         sink.0 = 10;
         pending.deliver(&mut sink);
         assert_eq!(sink.1, [7, 3, 9, 7]);
-        assert!(!pending.deliver(&mut sink), "one for each");
+        assert!(!pending.deliver(&mut sink), "each wake is delivered once");
     }
 }

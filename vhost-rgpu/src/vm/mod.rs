@@ -1,9 +1,9 @@
-//! One virtual machine: its vhost-user socket, and a fresh device for each VMM that connects there.
+//! One virtual machine: its vhost-user socket, and a new device for each VMM that connects.
 //!
-//! In reading order: [`control`] judges requests, [`device`] acts on them, [`events`] tells the guest.
+//! In reading order: [`control`] parses requests, [`device`] executes them, [`events`] wakes the guest.
 //!
-//! A device lives as long as one vhost-user connection. When the VMM goes, however it goes, every session of its guest ends, the guest's memory is let go, and the
-//! socket takes the next VMM.
+//! A device lives as long as one vhost-user connection. When the VMM disconnects for any reason, every session of its guest ends, the guest's memory is released, and the
+//! socket accepts the next VMM.
 
 mod control;
 mod device;
@@ -23,7 +23,7 @@ use crate::registry::Registry;
 use crate::sockets::Listening;
 use device::Device;
 
-/// Guest memory as it is now: replaced as a whole when the VMM says so.
+/// The guest's current memory, which the VMM can replace as a whole.
 type GuestMemory = GuestMemoryAtomic<GuestMemoryMmap>;
 /// A virtqueue of the device.
 type Vring = vhost_user_backend::VringMutex<GuestMemory>;
@@ -37,7 +37,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server of this configuration.
+    /// A server with this configuration.
     pub fn new(config: Vm, registry: Arc<Registry>) -> Arc<Server> {
         Arc::new(Server { config, registry, stopping: AtomicBool::new(false), connected: Mutex::default() })
     }
@@ -46,10 +46,10 @@ impl Server {
     pub fn serve(&self, listening: &Listening) {
         let name = &self.config.name;
         let mut listener = match listening.as_fd().try_clone_to_owned() {
-            // SAFETY: the descriptor is a listening Unix socket that nobody else owns.
+            // SAFETY: the descriptor is a fresh duplicate of a listening Unix socket, and `into_raw_fd` gives up its ownership.
             Ok(fd) => unsafe { Listener::from_raw_fd(fd.into_raw_fd()) },
             Err(e) => {
-                tracing::error!("vm {name}: the socket cannot be served: {e}");
+                tracing::error!("vm {name}: cannot serve the socket: {e}");
                 return;
             }
         };
@@ -59,13 +59,13 @@ impl Server {
                     return;
                 }
                 tracing::error!("vm {name}: {e}");
-                // Out of descriptors or threads, most likely: what is short now is given back as sessions end.
+                // Most likely the process is out of descriptors or threads, which sessions return when they end.
                 std::thread::sleep(Duration::from_millis(200));
             }
         }
     }
 
-    /// Ends the connection there is, and takes no other.
+    /// Ends the current connection and accepts no other.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         if let Some(connected) = self.connected.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
@@ -73,14 +73,14 @@ impl Server {
         }
     }
 
-    /// Waits until a VMM connects. False: the daemon ends.
+    /// Waits until a VMM connects. False if the daemon ends first.
     fn wait_for_vmm(&self, listening: &Listening) -> bool {
         loop {
             if self.stopping.load(Ordering::SeqCst) {
                 return false;
             }
             match listening.wait() {
-                Ok(somebody) => return somebody && !self.stopping.load(Ordering::SeqCst),
+                Ok(connected) => return connected && !self.stopping.load(Ordering::SeqCst),
                 Err(e) => {
                     tracing::error!("vm {}: waiting for a VMM: {e}", self.config.name);
                     std::thread::sleep(Duration::from_millis(200));
@@ -93,7 +93,7 @@ impl Server {
         let name = &self.config.name;
         let memory = GuestMemory::new(GuestMemoryMmap::new());
         let device = Device::new(self.config.clone(), self.registry.clone(), memory.clone())?;
-        // The library's errors say what they are only through Display.
+        // The library's errors implement no `std::error::Error`.
         let mut daemon = VhostUserDaemon::new(format!("vhost-{name}"), device.clone(), memory)
             .map_err(|e| anyhow::anyhow!("{e}"))?;
         let workers = daemon.get_epoll_handlers();
@@ -101,7 +101,7 @@ impl Server {
         if result.is_ok() {
             tracing::info!("vm {name}: a VMM has connected");
             *self.connected.lock().unwrap_or_else(PoisonError::into_inner) = daemon.shutdown_handle();
-            // A stop that came before the line above found nothing to shut down.
+            // A `stop` before the line above found nothing to shut down.
             if self.stopping.load(Ordering::SeqCst) {
                 daemon.request_shutdown();
             }

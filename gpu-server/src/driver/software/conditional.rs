@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use protocol::Status;
 use protocol::handle::{ContextId, GraphId};
-use protocol::ops::graph::{GraphNode, GraphParts, conditional};
+use protocol::ops::graph::{GraphNode, GraphParts, condition_flag, conditional};
 use software_gpu::{Function, Gpu, LaunchConfig, Result};
 
 use super::streams::{Place, Word};
@@ -40,7 +40,7 @@ impl Cell {
     /// A word on a device.
     pub(super) fn new(gpu: &Gpu, default: u32, flags: u32) -> std::result::Result<Cell, Status> {
         let address = gpu.allocate(8).map_err(|e| code(&e))?;
-        let default = (flags & conditional::ASSIGN_DEFAULT != 0).then_some(default);
+        let default = (flags & condition_flag::ASSIGN_DEFAULT != 0).then_some(default);
         Ok(Cell { gpu: gpu.clone(), address, default })
     }
 }
@@ -160,7 +160,10 @@ impl Session<Software> {
                     Work::Memset(op) => Step::Data(self.fill_work(place.device, &op)?),
                     Work::Copy(op) => Step::Data(self.line_work(place.device, &op)?),
                     Work::Copy3D(op) => Step::Data(self.box_work(place.device, &op)?),
-                    Work::Words(op) => Step::Data(self.words_work(place, op.operations)?),
+                    Work::Words(op) => {
+                        let operations = self.memory_ops(&op.operations, place.device)?;
+                        Step::Data(self.words_work(place, operations))
+                    }
                     Work::Conditional(first) => Step::Choice(self.choice(cx, place, all, first)?),
                 });
             }

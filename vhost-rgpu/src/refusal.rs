@@ -1,0 +1,49 @@
+//! Why a guest's or a native client's request is refused, and what it is told.
+
+use host_bridge::bridge::{ConnectError, RegionError};
+use host_bridge::framing::with_causes;
+use host_bridge::memory::MemoryError;
+use protocol::channel::GeometryError;
+use protocol::device::Answer;
+
+/// The answer to a request that is refused, with the reason in words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal(pub Answer, pub String);
+
+/// A refusal of a malformed request.
+pub fn invalid(text: impl Into<String>) -> Refusal {
+    Refusal(Answer::Invalid, text.into())
+}
+
+/// A refusal because something of the host is exhausted.
+pub fn no_resources(text: impl Into<String>) -> Refusal {
+    Refusal(Answer::NoResources, text.into())
+}
+
+impl From<MemoryError> for Refusal {
+    fn from(e: MemoryError) -> Refusal {
+        let answer = match &e {
+            MemoryError::Geometry(GeometryError::Version { .. }) => Answer::Version,
+            MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
+            _ => Answer::Invalid,
+        };
+        Refusal(answer, with_causes(&e))
+    }
+}
+
+impl From<RegionError> for Refusal {
+    fn from(e: RegionError) -> Refusal {
+        match e {
+            RegionError::Memory(e) => e.into(),
+            RegionError::InUse(_) | RegionError::Unknown(_) | RegionError::Over(_) => invalid(e.to_string()),
+            RegionError::Limit { .. } | RegionError::Verbs(_) => no_resources(e.to_string()),
+            RegionError::Refused { answer, .. } => Refusal(answer, e.to_string()),
+        }
+    }
+}
+
+impl From<ConnectError> for Refusal {
+    fn from(e: ConnectError) -> Refusal {
+        Refusal(e.answer(), e.to_string())
+    }
+}
