@@ -20,7 +20,7 @@ use protocol::version::{Speaks, Version};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Descriptors in one message at most: as many memories as a guest can have, and two eventfds.
+/// The most descriptors in one message: as many memories as a guest can have, and two eventfds.
 pub const MAX_FDS: usize = 64;
 
 /// Where a server listens.
@@ -32,7 +32,7 @@ pub enum Address {
     Tcp(String, u16),
 }
 
-/// Why a text is no address.
+/// Why a text is not an address.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is not an address: expected unix:PATH, tcp:HOST:PORT or HOST:PORT (port {DEFAULT_PORT} when left out)"
@@ -74,8 +74,8 @@ impl fmt::Display for Address {
     }
 }
 
-/// Has the kernel notice, about eleven seconds after the last sign of it, that the peer of a TCP connection has vanished without a word: an idle connection costs no process anything. What is
-/// no TCP connection has no such option and needs none.
+/// Turns on TCP keepalive: the kernel notices about eleven seconds after the last packet that the peer has vanished, at no cost to any process. Other sockets have no such option and need
+/// none.
 pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::KeepAlive, &true);
     let _ = setsockopt(socket, sockopt::TcpKeepIdle, &5);
@@ -261,7 +261,7 @@ fn check_len(header: FrameHeader) -> io::Result<()> {
 /// A structure off the front of a frame's body, with the rest.
 pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u8])> {
     T::read_from_prefix(body).map_err(|_| {
-        let text = format!("a frame of {} bytes where at least {} were due", body.len(), size_of::<T>());
+        let text = format!("a frame of {} bytes where at least {} were expected", body.len(), size_of::<T>());
         io::Error::new(io::ErrorKind::InvalidData, text)
     })
 }

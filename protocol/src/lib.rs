@@ -17,6 +17,7 @@
 //! - [`device`] and [`native`]: how a channel is opened, by a guest's driver and by a process on the host;
 //! - [`version`]: which version two peers speak, and the fingerprint that tells builds apart;
 //! - [`schema`]: how all of these describe themselves for the fingerprint, the snapshot and the docs;
+//! - [`polling`]: how long each side polls before it sleeps;
 //! - [`trace`]: per-command timestamps, for latency analysis.
 //!
 //! `docs/wire.md` and `docs/device.md` describe the same for another implementation.
@@ -28,6 +29,7 @@ pub mod handle;
 pub mod link;
 pub mod native;
 pub mod ops;
+pub mod polling;
 pub mod schema;
 pub mod status;
 pub mod trace;

@@ -170,7 +170,7 @@ fn refusal_at(socket: &Path, why: &str, code: &str) -> Result<()> {
 }
 
 #[test]
-fn without_a_bridge_the_program_is_told_what_to_start() -> Result<()> {
+fn without_a_bridge_the_program_says_what_to_start() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let nowhere = folder.path().join("native.sock");
     refusal_at(&nowhere, "start vhost-rgpu", "cudaErrorNoDevice (100)")?;
@@ -209,7 +209,7 @@ fn answering(bytes: Vec<u8>) -> Result<u16> {
 }
 
 #[test]
-fn a_server_that_is_not_there_or_is_another_is_named_in_one_line() -> Result<()> {
+fn an_unreachable_or_incompatible_server_is_named_in_one_line() -> Result<()> {
     let unavailable = "cudaErrorDevicesUnavailable (46)";
     let free = free_port()?;
     let next = Version { major: VERSION.major + 1, minor: 0 };
@@ -269,7 +269,7 @@ fn sigterm_ends_both_daemons_with_their_sockets() -> Result<()> {
 }
 
 #[test]
-fn a_server_told_to_end_lets_programs_finish() -> Result<()> {
+fn a_server_that_gets_sigterm_lets_programs_finish() -> Result<()> {
     let mut rig = Rig::with("faults-drain", &["--drain-seconds", "600"], &[])?;
     let programs = TRANSPORTS.map(|transport| Idle::start(&rig, transport));
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
@@ -284,7 +284,7 @@ fn a_server_told_to_end_lets_programs_finish() -> Result<()> {
 }
 
 #[test]
-fn limits_that_are_met_are_said_and_end_with_what_met_them() -> Result<()> {
+fn refusals_name_the_limit_that_was_hit() -> Result<()> {
     let mut rig = Rig::with(
         "faults-limits",
         &["--max-sessions", "2", "--memory-limit", "64M"],

@@ -1,4 +1,4 @@
-//! The first message of a connection, and where the connection goes.
+//! The first message of a connection, which decides where the connection goes.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -16,12 +16,12 @@ use zerocopy::IntoBytes;
 
 use super::queue::{Parked, join};
 use super::{Server, Token};
-use crate::ipc::{Kind, ToWorker, Transport};
-use crate::share::random_token;
+use crate::cuda_ipc::random_token;
+use crate::worker_protocol::{Kind, ToWorker, Transport};
 
-/// A client has this long to say hello.
+/// How long a client may take to send its hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// Data connections of a session, if the client has no wish; and at most.
+/// Data connections of a session: the default, and the maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
 /// A connection.
@@ -56,13 +56,13 @@ impl Control {
         }
     }
 
-    /// Sends a welcome, or an error if the client has left so much unread that there is no room for it. Never blocks.
-    pub(super) fn say(&self, welcome: &Welcome) -> io::Result<()> {
+    /// Sends a welcome. Never blocks: if the client has left so much unread that there is no room, this is an error.
+    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
         let bytes = welcome.as_bytes();
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         match send(self.as_fd().as_raw_fd(), bytes, flags)? {
             n if n == bytes.len() => Ok(()),
-            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read what it is told")),
+            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read")),
         }
     }
 
@@ -74,24 +74,24 @@ impl Control {
         }
     }
 
-    /// Tells the client that its session is over, in place of a worker that cannot.
+    /// Tells the client that its session is over, on behalf of a worker that no longer can.
     pub(super) fn bye(&self, reason: &str) {
-        // The client may be gone too, or read nothing any more: then the closed connection tells it.
+        // If the client is gone or does not read, it learns of the end by the closed connection.
         let _ = self.limit(None, Some(Duration::from_secs(1)));
         let _ = send_frame(self.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
     }
 
-    /// Ends the connection, also for a thread that reads from it.
+    /// Closes the connection for both sides, which also wakes a thread that reads from it.
     pub(super) fn shut_down(&self) {
         // It may be closed already.
         let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
     }
 }
 
-/// A refusal: what, and why.
+/// A refusal: the answer and the reason.
 pub(super) struct Refused(pub(super) Answer, pub(super) String);
 
-/// Serves one new connection as far as its handshake goes. `heard` is called once the client has said hello, or will not.
+/// Performs the handshake of a new connection. Calls `heard` when the client has sent its hello or failed to.
 pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str, heard: impl FnOnce()) {
     let hello = hello(connection);
     heard();
@@ -118,12 +118,12 @@ pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str,
     }
 }
 
-/// Tells a client why it gets no session.
+/// Tells a client why it is refused.
 pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &str, refused: &Refused) {
     let Refused(answer, reason) = refused;
     tracing::info!(peer, client, program, "refused: {reason}");
     // The client may be gone already.
-    let _ = connection.say(&welcome(*answer, [0; 16], 0, reason));
+    let _ = connection.send_welcome(&welcome(*answer, [0; 16], 0, reason));
 }
 
 /// Reads a client's hello. The inner error is a refusal that the client is told.
@@ -172,7 +172,7 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     }
 }
 
-/// A welcome, or a refusal.
+/// A welcome or a refusal, as a message.
 pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
     Welcome {
         magic: MAGIC,
@@ -193,15 +193,15 @@ fn route_data(server: &Server, connection: &Control, hello: &Hello) -> Result<()
     let worker = worker.ok_or_else(unknown)?;
     let failed = |e: io::Error| Refused(Answer::NoResources, format!("the session's worker is gone: {e}"));
     connection.limit(None, None).map_err(failed)?;
-    // The answer goes first: once the worker has the connection, it may send data on it.
-    connection.say(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
+    // The answer is sent first: once the worker has the connection, it may send data on it.
+    connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
     if let Err(e) = worker.send(&ToWorker::Data, connection.as_fd()) {
-        tracing::debug!("a data connection for a worker that is gone: {e}");
+        tracing::debug!("a data connection came for a worker that is gone: {e}");
     }
     Ok(())
 }
 
-/// Puts a session's client into the queue, where it is served at once if a worker is ready.
+/// Puts a client into the queue. It is served at once if a worker is ready.
 fn open_session(
     server: &Server,
     connection: &Arc<Control>,
@@ -209,7 +209,7 @@ fn open_session(
     peer: &str,
 ) -> Result<(), Refused> {
     let failed = |what: &str, e: io::Error| Refused(Answer::NoResources, format!("{what}: {e}"));
-    let token = random_token().map_err(|e| failed("no random numbers", e))?;
+    let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
         Control::Local(_) => (Transport::Local, 0),
         Control::Tcp(_) if hello.purpose == purpose::VERBS => {

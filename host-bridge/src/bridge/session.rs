@@ -12,6 +12,7 @@ use nix::sys::eventfd::EventFd;
 use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
 use protocol::link::{BadGreeting, Hello, MAGIC, wish};
+use protocol::polling;
 use protocol::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
@@ -19,7 +20,7 @@ use super::local::{self, Local};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
-use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
+use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport};
 use crate::framing::Address;
 use crate::verbs::{Settings, VerbsError};
 
@@ -79,13 +80,13 @@ pub struct SessionConfig {
     pub server: Address,
     /// What carries the session.
     pub transport: TransportKind,
-    /// Name of the virtual machine or host, for people and for the server's admission.
+    /// Name of the virtual machine or host, for display and for the server's admission.
     pub client: String,
     /// Longest time to poll for work before sleeping.
     pub poll: Duration,
     /// Data connections to ask for.
     pub data_connections: u32,
-    /// Whether each data connection gets threads of its own for long pieces of data (transport `tcp`).
+    /// Whether each data connection gets threads of its own for long chunks of data (transport `tcp`).
     pub io_threads: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
@@ -93,9 +94,9 @@ pub struct SessionConfig {
     pub handshake_timeout: Duration,
     /// A server silent for longer is lost.
     pub silence: Duration,
-    /// Bytes that one session may register at most; 0: no limit.
+    /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,
-    /// Regions that one session may register at most.
+    /// The most regions that one session may register.
     pub max_regions: usize,
     /// How to use verbs, for that transport.
     pub verbs: Settings,
@@ -108,9 +109,9 @@ impl SessionConfig {
             transport: TransportKind::default_for(&server),
             server,
             client: client.to_owned(),
-            poll: polling::default_bound(polling::cores()),
+            poll: polling::RELAY.here(),
             data_connections: 4,
-            io_threads: polling::cores() >= 4,
+            io_threads: polling::processors() >= polling::SPARE,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),
@@ -389,7 +390,7 @@ impl Prepared {
         Ok(Prepared { config: config.clone(), link, handshake })
     }
 
-    /// Begins the session. On success the channel's state is `READY`; on failure its memory is let go before this returns. `channel` is the one that was
+    /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was
     /// given to [`connect`](Self::connect).
     ///
     /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the session ends against the caller's will, from one of
@@ -537,7 +538,7 @@ impl Session {
         self.transport.capabilities()
     }
 
-    /// The transport's name, for people.
+    /// The transport's name, for display.
     pub fn transport(&self) -> TransportKind {
         self.kind
     }

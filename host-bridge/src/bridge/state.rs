@@ -29,9 +29,9 @@ pub struct ChannelMemory {
     pub version: Version,
     /// Process id that the client gave, for display.
     pub pid: u32,
-    /// Program's name that the client gave, for people.
+    /// Program name that the client gave, for display.
     pub program: String,
-    /// What session the client would like: bits of [`wish`](protocol::link::wish).
+    /// What kind of session the client asks for: bits of [`wish`](protocol::link::wish).
     pub wishes: u32,
     /// The doorbell of the session to come.
     pub doorbell: Arc<EventFd>,
@@ -110,7 +110,7 @@ pub struct SessionState {
     pub doorbell: Arc<EventFd>,
     /// What was done so far.
     pub counters: Counters,
-    /// When commands came where, if somebody asks.
+    /// Per-command timestamps, for latency analysis.
     pub trace: Recorder,
     /// The server's address, for messages.
     pub server: String,
@@ -226,7 +226,7 @@ pub struct Waker<'c> {
 }
 
 impl Waker<'_> {
-    /// Wakes who sleeps on the word at `offset` of the channel.
+    /// Wakes the threads that sleep on the word at `offset` of the channel.
     pub fn wake(&mut self, offset: u64) {
         match self.session.wakeup {
             Wakeup::Futex => {

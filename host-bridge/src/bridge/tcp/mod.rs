@@ -25,12 +25,12 @@ use protocol::version::{OURS, Version};
 
 use self::carrier::TcpCarrier;
 use self::memory::SocketMemory;
-use super::polling::PollTime;
 use super::relay::{Flows, Machine, RelayHandle, run};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, recv_greeting, send_message};
+use protocol::polling::PollTime;
 use zerocopy::IntoBytes;
 
 /// Most data connections that a server may ask for.
@@ -112,8 +112,8 @@ impl Transport for Tcp {
     }
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
-        let pieces = region.memories.resolve(&region.extents, region.size)?;
-        self.relay.register(id, SocketMemory::Region { pieces, read_only: region.read_only })
+        let runs = region.memories.resolve(&region.extents, region.size)?;
+        self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
