@@ -2,9 +2,9 @@
 //!
 //! | kind | what | lifetime |
 //! |---|---|---|
-//! | inline | inside the record | the record's |
+//! | inline | inside the record | that of the record |
 //! | arena | at an offset of the channel's arena | source: until [`released`](crate::channel::Progress) passes the command; target: until the client has read it |
-//! | region | at an offset of registered (pinned) program memory | as the program uses it, as CUDA says of pinned memory |
+//! | region | at an offset of registered (pinned) program memory | as CUDA says of pinned memory |
 
 use crate::schema::{Shape, numbers};
 use crate::wire::{Reader, Wire, WireError, Writer};
@@ -32,12 +32,12 @@ pub enum Place {
 /// Bytes that the server reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostIn<'a> {
-    /// They are here.
+    /// Inside the record.
     Inline(&'a [u8]),
-    /// They lie in the client's memory, and may be read from now on.
+    /// In the client's memory. May be read from now on.
     Range(HostRange),
-    /// They lie in the client's memory, and may be read when the command's stream has come to it: what is before it on the stream may still write them. Only for
-    /// servers that say that they can wait ([`SessionInfoReply::reads_late`](crate::ops::device::SessionInfoReply)).
+    /// In the client's memory. May be read only when the command's stream has reached the command, because earlier work on the stream may still write it.
+    /// Only for servers that can wait ([`SessionInfoReply::reads_late`](crate::ops::device::SessionInfoReply)).
     Late(HostRange),
 }
 
@@ -45,14 +45,14 @@ pub enum HostIn<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostOut(pub HostRange);
 
-/// One piece of bulk data outside a record, as a relay needs to know it.
+/// One piece of bulk data outside a record, as a relay sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataUse {
-    /// The server will read it: send it.
+    /// The server reads it: send it.
     In(HostRange),
-    /// The server will read it, and will ask for it.
+    /// The server reads it, and grants it first: send it then.
     Late(HostRange),
-    /// The server will write it: expect it.
+    /// The server writes it: expect it.
     Out(HostRange),
 }
 
@@ -110,7 +110,7 @@ fn get_range(number: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
     Ok(HostRange { place, offset, len })
 }
 
-/// `u32` kind, 16 more for late ones; inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
+/// `u32` kind ([`kind::LATE`] more for late data); inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
 impl<'a> Wire<'a> for HostIn<'a> {
     const SHAPE: Shape = Shape::Data { name: "HostIn", at_least: 8 };
     const CARRIES_DATA: bool = true;

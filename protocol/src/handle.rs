@@ -1,5 +1,5 @@
-//! Names that a client gives to its objects. The client makes them, so that creating an object needs no answer; the
-//! server maps them to the driver's own, for that session alone, and refuses one that is unknown or in use.
+//! Ids that a client gives to its objects. The client chooses them, so that creating an object needs no answer. The server maps them to the driver's
+//! handles, separately for each session, and refuses an id that is unknown or in use.
 
 use crate::schema::Shape;
 use crate::wire::{Reader, Wire, WireError, Writer};
@@ -33,16 +33,16 @@ macro_rules! handles {
 
 handles! {
     /// A context. Below [`crate::channel::MAX_CONTEXTS`]: it is also the index of the context's error word. The primary
-    /// context of device *n* is *n*; made contexts follow from [`crate::channel::MAX_DEVICES`].
+    /// context of device *n* is *n*; created contexts follow from [`crate::channel::MAX_DEVICES`].
     ContextId(u32);
     /// A stream. Below [`crate::channel::MAX_STREAMS`]: it is also the index of the stream's progress word. The legacy default
-    /// stream of context *c* is *c*; made streams follow from [`crate::channel::MAX_CONTEXTS`].
+    /// stream of context *c* is *c*; created streams follow from [`crate::channel::MAX_CONTEXTS`].
     StreamId(u32) => Stream;
     /// An event.
     EventId(u32) => Event;
     /// A loaded module or library.
     ModuleId(u32);
-    /// A linker at work.
+    /// A linker: `CUlinkState`.
     LinkId(u32);
     /// A kernel: module in the upper half, the function's index in that module's function table in the lower.
     FunctionId(u64);
@@ -50,22 +50,22 @@ handles! {
     GraphId(u32);
     /// An array, a mipmapped array, or a level of one.
     ArrayId(u32);
-    /// A point in a stream that waits for the client's word ([`crate::ops::stream::StreamHostWait`]).
+    /// A wait of a stream for the client ([`crate::ops::stream::StreamHostWait`]).
     TicketId(u64);
-    /// Memory of a device without an address: what `cuMemCreate` makes, or what another process has exported.
+    /// Device memory without an address: from `cuMemCreate`, or exported by another process.
     MemoryId(u32);
-    /// A green context: a context of a part of a device.
+    /// A green context: a context with a part of a device.
     GreenId(u32);
-    /// What a green context is made of.
+    /// A description of the parts of a green context.
     DescriptorId(u32);
 }
 
-/// What gives commands their order beside that of the session.
+/// An object by which commands are ordered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Handle {
-    /// The command goes on this stream, or changes it.
+    /// The command is work on this stream, or changes it.
     Stream(StreamId),
-    /// The command records, awaits or changes this event.
+    /// The command records, waits for or changes this event.
     Event(EventId),
 }
 

@@ -1,8 +1,8 @@
-//! The result of an operation, in the numbers of CUDA's `CUresult`.
+//! The result of an operation: CUDA's `CUresult`.
 
 use std::fmt;
 
-/// A `CUresult` by number: whatever the server's driver answered, also codes that this release has no name for.
+/// A `CUresult` by number. It may be one that this release has no name for: whatever the server's driver returned.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Status(pub u32);
@@ -34,7 +34,7 @@ statuses! {
     NOT_INITIALIZED = 3;
     /// `CUDA_ERROR_DEINITIALIZED`
     DEINITIALIZED = 4;
-    /// `CUDA_ERROR_DEVICE_UNAVAILABLE`: also what every call answers once a session is lost
+    /// `CUDA_ERROR_DEVICE_UNAVAILABLE`; every call returns it once a session is lost
     DEVICE_UNAVAILABLE = 46;
     /// `CUDA_ERROR_NO_DEVICE`
     NO_DEVICE = 100;

@@ -1,50 +1,51 @@
-//! When a command came where: a timeline of single commands across the processes that carry them.
+//! Per-command timestamps, for latency analysis: when each command reached each process.
 //!
 //! ```text
 //!  program       bridge (tcp)      worker                             bridge (tcp)    program
 //!  appended ──▶  taken  ────────▶  received ─ begun ─ executed ─ answered ──▶ delivered ──▶ woken
 //! ```
 //!
-//! Each process records its own [`Stage`]s, by the command's `seq`, while it is told to ([`Recorder::start`]: the environment variable [`VARIABLE`] names a folder), and writes them there when
-//! its session ends. While it is not, a command costs one look at a flag at each of them. The clock is the system's: the processes of one machine can be compared.
+//! If the environment variable [`VARIABLE`] names a folder, each process records its [`Stage`]s by the command's `seq` ([`Recorder::start`]) and writes them
+//! there when its session ends. Otherwise each stage costs a command one check of a flag. The clock is the system's, so times of processes on one machine can
+//! be compared.
 
 use std::fmt::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
-/// Names the folder that timelines are written to.
+/// The environment variable with the folder for the timestamps.
 pub const VARIABLE: &str = "RGPU_TRACE";
 
-/// Stages that a process keeps; what comes after that is left out.
+/// Most stages that a process records. Later ones are dropped.
 const MOST: usize = 1 << 18;
 
-/// Where a command has come.
+/// A point on a command's way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Stage {
-    /// It stands in the ring.
+    /// Appended to the ring.
     Appended,
-    /// The host side was woken for it.
+    /// The doorbell was rung for it.
     Rung,
-    /// The bridge has taken it off the ring.
+    /// The bridge took it off the ring.
     Taken,
-    /// The worker has it.
+    /// The worker received it.
     Received,
-    /// The worker begins to execute it.
+    /// The worker began to execute it.
     Begun,
-    /// It was executed: its work on a stream is enqueued.
+    /// It was executed: work on a stream is enqueued.
     Executed,
-    /// The worker has its answer, and hands it to the transport.
+    /// The worker passed its reply to the transport.
     Answered,
-    /// The bridge has written its answer into the reply slot.
+    /// The bridge wrote its reply into the reply slot.
     Delivered,
-    /// The program's thread has the answer.
+    /// The program's thread has the reply.
     Woken,
 }
 
 impl Stage {
-    /// Its word in a file.
+    /// Its name in a file.
     pub fn name(self) -> &'static str {
         match self {
             Stage::Appended => "appended",
@@ -60,14 +61,14 @@ impl Stage {
     }
 }
 
-/// What one process, or one session in it, has seen.
+/// The timestamps of one process, or of one session in it.
 #[derive(Debug, Default)]
 pub struct Recorder {
     on: AtomicBool,
     stages: Mutex<Vec<(Stage, u64, u16, u64)>>,
 }
 
-/// This process's.
+/// The recorder of this process.
 pub static RECORDER: Recorder = Recorder { on: AtomicBool::new(false), stages: Mutex::new(Vec::new()) };
 
 impl Recorder {
@@ -77,12 +78,12 @@ impl Recorder {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Records from now on.
+    /// Starts recording.
     pub fn start(&self) {
         self.on.store(true, Ordering::Relaxed);
     }
 
-    /// Notes that command `seq` has come to a stage now. `opcode`: 0 where it is not known.
+    /// Records that command `seq` reached a stage now. `opcode` is 0 if it is not known.
     #[inline]
     pub fn note(&self, stage: Stage, seq: u64, opcode: u16) {
         if self.is_on() {
@@ -90,13 +91,13 @@ impl Recorder {
         }
     }
 
-    /// The time, for [`Recorder::note_at`]; nothing if nothing is recorded.
+    /// The time, for [`Recorder::note_at`]; 0 if nothing is recorded.
     #[inline]
     pub fn clock(&self) -> u64 {
         if self.is_on() { now() } else { 0 }
     }
 
-    /// Notes that command `seq` came to a stage at a time that was taken before its `seq` was known.
+    /// Records that command `seq` reached a stage at a time that was taken before its `seq` was known.
     #[inline]
     pub fn note_at(&self, stage: Stage, seq: u64, opcode: u16, at: u64) {
         if self.is_on() && at != 0 {
@@ -112,7 +113,7 @@ impl Recorder {
         }
     }
 
-    /// What was recorded so far, and not taken yet: a line each, `seq stage nanoseconds operation`. `None`: nothing is recorded.
+    /// Takes what was recorded since the last call, one line for each: `seq stage nanoseconds operation`. `None` if nothing is recorded.
     pub fn take(&self) -> Option<String> {
         if !self.is_on() {
             return None;
@@ -128,7 +129,7 @@ impl Recorder {
     }
 }
 
-/// Nanoseconds of the system's clock.
+/// The system's clock in nanoseconds.
 #[cold]
 fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_kept_until_it_is_told_to_and_then_a_line_for_each_stage() {
+    fn a_recorder_writes_a_line_for_each_stage_once_it_is_started() {
         let recorder = Recorder::default();
         recorder.note(Stage::Appended, 1, 0x0703);
         assert_eq!(recorder.take(), None);

@@ -1,7 +1,6 @@
-//! How a value becomes bytes: fields one after the other, little-endian, with no padding and no self-description.
+//! How a value becomes bytes: fields one after the other, little-endian, without padding and without type information.
 //!
-//! [`Reader`] never panics and never allocates more than its input: whatever a guest sends, decoding ends in a value
-//! or in a [`WireError`].
+//! [`Reader`] never panics and never allocates more than its input is long. Whatever a guest sends, decoding ends in a value or in a [`WireError`].
 
 use crate::schema::Shape;
 use thiserror::Error;
@@ -22,12 +21,12 @@ pub enum WireError {
     /// Bytes were left over after the last field.
     #[error("{0} bytes left over after the last field")]
     Trailing(usize),
-    /// A field has a value that its type does not have.
+    /// A field has a value that its type does not allow.
     #[error("{what}: {value:#x} is not a valid value")]
     Invalid {
-        /// What the field is.
+        /// The field.
         what: &'static str,
-        /// What it held.
+        /// Its value.
         value: u64,
     },
     /// A string was not UTF-8.
@@ -35,7 +34,7 @@ pub enum WireError {
     NotUtf8(usize),
 }
 
-/// Appends values to a buffer that the caller keeps and reuses.
+/// Appends values to a buffer, which the caller can reuse.
 pub struct Writer<'b>(pub &'b mut Vec<u8>);
 
 impl Writer<'_> {
@@ -89,7 +88,7 @@ impl<'a> Reader<'a> {
         self.data.len() - self.at
     }
 
-    /// Checks that nothing is left but the zero padding (under 16 bytes) that a ring record ends with.
+    /// Checks that nothing is left but the zero padding (less than 16 bytes) at the end of a ring record.
     pub fn finish(self) -> Result<(), WireError> {
         let rest = &self.data[self.at..];
         if rest.len() < 16 && rest.iter().all(|b| *b == 0) {
@@ -114,10 +113,10 @@ pub trait Wire<'a>: Sized {
     /// Takes a value.
     fn get(r: &mut Reader<'a>) -> Result<Self, WireError>;
 
-    /// Shows every piece of bulk data that the value names, in field order.
+    /// Calls `visit` for every piece of bulk data that the value names, in field order.
     fn visit_data(&self, _visit: &mut dyn FnMut(crate::data::DataUse)) {}
 
-    /// Shows every stream and event that the value names, in field order.
+    /// Calls `visit` for every stream and event that the value names, in field order.
     fn visit_handles(&self, _visit: &mut dyn FnMut(crate::handle::Handle)) {}
 }
 
@@ -202,7 +201,7 @@ impl<'a> Wire<'a> for &'a str {
     }
 }
 
-/// A value that may be left out: whether it is there, then the value.
+/// An optional value: a `bool`, and if it is true the value.
 impl<'a, T: Wire<'a>> Wire<'a> for Option<T> {
     const SHAPE: Shape = Shape::Optional { of: &T::SHAPE };
     const CARRIES_DATA: bool = T::CARRIES_DATA;
@@ -218,7 +217,7 @@ impl<'a, T: Wire<'a>> Wire<'a> for Option<T> {
     }
 }
 
-/// A list of values: `u32` count, then the values. Decoding allocates no more than the input can hold.
+/// A list: `u32` count, then the values. Decoding allocates no more than the input can hold.
 impl<'a, T: Wire<'a>> Wire<'a> for Vec<T> {
     const SHAPE: Shape = Shape::List { of: &T::SHAPE };
     const CARRIES_DATA: bool = T::CARRIES_DATA;
@@ -242,7 +241,7 @@ impl<'a, T: Wire<'a>> Wire<'a> for Vec<T> {
     }
 }
 
-/// Owned bytes, on the wire as `&[u8]`.
+/// Owned bytes; on the wire like `&[u8]`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Bytes(pub Vec<u8>);
 
@@ -256,7 +255,7 @@ impl Wire<'_> for Bytes {
     }
 }
 
-/// Owned text, on the wire as `&str`.
+/// Owned text; on the wire like `&str`.
 impl Wire<'_> for String {
     const SHAPE: Shape = Shape::Bytes { name: "String" };
     fn put(&self, w: &mut Writer<'_>) {

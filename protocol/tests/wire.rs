@@ -1,4 +1,4 @@
-//! Codecs: what is encoded decodes to itself, and nothing that arrives makes decoding panic or allocate without bound.
+//! Codecs: encoded values decode to themselves, and no input makes decoding panic or allocate without bound.
 
 #![allow(clippy::unwrap_used)] // Clippy does not see that a helper of tests is a test.
 
@@ -36,7 +36,7 @@ proptest! {
     }
 
     #[test]
-    fn copies_round_trip_and_show_their_data(range in range(), bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn copies_round_trip_and_name_their_data(range in range(), bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let inline = copy::MemcpyHtoD { stream: StreamId(1), dst: 5, src: HostIn::Inline(&bytes) };
         round_trip(&inline, &mut Vec::new());
         let from = copy::MemcpyHtoD { stream: StreamId(1), dst: 5, src: HostIn::Range(range) };
@@ -53,7 +53,7 @@ proptest! {
     }
 
     #[test]
-    fn any_body_of_any_operation_is_survived(body in proptest::collection::vec(any::<u8>(), 0..512)) {
+    fn no_body_makes_decoding_panic(body in proptest::collection::vec(any::<u8>(), 0..512)) {
         for row in ops::all() {
             let _ = (row.visit_data)(&body, &mut |_| {});
         }
@@ -62,14 +62,14 @@ proptest! {
 }
 
 #[test]
-fn a_length_that_lies_allocates_nothing_much() {
+fn a_false_length_allocates_little() {
     // A function table that claims four billion functions in eight bytes.
     let body = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
     assert!(ops::decode_reply::<module::FunctionTable>(&body).is_err());
 }
 
 #[test]
-fn only_operations_with_data_are_marked_so() {
+fn only_operations_with_data_are_marked() {
     let marked: Vec<_> = ops::all().filter(|row| row.carries_data).map(|row| row.name).collect();
     assert_eq!(
         marked,
@@ -87,6 +87,6 @@ fn only_operations_with_data_are_marked_so() {
             "graph_update",
             "graph_instantiate_draft"
         ],
-        "the relay looks into these only"
+        "the relay decodes only these"
     );
 }

@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 
 use protocol::Status;
 use protocol::handle::{ContextId, GraphId};
-use protocol::ops::graph::{GraphConditional, GraphParts, conditional};
+use protocol::ops::graph::{GraphConditional, GraphParts, condition_flag, conditional};
 
 use super::graph::{Work, work};
 
@@ -89,7 +89,7 @@ impl<G, N, C> Drafts<G, N, C> {
 
     /// Whether a draft, or one that is yet to be made, may have another condition. True: it is yet to be made.
     pub fn may_have_condition(&self, context: ContextId, graph: GraphId, flags: u32) -> Result<bool, Status> {
-        if flags & !conditional::ASSIGN_DEFAULT != 0 {
+        if flags & !condition_flag::ASSIGN_DEFAULT != 0 {
             return Err(Status::INVALID_VALUE);
         }
         if self.conditions.len() >= MOST || self.drafts.len() >= MOST {

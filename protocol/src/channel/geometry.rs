@@ -246,7 +246,7 @@ impl Header {
     pub const PROGRESS_SLEEP_OFFSET: u64 = 0x300;
 }
 
-/// Where the parts of a channel lie: the checked copy of its header. Offsets and sizes in bytes.
+/// Where the parts of a channel lie: a checked copy of its header. Offsets and sizes are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// The whole channel.

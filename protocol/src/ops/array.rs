@@ -1,7 +1,7 @@
 //! Arrays, mipmapped arrays, and the textures and surfaces through which kernels read and write them.
 //!
-//! How an array's elements lie in memory is the device's affair: it is reached by copies that name positions in it. Textures and surfaces are named by the number that
-//! kernels are given (`CUtexObject`, `CUsurfObject`): the server's driver makes it. Numbers of `cuda.h`'s enumerations travel as they are.
+//! Only the device knows how an array's elements lie in memory: copies name positions in it. A texture or surface has the number that kernels are given
+//! (`CUtexObject`, `CUsurfObject`), which the server's driver chooses. Numbers of `cuda.h`'s enumerations are sent unchanged.
 
 use crate::handle::{ArrayId, ContextId, StreamId};
 use crate::ops::copy::Pitched;
@@ -33,12 +33,12 @@ pub mod flag {
     pub const SURFACE_LDST: u32 = 0x02;
     /// `depth` counts faces, six to a cube.
     pub const CUBEMAP: u32 = 0x04;
-    /// Textures of it may be gathered from.
-    pub const TEXTURE_GATHER: u32 = 0x08;
+    /// `tex2Dgather` may be used on it.
+    const TEXTURE_GATHER: u32 = 0x08;
     /// It has no memory until some is mapped to it.
     pub const DEFERRED_MAPPING: u32 = 0x80;
-    /// Those of which an array may have any.
-    pub const KNOWN: u32 = 0x8f;
+    /// All flags that an array may have.
+    pub const KNOWN: u32 = LAYERED | SURFACE_LDST | CUBEMAP | TEXTURE_GATHER | DEFERRED_MAPPING;
 }
 
 impl ArrayShape {
@@ -65,19 +65,19 @@ impl ArrayShape {
         row.checked_mul(rows)?.checked_mul(slices)
     }
 
-    /// Levels of a mipmapped array of this shape at most: the last one has one element in each direction.
+    /// Most levels of a mipmapped array of this shape: the last one has one element in each direction.
     pub fn most_levels(&self) -> u32 {
         let layers = self.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
         let longest = self.width.max(self.height).max(if layers { 0 } else { self.depth });
         longest.checked_ilog2().map_or(0, |halvings| halvings + 1)
     }
 
-    /// Bytes of all elements of a mipmapped array of this shape and so many levels.
+    /// Bytes of all elements of a mipmapped array of this shape with this many levels.
     pub fn bytes_of_levels(&self, levels: u32) -> Option<u64> {
         (0..levels.min(u64::BITS)).try_fold(0u64, |sum, level| sum.checked_add(self.level(level).bytes()?))
     }
 
-    /// Whether its faces make cubes, where it is a cube map: squares, six of them, or a multiple of six in layers.
+    /// For a cube map: whether its faces form cubes. They are squares, and six of them, or with layers a multiple of six. True for everything else.
     pub fn is_whole_cubes(&self) -> bool {
         let cubes = match self.flags & flag::LAYERED {
             0 => self.depth == 6,
@@ -96,23 +96,23 @@ impl ArrayShape {
     }
 }
 
-/// Arrays, with named levels, that a session may have, and as many textures and surfaces.
+/// Most arrays of a session, counting levels that have an id; and most textures and surfaces.
 pub const MOST: usize = 1 << 20;
 
 crate::wire_struct! {
     /// One end of a copy from, to or between arrays.
     pub struct ArrayPlace {
-        /// The array, or `None`: then it is memory.
+        /// The array; `None`: linear memory.
         array: Option<ArrayId>,
         /// Position in the array: bytes in a row, row, slice.
         at: [u64; 3],
-        /// The memory; says nothing of an array.
+        /// The memory; ignored for an array.
         memory: Pitched,
     }
 }
 
 crate::wire_struct! {
-    /// `CUDA_RESOURCE_DESC`: what a texture is of.
+    /// `CUDA_RESOURCE_DESC`: what a texture reads from.
     pub struct Resource {
         /// `CUresourcetype`: 0 array, 1 mipmapped array, 2 linear memory, 3 memory in rows.
         kind: u32,
@@ -179,7 +179,7 @@ ops! {
     {
         /// Context of its device.
         context: ContextId,
-        /// Its name.
+        /// Its id.
         array: ArrayId,
         /// Its shape.
         shape: ArrayShape,
@@ -187,7 +187,7 @@ ops! {
         levels: u32,
     } -> ArrayCreateReply {}
 
-    /// `cuMipmappedArrayGetLevel`. The level goes with its mipmapped array.
+    /// `cuMipmappedArrayGetLevel`. The level is destroyed with its mipmapped array.
     sync 0x0c02 array_level: ArrayLevel
         [order Session, may_block Never, lane Main]
     {
@@ -195,11 +195,11 @@ ops! {
         mipmapped: ArrayId,
         /// Which level.
         level: u32,
-        /// The level's name.
+        /// The level's id.
         array: ArrayId,
     } -> ArrayLevelReply {}
 
-    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. Of a level only its name goes. No work that uses it may be under way.
+    /// `cuArrayDestroy`, `cuMipmappedArrayDestroy`. For a level only its id is freed. No work that uses the array may be under way.
     async 0x0c03 array_destroy: ArrayDestroy
         [order Session, may_block Never, lane Main]
     {
@@ -227,11 +227,11 @@ ops! {
     {
         /// Context of its device.
         context: ContextId,
-        /// What it is of.
+        /// What it reads from.
         resource: Resource,
-        /// How it is read.
+        /// How it reads.
         sampling: Sampling,
-        /// What of it is seen.
+        /// Which part of it is visible.
         view: Option<View>,
     } -> TextureCreateReply {
         /// `CUtexObject`.
@@ -282,7 +282,7 @@ ops! {
         width: u64,
     }
 
-    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what is to be mapped to an array that has no memory.
+    /// `cuArrayGetMemoryRequirements`, `cuMipmappedArrayGetMemoryRequirements`: what has to be mapped to an array without memory.
     sync 0x0c0a array_requirements: ArrayRequirements
         [order Session, may_block Never, lane Main]
     {

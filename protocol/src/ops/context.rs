@@ -5,15 +5,14 @@ use crate::ops::ops;
 use crate::wire::Bytes;
 
 ops! {
-    /// Contexts. The primary context of device *n* is [`ContextId`] *n* and stands from the start of the session; the server has made it
-    /// before the client came.
+    /// Contexts. The primary context of device *n* is [`ContextId`] *n* and exists for the whole session. A server creates it by the time that it is needed.
     trait ContextOps;
 
-    /// Makes a context: `cuCtxCreate`.
+    /// Creates a context: `cuCtxCreate`.
     sync 0x0201 context_create: ContextCreate
         [order Session, may_block Never, lane Main]
     {
-        /// Its name; not below [`crate::channel::MAX_DEVICES`].
+        /// Its id; not below [`crate::channel::MAX_DEVICES`].
         context: ContextId,
         /// Ordinal of its device.
         device: u32,
@@ -21,7 +20,7 @@ ops! {
         flags: u32,
     } -> ContextCreateReply {}
 
-    /// Destroys a made context and everything in it: `cuCtxDestroy`.
+    /// Destroys a created context and everything in it: `cuCtxDestroy`.
     sync 0x0202 context_destroy: ContextDestroy
         [order Session, may_block Never, lane Main]
     {
@@ -29,7 +28,7 @@ ops! {
         context: ContextId,
     } -> ContextDestroyReply {}
 
-    /// Puts a primary context back to its first state, everything in it destroyed, its error cleared: `cuDevicePrimaryCtxReset`.
+    /// Destroys everything in a primary context and clears its error: `cuDevicePrimaryCtxReset`.
     sync 0x0203 primary_reset: PrimaryReset
         [order Session, may_block Never, lane Main]
     {
@@ -80,20 +79,20 @@ ops! {
         value: u64,
     } -> ContextSetLimitReply {}
 
-    /// The next piece of what kernels have printed (`printf`, the text of a failed `assert`). A client asks when the progress area's `output` has moved, until it has as
-    /// many bytes as that says.
+    /// The next part of what kernels have printed (`printf`, the text of a failed `assert`). A client asks when the progress area's `output` has increased,
+    /// until it has that many bytes.
     sync 0x0210 device_output: DeviceOutput
         [order None, may_block Never, lane Main]
     {} -> DeviceOutputReply {
-        /// Whether it belongs to standard error.
+        /// Whether it goes to stderr.
         error: bool,
-        /// The text; empty: there is no more.
+        /// The text; empty when there is no more.
         text: Bytes,
-        /// Bytes that were dropped before it because they were not fetched in time.
+        /// Bytes before it that were dropped because they were not fetched in time.
         dropped: u64,
     }
 
-    /// `cuCtxEnablePeerAccess`: variables of the peer's modules become accessible to kernels of the context; its window is so from the start.
+    /// `cuCtxEnablePeerAccess`: kernels of the context may now access variables of the peer's modules. The peer's window they may access anyway.
     sync 0x0208 peer_enable: PeerEnable
         [order Session, may_block Never, lane Main]
     {

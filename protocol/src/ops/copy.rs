@@ -1,6 +1,6 @@
 //! Copies and fills. All are work on a stream.
 //!
-//! A synchronous copy of the program's is one of these followed by a [`crate::ops::stream::StreamSynchronize`]: two records, one answer.
+//! For a synchronous copy the client sends one of these and a [`crate::ops::stream::StreamSynchronize`]: two records, one reply.
 
 use crate::data::{HostIn, HostOut};
 use crate::handle::StreamId;
@@ -47,7 +47,7 @@ ops! {
         dst: HostOut,
     }
 
-    /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4): answered with them once the stream has come here.
+    /// `cuMemcpyDtoH` of few bytes (at most [`crate::channel::MAX_PAYLOAD`] − 4). The reply has the bytes and comes when the stream has reached this point.
     sync 0x0403 memcpy_dtoh_inline: MemcpyDtoHInline
         [order Streams, may_block Stream, lane Main]
     {
@@ -126,7 +126,7 @@ ops! {
         stream: StreamId,
         /// Device address.
         dst: u64,
-        /// Bytes from one row to the next; ignored for one row.
+        /// Bytes from one row to the next; ignored for a single row.
         pitch: u64,
         /// Value, in the lowest `element` bytes.
         value: u32,

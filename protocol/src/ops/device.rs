@@ -1,4 +1,4 @@
-//! Devices and the server itself: asked once at the start of a session, then answered in the guest.
+//! Devices and the server itself. A client asks once at the start of a session and then answers the program itself.
 
 use crate::ops::ops;
 
@@ -31,13 +31,13 @@ ops! {
         driver_version: u32,
         /// `cuda` or `software`.
         backend: String,
-        /// The server's own version and host name, for people.
+        /// The server's release and host name, for display.
         server: String,
         /// Whether commands may name [`HostIn::Late`](crate::data::HostIn) data.
         reads_late: bool,
     }
 
-    /// Everything about one device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
+    /// Everything about a device that does not change: `cuDeviceGetName`, `cuDeviceGetUuid`, `cuDeviceTotalMem`, `cuDeviceGetAttribute`,
     /// `cuDeviceGetPCIBusId`.
     sync 0x0102 device_info: DeviceInfo
         [order None, may_block Never, lane Main]
@@ -49,7 +49,7 @@ ops! {
         name: String,
         /// UUID.
         uuid: [u8; 16],
-        /// PCI domain, bus, device as on the server; reported to the program, meaningless in the guest.
+        /// PCI domain, bus and device on the server. Reported to the program; means nothing in the guest.
         pci: [u32; 3],
         /// Memory in bytes.
         total_memory: u64,
@@ -61,7 +61,7 @@ ops! {
         attributes: Vec<Attribute>,
     }
 
-    /// Whether one device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
+    /// Whether a device of the session can map another's memory, and what it can do there: `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute` and
     /// `cuDeviceGetP2PAtomicCapabilities`.
     sync 0x0103 peer_info: PeerInfo
         [order None, may_block Never, lane Main]
@@ -79,12 +79,12 @@ ops! {
         atomics: Vec<u32>,
     }
 
-    /// `CUDA_VISIBLE_DEVICES`: from now on the session's devices are these alone, and their ordinals are their places in this list. Only before anything was made
-    /// on a device.
+    /// `CUDA_VISIBLE_DEVICES`: from now on the session has only these devices, and their ordinals are their positions in this list. Only before anything was
+    /// created on a device.
     sync 0x0104 select_devices: SelectDevices
         [order None, may_block Never, lane Main]
     {
-        /// Ordinals, none twice.
+        /// Ordinals, without repetition.
         devices: Vec<u32>,
     } -> SelectDevicesReply {}
 }

@@ -13,7 +13,7 @@ ops! {
     {
         /// Context.
         context: ContextId,
-        /// Its name, not in use.
+        /// Its id, not in use.
         event: EventId,
         /// `CUevent_flags`.
         flags: u32,
@@ -27,7 +27,7 @@ ops! {
         event: EventId,
     }
 
-    /// `cuEventRecord`. Publishes as [`crate::ops::stream::StreamMark`] does.
+    /// `cuEventRecord`. Updates the stream's progress word as [`crate::ops::stream::StreamMark`] does.
     async 0x0803 event_record: EventRecord
         [order Streams, may_block Never, lane Main]
     {
@@ -39,7 +39,7 @@ ops! {
         flags: u32,
     }
 
-    /// Answered when the event's last record is done, at once if it has none: `cuEventSynchronize`.
+    /// Answered when the event's last record is done, or at once if it has none: `cuEventSynchronize`.
     sync 0x0804 event_synchronize: EventSynchronize
         [order Streams, may_block Never, lane Main]
     {
@@ -47,8 +47,8 @@ ops! {
         event: EventId,
     } -> EventSynchronizeReply {}
 
-    /// `cuEventElapsedTime` of the last records so far, which must have no later ones when it is answered: when that of `end` is done. (`CUDA_ERROR_NOT_READY` if
-    /// that of `start` is not done by then.) A client may ask long before.
+    /// `cuEventElapsedTime` of the events' last records. Answered when that of `end` is done; neither event may have been recorded again by then.
+    /// `CUDA_ERROR_NOT_READY` if that of `start` is not done at that time. A client may ask long before.
     sync 0x0805 event_elapsed: EventElapsed
         [order Streams, may_block Never, lane Main]
     {

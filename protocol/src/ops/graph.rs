@@ -1,7 +1,7 @@
-//! Graphs: work described once and launched often.
+//! Graphs: work that is described once and launched often.
 //!
-//! A client captures and builds graphs by itself, without a word to the server, which learns of one when it is instantiated: as a list of operations of
-//! this table, those that go on a stream, with what each depends on.
+//! A client captures and builds graphs without the server. The server learns of a graph when it is instantiated: as a list of stream operations of this
+//! table, with the dependencies of each.
 
 use crate::data::HostIn;
 use crate::handle::{ContextId, GraphId, StreamId};
@@ -12,17 +12,17 @@ crate::wire_struct! {
     /// A node of a graph.
     pub struct GraphNode {
         /// Opcode of its operation: `launch`, `memset`, `memcpy_dtod`, `memcpy_dtod_3d` or `stream_batch_mem_op`; `graph_conditional`, whose body here is
-        /// the name of the conditional node's first graph alone; 0: an empty node.
+        /// only the id of the conditional node's first graph; 0: an empty node.
         opcode: u16,
-        /// Nodes that it depends on: indices of earlier ones.
+        /// Indices of the earlier nodes that it depends on.
         dependencies: Vec<u32>,
-        /// The operation's body. The stream in it says nothing.
+        /// The operation's body. Its stream is ignored.
         body: Bytes,
     }
 }
 
 crate::wire_struct! {
-    /// A graph, every node behind those that it depends on.
+    /// A graph. Every node comes after those that it depends on.
     pub struct GraphNodes {
         /// The nodes.
         nodes: Vec<GraphNode>,
@@ -30,17 +30,17 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// What goes into a draft.
+    /// The contents of a draft.
     pub struct GraphPart {
-        /// The draft's name.
+        /// The draft's id.
         graph: GraphId,
-        /// Its nodes, the conditional ones among them.
+        /// Its nodes, conditional ones included.
         nodes: Vec<GraphNode>,
     }
 }
 
 crate::wire_struct! {
-    /// A graph with conditional nodes: the draft itself, and all that belong to its conditional nodes and to theirs.
+    /// A graph with conditional nodes: the draft itself, and the drafts of all conditional nodes in it, nested ones included.
     pub struct GraphParts {
         /// The parts.
         parts: Vec<GraphPart>,
@@ -49,32 +49,36 @@ crate::wire_struct! {
 
 /// `CUgraphConditionalNodeType`.
 pub mod conditional {
-    /// One graph or the other.
+    /// Runs one graph or the other.
     pub const IF: u32 = 0;
-    /// A graph again and again.
+    /// Runs a graph repeatedly.
     pub const WHILE: u32 = 1;
-    /// The graph of that number.
+    /// Runs the graph with that number.
     pub const SWITCH: u32 = 2;
-    /// `CU_GRAPH_COND_ASSIGN_DEFAULT`: a condition has its default value at each launch.
+}
+
+/// Flags of a [`GraphCondition`].
+pub mod condition_flag {
+    /// `CU_GRAPH_COND_ASSIGN_DEFAULT`: each launch gives the condition its default value.
     pub const ASSIGN_DEFAULT: u32 = 1;
 }
 
 ops! {
     /// Graphs.
     ///
-    /// A graph with conditional nodes is known to the server before it is instantiated, as a *draft*: kernels are given the names of its conditions, which the server's
-    /// driver chooses.
+    /// The server knows a graph with conditional nodes before it is instantiated, as a *draft*, because kernels are given the handles of its conditions and
+    /// the server's driver chooses these.
     trait GraphOps;
 
-    /// `cuGraphInstantiateWithFlags`. A node's operation that could not be enqueued on a stream either is answered with its own error.
+    /// `cuGraphInstantiateWithFlags`. The status is the error of the first node's operation that could not be enqueued on a stream either, if there is one.
     sync 0x0a01 graph_instantiate: GraphInstantiate<'a>
         [order Session, may_block Context, lane Main]
     {
         /// Context of all its nodes.
         context: ContextId,
-        /// Its name.
+        /// Its id.
         graph: GraphId,
-        /// `CUgraphInstantiate_flags`, as far as they mean anything here.
+        /// `CUgraphInstantiate_flags`, those that concern the server.
         flags: u64,
         /// The wire form of [`GraphNodes`].
         nodes: HostIn<'a>,
@@ -100,13 +104,13 @@ ops! {
         stream: StreamId,
     }
 
-    /// `cuGraphExecUpdate`: the graph does something else from the next launch on. Launches that were enqueued before do what it did.
+    /// `cuGraphExecUpdate`: changes what later launches do. Launches that are already enqueued are unaffected.
     sync 0x0a05 graph_update: GraphUpdate<'a>
         [order Session, may_block Context, lane Main]
     {
         /// The graph.
         graph: GraphId,
-        /// The wire form of [`GraphNodes`]. It need not have the nodes and dependencies that it had.
+        /// The wire form of [`GraphNodes`]. Nodes and dependencies may differ from before.
         nodes: HostIn<'a>,
     } -> GraphUpdateReply {}
 
@@ -118,44 +122,44 @@ ops! {
         graph: GraphId,
     }
 
-    /// `cuGraphConditionalHandleCreate`. It makes the draft, if there is none of that name.
+    /// `cuGraphConditionalHandleCreate`. Creates the draft if there is none with that id.
     sync 0x0a06 graph_condition: GraphCondition
         [order Session, may_block Never, lane Main]
     {
         /// Context of all nodes of the graph.
         context: ContextId,
-        /// The draft's name: a name of its own kind, apart from instantiated graphs'.
+        /// The draft's id. Drafts and instantiated graphs have separate ids.
         graph: GraphId,
         /// Default value.
         default: u32,
         /// `CU_GRAPH_COND_ASSIGN_DEFAULT`, or 0.
         flags: u32,
     } -> GraphConditionReply {
-        /// What kernels know it by.
+        /// The handle that kernels use.
         handle: u64,
     }
 
-    /// Adds a conditional node to a draft: `cuGraphAddNode`. What it depends on is said when the graph is instantiated.
+    /// Adds a conditional node to a draft: `cuGraphAddNode`. Its dependencies follow when the graph is instantiated.
     sync 0x0a07 graph_conditional: GraphConditional
         [order Session, may_block Never, lane Main]
     {
         /// The draft.
         graph: GraphId,
-        /// Its condition, of this draft or of one that it belongs to.
+        /// Its condition, of this draft or of one that contains it.
         handle: u64,
         /// `CUgraphConditionalNodeType`.
         kind: u32,
-        /// Names of the node's graphs, which are drafts as well; none in use.
+        /// Ids of the node's graphs, which are drafts as well; none in use.
         bodies: Vec<GraphId>,
     } -> GraphConditionalReply {}
 
-    /// `cuGraphInstantiateWithFlags` of a draft. A server may refuse one that has other parts than when it was instantiated before.
+    /// `cuGraphInstantiateWithFlags` of a draft. A server may refuse a draft whose parts have changed since it was last instantiated.
     sync 0x0a08 graph_instantiate_draft: GraphInstantiateDraft<'a>
         [order Session, may_block Context, lane Main]
     {
-        /// Name of the instance.
+        /// Id of the instance.
         graph: GraphId,
-        /// The draft, which belongs to no other.
+        /// The draft, which is part of no other.
         draft: GraphId,
         /// As in `graph_instantiate`.
         flags: u64,
@@ -163,7 +167,7 @@ ops! {
         parts: HostIn<'a>,
     } -> GraphInstantiateDraftReply {}
 
-    /// `cuGraphDestroy` of a draft that belongs to no other, with those that belong to it. Its instances stay.
+    /// `cuGraphDestroy` of a draft that is part of no other, with the drafts that are part of it. Its instances stay.
     async 0x0a09 graph_forget: GraphForget
         [order Session, may_block Never, lane Main]
     {
@@ -171,7 +175,7 @@ ops! {
         graph: GraphId,
     }
 
-    /// Takes a conditional node out of its draft, with its graphs: `cuGraphDestroyNode`. A server may refuse it when the draft was instantiated before.
+    /// Removes a conditional node and its graphs from a draft: `cuGraphDestroyNode`. A server may refuse if the draft was instantiated before.
     sync 0x0a0a graph_conditional_remove: GraphConditionalRemove
         [order Session, may_block Never, lane Main]
     {

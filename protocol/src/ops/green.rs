@@ -1,41 +1,42 @@
-//! Parts of a device, and contexts that have only a part: green contexts.
+//! Parts of a device, and contexts that have only a part of one: green contexts.
 //!
-//! The driver's structures for parts (`CUdevResource`) have insides that are its own. They stay with the server, which gives each a number; what a program holds is the number and what it may read.
+//! The driver's structures for parts (`CUdevResource`) are partly opaque. They stay on the server, which gives each a number; a program holds the number
+//! and the fields that it may read.
 
 use crate::handle::{DescriptorId, GreenId, StreamId};
 use crate::ops::ops;
 
-/// Groups that one split can make, at most: as many as a reply holds.
+/// Most groups of one split: as many as fit into a reply.
 pub const MAX_GROUPS: u32 = 128;
 
 crate::wire_struct! {
     /// A part of a device.
     pub struct Part {
-        /// The server's number for it, from 1; 0: there is none.
+        /// The server's number for it, from 1; 0: no part.
         number: u32,
         /// `CUdevResourceType`.
         kind: u32,
-        /// `CUdevSmResource`: multiprocessors, the fewest that a part of it can have, and of how many theirs is a multiple.
+        /// `CUdevSmResource`: multiprocessors, the fewest that a part of it can have, and the number that such a part's count is a multiple of.
         sm: [u32; 3],
     }
 }
 
 ops! {
-    /// Green contexts. Their streams are streams of the device's primary context, as their modules and memory are its.
+    /// Green contexts. Their streams, modules and memory belong to the device's primary context.
     trait GreenOps;
 
-    /// What there is of a kind: `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`.
+    /// The part of a kind that a device or green context has: `cuDeviceGetDevResource`, `cuGreenCtxGetDevResource`.
     sync 0x0d01 part_get: PartGet
         [order Session, may_block Never, lane Main]
     {
         /// Ordinal of the device.
         device: u32,
-        /// The green context that is asked about; without: the whole device.
+        /// The green context; `None`: the whole device.
         green: Option<GreenId>,
         /// `CUdevResourceType`.
         kind: u32,
     } -> PartGetReply {
-        /// It.
+        /// The part.
         part: Part,
     }
 
@@ -43,20 +44,20 @@ ops! {
     sync 0x0d02 part_split: PartSplit
         [order Session, may_block Never, lane Main]
     {
-        /// What is split.
+        /// The part to split.
         part: u32,
-        /// Groups that are wanted at most, up to [`MAX_GROUPS`]; without: it is only counted how many there can be.
+        /// Most groups to make, up to [`MAX_GROUPS`]; `None`: only count how many there can be.
         groups: Option<u32>,
         /// `CUdevSmResourceSplit_flags`.
         flags: u32,
-        /// The fewest multiprocessors of a group.
+        /// Fewest multiprocessors of a group.
         least: u32,
     } -> PartSplitReply {
-        /// Groups that there are, or can be.
+        /// Number of groups made, or possible.
         count: u32,
-        /// They, unless they were only counted.
+        /// The groups; empty if they were only counted.
         groups: Vec<Part>,
-        /// What is left.
+        /// The remaining part.
         rest: Part,
     }
 
@@ -64,9 +65,9 @@ ops! {
     sync 0x0d03 part_describe: PartDescribe
         [order Session, may_block Never, lane Main]
     {
-        /// Its name, not in use.
+        /// Its id, not in use.
         descriptor: DescriptorId,
-        /// What it is of.
+        /// Numbers of the parts that it consists of.
         parts: Vec<u32>,
     } -> PartDescribeReply {}
 
@@ -74,9 +75,9 @@ ops! {
     sync 0x0d04 green_create: GreenCreate
         [order Session, may_block Never, lane Main]
     {
-        /// Its name, not in use.
+        /// Its id, not in use.
         green: GreenId,
-        /// What it has.
+        /// The parts that it has.
         descriptor: DescriptorId,
         /// Ordinal of the device.
         device: u32,
@@ -84,7 +85,7 @@ ops! {
         flags: u32,
     } -> GreenCreateReply {}
 
-    /// `cuGreenCtxDestroy`. Its streams have been destroyed.
+    /// `cuGreenCtxDestroy`. Its streams have been destroyed before.
     sync 0x0d05 green_destroy: GreenDestroy
         [order Session, may_block Never, lane Main]
     {
@@ -98,7 +99,7 @@ ops! {
     {
         /// The green context.
         green: GreenId,
-        /// Its name, not in use.
+        /// Its id, not in use.
         stream: StreamId,
         /// Priority.
         priority: i32,

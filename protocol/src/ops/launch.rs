@@ -8,7 +8,7 @@ crate::wire_struct! {
     pub struct LaunchAttribute {
         /// `CUlaunchAttributeID`.
         id: u32,
-        /// The value union as the program gave it. A server passes on those whose values hold no handle or pointer, translates those that it knows, and
+        /// The value union as the program gave it. A server passes on attributes whose values hold no handle or pointer, translates those that it knows, and
         /// refuses the rest.
         value: [u8; 64],
     }

@@ -1,7 +1,7 @@
-//! Device memory, at addresses that the client chooses (DESIGN §5).
+//! Device memory, at addresses that the client chooses.
 //!
-//! The session has one window of addresses for each device: [`window`]. The client asks the server to back a piece of it with memory
-//! ([`MemGrow`]) and then places allocations inside what is backed by itself ([`MemAlloc`], no answer).
+//! A session has one window of addresses for each device: [`window`]. The client asks the server to back a range of it with memory ([`MemGrow`]), and
+//! then places allocations in that range itself ([`MemAlloc`], not answered).
 
 use crate::Status;
 use crate::channel::MAX_DEVICES;
@@ -22,24 +22,25 @@ pub const fn window(ordinal: u32) -> u64 {
     FIRST_WINDOW + ordinal as u64 * WINDOW_SIZE
 }
 
-/// Bytes of a window for memory that is a device's alone. Memory backed behind them is managed memory: the client has the same addresses.
+/// Bytes at the start of a window for memory that only the device has. Memory backed behind them is managed memory: the client has the same addresses.
 pub const DEVICE_PART: u64 = 768 << 30;
 
-/// Whether an address is in the part of a window that is for managed memory.
+/// Whether an address is in the part of a window for managed memory.
 pub const fn is_managed(address: u64) -> bool {
     window(0) <= address
         && address < window(MAX_DEVICES)
         && (address - window(0)) % WINDOW_SIZE >= DEVICE_PART
 }
 
-/// First of the addresses that a client may reserve by itself ([`AddressReserve`]); they belong to no device.
+/// First of the addresses that a client may reserve ([`AddressReserve`]); they belong to no device.
 pub const SPACE: u64 = 0x4000_0000_0000;
 /// Bytes of these addresses.
 pub const SPACE_SIZE: u64 = 16 << 40;
-/// What the first address of a reservation is a multiple of: NVIDIA's driver has smaller ranges reserved already, and gives those instead of the addresses asked for.
+/// Alignment of a reservation's first address. NVIDIA's driver has smaller ranges reserved already, and returns those instead of the addresses asked
+/// for.
 pub const SPACE_ALIGN: u64 = 1 << 30;
 
-/// Words of one [`HostPatch`] at most.
+/// Most words of one [`HostPatch`].
 pub const MOST_PATCHES: usize = 256;
 
 crate::wire_struct! {
@@ -47,18 +48,19 @@ crate::wire_struct! {
     pub struct WordPatch {
         /// Address of the word, a multiple of 8.
         address: u64,
-        /// Ones where bits change.
+        /// Ones for the bits that change.
         mask: u64,
         /// Their new values.
         value: u64,
     }
 }
 
-/// Pages of memory that is mirrored, in bytes.
+/// Page size of mirrored memory, in bytes.
 pub const MIRROR_PAGE: u64 = 4096;
 
 impl HostMirror {
-    /// Checks that the range is whole pages of a process's lower half, outside all windows. It may lie in [`SPACE`], where the session has nothing reserved.
+    /// Checks that the range consists of whole pages in a process's lower half, outside all windows. It may lie in [`SPACE`], where the session has nothing
+    /// reserved.
     ///
     /// # Errors
     /// `INVALID_VALUE` if not.
@@ -76,7 +78,7 @@ impl HostMirror {
 }
 
 impl WordPatch {
-    /// The word as it is afterwards.
+    /// The word after the change.
     pub fn apply(&self, word: u64) -> u64 {
         word & !self.mask | self.value & self.mask
     }
@@ -86,8 +88,9 @@ ops! {
     /// Device memory.
     trait MemoryOps;
 
-    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, `cuMemSetAccess` for every device of the session that can reach this one's memory. Both are multiples of the device's granule and
-    /// inside one part of its window ([`DEVICE_PART`]). Answered `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
+    /// Backs `size` bytes at `address` with memory: `cuMemCreate`, `cuMemMap`, and `cuMemSetAccess` for every device of the session that can reach this
+    /// one's memory. Both are multiples of the device's granule and inside one part of its window ([`DEVICE_PART`]). Answered
+    /// `CUDA_ERROR_OUT_OF_MEMORY` when the device, or this session's share of it, has no more.
     sync 0x0301 mem_grow: MemGrow
         [order None, may_block Never, lane Main]
     {
@@ -99,19 +102,19 @@ ops! {
         size: u64,
     } -> MemGrowReply {}
 
-    /// Gives back what one [`MemGrow`] backed, whole: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
+    /// Releases exactly what one [`MemGrow`] backed: `cuMemUnmap`, `cuMemRelease`. Waits for work that may use it.
     sync 0x0302 mem_shrink: MemShrink
         [order None, may_block Never, lane Main]
     {
         /// Ordinal.
         device: u32,
-        /// First address of the piece.
+        /// First address, as in the [`MemGrow`].
         address: u64,
         /// Bytes.
         size: u64,
     } -> MemShrinkReply {}
 
-    /// An allocation now stands at `address`: `cuMemAlloc` as the server learns of it. Lies inside backed memory and touches no other.
+    /// There is now an allocation at `address`: what the server learns of a `cuMemAlloc`. It lies inside backed memory and overlaps no other.
     async 0x0303 mem_alloc: MemAlloc
         [order None, may_block Never, lane Main]
     {
@@ -121,7 +124,7 @@ ops! {
         size: u64,
     }
 
-    /// The allocation at `address` is gone: `cuMemFree`. The client has already waited for the device, as CUDA does.
+    /// The allocation at `address` is freed: `cuMemFree`. The client has already waited for the device, as CUDA does.
     async 0x0304 mem_free: MemFree
         [order None, may_block Never, lane Main]
     {
@@ -142,8 +145,8 @@ ops! {
         total: u64,
     }
 
-    /// Lets kernels read and write a piece of pinned program memory at the address that it has in the program: `cuMemHostGetDevicePointer`. A server that
-    /// shares no memory with the client answers `CUDA_ERROR_NOT_SUPPORTED`, as does one whose process has something else at the address.
+    /// Lets kernels read and write pinned program memory at the address that it has in the program: `cuMemHostGetDevicePointer`. A server that shares no
+    /// memory with the client answers `CUDA_ERROR_NOT_SUPPORTED`, as does one whose process has something else at the address.
     sync 0x0306 host_map: HostMap
         [order None, may_block Never, lane Main]
     {
@@ -155,7 +158,7 @@ ops! {
         memory: HostOut,
     } -> HostMapReply {}
 
-    /// What [`HostMap`] or [`HostMirror`] made is gone. The client has already waited for the work that may use it.
+    /// Removes what [`HostMap`] or [`HostMirror`] made. The client has already waited for the work that may use it.
     async 0x0307 host_unmap: HostUnmap
         [order Session, may_block Never, lane Main]
     {
@@ -165,9 +168,10 @@ ops! {
         address: u64,
     }
 
-    /// Lets kernels use a piece of pinned program memory that the server does not share: memory of the server's, zero at first, at the address that the piece has in the
-    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and outside what the session has reserved.
-    /// Answered `CUDA_ERROR_NOT_SUPPORTED` when the server's process has something else there. Counts against the session's memory limit.
+    /// Lets kernels use pinned program memory that the server does not share: the server maps memory of its own, zeroed, at the address that the memory has
+    /// in the program. From then on copies, fills and memory operations treat these addresses as a device's; the client keeps both sides equal. Address and
+    /// size are whole pages, outside all windows; in [`SPACE`] only where the session has nothing reserved. Answered `CUDA_ERROR_NOT_SUPPORTED` when the
+    /// server's process has something else there. Counts against the session's memory limit.
     sync 0x0308 host_mirror: HostMirror
         [order None, may_block Never, lane Main]
     {
@@ -179,7 +183,7 @@ ops! {
         size: u64,
     } -> HostMirrorReply {}
 
-    /// Changes words of a [`HostMirror`] here and now, whatever streams do: what the program has written while kernels that use the memory may be running.
+    /// Changes words of a [`HostMirror`] at once, whatever streams do: what the program wrote while kernels that use the memory may be running.
     async 0x0309 host_patch: HostPatch
         [order None, may_block Never, lane Express]
     {
@@ -189,7 +193,8 @@ ops! {
         words: Vec<WordPatch>,
     }
 
-    /// The bytes of a [`HostMirror`] as they are now, whatever streams do. By no stream, since a stream's copy between two places of the server's memory may wait for host functions of others.
+    /// The bytes of a [`HostMirror`] as they are now, whatever streams do. This uses no stream, because a stream's copy between two places in the server's
+    /// memory may wait for host functions of other streams.
     sync 0x030a host_read: HostRead
         [order None, may_block Never, lane Express]
     {
@@ -197,14 +202,14 @@ ops! {
         context: ContextId,
         /// First address.
         address: u64,
-        /// Bytes: as many as fit into an answer.
+        /// Bytes, as many as fit into a reply.
         len: u32,
     } -> HostReadReply {
         /// The bytes.
         bytes: Bytes,
     }
 
-    /// Changes bytes of a [`HostMirror`] here and now, as [`HostPatch`] does words.
+    /// Changes bytes of a [`HostMirror`] at once, as [`HostPatch`] does words.
     async 0x030b host_write: HostWrite<'a>
         [order None, may_block Never, lane Express]
     {
@@ -216,9 +221,8 @@ ops! {
         bytes: &'a [u8],
     }
 
-    /// Keeps addresses for later mappings: `cuMemAddressReserve`. The client chooses them, inside [`SPACE`]: the first a multiple of [`SPACE_ALIGN`], the
-    /// size of every device's granule. Answered
-    /// `CUDA_ERROR_OUT_OF_MEMORY` when the server's process has something else there.
+    /// Reserves addresses for later mappings: `cuMemAddressReserve`. The client chooses them inside [`SPACE`]. The first is a multiple of [`SPACE_ALIGN`],
+    /// the size a multiple of every device's granule. Answered `CUDA_ERROR_OUT_OF_MEMORY` when the server's process has something else there.
     sync 0x0340 address_reserve: AddressReserve
         [order None, may_block Never, lane Main]
     {
@@ -228,7 +232,7 @@ ops! {
         size: u64,
     } -> AddressReserveReply {}
 
-    /// Gives a reservation back, whole and with nothing mapped in it: `cuMemAddressFree`.
+    /// Frees a whole reservation with nothing mapped in it: `cuMemAddressFree`.
     sync 0x0341 address_free: AddressFree
         [order Session, may_block Never, lane Main]
     {
@@ -238,11 +242,11 @@ ops! {
         size: u64,
     } -> AddressFreeReply {}
 
-    /// Takes memory of a device, at no address: `cuMemCreate`.
+    /// Allocates memory of a device without an address: `cuMemCreate`.
     sync 0x0342 memory_create: MemoryCreate
         [order None, may_block Never, lane Main]
     {
-        /// Its name, not in use.
+        /// Its id, not in use.
         memory: MemoryId,
         /// Ordinal.
         device: u32,
@@ -252,7 +256,7 @@ ops! {
         exportable: bool,
     } -> MemoryCreateReply {}
 
-    /// Gives memory back that nothing is mapped to any more: the last `cuMemRelease` or `cuMemUnmap`. Whoever imported it keeps it.
+    /// Releases memory that is no longer mapped: the last `cuMemRelease` or `cuMemUnmap`. Processes that imported it keep it.
     sync 0x0343 memory_release: MemoryRelease
         [order Session, may_block Never, lane Main]
     {
@@ -260,7 +264,7 @@ ops! {
         memory: MemoryId,
     } -> MemoryReleaseReply {}
 
-    /// Puts memory, or a part of it, at reserved addresses: `cuMemMap`. Nobody may use it there before [`MemoryAccess`].
+    /// Maps memory, or a part of it, at reserved addresses: `cuMemMap`. No device may use it there before [`MemoryAccess`].
     sync 0x0344 memory_map: MemoryMap
         [order None, may_block Never, lane Main]
     {
@@ -274,7 +278,7 @@ ops! {
         size: u64,
     } -> MemoryMapReply {}
 
-    /// Takes one mapping away, named as it was made: `cuMemUnmap`. No work may use it.
+    /// Removes one whole mapping: `cuMemUnmap`. No work may use it.
     sync 0x0345 memory_unmap: MemoryUnmap
         [order Session, may_block Never, lane Main]
     {
@@ -284,7 +288,7 @@ ops! {
         size: u64,
     } -> MemoryUnmapReply {}
 
-    /// What a device may do in one mapping: `cuMemSetAccess`.
+    /// Sets what a device may do in one mapping: `cuMemSetAccess`.
     sync 0x0346 memory_access: MemoryAccess
         [order None, may_block Never, lane Main]
     {
@@ -298,73 +302,73 @@ ops! {
         flags: u32,
     } -> MemoryAccessReply {}
 
-    /// Makes memory known to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends with the memory and
-    /// with the session.
+    /// Makes memory available to the other sessions of the same client under a token that cannot be guessed: `cuMemExportToShareableHandle`. The token ends
+    /// with the memory and with the session.
     sync 0x0347 memory_export: MemoryExport
         [order Session, may_block Never, lane Main]
     {
         /// The memory.
         memory: MemoryId,
     } -> MemoryExportReply {
-        /// Names it.
+        /// The token.
         token: [u8; 16],
     }
 
-    /// Takes part in memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that names none, or another client's, is
+    /// Imports memory that a session of the same client has exported: `cuMemImportFromShareableHandle`. A token that is unknown, or another client's, is
     /// `CUDA_ERROR_INVALID_VALUE`.
     sync 0x0348 memory_import: MemoryImport
         [order Session, may_block Never, lane Main]
     {
-        /// Its name here, not in use.
+        /// Its id in this session, not in use.
         memory: MemoryId,
-        /// As it was exported.
+        /// The token of the export.
         token: [u8; 16],
     } -> MemoryImportReply {
         /// Ordinal of its device, in this session.
         device: u32,
         /// Bytes.
         size: u64,
-        /// Whether this very session has exported it.
+        /// Whether this session exported it itself.
         own: bool,
     }
 
-    /// As [`MemoryExport`], for what one [`MemGrow`] has backed: `cuIpcGetMemHandle`.
+    /// As [`MemoryExport`], for what one [`MemGrow`] backed: `cuIpcGetMemHandle`.
     sync 0x0349 piece_export: PieceExport
         [order Session, may_block Never, lane Main]
     {
         /// An address in it.
         address: u64,
     } -> PieceExportReply {
-        /// Names it.
+        /// The token.
         token: [u8; 16],
-        /// First address of the piece.
+        /// First address of what that [`MemGrow`] backed.
         base: u64,
     }
 
-    /// Makes an interprocess event known, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
+    /// Makes an interprocess event available, as [`MemoryExport`] does memory: `cuIpcGetEventHandle`.
     sync 0x034a event_export: EventExport
         [order Session, may_block Never, lane Main]
     {
         /// Event.
         event: EventId,
     } -> EventExportReply {
-        /// Names it.
+        /// The token.
         token: [u8; 16],
     }
 
-    /// Takes part in another session's event: `cuIpcOpenEventHandle`.
+    /// Imports another session's event: `cuIpcOpenEventHandle`.
     sync 0x034b event_import: EventImport
         [order Session, may_block Never, lane Main]
     {
         /// Context.
         context: ContextId,
-        /// Its name here, not in use.
+        /// Its id in this session, not in use.
         event: EventId,
-        /// As it was exported.
+        /// The token of the export.
         token: [u8; 16],
     } -> EventImportReply {}
 
-    /// Whether what was last recorded in an event, by whichever process, is done: `cuEventQuery` of an interprocess event.
+    /// Whether an event's last record, by any process, is done: `cuEventQuery` of an interprocess event.
     sync 0x034c event_query: EventQuery
         [order Session, may_block Never, lane Main]
     {

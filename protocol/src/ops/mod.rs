@@ -138,9 +138,9 @@ pub struct OpInfo {
     pub request: &'static [Field],
     /// The reply's fields in wire order; empty for an `async` operation.
     pub reply: &'static [Field],
-    /// Decodes a record's body and shows each piece of bulk data that it names.
+    /// Decodes a record's body and calls `visit` for each piece of bulk data that it names.
     pub visit_data: VisitData,
-    /// Decodes a record's body and shows each stream and event that it names.
+    /// Decodes a record's body and calls `visit` for each stream and event that it names.
     pub visit_handles: VisitHandles,
 }
 
@@ -180,27 +180,27 @@ pub trait Op<'a>: Wire<'a> {
 
 /// An operation of class [`Class::Sync`].
 pub trait SyncOp<'a>: Op<'a> {
-    /// What it is answered with.
+    /// Its reply.
     type Reply: for<'r> Wire<'r>;
 }
 
-/// What a driver answers a `sync` operation with.
+/// A driver's answer to a `sync` operation.
 #[derive(Debug)]
 pub enum Answer<R> {
-    /// The reply, now.
+    /// The reply.
     Now(R),
-    /// The driver has taken the reply slot from the call's context and will complete it when the work is done.
+    /// The driver has taken the reply slot from the call's context and completes it when the work is done.
     Later,
 }
 
-/// How one dispatched operation ended.
+/// How a dispatched operation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// An `async` operation was executed.
     Done,
-    /// A `sync` operation was executed; its reply's bytes were appended to the reply buffer.
+    /// A `sync` operation was executed; its reply was appended to the reply buffer.
     Replied,
-    /// A `sync` operation will be answered later, by the driver.
+    /// The driver answers a `sync` operation later.
     Later,
     /// The operation failed: for `async` a deferred error, for `sync` the reply's status.
     Failed(Status),
@@ -226,10 +226,10 @@ pub enum Malformed {
     Slot(&'static str),
 }
 
-/// Decodes a record's body, if it is the operation's, and whole.
+/// Decodes a record's whole body.
 ///
 /// # Errors
-/// [`Malformed::Body`] if it does not decode, or something is left behind it.
+/// [`Malformed::Body`] if it does not decode, or if bytes are left over.
 pub fn decode<'a, T: Op<'a>>(body: &'a [u8]) -> Result<T, Malformed> {
     let mut reader = Reader::new(body);
     T::get(&mut reader)
@@ -243,7 +243,7 @@ pub fn encode<'a, T: Op<'a>>(op: &T, buf: &mut Vec<u8>) {
     op.put(&mut Writer(buf));
 }
 
-/// Decodes a reply's payload. A server of the same version sends nothing else; anything else is [`WireError`].
+/// Decodes a reply's payload. Fails for anything that a correct server does not send.
 pub fn decode_reply<R: for<'r> Wire<'r>>(payload: &[u8]) -> Result<R, WireError> {
     let mut reader = Reader::new(payload);
     let reply = R::get(&mut reader)?;
@@ -276,9 +276,8 @@ macro_rules! ops {
 
         $(#[$tmeta])*
         ///
-        /// Each method is one operation, called in the session's order, its request decoded but its values unchecked: handles may be
-        /// unknown, ranges wild. `cx` is the call's context, which the server defines. A method that an implementation leaves out answers
-        /// `CUDA_ERROR_NOT_SUPPORTED`.
+        /// Each method is one operation. The request is decoded but its values are unchecked: handles may be unknown, and ranges may be anything. `cx` is the
+        /// call's context, which the server defines. A method that an implementation leaves out answers `CUDA_ERROR_NOT_SUPPORTED`.
         pub trait $chapter<C> {
             $(ops!{@method $class [$(#[$meta])*] $method $name ($($lt)?) $($reply)?})*
         }
@@ -401,7 +400,7 @@ pub(crate) use ops;
 
 macro_rules! chapters {
     ($($upper:literal $module:ident $chapter:ident;)*) => {
-        /// Everything that a server must be able to do: one trait for each chapter, nothing of its own.
+        /// All operations: one trait for each chapter.
         pub trait Driver<C>: $($module::$chapter<C> +)* {}
         impl<C, D: $($module::$chapter<C> +)* ?Sized> Driver<C> for D {}
 

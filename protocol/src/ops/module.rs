@@ -6,7 +6,7 @@ use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
 
 crate::wire_struct! {
-    /// One kernel parameter: where it lies in the parameter block.
+    /// One kernel parameter: its place in the parameter block.
     pub struct Param {
         /// Offset in bytes.
         offset: u32,
@@ -16,20 +16,20 @@ crate::wire_struct! {
 }
 
 crate::wire_struct! {
-    /// What a client knows of a function.
+    /// What a client knows about a function.
     pub struct FunctionInfo {
         /// Mangled name.
         name: String,
         /// Parameters in order: `cuFuncGetParamInfo`.
         params: Vec<Param>,
-        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows. Empty where they are to be
-        /// asked for by [`FunctionAttributes`].
+        /// `CUfunction_attribute` by number, from 0 (`MAX_THREADS_PER_BLOCK`); as many as the server's driver knows. If empty, [`FunctionAttributes`]
+        /// returns them.
         attributes: Vec<i32>,
     }
 }
 
 crate::wire_struct! {
-    /// A module's function table. A function's place in it is its [`FunctionId::index`].
+    /// A module's function table. A function's index in it is its [`FunctionId::index`].
     pub struct FunctionTable {
         /// The functions.
         functions: Vec<FunctionInfo>,
@@ -39,7 +39,7 @@ crate::wire_struct! {
 crate::wire_struct! {
     /// One option of the JIT compiler.
     pub struct JitOption {
-        /// `CUjit_option`; only those with an integer value travel.
+        /// `CUjit_option`; only options with an integer value are sent.
         option: u32,
         /// Value.
         value: u64,
@@ -54,9 +54,9 @@ pub mod jit_input {
     pub const PTX: u32 = 1;
     /// A fat binary.
     pub const FATBINARY: u32 = 2;
-    /// A host's object file with code for devices in it.
+    /// A host object file with embedded device code.
     pub const OBJECT: u32 = 3;
-    /// An archive of such.
+    /// An archive of host object files.
     pub const LIBRARY: u32 = 4;
     /// The last kind: intermediate code.
     pub const LAST: u32 = 5;
@@ -66,15 +66,15 @@ ops! {
     /// Modules.
     trait ModuleOps;
 
-    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server fetches the function table at
-    /// once: when its wire form ([`FunctionTable`]) fits `info`, it is written there and `info_size` says how long it is; when it does not fit,
-    /// nothing is written and `info_size` says what is needed for [`ModuleInfo`].
+    /// Loads an image (fat binary, cubin, PTX): `cuModuleLoadDataEx`, `cuLibraryLoadData`. The server returns the function table as well: if its wire form
+    /// ([`FunctionTable`]) fits `info`, it is written there and `info_size` is its length. If not, nothing is written and `info_size` is the size needed
+    /// for [`ModuleInfo`].
     sync 0x0501 module_load: ModuleLoad<'a>
         [order None, may_block Context, lane Main]
     {
-        /// Context that it is loaded into.
+        /// Context to load it into.
         context: ContextId,
-        /// Its name.
+        /// Its id.
         module: ModuleId,
         /// JIT options.
         options: Vec<JitOption>,
@@ -83,15 +83,15 @@ ops! {
         /// Room for the function table.
         info: HostOut,
     } -> ModuleLoadReply {
-        /// `CUresult`; with a failure nothing is loaded, and all but the logs means nothing.
+        /// `CUresult`. After a failure nothing is loaded, and only the logs are valid.
         result: u32,
         /// Size of the function table's wire form in bytes.
         info_size: u64,
-        /// Its code for this device was looked through and has kernels that may call `printf`.
+        /// Whether its code for this device has kernels that may call `printf`.
         prints: bool,
-        /// JIT information log, cut to what a reply holds.
+        /// JIT information log, cut to fit into a reply.
         info_log: String,
-        /// The same of errors.
+        /// The same for errors.
         error_log: String,
     }
 
@@ -104,7 +104,7 @@ ops! {
         /// Room for the function table.
         info: HostOut,
     } -> ModuleInfoReply {
-        /// Its size in bytes; nothing is written when there is less room.
+        /// Its size in bytes. Nothing is written if there is less room.
         info_size: u64,
     }
 
@@ -125,15 +125,15 @@ ops! {
         /// Mangled name.
         name: &'a str,
     } -> ModuleGetGlobalReply {
-        /// Its address: outside every window, in this session's device all the same.
+        /// Its address, which is outside every window.
         address: u64,
         /// Its size in bytes.
         size: u64,
-        /// Whether it is managed memory: the client's at the same address as well.
+        /// Whether it is managed memory, which the client has at the same address.
         managed: bool,
     }
 
-    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`: where only the driver can tell whether it takes the value.
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, where only the driver can tell whether it accepts the value.
     sync 0x0505 function_set_attribute: FunctionSetAttribute
         [order Session, may_block Never, lane Main]
     {
@@ -145,7 +145,7 @@ ops! {
         value: i32,
     } -> FunctionSetAttributeReply {}
 
-    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the client knows the driver to take.
+    /// `cuFuncSetAttribute`, `cuKernelSetAttribute`, `cuFuncSetCacheConfig` (as attribute 0x1_0000), with a value that the driver is known to accept.
     async 0x050f function_preset: FunctionPreset
         [order Session, may_block Never, lane Main]
     {
@@ -157,15 +157,14 @@ ops! {
         value: i32,
     }
 
-    /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. It loads the function, where the server's driver loads
-    /// them when they are used.
+    /// Every `cuFuncGetAttribute` of a function whose row of the function table has none. Loads the function if the server's driver loads functions lazily.
     sync 0x0506 function_attributes: FunctionAttributes
         [order None, may_block Never, lane Main]
     {
         /// The function.
         function: FunctionId,
     } -> FunctionAttributesReply {
-        /// As [`FunctionInfo`] has them.
+        /// As in [`FunctionInfo`].
         attributes: Vec<i32>,
     }
 
@@ -192,16 +191,16 @@ ops! {
     {
         /// The function.
         function: FunctionId,
-        /// Blocks that a multiprocessor shall have at once.
+        /// Blocks that should run on a multiprocessor at once.
         blocks: u32,
         /// Threads of a block.
         block_size: u32,
     } -> OccupancyAvailableSharedReply {
-        /// Dynamic shared memory that a block may have then, in bytes.
+        /// Dynamic shared memory that each block may then have, in bytes.
         bytes: u64,
     }
 
-    /// `cuOccupancyMaxActiveClusters`: the launch is described and not made.
+    /// `cuOccupancyMaxActiveClusters`; nothing is launched.
     sync 0x0508 occupancy_max_active_clusters: OccupancyMaxActiveClusters
         [order None, may_block Never, lane Main]
     {
@@ -220,7 +219,7 @@ ops! {
         clusters: i32,
     }
 
-    /// `cuOccupancyMaxPotentialClusterSize`: the launch is described and not made.
+    /// `cuOccupancyMaxPotentialClusterSize`; nothing is launched.
     sync 0x0509 occupancy_max_potential_cluster_size: OccupancyMaxPotentialClusterSize
         [order None, may_block Never, lane Main]
     {
@@ -245,13 +244,13 @@ ops! {
     {
         /// Context.
         context: ContextId,
-        /// Its name, not in use.
+        /// Its id, not in use.
         link: LinkId,
         /// JIT options.
         options: Vec<JitOption>,
     } -> LinkCreateReply {}
 
-    /// `cuLinkAddData`, `cuLinkAddFile`. What the linker says of it is told whether it takes it or not.
+    /// `cuLinkAddData`, `cuLinkAddFile`. The logs are returned whether the linker accepts the input or not.
     sync 0x050b link_add: LinkAdd<'a>
         [order Session, may_block Never, lane Main]
     {
@@ -259,22 +258,22 @@ ops! {
         link: LinkId,
         /// `CUjitInputType`: see [`jit_input`].
         kind: u32,
-        /// What messages call it.
+        /// Its name in messages.
         name: &'a str,
-        /// JIT options for it alone.
+        /// JIT options for this input.
         options: Vec<JitOption>,
         /// The input.
         data: HostIn<'a>,
     } -> LinkAddReply {
         /// `CUresult`.
         result: u32,
-        /// What the linker has said so far, cut to what a reply holds.
+        /// The linker's information log so far, cut to fit into a reply.
         info_log: String,
-        /// The same of errors.
+        /// The same for errors.
         error_log: String,
     }
 
-    /// `cuLinkComplete`. An image that fits `image` is written there; for one that does not, it is asked again.
+    /// `cuLinkComplete`. An image that fits `image` is written there. If it does not fit, the client asks again with more room.
     sync 0x050c link_complete: LinkComplete
         [order Session, may_block Never, lane Main]
     {

@@ -1,9 +1,8 @@
 //! NVML: what a management program asks about a device, forwarded question by question.
 //!
-//! NVML is a long list of functions that read one thing each, in a few shapes. So there is one operation for all of
-//! them, and a table of questions ([`QUERIES`]): the client exports the functions, the server calls the function of the
-//! same name in NVIDIA's library, and what it wrote goes back as the bytes that it wrote. A status of NVML's own comes
-//! with every answer: what a device does not have is "not supported" for that question alone.
+//! NVML is a long list of functions that read one thing each, in a few shapes. One operation serves all of them, with a table of questions ([`QUERIES`]):
+//! the client exports the functions, the server calls the function of the same name in NVIDIA's library and returns the bytes that it wrote. Every answer
+//! has NVML's own status, so what a device does not have is "not supported" for that question only.
 //!
 //! Numbers are stable and never reused. Statuses are `nvmlReturn_t`.
 
@@ -18,7 +17,7 @@ pub const FIELD_SIZE: usize = 40;
 /// Most field values in one question.
 pub const MAX_FIELDS: usize = 64;
 
-/// The statuses that are used by rgpu itself.
+/// The statuses that rgpu itself uses.
 pub mod status {
     /// The operation succeeded.
     pub const SUCCESS: u32 = 0;
@@ -30,17 +29,17 @@ pub mod status {
     pub const NOT_SUPPORTED: u32 = 3;
     /// Nothing was found.
     pub const NOT_FOUND: u32 = 6;
-    /// What the caller offers is too small.
+    /// The caller's buffer is too small.
     pub const INSUFFICIENT_SIZE: u32 = 7;
-    /// There is no driver, or no way to one.
+    /// There is no driver, or it cannot be reached.
     pub const DRIVER_NOT_LOADED: u32 = 9;
     /// The library cannot be found.
     pub const LIBRARY_NOT_FOUND: u32 = 12;
     /// The library has no such function.
     pub const FUNCTION_NOT_FOUND: u32 = 13;
-    /// The device cannot be reached any more.
+    /// The device can no longer be reached.
     pub const GPU_IS_LOST: u32 = 15;
-    /// A structure's version is not known.
+    /// A structure's version is unknown.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
     /// Anything else.
     pub const UNKNOWN: u32 = 999;
@@ -67,8 +66,8 @@ pub enum Output {
     Words(usize),
     /// `(unsigned int *count, element *list)` with elements of this many bytes; the answer is the elements.
     List(usize),
-    /// A pointer to a structure that begins with this version word, and whose fields the caller may have set. Both the
-    /// question's input and the answer are the whole structure, of [`struct_size`] bytes.
+    /// A pointer to a structure that begins with this version word, and whose fields the caller may have set. The question's input and the answer are both
+    /// the whole structure, of [`struct_size`] bytes.
     Struct(u32),
     /// `(int count, nvmlFieldValue_t *values)`; input and answer are the values.
     Fields,
@@ -272,7 +271,7 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
 }
 
 crate::wire_struct! {
-    /// A text, or why there is none.
+    /// A text, or the reason why there is none.
     pub struct NvmlText {
         /// `nvmlReturn_t`.
         status: u32,
@@ -285,7 +284,7 @@ ops! {
     /// NVML.
     trait NvmlOps;
 
-    /// What belongs to no device: `nvmlInit`, `nvmlSystemGet…Version`.
+    /// Everything that concerns no device: `nvmlInit`, `nvmlSystemGet…Version`.
     sync 0x0901 nvml_system: NvmlSystem
         [order None, may_block Never, lane Main]
     {} -> NvmlSystemReply {
@@ -309,9 +308,9 @@ ops! {
         device: u32,
         /// [`Query::number`].
         query: u32,
-        /// As many as the question has; the others are 0.
+        /// The question's arguments; unused ones are 0.
         arguments: [u32; 3],
-        /// For [`Output::Struct`] and [`Output::Fields`] what the program passes; else empty.
+        /// What the program passes, for [`Output::Struct`] and [`Output::Fields`]; otherwise empty.
         input: &'a [u8],
     } -> NvmlQueryReply {
         /// `nvmlReturn_t`.
@@ -330,7 +329,7 @@ ops! {
         peer: u32,
         /// One of [`pair`].
         question: u32,
-        /// For `nvmlDeviceGetP2PStatus` the kind of access; else 0.
+        /// The kind of access, for `nvmlDeviceGetP2PStatus`; otherwise 0.
         argument: u32,
     } -> NvmlPairReply {
         /// `nvmlReturn_t`.

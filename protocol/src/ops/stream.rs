@@ -4,7 +4,7 @@ use crate::handle::{ContextId, EventId, StreamId, TicketId};
 use crate::ops::launch::LaunchAttribute;
 use crate::ops::ops;
 
-/// `CUstreamAttrID`: those of `CUlaunchAttributeID` that streams have.
+/// `CUstreamAttrID`: the values of `CUlaunchAttributeID` that streams have.
 pub mod attribute {
     /// How an extent of memory is cached.
     pub const ACCESS_POLICY_WINDOW: u32 = 1;
@@ -12,11 +12,11 @@ pub mod attribute {
     pub const SYNCHRONIZATION_POLICY: u32 = 3;
     /// Priority.
     pub const PRIORITY: u32 = 8;
-    /// Numbers of the domains in which fences order memory.
+    /// Numbers of the domains within which fences order memory.
     pub const MEM_SYNC_DOMAIN_MAP: u32 = 9;
-    /// In which of them kernels run.
+    /// The domain in which kernels run.
     pub const MEM_SYNC_DOMAIN: u32 = 10;
-    /// All of them.
+    /// All attributes.
     pub const ALL: [u32; 5] =
         [ACCESS_POLICY_WINDOW, SYNCHRONIZATION_POLICY, PRIORITY, MEM_SYNC_DOMAIN_MAP, MEM_SYNC_DOMAIN];
 }
@@ -27,7 +27,7 @@ pub mod memory_op {
     pub const WAIT_32: u32 = 1;
     /// Write a word of 32 bits.
     pub const WRITE_32: u32 = 2;
-    /// Flush what others have written to the device from outside.
+    /// Flush remote writes to the device.
     pub const FLUSH_REMOTE_WRITES: u32 = 3;
     /// Wait for a condition on a word of 64 bits.
     pub const WAIT_64: u32 = 4;
@@ -35,11 +35,11 @@ pub mod memory_op {
     pub const WRITE_64: u32 = 5;
     /// A fence.
     pub const BARRIER: u32 = 6;
-    /// `CU_STREAM_WAIT_VALUE_FLUSH`, among the flags of a wait.
+    /// `CU_STREAM_WAIT_VALUE_FLUSH`, a flag of a wait.
     pub const WAIT_FLUSH: u32 = 1 << 30;
-    /// `CU_STREAM_WAIT_VALUE_NOR`, the last of the conditions, which are the other flags of a wait.
+    /// `CU_STREAM_WAIT_VALUE_NOR`, the last of the conditions in a wait's flags.
     pub const WAIT_NOR: u32 = 3;
-    /// Operations of one [`StreamBatchMemOp`](super::StreamBatchMemOp) at most.
+    /// Most operations of one [`StreamBatchMemOp`](super::StreamBatchMemOp).
     pub const MOST: usize = 255;
 }
 
@@ -50,15 +50,15 @@ crate::wire_struct! {
         operation: u32,
         /// Its flags.
         flags: u32,
-        /// Address of its word, a multiple of the word's size; 0 for an operation that has none.
+        /// Address of its word, a multiple of the word's size; 0 for an operation without a word.
         address: u64,
-        /// What is written, or compared with; for 32 bits the lower half.
+        /// The value to write or compare with; for 32 bits in the lower half.
         value: u64,
     }
 }
 
 impl MemoryOp {
-    /// Bytes of its word; 0 for an operation that has none.
+    /// Bytes of its word; 0 for an operation without a word.
     pub fn width(&self) -> u64 {
         match self.operation {
             memory_op::WAIT_32 | memory_op::WRITE_32 => 4,
@@ -72,7 +72,7 @@ impl MemoryOp {
         matches!(self.operation, memory_op::WAIT_32 | memory_op::WAIT_64)
     }
 
-    /// Whether there is such an operation, with such flags and an aligned address. Whether a device can do it is another question.
+    /// Whether operation and flags exist and the address is aligned. A device may still not support it.
     pub fn is_valid(&self) -> bool {
         let flags = match self.operation {
             memory_op::WAIT_32 | memory_op::WAIT_64 => {
@@ -91,7 +91,7 @@ impl MemoryOp {
         let (now, value) =
             if wide { (now, self.value) } else { (now & 0xffff_ffff, self.value & 0xffff_ffff) };
         match self.flags & !memory_op::WAIT_FLUSH {
-            // Cyclic: what counts up past its end goes on being later.
+            // Cyclic: a counter that wraps around keeps counting as later.
             0 if wide => now.wrapping_sub(value) as i64 >= 0,
             0 => (now as u32).wrapping_sub(value as u32) as i32 >= 0,
             1 => now == value,
@@ -103,10 +103,10 @@ impl MemoryOp {
 }
 
 ops! {
-    /// Streams. The legacy default stream of context *c* is [`StreamId`] *c* and needs no making.
+    /// Streams. The legacy default stream of context *c* is [`StreamId`] *c* and always exists.
     ///
-    /// A stream's progress word (`docs/wire.md`) rises to the `seq` of an operation marked as publishing once the stream has completed it, so
-    /// that a query is a read of memory.
+    /// [`StreamMark`] and [`EventRecord`](crate::ops::event::EventRecord) update the stream's progress word (`docs/wire.md`): it becomes their `seq` once the
+    /// stream has completed them. So a query is a read of memory.
     trait StreamOps;
 
     /// `cuStreamCreateWithPriority`.
@@ -115,7 +115,7 @@ ops! {
     {
         /// Context.
         context: ContextId,
-        /// Its name, not in use; not below [`crate::channel::MAX_CONTEXTS`]. Its progress word is zeroed by the client before.
+        /// Its id, not in use and not below [`crate::channel::MAX_CONTEXTS`]. The client zeroes its progress word first.
         stream: StreamId,
         /// `CUstream_flags`.
         flags: u32,
@@ -123,7 +123,7 @@ ops! {
         priority: i32,
     }
 
-    /// `cuStreamDestroy`: work on it still completes; its progress word is written no more after that.
+    /// `cuStreamDestroy`. Work on it still completes; after that its progress word is no longer written.
     async 0x0702 stream_destroy: StreamDestroy
         [order Streams, may_block Never, lane Main]
     {
@@ -139,7 +139,7 @@ ops! {
         stream: StreamId,
     } -> StreamSynchronizeReply {}
 
-    /// Publishes: the stream's progress word becomes this record's `seq` when everything before it is done.
+    /// Sets the stream's progress word to this record's `seq` when everything before it is done.
     async 0x0704 stream_mark: StreamMark
         [order Streams, may_block Never, lane Main]
     {
@@ -153,14 +153,14 @@ ops! {
     {
         /// Stream that waits.
         stream: StreamId,
-        /// Event, recorded before or not at all (then there is nothing to wait for).
+        /// Event. One that was never recorded is not waited for.
         event: EventId,
         /// `CUevent_wait_flags`.
         flags: u32,
     }
 
-    /// The stream goes no further until [`StreamHostSignal`] comes with the same ticket: what `cuLaunchHostFunc` and `cuStreamAddCallback` are
-    /// made of, the function itself being called in the client.
+    /// Stops the stream until a [`StreamHostSignal`] with the same ticket comes. The client calls the host functions of `cuLaunchHostFunc` and
+    /// `cuStreamAddCallback` itself and builds these on this operation.
     async 0x0706 stream_host_wait: StreamHostWait
         [order Streams, may_block Never, lane Main, hold UntilSignal]
     {
@@ -170,7 +170,7 @@ ops! {
         ticket: TicketId,
     }
 
-    /// Lets the stream that waits for the ticket go on.
+    /// Releases the stream that waits for the ticket.
     async 0x0707 stream_host_signal: StreamHostSignal
         [order None, may_block Never, lane Express, hold Ends]
     {
@@ -178,17 +178,17 @@ ops! {
         ticket: TicketId,
     }
 
-    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, those of 64 bits, and `cuStreamBatchMemOp`: the words lie in the session's own memory.
+    /// `cuStreamWaitValue32`, `cuStreamWriteValue32`, their 64-bit forms, and `cuStreamBatchMemOp`. The words lie in the session's own memory.
     async 0x0708 stream_batch_mem_op: StreamBatchMemOp
         [order Streams, may_block Never, lane Main, hold UntilWord]
     {
         /// Stream.
         stream: StreamId,
-        /// Operations, one after the other; at most [`memory_op::MOST`].
+        /// Operations in order, at most [`memory_op::MOST`].
         operations: Vec<MemoryOp>,
     }
 
-    /// `cuStreamSetAttribute`: holds for what is put on the stream from now on.
+    /// `cuStreamSetAttribute`. Applies to later work on the stream.
     sync 0x0709 stream_set_attribute: StreamSetAttribute
         [order Streams, may_block Never, lane Main]
     {
@@ -211,13 +211,13 @@ ops! {
         value: [u8; 64],
     }
 
-    /// `cuStreamCopyAttributes`: all of one stream's attributes become those of another of its context.
+    /// `cuStreamCopyAttributes`: copies all attributes of a stream to another one of its context.
     sync 0x070b stream_copy_attributes: StreamCopyAttributes
         [order Streams, may_block Never, lane Main]
     {
-        /// Stream that gets them.
+        /// Target.
         dst: StreamId,
-        /// Stream that has them.
+        /// Source.
         src: StreamId,
     } -> StreamCopyAttributesReply {}
 }

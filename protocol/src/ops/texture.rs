@@ -1,21 +1,21 @@
 //! Tensor maps: descriptors of tensors in device memory that kernels are given by value.
 //!
-//! Encoding one is arithmetic in the driver, and its result differs by device: so it is the server's driver that does it. The addresses are this
-//! session's device addresses. Numbers of `cuda.h`'s enumerations travel as they are; a server refuses those that its driver does not know.
+//! Encoding one is arithmetic in the driver whose result depends on the device, so the server's driver does it. Addresses are this session's device
+//! addresses. Numbers of `cuda.h`'s enumerations are sent unchanged; a server refuses those that its driver does not know.
 
 use crate::handle::ContextId;
 use crate::ops::ops;
 
 crate::wire_struct! {
-    /// What all tensor maps say.
+    /// What all tensor maps have in common.
     pub struct Tensor {
         /// `CUtensorMapDataType`.
         data_type: u32,
         /// First element's address.
         address: u64,
-        /// Elements in each dimension, as many as the tensor has dimensions.
+        /// Elements in each dimension.
         sizes: Vec<u64>,
-        /// Bytes from one element to the next in each dimension but the first.
+        /// Bytes from one element to the next, in each dimension but the first.
         strides: Vec<u64>,
         /// Step in each dimension, in elements.
         steps: Vec<u32>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use protocol::Status;
 use protocol::handle::{ContextId, GraphId};
-use protocol::ops::graph::{GraphNode, GraphParts, conditional};
+use protocol::ops::graph::{GraphNode, GraphParts, condition_flag, conditional};
 use software_gpu::{Function, Gpu, LaunchConfig, Result};
 
 use super::kernels::prepare;
@@ -41,7 +41,7 @@ impl Cell {
     /// A word on a device.
     pub(super) fn new(gpu: &Gpu, default: u32, flags: u32) -> std::result::Result<Cell, Status> {
         let address = gpu.allocate(8).map_err(|e| code(&e))?;
-        let default = (flags & conditional::ASSIGN_DEFAULT != 0).then_some(default);
+        let default = (flags & condition_flag::ASSIGN_DEFAULT != 0).then_some(default);
         Ok(Cell { gpu: gpu.clone(), address, default })
     }
 }

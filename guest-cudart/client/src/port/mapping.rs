@@ -25,12 +25,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps the first `len` bytes of `fd`, shared.
     pub fn shared(fd: BorrowedFd<'_>, len: usize) -> io::Result<Mapping> {
-        Self::map(len, libc::MAP_SHARED, fd.as_raw_fd())
-    }
-
-    /// Maps `len` bytes of private memory.
-    pub fn private(len: usize) -> io::Result<Mapping> {
-        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+        Self::map_near(0, len, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
     /// Maps pinned memory of a program: `fd`, shared, or new memory. A server that shares it maps it at the
@@ -51,10 +46,6 @@ impl Mapping {
         let mapping = Self::map_near(at, len, flags | libc::MAP_FIXED_NOREPLACE, fd)?;
         // Kernels before 4.17 treat the address as a hint.
         if mapping.base() as usize == at { Ok(mapping) } else { Err(io::ErrorKind::AlreadyExists.into()) }
-    }
-
-    fn map(len: usize, flags: i32, fd: i32) -> io::Result<Mapping> {
-        Self::map_near(0, len, flags, fd)
     }
 
     fn map_near(hint: usize, len: usize, flags: i32, fd: i32) -> io::Result<Mapping> {

@@ -5,13 +5,13 @@ use crate::abi::result::Result;
 use crate::graph::{Graph, instance};
 use crate::process::context;
 use crate::process::driver::driver;
-use client::ops::graph::{GraphCondition, conditional};
+use client::ops::graph::{GraphCondition, condition_flag};
 use client::{Status, lock, log};
 
 /// A condition of a graph.
 pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
     let driver = driver()?;
-    if flags & !conditional::ASSIGN_DEFAULT != 0 {
+    if flags & !condition_flag::ASSIGN_DEFAULT != 0 {
         return Err(Status::INVALID_VALUE);
     }
     if !std::ptr::eq(context::of(ctx)?, graph.context) {
