@@ -10,7 +10,7 @@ use std::borrow::Cow;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use host_bridge::endpoint::Client;
+use host_bridge::endpoint::{Client, Sink};
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId, TicketId};
 use protocol::ops::array::{ArrayShape, Resource, Sampling, View};
@@ -29,7 +29,7 @@ use protocol::ops::{Answer, MayBlock};
 
 use super::Unavailable;
 use super::beside::Beside;
-use super::call::Call;
+use super::call::{Call, Input};
 use super::output::Output;
 use super::quota::Quota;
 use super::rows::Rows;
@@ -41,6 +41,7 @@ pub trait Gpu:
     GpuMemory
     + GpuHostMemory
     + GpuStreams
+    + GpuCopies
     + GpuModules
     + GpuArrays
     + GpuTensorMaps
@@ -618,6 +619,16 @@ pub trait GpuTensorMaps {
     fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status>;
 }
 
+/// What came of a split.
+pub struct Split<P> {
+    /// How many groups there are, or would be.
+    pub count: u32,
+    /// The groups.
+    pub groups: Vec<P>,
+    /// What is left.
+    pub rest: P,
+}
+
 /// Green contexts, and the parts of devices that they have.
 pub trait GpuGreenContexts: GpuStreams {
     /// A part of a device, a value.
@@ -636,14 +647,14 @@ pub trait GpuGreenContexts: GpuStreams {
     /// All of a green context that is of a kind.
     fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part, Status>;
 
-    /// Splits a part: how many groups of at least `least` there are, these groups, and what is left. `groups` is how many are wanted at most; `None` asks only how many there would be.
+    /// Splits a part into groups of at least `least`, at most `groups` of them; `None` asks only how many there would be.
     fn split_part(
         &mut self,
         part: &Self::Part,
         groups: Option<u32>,
         flags: u32,
         least: u32,
-    ) -> Result<(u32, Vec<Self::Part>, Self::Part), Status>;
+    ) -> Result<Split<Self::Part>, Status>;
 
     /// Describes parts together.
     fn describe_parts(&mut self, parts: Vec<Self::Part>) -> Result<Self::PartDescriptor, Status>;
@@ -828,4 +839,96 @@ pub trait GpuModules: GpuStreams {
 
     /// The image that came of it.
     fn link_image(link: &Self::Link) -> Option<&[u8]>;
+}
+
+/// A copy of bytes in a line. Both ranges lie in memory that the devices reach.
+#[derive(Debug, Clone, Copy)]
+pub struct LineCopy {
+    /// Where to.
+    pub dst: u64,
+    /// The device through which that is reached.
+    pub to: u32,
+    /// Where from.
+    pub src: u64,
+    /// The device through which that is reached.
+    pub from: u32,
+    /// Bytes; perhaps none.
+    pub len: u64,
+}
+
+/// A copy of a box that is not empty. Both boxes have the same width, height and depth.
+#[derive(Debug, Clone, Copy)]
+pub struct BoxCopy {
+    /// Where from.
+    pub source: Rows,
+    /// The device through which that is reached.
+    pub from: u32,
+    /// Where to.
+    pub target: Rows,
+    /// The device through which that is reached.
+    pub to: u32,
+}
+
+/// A fill that is not empty.
+#[derive(Debug, Clone, Copy)]
+pub struct Fill {
+    /// The first element's address, a multiple of its size.
+    pub address: u64,
+    /// The device through which it is reached.
+    pub device: u32,
+    /// Bytes from one row to the next.
+    pub pitch: u64,
+    /// What each element becomes.
+    pub value: u32,
+    /// Bytes of an element: 1, 2 or 4.
+    pub element: u32,
+    /// Elements of a row.
+    pub width: u64,
+    /// Rows.
+    pub height: u64,
+}
+
+/// Copies and fills. Device memory lies in the session's ranges, and is reached through the device that is named; client memory is as long as the device's. Nothing is empty.
+pub trait GpuCopies: GpuStreams {
+    /// Enqueues a copy from the client to a device. The data may still be on its way.
+    fn upload(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        to: &Rows,
+        device: u32,
+        data: Input<'_>,
+    ) -> Result<(), Status>;
+
+    /// Enqueues a copy from a device to the client.
+    fn download(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        from: &Rows,
+        device: u32,
+        sink: Sink,
+    ) -> Result<(), Status>;
+
+    /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when the stream has come there.
+    fn download_inline(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        from: u64,
+        len: usize,
+        device: u32,
+    ) -> Result<(), Status>;
+
+    /// Enqueues a copy inside device memory.
+    fn copy_line(&mut self, cx: &Call, place: &Self::Place, copy: &LineCopy) -> Result<(), Status>;
+
+    /// Enqueues a copy of a box inside device memory.
+    fn copy_box(&mut self, cx: &Call, place: &Self::Place, copy: &BoxCopy) -> Result<(), Status>;
+
+    /// Enqueues a fill.
+    fn fill(&mut self, cx: &Call, place: &Self::Place, fill: &Fill) -> Result<(), Status>;
 }

@@ -6,7 +6,7 @@ use protocol::handle::{ContextId, StreamId};
 use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::streams::CudaStream;
 use super::{Cuda, STREAM_NON_BLOCKING};
-use crate::driver::gpu::GpuGreenContexts;
+use crate::driver::gpu::{GpuGreenContexts, Split};
 
 /// A descriptor's handle.
 pub struct PartDescriptor(Descriptor);
@@ -54,7 +54,7 @@ impl GpuGreenContexts for Cuda {
         groups: Option<u32>,
         flags: u32,
         least: u32,
-    ) -> Result<(u32, Vec<DevResource>, DevResource), Status> {
+    ) -> Result<Split<DevResource>, Status> {
         let mut count = groups.unwrap_or(0);
         let mut all = vec![DevResource::empty(); count as usize];
         let mut rest = DevResource::empty();
@@ -62,7 +62,7 @@ impl GpuGreenContexts for Cuda {
         // SAFETY: a part that the driver made; there is room for as many groups as `count` says, or none are written.
         unsafe { self.api.part_split(to, &mut count, part, &mut rest, flags, least) }?;
         all.truncate(count as usize);
-        Ok((count, all, rest))
+        Ok(Split { count, groups: all, rest })
     }
 
     fn describe_parts(&mut self, mut parts: Vec<DevResource>) -> Result<PartDescriptor, Status> {

@@ -17,7 +17,6 @@ use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
 use crate::driver::call::{Call, Errors};
 use crate::driver::gpu::GpuStreams;
-use crate::driver::session::Session;
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 
@@ -275,6 +274,12 @@ impl Cuda {
         Ok(())
     }
 
+    /// What was fenced is not all that a command puts on its stream.
+    pub(super) fn stream_is_dirty(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<(), Status> {
+        find(streams, id)?.native.dirty = true;
+        Ok(())
+    }
+
     /// Fences every stream that `of` picks, and calls `end` when all of them are done.
     fn after(
         &mut self,
@@ -317,24 +322,6 @@ impl Cuda {
                 gather.tell(status);
             }
         }
-    }
-}
-
-impl Session<Cuda> {
-    /// See [`Cuda::fence`].
-    pub(super) fn fence(
-        &mut self,
-        place: &Place,
-        seq: u64,
-        end: impl FnOnce(Status) + Send + 'static,
-    ) -> Result<(), Status> {
-        self.gpu.fence(&mut self.streams, place, seq, end)
-    }
-
-    /// What was fenced is not all that a command puts on its stream.
-    pub(super) fn stream_is_dirty(&mut self, id: StreamId) -> Result<(), Status> {
-        find(&mut self.streams, id)?.native.dirty = true;
-        Ok(())
     }
 }
 

@@ -9,7 +9,7 @@ use protocol::ops::green::*;
 
 use super::{Session, now};
 use crate::driver::call::Call;
-use crate::driver::gpu::{Gpu, GpuGreenContexts};
+use crate::driver::gpu::{Gpu, GpuGreenContexts, Split};
 use crate::driver::parts::{Parts, may_have};
 use crate::driver::streams::Stream;
 
@@ -70,7 +70,7 @@ impl<G: Gpu> GreenOps<Call> for Session<G> {
         if op.groups.is_some_and(|wanted| wanted > MAX_GROUPS) {
             return Err(Status::INVALID_VALUE);
         }
-        let (count, groups, rest) = self.gpu.split_part(part, op.groups, op.flags, op.least)?;
+        let Split { count, groups, rest } = self.gpu.split_part(part, op.groups, op.flags, op.least)?;
         let groups = groups.into_iter().map(|group| self.greens.tell(group)).collect::<Result<_, _>>()?;
         now(PartSplitReply { count, groups, rest: self.greens.tell(rest)? })
     }

@@ -4,12 +4,14 @@
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`copy`]: copies and fills;
 //! - [`module`]: modules, their functions, launches, and the linker;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
 
 mod array;
 mod context;
+mod copy;
 mod green;
 mod memory;
 mod module;
@@ -81,20 +83,6 @@ impl<G: Gpu> Session<G> {
             greens: Greens::default(),
             nvml,
         }
-    }
-}
-
-impl<G: Gpu> std::ops::Deref for Session<G> {
-    type Target = G;
-
-    fn deref(&self) -> &G {
-        &self.gpu
-    }
-}
-
-impl<G: Gpu> std::ops::DerefMut for Session<G> {
-    fn deref_mut(&mut self) -> &mut G {
-        &mut self.gpu
     }
 }
 

@@ -69,7 +69,7 @@ impl<G: GpuModules> Modules<G> {
     }
 
     /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
-    pub(in crate::driver) fn to_launch(
+    pub(in crate::driver) fn function_to_launch(
         &mut self,
         cx: &mut Call,
         id: FunctionId,
@@ -338,7 +338,7 @@ impl<G: Gpu> LaunchOps<Call> for Session<G> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
         self.ensure_stream(op.stream)?;
         let place = self.gpu.enter_to_launch(cx, &mut self.streams, op.stream)?;
-        let function = self.modules.to_launch(cx, op.function)?;
+        let function = self.modules.function_to_launch(cx, op.function)?;
         self.gpu.launch(&place, function, &op)
     }
 }

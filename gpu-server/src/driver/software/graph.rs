@@ -38,7 +38,7 @@ impl Session<Software> {
     ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>), Status> {
         self.ensure_stream(stream)?;
         let place = self.gpu.look(cx, &mut self.streams, stream)?;
-        let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
+        let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
         let found = found.ok_or(Status::INVALID_HANDLE)?;
         Ok((Arc::clone(&found.nodes), Arc::clone(&found.conditionals)))
     }
@@ -47,7 +47,7 @@ impl Session<Software> {
     fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result<(), Status> {
         if let Work::Launch(launch) = graph::work(node)? {
             cx.context = context;
-            self.modules.to_launch(cx, launch.function)?;
+            self.modules.function_to_launch(cx, launch.function)?;
         }
         Ok(())
     }
@@ -63,7 +63,7 @@ impl Session<Software> {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
-        let device = self.context(context)?.device;
+        let device = self.gpu.context(context)?.device;
         self.gpu.before_waiting_call(&self.streams, device)?;
         Ok(Arc::new(nodes))
     }
@@ -76,13 +76,13 @@ impl GraphOps<Call> for Session<Software> {
         op: GraphInstantiate<'a>,
     ) -> Result<Answer<GraphInstantiateReply>, Status> {
         cx.context = op.context;
-        self.context(op.context)?;
-        if self.graphs.contains_key(&op.graph.0) {
+        self.gpu.context(op.context)?;
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let nodes = self.read_graph(cx, op.context, op.nodes)?;
         let conditionals = Arc::default();
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
@@ -118,16 +118,16 @@ impl GraphOps<Call> for Session<Software> {
         cx: &mut Call,
         op: GraphUpdate<'a>,
     ) -> Result<Answer<GraphUpdateReply>, Status> {
-        let context = ContextId(self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
+        let context = ContextId(self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
         cx.context = context;
         let nodes = self.read_graph(cx, context, op.nodes)?;
         let conditionals = Arc::default();
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
     fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
-        let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+        let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
         Ok(())
     }
@@ -138,14 +138,14 @@ impl GraphOps<Call> for Session<Software> {
         op: GraphCondition,
     ) -> Result<Answer<GraphConditionReply>, Status> {
         cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
-        let cell = Cell::new(&self.device(device)?.gpu, op.default, op.flags)?;
+        let device = self.gpu.context(op.context)?.device;
+        let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
+        let cell = Cell::new(&self.gpu.device(device)?.gpu, op.default, op.flags)?;
         if fresh {
-            self.drafts.add(op.context, op.graph, ());
+            self.gpu.drafts.add(op.context, op.graph, ());
         }
         let handle = cell.address;
-        self.drafts.add_condition(op.graph, handle, Arc::new(cell));
+        self.gpu.drafts.add_condition(op.graph, handle, Arc::new(cell));
         Ok(Answer::Now(GraphConditionReply { handle }))
     }
 
@@ -154,9 +154,9 @@ impl GraphOps<Call> for Session<Software> {
         cx: &mut Call,
         op: GraphConditional,
     ) -> Result<Answer<GraphConditionalReply>, Status> {
-        cx.context = ContextId(self.drafts.may_have_node(&op)?.context);
+        cx.context = ContextId(self.gpu.drafts.may_have_node(&op)?.context);
         let graphs = vec![(); op.bodies.len()];
-        self.drafts.add_node(&op, (), graphs);
+        self.gpu.drafts.add_node(&op, (), graphs);
         Ok(Answer::Now(GraphConditionalReply {}))
     }
 
@@ -165,8 +165,8 @@ impl GraphOps<Call> for Session<Software> {
         cx: &mut Call,
         op: GraphConditionalRemove,
     ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
-        cx.context = ContextId(self.drafts.owner(op.first)?.context);
-        self.drafts.remove_node(op.first);
+        cx.context = ContextId(self.gpu.drafts.owner(op.first)?.context);
+        self.gpu.drafts.remove_node(op.first);
         Ok(Answer::Now(GraphConditionalRemoveReply {}))
     }
 
@@ -175,29 +175,29 @@ impl GraphOps<Call> for Session<Software> {
         cx: &mut Call,
         op: GraphInstantiateDraft<'a>,
     ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
-        let context = ContextId(self.drafts.get(op.draft)?.context);
+        let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
         cx.context = context;
-        if self.graphs.contains_key(&op.graph.0) {
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let mut parts = graph::read_parts(&cx.input(op.parts)?.collect(MAX_GRAPH)?)?;
-        self.drafts.check_parts(op.draft, &parts)?;
+        self.gpu.drafts.check_parts(op.draft, &parts)?;
         for node in parts.parts.iter().flat_map(|part| &part.nodes) {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
-        let device = self.context(context)?.device;
+        let device = self.gpu.context(context)?.device;
         self.gpu.before_waiting_call(&self.streams, device)?;
         let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
         let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
         Ok(Answer::Now(GraphInstantiateDraftReply {}))
     }
 
     fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
         // One that is unknown has gone with its context.
-        let Ok(draft) = self.drafts.get(op.graph) else { return Ok(()) };
+        let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);
-        self.drafts.forget(op.graph).map(drop)
+        self.gpu.drafts.forget(op.graph).map(drop)
     }
 }

@@ -7,7 +7,7 @@ use protocol::ops::green::MAX_GROUPS;
 
 use super::Software;
 use super::streams::SoftwareStream;
-use crate::driver::gpu::GpuGreenContexts;
+use crate::driver::gpu::{GpuGreenContexts, Split};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
@@ -54,7 +54,7 @@ impl GpuGreenContexts for Software {
         groups: Option<u32>,
         flags: u32,
         least: u32,
-    ) -> Result<(u32, Vec<Sm>, Sm), Status> {
+    ) -> Result<Split<Sm>, Status> {
         if sm.split || flags > 3 {
             return Err(INVALID_CONFIGURATION);
         }
@@ -66,7 +66,7 @@ impl GpuGreenContexts for Software {
         let part = |n: u32, count| Sm { first: sm.first + n * each, count, split: true, ..sm.clone() };
         let wanted = if groups.is_some() { count } else { 0 };
         let all = (0..wanted).map(|n| part(n, each)).collect();
-        Ok((count, all, part(count, sm.count - count * each)))
+        Ok(Split { count, groups: all, rest: part(count, sm.count - count * each) })
     }
 
     fn describe_parts(&mut self, parts: Vec<Sm>) -> Result<Sm, Status> {

@@ -48,7 +48,6 @@ use super::Unavailable;
 use super::call::Errors;
 use super::gpu as driver;
 use super::output::{self, Output};
-use super::session::Session;
 use super::space::Space;
 use super::streams::Streams;
 use crate::cli::Backing;
@@ -193,14 +192,6 @@ impl Software {
 
     fn errors(&self) -> Result<&Errors, Status> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
-    }
-}
-
-impl Session<Software> {
-    /// Checks a range of the session's, and finds the GPU through which it is reached.
-    fn checked(&self, address: u64, len: u64, home: u32) -> Result<Gpu, Status> {
-        let device = self.check_range(address, len, home)?;
-        self.device(device).map(|device| device.gpu.clone())
     }
 }
 
