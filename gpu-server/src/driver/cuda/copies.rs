@@ -340,7 +340,7 @@ impl GpuCopies for Cuda {
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
         for chunk in transfer.outbound() {
-            // SAFETY: as in `upload_staged`.
+            // SAFETY: registered words and slots that the transfer holds until its fence; the session has checked the rows.
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
@@ -361,7 +361,7 @@ impl GpuCopies for Cuda {
         }
         // What follows on the stream counts as done only when the client has the data.
         for (word, value) in transfer.all_sent() {
-            // SAFETY: as above.
+            // SAFETY: registered words that the transfer holds until its fence.
             let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
             self.note(place.context, waits)?;
         }

@@ -288,7 +288,7 @@ impl GraphOps<Call> for Session<Cuda> {
 
     fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
         let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
-        // SAFETY: as above.
+        // SAFETY: live handles of the current context.
         let uploaded = unsafe { self.gpu.api.graph_upload(exec, stream) };
         self.gpu.note(cx.context, uploaded)
     }

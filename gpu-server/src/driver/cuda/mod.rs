@@ -1,10 +1,11 @@
-//! The backend on NVIDIA's driver.
+//! The GPU interface on NVIDIA's driver.
 //!
-//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of;
-//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
-//! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
+//! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
+//!   [`graph`] (with [`conditional`] and [`stream_memory`]), [`green`], [`array`], [`texture`]; [`nvml`];
+//! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
 //!
-//! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
+//! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
 
 pub mod api;
@@ -68,7 +69,7 @@ const ATTRIBUTES: std::ops::Range<u32> = 1..160;
 /// `CU_STREAM_NON_BLOCKING`.
 const STREAM_NON_BLOCKING: u32 = 1;
 
-/// The backend.
+/// The devices of a session, on NVIDIA's driver.
 pub struct Cuda {
     api: &'static Api,
     devices: Vec<Device>,

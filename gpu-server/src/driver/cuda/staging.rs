@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
-//!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ lane sends it ─ host word = n ─▶ the stream may fill it again
+//!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it ─ host word = n ─▶ the stream may fill it again
 //! ```
 //!
 //! So a stream waits for nothing but the network, the dispatcher waits for nothing, and a stream whose data is late, or that is held up, holds back only itself.
@@ -32,14 +32,14 @@ const ANSWERS: usize = 64;
 /// Bytes of such a place.
 pub(super) const ANSWER: usize = 4 << 10;
 /// Threads that send, and so data connections that one transfer can fill.
-const LANES: usize = 4;
-/// A lane naps this long between looks when nothing is ready.
+const SENDERS: usize = 4;
+/// A sender naps this long between looks when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
 
 /// The slots' memory goes when nothing was transferred for this long.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// The pool, and the lanes.
+/// The pool, and the senders.
 pub(super) struct Staging {
     api: &'static Api,
     /// Places for small answers.
@@ -51,8 +51,8 @@ pub(super) struct Staging {
     home: Mutex<Registered>,
     block: Mutex<Holding>,
     /// Started with the first block.
-    lanes: OnceLock<Vec<Mutex<Sender<Job>>>>,
-    /// A transfer began since the first lane last looked.
+    senders: OnceLock<Vec<Mutex<Sender<Job>>>>,
+    /// A transfer began since the first sender last looked.
     used: AtomicBool,
     /// The session has begun: from now on the memory is released when it is not used.
     begun: AtomicBool,
@@ -143,7 +143,7 @@ impl Block {
     }
 }
 
-/// A message to a lane.
+/// A message to a sender.
 enum Job {
     /// Send this.
     Send(Arc<Departure>),
@@ -173,7 +173,7 @@ impl Staging {
             slots: Slots::default(),
             home: Mutex::new(Registered(std::ptr::null_mut())),
             block: Mutex::default(),
-            lanes: OnceLock::new(),
+            senders: OnceLock::new(),
             used: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -201,10 +201,10 @@ impl Staging {
         if let Some(block) = &holding.block {
             return Ok(Arc::clone(block));
         }
-        if self.lanes.get().is_none() {
-            let lanes = self.start_lanes().map_err(|_| Status::OPERATING_SYSTEM)?;
+        if self.senders.get().is_none() {
+            let senders = self.start_senders().map_err(|_| Status::OPERATING_SYSTEM)?;
             // The lock above is held: nobody else starts them.
-            let _ = self.lanes.set(lanes);
+            let _ = self.senders.set(senders);
         }
         let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
         // SAFETY: a primary context that is live as long as it is the home: another is registered here when it is reset.
@@ -227,22 +227,22 @@ impl Staging {
     }
 
     fn look(&self) {
-        if let Some(first) = self.lanes.get().and_then(|lanes| lanes.first()) {
-            // A lane ends only with the process.
+        if let Some(first) = self.senders.get().and_then(|senders| senders.first()) {
+            // A sender ends only with the process.
             let _ = first.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Look);
         }
     }
 
-    fn start_lanes(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
-        let mut senders = Vec::with_capacity(LANES);
-        for lane in 0..LANES {
-            let (sender, jobs) = channel();
+    fn start_senders(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
+        let mut all = Vec::with_capacity(SENDERS);
+        for number in 0..SENDERS {
+            let (to_sender, jobs) = channel();
             let run = Arc::clone(self);
-            let thread = std::thread::Builder::new().name(format!("rgpu-lane-{lane}"));
-            thread.spawn(move || run.lane(lane, &jobs))?;
-            senders.push(Mutex::new(sender));
+            let thread = std::thread::Builder::new().name(format!("rgpu-send-{number}"));
+            thread.spawn(move || run.run_sender(number, &jobs))?;
+            all.push(Mutex::new(to_sender));
         }
-        Ok(senders)
+        Ok(all)
     }
 
     /// The slots' memory, which from now on stays to the process's end.
@@ -254,7 +254,7 @@ impl Staging {
         Ok((block.at, slots::BYTES))
     }
 
-    /// Whether the first lane is to look again whether the memory is used.
+    /// Whether the first sender is to look again whether the memory is used.
     fn may_release(&self) -> bool {
         let holding = self.holding();
         self.begun.load(Ordering::Acquire) && holding.block.is_some() && !holding.forever
@@ -269,7 +269,7 @@ impl Staging {
         if let Some(block) = holding.block.take() {
             drop(holding);
             tracing::debug!("the staging memory is idle: released");
-            // In a thread that may wait, as a lane may not. Without one the memory stays.
+            // In a thread that may wait, as a sender may not. Without one the memory stays.
             let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
                 let mut held = block;
                 // The last transfer gives its slots back a moment before it lets go of the memory.
@@ -347,14 +347,14 @@ impl Staging {
             left: AtomicUsize::new(left),
         });
         // They were started with the transfer's block.
-        for lane in self.lanes.get().into_iter().flatten() {
-            // A lane ends only with the process.
-            let _ = lane.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
+        for sender in self.senders.get().into_iter().flatten() {
+            // A sender ends only with the process.
+            let _ = sender.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
         }
     }
 
-    /// A lane's thread: of each job it sends every `LANES`-th chunk.
-    fn lane(&self, lane: usize, jobs: &Receiver<Job>) {
+    /// A sender's thread: of each job it sends every `SENDERS`-th chunk.
+    fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been sent, so every delay here is a delay of the stream.
         nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
@@ -362,7 +362,7 @@ impl Staging {
         loop {
             let new = if !active.is_empty() {
                 jobs.try_recv()
-            } else if lane == 0 && self.may_release() {
+            } else if sender == 0 && self.may_release() {
                 match jobs.recv_timeout(IDLE) {
                     Ok(job) => Ok(job),
                     Err(RecvTimeoutError::Disconnected) => Err(TryRecvError::Disconnected),
@@ -376,7 +376,7 @@ impl Staging {
             };
             match new {
                 Ok(Job::Send(job)) => {
-                    active.push((job, lane as u64));
+                    active.push((job, sender as u64));
                     moved = Instant::now();
                 }
                 Ok(Job::Look) => {}
@@ -388,8 +388,8 @@ impl Staging {
             }
             let mut worked = false;
             active.retain_mut(|(job, next)| {
-                while *next < job.transfer.chunks() && job.try_send(lane, *next) {
-                    *next += LANES as u64;
+                while *next < job.transfer.chunks() && job.try_send(sender, *next) {
+                    *next += SENDERS as u64;
                     worked = true;
                 }
                 *next < job.transfer.chunks()
@@ -628,7 +628,7 @@ struct Departure {
 
 impl Departure {
     /// Sends a chunk if the stream has filled its slot. False: not yet.
-    fn try_send(&self, lane: usize, chunk: u64) -> bool {
+    fn try_send(&self, sender: usize, chunk: u64) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
         let failed = transfer.health.check().is_err();
@@ -643,7 +643,7 @@ impl Departure {
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
                 // A client that is gone takes nothing; the stream goes on all the same.
-                Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(lane, offset, bytes)),
+                Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(sender, offset, bytes)),
                 Some(Sink::Mapped(mapped)) => mapped.write(offset as usize, bytes),
                 None => {}
             }

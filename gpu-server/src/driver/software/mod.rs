@@ -1,11 +1,7 @@
-//! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
+//! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
-//! - [`transfer`]: copies and fills;
-//! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
-//! - [`green`]: green contexts;
-//! - [`array`]: arrays, textures and surfaces; [`memory`]: device memory; [`mirror`]: pinned memory that kernels use;
-//! - [`kernels`]: modules and launches; [`link`]: the linker;
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with [`link`]),
+//!   [`graph`] (with [`conditional`]), [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
@@ -57,7 +53,7 @@ const NAME: &str = "rgpu software GPU";
 /// What is answered to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
 
-/// The backend.
+/// The devices of a session, in software.
 pub struct Software {
     devices: Vec<Device>,
     output: Arc<Output>,
