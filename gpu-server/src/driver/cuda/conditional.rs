@@ -9,7 +9,7 @@ use protocol::ops::graph::*;
 use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphNode, ConditionalNode};
 use super::graph::{Build, ServerGraph};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::drafts;
 use crate::driver::graph::{MAX_GRAPH, read_parts};
 use crate::driver::session::Session;
@@ -36,7 +36,7 @@ impl Drop for DraftGraph {
 }
 
 impl Session<Cuda> {
-    pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64, Status> {
+    pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64> {
         let context = self.gpu.enter_context(op.context)?.handle;
         let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
         if fresh {
@@ -56,7 +56,7 @@ impl Session<Cuda> {
         Ok(handle)
     }
 
-    pub(super) fn make_conditional(&mut self, op: &GraphConditional) -> Result<(), Status> {
+    pub(super) fn make_conditional(&mut self, op: &GraphConditional) -> Result {
         let draft = self.gpu.drafts.may_have_node(op)?;
         let (id, graph) = (ContextId(draft.context), draft.graph.graph);
         if draft.graph.filled.is_some() {
@@ -81,7 +81,7 @@ impl Session<Cuda> {
         Ok(())
     }
 
-    pub(super) fn remove_conditional(&mut self, cx: &mut Call, first: GraphId) -> Result<(), Status> {
+    pub(super) fn remove_conditional(&mut self, cx: &mut Call, first: GraphId) -> Result {
         let owner = self.gpu.drafts.owner(first)?;
         let (context, root) = (ContextId(owner.context), GraphId(owner.root));
         cx.context = context;
@@ -103,7 +103,7 @@ impl Session<Cuda> {
         context: ContextId,
         op: &GraphInstantiateDraft<'_>,
         bytes: Vec<u8>,
-    ) -> Result<CUgraph, Status> {
+    ) -> Result<CUgraph> {
         let parts = read_parts(&bytes)?;
         self.gpu.drafts.check_parts(op.draft, &parts)?;
         let draft = self.gpu.drafts.get_mut(op.draft)?;
@@ -131,7 +131,7 @@ impl Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'_>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+    ) -> Reply<GraphInstantiateDraftReply> {
         let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
         cx.context = context;
         if self.gpu.graphs.contains_key(&op.graph.0) {

@@ -19,7 +19,7 @@ use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration;
 use super::staging::{ANSWER, Transfer};
 use super::streams::{CudaStream, Place};
-use crate::driver::call::{Call, Input};
+use crate::driver::call::{Call, Input, Result};
 use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
 use crate::driver::rows::{Part, Rows};
 use crate::driver::streams::Streams;
@@ -61,7 +61,7 @@ unsafe fn copy_rows(
     offset: u64,
     host: NonNull<u8>,
     len: usize,
-) -> Result<(), Status> {
+) -> Result {
     rows.parts(offset, len as u64, |Part { at, offset, width, rows: count }| {
         // SAFETY: parts lie inside the `len` bytes.
         let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
@@ -139,7 +139,7 @@ fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
 
 impl Cuda {
     /// Whether work in `context`, which is current, can use a region of the client's memory in place.
-    fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool, Status> {
+    fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool> {
         let home = self.home.and_then(|home| self.contexts.get(&home));
         let home = home.map_or_else(|| self.context(context), Ok)?;
         // SAFETY: a context in the table is live.
@@ -154,7 +154,7 @@ impl Cuda {
         place: &Place,
         to: &Rows,
         placed: Placed,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
         for chunk in placed.chunks() {
             let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;
@@ -178,7 +178,7 @@ impl Cuda {
         })
     }
 
-    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result<(), Status> {
+    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
         let mut offset = 0;
         for piece in bytes.chunks(TAKEN_AT_ONCE) {
             let host = NonNull::from(piece).cast::<u8>();
@@ -199,7 +199,7 @@ impl Cuda {
         place: &Place,
         to: &Rows,
         feed: Feed,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let packed = to.width * to.height * to.depth;
         let chunk_in = |slot| chunk_of(to, packed, slot);
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
@@ -241,7 +241,7 @@ impl Cuda {
     }
 
     /// Enqueues, for each chunk, the wait for it, its copy, and the word that its slot is free again.
-    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result<(), Status> {
+    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result {
         for chunk in transfer.inbound() {
             // SAFETY: registered words and slots that the transfer holds until its fence; rows that were checked.
             let enqueued = unsafe {
@@ -275,7 +275,7 @@ impl GpuCopies for Cuda {
         to: &Rows,
         _device: u32,
         data: Input<'_>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         match data {
             Input::Inline(bytes) => self.upload_at_once(place, to, bytes),
             Input::Mapped(mapped) => {
@@ -316,7 +316,7 @@ impl GpuCopies for Cuda {
         from: &Rows,
         _device: u32,
         sink: Sink,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let packed = from.width * from.height * from.depth;
         if let Sink::Mapped(mapped) = &sink
             && self.in_place(place.context, mapped.region())?
@@ -380,7 +380,7 @@ impl GpuCopies for Cuda {
         from: u64,
         len: usize,
         _device: u32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         // A slot of the flow's may be under way still: only the answers' own places are free at once.
         let staged = match self.staging.answer(cx.slot) {
             Some(_) => None,
@@ -418,22 +418,22 @@ impl GpuCopies for Cuda {
         })
     }
 
-    fn copy_line(&mut self, _cx: &Call, place: &Place, copy: &LineCopy) -> Result<(), Status> {
+    fn copy_line(&mut self, _cx: &Call, place: &Place, copy: &LineCopy) -> Result {
         self.copy_at(place.context, place.stream, copy)
     }
 
-    fn copy_box(&mut self, _cx: &Call, place: &Place, copy: &BoxCopy) -> Result<(), Status> {
+    fn copy_box(&mut self, _cx: &Call, place: &Place, copy: &BoxCopy) -> Result {
         self.copy_3d_at(place.context, place.stream, copy)
     }
 
-    fn fill(&mut self, _cx: &Call, place: &Place, fill: &Fill) -> Result<(), Status> {
+    fn fill(&mut self, _cx: &Call, place: &Place, fill: &Fill) -> Result {
         self.fill_at(place.context, place.stream, fill)
     }
 }
 
 /// What needs a stream of the current context and nothing else of the session: a client's stream, or one that captures.
 impl Cuda {
-    pub(super) fn copy_at(&self, context: ContextId, stream: CUstream, op: &LineCopy) -> Result<(), Status> {
+    pub(super) fn copy_at(&self, context: ContextId, stream: CUstream, op: &LineCopy) -> Result {
         // SAFETY: ranges of this session; they may lie on two devices.
         let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, stream) };
         self.note(context, copied)
@@ -444,7 +444,7 @@ impl Cuda {
         context: ContextId,
         stream: CUstream,
         BoxCopy { source, target, .. }: &BoxCopy,
-    ) -> Result<(), Status> {
+    ) -> Result {
         // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
         for z in 0..source.depth {
             let mut copy = blank();
@@ -466,7 +466,7 @@ impl Cuda {
         Ok(())
     }
 
-    pub(super) fn fill_at(&self, context: ContextId, stream: CUstream, op: &Fill) -> Result<(), Status> {
+    pub(super) fn fill_at(&self, context: ContextId, stream: CUstream, op: &Fill) -> Result {
         let (api, dst, value) = (self.api, op.address, op.value);
         let (pitch, width, height) = (op.pitch as usize, op.width as usize, op.height as usize);
         // SAFETY: a range of this session, aligned to its elements.

@@ -10,7 +10,7 @@ use protocol::ops::graph::*;
 
 use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 use crate::driver::session::Session;
 
@@ -53,7 +53,7 @@ impl Drop for Build {
 }
 
 impl Build {
-    fn new(api: &'static Api) -> Result<Build, Status> {
+    fn new(api: &'static Api) -> Result<Build> {
         let mut graph: CUgraph = std::ptr::null_mut();
         // SAFETY: writes a handle.
         unsafe { api.graph_create(&mut graph, 0) }?;
@@ -71,7 +71,7 @@ impl Build {
     }
 
     /// Into a graph that stays.
-    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build, Status> {
+    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build> {
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
         unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
@@ -82,8 +82,8 @@ impl Build {
     fn capture(
         &self,
         before: &[CUgraphNode],
-        enqueue: impl FnOnce(CUstream) -> Result<(), Status>,
-    ) -> Result<Vec<CUgraphNode>, Status> {
+        enqueue: impl FnOnce(CUstream) -> Result,
+    ) -> Result<Vec<CUgraphNode>> {
         let begun = before.as_ptr();
         // SAFETY: nodes of this graph, as many as the length says, without edge data.
         unsafe {
@@ -112,13 +112,7 @@ impl Build {
 }
 
 impl Session<Cuda> {
-    fn node(
-        &mut self,
-        cx: &mut Call,
-        context: ContextId,
-        stream: CUstream,
-        work: &Work<'_>,
-    ) -> Result<(), Status> {
+    fn node(&mut self, cx: &mut Call, context: ContextId, stream: CUstream, work: &Work<'_>) -> Result {
         match work {
             Work::Empty => Ok(()),
             Work::Launch(op) => {
@@ -140,7 +134,7 @@ impl Session<Cuda> {
     }
 
     /// Makes a graph of the driver's.
-    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build, Status> {
+    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build> {
         let build = Build::new(self.gpu.api)?;
         self.fill_graph(cx, context, &build, nodes)?;
         Ok(build)
@@ -153,7 +147,7 @@ impl Session<Cuda> {
         context: ContextId,
         build: &Build,
         nodes: &[GraphNode],
-    ) -> Result<(), Status> {
+    ) -> Result {
         // What stands for each node: what it became, or, if it became nothing, what it waits for.
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
@@ -204,7 +198,7 @@ impl Session<Cuda> {
 }
 
 impl Cuda {
-    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec, Status> {
+    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec> {
         let mut exec: CUgraphExec = std::ptr::null_mut();
         // SAFETY: a graph; writes a handle.
         unsafe { self.api.graph_instantiate(&mut exec, graph, flags & FLAGS) }?;
@@ -212,7 +206,7 @@ impl Cuda {
     }
 
     /// Makes an instance do what a graph does: the driver's own update where it can, a new instance where it cannot.
-    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec, Status> {
+    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec> {
         let mut why = UpdateResult {
             result: 0,
             error_node: std::ptr::null_mut(),
@@ -235,7 +229,7 @@ impl Session<Cuda> {
         cx: &mut Call,
         graph: GraphId,
         stream: StreamId,
-    ) -> Result<(CUgraphExec, CUstream), Status> {
+    ) -> Result<(CUgraphExec, CUstream)> {
         let place = self.enter(cx, stream)?;
         let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
         Ok((found.ok_or(Status::INVALID_HANDLE)?.exec, place.stream))
@@ -247,7 +241,7 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiate<'a>,
-    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+    ) -> Reply<GraphInstantiateReply> {
         cx.context = op.context;
         if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
@@ -262,11 +256,7 @@ impl GraphOps<Call> for Session<Cuda> {
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
-    fn graph_update<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphUpdate<'a>,
-    ) -> Result<Answer<GraphUpdateReply>, Status> {
+    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
         let found = self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         let (context, flags, exec) = (ContextId(found.context), found.flags, found.exec);
         cx.context = context;
@@ -279,21 +269,21 @@ impl GraphOps<Call> for Session<Cuda> {
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
         let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
         // SAFETY: live handles of the current context.
         let launched = unsafe { self.gpu.api.graph_launch(exec, stream) };
         self.gpu.note(cx.context, launched)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
         let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
         // SAFETY: live handles of the current context.
         let uploaded = unsafe { self.gpu.api.graph_upload(exec, stream) };
         self.gpu.note(cx.context, uploaded)
     }
 
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
         let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
         self.gpu.enter_context(cx.context)?;
@@ -302,20 +292,12 @@ impl GraphOps<Call> for Session<Cuda> {
         self.gpu.note(cx.context, destroyed)
     }
 
-    fn graph_condition(
-        &mut self,
-        cx: &mut Call,
-        op: GraphCondition,
-    ) -> Result<Answer<GraphConditionReply>, Status> {
+    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
         cx.context = op.context;
         self.make_condition(&op).map(|handle| Answer::Now(GraphConditionReply { handle }))
     }
 
-    fn graph_conditional(
-        &mut self,
-        cx: &mut Call,
-        op: GraphConditional,
-    ) -> Result<Answer<GraphConditionalReply>, Status> {
+    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
         cx.context = ContextId(self.gpu.drafts.get(op.graph)?.context);
         self.make_conditional(&op).map(|()| Answer::Now(GraphConditionalReply {}))
     }
@@ -324,7 +306,7 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphConditionalRemove,
-    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
+    ) -> Reply<GraphConditionalRemoveReply> {
         self.remove_conditional(cx, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
     }
 
@@ -332,11 +314,11 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'a>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+    ) -> Reply<GraphInstantiateDraftReply> {
         self.instantiate_draft(cx, op)
     }
 
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
         // One that is unknown has gone with its context.
         let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::TicketId;
 use protocol::ops::memory::WordPatch;
@@ -62,7 +63,7 @@ impl Reach {
     }
 
     /// Gives the place of a mirror's bytes to `use_it`, which must not keep it.
-    fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result<(), Status> {
+    fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result {
         let address = address as usize;
         let mirrors = lock(&self.mirrors);
         let (first, size) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
@@ -88,19 +89,19 @@ impl Beside for Reach {
         self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
         let (to, len) = (bytes.as_mut_ptr(), bytes.len());
         // SAFETY: `from` has so many readable bytes, mapped while this runs; a device may change them meanwhile, so that what is read is some of each time.
         self.at(address, len, |from| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+    fn write(&self, address: u64, bytes: &[u8]) -> Result {
         let (from, len) = (bytes.as_ptr(), bytes.len());
         // SAFETY: as above, and writable.
         self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
-    fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+    fn patch(&self, words: &[WordPatch]) -> Result {
         words.iter().try_for_each(|patch| {
             if !patch.address.is_multiple_of(8) {
                 return Err(Status::INVALID_VALUE);

@@ -18,6 +18,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::driver::call::Result;
 use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
 use protocol::Status;
 
@@ -92,7 +93,7 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// Fresh memory, registered with the current context.
-    fn new(api: &'static Api) -> Result<Block, Status> {
+    fn new(api: &'static Api) -> Result<Block> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
             libc::mmap(
@@ -112,7 +113,7 @@ impl Block {
     }
 
     /// Registers it with the current context, again after the one before was reset.
-    fn register(&self) -> Result<(), Status> {
+    fn register(&self) -> Result {
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered before it is unmapped. Flags: portable, device-mapped.
         unsafe {
@@ -160,11 +161,11 @@ struct Slot {
 
 impl Staging {
     /// The pool, without its slots' memory. To be [registered](Self::register).
-    pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
+    pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>> {
         let answers = Pinned::new(ANSWERS * ANSWER)?;
         let words = (0..slots::COUNT)
             .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
-            .collect::<Result<_, Status>>()?;
+            .collect::<Result<_>>()?;
         Ok(Arc::new(Staging {
             api,
             answers_at: answers.host(0),
@@ -185,7 +186,7 @@ impl Staging {
     }
 
     /// Registers what there is with the current context, again after the one before was reset. What is made later is registered there as well.
-    pub(super) fn register(&self) -> Result<(), Status> {
+    pub(super) fn register(&self) -> Result {
         let mut home = self.home.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: writes a context handle.
         unsafe { self.api.context_current(&mut home.0) }?;
@@ -196,7 +197,7 @@ impl Staging {
 
     /// The slots' memory, made now if it is not there. The current context may be one that the program destroys while the session goes on, so the memory is registered in
     /// the [home](Self::home) context. Were its registration to end, the driver would take it for pageable memory and read a slot before its data has come.
-    fn block(self: &Arc<Staging>) -> Result<Arc<Block>, Status> {
+    fn block(self: &Arc<Staging>) -> Result<Arc<Block>> {
         let mut holding = self.holding();
         if let Some(block) = &holding.block {
             return Ok(Arc::clone(block));
@@ -216,7 +217,7 @@ impl Staging {
     }
 
     /// Makes the slots' memory ahead of the first transfer.
-    pub(super) fn prepare(self: &Arc<Staging>) -> Result<(), Status> {
+    pub(super) fn prepare(self: &Arc<Staging>) -> Result {
         self.block().map(|_| ())
     }
 
@@ -246,7 +247,7 @@ impl Staging {
     }
 
     /// The slots' memory, which from now on stays to the process's end.
-    pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize), Status> {
+    pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize)> {
         let block = self.block()?;
         let mut holding = self.holding();
         holding.forever = true;
@@ -303,7 +304,7 @@ impl Staging {
         len: u64,
         chunk_in: impl Fn(usize) -> usize,
         health: &Arc<Health>,
-    ) -> Result<Arc<Transfer>, Status> {
+    ) -> Result<Arc<Transfer>> {
         let mut chunk = 0;
         let cut = |slot: usize| {
             chunk = chunk_in(slot).min(slot);
@@ -556,7 +557,7 @@ impl Transfer {
     }
 
     /// Lets the bytes of `mapped`, which no device can reach, land here, from a thread of their own.
-    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result<(), Status> {
+    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
             let mut at = 0;

@@ -7,7 +7,7 @@ use protocol::ops::copy::Pitched;
 use protocol::ops::texture::{TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 
 use super::GpuStreams;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::rows::Rows;
 
 /// One end of a copy that concerns an array. It lies inside.
@@ -78,15 +78,10 @@ pub trait GpuArrays: GpuStreams {
     ///
     /// # Errors
     /// Whatever the GPU says of a shape that its arrays cannot have.
-    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64, Status>;
+    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64>;
 
     /// Makes an array that takes `bytes`; none yet if its memory is mapped later.
-    fn make_array(
-        &mut self,
-        context: ContextId,
-        shape: &ArrayShape,
-        bytes: u64,
-    ) -> Result<Self::Array, Status>;
+    fn make_array(&mut self, context: ContextId, shape: &ArrayShape, bytes: u64) -> Result<Self::Array>;
 
     /// The same for a mipmapped array.
     fn make_mipmapped(
@@ -95,7 +90,7 @@ pub trait GpuArrays: GpuStreams {
         shape: &ArrayShape,
         levels: u32,
         bytes: u64,
-    ) -> Result<Self::Mipmapped, Status>;
+    ) -> Result<Self::Mipmapped>;
 
     /// A level of a mipmapped array whose first level has this shape. It goes with the mipmapped array.
     fn array_level(
@@ -104,13 +99,13 @@ pub trait GpuArrays: GpuStreams {
         array: &Self::Mipmapped,
         shape: &ArrayShape,
         level: u32,
-    ) -> Result<Self::Array, Status>;
+    ) -> Result<Self::Array>;
 
     /// An array that is no level is out of the session's table. The client has waited for the work that uses it.
-    fn destroy_array(&mut self, context: ContextId, array: Self::Array) -> Result<(), Status>;
+    fn destroy_array(&mut self, context: ContextId, array: Self::Array) -> Result;
 
     /// The same for a mipmapped array.
-    fn destroy_mipmapped(&mut self, context: ContextId, array: Self::Mipmapped) -> Result<(), Status>;
+    fn destroy_mipmapped(&mut self, context: ContextId, array: Self::Mipmapped) -> Result;
 
     /// Enqueues a copy of a box that is not empty.
     fn copy_array(
@@ -120,7 +115,7 @@ pub trait GpuArrays: GpuStreams {
         src: &CopyEnd<'_, Self::Array>,
         dst: &CopyEnd<'_, Self::Array>,
         extent: [u64; 3],
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Makes a texture; the number by which kernels know it.
     fn make_texture(
@@ -129,27 +124,22 @@ pub trait GpuArrays: GpuStreams {
         source: &TextureSource<'_, Self>,
         sampling: &Sampling,
         view: Option<&View>,
-    ) -> Result<u64, Status>;
+    ) -> Result<u64>;
 
     /// A texture is out of the session's table.
-    fn destroy_texture(&mut self, context: ContextId, device: u32, texture: u64) -> Result<(), Status>;
+    fn destroy_texture(&mut self, context: ContextId, device: u32, texture: u64) -> Result;
 
     /// Makes a surface; the number by which kernels know it.
-    fn make_surface(
-        &self,
-        context: ContextId,
-        array: &Self::Array,
-        shape: &ArrayShape,
-    ) -> Result<u64, Status>;
+    fn make_surface(&self, context: ContextId, array: &Self::Array, shape: &ArrayShape) -> Result<u64>;
 
     /// A surface is out of the session's table.
-    fn destroy_surface(&mut self, context: ContextId, device: u32, surface: u64) -> Result<(), Status>;
+    fn destroy_surface(&mut self, context: ContextId, device: u32, surface: u64) -> Result;
 
     /// The context of a texture or a surface is gone.
     fn forget_texture(&mut self, _device: u32, _handle: u64) {}
 
     /// Texels that a texture of linear memory can have.
-    fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64, Status>;
+    fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64>;
 
     /// Bytes, and their alignment, of the memory that an array of so many levels needs.
     fn array_requirements(
@@ -159,19 +149,19 @@ pub trait GpuArrays: GpuStreams {
         array: AnyArray<'_, Self>,
         shape: &ArrayShape,
         levels: u32,
-    ) -> Result<(u64, u64), Status>;
+    ) -> Result<(u64, u64)>;
 }
 
 /// Tensor maps. Contexts were entered, and the lists of a request have the lengths that its rank says.
 pub trait GpuTensorMaps {
     /// `cuTensorMapEncodeTiled`.
-    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128], Status>;
+    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128]>;
 
     /// `cuTensorMapEncodeIm2col`.
-    fn tensor_map_im2col(&self, _op: &TensorMapIm2col) -> Result<[u8; 128], Status> {
+    fn tensor_map_im2col(&self, _op: &TensorMapIm2col) -> Result<[u8; 128]> {
         Err(Status::NOT_SUPPORTED)
     }
 
     /// `cuTensorMapReplaceAddress`.
-    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status>;
+    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128]>;
 }

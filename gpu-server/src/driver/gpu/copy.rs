@@ -1,10 +1,9 @@
 //! Copies and fills.
 
 use host_bridge::endpoint::Sink;
-use protocol::Status;
 
 use super::GpuStreams;
-use crate::driver::call::{Call, Input};
+use crate::driver::call::{Call, Input, Result};
 use crate::driver::rows::Rows;
 use crate::driver::streams::Streams;
 
@@ -66,7 +65,7 @@ pub trait GpuCopies: GpuStreams {
         to: &Rows,
         device: u32,
         data: Input<'_>,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Enqueues a copy from a device to the client.
     fn download(
@@ -77,7 +76,7 @@ pub trait GpuCopies: GpuStreams {
         from: &Rows,
         device: u32,
         sink: Sink,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Answers the call, a [`MemcpyDtoHInline`](protocol::ops::copy::MemcpyDtoHInline), with `len` bytes when the stream has come there.
     fn download_inline(
@@ -88,14 +87,14 @@ pub trait GpuCopies: GpuStreams {
         from: u64,
         len: usize,
         device: u32,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Enqueues a copy inside device memory.
-    fn copy_line(&mut self, cx: &Call, place: &Self::Place, copy: &LineCopy) -> Result<(), Status>;
+    fn copy_line(&mut self, cx: &Call, place: &Self::Place, copy: &LineCopy) -> Result;
 
     /// Enqueues a copy of a box inside device memory.
-    fn copy_box(&mut self, cx: &Call, place: &Self::Place, copy: &BoxCopy) -> Result<(), Status>;
+    fn copy_box(&mut self, cx: &Call, place: &Self::Place, copy: &BoxCopy) -> Result;
 
     /// Enqueues a fill.
-    fn fill(&mut self, cx: &Call, place: &Self::Place, fill: &Fill) -> Result<(), Status>;
+    fn fill(&mut self, cx: &Call, place: &Self::Place, fill: &Fill) -> Result;
 }

@@ -1,6 +1,6 @@
 //! Green contexts, and the parts of devices that they have.
 
-use protocol::Status;
+use crate::driver::call::Result;
 use protocol::handle::StreamId;
 
 use super::GpuStreams;
@@ -28,10 +28,10 @@ pub trait GpuGreenContexts: GpuStreams {
     fn tell_part(part: &Self::Part) -> (u32, [u32; 3]);
 
     /// All of a device that is of a kind.
-    fn device_part(&mut self, device: u32, kind: u32) -> Result<Self::Part, Status>;
+    fn device_part(&mut self, device: u32, kind: u32) -> Result<Self::Part>;
 
     /// All of a green context that is of a kind.
-    fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part, Status>;
+    fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part>;
 
     /// Splits a part into groups of at least `least`, at most `groups` of them; `None` asks only how many there would be.
     fn split_part(
@@ -40,10 +40,10 @@ pub trait GpuGreenContexts: GpuStreams {
         groups: Option<u32>,
         flags: u32,
         least: u32,
-    ) -> Result<Split<Self::Part>, Status>;
+    ) -> Result<Split<Self::Part>>;
 
     /// Describes parts together.
-    fn describe_parts(&mut self, parts: Vec<Self::Part>) -> Result<Self::PartDescriptor, Status>;
+    fn describe_parts(&mut self, parts: Vec<Self::Part>) -> Result<Self::PartDescriptor>;
 
     /// Makes a green context.
     fn make_green(
@@ -51,10 +51,10 @@ pub trait GpuGreenContexts: GpuStreams {
         device: u32,
         descriptor: &Self::PartDescriptor,
         flags: u32,
-    ) -> Result<Self::Green, Status>;
+    ) -> Result<Self::Green>;
 
     /// A green context is out of the session's table, and has no streams.
-    fn destroy_green(&mut self, device: u32, green: Self::Green) -> Result<(), Status>;
+    fn destroy_green(&mut self, device: u32, green: Self::Green) -> Result;
 
     /// The device of a green context is about to be reset. Its streams are forgotten.
     fn forget_green(&mut self, green: Self::Green);
@@ -66,5 +66,5 @@ pub trait GpuGreenContexts: GpuStreams {
         device: u32,
         green: &Self::Green,
         priority: i32,
-    ) -> Result<Self::Stream, Status>;
+    ) -> Result<Self::Stream>;
 }

@@ -7,7 +7,7 @@ use protocol::handle::ContextId;
 use protocol::ops::Answer;
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
 
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::quota::Quota;
 use crate::driver::space::Mapping;
 
@@ -28,26 +28,21 @@ pub trait GpuMemory {
     fn number(&self, device: u32) -> u32;
 
     /// Free and total bytes of a device, before the session's quota.
-    fn memory_info(&mut self, device: u32) -> Result<(u64, u64), Status>;
+    fn memory_info(&mut self, device: u32) -> Result<(u64, u64)>;
 
     /// Backs free addresses of a device's window, for every device that can reach its memory.
-    fn back(&mut self, device: u32, address: u64, size: u64) -> Result<Self::Piece, Status>;
+    fn back(&mut self, device: u32, address: u64, size: u64) -> Result<Self::Piece>;
 
     /// Gives up a piece that [`back`](GpuMemory::back) made. The returned function takes its addresses away; it is called, by any thread, once nothing uses them.
-    fn unback(
-        &mut self,
-        device: u32,
-        address: u64,
-        size: u64,
-    ) -> impl FnOnce() -> Result<(), Status> + Send + 'static;
+    fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static;
 
     /// An allocation stands in a device's window from now on.
-    fn place(&mut self, _device: u32, _address: u64, _size: u64) -> Result<(), Status> {
+    fn place(&mut self, _device: u32, _address: u64, _size: u64) -> Result {
         Ok(())
     }
 
     /// An allocation of a device's window is gone.
-    fn release(&mut self, _device: u32, _address: u64) -> Result<(), Status> {
+    fn release(&mut self, _device: u32, _address: u64) -> Result {
         Ok(())
     }
 
@@ -57,30 +52,22 @@ pub trait GpuMemory {
     }
 
     /// Reserves addresses of [`SPACE`](protocol::ops::memory::SPACE).
-    fn reserve(&mut self, address: u64, size: u64) -> Result<(), Status>;
+    fn reserve(&mut self, address: u64, size: u64) -> Result;
 
     /// Gives up what [`reserve`](GpuMemory::reserve) reserved. Nothing is mapped there.
-    fn unreserve(&mut self, address: u64, size: u64) -> Result<(), Status>;
+    fn unreserve(&mut self, address: u64, size: u64) -> Result;
 
     /// Makes memory without an address. It can be exported if the device [exports](GpuMemory::exports).
-    fn create(&mut self, device: u32, size: u64) -> Result<Self::Memory, Status>;
+    fn create(&mut self, device: u32, size: u64) -> Result<Self::Memory>;
 
     /// Gives up memory to which nothing is mapped. `imported`: [`import`](GpuMemory::import) made it.
-    fn destroy(&mut self, device: u32, size: u64, memory: Self::Memory, imported: bool)
-    -> Result<(), Status>;
+    fn destroy(&mut self, device: u32, size: u64, memory: Self::Memory, imported: bool) -> Result;
 
     /// Maps a part of memory at reserved addresses. No device may access it yet.
-    fn map(
-        &mut self,
-        memory: &Self::Memory,
-        device: u32,
-        offset: u64,
-        address: u64,
-        size: u64,
-    ) -> Result<(), Status>;
+    fn map(&mut self, memory: &Self::Memory, device: u32, offset: u64, address: u64, size: u64) -> Result;
 
     /// Takes a mapping away. Devices that can access it no longer are removed from `access`.
-    fn unmap(&mut self, address: u64, size: u64, access: &mut Vec<u32>) -> Result<(), Status>;
+    fn unmap(&mut self, address: u64, size: u64, access: &mut Vec<u32>) -> Result;
 
     /// Sets what a device may do with a mapping of `memory` at `address`: `flags` is 0 (nothing), 1 (read) or 3 (read and write).
     fn set_access(
@@ -90,16 +77,16 @@ pub trait GpuMemory {
         address: u64,
         device: u32,
         flags: u32,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// A descriptor by which other processes [import](GpuMemory::import) memory.
-    fn export(&mut self, memory: &Self::Memory) -> Result<OwnedFd, Status>;
+    fn export(&mut self, memory: &Self::Memory) -> Result<OwnedFd>;
 
     /// The same for a piece of a window.
-    fn export_piece(&mut self, device: u32, address: u64, piece: &Self::Piece) -> Result<OwnedFd, Status>;
+    fn export_piece(&mut self, device: u32, address: u64, piece: &Self::Piece) -> Result<OwnedFd>;
 
     /// Opens memory of a device that another worker exported.
-    fn import(&mut self, device: u32, fd: OwnedFd) -> Result<Self::Memory, Status>;
+    fn import(&mut self, device: u32, fd: OwnedFd) -> Result<Self::Memory>;
 }
 
 /// Client memory that kernels use.
@@ -111,7 +98,7 @@ pub trait GpuHostMemory {
     ///
     /// # Errors
     /// `NOT_SUPPORTED` where client memory cannot be mapped: the client asks for a mirror then.
-    fn map_host(&mut self, _cx: &mut Call, _op: HostMap) -> Result<Self::HostView, Status> {
+    fn map_host(&mut self, _cx: &mut Call, _op: HostMap) -> Result<Self::HostView> {
         Err(Status::NOT_SUPPORTED)
     }
 
@@ -122,10 +109,10 @@ pub trait GpuHostMemory {
         cx: &mut Call,
         op: &HostMirror,
         quota: &Quota,
-    ) -> Result<(Self::HostView, Answer<HostMirrorReply>), Status>;
+    ) -> Result<(Self::HostView, Answer<HostMirrorReply>)>;
 
     /// Takes away a view that was made in the context `of`. The client has waited for the work that used it. `context` is the command's.
-    fn unmap_host(&mut self, context: ContextId, of: ContextId, view: Self::HostView) -> Result<(), Status>;
+    fn unmap_host(&mut self, context: ContextId, of: ContextId, view: Self::HostView) -> Result;
 
     /// A view's context is gone, and the view with it.
     fn forget_host(&mut self, view: Self::HostView);

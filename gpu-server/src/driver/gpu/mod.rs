@@ -25,6 +25,7 @@ pub use stream::GpuStreams;
 
 use std::sync::Arc;
 
+use crate::driver::call::Result;
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::ContextId;
@@ -81,25 +82,25 @@ pub trait Gpu:
     ///
     /// # Errors
     /// `INVALID_CONTEXT` if there is none; its error if it has failed.
-    fn enter(&mut self, context: ContextId) -> Result<(), Status>;
+    fn enter(&mut self, context: ContextId) -> Result;
 
     /// `cuDriverGetVersion`.
-    fn driver_version(&self) -> Result<u32, Status>;
+    fn driver_version(&self) -> Result<u32>;
 
     /// Whether pageable memory of this client's may be read when the stream comes to the copy.
     fn reads_late(client: &dyn Client) -> bool;
 
     /// Everything that is told of a device.
-    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply, Status>;
+    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply>;
 
     /// What a device can do with another one's memory.
-    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply, Status>;
+    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply>;
 
     /// From now on the session has only these of its devices, in this order. It has made nothing on any of them, and the list names none twice.
-    fn select(&mut self, devices: &[u32]) -> Result<(), Status>;
+    fn select(&mut self, devices: &[u32]) -> Result;
 
     /// Makes a context that is not a primary one.
-    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result<(), Status>;
+    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result;
 
     /// A context is about to go: whoever waits for its streams is released. What the session has in it is forgotten after this.
     fn retire_context(&mut self, context: ContextId);
@@ -108,7 +109,7 @@ pub trait Gpu:
     fn forget_context(&mut self, context: ContextId);
 
     /// A context that was made, and retired, goes.
-    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status>;
+    fn destroy_context(&mut self, context: ContextId) -> Result;
 
     /// A device is about to be reset. Memory without an address outlives it, and stays mapped.
     ///
@@ -119,37 +120,37 @@ pub trait Gpu:
         device: u32,
         streams: &Streams<Self::Stream>,
         space: &Space<Self::Memory>,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Resets a device. Its contexts were retired and, but for the primary one, destroyed.
-    fn reset(&mut self, device: u32) -> Result<(), Status>;
+    fn reset(&mut self, device: u32) -> Result;
 
     /// A device was reset, and its window is empty.
-    fn finish_reset(&mut self) -> Result<(), Status> {
+    fn finish_reset(&mut self) -> Result {
         Ok(())
     }
 
     /// `cuDevicePrimaryCtxSetFlags`, for flags that are not about how the calling thread waits.
-    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result<(), Status>;
+    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result;
 
     /// A limit of a context that was entered.
-    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status>;
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64>;
 
     /// Sets a limit of a context that was entered.
-    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status>;
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
 
     /// Lets kernels of one context use the memory of another one's device.
-    fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result<(), Status> {
+    fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)
     }
 
     /// Takes that back.
-    fn disable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result<(), Status> {
+    fn disable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)
     }
 
     /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
-    fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result<(), Status> {
+    fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result {
         Ok(())
     }
 }

@@ -11,13 +11,13 @@ use protocol::ops::module::{
 };
 
 use super::GpuStreams;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::streams::Streams;
 
 /// What came of a module's load.
 pub struct Loaded<M, F> {
     /// The module and its functions, in the order of its table; or the status that the image is refused with.
-    pub module: Result<(M, Vec<F>), Status>,
+    pub module: Result<(M, Vec<F>)>,
     /// Whether a kernel of it may print.
     pub prints: bool,
     /// What the compiler says: its messages, its errors.
@@ -56,7 +56,7 @@ pub trait GpuModules: GpuStreams {
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
-    ) -> Result<Loaded<Self::Module, Self::Function>, Status>;
+    ) -> Result<Loaded<Self::Module, Self::Function>>;
 
     /// The wire form of a module's [`FunctionTable`](protocol::ops::module::FunctionTable).
     fn function_table<'a>(
@@ -74,7 +74,7 @@ pub trait GpuModules: GpuStreams {
         device: u32,
         module: Self::Module,
         functions: Vec<Self::Function>,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// A variable of a module.
     fn module_global(
@@ -82,7 +82,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         module: &Self::Module,
         name: &str,
-    ) -> Result<ModuleGetGlobalReply, Status>;
+    ) -> Result<ModuleGetGlobalReply>;
 
     /// Sets an attribute of a function.
     fn set_function_attribute(
@@ -91,14 +91,10 @@ pub trait GpuModules: GpuStreams {
         function: &mut Self::Function,
         attribute: u32,
         value: i32,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// A function's attributes, by number from 0.
-    fn function_attributes(
-        &mut self,
-        context: ContextId,
-        function: &Self::Function,
-    ) -> Result<Vec<i32>, Status>;
+    fn function_attributes(&mut self, context: ContextId, function: &Self::Function) -> Result<Vec<i32>>;
 
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
     fn max_active_blocks(
@@ -106,7 +102,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         function: &Self::Function,
         op: &OccupancyMaxActiveBlocks,
-    ) -> Result<i32, Status>;
+    ) -> Result<i32>;
 
     /// `cuOccupancyAvailableDynamicSMemPerBlock`.
     fn available_shared(
@@ -114,7 +110,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         function: &Self::Function,
         op: &OccupancyAvailableShared,
-    ) -> Result<u64, Status>;
+    ) -> Result<u64>;
 
     /// `cuOccupancyMaxActiveClusters`.
     fn max_active_clusters(
@@ -122,7 +118,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         function: &Self::Function,
         op: &OccupancyMaxActiveClusters,
-    ) -> Result<i32, Status>;
+    ) -> Result<i32>;
 
     /// `cuOccupancyMaxPotentialClusterSize`.
     fn max_cluster_size(
@@ -130,7 +126,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         function: &Self::Function,
         op: &OccupancyMaxPotentialClusterSize,
-    ) -> Result<i32, Status>;
+    ) -> Result<i32>;
 
     /// As [`enter_stream`](GpuStreams::enter_stream), for a launch: the most frequent of all operations.
     fn enter_to_launch(
@@ -138,18 +134,14 @@ pub trait GpuModules: GpuStreams {
         cx: &mut Call,
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
-    ) -> Result<Self::LaunchPlace, Status>;
+    ) -> Result<Self::LaunchPlace>;
 
     /// Enqueues a launch of a function of the place's context. The stream in `op` says nothing.
-    fn launch(
-        &mut self,
-        place: &Self::LaunchPlace,
-        function: &mut Self::Function,
-        op: &Launch<'_>,
-    ) -> Result<(), Status>;
+    fn launch(&mut self, place: &Self::LaunchPlace, function: &mut Self::Function, op: &Launch<'_>)
+    -> Result;
 
     /// Makes a linker.
-    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link, Status>;
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link>;
 
     /// Adds an input: its result and what the linker has said until now, messages and errors.
     fn link_add(
@@ -158,7 +150,7 @@ pub trait GpuModules: GpuStreams {
         device: u32,
         link: &mut Self::Link,
         input: LinkInput<'_>,
-    ) -> Result<(Status, [String; 2]), Status>;
+    ) -> Result<(Status, [String; 2])>;
 
     /// Links, if that is not done yet; answers as [`link_add`](GpuModules::link_add).
     fn link_complete(
@@ -166,7 +158,7 @@ pub trait GpuModules: GpuStreams {
         context: ContextId,
         device: u32,
         link: &mut Self::Link,
-    ) -> Result<(Status, [String; 2]), Status>;
+    ) -> Result<(Status, [String; 2])>;
 
     /// The image that came of it.
     fn link_image(link: &Self::Link) -> Option<&[u8]>;

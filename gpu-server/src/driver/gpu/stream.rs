@@ -2,12 +2,11 @@
 
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId, TicketId};
-use protocol::ops::Answer;
 use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::MemoryOp;
 
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::streams::Streams;
 
 /// Streams, and events on them.
@@ -26,7 +25,7 @@ pub trait GpuStreams {
     const SHARES_EVENTS: bool;
 
     /// The legacy default stream of a context.
-    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<Self::Stream, Status>;
+    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<Self::Stream>;
 
     /// Makes a stream in a context that was entered.
     fn make_stream(
@@ -35,15 +34,10 @@ pub trait GpuStreams {
         context: ContextId,
         flags: u32,
         priority: i32,
-    ) -> Result<Self::Stream, Status>;
+    ) -> Result<Self::Stream>;
 
     /// Takes a stream, which is not a default stream, out of the table. Its work still completes.
-    fn destroy_stream(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<Self::Stream>,
-        id: StreamId,
-    ) -> Result<(), Status>;
+    fn destroy_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
 
     /// The place in a stream where the next operation goes, in its order with its context's legacy default stream. Sets the call's context.
     fn enter_stream(
@@ -51,7 +45,7 @@ pub trait GpuStreams {
         cx: &mut Call,
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
-    ) -> Result<Self::Place, Status>;
+    ) -> Result<Self::Place>;
 
     /// The device of a place; 0 where the GPU reaches all of the session's memory from any of its devices.
     fn device_at(place: &Self::Place) -> u32;
@@ -62,7 +56,7 @@ pub trait GpuStreams {
         cx: &mut Call,
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Answers the call when everything on all streams of a context is done.
     fn synchronize_context(
@@ -70,7 +64,7 @@ pub trait GpuStreams {
         cx: &mut Call,
         streams: &mut Streams<Self::Stream>,
         context: ContextId,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Calls `end` when everything that is enqueued on a device by now is done, or never will be: then its argument says why. `seq` is the command's.
     fn after_device(
@@ -82,15 +76,10 @@ pub trait GpuStreams {
     );
 
     /// Raises the stream's progress word to the call's number when everything on it is done. Sets the call's context.
-    fn mark_stream(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<Self::Stream>,
-        id: StreamId,
-    ) -> Result<(), Status>;
+    fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
 
     /// What follows waits for an event's last record.
-    fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result<(), Status>;
+    fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result;
 
     /// What follows waits until the client signals `ticket`, which [`Gpu::Beside`](super::Gpu::Beside) knows from then on.
     ///
@@ -102,18 +91,13 @@ pub trait GpuStreams {
         streams: &mut Streams<Self::Stream>,
         place: &Self::Place,
         ticket: TicketId,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
-    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp, Status>;
+    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp>;
 
     /// Enqueues memory operations.
-    fn memory_ops(
-        &mut self,
-        cx: &Call,
-        place: &Self::Place,
-        operations: Vec<Self::MemoryOp>,
-    ) -> Result<(), Status>;
+    fn memory_ops(&mut self, cx: &Call, place: &Self::Place, operations: Vec<Self::MemoryOp>) -> Result;
 
     /// Sets an attribute of a stream. Sets the call's context, as the next two do.
     fn set_stream_attribute(
@@ -122,7 +106,7 @@ pub trait GpuStreams {
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
         attribute: &LaunchAttribute,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// An attribute of a stream.
     fn stream_attribute(
@@ -131,7 +115,7 @@ pub trait GpuStreams {
         streams: &mut Streams<Self::Stream>,
         id: StreamId,
         attribute: u32,
-    ) -> Result<[u8; 64], Status>;
+    ) -> Result<[u8; 64]>;
 
     /// Sets all attributes of `to` to those of `from`, a stream of the same context.
     fn copy_stream_attributes(
@@ -140,13 +124,13 @@ pub trait GpuStreams {
         streams: &mut Streams<Self::Stream>,
         from: StreamId,
         to: StreamId,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Makes an event in a context that was entered.
-    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<Self::Event, Status>;
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<Self::Event>;
 
     /// An event is out of the session's table.
-    fn destroy_event(&mut self, context: ContextId, event: Self::Event) -> Result<(), Status>;
+    fn destroy_event(&mut self, context: ContextId, event: Self::Event) -> Result;
 
     /// Records an event of the place's context, and raises the stream's progress word to the call's number when that is reached: first the word, then the event, so that whoever
     /// learns that the event is reached finds the word there.
@@ -157,35 +141,26 @@ pub trait GpuStreams {
         place: &Self::Place,
         event: &mut Self::Event,
         flags: u32,
-    ) -> Result<(), Status>;
+    ) -> Result;
 
     /// Answers the call, an [`EventSynchronize`](protocol::ops::event::EventSynchronize) in the event's context, when its last record is done.
-    fn synchronize_event(
-        &mut self,
-        cx: &Call,
-        event: &Self::Event,
-    ) -> Result<Answer<EventSynchronizeReply>, Status>;
+    fn synchronize_event(&mut self, cx: &Call, event: &Self::Event) -> Reply<EventSynchronizeReply>;
 
     /// Answers the call with the time between the last records of two events. The call's context is that of `end`.
-    fn elapsed(
-        &mut self,
-        cx: &Call,
-        start: &Self::Event,
-        end: &Self::Event,
-    ) -> Result<Answer<EventElapsedReply>, Status>;
+    fn elapsed(&mut self, cx: &Call, start: &Self::Event, end: &Self::Event) -> Reply<EventElapsedReply>;
 
     /// The handle by which other processes open an event. Only an event that was made for it has one.
-    fn export_event(&mut self, _event: &Self::Event) -> Result<Vec<u8>, Status> {
+    fn export_event(&mut self, _event: &Self::Event) -> Result<Vec<u8>> {
         Err(Status::NOT_SUPPORTED)
     }
 
     /// Opens an event that another worker exported, in a context that was entered.
-    fn import_event(&mut self, _context: ContextId, _handle: Vec<u8>) -> Result<Self::Event, Status> {
+    fn import_event(&mut self, _context: ContextId, _handle: Vec<u8>) -> Result<Self::Event> {
         Err(Status::NOT_SUPPORTED)
     }
 
     /// Whether an event's last record is done. Its context was entered.
-    fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool, Status> {
+    fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool> {
         Err(Status::NOT_SUPPORTED)
     }
 }

@@ -9,25 +9,21 @@ use protocol::ops::copy::*;
 use protocol::wire::Bytes;
 
 use super::{Session, now};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{BoxCopy, Fill, Gpu, LineCopy};
 use crate::driver::rows::Rows;
 
 /// What a copy or a fill inside device memory does, checked for a stream or a graph of the device `home`. `None`: nothing.
 impl<G: Gpu> Session<G> {
     /// A copy of bytes in a line.
-    pub(in crate::driver) fn checked_line(&self, op: &MemcpyDtoD, home: u32) -> Result<LineCopy, Status> {
+    pub(in crate::driver) fn checked_line(&self, op: &MemcpyDtoD, home: u32) -> Result<LineCopy> {
         let to = self.check_range(op.dst, op.len, home)?;
         let from = self.check_range(op.src, op.len, home)?;
         Ok(LineCopy { dst: op.dst, to, src: op.src, from, len: op.len })
     }
 
     /// A copy of a box.
-    pub(in crate::driver) fn checked_box(
-        &self,
-        op: &MemcpyDtoD3D,
-        home: u32,
-    ) -> Result<Option<BoxCopy>, Status> {
+    pub(in crate::driver) fn checked_box(&self, op: &MemcpyDtoD3D, home: u32) -> Result<Option<BoxCopy>> {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
         let ((packed, from_span), (_, to_span)) = (source.sizes()?, target.sizes()?);
         let from = self.check_range(source.at, from_span, home)?;
@@ -36,7 +32,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// A fill.
-    pub(in crate::driver) fn checked_fill(&self, op: &Memset, home: u32) -> Result<Option<Fill>, Status> {
+    pub(in crate::driver) fn checked_fill(&self, op: &Memset, home: u32) -> Result<Option<Fill>> {
         if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
             return Err(Status::INVALID_VALUE);
         }
@@ -59,7 +55,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> Session<G> {
-    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> Result<(), Status> {
+    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> Result {
         let place = self.enter(cx, stream)?;
         let (packed, span) = to.sizes()?;
         if src.len() != packed {
@@ -73,7 +69,7 @@ impl<G: Gpu> Session<G> {
         self.gpu.upload(cx, &mut self.streams, &place, &to, device, data)
     }
 
-    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> Result<(), Status> {
+    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> Result {
         let place = self.enter(cx, stream)?;
         let (packed, span) = from.sizes()?;
         if dst.0.len != packed {
@@ -89,21 +85,17 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> CopyOps<Call> for Session<G> {
-    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> Result<(), Status> {
+    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> Result {
         let to = Rows::line(op.dst, op.src.len());
         self.upload(cx, op.stream, to, op.src)
     }
 
-    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> Result<(), Status> {
+    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> Result {
         let from = Rows::line(op.src, op.dst.0.len);
         self.download(cx, op.stream, from, op.dst)
     }
 
-    fn memcpy_dtoh_inline(
-        &mut self,
-        cx: &mut Call,
-        op: MemcpyDtoHInline,
-    ) -> Result<Answer<MemcpyDtoHInlineReply>, Status> {
+    fn memcpy_dtoh_inline(&mut self, cx: &mut Call, op: MemcpyDtoHInline) -> Reply<MemcpyDtoHInlineReply> {
         let place = self.enter(cx, op.stream)?;
         let len = op.len as usize;
         if len > MAX_PAYLOAD - 4 {
@@ -117,21 +109,21 @@ impl<G: Gpu> CopyOps<Call> for Session<G> {
         Ok(Answer::Later)
     }
 
-    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result<(), Status> {
+    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result {
         let place = self.enter(cx, op.stream)?;
         let copy = self.checked_line(&op, G::device_at(&place))?;
         self.gpu.copy_line(cx, &place, &copy)
     }
 
-    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> Result<(), Status> {
+    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> Result {
         self.upload(cx, op.stream, Rows::of(&op.dst, op.extent), op.src)
     }
 
-    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> Result<(), Status> {
+    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> Result {
         self.download(cx, op.stream, Rows::of(&op.src, op.extent), op.dst)
     }
 
-    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result<(), Status> {
+    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result {
         let place = self.enter(cx, op.stream)?;
         match self.checked_box(&op, G::device_at(&place))? {
             Some(copy) => self.gpu.copy_box(cx, &place, &copy),
@@ -139,7 +131,7 @@ impl<G: Gpu> CopyOps<Call> for Session<G> {
         }
     }
 
-    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
+    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result {
         let place = self.enter(cx, op.stream)?;
         match self.checked_fill(&op, G::device_at(&place))? {
             Some(fill) => self.gpu.fill(cx, &place, &fill),

@@ -23,10 +23,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::Status;
 use protocol::ops::{Driver, MayBlock};
 
-use super::call::Call;
+use super::call::{Call, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::nvml::Management;
@@ -124,6 +123,6 @@ where
 }
 
 /// A value as an operation's answer.
-fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>, Status> {
+fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>> {
     Ok(protocol::ops::Answer::Now(reply))
 }

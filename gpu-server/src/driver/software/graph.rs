@@ -13,7 +13,7 @@ use protocol::ops::stream::{StreamBatchMemOp, StreamOps};
 
 use super::Software;
 use super::conditional::{Cell, Conditionals};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu as _;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 use crate::driver::session::Session;
@@ -35,7 +35,7 @@ impl Session<Software> {
         cx: &mut Call,
         graph: GraphId,
         stream: StreamId,
-    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>), Status> {
+    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>)> {
         self.ensure_stream(stream)?;
         let place = self.gpu.look(cx, &mut self.streams, stream)?;
         let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
@@ -44,7 +44,7 @@ impl Session<Software> {
     }
 
     /// Checks what a node names as far as it can be before it is launched.
-    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result<(), Status> {
+    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result {
         if let Work::Launch(launch) = graph::work(node)? {
             cx.context = context;
             self.modules.function_to_launch(cx, launch.function)?;
@@ -57,7 +57,7 @@ impl Session<Software> {
         cx: &mut Call,
         context: ContextId,
         nodes: protocol::data::HostIn<'_>,
-    ) -> Result<Arc<Vec<GraphNode>>, Status> {
+    ) -> Result<Arc<Vec<GraphNode>>> {
         let nodes = graph::read(&cx.input(nodes)?.collect(MAX_GRAPH)?)?;
         for node in &nodes {
             self.check_node(cx, context, node)?;
@@ -74,7 +74,7 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiate<'a>,
-    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+    ) -> Reply<GraphInstantiateReply> {
         cx.context = op.context;
         self.gpu.context(op.context)?;
         if self.gpu.graphs.contains_key(&op.graph.0) {
@@ -86,7 +86,7 @@ impl GraphOps<Call> for Session<Software> {
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
         let (nodes, conditionals) = self.graph_on(cx, op.graph, op.stream)?;
         let stream = op.stream;
         let place = self.enter(cx, stream)?;
@@ -108,16 +108,12 @@ impl GraphOps<Call> for Session<Software> {
         conditionals.end(&place)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
         // There is nowhere to upload it to.
         self.graph_on(cx, op.graph, op.stream).map(|_| ())
     }
 
-    fn graph_update<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphUpdate<'a>,
-    ) -> Result<Answer<GraphUpdateReply>, Status> {
+    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
         let context = ContextId(self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
         cx.context = context;
         let nodes = self.read_graph(cx, context, op.nodes)?;
@@ -126,17 +122,13 @@ impl GraphOps<Call> for Session<Software> {
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
         let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
         Ok(())
     }
 
-    fn graph_condition(
-        &mut self,
-        cx: &mut Call,
-        op: GraphCondition,
-    ) -> Result<Answer<GraphConditionReply>, Status> {
+    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
         cx.context = op.context;
         let device = self.gpu.context(op.context)?.device;
         let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
@@ -149,11 +141,7 @@ impl GraphOps<Call> for Session<Software> {
         Ok(Answer::Now(GraphConditionReply { handle }))
     }
 
-    fn graph_conditional(
-        &mut self,
-        cx: &mut Call,
-        op: GraphConditional,
-    ) -> Result<Answer<GraphConditionalReply>, Status> {
+    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
         cx.context = ContextId(self.gpu.drafts.may_have_node(&op)?.context);
         let graphs = vec![(); op.bodies.len()];
         self.gpu.drafts.add_node(&op, (), graphs);
@@ -164,7 +152,7 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphConditionalRemove,
-    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
+    ) -> Reply<GraphConditionalRemoveReply> {
         cx.context = ContextId(self.gpu.drafts.owner(op.first)?.context);
         self.gpu.drafts.remove_node(op.first);
         Ok(Answer::Now(GraphConditionalRemoveReply {}))
@@ -174,7 +162,7 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'a>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+    ) -> Reply<GraphInstantiateDraftReply> {
         let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
         cx.context = context;
         if self.gpu.graphs.contains_key(&op.graph.0) {
@@ -194,7 +182,7 @@ impl GraphOps<Call> for Session<Software> {
         Ok(Answer::Now(GraphInstantiateDraftReply {}))
     }
 
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
         // One that is unknown has gone with its context.
         let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);

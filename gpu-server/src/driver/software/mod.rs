@@ -41,7 +41,7 @@ use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
 use super::Unavailable;
-use super::call::Errors;
+use super::call::{Errors, Result};
 use super::gpu as driver;
 use super::output::{self, Output};
 use super::space::Space;
@@ -170,7 +170,7 @@ impl Software {
     }
 
     /// Something needs the device's context, which is made if it was not yet.
-    fn need_context(&self, device: u32) -> Result<(), Status> {
+    fn need_context(&self, device: u32) -> Result {
         if !self.device(device)?.context.swap(true, Ordering::Relaxed) {
             tracing::debug!("making a context of device {device}");
             self.imitate.make_context();
@@ -178,15 +178,15 @@ impl Software {
         Ok(())
     }
 
-    fn device(&self, ordinal: u32) -> Result<&Device, Status> {
+    fn device(&self, ordinal: u32) -> Result<&Device> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
 
-    fn context(&self, id: ContextId) -> Result<&Context, Status> {
+    fn context(&self, id: ContextId) -> Result<&Context> {
         self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
     }
 
-    fn errors(&self) -> Result<&Errors, Status> {
+    fn errors(&self) -> Result<&Errors> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
 }
@@ -217,11 +217,11 @@ impl driver::Gpu for Software {
         &self.beside
     }
 
-    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+    fn enter(&mut self, context: ContextId) -> Result {
         self.context(context).map(|_| ())
     }
 
-    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result<(), Status> {
+    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result {
         self.delays.delay();
         if self.imitate.waiting_calls {
             let gpu = self.device(device)?.gpu.clone();
@@ -237,7 +237,7 @@ impl driver::Gpu for Software {
         &self.output
     }
 
-    fn driver_version(&self) -> Result<u32, Status> {
+    fn driver_version(&self) -> Result<u32> {
         Ok(DRIVER_VERSION)
     }
 
@@ -246,25 +246,25 @@ impl driver::Gpu for Software {
         client.reads_late() || !client.streams_data()
     }
 
-    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply> {
         let device = self.device(device)?;
         Ok(properties::describe(device.number, device.gpu.properties()))
     }
 
-    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply, Status> {
+    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply> {
         // Copies between devices work; a kernel of one cannot reach the other's memory.
         let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
         Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }
 
-    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
+    fn select(&mut self, devices: &[u32]) -> Result {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(())
     }
 
-    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result<(), Status> {
+    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result {
         self.imitate.make_context();
         self.contexts.insert(context.0, Context::new(device));
         Ok(())
@@ -278,7 +278,7 @@ impl driver::Gpu for Software {
         self.drafts.forget_context(context);
     }
 
-    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+    fn destroy_context(&mut self, context: ContextId) -> Result {
         self.contexts.remove(&context.0);
         Ok(())
     }
@@ -288,7 +288,7 @@ impl driver::Gpu for Software {
         device: u32,
         streams: &Streams<SoftwareStream>,
         space: &Space<OwnedFd>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         self.beside.tickets.release_all();
         self.before_waiting_call(streams, device)?;
         let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
@@ -299,21 +299,21 @@ impl driver::Gpu for Software {
         Ok(())
     }
 
-    fn reset(&mut self, device: u32) -> Result<(), Status> {
+    fn reset(&mut self, device: u32) -> Result {
         self.contexts.insert(device, Context::new(device));
         Ok(())
     }
 
-    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result<(), Status> {
+    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result {
         Ok(())
     }
 
-    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status> {
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64> {
         let usual = properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
         Ok(self.context(context)?.limits.get(&limit).copied().unwrap_or(usual))
     }
 
-    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result {
         properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
         let context = self.contexts.get_mut(&context.0).ok_or(Status::INVALID_CONTEXT)?;
         context.limits.insert(limit, value);
