@@ -7,14 +7,13 @@ use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::{Session, now};
+use crate::cuda_ipc::{Broker, Shared, Token};
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
-use crate::share::Token;
-use crate::share::{Broker, Shared};
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {

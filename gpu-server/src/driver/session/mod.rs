@@ -33,7 +33,7 @@ use super::quota::Quota;
 use super::space::Space;
 use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
-use crate::share::Broker;
+use crate::cuda_ipc::Broker;
 
 use self::array::Arrays;
 use self::green::Greens;

@@ -8,11 +8,11 @@ use protocol::ops::event::*;
 use protocol::ops::stream::*;
 
 use super::{Session, now};
+use crate::cuda_ipc::Token;
 use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::streams::Stream;
-use crate::share::Token;
 
 /// An event of the client's. `E`: the GPU's.
 pub(super) struct Event<E> {

@@ -46,7 +46,7 @@ use super::gpu as driver;
 use super::output::{self, Output};
 use super::space::Space;
 use super::streams::Streams;
-use crate::cli::Backing;
+use crate::config::Backing;
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
