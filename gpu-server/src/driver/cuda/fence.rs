@@ -49,7 +49,7 @@ pub struct Pinned {
 
 // SAFETY: plain memory; who writes what is the users' protocol.
 unsafe impl Send for Pinned {}
-// SAFETY: as above.
+// SAFETY: plain memory; who writes what is the users' protocol.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -104,7 +104,7 @@ pub struct Words {
 
 // SAFETY: `host` points to atomics in memory that is never unmapped.
 unsafe impl Send for Words {}
-// SAFETY: as above.
+// SAFETY: what `host` points to are atomics; the rest is behind locks.
 unsafe impl Sync for Words {}
 
 impl Words {

@@ -99,7 +99,7 @@ impl Build {
         };
         let nodes = match told {
             Ok(()) if count > 0 && !last.is_null() => {
-                // SAFETY: as above.
+                // SAFETY: the driver has told of as many nodes there, which stay until the capture's next call.
                 unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
             }
             _ => Vec::new(),

@@ -165,7 +165,7 @@ fn device_name(api: &Api, device: CUdevice) -> Result<String> {
     let mut name = [0; 256];
     // SAFETY: writes at most 256 bytes, NUL-terminated.
     unsafe { api.device_name(name.as_mut_ptr(), 256, device) }?;
-    // SAFETY: as above.
+    // SAFETY: the driver has written a NUL-terminated string there.
     Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 

@@ -1,7 +1,7 @@
 //! What may be executed beside the dispatcher: points at which streams wait for the client, and mirrors that are there.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::driver::call::Result;
@@ -97,7 +97,7 @@ impl Beside for Reach {
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result {
         let (from, len) = (bytes.as_ptr(), bytes.len());
-        // SAFETY: as above, and writable.
+        // SAFETY: `to` has so many writable bytes, mapped while this runs; a device that reads them meanwhile may see some of each time.
         self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
@@ -107,9 +107,10 @@ impl Beside for Reach {
                 return Err(Status::INVALID_VALUE);
             }
             self.at(patch.address, 8, |word| {
-                let word = word.cast::<u64>();
-                // SAFETY: aligned, and as above.
-                unsafe { word.write_volatile(patch.apply(word.read_volatile())) };
+                // SAFETY: aligned, and 8 bytes that are mapped, readable and writable, while this runs.
+                let word = unsafe { AtomicU64::from_ptr(word.cast()) };
+                // A device may write it too: what it writes to other bits is not lost.
+                let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| Some(patch.apply(now)));
             })
         })
     }

@@ -62,7 +62,7 @@ pub(super) struct Staging {
 
 // SAFETY: `answers_at` points into memory that is never unmapped, and a block's memory lives as long as the block; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Staging {}
-// SAFETY: as above.
+// SAFETY: what `Send` relies on holds for shared use as well: locks, atomics, and the protocol of `slots` and of the words.
 unsafe impl Sync for Staging {}
 
 /// The slots' memory as it is now.
@@ -88,7 +88,7 @@ struct Registered(CUcontext);
 unsafe impl Send for Registered {}
 // SAFETY: plain memory that lives as long as this; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Block {}
-// SAFETY: as above.
+// SAFETY: shared use changes only what its mutex guards; who uses which part of the memory is the protocol of `slots` and of the words.
 unsafe impl Sync for Block {}
 
 impl Block {
