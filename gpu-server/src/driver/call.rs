@@ -8,7 +8,14 @@ use protocol::Status;
 use protocol::data::{HostIn, HostOut};
 use protocol::handle::ContextId;
 use protocol::link::{ProgressUpdate, progress};
+use protocol::ops::Answer;
 use protocol::wire::{Wire, Writer};
+
+/// What most functions here return: a [`Status`] says what is wrong.
+pub type Result<T = (), E = Status> = std::result::Result<T, E>;
+
+/// How an operation of class `sync` is answered.
+pub type Reply<R> = Result<Answer<R>>;
 
 /// The context of one call of a [`protocol::ops::Driver`] method.
 pub struct Call {

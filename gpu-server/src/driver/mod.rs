@@ -1,9 +1,24 @@
 //! What executes a session's commands.
 //!
-//! A [`Backend`] is a [`protocol::ops::Driver`] over a [`Call`], with a beginning and an end. Two of them: [`cuda`], [`software`].
-//! [`nvml`] answers NVML's questions for either, and can do so by itself.
-//! A backend is used by one thread, the dispatcher, and never blocks it on the device: what finishes later is told to the client by the backend's own threads,
-//! through [`Pending`] answers and [`Errors`].
+//! ```text
+//!  dispatcher ─▶ Backend (dyn) ─▶ Session<G>: tables, checks, quota, answers ─▶ G: Gpu ─┬▶ Cuda      NVIDIA's driver
+//!                                     one file for each chapter of operations           └▶ Software  the software GPU
+//! ```
+//!
+//! In reading order:
+//! - [`call`]: one command that is being executed, and answers that are given later;
+//! - [`session`]: each operation, implemented once: what the client has made, and what it may do with it;
+//! - [`gpu`]: what the session needs of a GPU, documented as a contract; [`cuda`] and [`software`] implement it, and contain only what differs;
+//! - [`quota`]: the owner of the session's memory limit;
+//! - what the session keeps its tables in: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management), [`streams`], [`parts`] (of devices),
+//!   [`drafts`] and [`graph`] (graphs as a client describes them), [`rows`] (boxes of rows in memory);
+//! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
+//! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session.
+//!
+//! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: threads of the GPU's own tell the client of what finishes later, through
+//! [`Pending`](call::Pending) answers and [`Errors`].
+//!
+//! Graphs are not in [`session`]: `Session<Cuda>` and `Session<Software>` implement them, in the backends' `graph` and `conditional`.
 
 pub mod beside;
 pub mod call;

@@ -169,7 +169,7 @@ extern "C" fn to_output(cookie: *mut c_void, text: *const c_char, size: usize) -
 }
 
 extern "C" fn to_errors(cookie: *mut c_void, text: *const c_char, size: usize) -> isize {
-    // SAFETY: as above.
+    // SAFETY: called by the C library, with the cookie of `capture` and a buffer of that size.
     unsafe { take(cookie, Stream::Err, text, size) }
 }
 

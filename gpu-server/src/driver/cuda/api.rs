@@ -448,7 +448,7 @@ pub fn load() -> Result<&'static Api, String> {
         if !unsafe { sys::is_culib_present() } {
             return Err("libcuda.so.1 is not installed: there is no NVIDIA driver on this machine".into());
         }
-        // SAFETY: as above.
+        // SAFETY: libcuda is present, so this loads it; its initializers are trusted.
         let library = unsafe { sys::culib() };
         // SAFETY: only asked whether it exists, never used.
         if unsafe { library.get::<*const c_void>(OWN_LIBRARY) }.is_ok() {

@@ -12,7 +12,7 @@ use super::api::{
 };
 use super::copies::blank;
 use super::streams::Place;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
 
 /// `CU_RESOURCE_TYPE_ARRAY`.
@@ -32,7 +32,7 @@ pub struct CudaMipmapped(CUmipmappedArray);
 // SAFETY: the driver API takes handles from any thread.
 unsafe impl Send for CudaMipmapped {}
 
-fn description(shape: &ArrayShape) -> Result<CUDA_ARRAY3D_DESCRIPTOR, Status> {
+fn description(shape: &ArrayShape) -> Result<CUDA_ARRAY3D_DESCRIPTOR> {
     let size = |n: u64| usize::try_from(n).map_err(|_| Status::INVALID_VALUE);
     Ok(CUDA_ARRAY3D_DESCRIPTOR {
         width: size(shape.width)?,
@@ -70,16 +70,11 @@ impl GpuArrays for Cuda {
     type Array = CudaArray;
     type Mipmapped = CudaMipmapped;
 
-    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64, Status> {
+    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64> {
         shape.bytes_of_levels(levels.max(1)).ok_or(Status::INVALID_VALUE)
     }
 
-    fn make_array(
-        &mut self,
-        context: ContextId,
-        shape: &ArrayShape,
-        _bytes: u64,
-    ) -> Result<CudaArray, Status> {
+    fn make_array(&mut self, context: ContextId, shape: &ArrayShape, _bytes: u64) -> Result<CudaArray> {
         let desc = description(shape)?;
         let mut handle: CUarray = std::ptr::null_mut();
         // SAFETY: a whole description; writes a handle.
@@ -93,7 +88,7 @@ impl GpuArrays for Cuda {
         shape: &ArrayShape,
         levels: u32,
         _bytes: u64,
-    ) -> Result<CudaMipmapped, Status> {
+    ) -> Result<CudaMipmapped> {
         let desc = description(shape)?;
         let mut handle: CUmipmappedArray = std::ptr::null_mut();
         // SAFETY: a whole description; writes a handle.
@@ -107,20 +102,20 @@ impl GpuArrays for Cuda {
         array: &CudaMipmapped,
         _shape: &ArrayShape,
         level: u32,
-    ) -> Result<CudaArray, Status> {
+    ) -> Result<CudaArray> {
         let mut handle: CUarray = std::ptr::null_mut();
         // SAFETY: a live handle; writes a handle.
         let found = unsafe { self.api.mipmapped_level(&mut handle, array.0, level) };
         self.note(context, found).map(|()| CudaArray(handle))
     }
 
-    fn destroy_array(&mut self, context: ContextId, array: CudaArray) -> Result<(), Status> {
+    fn destroy_array(&mut self, context: ContextId, array: CudaArray) -> Result {
         // SAFETY: out of the session's table; the driver waits for work that uses it, if a client that lies has not.
         let destroyed = unsafe { self.api.array_destroy(array.0) };
         self.note(context, destroyed)
     }
 
-    fn destroy_mipmapped(&mut self, context: ContextId, array: CudaMipmapped) -> Result<(), Status> {
+    fn destroy_mipmapped(&mut self, context: ContextId, array: CudaMipmapped) -> Result {
         // SAFETY: out of the session's table; the driver waits for work that uses it, if a client that lies has not.
         let destroyed = unsafe { self.api.mipmapped_destroy(array.0) };
         self.note(context, destroyed)
@@ -133,7 +128,7 @@ impl GpuArrays for Cuda {
         src: &CopyEnd<'_, CudaArray>,
         dst: &CopyEnd<'_, CudaArray>,
         [width, height, depth]: [u64; 3],
-    ) -> Result<(), Status> {
+    ) -> Result {
         // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
         for z in 0..depth {
             let mut copy = blank();
@@ -176,7 +171,7 @@ impl GpuArrays for Cuda {
         source: &TextureSource<'_, Cuda>,
         s: &Sampling,
         view: Option<&View>,
-    ) -> Result<u64, Status> {
+    ) -> Result<u64> {
         let texture = TextureDesc {
             address: s.address,
             filter: s.filter,
@@ -202,13 +197,13 @@ impl GpuArrays for Cuda {
         self.note(context, made).map(|()| handle)
     }
 
-    fn destroy_texture(&mut self, context: ContextId, _device: u32, texture: u64) -> Result<(), Status> {
+    fn destroy_texture(&mut self, context: ContextId, _device: u32, texture: u64) -> Result {
         // SAFETY: of this session, and out of its table.
         let destroyed = unsafe { self.api.texture_destroy(texture) };
         self.note(context, destroyed)
     }
 
-    fn make_surface(&self, context: ContextId, array: &CudaArray, shape: &ArrayShape) -> Result<u64, Status> {
+    fn make_surface(&self, context: ContextId, array: &CudaArray, shape: &ArrayShape) -> Result<u64> {
         let desc = resource(&TextureSource::Array { array, shape });
         let mut handle = 0;
         // SAFETY: a whole description of this session's array; writes a handle.
@@ -216,13 +211,13 @@ impl GpuArrays for Cuda {
         self.note(context, made).map(|()| handle)
     }
 
-    fn destroy_surface(&mut self, context: ContextId, _device: u32, surface: u64) -> Result<(), Status> {
+    fn destroy_surface(&mut self, context: ContextId, _device: u32, surface: u64) -> Result {
         // SAFETY: of this session, and out of its table.
         let destroyed = unsafe { self.api.surface_destroy(surface) };
         self.note(context, destroyed)
     }
 
-    fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64, Status> {
+    fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64> {
         let device = self.device(device)?.handle;
         let mut width = 0;
         // SAFETY: writes one integer.
@@ -237,7 +232,7 @@ impl GpuArrays for Cuda {
         array: AnyArray<'_, Cuda>,
         _shape: &ArrayShape,
         _levels: u32,
-    ) -> Result<(u64, u64), Status> {
+    ) -> Result<(u64, u64)> {
         let device = self.device(device)?.handle;
         let mut found = CUDA_ARRAY_MEMORY_REQUIREMENTS { size: 0, alignment: 0, reserved: [0; 4] };
         // SAFETY: live handles; writes one structure.

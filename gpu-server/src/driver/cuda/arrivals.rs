@@ -9,8 +9,8 @@
 
 use std::sync::Arc;
 
+use crate::driver::call::Result;
 use host_bridge::endpoint::{Arrivals, StagingArea};
-use protocol::Status;
 
 use super::api::{Api, CUdeviceptr};
 use super::fence::{ALREADY_REGISTERED, Word, Words};
@@ -24,12 +24,12 @@ pub(super) struct Arrived {
 
 // SAFETY: the area's pointer is only handed to CUDA; the memory stays as long as the client, which the worker keeps to its end.
 unsafe impl Send for Arrived {}
-// SAFETY: as above.
+// SAFETY: nothing here is changed after it was made, and the words are atomics.
 unsafe impl Sync for Arrived {}
 
 impl Arrived {
     /// Registers the transport's memory in the current context.
-    pub(super) fn new(api: &Api, words: &Arc<Words>, area: StagingArea) -> Result<Arc<Arrived>, Status> {
+    pub(super) fn new(api: &Api, words: &Arc<Words>, area: StagingArea) -> Result<Arc<Arrived>> {
         let words = (0..area.slots).map(|_| Ok((words.take()?, words.take()?))).collect::<Result<_, _>>()?;
         let arrived = Arrived { area, words };
         arrived.register(api)?;
@@ -37,7 +37,7 @@ impl Arrived {
     }
 
     /// Registers it with the current context, again after the one before was reset.
-    pub(super) fn register(&self, api: &Api) -> Result<(), Status> {
+    pub(super) fn register(&self, api: &Api) -> Result {
         // SAFETY: page-aligned memory that stays mapped until the process ends. Flags: portable, device-mapped.
         match unsafe { api.host_register(self.area.at.as_ptr().cast(), self.area.len, 3) } {
             Ok(()) | Err(ALREADY_REGISTERED) => Ok(()),

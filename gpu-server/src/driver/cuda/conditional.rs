@@ -9,7 +9,7 @@ use protocol::ops::graph::*;
 use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphNode, ConditionalNode};
 use super::graph::{Build, ServerGraph};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::drafts;
 use crate::driver::graph::{MAX_GRAPH, read_parts};
 use crate::driver::session::Session;
@@ -36,39 +36,40 @@ impl Drop for DraftGraph {
 }
 
 impl Session<Cuda> {
-    pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64, Status> {
-        let context = self.enter_context(op.context)?.handle;
-        let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
+    pub(super) fn make_condition(&mut self, op: &GraphCondition) -> Result<u64> {
+        let context = self.gpu.enter_context(op.context)?.handle;
+        let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
         if fresh {
             let mut graph: CUgraph = std::ptr::null_mut();
             // SAFETY: writes a handle.
-            let made = unsafe { self.api.graph_create(&mut graph, 0) };
-            self.note(op.context, made)?;
-            let native = DraftGraph { graph, api: Some(self.api), filled: None };
-            self.drafts.add(op.context, op.graph, native);
+            let made = unsafe { self.gpu.api.graph_create(&mut graph, 0) };
+            self.gpu.note(op.context, made)?;
+            let native = DraftGraph { graph, api: Some(self.gpu.api), filled: None };
+            self.gpu.drafts.add(op.context, op.graph, native);
         }
-        let graph = self.drafts.get(op.graph)?.graph.graph;
+        let graph = self.gpu.drafts.get(op.graph)?.graph.graph;
         let mut handle = 0;
         // SAFETY: a live graph and a live context; writes one integer.
-        let made = unsafe { self.api.graph_condition(&mut handle, graph, context, op.default, op.flags) };
-        self.note(op.context, made)?;
-        self.drafts.add_condition(op.graph, handle, ());
+        let made = unsafe { self.gpu.api.graph_condition(&mut handle, graph, context, op.default, op.flags) };
+        self.gpu.note(op.context, made)?;
+        self.gpu.drafts.add_condition(op.graph, handle, ());
         Ok(handle)
     }
 
-    pub(super) fn make_conditional(&mut self, op: &GraphConditional) -> Result<(), Status> {
-        let draft = self.drafts.may_have_node(op)?;
+    pub(super) fn make_conditional(&mut self, op: &GraphConditional) -> Result {
+        let draft = self.gpu.drafts.may_have_node(op)?;
         let (id, graph) = (ContextId(draft.context), draft.graph.graph);
         if draft.graph.filled.is_some() {
             return Err(Status::NOT_SUPPORTED);
         }
-        let context = self.enter_context(id)?.handle;
+        let context = self.gpu.enter_context(id)?.handle;
         let size = op.bodies.len() as u32;
         let mut params = ConditionalNode::new(op.handle, op.kind, size, context);
         let mut node: CUgraphNode = std::ptr::null_mut();
         // SAFETY: a live graph, no nodes to depend on, a description of this kind; writes a handle.
-        let added = unsafe { self.api.graph_add_node(&mut node, graph, std::ptr::null(), 0, &mut params) };
-        self.note(id, added)?;
+        let added =
+            unsafe { self.gpu.api.graph_add_node(&mut node, graph, std::ptr::null(), 0, &mut params) };
+        self.gpu.note(id, added)?;
         if params.graphs.is_null() {
             return Err(Status::UNKNOWN);
         }
@@ -76,22 +77,22 @@ impl Session<Cuda> {
         let graphs = unsafe { std::slice::from_raw_parts(params.graphs, op.bodies.len()) };
         let bodies = graphs.iter().map(|graph| DraftGraph { graph: *graph, api: None, filled: None });
         let bodies = bodies.collect();
-        self.drafts.add_node(op, node, bodies);
+        self.gpu.drafts.add_node(op, node, bodies);
         Ok(())
     }
 
-    pub(super) fn remove_conditional(&mut self, cx: &mut Call, first: GraphId) -> Result<(), Status> {
-        let owner = self.drafts.owner(first)?;
+    pub(super) fn remove_conditional(&mut self, cx: &mut Call, first: GraphId) -> Result {
+        let owner = self.gpu.drafts.owner(first)?;
         let (context, root) = (ContextId(owner.context), GraphId(owner.root));
         cx.context = context;
-        if self.drafts.get(root)?.graph.filled.is_some() {
+        if self.gpu.drafts.get(root)?.graph.filled.is_some() {
             return Err(Status::NOT_SUPPORTED);
         }
-        self.enter_context(context)?;
+        self.gpu.enter_context(context)?;
         // SAFETY: a live node, which goes out of the table with its graphs.
-        let removed = unsafe { self.api.graph_destroy_node(self.drafts.node(first)?.native) };
-        self.note(context, removed)?;
-        self.drafts.remove_node(first);
+        let removed = unsafe { self.gpu.api.graph_destroy_node(self.gpu.drafts.node(first)?.native) };
+        self.gpu.note(context, removed)?;
+        self.gpu.drafts.remove_node(first);
         Ok(())
     }
 
@@ -102,10 +103,10 @@ impl Session<Cuda> {
         context: ContextId,
         op: &GraphInstantiateDraft<'_>,
         bytes: Vec<u8>,
-    ) -> Result<CUgraph, Status> {
+    ) -> Result<CUgraph> {
         let parts = read_parts(&bytes)?;
-        self.drafts.check_parts(op.draft, &parts)?;
-        let draft = self.drafts.get_mut(op.draft)?;
+        self.gpu.drafts.check_parts(op.draft, &parts)?;
+        let draft = self.gpu.drafts.get_mut(op.draft)?;
         let graph = draft.graph.graph;
         match &draft.graph.filled {
             Some(before) if *before == bytes => return Ok(graph),
@@ -118,11 +119,11 @@ impl Session<Cuda> {
             None => draft.graph.filled = Some(Vec::new()),
         }
         for part in &parts.parts {
-            let graph = self.drafts.get(part.graph)?.graph.graph;
-            let build = Build::into(self.api, graph)?;
+            let graph = self.gpu.drafts.get(part.graph)?.graph.graph;
+            let build = Build::into(self.gpu.api, graph)?;
             self.fill_graph(cx, context, &build, &part.nodes)?;
         }
-        self.drafts.get_mut(op.draft)?.graph.filled = Some(bytes);
+        self.gpu.drafts.get_mut(op.draft)?.graph.filled = Some(bytes);
         Ok(graph)
     }
 
@@ -130,20 +131,20 @@ impl Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'_>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
-        let context = ContextId(self.drafts.get(op.draft)?.context);
+    ) -> Reply<GraphInstantiateDraftReply> {
+        let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
         cx.context = context;
-        if self.graphs.contains_key(&op.graph.0) {
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let bytes = cx.input(op.parts)?.collect(MAX_GRAPH)?;
-        self.enter_context(context)?;
+        self.gpu.enter_context(context)?;
         let filled = self.fill(cx, context, &op, bytes);
         cx.context = context;
-        let graph = self.note(context, filled)?;
-        let exec = self.instantiated(graph, op.flags);
-        let exec = self.note(context, exec)?;
-        self.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags: op.flags, exec });
+        let graph = self.gpu.note(context, filled)?;
+        let exec = self.gpu.instantiated(graph, op.flags);
+        let exec = self.gpu.note(context, exec)?;
+        self.gpu.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags: op.flags, exec });
         Ok(Answer::Now(GraphInstantiateDraftReply {}))
     }
 }

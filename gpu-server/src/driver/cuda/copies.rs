@@ -10,20 +10,19 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUmemorytype;
 use host_bridge::endpoint::{Incoming, Landing, Mapped, Placed, Region, Sink};
 use protocol::Status;
-use protocol::data::{HostIn, HostOut};
-use protocol::handle::{ContextId, StreamId};
-use protocol::ops::Answer;
-use protocol::ops::copy::*;
+use protocol::handle::ContextId;
+use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 
 use super::Cuda;
 use super::api::{Api, CUDA_MEMCPY3D, CUstream, WAIT_AT_LEAST};
 use super::registration;
 use super::staging::{ANSWER, Transfer};
-use super::streams::Place;
-use crate::driver::call::{Call, Input};
+use super::streams::{CudaStream, Place};
+use crate::driver::call::{Call, Input, Result};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
 use crate::driver::rows::{Part, Rows};
-use crate::driver::session::Session;
+use crate::driver::streams::Streams;
 
 /// Pageable memory of up to this many bytes is taken over by the driver before its call returns.
 const TAKEN_AT_ONCE: usize = 64 << 10;
@@ -62,7 +61,7 @@ unsafe fn copy_rows(
     offset: u64,
     host: NonNull<u8>,
     len: usize,
-) -> Result<(), Status> {
+) -> Result {
     rows.parts(offset, len as u64, |Part { at, offset, width, rows: count }| {
         // SAFETY: parts lie inside the `len` bytes.
         let host = unsafe { host.add(offset as usize) }.as_ptr().cast::<c_void>();
@@ -138,61 +137,24 @@ fn chunk_of(rows: &Rows, packed: u64, slot: usize) -> usize {
     if whole == 0 || rows.height * rows.depth == 1 { most as usize } else { whole as usize }
 }
 
-impl Session<Cuda> {
+impl Cuda {
     /// Whether work in `context`, which is current, can use a region of the client's memory in place.
-    fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool, Status> {
+    fn in_place(&self, context: ContextId, region: &Arc<Region>) -> Result<bool> {
         let home = self.home.and_then(|home| self.contexts.get(&home));
         let home = home.map_or_else(|| self.context(context), Ok)?;
         // SAFETY: a context in the table is live.
         unsafe { registration::in_place(self.api, home.handle, &home.health, region) }
     }
 
-    fn upload(&mut self, cx: &mut Call, stream: StreamId, to: Rows, src: HostIn<'_>) -> Result<(), Status> {
-        let place = self.enter(cx, stream)?;
-        let (packed, span) = to.sizes()?;
-        if src.len() != packed {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.check_range(to.at, span, 0)?;
-        if packed == 0 {
-            return Ok(());
-        }
-        match cx.input(src)? {
-            Input::Inline(bytes) => self.upload_at_once(&place, &to, bytes),
-            Input::Mapped(mapped) => {
-                if self.in_place(place.context, mapped.region())? {
-                    let mut offset = 0;
-                    for (at, len) in mapped.runs() {
-                        // SAFETY: the rows were checked; the run is registered and held until the fence below.
-                        let copied = unsafe {
-                            copy_rows(self.api, place.stream, Direction::ToDevice, &to, offset, *at, *len)
-                        };
-                        self.note(place.context, copied)?;
-                        offset += *len as u64;
-                    }
-                    let progress = Arc::clone(&place.progress);
-                    return self.fence(&place, cx.seq, move |status| {
-                        progress.complain(status);
-                        drop(mapped);
-                    });
-                }
-                if mapped.len() <= TAKEN_AT_ONCE {
-                    let mut bytes = vec![0; mapped.len()];
-                    mapped.read(0, &mut bytes);
-                    drop(mapped);
-                    return self.upload_at_once(&place, &to, &bytes);
-                }
-                self.upload_staged(cx, &place, &to, packed, Feed::Mapped(mapped))
-            }
-            Input::Incoming(incoming) => {
-                self.upload_staged(cx, &place, &to, packed, Feed::Incoming(incoming))
-            }
-            Input::Placed(placed) => self.upload_placed(cx, &place, &to, placed),
-        }
-    }
-
     /// Enqueues copies out of the slots that the data is coming into.
-    fn upload_placed(&mut self, cx: &Call, place: &Place, to: &Rows, placed: Placed) -> Result<(), Status> {
+    fn upload_placed(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        to: &Rows,
+        placed: Placed,
+    ) -> Result {
         let arrived = self.arrived.clone().ok_or(Status::DEVICE_UNAVAILABLE)?;
         for chunk in placed.chunks() {
             let (host, gpu) = arrived.words(chunk.slot).ok_or(Status::UNKNOWN)?;
@@ -209,14 +171,14 @@ impl Session<Cuda> {
             self.note(place.context, enqueued)?;
         }
         let progress = Arc::clone(&place.progress);
-        self.fence(place, cx.seq, move |status| {
+        self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
             // What a failed context did not read makes room now.
             drop(placed);
         })
     }
 
-    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result<(), Status> {
+    fn upload_at_once(&self, place: &Place, to: &Rows, bytes: &[u8]) -> Result {
         let mut offset = 0;
         for piece in bytes.chunks(TAKEN_AT_ONCE) {
             let host = NonNull::from(piece).cast::<u8>();
@@ -233,11 +195,12 @@ impl Session<Cuda> {
     fn upload_staged(
         &mut self,
         cx: &Call,
+        streams: &mut Streams<CudaStream>,
         place: &Place,
         to: &Rows,
-        packed: u64,
         feed: Feed,
-    ) -> Result<(), Status> {
+    ) -> Result {
+        let packed = to.width * to.height * to.depth;
         let chunk_in = |slot| chunk_of(to, packed, slot);
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
         let grants = match feed {
@@ -256,8 +219,8 @@ impl Session<Cuda> {
                     let come = move |status: Status| {
                         if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
                     };
-                    self.fence(place, cx.seq, come)?;
-                    self.stream_is_dirty(place.id)?;
+                    self.fence(streams, place, cx.seq, come)?;
+                    Cuda::stream_is_dirty(streams, place.id)?;
                 }
                 Some((grants, window))
             }
@@ -271,14 +234,14 @@ impl Session<Cuda> {
         }
         enqueued?;
         let progress = Arc::clone(&place.progress);
-        self.fence(place, cx.seq, move |status| {
+        self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
             drop(transfer);
         })
     }
 
     /// Enqueues, for each chunk, the wait for it, its copy, and the word that its slot is free again.
-    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result<(), Status> {
+    fn enqueue_upload(&self, place: &Place, to: &Rows, transfer: &Transfer) -> Result {
         for chunk in transfer.inbound() {
             // SAFETY: registered words and slots that the transfer holds until its fence; rows that were checked.
             let enqueued = unsafe {
@@ -301,18 +264,60 @@ impl Session<Cuda> {
         }
         Ok(())
     }
+}
 
-    fn download(&mut self, cx: &mut Call, stream: StreamId, from: Rows, dst: HostOut) -> Result<(), Status> {
-        let place = self.enter(cx, stream)?;
-        let (packed, span) = from.sizes()?;
-        if dst.0.len != packed {
-            return Err(Status::INVALID_VALUE);
+impl GpuCopies for Cuda {
+    fn upload(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        to: &Rows,
+        _device: u32,
+        data: Input<'_>,
+    ) -> Result {
+        match data {
+            Input::Inline(bytes) => self.upload_at_once(place, to, bytes),
+            Input::Mapped(mapped) => {
+                if self.in_place(place.context, mapped.region())? {
+                    let mut offset = 0;
+                    for (at, len) in mapped.runs() {
+                        // SAFETY: the rows were checked; the run is registered and held until the fence below.
+                        let copied = unsafe {
+                            copy_rows(self.api, place.stream, Direction::ToDevice, to, offset, *at, *len)
+                        };
+                        self.note(place.context, copied)?;
+                        offset += *len as u64;
+                    }
+                    let progress = Arc::clone(&place.progress);
+                    return self.fence(streams, place, cx.seq, move |status| {
+                        progress.complain(status);
+                        drop(mapped);
+                    });
+                }
+                if mapped.len() <= TAKEN_AT_ONCE {
+                    let mut bytes = vec![0; mapped.len()];
+                    mapped.read(0, &mut bytes);
+                    drop(mapped);
+                    return self.upload_at_once(place, to, &bytes);
+                }
+                self.upload_staged(cx, streams, place, to, Feed::Mapped(mapped))
+            }
+            Input::Incoming(incoming) => self.upload_staged(cx, streams, place, to, Feed::Incoming(incoming)),
+            Input::Placed(placed) => self.upload_placed(cx, streams, place, to, placed),
         }
-        self.check_range(from.at, span, 0)?;
-        let sink = cx.output(dst)?;
-        if packed == 0 {
-            return Ok(());
-        }
+    }
+
+    fn download(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        from: &Rows,
+        _device: u32,
+        sink: Sink,
+    ) -> Result {
+        let packed = from.width * from.height * from.depth;
         if let Sink::Mapped(mapped) = &sink
             && self.in_place(place.context, mapped.region())?
         {
@@ -320,22 +325,22 @@ impl Session<Cuda> {
             for (at, len) in mapped.runs() {
                 // SAFETY: the rows were checked; the run is registered and held until the fence below.
                 let copied = unsafe {
-                    copy_rows(self.api, place.stream, Direction::FromDevice, &from, offset, *at, *len)
+                    copy_rows(self.api, place.stream, Direction::FromDevice, from, offset, *at, *len)
                 };
                 self.note(place.context, copied)?;
                 offset += *len as u64;
             }
             let progress = Arc::clone(&place.progress);
-            return self.fence(&place, cx.seq, move |status| {
+            return self.fence(streams, place, cx.seq, move |status| {
                 progress.complain(status);
                 drop(sink);
             });
         }
-        let chunk_in = |slot| chunk_of(&from, packed, slot);
+        let chunk_in = |slot| chunk_of(from, packed, slot);
         let transfer = self.staging.begin(place.flows.outbound, packed, chunk_in, &place.health)?;
         self.staging.send(Arc::clone(&transfer), sink);
         for chunk in transfer.outbound() {
-            // SAFETY: as in `upload_staged`.
+            // SAFETY: registered words and slots that the transfer holds until its fence; the session has checked the rows.
             let enqueued = unsafe {
                 self.api
                     .stream_wait(place.stream, chunk.host.0, chunk.host.1, WAIT_AT_LEAST)
@@ -344,7 +349,7 @@ impl Session<Cuda> {
                             self.api,
                             place.stream,
                             Direction::FromDevice,
-                            &from,
+                            from,
                             chunk.offset,
                             chunk.at,
                             chunk.len,
@@ -356,43 +361,26 @@ impl Session<Cuda> {
         }
         // What follows on the stream counts as done only when the client has the data.
         for (word, value) in transfer.all_sent() {
-            // SAFETY: as above.
+            // SAFETY: registered words that the transfer holds until its fence.
             let waits = unsafe { self.api.stream_wait(place.stream, word, value, WAIT_AT_LEAST) };
             self.note(place.context, waits)?;
         }
         let progress = Arc::clone(&place.progress);
-        self.fence(&place, cx.seq, move |status| {
+        self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
             drop(transfer);
         })
     }
-}
 
-impl CopyOps<Call> for Session<Cuda> {
-    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> Result<(), Status> {
-        let to = Rows::line(op.dst, op.src.len());
-        self.upload(cx, op.stream, to, op.src)
-    }
-
-    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> Result<(), Status> {
-        let from = Rows::line(op.src, op.dst.0.len);
-        self.download(cx, op.stream, from, op.dst)
-    }
-
-    fn memcpy_dtoh_inline(
+    fn download_inline(
         &mut self,
         cx: &mut Call,
-        op: MemcpyDtoHInline,
-    ) -> Result<Answer<MemcpyDtoHInlineReply>, Status> {
-        let place = self.enter(cx, op.stream)?;
-        let len = op.len as usize;
-        if len > protocol::channel::MAX_PAYLOAD - 4 {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.check_range(op.src, len as u64, 0)?;
-        if len == 0 {
-            return Ok(Answer::Now(MemcpyDtoHInlineReply { bytes: Bytes(Vec::new()) }));
-        }
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        from: u64,
+        len: usize,
+        _device: u32,
+    ) -> Result {
         // A slot of the flow's may be under way still: only the answers' own places are free at once.
         let staged = match self.staging.answer(cx.slot) {
             Some(_) => None,
@@ -414,10 +402,10 @@ impl CopyOps<Call> for Session<Cuda> {
         };
         let at = Answered(at.ok_or(Status::UNKNOWN)?);
         // SAFETY: the range was checked; the place is the command's until the fence below.
-        let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), op.src, len, place.stream) };
+        let copied = unsafe { self.api.copy_dtoh(at.0.as_ptr().cast(), from, len, place.stream) };
         self.note(place.context, copied)?;
         let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
-        self.fence(&place, cx.seq, move |status| {
+        self.fence(streams, place, cx.seq, move |status| {
             progress.complain(status);
             let at = at;
             pending.answer(status.ok().map(|()| {
@@ -427,44 +415,25 @@ impl CopyOps<Call> for Session<Cuda> {
                 MemcpyDtoHInlineReply { bytes: Bytes(bytes) }
             }));
             drop(staged);
-        })?;
-        Ok(Answer::Later)
+        })
     }
 
-    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        self.copy_at(place.context, place.stream, &op)
+    fn copy_line(&mut self, _cx: &Call, place: &Place, copy: &LineCopy) -> Result {
+        self.copy_at(place.context, place.stream, copy)
     }
 
-    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> Result<(), Status> {
-        self.upload(cx, op.stream, Rows::of(&op.dst, op.extent), op.src)
+    fn copy_box(&mut self, _cx: &Call, place: &Place, copy: &BoxCopy) -> Result {
+        self.copy_3d_at(place.context, place.stream, copy)
     }
 
-    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> Result<(), Status> {
-        self.download(cx, op.stream, Rows::of(&op.src, op.extent), op.dst)
-    }
-
-    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        self.copy_3d_at(place.context, place.stream, &op)
-    }
-
-    fn memset(&mut self, cx: &mut Call, op: Memset) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        self.memset_at(place.context, place.stream, &op)
+    fn fill(&mut self, _cx: &Call, place: &Place, fill: &Fill) -> Result {
+        self.fill_at(place.context, place.stream, fill)
     }
 }
 
 /// What needs a stream of the current context and nothing else of the session: a client's stream, or one that captures.
-impl Session<Cuda> {
-    pub(super) fn copy_at(
-        &self,
-        context: ContextId,
-        stream: CUstream,
-        op: &MemcpyDtoD,
-    ) -> Result<(), Status> {
-        self.check_range(op.dst, op.len, 0)?;
-        self.check_range(op.src, op.len, 0)?;
+impl Cuda {
+    pub(super) fn copy_at(&self, context: ContextId, stream: CUstream, op: &LineCopy) -> Result {
         // SAFETY: ranges of this session; they may lie on two devices.
         let copied = unsafe { self.api.copy_any(op.dst, op.src, op.len as usize, stream) };
         self.note(context, copied)
@@ -474,16 +443,8 @@ impl Session<Cuda> {
         &self,
         context: ContextId,
         stream: CUstream,
-        op: &MemcpyDtoD3D,
-    ) -> Result<(), Status> {
-        let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
-        let (packed, from_span) = source.sizes()?;
-        let (_, to_span) = target.sizes()?;
-        self.check_range(source.at, from_span, 0)?;
-        self.check_range(target.at, to_span, 0)?;
-        if packed == 0 {
-            return Ok(());
-        }
+        BoxCopy { source, target, .. }: &BoxCopy,
+    ) -> Result {
         // A slice at a time: the distance of slices need not be a multiple of the rows' pitch, as one three-dimensional copy would have it.
         for z in 0..source.depth {
             let mut copy = blank();
@@ -505,20 +466,9 @@ impl Session<Cuda> {
         Ok(())
     }
 
-    pub(super) fn memset_at(&self, context: ContextId, stream: CUstream, op: &Memset) -> Result<(), Status> {
-        if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;
-        let pitch = if op.height > 1 { op.pitch } else { width };
-        let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
-        let (packed, span) = rows.sizes()?;
-        self.check_range(op.dst, span, 0)?;
-        if packed == 0 {
-            return Ok(());
-        }
-        let (api, dst, value) = (self.api, op.dst, op.value);
-        let (pitch, width, height) = (pitch as usize, op.width as usize, op.height as usize);
+    pub(super) fn fill_at(&self, context: ContextId, stream: CUstream, op: &Fill) -> Result {
+        let (api, dst, value) = (self.api, op.address, op.value);
+        let (pitch, width, height) = (op.pitch as usize, op.width as usize, op.height as usize);
         // SAFETY: a range of this session, aligned to its elements.
         let set = unsafe {
             match (op.element, height) {

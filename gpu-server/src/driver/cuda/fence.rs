@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
 
@@ -48,12 +49,12 @@ pub struct Pinned {
 
 // SAFETY: plain memory; who writes what is the users' protocol.
 unsafe impl Send for Pinned {}
-// SAFETY: as above.
+// SAFETY: plain memory; who writes what is the users' protocol.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// `len` zeroed bytes, to be [registered](Self::register).
-    pub fn new(len: usize) -> Result<Pinned, Status> {
+    pub fn new(len: usize) -> Result<Pinned> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
             libc::mmap(
@@ -70,7 +71,7 @@ impl Pinned {
     }
 
     /// Registers it with the current context, again after the one before was reset.
-    pub fn register(&mut self, api: &Api) -> Result<(), Status> {
+    pub fn register(&mut self, api: &Api) -> Result {
         // SAFETY: the mapping lives until the process ends (it is never unmapped). Flags: portable, device-mapped.
         unsafe {
             match api.host_register(self.at.as_ptr().cast(), self.len, 3) {
@@ -103,12 +104,12 @@ pub struct Words {
 
 // SAFETY: `host` points to atomics in memory that is never unmapped.
 unsafe impl Send for Words {}
-// SAFETY: as above.
+// SAFETY: what `host` points to are atomics; the rest is behind locks.
 unsafe impl Sync for Words {}
 
 impl Words {
     /// All words, zero, to be [registered](Self::register) before a stream uses one.
-    pub fn new() -> Result<Arc<Words>, Status> {
+    pub fn new() -> Result<Arc<Words>> {
         let memory = Pinned::new(WORDS * 8)?;
         let host = memory.host(0).cast();
         Ok(Arc::new(Words {
@@ -119,12 +120,12 @@ impl Words {
     }
 
     /// See [`Pinned::register`].
-    pub fn register(&self, api: &Api) -> Result<(), Status> {
+    pub fn register(&self, api: &Api) -> Result {
         self.memory.lock().unwrap_or_else(|e| e.into_inner()).register(api)
     }
 
     /// A word that is 0, the caller's until it is dropped.
-    pub fn take(self: &Arc<Words>) -> Result<Word, Status> {
+    pub fn take(self: &Arc<Words>) -> Result<Word> {
         let index = self.free.lock().unwrap_or_else(|e| e.into_inner()).pop().ok_or(Status::OUT_OF_MEMORY)?;
         let word = Word { words: Arc::clone(self), index };
         word.set(0);
@@ -188,7 +189,7 @@ impl Health {
 
     /// Its error, if it has failed.
     #[inline]
-    pub fn check(&self) -> Result<(), Status> {
+    pub fn check(&self) -> Result {
         Status(self.failed.load(Ordering::Acquire)).ok()
     }
 
@@ -199,7 +200,7 @@ impl Health {
     }
 
     /// Calls `f` with the context current to this thread; not for a context that has failed or is about to go.
-    pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
+    pub fn with<T>(&self, api: &Api, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let held = self.context.lock().unwrap_or_else(|e| e.into_inner());
         self.check()?;
         // SAFETY: a live context: `retire` waits for the lock.

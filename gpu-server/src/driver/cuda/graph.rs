@@ -10,7 +10,7 @@ use protocol::ops::graph::*;
 
 use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphExec, CUgraphNode, CUstream, UpdateResult};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 use crate::driver::session::Session;
 
@@ -53,7 +53,7 @@ impl Drop for Build {
 }
 
 impl Build {
-    fn new(api: &'static Api) -> Result<Build, Status> {
+    fn new(api: &'static Api) -> Result<Build> {
         let mut graph: CUgraph = std::ptr::null_mut();
         // SAFETY: writes a handle.
         unsafe { api.graph_create(&mut graph, 0) }?;
@@ -71,7 +71,7 @@ impl Build {
     }
 
     /// Into a graph that stays.
-    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build, Status> {
+    pub(super) fn into(api: &'static Api, graph: CUgraph) -> Result<Build> {
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: writes a handle.
         unsafe { api.stream_create(&mut stream, NON_BLOCKING, 0) }?;
@@ -82,8 +82,8 @@ impl Build {
     fn capture(
         &self,
         before: &[CUgraphNode],
-        enqueue: impl FnOnce(CUstream) -> Result<(), Status>,
-    ) -> Result<Vec<CUgraphNode>, Status> {
+        enqueue: impl FnOnce(CUstream) -> Result,
+    ) -> Result<Vec<CUgraphNode>> {
         let begun = before.as_ptr();
         // SAFETY: nodes of this graph, as many as the length says, without edge data.
         unsafe {
@@ -99,7 +99,7 @@ impl Build {
         };
         let nodes = match told {
             Ok(()) if count > 0 && !last.is_null() => {
-                // SAFETY: as above.
+                // SAFETY: the driver has told of as many nodes there, which stay until the capture's next call.
                 unsafe { std::slice::from_raw_parts(last, count) }.to_vec()
             }
             _ => Vec::new(),
@@ -112,30 +112,30 @@ impl Build {
 }
 
 impl Session<Cuda> {
-    fn node(
-        &mut self,
-        cx: &mut Call,
-        context: ContextId,
-        stream: CUstream,
-        work: &Work<'_>,
-    ) -> Result<(), Status> {
+    fn node(&mut self, cx: &mut Call, context: ContextId, stream: CUstream, work: &Work<'_>) -> Result {
         match work {
             Work::Empty => Ok(()),
             Work::Launch(op) => {
-                let function = self.modules.to_launch(cx, op.function)?;
+                let function = self.modules.function_to_launch(cx, op.function)?;
                 self.gpu.launch_at(context, stream, function, op)
             }
-            Work::Memset(op) => self.memset_at(context, stream, op),
-            Work::Copy(op) => self.copy_at(context, stream, op),
-            Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
+            Work::Memset(op) => match self.checked_fill(op, 0)? {
+                Some(fill) => self.gpu.fill_at(context, stream, &fill),
+                None => Ok(()),
+            },
+            Work::Copy(op) => self.gpu.copy_at(context, stream, &self.checked_line(op, 0)?),
+            Work::Copy3D(op) => match self.checked_box(op, 0)? {
+                Some(copy) => self.gpu.copy_3d_at(context, stream, &copy),
+                None => Ok(()),
+            },
             // Not captured: these are made as nodes.
             Work::Words(_) | Work::Conditional(_) => Err(Status::INVALID_VALUE),
         }
     }
 
     /// Makes a graph of the driver's.
-    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build, Status> {
-        let build = Build::new(self.api)?;
+    fn build(&mut self, cx: &mut Call, context: ContextId, nodes: &[GraphNode]) -> Result<Build> {
+        let build = Build::new(self.gpu.api)?;
         self.fill_graph(cx, context, &build, nodes)?;
         Ok(build)
     }
@@ -147,7 +147,7 @@ impl Session<Cuda> {
         context: ContextId,
         build: &Build,
         nodes: &[GraphNode],
-    ) -> Result<(), Status> {
+    ) -> Result {
         // What stands for each node: what it became, or, if it became nothing, what it waits for.
         let mut made: Vec<Vec<CUgraphNode>> = Vec::with_capacity(nodes.len());
         let mut seen: HashSet<usize> = HashSet::new();
@@ -164,29 +164,29 @@ impl Session<Cuda> {
                     let mut empty: CUgraphNode = std::ptr::null_mut();
                     // SAFETY: nodes of this graph, as many as the length says; writes a handle.
                     unsafe {
-                        self.api.graph_add_empty(&mut empty, build.graph, before.as_ptr(), before.len())
+                        self.gpu.api.graph_add_empty(&mut empty, build.graph, before.as_ptr(), before.len())
                     }?;
                     vec![empty]
                 }
                 Work::Conditional(first) => {
-                    let node = self.drafts.node(first)?.native;
+                    let node = self.gpu.drafts.node(first)?.native;
                     let after = vec![node; before.len()];
                     // SAFETY: nodes of this graph, as many at one end as at the other.
                     unsafe {
-                        self.api.graph_depend(build.graph, before.as_ptr(), after.as_ptr(), before.len())
+                        self.gpu.api.graph_depend(build.graph, before.as_ptr(), after.as_ptr(), before.len())
                     }?;
                     vec![node]
                 }
                 Work::Words(op) => {
                     let operations = self.memory_ops(&op.operations, 0)?;
-                    vec![self.memory_ops_node(context, build.graph, &before, operations)?]
+                    vec![self.gpu.memory_ops_node(context, build.graph, &before, operations)?]
                 }
                 work => {
                     if let Work::Launch(launch) = &work {
-                        let function = self.modules.to_launch(cx, launch.function)?.handle;
+                        let function = self.modules.function_to_launch(cx, launch.function)?.handle;
                         // A capture is no time to load it.
                         // SAFETY: a live function.
-                        unsafe { self.api.function_load(function) }?;
+                        unsafe { self.gpu.api.function_load(function) }?;
                     }
                     build.capture(&before, |stream| self.node(cx, context, stream, &work))?
                 }
@@ -195,8 +195,10 @@ impl Session<Cuda> {
         }
         Ok(())
     }
+}
 
-    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec, Status> {
+impl Cuda {
+    pub(super) fn instantiated(&self, graph: CUgraph, flags: u64) -> Result<CUgraphExec> {
         let mut exec: CUgraphExec = std::ptr::null_mut();
         // SAFETY: a graph; writes a handle.
         unsafe { self.api.graph_instantiate(&mut exec, graph, flags & FLAGS) }?;
@@ -204,7 +206,7 @@ impl Session<Cuda> {
     }
 
     /// Makes an instance do what a graph does: the driver's own update where it can, a new instance where it cannot.
-    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec, Status> {
+    fn updated(&self, exec: CUgraphExec, build: &Build, flags: u64) -> Result<CUgraphExec> {
         let mut why = UpdateResult {
             result: 0,
             error_node: std::ptr::null_mut(),
@@ -219,15 +221,17 @@ impl Session<Cuda> {
         let _ = unsafe { self.api.graph_exec_destroy(exec) };
         Ok(fresh)
     }
+}
 
+impl Session<Cuda> {
     fn graph_on(
         &mut self,
         cx: &mut Call,
         graph: GraphId,
         stream: StreamId,
-    ) -> Result<(CUgraphExec, CUstream), Status> {
+    ) -> Result<(CUgraphExec, CUstream)> {
         let place = self.enter(cx, stream)?;
-        let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
+        let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
         Ok((found.ok_or(Status::INVALID_HANDLE)?.exec, place.stream))
     }
 }
@@ -237,76 +241,64 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiate<'a>,
-    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+    ) -> Reply<GraphInstantiateReply> {
         cx.context = op.context;
-        if self.graphs.contains_key(&op.graph.0) {
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
-        self.enter_context(op.context)?;
+        self.gpu.enter_context(op.context)?;
         let built =
-            self.build(cx, op.context, &nodes).and_then(|build| self.instantiated(build.graph, op.flags));
+            self.build(cx, op.context, &nodes).and_then(|build| self.gpu.instantiated(build.graph, op.flags));
         cx.context = op.context;
-        let exec = self.note(op.context, built)?;
-        self.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, flags: op.flags, exec });
+        let exec = self.gpu.note(op.context, built)?;
+        self.gpu.graphs.insert(op.graph.0, ServerGraph { context: op.context.0, flags: op.flags, exec });
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
-    fn graph_update<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphUpdate<'a>,
-    ) -> Result<Answer<GraphUpdateReply>, Status> {
-        let found = self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
+        let found = self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         let (context, flags, exec) = (ContextId(found.context), found.flags, found.exec);
         cx.context = context;
         let nodes = graph::read(&cx.input(op.nodes)?.collect(MAX_GRAPH)?)?;
-        self.enter_context(context)?;
-        let updated = self.build(cx, context, &nodes).and_then(|build| self.updated(exec, &build, flags));
+        self.gpu.enter_context(context)?;
+        let updated = self.build(cx, context, &nodes).and_then(|build| self.gpu.updated(exec, &build, flags));
         cx.context = context;
-        let exec = self.note(context, updated)?;
-        self.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags, exec });
+        let exec = self.gpu.note(context, updated)?;
+        self.gpu.graphs.insert(op.graph.0, ServerGraph { context: context.0, flags, exec });
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
         let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
         // SAFETY: live handles of the current context.
-        let launched = unsafe { self.api.graph_launch(exec, stream) };
-        self.note(cx.context, launched)
+        let launched = unsafe { self.gpu.api.graph_launch(exec, stream) };
+        self.gpu.note(cx.context, launched)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
         let (exec, stream) = self.graph_on(cx, op.graph, op.stream)?;
-        // SAFETY: as above.
-        let uploaded = unsafe { self.api.graph_upload(exec, stream) };
-        self.note(cx.context, uploaded)
+        // SAFETY: live handles of the current context.
+        let uploaded = unsafe { self.gpu.api.graph_upload(exec, stream) };
+        self.gpu.note(cx.context, uploaded)
     }
 
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
-        let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
+        let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
-        self.enter_context(cx.context)?;
+        self.gpu.enter_context(cx.context)?;
         // SAFETY: out of the table; launches under way complete.
-        let destroyed = unsafe { self.api.graph_exec_destroy(graph.exec) };
-        self.note(cx.context, destroyed)
+        let destroyed = unsafe { self.gpu.api.graph_exec_destroy(graph.exec) };
+        self.gpu.note(cx.context, destroyed)
     }
 
-    fn graph_condition(
-        &mut self,
-        cx: &mut Call,
-        op: GraphCondition,
-    ) -> Result<Answer<GraphConditionReply>, Status> {
+    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
         cx.context = op.context;
         self.make_condition(&op).map(|handle| Answer::Now(GraphConditionReply { handle }))
     }
 
-    fn graph_conditional(
-        &mut self,
-        cx: &mut Call,
-        op: GraphConditional,
-    ) -> Result<Answer<GraphConditionalReply>, Status> {
-        cx.context = ContextId(self.drafts.get(op.graph)?.context);
+    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
+        cx.context = ContextId(self.gpu.drafts.get(op.graph)?.context);
         self.make_conditional(&op).map(|()| Answer::Now(GraphConditionalReply {}))
     }
 
@@ -314,7 +306,7 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphConditionalRemove,
-    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
+    ) -> Reply<GraphConditionalRemoveReply> {
         self.remove_conditional(cx, op.first).map(|()| Answer::Now(GraphConditionalRemoveReply {}))
     }
 
@@ -322,14 +314,14 @@ impl GraphOps<Call> for Session<Cuda> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'a>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
+    ) -> Reply<GraphInstantiateDraftReply> {
         self.instantiate_draft(cx, op)
     }
 
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
         // One that is unknown has gone with its context.
-        let Ok(draft) = self.drafts.get(op.graph) else { return Ok(()) };
+        let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);
-        self.drafts.forget(op.graph).map(drop)
+        self.gpu.drafts.forget(op.graph).map(drop)
     }
 }

@@ -1,12 +1,12 @@
 //! Green contexts, and the parts of devices that they have.
 
-use protocol::Status;
+use crate::driver::call::Result;
 use protocol::handle::{ContextId, StreamId};
 
 use super::api::{CUcontext, CUgreenCtx, CUstream, Descriptor, DevResource};
 use super::streams::CudaStream;
 use super::{Cuda, STREAM_NON_BLOCKING};
-use crate::driver::gpu::GpuGreenContexts;
+use crate::driver::gpu::{GpuGreenContexts, Split};
 
 /// A descriptor's handle.
 pub struct PartDescriptor(Descriptor);
@@ -33,7 +33,7 @@ impl GpuGreenContexts for Cuda {
         (part.kind, [part.told[0], part.told[1], part.told[2]])
     }
 
-    fn device_part(&mut self, device: u32, kind: u32) -> Result<DevResource, Status> {
+    fn device_part(&mut self, device: u32, kind: u32) -> Result<DevResource> {
         let device = self.device(device)?.handle;
         let mut part = DevResource::empty();
         // SAFETY: writes one structure, for a device that exists.
@@ -41,7 +41,7 @@ impl GpuGreenContexts for Cuda {
         Ok(part)
     }
 
-    fn green_part(&mut self, green: &Green, kind: u32) -> Result<DevResource, Status> {
+    fn green_part(&mut self, green: &Green, kind: u32) -> Result<DevResource> {
         let mut part = DevResource::empty();
         // SAFETY: writes one structure, for a live green context.
         unsafe { self.api.green_part(green.handle, &mut part, kind) }?;
@@ -54,7 +54,7 @@ impl GpuGreenContexts for Cuda {
         groups: Option<u32>,
         flags: u32,
         least: u32,
-    ) -> Result<(u32, Vec<DevResource>, DevResource), Status> {
+    ) -> Result<Split<DevResource>> {
         let mut count = groups.unwrap_or(0);
         let mut all = vec![DevResource::empty(); count as usize];
         let mut rest = DevResource::empty();
@@ -62,17 +62,17 @@ impl GpuGreenContexts for Cuda {
         // SAFETY: a part that the driver made; there is room for as many groups as `count` says, or none are written.
         unsafe { self.api.part_split(to, &mut count, part, &mut rest, flags, least) }?;
         all.truncate(count as usize);
-        Ok((count, all, rest))
+        Ok(Split { count, groups: all, rest })
     }
 
-    fn describe_parts(&mut self, mut parts: Vec<DevResource>) -> Result<PartDescriptor, Status> {
+    fn describe_parts(&mut self, mut parts: Vec<DevResource>) -> Result<PartDescriptor> {
         let mut descriptor: Descriptor = std::ptr::null_mut();
         // SAFETY: parts that the driver made, as many as it is told; writes a handle.
         unsafe { self.api.part_describe(&mut descriptor, parts.as_mut_ptr(), parts.len() as u32) }?;
         Ok(PartDescriptor(descriptor))
     }
 
-    fn make_green(&mut self, device: u32, descriptor: &PartDescriptor, flags: u32) -> Result<Green, Status> {
+    fn make_green(&mut self, device: u32, descriptor: &PartDescriptor, flags: u32) -> Result<Green> {
         let handle_of_device = self.device(device)?.handle;
         // A green context is a part of it.
         self.make_primary(device)?;
@@ -89,7 +89,7 @@ impl GpuGreenContexts for Cuda {
         Ok(Green { handle, context })
     }
 
-    fn destroy_green(&mut self, device: u32, green: Green) -> Result<(), Status> {
+    fn destroy_green(&mut self, device: u32, green: Green) -> Result {
         // It may be current in this thread.
         self.current = None;
         self.enter_context(ContextId(device))?;
@@ -109,7 +109,7 @@ impl GpuGreenContexts for Cuda {
         device: u32,
         green: &Green,
         priority: i32,
-    ) -> Result<CudaStream, Status> {
+    ) -> Result<CudaStream> {
         let primary = ContextId(device);
         self.context(primary)?.health.check()?;
         self.current = None;

@@ -17,7 +17,7 @@ use protocol::ops::memory::*;
 use super::Cuda;
 use super::api::{Api, CUcontext};
 use super::reach::Reach;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
 use crate::driver::quota::{Charge, Quota};
 
@@ -55,7 +55,7 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(super) struct Helper(mpsc::Sender<Job>);
 
 impl Helper {
-    fn start() -> Result<Helper, Status> {
+    fn start() -> Result<Helper> {
         let (sender, jobs) = mpsc::channel::<Job>();
         let thread = std::thread::Builder::new().name("rgpu-mirrors".into());
         thread.spawn(move || jobs.into_iter().for_each(|job| job())).map_err(|e| {
@@ -75,7 +75,7 @@ impl Helper {
 ///
 /// # Safety
 /// A context is current, and the pages stay mapped until they are unregistered or the context is gone.
-unsafe fn register(api: &Api, view: &HostView) -> Result<(), Status> {
+unsafe fn register(api: &Api, view: &HostView) -> Result {
     let first = view.first as *mut c_void;
     let mut device = 0;
     // SAFETY: as the caller says.
@@ -129,7 +129,7 @@ impl Drop for HostView {
 
 impl HostView {
     /// Takes addresses in which this process has nothing.
-    fn reserve(first: usize, len: usize) -> Result<HostView, Status> {
+    fn reserve(first: usize, len: usize) -> Result<HostView> {
         let wanted = first as *mut c_void;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: a new mapping, where nothing is mapped.
@@ -146,7 +146,7 @@ impl HostView {
     }
 
     /// Makes fresh memory at these pages, which devices reach.
-    fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result<(), Status> {
+    fn make_mirror(api: &Api, context: usize, first: usize, len: usize) -> Result {
         let view = HostView::reserve(first, len)?;
         // SAFETY: the reservation, which nobody uses yet; a live context; pages that stay mapped until they are unregistered.
         unsafe {
@@ -161,7 +161,7 @@ impl HostView {
     }
 
     /// Maps the pages of `memory` once more, so that its first byte is at `address`.
-    fn at(address: u64, memory: &Mapped) -> Result<HostView, Status> {
+    fn at(address: u64, memory: &Mapped) -> Result<HostView> {
         let address = usize::try_from(address).map_err(|_| Status::INVALID_VALUE)?;
         let end = address
             .checked_add(memory.len())
@@ -202,7 +202,7 @@ impl HostView {
 impl GpuHostMemory for Cuda {
     type HostView = HostView;
 
-    fn map_host(&mut self, cx: &mut Call, op: HostMap) -> Result<HostView, Status> {
+    fn map_host(&mut self, cx: &mut Call, op: HostMap) -> Result<HostView> {
         if cx.client.streams_data() {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -219,7 +219,7 @@ impl GpuHostMemory for Cuda {
         cx: &mut Call,
         op: &HostMirror,
         quota: &Quota,
-    ) -> Result<(HostView, Answer<HostMirrorReply>), Status> {
+    ) -> Result<(HostView, Answer<HostMirrorReply>)> {
         let charges = [quota.charge(op.size)?, self.mirror_quota.charge(op.size)?];
         let context = self.enter_context(op.context)?.handle as usize;
         let helper = match &self.mirrors {
@@ -241,7 +241,7 @@ impl GpuHostMemory for Cuda {
         Ok((view, Answer::Later))
     }
 
-    fn unmap_host(&mut self, context: ContextId, of: ContextId, view: HostView) -> Result<(), Status> {
+    fn unmap_host(&mut self, context: ContextId, of: ContextId, view: HostView) -> Result {
         if view.mirror.is_some() {
             return Ok(());
         }

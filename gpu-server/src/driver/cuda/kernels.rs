@@ -15,7 +15,7 @@ use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
 use super::link::Link;
 use super::streams::CudaStream;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{GpuModules, LinkInput, Loaded};
 use crate::driver::output::may_print;
 use crate::driver::streams::Streams;
@@ -69,7 +69,7 @@ fn text(pointer: *const c_char) -> String {
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
-fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionInfo, Status> {
+fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionInfo> {
     let mut name = std::ptr::null();
     // SAFETY: a function of a loaded module; writes a pointer.
     unsafe { api.function_name(&mut name, handle) }?;
@@ -88,7 +88,7 @@ fn describe(api: &Api, handle: CUfunction, attributes: bool) -> Result<FunctionI
 }
 
 /// Loads the function, which the driver otherwise does at its first launch, and asks for its attributes.
-fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>, Status> {
+fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>> {
     // SAFETY: a function of a loaded module.
     unsafe { api.function_load(handle) }?;
     let read = |number| {
@@ -101,7 +101,7 @@ fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>, Status
     Ok(std::iter::once(first).chain((1..ATTRIBUTES).map_while(|number| read(number).ok())).collect())
 }
 
-fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>), Status> {
+fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)> {
     let mut count = 0;
     // SAFETY: writes one integer.
     unsafe { api.module_count(&mut count, module) }?;
@@ -124,7 +124,7 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>)
 }
 
 /// Options of the compiler and the linker as the driver takes them: integers only. What names memory of the client's means nothing here: wall time, logs, symbols.
-pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>), Status> {
+pub(super) fn jit_options(options: &[JitOption]) -> Result<(Vec<u32>, Vec<*mut c_void>)> {
     let (mut numbers, mut values) = (Vec::new(), Vec::new());
     for option in options {
         if matches!(option.option, 0 | 1 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 20..=24 | 26 | 28 | 30..=33)
@@ -166,7 +166,7 @@ impl Logs {
 }
 
 /// Where an image stops; the driver reads to an end that it finds in the image itself, so one that says that it is longer than what came is refused.
-fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
+fn whole(mut image: Vec<u8>) -> Result<Vec<u8>> {
     let word =
         |at: usize| image.get(at..at + 8).and_then(|b| b.first_chunk::<8>()).map(|b| u64::from_le_bytes(*b));
     let half =
@@ -197,7 +197,7 @@ impl Cuda {
         context: ContextId,
         options: &[JitOption],
         image: &[u8],
-    ) -> Result<(Result<CUmodule, Status>, [String; 2]), Status> {
+    ) -> Result<(Result<CUmodule>, [String; 2])> {
         let mut logs = Logs::new(LOG);
         let (mut numbers, mut values) = jit_options(options)?;
         logs.ask(&mut numbers, &mut values);
@@ -227,7 +227,7 @@ impl Cuda {
         stream: CUstream,
         function: &CudaFunction,
         op: &Launch<'_>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let mut attributes = launch_attributes(&op.attributes)?;
         if function.prints {
             self.completer.may_print();
@@ -270,7 +270,7 @@ impl GpuModules for Cuda {
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
-    ) -> Result<Loaded<CudaModule, CudaFunction>, Status> {
+    ) -> Result<Loaded<CudaModule, CudaFunction>> {
         let image = whole(image)?;
         let (loaded, logs) = self.load(context, options, &image)?;
         let handle = match loaded {
@@ -314,7 +314,7 @@ impl GpuModules for Cuda {
         _device: u32,
         module: CudaModule,
         _functions: Vec<CudaFunction>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         // The driver waits for the context's work, which goes on by itself: no stream waits for the client now (`may_wait`).
         // SAFETY: a module of that context, out of the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
@@ -326,7 +326,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         module: &CudaModule,
         name: &str,
-    ) -> Result<ModuleGetGlobalReply, Status> {
+    ) -> Result<ModuleGetGlobalReply> {
         let name = CString::new(name).map_err(|_| Status::INVALID_VALUE)?;
         let (mut address, mut size) = (0, 0);
         // SAFETY: a live module; writes two integers.
@@ -347,7 +347,7 @@ impl GpuModules for Cuda {
         function: &mut CudaFunction,
         attribute: u32,
         value: i32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let handle = function.handle;
         // SAFETY: a live function.
         let set = unsafe {
@@ -359,11 +359,7 @@ impl GpuModules for Cuda {
         self.note(context, set)
     }
 
-    fn function_attributes(
-        &mut self,
-        context: ContextId,
-        function: &CudaFunction,
-    ) -> Result<Vec<i32>, Status> {
+    fn function_attributes(&mut self, context: ContextId, function: &CudaFunction) -> Result<Vec<i32>> {
         let read = function_attributes(self.api, function.handle);
         self.note(context, read)
     }
@@ -373,7 +369,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         function: &CudaFunction,
         op: &OccupancyMaxActiveBlocks,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let size = i32::try_from(op.block_size).map_err(|_| Status::INVALID_VALUE)?;
         let (mut blocks, handle) = (0, function.handle);
         // SAFETY: a live function; writes one integer.
@@ -387,7 +383,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         function: &CudaFunction,
         op: &OccupancyAvailableShared,
-    ) -> Result<u64, Status> {
+    ) -> Result<u64> {
         let number = |n: u32| i32::try_from(n).map_err(|_| Status::INVALID_VALUE);
         let (blocks, size) = (number(op.blocks)?, number(op.block_size)?);
         let mut bytes = 0;
@@ -401,7 +397,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         function: &CudaFunction,
         op: &OccupancyMaxActiveClusters,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
         let mut clusters = 0;
@@ -415,7 +411,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         function: &CudaFunction,
         op: &OccupancyMaxPotentialClusterSize,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
         let mut size = 0;
@@ -430,7 +426,7 @@ impl GpuModules for Cuda {
         cx: &mut Call,
         streams: &mut Streams<CudaStream>,
         id: StreamId,
-    ) -> Result<(CUstream, ContextId), Status> {
+    ) -> Result<(CUstream, ContextId)> {
         self.enter_briefly(cx, streams, id)
     }
 
@@ -440,11 +436,11 @@ impl GpuModules for Cuda {
         (stream, context): &(CUstream, ContextId),
         function: &mut CudaFunction,
         op: &Launch<'_>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         self.launch_at(*context, *stream, function, op)
     }
 
-    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Link, Status> {
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Link> {
         self.start_link(context, options)
     }
 
@@ -454,7 +450,7 @@ impl GpuModules for Cuda {
         _device: u32,
         link: &mut Link,
         input: LinkInput<'_>,
-    ) -> Result<(Status, [String; 2]), Status> {
+    ) -> Result<(Status, [String; 2])> {
         let (added, logs) = link.add(input)?;
         Ok((self.note(context, added).err().unwrap_or(Status::SUCCESS), logs))
     }
@@ -464,7 +460,7 @@ impl GpuModules for Cuda {
         context: ContextId,
         _device: u32,
         link: &mut Link,
-    ) -> Result<(Status, [String; 2]), Status> {
+    ) -> Result<(Status, [String; 2])> {
         let (completed, logs) = link.complete();
         Ok((self.note(context, completed).err().unwrap_or(Status::SUCCESS), logs))
     }
@@ -494,7 +490,7 @@ fn known(id: u32) -> Option<CUlaunchAttributeID> {
 }
 
 /// A launch's attributes as the driver takes them.
-fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttribute>, Status> {
+fn launch_attributes(attributes: &[LaunchAttribute]) -> Result<Vec<CUlaunchAttribute>> {
     let translate = |attribute: &LaunchAttribute| {
         let id = known(attribute.id).ok_or_else(|| {
             tracing::warn!(

@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_void};
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::module::JitOption;
@@ -35,10 +36,7 @@ impl Drop for Link {
 
 impl Link {
     /// Adds an input: the driver's result, and the logs until now.
-    pub(super) fn add(
-        &mut self,
-        mut input: LinkInput<'_>,
-    ) -> Result<(Result<(), Status>, [String; 2]), Status> {
+    pub(super) fn add(&mut self, mut input: LinkInput<'_>) -> Result<(Result, [String; 2])> {
         let name = CString::new(input.name).map_err(|_| Status::INVALID_VALUE)?;
         let (mut numbers, mut values) = jit_options(input.options)?;
         // SAFETY: a linker that is there; as many bytes and options as the lengths say, of which the driver keeps none.
@@ -58,7 +56,7 @@ impl Link {
     }
 
     /// Links, if that is not done yet: the driver's result, and the logs until now.
-    pub(super) fn complete(&mut self) -> (Result<(), Status>, [String; 2]) {
+    pub(super) fn complete(&mut self) -> (Result, [String; 2]) {
         let mut result = Ok(());
         if self.image.is_none() {
             let (mut image, mut size): (*mut c_void, usize) = (std::ptr::null_mut(), 0);
@@ -80,7 +78,7 @@ impl Link {
 }
 
 impl Cuda {
-    pub(super) fn start_link(&self, context: ContextId, options: &[JitOption]) -> Result<Link, Status> {
+    pub(super) fn start_link(&self, context: ContextId, options: &[JitOption]) -> Result<Link> {
         let mut logs = Logs::new(LOG);
         let (mut numbers, mut values) = jit_options(options)?;
         logs.ask(&mut numbers, &mut values);

@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::ContextId;
 use protocol::ops::memory::SPACE_ALIGN;
@@ -22,7 +23,7 @@ fn whole(size: u64) -> usize {
 
 impl Cuda {
     /// What `size` bytes of a device are made with: so that they can be shared where the device's driver knows how.
-    fn allocation(&self, device: u32) -> Result<AllocationProp, Status> {
+    fn allocation(&self, device: u32) -> Result<AllocationProp> {
         let device = self.device(device)?;
         Ok(AllocationProp::shareable(device.handle, if device.exports { POSIX_FD } else { 0 }))
     }
@@ -44,7 +45,7 @@ impl GpuMemory for Cuda {
         self.device(device).map_or(u32::MAX, |device| device.handle as u32)
     }
 
-    fn memory_info(&mut self, device: u32) -> Result<(u64, u64), Status> {
+    fn memory_info(&mut self, device: u32) -> Result<(u64, u64)> {
         self.enter_context(ContextId(device))?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two integers.
@@ -52,7 +53,7 @@ impl GpuMemory for Cuda {
         Ok((free as u64, total as u64))
     }
 
-    fn back(&mut self, device: u32, address: u64, bytes: u64) -> Result<(), Status> {
+    fn back(&mut self, device: u32, address: u64, bytes: u64) -> Result {
         self.enter_context(ContextId(device))?;
         let size = bytes as usize;
         let prop = self.allocation(device)?;
@@ -76,12 +77,7 @@ impl GpuMemory for Cuda {
         Ok(())
     }
 
-    fn unback(
-        &mut self,
-        device: u32,
-        address: u64,
-        size: u64,
-    ) -> impl FnOnce() -> Result<(), Status> + Send + 'static {
+    fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static {
         if let Some(device) = self.devices.get_mut(device as usize) {
             device.mapped.remove(address);
         }
@@ -90,7 +86,7 @@ impl GpuMemory for Cuda {
         move || unsafe { api.memory_unmap(address, size as usize) }
     }
 
-    fn reserve(&mut self, address: u64, size: u64) -> Result<(), Status> {
+    fn reserve(&mut self, address: u64, size: u64) -> Result {
         self.enter_context(ContextId(0))?;
         let mut at = 0;
         // SAFETY: reserves addresses; nothing is mapped yet.
@@ -104,13 +100,13 @@ impl GpuMemory for Cuda {
         Ok(())
     }
 
-    fn unreserve(&mut self, address: u64, size: u64) -> Result<(), Status> {
+    fn unreserve(&mut self, address: u64, size: u64) -> Result {
         self.enter_context(ContextId(0))?;
         // SAFETY: a reservation of this session, as it was made, with nothing mapped in it.
         unsafe { self.api.address_free(address, whole(size)) }
     }
 
-    fn create(&mut self, device: u32, size: u64) -> Result<u64, Status> {
+    fn create(&mut self, device: u32, size: u64) -> Result<u64> {
         self.enter_context(ContextId(device))?;
         let prop = self.allocation(device)?;
         let mut handle = 0;
@@ -119,18 +115,18 @@ impl GpuMemory for Cuda {
         Ok(handle)
     }
 
-    fn destroy(&mut self, _device: u32, _size: u64, memory: u64, _imported: bool) -> Result<(), Status> {
+    fn destroy(&mut self, _device: u32, _size: u64, memory: u64, _imported: bool) -> Result {
         // SAFETY: out of the session's table, and nothing is mapped to it.
         unsafe { self.api.memory_release(memory) }
     }
 
-    fn map(&mut self, memory: &u64, device: u32, offset: u64, address: u64, size: u64) -> Result<(), Status> {
+    fn map(&mut self, memory: &u64, device: u32, offset: u64, address: u64, size: u64) -> Result {
         self.enter_context(ContextId(device))?;
         // SAFETY: reserved addresses with nothing mapped there, and a part of the memory.
         unsafe { self.api.memory_map(address, size as usize, offset as usize, *memory, 0) }
     }
 
-    fn unmap(&mut self, address: u64, size: u64, _access: &mut Vec<u32>) -> Result<(), Status> {
+    fn unmap(&mut self, address: u64, size: u64, _access: &mut Vec<u32>) -> Result {
         self.current = None;
         self.enter_context(ContextId(0))?;
         // SAFETY: a mapping of this session, as it was made. That no work uses it is up to the program, as without rgpu.
@@ -144,7 +140,7 @@ impl GpuMemory for Cuda {
         address: u64,
         device: u32,
         flags: u32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let handle = self.device(device)?.handle;
         self.enter_context(ContextId(device))?;
         let desc = AccessDesc::with_flags(handle, flags);
@@ -152,7 +148,7 @@ impl GpuMemory for Cuda {
         unsafe { self.api.memory_access(address, mapping.size as usize, &desc, 1) }
     }
 
-    fn export(&mut self, memory: &u64) -> Result<OwnedFd, Status> {
+    fn export(&mut self, memory: &u64) -> Result<OwnedFd> {
         let mut fd: i32 = -1;
         // SAFETY: a live handle that was made for it; writes one descriptor.
         unsafe { self.api.memory_export((&raw mut fd).cast(), *memory, POSIX_FD, 0) }?;
@@ -160,7 +156,7 @@ impl GpuMemory for Cuda {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    fn export_piece(&mut self, device: u32, address: u64, (): &()) -> Result<OwnedFd, Status> {
+    fn export_piece(&mut self, device: u32, address: u64, (): &()) -> Result<OwnedFd> {
         self.enter_context(ContextId(device))?;
         let mut handle = 0;
         // SAFETY: an address that is mapped; writes one handle, a reference of our own.
@@ -171,7 +167,7 @@ impl GpuMemory for Cuda {
         exported
     }
 
-    fn import(&mut self, device: u32, fd: OwnedFd) -> Result<u64, Status> {
+    fn import(&mut self, device: u32, fd: OwnedFd) -> Result<u64> {
         self.enter_context(ContextId(device))?;
         let mut handle = 0;
         // SAFETY: a descriptor that this driver made in another worker, passed as the number that it is; writes one handle.

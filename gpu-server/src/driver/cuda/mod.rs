@@ -1,10 +1,11 @@
-//! The backend on NVIDIA's driver.
+//! The GPU interface on NVIDIA's driver.
 //!
-//! - [`api`]: the driver's functions; [`fence`]: how completions are learnt of;
-//! - [`streams`] (with [`stream_memory`]), [`memory`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`], [`link`], [`graph`] (with [`conditional`]), [`green`], [`texture`], [`array`]: the chapters of operations;
-//! - [`registration`]: client memory that CUDA reads and writes in place; [`host_map`]: client memory that kernels do; [`reach`]: what of it is executed beside the dispatcher.
+//! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
+//!   [`graph`] (with [`conditional`] and [`stream_memory`]), [`green`], [`array`], [`texture`]; [`nvml`];
+//! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
 //!
-//! Everything that a client names is looked up or checked before the driver sees it. What a kernel does is confined by its process: a worker serves one
+//! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
 //! session.
 
 pub mod api;
@@ -48,7 +49,7 @@ use self::staging::Staging;
 use self::streams::CudaStream;
 use super::Unavailable;
 use super::beside::Beside;
-use super::call::Errors;
+use super::call::{Errors, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::output::{self, Output};
@@ -68,7 +69,7 @@ const ATTRIBUTES: std::ops::Range<u32> = 1..160;
 /// `CU_STREAM_NON_BLOCKING`.
 const STREAM_NON_BLOCKING: u32 = 1;
 
-/// The backend.
+/// The devices of a session, on NVIDIA's driver.
 pub struct Cuda {
     api: &'static Api,
     devices: Vec<Device>,
@@ -153,18 +154,18 @@ pub fn report() -> Result<Vec<String>, String> {
     Ok(lines)
 }
 
-fn version(api: &Api) -> Result<i32, Status> {
+fn version(api: &Api) -> Result<i32> {
     let mut version = 0;
     // SAFETY: writes one integer.
     unsafe { api.driver_version(&mut version) }?;
     Ok(version)
 }
 
-fn device_name(api: &Api, device: CUdevice) -> Result<String, Status> {
+fn device_name(api: &Api, device: CUdevice) -> Result<String> {
     let mut name = [0; 256];
     // SAFETY: writes at most 256 bytes, NUL-terminated.
     unsafe { api.device_name(name.as_mut_ptr(), 256, device) }?;
-    // SAFETY: as above.
+    // SAFETY: the driver has written a NUL-terminated string there.
     Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
@@ -225,7 +226,7 @@ impl Cuda {
     }
 
     /// Makes a device's primary context if there is none, and with the first one everything else that needs a context: windows, page-locked memory. It is current then.
-    fn make_primary(&mut self, ordinal: u32) -> Result<(), Status> {
+    fn make_primary(&mut self, ordinal: u32) -> Result {
         if self.contexts.contains_key(&ordinal) {
             return Ok(());
         }
@@ -253,7 +254,7 @@ impl Cuda {
     }
 
     /// What a new context needs before something uses it. It is current.
-    fn furnish(&mut self, ordinal: u32) -> Result<(), Status> {
+    fn furnish(&mut self, ordinal: u32) -> Result {
         for device in self.devices.iter_mut().filter(|device| device.granule == 0) {
             device.granule = granule(self.api, device.handle)?;
         }
@@ -263,7 +264,7 @@ impl Cuda {
     }
 
     /// Reserves the addresses of all windows, before something else is put there.
-    fn reserve_windows(&mut self) -> Result<(), Status> {
+    fn reserve_windows(&mut self) -> Result {
         while self.windows_reserved < self.windows {
             let wanted = window(self.windows_reserved);
             let mut at: CUdeviceptr = 0;
@@ -282,7 +283,7 @@ impl Cuda {
     }
 
     /// Registers the page-locked memory of this process in the current context, unless it is registered in another.
-    fn settle(&mut self) -> Result<(), Status> {
+    fn settle(&mut self) -> Result {
         let Some(current) = self.current.filter(|_| self.home.is_none()) else { return Ok(()) };
         self.words.register(self.api)?;
         self.staging.register()?;
@@ -317,7 +318,7 @@ impl Cuda {
     }
 
     /// The page-locked memory was registered in a context that is gone: registers it in another, or with the next one that is made.
-    fn move_home(&mut self) -> Result<(), Status> {
+    fn move_home(&mut self) -> Result {
         self.home = None;
         let mut primaries = self.contexts.iter().filter(|(id, _)| **id < MAX_DEVICES);
         let other = primaries.find(|(_, context)| context.health.check().is_ok());
@@ -331,7 +332,7 @@ impl Cuda {
     }
 
     /// Gives a device whose context is new the other devices' memory, as far as it can reach it: see [`access`](Self::access).
-    fn reach_others(&self, ordinal: u32) -> Result<(), Status> {
+    fn reach_others(&self, ordinal: u32) -> Result {
         let device = self.device(ordinal)?.handle;
         for other in self.devices.iter().filter(|other| other.handle != device) {
             if other.mapped.is_empty() || !self.reaches(device, other.handle)? {
@@ -347,7 +348,7 @@ impl Cuda {
     }
 
     /// The priorities that streams of a device can have. They belong to a context, but are the same for devices of one model.
-    fn priorities(&mut self, ordinal: u32) -> Result<[i32; 2], Status> {
+    fn priorities(&mut self, ordinal: u32) -> Result<[i32; 2]> {
         let name = self.device(ordinal)?.name.clone();
         let alike = |other: &&u32| self.device(**other).is_ok_and(|device| device.name == name);
         let like = self.contexts.keys().filter(|id| **id < MAX_DEVICES).find(alike).copied();
@@ -358,20 +359,20 @@ impl Cuda {
         Ok([least, greatest])
     }
 
-    fn device(&self, ordinal: u32) -> Result<&Device, Status> {
+    fn device(&self, ordinal: u32) -> Result<&Device> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
 
-    fn context(&self, id: ContextId) -> Result<&Context, Status> {
+    fn context(&self, id: ContextId) -> Result<&Context> {
         self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
     }
 
-    fn errors(&self) -> Result<&Errors, Status> {
+    fn errors(&self) -> Result<&Errors> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
     }
 
     /// Makes a context current in this thread; a primary context that is not there yet is made. One that has failed is refused with its error.
-    fn enter_context(&mut self, id: ContextId) -> Result<&Context, Status> {
+    fn enter_context(&mut self, id: ContextId) -> Result<&Context> {
         // What is current is there.
         if self.current != Some(id.0) && !self.contexts.contains_key(&id.0) {
             self.make_primary(id.0)?;
@@ -387,7 +388,7 @@ impl Cuda {
     }
 
     /// Notes an error that a call in `context` returned: one that leaves the context unusable is the context's from now on.
-    fn note<T>(&self, context: ContextId, result: Result<T, Status>) -> Result<T, Status> {
+    fn note<T>(&self, context: ContextId, result: Result<T>) -> Result<T> {
         if let Err(status) = &result
             && super::call::is_sticky(*status)
             && let Some(context) = self.contexts.get(&context.0)
@@ -400,7 +401,7 @@ impl Cuda {
 
     /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
     /// was mapped need access like a kernel's).
-    fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
+    fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>> {
         let device = self.device(ordinal)?;
         let mut all = vec![api::AccessDesc::device(device.handle, true)];
         let others = (0..).zip(&self.devices).filter(|(other, _)| *other != ordinal);
@@ -413,7 +414,7 @@ impl Cuda {
     }
 
     /// Whether a device can reach another's memory.
-    fn reaches(&self, device: api::CUdevice, peer: api::CUdevice) -> Result<bool, Status> {
+    fn reaches(&self, device: api::CUdevice, peer: api::CUdevice) -> Result<bool> {
         let mut can = 0;
         // SAFETY: writes one integer.
         unsafe { self.api.device_can_access(&mut can, device, peer) }?;
@@ -444,7 +445,7 @@ fn open(api: &Api, number: u32) -> Result<Device, (&'static str, Status)> {
 }
 
 /// What sizes of a device's memory are multiples of, in bytes.
-fn granule(api: &Api, device: CUdevice) -> Result<u64, Status> {
+fn granule(api: &Api, device: CUdevice) -> Result<u64> {
     let mut granule = 0;
     let prop = api::AllocationProp::device(device);
     // SAFETY: a valid description; writes one integer. 0: the minimum.
@@ -452,7 +453,7 @@ fn granule(api: &Api, device: CUdevice) -> Result<u64, Status> {
     Ok(granule as u64)
 }
 
-fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context, Status> {
+fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context> {
     let mut handle: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a context handle.
     unsafe { api.primary_retain(&mut handle, device) }?;
@@ -460,7 +461,7 @@ fn primary(api: &Api, ordinal: u32, device: CUdevice) -> Result<Context, Status>
 }
 
 /// A context with its probe stream. The context is current after this.
-fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context, Status> {
+fn wrap(api: &Api, device: u32, handle: CUcontext) -> Result<Context> {
     // SAFETY: a live context.
     unsafe { api.context_set(handle) }?;
     let mut probe: CUstream = std::ptr::null_mut();
@@ -512,7 +513,7 @@ impl Gpu for Cuda {
         &self.beside
     }
 
-    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+    fn enter(&mut self, context: ContextId) -> Result {
         self.enter_context(context).map(|_| ())
     }
 
@@ -520,7 +521,7 @@ impl Gpu for Cuda {
         &self.output
     }
 
-    fn driver_version(&self) -> Result<u32, Status> {
+    fn driver_version(&self) -> Result<u32> {
         Ok(version(self.api)? as u32)
     }
 
@@ -528,7 +529,7 @@ impl Gpu for Cuda {
         client.reads_late()
     }
 
-    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply> {
         let stream_priorities = self.priorities(device)?;
         let device = self.device(device)?;
         let (handle, name, granule) = (device.handle, device.name.clone(), device.granule);
@@ -560,7 +561,7 @@ impl Gpu for Cuda {
         })
     }
 
-    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply, Status> {
+    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply> {
         let (device, peer) = (self.device(device)?.handle, self.device(peer)?.handle);
         let can_access = self.reaches(device, peer)?;
         let mut attributes = Vec::new();
@@ -574,7 +575,7 @@ impl Gpu for Cuda {
         Ok(PeerInfoReply { can_access, attributes, atomics })
     }
 
-    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
+    fn select(&mut self, devices: &[u32]) -> Result {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         let mut contexts = std::mem::take(&mut self.contexts);
         let home = self.home.take();
@@ -598,7 +599,7 @@ impl Gpu for Cuda {
         if self.home.is_none() { self.move_home() } else { Ok(()) }
     }
 
-    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result<(), Status> {
+    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result {
         let handle_of_device = self.device(device)?.handle;
         // Memory is the primary context's.
         self.make_primary(device)?;
@@ -623,18 +624,13 @@ impl Gpu for Cuda {
         self.current = None;
     }
 
-    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+    fn destroy_context(&mut self, context: ContextId) -> Result {
         let context = self.contexts.remove(&context.0).ok_or(Status::INVALID_CONTEXT)?;
         // SAFETY: the context is forgotten, with everything in it.
         unsafe { self.api.context_destroy(context.handle) }
     }
 
-    fn begin_reset(
-        &mut self,
-        device: u32,
-        _streams: &Streams<CudaStream>,
-        _space: &Space<u64>,
-    ) -> Result<(), Status> {
+    fn begin_reset(&mut self, device: u32, _streams: &Streams<CudaStream>, _space: &Space<u64>) -> Result {
         // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
         self.contexts.get(&device).map_or(Ok(()), |context| context.health.check())?;
         self.resets = self.contexts.values().any(|context| context.device == device);
@@ -643,7 +639,7 @@ impl Gpu for Cuda {
         Ok(())
     }
 
-    fn reset(&mut self, device: u32) -> Result<(), Status> {
+    fn reset(&mut self, device: u32) -> Result {
         self.contexts.remove(&device);
         if self.resets {
             // SAFETY: everything of the device is forgotten.
@@ -652,36 +648,36 @@ impl Gpu for Cuda {
         Ok(())
     }
 
-    fn finish_reset(&mut self) -> Result<(), Status> {
+    fn finish_reset(&mut self) -> Result {
         // The next one is made when something needs it, which for most programs is never: they end now.
         if self.home_goes { self.move_home() } else { Ok(()) }
     }
 
-    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result<(), Status> {
+    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result {
         // SAFETY: no requirement.
         unsafe { self.api.primary_set_flags(self.device(device)?.handle, flags) }
     }
 
-    fn limit(&mut self, _context: ContextId, limit: u32) -> Result<u64, Status> {
+    fn limit(&mut self, _context: ContextId, limit: u32) -> Result<u64> {
         let mut value = 0;
         // SAFETY: writes one integer.
         unsafe { self.api.context_get_limit(&mut value, limit) }?;
         Ok(value as u64)
     }
 
-    fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
+    fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result {
         // SAFETY: no requirement.
         unsafe { self.api.context_set_limit(limit, value as usize) }
     }
 
-    fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+    fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
         let peer = self.enter_context(peer)?.handle;
         self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.
         unsafe { self.api.peer_enable(peer, 0) }
     }
 
-    fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+    fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {
         let peer = self.enter_context(peer)?.handle;
         self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.

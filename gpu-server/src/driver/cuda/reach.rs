@@ -1,9 +1,10 @@
 //! What may be executed beside the dispatcher: points at which streams wait for the client, and mirrors that are there.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::TicketId;
 use protocol::ops::memory::WordPatch;
@@ -62,7 +63,7 @@ impl Reach {
     }
 
     /// Gives the place of a mirror's bytes to `use_it`, which must not keep it.
-    fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result<(), Status> {
+    fn at(&self, address: u64, len: usize, use_it: impl FnOnce(*mut u8)) -> Result {
         let address = address as usize;
         let mirrors = lock(&self.mirrors);
         let (first, size) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
@@ -88,27 +89,28 @@ impl Beside for Reach {
         self.tickets(|tickets| tickets.drain().for_each(|(_, word)| word.set(1)));
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
         let (to, len) = (bytes.as_mut_ptr(), bytes.len());
         // SAFETY: `from` has so many readable bytes, mapped while this runs; a device may change them meanwhile, so that what is read is some of each time.
         self.at(address, len, |from| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+    fn write(&self, address: u64, bytes: &[u8]) -> Result {
         let (from, len) = (bytes.as_ptr(), bytes.len());
-        // SAFETY: as above, and writable.
+        // SAFETY: `to` has so many writable bytes, mapped while this runs; a device that reads them meanwhile may see some of each time.
         self.at(address, len, |to| unsafe { std::ptr::copy_nonoverlapping(from, to, len) })
     }
 
-    fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+    fn patch(&self, words: &[WordPatch]) -> Result {
         words.iter().try_for_each(|patch| {
             if !patch.address.is_multiple_of(8) {
                 return Err(Status::INVALID_VALUE);
             }
             self.at(patch.address, 8, |word| {
-                let word = word.cast::<u64>();
-                // SAFETY: aligned, and as above.
-                unsafe { word.write_volatile(patch.apply(word.read_volatile())) };
+                // SAFETY: aligned, and 8 bytes that are mapped, readable and writable, while this runs.
+                let word = unsafe { AtomicU64::from_ptr(word.cast()) };
+                // A device may write it too: what it writes to other bits is not lost.
+                let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| Some(patch.apply(now)));
             })
         })
     }

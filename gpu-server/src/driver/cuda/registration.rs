@@ -6,8 +6,8 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
+use crate::driver::call::Result;
 use host_bridge::endpoint::Region;
-use protocol::Status;
 
 use super::api::{Api, CUcontext};
 use super::fence::Health;
@@ -89,7 +89,7 @@ pub(super) unsafe fn in_place(
     context: CUcontext,
     home: &Arc<Health>,
     region: &Arc<Region>,
-) -> Result<bool, Status> {
+) -> Result<bool> {
     let attached = region.registration(|| Box::<Attached>::default());
     let Some(Attached(held)) = attached.downcast_ref::<Attached>() else { return Ok(false) };
     let mut held = held.lock().unwrap_or_else(|e| e.into_inner());

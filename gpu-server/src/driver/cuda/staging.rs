@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!  in:   network fills slot ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
-//!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ lane sends it ─ host word = n ─▶ the stream may fill it again
+//!  out:  stream: wait(host ≥ n−1), copy from device, write(gpu = n) ─▶ sender sends it ─ host word = n ─▶ the stream may fill it again
 //! ```
 //!
 //! So a stream waits for nothing but the network, the dispatcher waits for nothing, and a stream whose data is late, or that is held up, holds back only itself.
@@ -18,6 +18,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::driver::call::Result;
 use host_bridge::endpoint::{Grants, Landing, Mapped, Sink};
 use protocol::Status;
 
@@ -32,14 +33,14 @@ const ANSWERS: usize = 64;
 /// Bytes of such a place.
 pub(super) const ANSWER: usize = 4 << 10;
 /// Threads that send, and so data connections that one transfer can fill.
-const LANES: usize = 4;
-/// A lane naps this long between looks when nothing is ready.
+const SENDERS: usize = 4;
+/// A sender naps this long between looks when nothing is ready.
 const NAP: Duration = Duration::from_micros(20);
 
 /// The slots' memory goes when nothing was transferred for this long.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// The pool, and the lanes.
+/// The pool, and the senders.
 pub(super) struct Staging {
     api: &'static Api,
     /// Places for small answers.
@@ -51,8 +52,8 @@ pub(super) struct Staging {
     home: Mutex<Registered>,
     block: Mutex<Holding>,
     /// Started with the first block.
-    lanes: OnceLock<Vec<Mutex<Sender<Job>>>>,
-    /// A transfer began since the first lane last looked.
+    senders: OnceLock<Vec<Mutex<Sender<Job>>>>,
+    /// A transfer began since the first sender last looked.
     used: AtomicBool,
     /// The session has begun: from now on the memory is released when it is not used.
     begun: AtomicBool,
@@ -61,7 +62,7 @@ pub(super) struct Staging {
 
 // SAFETY: `answers_at` points into memory that is never unmapped, and a block's memory lives as long as the block; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Staging {}
-// SAFETY: as above.
+// SAFETY: what `Send` relies on holds for shared use as well: locks, atomics, and the protocol of `slots` and of the words.
 unsafe impl Sync for Staging {}
 
 /// The slots' memory as it is now.
@@ -87,12 +88,12 @@ struct Registered(CUcontext);
 unsafe impl Send for Registered {}
 // SAFETY: plain memory that lives as long as this; who uses which part is the protocol of `slots` and of the words.
 unsafe impl Send for Block {}
-// SAFETY: as above.
+// SAFETY: shared use changes only what its mutex guards; who uses which part of the memory is the protocol of `slots` and of the words.
 unsafe impl Sync for Block {}
 
 impl Block {
     /// Fresh memory, registered with the current context.
-    fn new(api: &'static Api) -> Result<Block, Status> {
+    fn new(api: &'static Api) -> Result<Block> {
         // SAFETY: a fresh anonymous mapping.
         let at = unsafe {
             libc::mmap(
@@ -112,7 +113,7 @@ impl Block {
     }
 
     /// Registers it with the current context, again after the one before was reset.
-    fn register(&self) -> Result<(), Status> {
+    fn register(&self) -> Result {
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a context handle; then the memory is this block's, page-aligned, and unregistered before it is unmapped. Flags: portable, device-mapped.
         unsafe {
@@ -143,7 +144,7 @@ impl Block {
     }
 }
 
-/// A message to a lane.
+/// A message to a sender.
 enum Job {
     /// Send this.
     Send(Arc<Departure>),
@@ -160,11 +161,11 @@ struct Slot {
 
 impl Staging {
     /// The pool, without its slots' memory. To be [registered](Self::register).
-    pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>, Status> {
+    pub(super) fn new(api: &'static Api, words: &Arc<Words>) -> Result<Arc<Staging>> {
         let answers = Pinned::new(ANSWERS * ANSWER)?;
         let words = (0..slots::COUNT)
             .map(|_| Ok(Slot { host: words.take()?, gpu: words.take().map(Arc::new)? }))
-            .collect::<Result<_, Status>>()?;
+            .collect::<Result<_>>()?;
         Ok(Arc::new(Staging {
             api,
             answers_at: answers.host(0),
@@ -173,7 +174,7 @@ impl Staging {
             slots: Slots::default(),
             home: Mutex::new(Registered(std::ptr::null_mut())),
             block: Mutex::default(),
-            lanes: OnceLock::new(),
+            senders: OnceLock::new(),
             used: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -185,7 +186,7 @@ impl Staging {
     }
 
     /// Registers what there is with the current context, again after the one before was reset. What is made later is registered there as well.
-    pub(super) fn register(&self) -> Result<(), Status> {
+    pub(super) fn register(&self) -> Result {
         let mut home = self.home.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: writes a context handle.
         unsafe { self.api.context_current(&mut home.0) }?;
@@ -196,15 +197,15 @@ impl Staging {
 
     /// The slots' memory, made now if it is not there. The current context may be one that the program destroys while the session goes on, so the memory is registered in
     /// the [home](Self::home) context. Were its registration to end, the driver would take it for pageable memory and read a slot before its data has come.
-    fn block(self: &Arc<Staging>) -> Result<Arc<Block>, Status> {
+    fn block(self: &Arc<Staging>) -> Result<Arc<Block>> {
         let mut holding = self.holding();
         if let Some(block) = &holding.block {
             return Ok(Arc::clone(block));
         }
-        if self.lanes.get().is_none() {
-            let lanes = self.start_lanes().map_err(|_| Status::OPERATING_SYSTEM)?;
+        if self.senders.get().is_none() {
+            let senders = self.start_senders().map_err(|_| Status::OPERATING_SYSTEM)?;
             // The lock above is held: nobody else starts them.
-            let _ = self.lanes.set(lanes);
+            let _ = self.senders.set(senders);
         }
         let home = self.home.lock().unwrap_or_else(|e| e.into_inner()).0;
         // SAFETY: a primary context that is live as long as it is the home: another is registered here when it is reset.
@@ -216,7 +217,7 @@ impl Staging {
     }
 
     /// Makes the slots' memory ahead of the first transfer.
-    pub(super) fn prepare(self: &Arc<Staging>) -> Result<(), Status> {
+    pub(super) fn prepare(self: &Arc<Staging>) -> Result {
         self.block().map(|_| ())
     }
 
@@ -227,26 +228,26 @@ impl Staging {
     }
 
     fn look(&self) {
-        if let Some(first) = self.lanes.get().and_then(|lanes| lanes.first()) {
-            // A lane ends only with the process.
+        if let Some(first) = self.senders.get().and_then(|senders| senders.first()) {
+            // A sender ends only with the process.
             let _ = first.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Look);
         }
     }
 
-    fn start_lanes(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
-        let mut senders = Vec::with_capacity(LANES);
-        for lane in 0..LANES {
-            let (sender, jobs) = channel();
+    fn start_senders(self: &Arc<Staging>) -> std::io::Result<Vec<Mutex<Sender<Job>>>> {
+        let mut all = Vec::with_capacity(SENDERS);
+        for number in 0..SENDERS {
+            let (to_sender, jobs) = channel();
             let run = Arc::clone(self);
-            let thread = std::thread::Builder::new().name(format!("rgpu-lane-{lane}"));
-            thread.spawn(move || run.lane(lane, &jobs))?;
-            senders.push(Mutex::new(sender));
+            let thread = std::thread::Builder::new().name(format!("rgpu-send-{number}"));
+            thread.spawn(move || run.run_sender(number, &jobs))?;
+            all.push(Mutex::new(to_sender));
         }
-        Ok(senders)
+        Ok(all)
     }
 
     /// The slots' memory, which from now on stays to the process's end.
-    pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize), Status> {
+    pub(super) fn keep_area(self: &Arc<Staging>) -> Result<(NonNull<u8>, usize)> {
         let block = self.block()?;
         let mut holding = self.holding();
         holding.forever = true;
@@ -254,7 +255,7 @@ impl Staging {
         Ok((block.at, slots::BYTES))
     }
 
-    /// Whether the first lane is to look again whether the memory is used.
+    /// Whether the first sender is to look again whether the memory is used.
     fn may_release(&self) -> bool {
         let holding = self.holding();
         self.begun.load(Ordering::Acquire) && holding.block.is_some() && !holding.forever
@@ -269,7 +270,7 @@ impl Staging {
         if let Some(block) = holding.block.take() {
             drop(holding);
             tracing::debug!("the staging memory is idle: released");
-            // In a thread that may wait, as a lane may not. Without one the memory stays.
+            // In a thread that may wait, as a sender may not. Without one the memory stays.
             let _ = std::thread::Builder::new().name("rgpu-release".into()).spawn(move || {
                 let mut held = block;
                 // The last transfer gives its slots back a moment before it lets go of the memory.
@@ -303,7 +304,7 @@ impl Staging {
         len: u64,
         chunk_in: impl Fn(usize) -> usize,
         health: &Arc<Health>,
-    ) -> Result<Arc<Transfer>, Status> {
+    ) -> Result<Arc<Transfer>> {
         let mut chunk = 0;
         let cut = |slot: usize| {
             chunk = chunk_in(slot).min(slot);
@@ -347,14 +348,14 @@ impl Staging {
             left: AtomicUsize::new(left),
         });
         // They were started with the transfer's block.
-        for lane in self.lanes.get().into_iter().flatten() {
-            // A lane ends only with the process.
-            let _ = lane.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
+        for sender in self.senders.get().into_iter().flatten() {
+            // A sender ends only with the process.
+            let _ = sender.lock().unwrap_or_else(|e| e.into_inner()).send(Job::Send(Arc::clone(&job)));
         }
     }
 
-    /// A lane's thread: of each job it sends every `LANES`-th chunk.
-    fn lane(&self, lane: usize, jobs: &Receiver<Job>) {
+    /// A sender's thread: of each job it sends every `SENDERS`-th chunk.
+    fn run_sender(&self, sender: usize, jobs: &Receiver<Job>) {
         // A stream waits until its data has been sent, so every delay here is a delay of the stream.
         nap_precisely();
         let mut active: Vec<(Arc<Departure>, u64)> = Vec::new();
@@ -362,7 +363,7 @@ impl Staging {
         loop {
             let new = if !active.is_empty() {
                 jobs.try_recv()
-            } else if lane == 0 && self.may_release() {
+            } else if sender == 0 && self.may_release() {
                 match jobs.recv_timeout(IDLE) {
                     Ok(job) => Ok(job),
                     Err(RecvTimeoutError::Disconnected) => Err(TryRecvError::Disconnected),
@@ -376,7 +377,7 @@ impl Staging {
             };
             match new {
                 Ok(Job::Send(job)) => {
-                    active.push((job, lane as u64));
+                    active.push((job, sender as u64));
                     moved = Instant::now();
                 }
                 Ok(Job::Look) => {}
@@ -388,8 +389,8 @@ impl Staging {
             }
             let mut worked = false;
             active.retain_mut(|(job, next)| {
-                while *next < job.transfer.chunks() && job.try_send(lane, *next) {
-                    *next += LANES as u64;
+                while *next < job.transfer.chunks() && job.try_send(sender, *next) {
+                    *next += SENDERS as u64;
                     worked = true;
                 }
                 *next < job.transfer.chunks()
@@ -556,7 +557,7 @@ impl Transfer {
     }
 
     /// Lets the bytes of `mapped`, which no device can reach, land here, from a thread of their own.
-    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result<(), Status> {
+    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
             let mut at = 0;
@@ -628,7 +629,7 @@ struct Departure {
 
 impl Departure {
     /// Sends a chunk if the stream has filled its slot. False: not yet.
-    fn try_send(&self, lane: usize, chunk: u64) -> bool {
+    fn try_send(&self, sender: usize, chunk: u64) -> bool {
         let transfer = &self.transfer;
         let (slot, uses) = transfer.place(chunk);
         let failed = transfer.health.check().is_err();
@@ -643,7 +644,7 @@ impl Departure {
             let offset = chunk * transfer.chunk as u64;
             match sink.as_deref() {
                 // A client that is gone takes nothing; the stream goes on all the same.
-                Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(lane, offset, bytes)),
+                Some(Sink::Outgoing(outgoing)) => drop(outgoing.send(sender, offset, bytes)),
                 Some(Sink::Mapped(mapped)) => mapped.write(offset as usize, bytes),
                 None => {}
             }

@@ -1,6 +1,6 @@
 //! Memory operations as nodes of graphs.
 
-use protocol::Status;
+use crate::driver::call::Result;
 use protocol::handle::ContextId;
 
 use super::Cuda;
@@ -14,7 +14,7 @@ impl Cuda {
         graph: CUgraph,
         before: &[CUgraphNode],
         mut operations: Vec<BatchMemOp>,
-    ) -> Result<CUgraphNode, Status> {
+    ) -> Result<CUgraphNode> {
         let params = BatchMemOpNode {
             context: self.context(context)?.handle,
             count: operations.len() as u32,

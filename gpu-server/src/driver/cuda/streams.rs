@@ -15,9 +15,8 @@ use protocol::ops::stream::*;
 use super::Cuda;
 use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
-use crate::driver::call::{Call, Errors};
+use crate::driver::call::{Call, Errors, Reply, Result};
 use crate::driver::gpu::GpuStreams;
-use crate::driver::session::Session;
 use crate::driver::slots::Flow;
 use crate::driver::streams::{Stream, Streams};
 
@@ -131,7 +130,7 @@ impl Interval {
     }
 
     /// Measures it in the current context.
-    fn measure(&self, api: &Api) -> Result<EventElapsedReply, Status> {
+    fn measure(&self, api: &Api) -> Result<EventElapsedReply> {
         let (start, end) = (&self.start.0, &self.end.0);
         // Locked to the end, so that neither is destroyed meanwhile; only this thread and the dispatcher do, and the dispatcher one at a time.
         let first = start.event.lock().unwrap_or_else(|e| e.into_inner());
@@ -195,7 +194,7 @@ impl Drop for Gather {
 }
 
 /// A stream of the table.
-fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>, Status> {
+fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
 
@@ -206,7 +205,7 @@ impl Cuda {
         id: StreamId,
         context: ContextId,
         handle: CUstream,
-    ) -> Result<CudaStream, Status> {
+    ) -> Result<CudaStream> {
         let progress =
             Publisher { stream: id.0, context, last: Mutex::new(0), errors: self.errors()?.clone() };
         Ok(CudaStream {
@@ -226,7 +225,7 @@ impl Cuda {
         cx: &mut Call,
         streams: &mut Streams<CudaStream>,
         id: StreamId,
-    ) -> Result<(CUstream, ContextId), Status> {
+    ) -> Result<(CUstream, ContextId)> {
         let stream = find(streams, id)?;
         stream.native.dirty = true;
         let (handle, context) = (stream.native.handle, stream.context);
@@ -242,7 +241,7 @@ impl Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
         attribute: u32,
-    ) -> Result<(CUstream, ContextId), Status> {
+    ) -> Result<(CUstream, ContextId)> {
         if !attribute::ALL.contains(&attribute) {
             return Err(Status::INVALID_VALUE);
         }
@@ -256,7 +255,7 @@ impl Cuda {
         place: &Place,
         seq: u64,
         end: impl FnOnce(Status) + Send + 'static,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let stream = &mut find(streams, place.id)?.native;
         if stream.dirty || stream.last == 0 {
             // Commands of different streams may be executed out of the session's order, and some fence several streams: the word rises all the same.
@@ -272,6 +271,12 @@ impl Cuda {
             }
         }
         self.completer.when(&stream.word, stream.last, &place.health, Box::new(end));
+        Ok(())
+    }
+
+    /// What was fenced is not all that a command puts on its stream.
+    pub(super) fn stream_is_dirty(streams: &mut Streams<CudaStream>, id: StreamId) -> Result {
+        find(streams, id)?.native.dirty = true;
         Ok(())
     }
 
@@ -320,24 +325,6 @@ impl Cuda {
     }
 }
 
-impl Session<Cuda> {
-    /// See [`Cuda::fence`].
-    pub(super) fn fence(
-        &mut self,
-        place: &Place,
-        seq: u64,
-        end: impl FnOnce(Status) + Send + 'static,
-    ) -> Result<(), Status> {
-        self.gpu.fence(&mut self.streams, place, seq, end)
-    }
-
-    /// What was fenced is not all that a command puts on its stream.
-    pub(super) fn stream_is_dirty(&mut self, id: StreamId) -> Result<(), Status> {
-        find(&mut self.streams, id)?.native.dirty = true;
-        Ok(())
-    }
-}
-
 impl GpuStreams for Cuda {
     type Stream = CudaStream;
     type Place = Place;
@@ -345,7 +332,7 @@ impl GpuStreams for Cuda {
     type MemoryOp = BatchMemOp;
     const SHARES_EVENTS: bool = true;
 
-    fn default_stream(&mut self, context: ContextId, _device: u32) -> Result<CudaStream, Status> {
+    fn default_stream(&mut self, context: ContextId, _device: u32) -> Result<CudaStream> {
         if !self.contexts.contains_key(&context.0) {
             self.make_primary(context.0)?;
         }
@@ -359,7 +346,7 @@ impl GpuStreams for Cuda {
         context: ContextId,
         flags: u32,
         priority: i32,
-    ) -> Result<CudaStream, Status> {
+    ) -> Result<CudaStream> {
         let mut handle: CUstream = std::ptr::null_mut();
         // SAFETY: writes a stream handle.
         let made = unsafe { self.api.stream_create(&mut handle, flags, priority) };
@@ -367,12 +354,7 @@ impl GpuStreams for Cuda {
         self.wrap_stream(id, context, handle)
     }
 
-    fn destroy_stream(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<CudaStream>,
-        id: StreamId,
-    ) -> Result<(), Status> {
+    fn destroy_stream(&mut self, cx: &mut Call, streams: &mut Streams<CudaStream>, id: StreamId) -> Result {
         let place = self.enter_stream(cx, streams, id)?;
         // The word stays this stream's until its work is done; a fence holds it so long.
         let stream = &find(streams, id)?.native;
@@ -390,7 +372,7 @@ impl GpuStreams for Cuda {
         cx: &mut Call,
         streams: &mut Streams<CudaStream>,
         id: StreamId,
-    ) -> Result<Place, Status> {
+    ) -> Result<Place> {
         let Stream { context, native, .. } = find(streams, id)?;
         native.dirty = true;
         let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
@@ -409,7 +391,7 @@ impl GpuStreams for Cuda {
         cx: &mut Call,
         streams: &mut Streams<CudaStream>,
         id: StreamId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
         let dirty = find(streams, id)?.native.dirty || id.0 < MAX_CONTEXTS;
         let place = self.enter_stream(cx, streams, id)?;
@@ -426,7 +408,7 @@ impl GpuStreams for Cuda {
         cx: &mut Call,
         streams: &mut Streams<CudaStream>,
         context: ContextId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let pending = cx.later();
         self.after(
             streams,
@@ -451,18 +433,13 @@ impl GpuStreams for Cuda {
         self.after(streams, seq, |context| contexts.contains(&context.0), end);
     }
 
-    fn mark_stream(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<CudaStream>,
-        id: StreamId,
-    ) -> Result<(), Status> {
+    fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<CudaStream>, id: StreamId) -> Result {
         let place = self.enter_stream(cx, streams, id)?;
         let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
         self.fence(streams, &place, seq, move |status| progress.publish(seq, status))
     }
 
-    fn wait_event(&mut self, place: &Place, event: &CudaEvent, flags: u32) -> Result<(), Status> {
+    fn wait_event(&mut self, place: &Place, event: &CudaEvent, flags: u32) -> Result {
         // SAFETY: live handles of this session.
         let waits = unsafe { self.api.stream_wait_event(place.stream, event.handle, flags) };
         self.note(place.context, waits)
@@ -474,7 +451,7 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         place: &Place,
         ticket: TicketId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         if self.beside.awaits(ticket) {
             return Err(Status::INVALID_HANDLE);
         }
@@ -486,7 +463,7 @@ impl GpuStreams for Cuda {
         self.fence(streams, place, cx.seq, move |_| drop(word))
     }
 
-    fn memory_op(&self, op: &MemoryOp, _device: u32) -> Result<BatchMemOp, Status> {
+    fn memory_op(&self, op: &MemoryOp, _device: u32) -> Result<BatchMemOp> {
         Ok(if op.width() == 0 {
             BatchMemOp { operation: op.operation, short_flags: op.flags, ..BatchMemOp::default() }
         } else {
@@ -500,12 +477,7 @@ impl GpuStreams for Cuda {
         })
     }
 
-    fn memory_ops(
-        &mut self,
-        _cx: &Call,
-        place: &Place,
-        mut operations: Vec<BatchMemOp>,
-    ) -> Result<(), Status> {
+    fn memory_ops(&mut self, _cx: &Call, place: &Place, mut operations: Vec<BatchMemOp>) -> Result {
         let (count, all) = (operations.len() as u32, operations.as_mut_ptr());
         // SAFETY: a live stream; as many operations as the length says, on words of the session.
         let enqueued = unsafe { self.api.stream_memory_ops(place.stream, count, all, 0) };
@@ -518,7 +490,7 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
         attribute: &LaunchAttribute,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let value = zerocopy::transmute!(attribute.value);
         let (stream, context) = self.with_attribute(cx, streams, id, attribute.id)?;
         // SAFETY: a live stream; none of these attributes' values, which are no longer than this, names an object. (An access policy's window is a hint.)
@@ -532,7 +504,7 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         id: StreamId,
         attribute: u32,
-    ) -> Result<[u8; 64], Status> {
+    ) -> Result<[u8; 64]> {
         let (stream, context) = self.with_attribute(cx, streams, id, attribute)?;
         let mut value = [0; 8];
         // SAFETY: a live stream; there is room for the longest value.
@@ -547,7 +519,7 @@ impl GpuStreams for Cuda {
         streams: &mut Streams<CudaStream>,
         from: StreamId,
         to: StreamId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let (from, other) = self.enter_briefly(cx, streams, from)?;
         let (to, context) = self.enter_briefly(cx, streams, to)?;
         if other != context {
@@ -558,7 +530,7 @@ impl GpuStreams for Cuda {
         self.note(context, copied)
     }
 
-    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<CudaEvent, Status> {
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<CudaEvent> {
         let mut handle: CUevent = std::ptr::null_mut();
         // How a thread waits for it is up to the client.
         let kept = flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS);
@@ -569,7 +541,7 @@ impl GpuStreams for Cuda {
         Ok(CudaEvent { handle, timed, recorded: None })
     }
 
-    fn destroy_event(&mut self, context: ContextId, event: CudaEvent) -> Result<(), Status> {
+    fn destroy_event(&mut self, context: ContextId, event: CudaEvent) -> Result {
         event.timed.inspect(|timed| timed.retire());
         // SAFETY: out of the session's table, and the completer no longer uses it.
         let destroyed = unsafe { self.api.event_destroy(event.handle) };
@@ -583,7 +555,7 @@ impl GpuStreams for Cuda {
         place: &Place,
         event: &mut CudaEvent,
         flags: u32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         if let Some(timed) = &event.timed {
             timed.records.fetch_add(1, Ordering::AcqRel);
         }
@@ -598,11 +570,7 @@ impl GpuStreams for Cuda {
         Ok(())
     }
 
-    fn synchronize_event(
-        &mut self,
-        cx: &Call,
-        event: &CudaEvent,
-    ) -> Result<Answer<EventSynchronizeReply>, Status> {
+    fn synchronize_event(&mut self, cx: &Call, event: &CudaEvent) -> Reply<EventSynchronizeReply> {
         self.context(cx.context)?.health.check()?;
         let Some((word, value, health)) = &event.recorded else {
             return Ok(Answer::Now(EventSynchronizeReply {}));
@@ -619,12 +587,7 @@ impl GpuStreams for Cuda {
         Ok(Answer::Later)
     }
 
-    fn elapsed(
-        &mut self,
-        cx: &Call,
-        start: &CudaEvent,
-        end: &CudaEvent,
-    ) -> Result<Answer<EventElapsedReply>, Status> {
+    fn elapsed(&mut self, cx: &Call, start: &CudaEvent, end: &CudaEvent) -> Reply<EventElapsedReply> {
         let (Some(first), Some(second)) = (&start.timed, &end.timed) else {
             return Err(Status::INVALID_HANDLE);
         };
@@ -657,14 +620,14 @@ impl GpuStreams for Cuda {
         Ok(Answer::Later)
     }
 
-    fn export_event(&mut self, event: &CudaEvent) -> Result<Vec<u8>, Status> {
+    fn export_event(&mut self, event: &CudaEvent) -> Result<Vec<u8>> {
         let mut handle = IpcHandle([0; 64]);
         // SAFETY: a live event; writes 64 bytes. The driver refuses one that was not made for other processes.
         unsafe { self.api.event_export(&mut handle, event.handle) }?;
         Ok(handle.0.to_vec())
     }
 
-    fn import_event(&mut self, _context: ContextId, handle: Vec<u8>) -> Result<CudaEvent, Status> {
+    fn import_event(&mut self, _context: ContextId, handle: Vec<u8>) -> Result<CudaEvent> {
         let handle = IpcHandle(handle.try_into().map_err(|_| Status::INVALID_VALUE)?);
         let mut event: CUevent = std::ptr::null_mut();
         // SAFETY: a handle that this driver made in another worker; writes one event.
@@ -672,7 +635,7 @@ impl GpuStreams for Cuda {
         Ok(CudaEvent { handle: event, timed: None, recorded: None })
     }
 
-    fn query_event(&mut self, context: ContextId, event: &CudaEvent) -> Result<bool, Status> {
+    fn query_event(&mut self, context: ContextId, event: &CudaEvent) -> Result<bool> {
         // SAFETY: a live event.
         match unsafe { self.api.event_query_raw(event.handle) } {
             Ok(()) => Ok(true),

@@ -1,6 +1,6 @@
 //! Tensor maps.
 
-use protocol::Status;
+use crate::driver::call::Result;
 use protocol::ops::texture::*;
 
 use super::Cuda;
@@ -8,7 +8,7 @@ use super::api::TensorMap;
 use crate::driver::gpu::GpuTensorMaps;
 
 impl GpuTensorMaps for Cuda {
-    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128], Status> {
+    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128]> {
         let t = &op.tensor;
         let mut map = TensorMap([0; 128]);
         // SAFETY: the lists have the lengths that the rank says, and `map` is aligned; the address is not followed.
@@ -31,7 +31,7 @@ impl GpuTensorMaps for Cuda {
         Ok(map.0)
     }
 
-    fn tensor_map_im2col(&self, op: &TensorMapIm2col) -> Result<[u8; 128], Status> {
+    fn tensor_map_im2col(&self, op: &TensorMapIm2col) -> Result<[u8; 128]> {
         let t = &op.tensor;
         let mut map = TensorMap([0; 128]);
         // SAFETY: the lists have the lengths that the rank says, and `map` is aligned; the address is not followed.
@@ -57,7 +57,7 @@ impl GpuTensorMaps for Cuda {
         Ok(map.0)
     }
 
-    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status> {
+    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128]> {
         let mut map = TensorMap(op.map);
         // SAFETY: an aligned map; the address is not followed.
         unsafe { self.api.tensor_map_replace(&mut map, op.address) }?;

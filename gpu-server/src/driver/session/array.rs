@@ -7,11 +7,10 @@ use std::collections::HashMap;
 
 use protocol::Status;
 use protocol::handle::{ArrayId, ContextId};
-use protocol::ops::Answer;
 use protocol::ops::array::*;
 
 use super::{Session, now};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, Gpu, GpuArrays, TextureSource};
 use crate::driver::quota::Charge;
 use crate::driver::rows::Rows;
@@ -62,17 +61,17 @@ impl<G: GpuArrays> Default for Arrays<G> {
 
 impl<G: GpuArrays> Arrays<G> {
     /// Whether there is room for one more, of whatever kind.
-    fn may_grow(&self) -> Result<(), Status> {
+    fn may_grow(&self) -> Result {
         let most = self.arrays.len().max(self.textures.len()).max(self.surfaces.len());
         if most >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
-    fn get(&self, id: ArrayId) -> Result<&Array<G>, Status> {
+    fn get(&self, id: ArrayId) -> Result<&Array<G>> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 
     /// An array that has elements of its own, and its shape.
-    fn plain(&self, id: ArrayId) -> Result<(&G::Array, &ArrayShape), Status> {
+    fn plain(&self, id: ArrayId) -> Result<(&G::Array, &ArrayShape)> {
         let array = self.get(id)?;
         match &array.kind {
             Kind::Plain(native) | Kind::Level { native, .. } => Ok((native, &array.shape)),
@@ -90,11 +89,7 @@ impl<G: GpuArrays> Arrays<G> {
 }
 
 /// Takes the context of a texture or surface out of its table, whichever of `devices` devices it is on.
-fn take(
-    table: &mut HashMap<(u32, u64), ContextId>,
-    devices: usize,
-    handle: u64,
-) -> Result<(u32, ContextId), Status> {
+fn take(table: &mut HashMap<(u32, u64), ContextId>, devices: usize, handle: u64) -> Result<(u32, ContextId)> {
     let mut devices = 0..devices as u32;
     let found = devices.find_map(|device| Some((device, table.remove(&(device, handle))?)));
     found.ok_or(Status::INVALID_HANDLE)
@@ -124,7 +119,7 @@ impl<G: Gpu> Session<G> {
         end: &'a ArrayPlace,
         extent: [u64; 3],
         home: u32,
-    ) -> Result<CopyEnd<'a, G::Array>, Status> {
+    ) -> Result<CopyEnd<'a, G::Array>> {
         let Some(id) = end.array else {
             let span = Rows::of(&end.memory, extent).sizes()?.1;
             let device = self.check_range(end.memory.address, span, home)?;
@@ -139,11 +134,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// What a texture is of, checked.
-    fn texture_source<'a>(
-        &'a self,
-        context: ContextId,
-        r: &'a Resource,
-    ) -> Result<TextureSource<'a, G>, Status> {
+    fn texture_source<'a>(&'a self, context: ContextId, r: &'a Resource) -> Result<TextureSource<'a, G>> {
         match r.kind {
             OF_ARRAY | OF_MIPMAPPED => {
                 let Array { context: of, shape, kind, .. } = self.arrays.get(r.array)?;
@@ -181,7 +172,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> ArrayOps<Call> for Session<G> {
-    fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
+    fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Reply<ArrayCreateReply> {
         cx.context = op.context;
         self.arrays.may_grow()?;
         if self.arrays.arrays.contains_key(&op.array.0)
@@ -205,7 +196,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         now(ArrayCreateReply {})
     }
 
-    fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
+    fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Reply<ArrayLevelReply> {
         self.arrays.may_grow()?;
         let whole = self.arrays.get(op.mipmapped)?;
         cx.context = whole.context;
@@ -228,7 +219,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         now(ArrayLevelReply {})
     }
 
-    fn array_destroy(&mut self, cx: &mut Call, op: ArrayDestroy) -> Result<(), Status> {
+    fn array_destroy(&mut self, cx: &mut Call, op: ArrayDestroy) -> Result {
         cx.context = self.arrays.get(op.array)?.context;
         self.gpu.enter(cx.context)?;
         let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
@@ -250,7 +241,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         }
     }
 
-    fn memcpy_array(&mut self, cx: &mut Call, op: MemcpyArray) -> Result<(), Status> {
+    fn memcpy_array(&mut self, cx: &mut Call, op: MemcpyArray) -> Result {
         let place = self.enter(cx, op.stream)?;
         if op.extent.contains(&0) {
             return Ok(());
@@ -261,11 +252,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         self.gpu.copy_array(cx, &place, &src, &dst, op.extent)
     }
 
-    fn texture_create(
-        &mut self,
-        cx: &mut Call,
-        op: TextureCreate,
-    ) -> Result<Answer<TextureCreateReply>, Status> {
+    fn texture_create(&mut self, cx: &mut Call, op: TextureCreate) -> Reply<TextureCreateReply> {
         cx.context = op.context;
         self.arrays.may_grow()?;
         self.gpu.enter(op.context)?;
@@ -276,18 +263,14 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         now(TextureCreateReply { texture })
     }
 
-    fn texture_destroy(&mut self, cx: &mut Call, op: TextureDestroy) -> Result<(), Status> {
+    fn texture_destroy(&mut self, cx: &mut Call, op: TextureDestroy) -> Result {
         let (device, context) = take(&mut self.arrays.textures, self.windows.len(), op.texture)?;
         cx.context = context;
         self.gpu.enter(context)?;
         self.gpu.destroy_texture(context, device, op.texture)
     }
 
-    fn surface_create(
-        &mut self,
-        cx: &mut Call,
-        op: SurfaceCreate,
-    ) -> Result<Answer<SurfaceCreateReply>, Status> {
+    fn surface_create(&mut self, cx: &mut Call, op: SurfaceCreate) -> Reply<SurfaceCreateReply> {
         cx.context = op.context;
         self.arrays.may_grow()?;
         self.gpu.enter(op.context)?;
@@ -301,7 +284,7 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         now(SurfaceCreateReply { surface })
     }
 
-    fn surface_destroy(&mut self, cx: &mut Call, op: SurfaceDestroy) -> Result<(), Status> {
+    fn surface_destroy(&mut self, cx: &mut Call, op: SurfaceDestroy) -> Result {
         let (device, context) = take(&mut self.arrays.surfaces, self.windows.len(), op.surface)?;
         cx.context = context;
         self.gpu.enter(context)?;
@@ -312,17 +295,13 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: TextureLinearWidth,
-    ) -> Result<Answer<TextureLinearWidthReply>, Status> {
+    ) -> Reply<TextureLinearWidthReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         now(TextureLinearWidthReply { width: self.gpu.linear_width(op.device, op.format, op.channels)? })
     }
 
-    fn array_requirements(
-        &mut self,
-        cx: &mut Call,
-        op: ArrayRequirements,
-    ) -> Result<Answer<ArrayRequirementsReply>, Status> {
+    fn array_requirements(&mut self, cx: &mut Call, op: ArrayRequirements) -> Reply<ArrayRequirementsReply> {
         let array = self.arrays.get(op.array)?;
         cx.context = array.context;
         let device = self.device_of(cx.context)?;

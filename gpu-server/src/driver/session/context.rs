@@ -11,12 +11,12 @@ use protocol::ops::context::*;
 use protocol::ops::device::*;
 
 use super::{Session, now};
-use crate::driver::call::{Call, check_selection};
+use crate::driver::call::{Call, Reply, Result, check_selection};
 use crate::driver::gpu::Gpu;
 
 impl<G: Gpu> Session<G> {
     /// The device of a context.
-    pub(in crate::driver) fn device_of(&self, context: ContextId) -> Result<u32, Status> {
+    pub(in crate::driver) fn device_of(&self, context: ContextId) -> Result<u32> {
         if self.check_device(context.0).is_ok() {
             return Ok(context.0);
         }
@@ -35,7 +35,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> DeviceOps<Call> for Session<G> {
-    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Reply<SessionInfoReply> {
         now(SessionInfoReply {
             device_count: self.windows.len() as u32,
             driver_version: self.gpu.driver_version()?,
@@ -45,24 +45,20 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
         })
     }
 
-    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
+    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Reply<DeviceInfoReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         self.gpu.describe(op.device, &*cx.client).map(Answer::Now)
     }
 
-    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
+    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Reply<PeerInfoReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         self.check_device(op.peer)?;
         self.gpu.describe_peer(op.device, op.peer).map(Answer::Now)
     }
 
-    fn select_devices(
-        &mut self,
-        _cx: &mut Call,
-        op: SelectDevices,
-    ) -> Result<Answer<SelectDevicesReply>, Status> {
+    fn select_devices(&mut self, _cx: &mut Call, op: SelectDevices) -> Reply<SelectDevicesReply> {
         let untouched = self.streams.is_empty()
             && self.events.is_empty()
             && self.modules.is_empty()
@@ -79,19 +75,11 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
 }
 
 impl<G: Gpu> ContextOps<Call> for Session<G> {
-    fn device_output(
-        &mut self,
-        _cx: &mut Call,
-        _op: DeviceOutput,
-    ) -> Result<Answer<DeviceOutputReply>, Status> {
+    fn device_output(&mut self, _cx: &mut Call, _op: DeviceOutput) -> Reply<DeviceOutputReply> {
         now(self.gpu.output().fetch())
     }
 
-    fn context_create(
-        &mut self,
-        cx: &mut Call,
-        op: ContextCreate,
-    ) -> Result<Answer<ContextCreateReply>, Status> {
+    fn context_create(&mut self, cx: &mut Call, op: ContextCreate) -> Reply<ContextCreateReply> {
         cx.context = op.context;
         self.check_device(op.device)?;
         let free = (MAX_DEVICES..MAX_CONTEXTS).contains(&op.context.0)
@@ -104,11 +92,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         now(ContextCreateReply {})
     }
 
-    fn context_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: ContextDestroy,
-    ) -> Result<Answer<ContextDestroyReply>, Status> {
+    fn context_destroy(&mut self, cx: &mut Call, op: ContextDestroy) -> Reply<ContextDestroyReply> {
         cx.context = op.context;
         let device = *self.made_contexts.get(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
         self.gpu.before_waiting_call(&self.streams, device)?;
@@ -119,11 +103,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         now(ContextDestroyReply {})
     }
 
-    fn primary_reset(
-        &mut self,
-        cx: &mut Call,
-        op: PrimaryReset,
-    ) -> Result<Answer<PrimaryResetReply>, Status> {
+    fn primary_reset(&mut self, cx: &mut Call, op: PrimaryReset) -> Reply<PrimaryResetReply> {
         let primary = ContextId(op.device);
         cx.context = primary;
         self.check_device(op.device)?;
@@ -147,11 +127,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         now(PrimaryResetReply {})
     }
 
-    fn primary_set_flags(
-        &mut self,
-        cx: &mut Call,
-        op: PrimarySetFlags,
-    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+    fn primary_set_flags(&mut self, cx: &mut Call, op: PrimarySetFlags) -> Reply<PrimarySetFlagsReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         // Scheduling flags say how the calling thread waits, which is up to the client.
@@ -163,41 +139,33 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: ContextSynchronize,
-    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
+    ) -> Reply<ContextSynchronizeReply> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         self.gpu.synchronize_context(cx, &mut self.streams, op.context)?;
         Ok(Answer::Later)
     }
 
-    fn context_get_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextGetLimit,
-    ) -> Result<Answer<ContextGetLimitReply>, Status> {
+    fn context_get_limit(&mut self, cx: &mut Call, op: ContextGetLimit) -> Reply<ContextGetLimitReply> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         now(ContextGetLimitReply { value: self.gpu.limit(op.context, op.limit)? })
     }
 
-    fn context_set_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSetLimit,
-    ) -> Result<Answer<ContextSetLimitReply>, Status> {
+    fn context_set_limit(&mut self, cx: &mut Call, op: ContextSetLimit) -> Reply<ContextSetLimitReply> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         self.gpu.set_limit(op.context, op.limit, op.value)?;
         now(ContextSetLimitReply {})
     }
 
-    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
+    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Reply<PeerEnableReply> {
         cx.context = op.context;
         self.gpu.enable_peer(op.context, op.peer)?;
         now(PeerEnableReply {})
     }
 
-    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
+    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Reply<PeerDisableReply> {
         cx.context = op.context;
         self.gpu.disable_peer(op.context, op.peer)?;
         now(PeerDisableReply {})

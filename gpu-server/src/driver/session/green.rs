@@ -4,12 +4,11 @@ use std::collections::HashMap;
 
 use protocol::Status;
 use protocol::handle::{ContextId, GreenId};
-use protocol::ops::Answer;
 use protocol::ops::green::*;
 
 use super::{Session, now};
-use crate::driver::call::Call;
-use crate::driver::gpu::{Gpu, GpuGreenContexts};
+use crate::driver::call::{Call, Reply, Result};
+use crate::driver::gpu::{Gpu, GpuGreenContexts, Split};
 use crate::driver::parts::{Parts, may_have};
 use crate::driver::streams::Stream;
 
@@ -34,13 +33,13 @@ impl<G: GpuGreenContexts> Default for Greens<G> {
 
 impl<G: GpuGreenContexts> Greens<G> {
     /// A part as the client sees it.
-    fn tell(&mut self, part: G::Part) -> Result<Part, Status> {
+    fn tell(&mut self, part: G::Part) -> Result<Part> {
         let (kind, sm) = G::tell_part(&part);
         let number = if kind == 0 { 0 } else { self.parts.number(part)? };
         Ok(Part { number, kind, sm })
     }
 
-    fn get(&self, id: GreenId) -> Result<&Green<G::Green>, Status> {
+    fn get(&self, id: GreenId) -> Result<&Green<G::Green>> {
         self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
     }
 }
@@ -55,7 +54,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> GreenOps<Call> for Session<G> {
-    fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
+    fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Reply<PartGetReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let part = match op.green {
@@ -65,28 +64,24 @@ impl<G: Gpu> GreenOps<Call> for Session<G> {
         now(PartGetReply { part: self.greens.tell(part)? })
     }
 
-    fn part_split(&mut self, _cx: &mut Call, op: PartSplit) -> Result<Answer<PartSplitReply>, Status> {
+    fn part_split(&mut self, _cx: &mut Call, op: PartSplit) -> Reply<PartSplitReply> {
         let part = self.greens.parts.get(op.part)?;
         if op.groups.is_some_and(|wanted| wanted > MAX_GROUPS) {
             return Err(Status::INVALID_VALUE);
         }
-        let (count, groups, rest) = self.gpu.split_part(part, op.groups, op.flags, op.least)?;
+        let Split { count, groups, rest } = self.gpu.split_part(part, op.groups, op.flags, op.least)?;
         let groups = groups.into_iter().map(|group| self.greens.tell(group)).collect::<Result<_, _>>()?;
         now(PartSplitReply { count, groups, rest: self.greens.tell(rest)? })
     }
 
-    fn part_describe(
-        &mut self,
-        _cx: &mut Call,
-        op: PartDescribe,
-    ) -> Result<Answer<PartDescribeReply>, Status> {
+    fn part_describe(&mut self, _cx: &mut Call, op: PartDescribe) -> Reply<PartDescribeReply> {
         may_have(&self.greens.descriptors, op.descriptor.0)?;
         let descriptor = self.gpu.describe_parts(self.greens.parts.all(&op.parts)?)?;
         self.greens.descriptors.insert(op.descriptor.0, descriptor);
         now(PartDescribeReply {})
     }
 
-    fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Result<Answer<GreenCreateReply>, Status> {
+    fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Reply<GreenCreateReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         may_have(&self.greens.contexts, op.green.0)?;
@@ -96,11 +91,7 @@ impl<G: Gpu> GreenOps<Call> for Session<G> {
         now(GreenCreateReply {})
     }
 
-    fn green_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: GreenDestroy,
-    ) -> Result<Answer<GreenDestroyReply>, Status> {
+    fn green_destroy(&mut self, cx: &mut Call, op: GreenDestroy) -> Reply<GreenDestroyReply> {
         cx.context = ContextId(self.greens.get(op.green)?.device);
         if self.streams.values().any(|stream| stream.green == Some(op.green)) {
             return Err(Status::INVALID_VALUE);
@@ -110,7 +101,7 @@ impl<G: Gpu> GreenOps<Call> for Session<G> {
         now(GreenDestroyReply {})
     }
 
-    fn green_stream(&mut self, cx: &mut Call, op: GreenStream) -> Result<(), Status> {
+    fn green_stream(&mut self, cx: &mut Call, op: GreenStream) -> Result {
         let green = self.greens.get(op.green)?;
         let context = ContextId(green.device);
         cx.context = context;

@@ -9,7 +9,7 @@ use protocol::ops::memory::*;
 use super::{Session, now};
 use crate::cuda_ipc::{Broker, Shared, Token};
 use crate::driver::beside::{self, Beside};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
@@ -62,18 +62,18 @@ impl<G: Gpu> Session<G> {
         (ordinal < self.windows.len() as u64).then_some(ordinal as u32)
     }
 
-    fn window_mut(&mut self, device: u32) -> Result<&mut Window<G::Piece>, Status> {
+    fn window_mut(&mut self, device: u32) -> Result<&mut Window<G::Piece>> {
         self.windows.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)
     }
 
     /// Checks that there is such a device.
-    pub(in crate::driver) fn check_device(&self, device: u32) -> Result<(), Status> {
+    pub(in crate::driver) fn check_device(&self, device: u32) -> Result {
         if (device as usize) < self.windows.len() { Ok(()) } else { Err(Status::INVALID_DEVICE) }
     }
 
     /// Checks that `len` bytes from `address` are one allocation's, one variable's, one piece of pinned memory's, or mapped. Returns the device
     /// through which they are reached; `home` where that makes no difference.
-    pub(in crate::driver) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32, Status> {
+    pub(in crate::driver) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => {
                 self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
@@ -140,7 +140,7 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    fn broker(&self) -> Result<&Broker, Status> {
+    fn broker(&self) -> Result<&Broker> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
 
@@ -151,7 +151,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> MemoryOps<Call> for Session<G> {
-    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Result<Answer<MemGrowReply>, Status> {
+    fn mem_grow(&mut self, cx: &mut Call, op: MemGrow) -> Reply<MemGrowReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let (granule, first) = (self.gpu.granule(op.device), window(op.device));
@@ -173,7 +173,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemGrowReply {})
     }
 
-    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Result<Answer<MemShrinkReply>, Status> {
+    fn mem_shrink(&mut self, cx: &mut Call, op: MemShrink) -> Reply<MemShrinkReply> {
         cx.context = ContextId(op.device);
         let window = self.window_mut(op.device)?;
         if window.pieces.at(op.address) != Some(op.size) || window.allocations.touches(op.address, op.size) {
@@ -191,7 +191,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         Ok(Answer::Later)
     }
 
-    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result<(), Status> {
+    fn mem_alloc(&mut self, cx: &mut Call, op: MemAlloc) -> Result {
         let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         cx.context = ContextId(device);
         let window = self.window_mut(device)?;
@@ -205,14 +205,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         placed
     }
 
-    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result<(), Status> {
+    fn mem_free(&mut self, cx: &mut Call, op: MemFree) -> Result {
         let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         cx.context = ContextId(device);
         self.window_mut(device)?.allocations.remove(op.address).ok_or(Status::INVALID_VALUE)?;
         self.gpu.release(device, op.address)
     }
 
-    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Result<Answer<MemGetInfoReply>, Status> {
+    fn mem_get_info(&mut self, cx: &mut Call, op: MemGetInfo) -> Reply<MemGetInfoReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let (free, total) = self.gpu.memory_info(op.device)?;
@@ -220,7 +220,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemGetInfoReply { free, total })
     }
 
-    fn host_map(&mut self, cx: &mut Call, op: HostMap) -> Result<Answer<HostMapReply>, Status> {
+    fn host_map(&mut self, cx: &mut Call, op: HostMap) -> Reply<HostMapReply> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         let (context, address, size) = (op.context, op.address, op.memory.0.len);
@@ -229,7 +229,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(HostMapReply {})
     }
 
-    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
+    fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Reply<HostMirrorReply> {
         cx.context = op.context;
         op.check()?;
         if self.touches_host_view(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
@@ -241,32 +241,28 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         Ok(answer)
     }
 
-    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result<(), Status> {
+    fn host_patch(&mut self, cx: &mut Call, op: HostPatch) -> Result {
         cx.context = op.context;
         self.gpu.beside().patch(&op.words)
     }
 
-    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Result<Answer<HostReadReply>, Status> {
+    fn host_read(&mut self, cx: &mut Call, op: HostRead) -> Reply<HostReadReply> {
         cx.context = op.context;
         beside::read(&**self.gpu.beside(), &op).map(Answer::Now)
     }
 
-    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result<(), Status> {
+    fn host_write(&mut self, cx: &mut Call, op: HostWrite<'_>) -> Result {
         cx.context = op.context;
         self.gpu.beside().write(op.address, op.bytes)
     }
 
-    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result<(), Status> {
+    fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result {
         cx.context = op.context;
         let view = self.host_views.remove(&op.address).ok_or(Status::INVALID_VALUE)?;
         self.gpu.unmap_host(op.context, ContextId(view.context), view.native)
     }
 
-    fn address_reserve(
-        &mut self,
-        _cx: &mut Call,
-        op: AddressReserve,
-    ) -> Result<Answer<AddressReserveReply>, Status> {
+    fn address_reserve(&mut self, _cx: &mut Call, op: AddressReserve) -> Reply<AddressReserveReply> {
         self.space.may_reserve(op.address, op.size, self.granule())?;
         if self.touches_host_view(op.address, op.size) {
             // The client tries other addresses then.
@@ -277,18 +273,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(AddressReserveReply {})
     }
 
-    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Result<Answer<AddressFreeReply>, Status> {
+    fn address_free(&mut self, _cx: &mut Call, op: AddressFree) -> Reply<AddressFreeReply> {
         self.space.may_unreserve(op.address, op.size)?;
         self.gpu.unreserve(op.address, op.size)?;
         self.space.unreserve(op.address);
         now(AddressFreeReply {})
     }
 
-    fn memory_create(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryCreate,
-    ) -> Result<Answer<MemoryCreateReply>, Status> {
+    fn memory_create(&mut self, cx: &mut Call, op: MemoryCreate) -> Reply<MemoryCreateReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         self.space.may_name(op.memory.0)?;
@@ -304,11 +296,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryCreateReply {})
     }
 
-    fn memory_release(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryRelease,
-    ) -> Result<Answer<MemoryReleaseReply>, Status> {
+    fn memory_release(&mut self, _cx: &mut Call, op: MemoryRelease) -> Reply<MemoryReleaseReply> {
         let memory = self.space.remove(op.memory.0)?;
         if let (Some(token), Some(broker)) = (memory.token, &self.broker) {
             broker.unshare(token);
@@ -318,7 +306,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryReleaseReply {})
     }
 
-    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Result<Answer<MemoryMapReply>, Status> {
+    fn memory_map(&mut self, _cx: &mut Call, op: MemoryMap) -> Reply<MemoryMapReply> {
         self.space.may_map(op.memory.0, op.offset, op.address, op.size, self.granule())?;
         let memory = self.space.memory(op.memory.0)?;
         self.gpu.map(&memory.handle, memory.device, op.offset, op.address, op.size)?;
@@ -326,18 +314,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryMapReply {})
     }
 
-    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Result<Answer<MemoryUnmapReply>, Status> {
+    fn memory_unmap(&mut self, _cx: &mut Call, op: MemoryUnmap) -> Reply<MemoryUnmapReply> {
         let mapping = self.space.mapping_mut(op.address, op.size)?;
         self.gpu.unmap(op.address, op.size, &mut mapping.access)?;
         self.space.unmap(op.address);
         now(MemoryUnmapReply {})
     }
 
-    fn memory_access(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryAccess,
-    ) -> Result<Answer<MemoryAccessReply>, Status> {
+    fn memory_access(&mut self, cx: &mut Call, op: MemoryAccess) -> Reply<MemoryAccessReply> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let mapping = self.space.mapping(op.address, op.size)?;
@@ -350,11 +334,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryAccessReply {})
     }
 
-    fn memory_export(
-        &mut self,
-        _cx: &mut Call,
-        op: MemoryExport,
-    ) -> Result<Answer<MemoryExportReply>, Status> {
+    fn memory_export(&mut self, _cx: &mut Call, op: MemoryExport) -> Reply<MemoryExportReply> {
         let memory = self.space.memory(op.memory.0)?;
         if !memory.exportable {
             return Err(Status::INVALID_VALUE);
@@ -369,11 +349,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryExportReply { token })
     }
 
-    fn memory_import(
-        &mut self,
-        cx: &mut Call,
-        op: MemoryImport,
-    ) -> Result<Answer<MemoryImportReply>, Status> {
+    fn memory_import(&mut self, cx: &mut Call, op: MemoryImport) -> Reply<MemoryImportReply> {
         self.space.may_name(op.memory.0)?;
         let (Shared::Memory { device: number, size }, Some(fd), own) = self.broker()?.open(op.token)? else {
             return Err(Status::INVALID_VALUE);
@@ -387,7 +363,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(MemoryImportReply { device, size, own })
     }
 
-    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Result<Answer<PieceExportReply>, Status> {
+    fn piece_export(&mut self, _cx: &mut Call, op: PieceExport) -> Reply<PieceExportReply> {
         let device = self.ordinal_of(op.address).ok_or(Status::INVALID_VALUE)?;
         let window = self.windows.get_mut(device as usize).ok_or(Status::INVALID_VALUE)?;
         let (base, size, piece) = window.pieces.find_mut(op.address).ok_or(Status::INVALID_VALUE)?;
@@ -406,7 +382,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(PieceExportReply { token, base })
     }
 
-    fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Result<Answer<EventExportReply>, Status> {
+    fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Reply<EventExportReply> {
         if !G::SHARES_EVENTS || self.broker.is_none() {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -416,7 +392,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(EventExportReply { token })
     }
 
-    fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Result<Answer<EventImportReply>, Status> {
+    fn event_import(&mut self, cx: &mut Call, op: EventImport) -> Reply<EventImportReply> {
         cx.context = op.context;
         if !G::SHARES_EVENTS {
             return Err(Status::NOT_SUPPORTED);
@@ -433,7 +409,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         now(EventImportReply {})
     }
 
-    fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Result<Answer<EventQueryReply>, Status> {
+    fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Reply<EventQueryReply> {
         if !G::SHARES_EVENTS {
             return Err(Status::NOT_SUPPORTED);
         }

@@ -4,12 +4,14 @@
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`copy`]: copies and fills;
 //! - [`module`]: modules, their functions, launches, and the linker;
 //! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
 
 mod array;
 mod context;
+mod copy;
 mod green;
 mod memory;
 mod module;
@@ -21,10 +23,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::Status;
 use protocol::ops::{Driver, MayBlock};
 
-use super::call::Call;
+use super::call::{Call, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::nvml::Management;
@@ -84,20 +85,6 @@ impl<G: Gpu> Session<G> {
     }
 }
 
-impl<G: Gpu> std::ops::Deref for Session<G> {
-    type Target = G;
-
-    fn deref(&self) -> &G {
-        &self.gpu
-    }
-}
-
-impl<G: Gpu> std::ops::DerefMut for Session<G> {
-    fn deref_mut(&mut self) -> &mut G {
-        &mut self.gpu
-    }
-}
-
 impl<G: Gpu> Backend for Session<G>
 where
     Session<G>: Driver<Call>,
@@ -136,6 +123,6 @@ where
 }
 
 /// A value as an operation's answer.
-fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>, Status> {
+fn now<R>(reply: R) -> Result<protocol::ops::Answer<R>> {
     Ok(protocol::ops::Answer::Now(reply))
 }

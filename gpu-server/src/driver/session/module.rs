@@ -4,12 +4,11 @@ use std::collections::HashMap;
 
 use protocol::Status;
 use protocol::handle::{ContextId, FunctionId};
-use protocol::ops::Answer;
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 
 use super::{Session, now};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{Gpu, GpuModules, LinkInput, Loaded};
 use crate::driver::ids::Ids;
 use crate::driver::ranges::Ranges;
@@ -69,11 +68,11 @@ impl<G: GpuModules> Modules<G> {
     }
 
     /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
-    pub(in crate::driver) fn to_launch(
+    pub(in crate::driver) fn function_to_launch(
         &mut self,
         cx: &mut Call,
         id: FunctionId,
-    ) -> Result<&mut G::Function, Status> {
+    ) -> Result<&mut G::Function> {
         let context = cx.context;
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
@@ -95,7 +94,7 @@ impl<G: GpuModules> Modules<G> {
         function.is_some_and(|function| !function.launched)
     }
 
-    fn module(&self, id: protocol::handle::ModuleId) -> Result<&Module<G>, Status> {
+    fn module(&self, id: protocol::handle::ModuleId) -> Result<&Module<G>> {
         self.modules.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
 }
@@ -106,8 +105,8 @@ impl<G: Gpu> Session<G> {
         &mut self,
         cx: &mut Call,
         id: FunctionId,
-        f: impl FnOnce(&mut G, ContextId, &mut G::Function) -> Result<R, Status>,
-    ) -> Result<R, Status> {
+        f: impl FnOnce(&mut G, ContextId, &mut G::Function) -> Result<R>,
+    ) -> Result<R> {
         let module = self.modules.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
         let function = module.functions.get_mut(id.index() as usize).ok_or(Status::INVALID_HANDLE)?;
@@ -115,13 +114,7 @@ impl<G: Gpu> Session<G> {
         f(&mut self.gpu, cx.context, &mut function.native)
     }
 
-    fn set_attribute(
-        &mut self,
-        cx: &mut Call,
-        id: FunctionId,
-        attribute: u32,
-        value: i32,
-    ) -> Result<(), Status> {
+    fn set_attribute(&mut self, cx: &mut Call, id: FunctionId, attribute: u32, value: i32) -> Result {
         self.with_function(cx, id, |gpu, context, function| {
             gpu.set_function_attribute(context, function, attribute, value)
         })
@@ -132,8 +125,8 @@ impl<G: Gpu> Session<G> {
         &mut self,
         cx: &mut Call,
         id: u32,
-        f: impl FnOnce(&mut G, ContextId, u32, &mut G::Link) -> Result<R, Status>,
-    ) -> Result<R, Status> {
+        f: impl FnOnce(&mut G, ContextId, u32, &mut G::Link) -> Result<R>,
+    ) -> Result<R> {
         let context = self.modules.links.get(&id).ok_or(Status::INVALID_HANDLE)?.context;
         cx.context = context;
         self.gpu.enter(context)?;
@@ -144,11 +137,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> ModuleOps<Call> for Session<G> {
-    fn module_load<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: ModuleLoad<'a>,
-    ) -> Result<Answer<ModuleLoadReply>, Status> {
+    fn module_load<'a>(&mut self, cx: &mut Call, op: ModuleLoad<'a>) -> Reply<ModuleLoadReply> {
         cx.context = op.context;
         let device = self.device_of(op.context)?;
         if self.modules.modules.contains_key(&op.module.0) {
@@ -176,7 +165,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log })
     }
 
-    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {
+    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Reply<LinkCreateReply> {
         cx.context = op.context;
         if self.modules.links.contains_key(&op.link.0) {
             return Err(Status::INVALID_HANDLE);
@@ -190,7 +179,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(LinkCreateReply {})
     }
 
-    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Result<Answer<LinkAddReply>, Status> {
+    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Reply<LinkAddReply> {
         if op.kind > jit_input::LAST {
             return Err(Status::INVALID_VALUE);
         }
@@ -206,11 +195,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(LinkAddReply { result: result.0, info_log, error_log })
     }
 
-    fn link_complete(
-        &mut self,
-        cx: &mut Call,
-        op: LinkComplete,
-    ) -> Result<Answer<LinkCompleteReply>, Status> {
+    fn link_complete(&mut self, cx: &mut Call, op: LinkComplete) -> Reply<LinkCompleteReply> {
         let (result, [info_log, error_log]) =
             self.with_link(cx, op.link.0, |gpu, context, device, link| {
                 gpu.link_complete(context, device, link)
@@ -224,7 +209,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(LinkCompleteReply { result: result.0, size, info_log, error_log })
     }
 
-    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result<(), Status> {
+    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result {
         // One that is unknown has gone with its context.
         if let Some(link) = self.modules.links.remove(&op.link.0) {
             cx.context = link.context;
@@ -232,7 +217,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         Ok(())
     }
 
-    fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {
+    fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Reply<ModuleInfoReply> {
         let module = self.modules.module(op.module)?;
         cx.context = module.context;
         let functions = module.functions.iter().map(|function| &function.native);
@@ -241,7 +226,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         now(ModuleInfoReply { info_size: table.len() as u64 })
     }
 
-    fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result<(), Status> {
+    fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result {
         let module = self.modules.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
         self.gpu.enter(module.context)?;
@@ -255,7 +240,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: ModuleGetGlobal<'a>,
-    ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
+    ) -> Reply<ModuleGetGlobalReply> {
         let module = self.modules.modules.get_mut(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
         self.gpu.enter(module.context)?;
@@ -269,12 +254,12 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: FunctionSetAttribute,
-    ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
+    ) -> Reply<FunctionSetAttributeReply> {
         self.set_attribute(cx, op.function, op.attribute, op.value)?;
         now(FunctionSetAttributeReply {})
     }
 
-    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result<(), Status> {
+    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result {
         self.set_attribute(cx, op.function, op.attribute, op.value)
     }
 
@@ -282,7 +267,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: FunctionAttributes,
-    ) -> Result<Answer<FunctionAttributesReply>, Status> {
+    ) -> Reply<FunctionAttributesReply> {
         let attributes = self.with_function(cx, op.function, |gpu, context, function| {
             gpu.function_attributes(context, function)
         })?;
@@ -293,7 +278,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: OccupancyMaxActiveBlocks,
-    ) -> Result<Answer<OccupancyMaxActiveBlocksReply>, Status> {
+    ) -> Reply<OccupancyMaxActiveBlocksReply> {
         let blocks = self.with_function(cx, op.function, |gpu, context, function| {
             gpu.max_active_blocks(context, function, &op)
         })?;
@@ -304,7 +289,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: OccupancyAvailableShared,
-    ) -> Result<Answer<OccupancyAvailableSharedReply>, Status> {
+    ) -> Reply<OccupancyAvailableSharedReply> {
         let bytes = self.with_function(cx, op.function, |gpu, context, function| {
             gpu.available_shared(context, function, &op)
         })?;
@@ -315,7 +300,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: OccupancyMaxActiveClusters,
-    ) -> Result<Answer<OccupancyMaxActiveClustersReply>, Status> {
+    ) -> Reply<OccupancyMaxActiveClustersReply> {
         let clusters = self.with_function(cx, op.function, |gpu, context, function| {
             gpu.max_active_clusters(context, function, &op)
         })?;
@@ -326,7 +311,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: OccupancyMaxPotentialClusterSize,
-    ) -> Result<Answer<OccupancyMaxPotentialClusterSizeReply>, Status> {
+    ) -> Reply<OccupancyMaxPotentialClusterSizeReply> {
         let size = self.with_function(cx, op.function, |gpu, context, function| {
             gpu.max_cluster_size(context, function, &op)
         })?;
@@ -335,10 +320,10 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
 }
 
 impl<G: Gpu> LaunchOps<Call> for Session<G> {
-    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
+    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result {
         self.ensure_stream(op.stream)?;
         let place = self.gpu.enter_to_launch(cx, &mut self.streams, op.stream)?;
-        let function = self.modules.to_launch(cx, op.function)?;
+        let function = self.modules.function_to_launch(cx, op.function)?;
         self.gpu.launch(&place, function, &op)
     }
 }

@@ -10,7 +10,7 @@ use protocol::ops::stream::*;
 use super::{Session, now};
 use crate::cuda_ipc::Token;
 use crate::driver::beside::Beside;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu;
 use crate::driver::streams::Stream;
 
@@ -24,7 +24,7 @@ pub(super) struct Event<E> {
 
 impl<G: Gpu> Session<G> {
     /// Makes a context's legacy default stream if `id` is one that is not there yet: nothing else makes it.
-    pub(in crate::driver) fn ensure_stream(&mut self, id: StreamId) -> Result<(), Status> {
+    pub(in crate::driver) fn ensure_stream(&mut self, id: StreamId) -> Result {
         if id.0 < MAX_CONTEXTS && !self.streams.contains_key(&id.0) {
             let context = ContextId(id.0);
             let device = self.device_of(context).map_err(|_| Status::INVALID_HANDLE)?;
@@ -35,20 +35,20 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Checks that a stream may be made under this number.
-    pub(super) fn check_new_stream(&self, id: StreamId) -> Result<(), Status> {
+    pub(super) fn check_new_stream(&self, id: StreamId) -> Result {
         let free = (MAX_CONTEXTS..MAX_STREAMS).contains(&id.0) && !self.streams.contains_key(&id.0);
         if free { Ok(()) } else { Err(Status::INVALID_HANDLE) }
     }
 
     /// The place in a stream where the next operation goes; the call's context is the stream's from here on. A context that has failed refuses with its error.
-    pub(in crate::driver) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place, Status> {
+    pub(in crate::driver) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place> {
         self.ensure_stream(id)?;
         self.gpu.enter_stream(cx, &mut self.streams, id)
     }
 }
 
 impl<G: Gpu> StreamOps<Call> for Session<G> {
-    fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
+    fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result {
         cx.context = op.context;
         self.check_new_stream(op.stream)?;
         self.gpu.enter(op.context)?;
@@ -57,46 +57,42 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         Ok(())
     }
 
-    fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result<(), Status> {
+    fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result {
         if op.stream.0 < MAX_CONTEXTS {
             return Err(Status::INVALID_HANDLE);
         }
         self.gpu.destroy_stream(cx, &mut self.streams, op.stream)
     }
 
-    fn stream_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: StreamSynchronize,
-    ) -> Result<Answer<StreamSynchronizeReply>, Status> {
+    fn stream_synchronize(&mut self, cx: &mut Call, op: StreamSynchronize) -> Reply<StreamSynchronizeReply> {
         self.ensure_stream(op.stream)?;
         self.gpu.synchronize_stream(cx, &mut self.streams, op.stream)?;
         Ok(Answer::Later)
     }
 
-    fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result<(), Status> {
+    fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result {
         self.ensure_stream(op.stream)?;
         self.gpu.mark_stream(cx, &mut self.streams, op.stream)
     }
 
-    fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result<(), Status> {
+    fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result {
         let place = self.enter(cx, op.stream)?;
         let event = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         self.gpu.wait_event(&place, &event.native, op.flags)
     }
 
-    fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
+    fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result {
         let place = self.enter(cx, op.stream)?;
         self.gpu.wait_for_client(cx, &mut self.streams, &place, op.ticket)
     }
 
-    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
+    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result {
         // Signalled before its turn, or for a context that is gone: nothing is left to be done.
         self.gpu.beside().signal(op.ticket);
         Ok(())
     }
 
-    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
+    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result {
         let place = self.enter(cx, op.stream)?;
         let operations = self.memory_ops(&op.operations, G::device_at(&place))?;
         self.gpu.memory_ops(cx, &place, operations)
@@ -106,7 +102,7 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: StreamSetAttribute,
-    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
+    ) -> Reply<StreamSetAttributeReply> {
         self.ensure_stream(op.stream)?;
         self.gpu.set_stream_attribute(cx, &mut self.streams, op.stream, &op.attribute)?;
         now(StreamSetAttributeReply {})
@@ -116,7 +112,7 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: StreamGetAttribute,
-    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
+    ) -> Reply<StreamGetAttributeReply> {
         self.ensure_stream(op.stream)?;
         let value = self.gpu.stream_attribute(cx, &mut self.streams, op.stream, op.attribute)?;
         now(StreamGetAttributeReply { value })
@@ -126,7 +122,7 @@ impl<G: Gpu> StreamOps<Call> for Session<G> {
         &mut self,
         cx: &mut Call,
         op: StreamCopyAttributes,
-    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
+    ) -> Reply<StreamCopyAttributesReply> {
         self.ensure_stream(op.src)?;
         self.ensure_stream(op.dst)?;
         self.gpu.copy_stream_attributes(cx, &mut self.streams, op.src, op.dst)?;
@@ -140,7 +136,7 @@ impl<G: Gpu> Session<G> {
         &self,
         operations: &[MemoryOp],
         home: u32,
-    ) -> Result<Vec<G::MemoryOp>, Status> {
+    ) -> Result<Vec<G::MemoryOp>> {
         if operations.is_empty() || operations.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
         }
@@ -156,7 +152,7 @@ impl<G: Gpu> Session<G> {
 }
 
 impl<G: Gpu> EventOps<Call> for Session<G> {
-    fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
+    fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result {
         cx.context = op.context;
         if self.events.contains_key(&op.event.0) {
             return Err(Status::INVALID_HANDLE);
@@ -167,14 +163,14 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         Ok(())
     }
 
-    fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result<(), Status> {
+    fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result {
         let event = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         self.unshare(event.tokens);
         cx.context = event.context;
         self.gpu.destroy_event(event.context, event.native)
     }
 
-    fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result<(), Status> {
+    fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result {
         let place = self.enter(cx, op.stream)?;
         let event = self.events.get_mut(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         if event.context != cx.context {
@@ -183,21 +179,13 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
         self.gpu.record_event(cx, &mut self.streams, &place, &mut event.native, op.flags)
     }
 
-    fn event_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: EventSynchronize,
-    ) -> Result<Answer<EventSynchronizeReply>, Status> {
+    fn event_synchronize(&mut self, cx: &mut Call, op: EventSynchronize) -> Reply<EventSynchronizeReply> {
         let event = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = event.context;
         self.gpu.synchronize_event(cx, &event.native)
     }
 
-    fn event_elapsed(
-        &mut self,
-        cx: &mut Call,
-        op: EventElapsed,
-    ) -> Result<Answer<EventElapsedReply>, Status> {
+    fn event_elapsed(&mut self, cx: &mut Call, op: EventElapsed) -> Reply<EventElapsedReply> {
         let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
         let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = end.context;
@@ -214,12 +202,12 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Whether an event may get this number.
-    pub(super) fn may_name_event(&self, id: EventId) -> Result<(), Status> {
+    pub(super) fn may_name_event(&self, id: EventId) -> Result {
         if self.events.contains_key(&id.0) { Err(Status::INVALID_HANDLE) } else { Ok(()) }
     }
 
     /// The handle by which other processes open an event, and the number of its device.
-    pub(super) fn event_handle(&mut self, id: EventId) -> Result<(u32, Vec<u8>), Status> {
+    pub(super) fn event_handle(&mut self, id: EventId) -> Result<(u32, Vec<u8>)> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
         let handle = self.gpu.export_event(&event.native)?;
         Ok((self.gpu.number(self.device_of(event.context)?), handle))
@@ -233,12 +221,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Opens another session's event.
-    pub(super) fn open_event(
-        &mut self,
-        context: ContextId,
-        id: EventId,
-        handle: Vec<u8>,
-    ) -> Result<(), Status> {
+    pub(super) fn open_event(&mut self, context: ContextId, id: EventId, handle: Vec<u8>) -> Result {
         self.gpu.enter(context)?;
         let native = self.gpu.import_event(context, handle)?;
         self.events.insert(id.0, Event { context, native, tokens: Vec::new() });
@@ -246,7 +229,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Whether an event's last record is done.
-    pub(super) fn is_event_done(&mut self, id: EventId) -> Result<bool, Status> {
+    pub(super) fn is_event_done(&mut self, id: EventId) -> Result<bool> {
         let event = self.events.get(&id.0).ok_or(Status::INVALID_HANDLE)?;
         self.gpu.enter(event.context)?;
         self.gpu.query_event(event.context, &event.native)

@@ -9,7 +9,7 @@ use software_gpu::{AddressMode, ChannelFormat, Gpu, Image, Sampler};
 use super::streams::Place;
 use super::transfer::{box_copy, enqueue_checked};
 use super::{Software, code};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
 use crate::driver::rows::Rows;
 
@@ -59,7 +59,7 @@ fn extent(shape: &ArrayShape) -> [u64; 3] {
 }
 
 impl Elements {
-    fn new(gpu: &Gpu, shape: &ArrayShape, bytes: u64) -> Result<Elements, Status> {
+    fn new(gpu: &Gpu, shape: &ArrayShape, bytes: u64) -> Result<Elements> {
         if bytes > gpu.properties().total_memory {
             return Err(Status::OUT_OF_MEMORY);
         }
@@ -69,13 +69,13 @@ impl Elements {
     }
 
     /// A level of a mipmapped array whose elements these are.
-    fn level(&self, shape: &ArrayShape, level: u32) -> Result<Elements, Status> {
+    fn level(&self, shape: &ArrayShape, level: u32) -> Result<Elements> {
         let before = before_level(shape, level).ok_or(Status::INVALID_VALUE)?;
         Ok(Elements { gpu: self.gpu.clone(), address: self.address + before, own: false })
     }
 
     /// What textures and surfaces look at.
-    fn image(&self, shape: &ArrayShape) -> Result<Image, Status> {
+    fn image(&self, shape: &ArrayShape) -> Result<Image> {
         if shape.flags & flag::DEFERRED_MAPPING != 0 {
             return Err(Status::INVALID_VALUE);
         }
@@ -95,7 +95,7 @@ impl Elements {
     }
 }
 
-fn format(format: u32) -> Result<ChannelFormat, Status> {
+fn format(format: u32) -> Result<ChannelFormat> {
     Ok(match format {
         0x01 => ChannelFormat::Unsigned(8),
         0x02 => ChannelFormat::Unsigned(16),
@@ -110,7 +110,7 @@ fn format(format: u32) -> Result<ChannelFormat, Status> {
 }
 
 /// The format and the channels of a `CUresourceViewFormat`; block-compressed ones are not made here.
-fn view_format(format: u32) -> Result<(ChannelFormat, u32), Status> {
+fn view_format(format: u32) -> Result<(ChannelFormat, u32)> {
     let kind = format.checked_sub(1).ok_or(Status::INVALID_VALUE)?;
     let channels = [1, 2, 4][kind as usize % 3];
     let format = match kind / 3 {
@@ -128,7 +128,7 @@ fn view_format(format: u32) -> Result<(ChannelFormat, u32), Status> {
 }
 
 /// The levels, and the layers of them, that a view shows, in the format that it gives them.
-fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image>, Status> {
+fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image>> {
     let cube = shape.flags & flag::CUBEMAP != 0;
     let first = images.first().ok_or(Status::INVALID_VALUE)?;
     let [top, bottom] = match view.layers {
@@ -164,7 +164,7 @@ fn viewed(images: &[Image], shape: &ArrayShape, view: &View) -> Result<Vec<Image
     Ok(seen)
 }
 
-fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampler, Status> {
+fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampler> {
     if s.flags & !KNOWN_FLAGS != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -221,7 +221,7 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
 }
 
 /// What a texture is of: one level, or several.
-fn images(source: &TextureSource<'_, Software>) -> Result<Vec<Image>, Status> {
+fn images(source: &TextureSource<'_, Software>) -> Result<Vec<Image>> {
     match source {
         TextureSource::Array { array, shape } => Ok(vec![array.image(shape)?]),
         TextureSource::Mipmapped { array, shape, levels } => {
@@ -243,16 +243,12 @@ fn images(source: &TextureSource<'_, Software>) -> Result<Vec<Image>, Status> {
 }
 
 impl Software {
-    fn gpu_of_context(&self, context: ContextId) -> Result<&Gpu, Status> {
+    fn gpu_of_context(&self, context: ContextId) -> Result<&Gpu> {
         self.device(self.context(context)?.device).map(|device| &device.gpu)
     }
 
     /// One end of a copy as memory.
-    fn as_memory(
-        &self,
-        end: &CopyEnd<'_, Elements>,
-        extent_of_copy: [u64; 3],
-    ) -> Result<(Gpu, Rows), Status> {
+    fn as_memory(&self, end: &CopyEnd<'_, Elements>, extent_of_copy: [u64; 3]) -> Result<(Gpu, Rows)> {
         match end {
             CopyEnd::Array { array, shape, at } => {
                 let [pitch, rows, _] = extent(shape);
@@ -266,7 +262,7 @@ impl Software {
         }
     }
 
-    fn destroy_handle(&self, device: u32, handle: u64) -> Result<(), Status> {
+    fn destroy_handle(&self, device: u32, handle: u64) -> Result {
         self.device(device)?.gpu.destroy_texture(handle).map_err(|e| code(&e))
     }
 }
@@ -275,7 +271,7 @@ impl GpuArrays for Software {
     type Array = Elements;
     type Mipmapped = Elements;
 
-    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64, Status> {
+    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64> {
         if !shape.is_whole_cubes() {
             return Err(Status::INVALID_VALUE);
         }
@@ -284,7 +280,7 @@ impl GpuArrays for Software {
         bytes.ok_or(Status::INVALID_VALUE)
     }
 
-    fn make_array(&mut self, context: ContextId, shape: &ArrayShape, bytes: u64) -> Result<Elements, Status> {
+    fn make_array(&mut self, context: ContextId, shape: &ArrayShape, bytes: u64) -> Result<Elements> {
         Elements::new(self.gpu_of_context(context)?, shape, bytes)
     }
 
@@ -294,7 +290,7 @@ impl GpuArrays for Software {
         shape: &ArrayShape,
         _levels: u32,
         bytes: u64,
-    ) -> Result<Elements, Status> {
+    ) -> Result<Elements> {
         Elements::new(self.gpu_of_context(context)?, shape, bytes)
     }
 
@@ -304,15 +300,15 @@ impl GpuArrays for Software {
         array: &Elements,
         shape: &ArrayShape,
         level: u32,
-    ) -> Result<Elements, Status> {
+    ) -> Result<Elements> {
         array.level(shape, level)
     }
 
-    fn destroy_array(&mut self, _context: ContextId, _array: Elements) -> Result<(), Status> {
+    fn destroy_array(&mut self, _context: ContextId, _array: Elements) -> Result {
         Ok(())
     }
 
-    fn destroy_mipmapped(&mut self, _context: ContextId, _array: Elements) -> Result<(), Status> {
+    fn destroy_mipmapped(&mut self, _context: ContextId, _array: Elements) -> Result {
         Ok(())
     }
 
@@ -323,7 +319,7 @@ impl GpuArrays for Software {
         src: &CopyEnd<'_, Elements>,
         dst: &CopyEnd<'_, Elements>,
         extent: [u64; 3],
-    ) -> Result<(), Status> {
+    ) -> Result {
         let (from, source) = self.as_memory(src, extent)?;
         let (to, target) = self.as_memory(dst, extent)?;
         let work = box_copy(from, source, to, target)?;
@@ -336,7 +332,7 @@ impl GpuArrays for Software {
         source: &TextureSource<'_, Software>,
         sampling: &Sampling,
         view: Option<&View>,
-    ) -> Result<u64, Status> {
+    ) -> Result<u64> {
         let mut all = images(source)?;
         if let Some(view) = view {
             match source {
@@ -352,15 +348,15 @@ impl GpuArrays for Software {
         self.gpu_of_context(context)?.create_mipmapped_texture(&all, sampler).map_err(|e| code(&e))
     }
 
-    fn destroy_texture(&mut self, _context: ContextId, device: u32, texture: u64) -> Result<(), Status> {
+    fn destroy_texture(&mut self, _context: ContextId, device: u32, texture: u64) -> Result {
         self.destroy_handle(device, texture)
     }
 
-    fn make_surface(&self, _context: ContextId, array: &Elements, shape: &ArrayShape) -> Result<u64, Status> {
+    fn make_surface(&self, _context: ContextId, array: &Elements, shape: &ArrayShape) -> Result<u64> {
         array.gpu.create_surface(array.image(shape)?).map_err(|e| code(&e))
     }
 
-    fn destroy_surface(&mut self, _context: ContextId, device: u32, surface: u64) -> Result<(), Status> {
+    fn destroy_surface(&mut self, _context: ContextId, device: u32, surface: u64) -> Result {
         self.destroy_handle(device, surface)
     }
 
@@ -369,7 +365,7 @@ impl GpuArrays for Software {
         let _ = self.destroy_handle(device, handle);
     }
 
-    fn linear_width(&mut self, _device: u32, texels: u32, _channels: u32) -> Result<u64, Status> {
+    fn linear_width(&mut self, _device: u32, texels: u32, _channels: u32) -> Result<u64> {
         format(texels)?;
         Ok(MAX_LINEAR)
     }
@@ -381,7 +377,7 @@ impl GpuArrays for Software {
         _array: AnyArray<'_, Software>,
         shape: &ArrayShape,
         levels: u32,
-    ) -> Result<(u64, u64), Status> {
+    ) -> Result<(u64, u64)> {
         if shape.flags & flag::DEFERRED_MAPPING == 0 {
             return Err(Status::INVALID_VALUE);
         }

@@ -126,16 +126,16 @@ impl Session<Software> {
         let mut all = Conditionals::default();
         for node in parts.parts.iter().flat_map(|part| &part.nodes) {
             let Work::Conditional(first) = work(node)? else { continue };
-            let known = self.drafts.node(first)?;
+            let known = self.gpu.drafts.node(first)?;
             let nodes = |body: &u32| {
                 let part = parts.parts.iter().find(|part| part.graph.0 == *body);
                 part.map(|part| part.nodes.clone()).ok_or(Status::INVALID_VALUE)
             };
             let bodies = known.bodies.iter().map(nodes).collect::<std::result::Result<_, Status>>()?;
-            let cell = Arc::clone(self.drafts.condition(known.handle)?);
+            let cell = Arc::clone(self.gpu.drafts.condition(known.handle)?);
             all.nodes.insert(first.0, Conditional { cell, kind: known.kind, bodies });
         }
-        all.cells = self.drafts.conditions_of(draft.0).cloned().collect();
+        all.cells = self.gpu.drafts.conditions_of(draft.0).cloned().collect();
         Ok(all)
     }
 
@@ -156,15 +156,22 @@ impl Session<Software> {
                     Work::Empty => continue,
                     Work::Launch(op) => {
                         cx.context = place.context;
-                        let (function, config) = prepare(self.modules.to_launch(cx, op.function)?, &op)?;
+                        let (function, config) =
+                            prepare(self.modules.function_to_launch(cx, op.function)?, &op)?;
                         Step::Kernel(function, config, op.params.to_vec())
                     }
-                    Work::Memset(op) => Step::Data(self.fill_work(place.device, &op)?),
-                    Work::Copy(op) => Step::Data(self.line_work(place.device, &op)?),
-                    Work::Copy3D(op) => Step::Data(self.box_work(place.device, &op)?),
+                    Work::Memset(op) => match self.checked_fill(&op, place.device)? {
+                        Some(fill) => Step::Data(self.gpu.fill_work(&fill)?),
+                        None => continue,
+                    },
+                    Work::Copy(op) => Step::Data(self.gpu.line_work(&self.checked_line(&op, place.device)?)?),
+                    Work::Copy3D(op) => match self.checked_box(&op, place.device)? {
+                        Some(copy) => Step::Data(self.gpu.box_work(&copy)?),
+                        None => continue,
+                    },
                     Work::Words(op) => {
                         let operations = self.memory_ops(&op.operations, place.device)?;
-                        Step::Data(self.words_work(place, operations))
+                        Step::Data(self.gpu.words_work(place, operations))
                     }
                     Work::Conditional(first) => Step::Choice(self.choice(cx, place, all, first)?),
                 });

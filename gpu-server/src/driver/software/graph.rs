@@ -13,7 +13,7 @@ use protocol::ops::stream::{StreamBatchMemOp, StreamOps};
 
 use super::Software;
 use super::conditional::{Cell, Conditionals};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::Gpu as _;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 use crate::driver::session::Session;
@@ -35,19 +35,19 @@ impl Session<Software> {
         cx: &mut Call,
         graph: GraphId,
         stream: StreamId,
-    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>), Status> {
+    ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>)> {
         self.ensure_stream(stream)?;
         let place = self.gpu.look(cx, &mut self.streams, stream)?;
-        let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
+        let found = self.gpu.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
         let found = found.ok_or(Status::INVALID_HANDLE)?;
         Ok((Arc::clone(&found.nodes), Arc::clone(&found.conditionals)))
     }
 
     /// Checks what a node names as far as it can be before it is launched.
-    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result<(), Status> {
+    fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result {
         if let Work::Launch(launch) = graph::work(node)? {
             cx.context = context;
-            self.modules.to_launch(cx, launch.function)?;
+            self.modules.function_to_launch(cx, launch.function)?;
         }
         Ok(())
     }
@@ -57,13 +57,13 @@ impl Session<Software> {
         cx: &mut Call,
         context: ContextId,
         nodes: protocol::data::HostIn<'_>,
-    ) -> Result<Arc<Vec<GraphNode>>, Status> {
+    ) -> Result<Arc<Vec<GraphNode>>> {
         let nodes = graph::read(&cx.input(nodes)?.collect(MAX_GRAPH)?)?;
         for node in &nodes {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
-        let device = self.context(context)?.device;
+        let device = self.gpu.context(context)?.device;
         self.gpu.before_waiting_call(&self.streams, device)?;
         Ok(Arc::new(nodes))
     }
@@ -74,19 +74,19 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiate<'a>,
-    ) -> Result<Answer<GraphInstantiateReply>, Status> {
+    ) -> Reply<GraphInstantiateReply> {
         cx.context = op.context;
-        self.context(op.context)?;
-        if self.graphs.contains_key(&op.graph.0) {
+        self.gpu.context(op.context)?;
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let nodes = self.read_graph(cx, op.context, op.nodes)?;
         let conditionals = Arc::default();
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: op.context.0, nodes, conditionals });
         Ok(Answer::Now(GraphInstantiateReply {}))
     }
 
-    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result<(), Status> {
+    fn graph_launch(&mut self, cx: &mut Call, op: GraphLaunch) -> Result {
         let (nodes, conditionals) = self.graph_on(cx, op.graph, op.stream)?;
         let stream = op.stream;
         let place = self.enter(cx, stream)?;
@@ -108,55 +108,43 @@ impl GraphOps<Call> for Session<Software> {
         conditionals.end(&place)
     }
 
-    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result<(), Status> {
+    fn graph_upload(&mut self, cx: &mut Call, op: GraphUpload) -> Result {
         // There is nowhere to upload it to.
         self.graph_on(cx, op.graph, op.stream).map(|_| ())
     }
 
-    fn graph_update<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: GraphUpdate<'a>,
-    ) -> Result<Answer<GraphUpdateReply>, Status> {
-        let context = ContextId(self.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
+    fn graph_update<'a>(&mut self, cx: &mut Call, op: GraphUpdate<'a>) -> Reply<GraphUpdateReply> {
+        let context = ContextId(self.gpu.graphs.get(&op.graph.0).ok_or(Status::INVALID_HANDLE)?.context);
         cx.context = context;
         let nodes = self.read_graph(cx, context, op.nodes)?;
         let conditionals = Arc::default();
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
         Ok(Answer::Now(GraphUpdateReply {}))
     }
 
-    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result<(), Status> {
-        let graph = self.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
+    fn graph_destroy(&mut self, cx: &mut Call, op: GraphDestroy) -> Result {
+        let graph = self.gpu.graphs.remove(&op.graph.0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = ContextId(graph.context);
         Ok(())
     }
 
-    fn graph_condition(
-        &mut self,
-        cx: &mut Call,
-        op: GraphCondition,
-    ) -> Result<Answer<GraphConditionReply>, Status> {
+    fn graph_condition(&mut self, cx: &mut Call, op: GraphCondition) -> Reply<GraphConditionReply> {
         cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        let fresh = self.drafts.may_have_condition(op.context, op.graph, op.flags)?;
-        let cell = Cell::new(&self.device(device)?.gpu, op.default, op.flags)?;
+        let device = self.gpu.context(op.context)?.device;
+        let fresh = self.gpu.drafts.may_have_condition(op.context, op.graph, op.flags)?;
+        let cell = Cell::new(&self.gpu.device(device)?.gpu, op.default, op.flags)?;
         if fresh {
-            self.drafts.add(op.context, op.graph, ());
+            self.gpu.drafts.add(op.context, op.graph, ());
         }
         let handle = cell.address;
-        self.drafts.add_condition(op.graph, handle, Arc::new(cell));
+        self.gpu.drafts.add_condition(op.graph, handle, Arc::new(cell));
         Ok(Answer::Now(GraphConditionReply { handle }))
     }
 
-    fn graph_conditional(
-        &mut self,
-        cx: &mut Call,
-        op: GraphConditional,
-    ) -> Result<Answer<GraphConditionalReply>, Status> {
-        cx.context = ContextId(self.drafts.may_have_node(&op)?.context);
+    fn graph_conditional(&mut self, cx: &mut Call, op: GraphConditional) -> Reply<GraphConditionalReply> {
+        cx.context = ContextId(self.gpu.drafts.may_have_node(&op)?.context);
         let graphs = vec![(); op.bodies.len()];
-        self.drafts.add_node(&op, (), graphs);
+        self.gpu.drafts.add_node(&op, (), graphs);
         Ok(Answer::Now(GraphConditionalReply {}))
     }
 
@@ -164,9 +152,9 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphConditionalRemove,
-    ) -> Result<Answer<GraphConditionalRemoveReply>, Status> {
-        cx.context = ContextId(self.drafts.owner(op.first)?.context);
-        self.drafts.remove_node(op.first);
+    ) -> Reply<GraphConditionalRemoveReply> {
+        cx.context = ContextId(self.gpu.drafts.owner(op.first)?.context);
+        self.gpu.drafts.remove_node(op.first);
         Ok(Answer::Now(GraphConditionalRemoveReply {}))
     }
 
@@ -174,30 +162,30 @@ impl GraphOps<Call> for Session<Software> {
         &mut self,
         cx: &mut Call,
         op: GraphInstantiateDraft<'a>,
-    ) -> Result<Answer<GraphInstantiateDraftReply>, Status> {
-        let context = ContextId(self.drafts.get(op.draft)?.context);
+    ) -> Reply<GraphInstantiateDraftReply> {
+        let context = ContextId(self.gpu.drafts.get(op.draft)?.context);
         cx.context = context;
-        if self.graphs.contains_key(&op.graph.0) {
+        if self.gpu.graphs.contains_key(&op.graph.0) {
             return Err(Status::INVALID_HANDLE);
         }
         let mut parts = graph::read_parts(&cx.input(op.parts)?.collect(MAX_GRAPH)?)?;
-        self.drafts.check_parts(op.draft, &parts)?;
+        self.gpu.drafts.check_parts(op.draft, &parts)?;
         for node in parts.parts.iter().flat_map(|part| &part.nodes) {
             self.check_node(cx, context, node)?;
         }
         cx.context = context;
-        let device = self.context(context)?.device;
+        let device = self.gpu.context(context)?.device;
         self.gpu.before_waiting_call(&self.streams, device)?;
         let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
         let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
-        self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
+        self.gpu.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });
         Ok(Answer::Now(GraphInstantiateDraftReply {}))
     }
 
-    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result<(), Status> {
+    fn graph_forget(&mut self, cx: &mut Call, op: GraphForget) -> Result {
         // One that is unknown has gone with its context.
-        let Ok(draft) = self.drafts.get(op.graph) else { return Ok(()) };
+        let Ok(draft) = self.gpu.drafts.get(op.graph) else { return Ok(()) };
         cx.context = ContextId(draft.context);
-        self.drafts.forget(op.graph).map(drop)
+        self.gpu.drafts.forget(op.graph).map(drop)
     }
 }

@@ -1,13 +1,14 @@
 //! Green contexts. Their parts are counted, and their streams are streams as others are: a kernel may use more multiprocessors than its part has, as CUDA allows (and does, with MPS and with
 //! dynamic parallelism), never fewer.
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId};
 use protocol::ops::green::MAX_GROUPS;
 
 use super::Software;
 use super::streams::SoftwareStream;
-use crate::driver::gpu::GpuGreenContexts;
+use crate::driver::gpu::{GpuGreenContexts, Split};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
@@ -36,7 +37,7 @@ impl GpuGreenContexts for Software {
         if part.count == 0 { (0, [0; 3]) } else { (SM, [part.count, 1, 1]) }
     }
 
-    fn device_part(&mut self, device: u32, kind: u32) -> Result<Sm, Status> {
+    fn device_part(&mut self, device: u32, kind: u32) -> Result<Sm> {
         if kind != SM {
             return Err(INVALID_KIND);
         }
@@ -44,17 +45,11 @@ impl GpuGreenContexts for Software {
         Ok(Sm { device, first: 0, count, split: false })
     }
 
-    fn green_part(&mut self, green: &Sm, kind: u32) -> Result<Sm, Status> {
+    fn green_part(&mut self, green: &Sm, kind: u32) -> Result<Sm> {
         if kind == SM { Ok(Sm { split: false, ..green.clone() }) } else { Err(INVALID_KIND) }
     }
 
-    fn split_part(
-        &mut self,
-        sm: &Sm,
-        groups: Option<u32>,
-        flags: u32,
-        least: u32,
-    ) -> Result<(u32, Vec<Sm>, Sm), Status> {
+    fn split_part(&mut self, sm: &Sm, groups: Option<u32>, flags: u32, least: u32) -> Result<Split<Sm>> {
         if sm.split || flags > 3 {
             return Err(INVALID_CONFIGURATION);
         }
@@ -66,10 +61,10 @@ impl GpuGreenContexts for Software {
         let part = |n: u32, count| Sm { first: sm.first + n * each, count, split: true, ..sm.clone() };
         let wanted = if groups.is_some() { count } else { 0 };
         let all = (0..wanted).map(|n| part(n, each)).collect();
-        Ok((count, all, part(count, sm.count - count * each)))
+        Ok(Split { count, groups: all, rest: part(count, sm.count - count * each) })
     }
 
-    fn describe_parts(&mut self, parts: Vec<Sm>) -> Result<Sm, Status> {
+    fn describe_parts(&mut self, parts: Vec<Sm>) -> Result<Sm> {
         let mut all = parts.first().cloned().ok_or(Status::INVALID_VALUE)?;
         for (n, part) in parts.iter().enumerate().skip(1) {
             let apart = |other: &Sm| {
@@ -83,14 +78,14 @@ impl GpuGreenContexts for Software {
         Ok(all)
     }
 
-    fn make_green(&mut self, device: u32, descriptor: &Sm, flags: u32) -> Result<Sm, Status> {
+    fn make_green(&mut self, device: u32, descriptor: &Sm, flags: u32) -> Result<Sm> {
         if descriptor.device != device || flags != DEFAULT_STREAM {
             return Err(Status::INVALID_VALUE);
         }
         Ok(descriptor.clone())
     }
 
-    fn destroy_green(&mut self, _device: u32, _green: Sm) -> Result<(), Status> {
+    fn destroy_green(&mut self, _device: u32, _green: Sm) -> Result {
         Ok(())
     }
 
@@ -102,7 +97,7 @@ impl GpuGreenContexts for Software {
         device: u32,
         _green: &Sm,
         _priority: i32,
-    ) -> Result<SoftwareStream, Status> {
+    ) -> Result<SoftwareStream> {
         self.new_stream(id, ContextId(device), device, false)
     }
 }

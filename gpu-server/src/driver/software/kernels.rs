@@ -12,7 +12,7 @@ use software_gpu::{Function, LaunchConfig};
 use super::link::{self, Link};
 use super::streams::{Place, SoftwareStream};
 use super::{Software, code, streams};
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::{GpuModules, GpuStreams, LinkInput, Loaded};
 use crate::driver::output::may_print;
 use crate::driver::streams::Streams;
@@ -83,7 +83,7 @@ impl LoadedFunction {
     }
 
     /// The clusters of a launch that asks for `asked`, if it has any to speak of.
-    fn clusters(&self, asked: Option<[u32; 3]>) -> Result<Option<[u32; 3]>, Status> {
+    fn clusters(&self, asked: Option<[u32; 3]>) -> Result<Option<[u32; 3]>> {
         let required = Some(self.required_cluster()).filter(|&r| r != [0; 3]);
         let size = asked.or(required);
         let blocks = size.unwrap_or([1; 3]).iter().fold(1, |all: u32, &n| all.saturating_mul(n));
@@ -145,7 +145,7 @@ struct Asked {
 }
 
 /// Reads a launch's attributes. Hints are left out; what would change the result is refused.
-fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
+fn asked(attributes: &[LaunchAttribute]) -> Result<Asked> {
     let mut asked = Asked::default();
     for attribute in attributes {
         let word =
@@ -165,10 +165,7 @@ fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
 }
 
 /// A launch, checked as far as the function itself tells.
-pub(super) fn prepare(
-    function: &LoadedFunction,
-    op: &Launch<'_>,
-) -> Result<(Function, LaunchConfig), Status> {
+pub(super) fn prepare(function: &LoadedFunction, op: &Launch<'_>) -> Result<(Function, LaunchConfig)> {
     let asked = asked(&op.attributes)?;
     if op.dynamic_shared > function.dynamic_limit {
         return Err(Status::INVALID_VALUE);
@@ -208,7 +205,7 @@ impl GpuModules for Software {
         device: u32,
         image: Vec<u8>,
         options: &[JitOption],
-    ) -> Result<Loaded<software_gpu::Module, LoadedFunction>, Status> {
+    ) -> Result<Loaded<software_gpu::Module, LoadedFunction>> {
         let gpu = self.device(device)?.gpu.clone();
         let parts = link::unpack(&image).unwrap_or_else(|| vec![&image]);
         let module = match gpu.link_module(&parts) {
@@ -253,7 +250,7 @@ impl GpuModules for Software {
         device: u32,
         module: software_gpu::Module,
         functions: Vec<LoadedFunction>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
         let gpu = self.device(device)?.gpu.clone();
         let streams = self.streams_of_device(streams, device);
@@ -266,7 +263,7 @@ impl GpuModules for Software {
         _context: ContextId,
         module: &software_gpu::Module,
         name: &str,
-    ) -> Result<ModuleGetGlobalReply, Status> {
+    ) -> Result<ModuleGetGlobalReply> {
         let global = module.global(name).map_err(|e| code(&e))?;
         Ok(ModuleGetGlobalReply { address: global.address, size: global.size, managed: global.managed })
     }
@@ -277,7 +274,7 @@ impl GpuModules for Software {
         function: &mut LoadedFunction,
         attribute: u32,
         value: i32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let most = self.devices.first().map_or(0, |d| d.gpu.properties().shared_per_block_optin);
         match attribute {
             MAX_DYNAMIC_SHARED => {
@@ -307,11 +304,7 @@ impl GpuModules for Software {
         Ok(())
     }
 
-    fn function_attributes(
-        &mut self,
-        _context: ContextId,
-        function: &LoadedFunction,
-    ) -> Result<Vec<i32>, Status> {
+    fn function_attributes(&mut self, _context: ContextId, function: &LoadedFunction) -> Result<Vec<i32>> {
         Ok((0..).map_while(|number| function.attribute(number)).collect())
     }
 
@@ -320,7 +313,7 @@ impl GpuModules for Software {
         _context: ContextId,
         function: &LoadedFunction,
         op: &OccupancyMaxActiveBlocks,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let dynamic = u32::try_from(op.dynamic_shared).map_err(|_| Status::INVALID_VALUE)?;
         if op.block_size == 0 || dynamic > 1 << 30 {
             return Err(Status::INVALID_VALUE);
@@ -334,7 +327,7 @@ impl GpuModules for Software {
         _context: ContextId,
         function: &LoadedFunction,
         op: &OccupancyAvailableShared,
-    ) -> Result<u64, Status> {
+    ) -> Result<u64> {
         if op.block_size == 0 || op.block_size > function.function.info().max_threads {
             return Err(Status::INVALID_VALUE);
         }
@@ -347,7 +340,7 @@ impl GpuModules for Software {
         _context: ContextId,
         function: &LoadedFunction,
         op: &OccupancyMaxActiveClusters,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let asked = asked(&op.attributes)?;
         let size = function.clusters(asked.cluster)?.unwrap_or([1; 3]).iter().product::<u32>();
         let resident = function.resident(op.block, op.dynamic_shared);
@@ -361,7 +354,7 @@ impl GpuModules for Software {
         _context: ContextId,
         function: &LoadedFunction,
         op: &OccupancyMaxPotentialClusterSize,
-    ) -> Result<i32, Status> {
+    ) -> Result<i32> {
         let resident = function.resident(op.block, op.dynamic_shared);
         Ok(if resident == 0 { 0 } else { function.max_cluster() as i32 })
     }
@@ -371,16 +364,11 @@ impl GpuModules for Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<Place, Status> {
+    ) -> Result<Place> {
         self.enter_stream(cx, streams, id)
     }
 
-    fn launch(
-        &mut self,
-        place: &Place,
-        function: &mut LoadedFunction,
-        op: &Launch<'_>,
-    ) -> Result<(), Status> {
+    fn launch(&mut self, place: &Place, function: &mut LoadedFunction, op: &Launch<'_>) -> Result {
         let (function, config) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
         place.stream.launch(&function, config, op.params).map_err(|e| {
@@ -392,7 +380,7 @@ impl GpuModules for Software {
         })
     }
 
-    fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link, Status> {
+    fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link> {
         Ok(Link::new(options))
     }
 
@@ -402,7 +390,7 @@ impl GpuModules for Software {
         device: u32,
         link: &mut Link,
         input: LinkInput<'_>,
-    ) -> Result<(Status, [String; 2]), Status> {
+    ) -> Result<(Status, [String; 2])> {
         Ok(link.add_input(&self.device(device)?.gpu, input))
     }
 
@@ -411,7 +399,7 @@ impl GpuModules for Software {
         _context: ContextId,
         device: u32,
         link: &mut Link,
-    ) -> Result<(Status, [String; 2]), Status> {
+    ) -> Result<(Status, [String; 2])> {
         Ok(link.complete(&self.device(device)?.gpu))
     }
 

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use crate::driver::call::Result;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::Status;
 use software_gpu::{GRANULE, Gpu};
@@ -11,12 +12,12 @@ use crate::driver::gpu::GpuMemory;
 use crate::driver::space::{Mapping, Space};
 
 impl Software {
-    fn gpu(&self, device: u32) -> Result<&Gpu, Status> {
+    fn gpu(&self, device: u32) -> Result<&Gpu> {
         self.device(device).map(|device| &device.gpu)
     }
 
     /// Maps on a fresh GPU, which takes the place of device `device`, what that one had mapped of memory without an address: it outlives a reset.
-    pub(super) fn map_again(device: u32, fresh: &Gpu, space: &Space<OwnedFd>) -> Result<(), Status> {
+    pub(super) fn map_again(device: u32, fresh: &Gpu, space: &Space<OwnedFd>) -> Result {
         fresh.charge(space.created_on(device)).map_err(|e| code(&e))?;
         for (address, mapping) in space.mappings().filter(|(_, mapping)| mapping.access.contains(&device)) {
             show(fresh, &space.memory(mapping.memory)?.handle, mapping, address)?;
@@ -26,7 +27,7 @@ impl Software {
 }
 
 /// Maps a part of memory on a GPU.
-fn show(gpu: &Gpu, memory: &OwnedFd, mapping: &Mapping, address: u64) -> Result<(), Status> {
+fn show(gpu: &Gpu, memory: &OwnedFd, mapping: &Mapping, address: u64) -> Result {
     gpu.map_file(address, mapping.size, memory.as_fd(), mapping.offset).map_err(|e| code(&e))?;
     gpu.show(address, mapping.size).map_err(|e| {
         // Mapped just now, and nothing is shown of it.
@@ -36,12 +37,12 @@ fn show(gpu: &Gpu, memory: &OwnedFd, mapping: &Mapping, address: u64) -> Result<
 }
 
 /// Takes a mapping from a GPU.
-fn hide(gpu: &Gpu, address: u64, size: u64) -> Result<(), Status> {
+fn hide(gpu: &Gpu, address: u64, size: u64) -> Result {
     gpu.hide(address, size).and_then(|()| gpu.unmap(address, size)).map_err(|e| code(&e))
 }
 
 /// A file in memory that cannot shrink: whoever maps it may touch all of it for as long as it is mapped.
-pub(super) fn file(size: u64) -> Result<OwnedFd, Status> {
+pub(super) fn file(size: u64) -> Result<OwnedFd> {
     use nix::fcntl::{FcntlArg, SealFlag, fcntl};
     let make = || -> std::io::Result<OwnedFd> {
         let fd = memfd_create(c"rgpu device memory", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
@@ -74,11 +75,11 @@ impl GpuMemory for Software {
         self.device(device).map_or(u32::MAX, |device| device.number)
     }
 
-    fn memory_info(&mut self, device: u32) -> Result<(u64, u64), Status> {
+    fn memory_info(&mut self, device: u32) -> Result<(u64, u64)> {
         Ok(self.gpu(device)?.memory_info())
     }
 
-    fn back(&mut self, device: u32, address: u64, size: u64) -> Result<OwnedFd, Status> {
+    fn back(&mut self, device: u32, address: u64, size: u64) -> Result<OwnedFd> {
         self.need_context(device)?;
         let file = self.create(device, size)?;
         let gpu = self.gpu(device)?;
@@ -91,12 +92,7 @@ impl GpuMemory for Software {
         }
     }
 
-    fn unback(
-        &mut self,
-        device: u32,
-        address: u64,
-        size: u64,
-    ) -> impl FnOnce() -> Result<(), Status> + Send + 'static {
+    fn unback(&mut self, device: u32, address: u64, size: u64) -> impl FnOnce() -> Result + Send + 'static {
         let gpu = self.gpu(device).cloned();
         move || {
             let gpu = gpu?;
@@ -106,11 +102,11 @@ impl GpuMemory for Software {
         }
     }
 
-    fn place(&mut self, device: u32, address: u64, size: u64) -> Result<(), Status> {
+    fn place(&mut self, device: u32, address: u64, size: u64) -> Result {
         self.gpu(device)?.place(address, size).map_err(|e| code(&e))
     }
 
-    fn release(&mut self, device: u32, address: u64) -> Result<(), Status> {
+    fn release(&mut self, device: u32, address: u64) -> Result {
         self.gpu(device)?.release(address).map(|_| ()).map_err(|e| code(&e))
     }
 
@@ -119,40 +115,33 @@ impl GpuMemory for Software {
         found.is_some_and(|(start, size)| len <= size - (address - start))
     }
 
-    fn reserve(&mut self, _address: u64, _size: u64) -> Result<(), Status> {
+    fn reserve(&mut self, _address: u64, _size: u64) -> Result {
         Ok(())
     }
 
-    fn unreserve(&mut self, _address: u64, _size: u64) -> Result<(), Status> {
+    fn unreserve(&mut self, _address: u64, _size: u64) -> Result {
         Ok(())
     }
 
-    fn create(&mut self, device: u32, size: u64) -> Result<OwnedFd, Status> {
+    fn create(&mut self, device: u32, size: u64) -> Result<OwnedFd> {
         let gpu = self.gpu(device)?;
         gpu.charge(size).map_err(|e| code(&e))?;
         file(size).inspect_err(|_| gpu.discharge(size))
     }
 
-    fn destroy(&mut self, device: u32, size: u64, _memory: OwnedFd, imported: bool) -> Result<(), Status> {
+    fn destroy(&mut self, device: u32, size: u64, _memory: OwnedFd, imported: bool) -> Result {
         if !imported {
             self.gpu(device)?.discharge(size);
         }
         Ok(())
     }
 
-    fn map(
-        &mut self,
-        _memory: &OwnedFd,
-        _device: u32,
-        _offset: u64,
-        _address: u64,
-        _size: u64,
-    ) -> Result<(), Status> {
+    fn map(&mut self, _memory: &OwnedFd, _device: u32, _offset: u64, _address: u64, _size: u64) -> Result {
         // A GPU maps it when it gets access.
         Ok(())
     }
 
-    fn unmap(&mut self, address: u64, size: u64, access: &mut Vec<u32>) -> Result<(), Status> {
+    fn unmap(&mut self, address: u64, size: u64, access: &mut Vec<u32>) -> Result {
         while let Some(device) = access.last() {
             hide(self.gpu(*device)?, address, size)?;
             access.pop();
@@ -167,7 +156,7 @@ impl GpuMemory for Software {
         address: u64,
         device: u32,
         flags: u32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let gpu = self.gpu(device)?;
         match (flags, mapping.access.contains(&device)) {
             (0, true) => hide(gpu, address, mapping.size),
@@ -178,15 +167,15 @@ impl GpuMemory for Software {
         }
     }
 
-    fn export(&mut self, memory: &OwnedFd) -> Result<OwnedFd, Status> {
+    fn export(&mut self, memory: &OwnedFd) -> Result<OwnedFd> {
         memory.try_clone().map_err(|_| Status::OUT_OF_MEMORY)
     }
 
-    fn export_piece(&mut self, _device: u32, _address: u64, piece: &OwnedFd) -> Result<OwnedFd, Status> {
+    fn export_piece(&mut self, _device: u32, _address: u64, piece: &OwnedFd) -> Result<OwnedFd> {
         self.export(piece)
     }
 
-    fn import(&mut self, _device: u32, fd: OwnedFd) -> Result<OwnedFd, Status> {
+    fn import(&mut self, _device: u32, fd: OwnedFd) -> Result<OwnedFd> {
         Ok(fd)
     }
 }

@@ -16,7 +16,7 @@ use software_gpu::{GRANULE, Gpu};
 use super::streams::Tickets;
 use super::{Software, code, memory};
 use crate::driver::beside::Beside;
-use crate::driver::call::Call;
+use crate::driver::call::{Call, Result};
 use crate::driver::gpu::GpuHostMemory;
 use crate::driver::quota::{Charge, Quota};
 
@@ -62,7 +62,7 @@ impl Reach {
         address: u64,
         len: u64,
         f: impl FnOnce(&Gpu) -> Result<R, software_gpu::Error>,
-    ) -> Result<R, Status> {
+    ) -> Result<R> {
         let mirrors = self.mirrors();
         let (start, mirror) = mirrors.range(..=address).next_back().ok_or(Status::INVALID_VALUE)?;
         let inside = address - start < mirror.size && len > 0 && len <= mirror.size - (address - start);
@@ -83,15 +83,15 @@ impl Beside for Reach {
         self.tickets.release_all();
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Status> {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result {
         self.at(address, bytes.len() as u64, |gpu| gpu.read(address, bytes))
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Status> {
+    fn write(&self, address: u64, bytes: &[u8]) -> Result {
         self.at(address, bytes.len() as u64, |gpu| gpu.write(address, bytes))
     }
 
-    fn patch(&self, words: &[WordPatch]) -> Result<(), Status> {
+    fn patch(&self, words: &[WordPatch]) -> Result {
         words.iter().try_for_each(|patch| {
             self.at(patch.address, 8, |gpu| {
                 let word = gpu.load(patch.address, true)?;
@@ -110,7 +110,7 @@ impl Software {
         self.devices.iter().map(|device| device.gpu.clone()).collect()
     }
 
-    fn unmirror(&mut self, address: u64) -> Result<(), Status> {
+    fn unmirror(&mut self, address: u64) -> Result {
         let size = self.beside.remove(address).ok_or(Status::INVALID_VALUE)?.size;
         let gpus = self.gpus();
         for gpu in &gpus {
@@ -139,7 +139,7 @@ impl GpuHostMemory for Software {
         _cx: &mut Call,
         op: &HostMirror,
         quota: &Quota,
-    ) -> Result<(u64, Answer<HostMirrorReply>), Status> {
+    ) -> Result<(u64, Answer<HostMirrorReply>)> {
         let device = self.context(op.context)?.device;
         let home = self.device(device)?.gpu.clone();
         let fresh: Vec<u64> =
@@ -176,7 +176,7 @@ impl GpuHostMemory for Software {
         Ok((op.address, Answer::Now(HostMirrorReply {})))
     }
 
-    fn unmap_host(&mut self, _context: ContextId, _of: ContextId, view: u64) -> Result<(), Status> {
+    fn unmap_host(&mut self, _context: ContextId, _of: ContextId, view: u64) -> Result {
         self.unmirror(view)
     }
 

@@ -1,11 +1,7 @@
-//! The backend without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
+//! The GPU interface without a GPU: commands run on `software-gpu`, which executes PTX on CPU threads.
 //!
-//! - [`streams`]: streams, their order with the legacy default stream, steps that always end; [`stream_attributes`], [`stream_memory`]: their attributes and memory operations;
-//! - [`transfer`]: copies and fills;
-//! - [`graph`]: lists of operations that are launched together; [`conditional`]: those whose conditions decide;
-//! - [`green`]: green contexts;
-//! - [`array`]: arrays, textures and surfaces; [`memory`]: device memory; [`mirror`]: pinned memory that kernels use;
-//! - [`kernels`]: modules and launches; [`link`]: the linker;
+//! - here: devices and contexts; one file for each other chapter: [`memory`] and [`mirror`], [`streams`] (with [`stream_attributes`] and [`stream_memory`]), [`transfer`] (copies and fills), [`kernels`] (with [`link`]),
+//!   [`graph`] (with [`conditional`]), [`green`], [`array`], [`tensor`]; [`nvml`];
 //! - [`properties`]: what a device says of itself; [`imitate`]: how NVIDIA's driver keeps its caller waiting, for tests.
 //!
 //! One [`Gpu`] is one device; its contexts share its error, as they share nothing else worth telling apart here.
@@ -45,10 +41,9 @@ use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
 use super::Unavailable;
-use super::call::Errors;
+use super::call::{Errors, Result};
 use super::gpu as driver;
 use super::output::{self, Output};
-use super::session::Session;
 use super::space::Space;
 use super::streams::Streams;
 use crate::config::Backing;
@@ -58,7 +53,7 @@ const NAME: &str = "rgpu software GPU";
 /// What is answered to `cuDriverGetVersion`.
 const DRIVER_VERSION: u32 = 13000;
 
-/// The backend.
+/// The devices of a session, in software.
 pub struct Software {
     devices: Vec<Device>,
     output: Arc<Output>,
@@ -175,7 +170,7 @@ impl Software {
     }
 
     /// Something needs the device's context, which is made if it was not yet.
-    fn need_context(&self, device: u32) -> Result<(), Status> {
+    fn need_context(&self, device: u32) -> Result {
         if !self.device(device)?.context.swap(true, Ordering::Relaxed) {
             tracing::debug!("making a context of device {device}");
             self.imitate.make_context();
@@ -183,24 +178,16 @@ impl Software {
         Ok(())
     }
 
-    fn device(&self, ordinal: u32) -> Result<&Device, Status> {
+    fn device(&self, ordinal: u32) -> Result<&Device> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
 
-    fn context(&self, id: ContextId) -> Result<&Context, Status> {
+    fn context(&self, id: ContextId) -> Result<&Context> {
         self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
     }
 
-    fn errors(&self) -> Result<&Errors, Status> {
+    fn errors(&self) -> Result<&Errors> {
         self.errors.as_ref().ok_or(Status::NOT_INITIALIZED)
-    }
-}
-
-impl Session<Software> {
-    /// Checks a range of the session's, and finds the GPU through which it is reached.
-    fn checked(&self, address: u64, len: u64, home: u32) -> Result<Gpu, Status> {
-        let device = self.check_range(address, len, home)?;
-        self.device(device).map(|device| device.gpu.clone())
     }
 }
 
@@ -230,11 +217,11 @@ impl driver::Gpu for Software {
         &self.beside
     }
 
-    fn enter(&mut self, context: ContextId) -> Result<(), Status> {
+    fn enter(&mut self, context: ContextId) -> Result {
         self.context(context).map(|_| ())
     }
 
-    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result<(), Status> {
+    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result {
         self.delays.delay();
         if self.imitate.waiting_calls {
             let gpu = self.device(device)?.gpu.clone();
@@ -250,7 +237,7 @@ impl driver::Gpu for Software {
         &self.output
     }
 
-    fn driver_version(&self) -> Result<u32, Status> {
+    fn driver_version(&self) -> Result<u32> {
         Ok(DRIVER_VERSION)
     }
 
@@ -259,25 +246,25 @@ impl driver::Gpu for Software {
         client.reads_late() || !client.streams_data()
     }
 
-    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply> {
         let device = self.device(device)?;
         Ok(properties::describe(device.number, device.gpu.properties()))
     }
 
-    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply, Status> {
+    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply> {
         // Copies between devices work; a kernel of one cannot reach the other's memory.
         let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
         Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }
 
-    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
+    fn select(&mut self, devices: &[u32]) -> Result {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
         Ok(())
     }
 
-    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result<(), Status> {
+    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result {
         self.imitate.make_context();
         self.contexts.insert(context.0, Context::new(device));
         Ok(())
@@ -291,7 +278,7 @@ impl driver::Gpu for Software {
         self.drafts.forget_context(context);
     }
 
-    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+    fn destroy_context(&mut self, context: ContextId) -> Result {
         self.contexts.remove(&context.0);
         Ok(())
     }
@@ -301,7 +288,7 @@ impl driver::Gpu for Software {
         device: u32,
         streams: &Streams<SoftwareStream>,
         space: &Space<OwnedFd>,
-    ) -> Result<(), Status> {
+    ) -> Result {
         self.beside.tickets.release_all();
         self.before_waiting_call(streams, device)?;
         let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
@@ -312,21 +299,21 @@ impl driver::Gpu for Software {
         Ok(())
     }
 
-    fn reset(&mut self, device: u32) -> Result<(), Status> {
+    fn reset(&mut self, device: u32) -> Result {
         self.contexts.insert(device, Context::new(device));
         Ok(())
     }
 
-    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result<(), Status> {
+    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result {
         Ok(())
     }
 
-    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status> {
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64> {
         let usual = properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
         Ok(self.context(context)?.limits.get(&limit).copied().unwrap_or(usual))
     }
 
-    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result {
         properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
         let context = self.contexts.get_mut(&context.0).ok_or(Status::INVALID_CONTEXT)?;
         context.limits.insert(limit, value);

@@ -1,5 +1,6 @@
 //! Attributes of streams. All of them are hints here: they are checked, kept and told.
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::attribute::*;
@@ -26,7 +27,7 @@ fn is_window(value: &[u8; 64]) -> bool {
 impl StreamAttributes {
     /// # Errors
     /// `INVALID_VALUE` for a value that the attribute cannot have, or an attribute that streams have not.
-    pub(super) fn set(&mut self, new: &LaunchAttribute) -> Result<(), Status> {
+    pub(super) fn set(&mut self, new: &LaunchAttribute) -> Result {
         let words = words(&new.value);
         let good = match new.id {
             ACCESS_POLICY_WINDOW => is_window(&new.value),
@@ -48,7 +49,7 @@ impl StreamAttributes {
 
     /// # Errors
     /// `INVALID_VALUE` for an attribute that streams have not.
-    pub(super) fn get(&self, id: u32) -> Result<[u8; 64], Status> {
+    pub(super) fn get(&self, id: u32) -> Result<[u8; 64]> {
         if !ALL.contains(&id) {
             return Err(Status::INVALID_VALUE);
         }

@@ -23,7 +23,7 @@ use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
 use super::transfer::enqueue_checked;
 use super::{Software, code};
-use crate::driver::call::{Call, Errors};
+use crate::driver::call::{Call, Errors, Reply, Result};
 use crate::driver::gpu::GpuStreams;
 use crate::driver::streams::{self, Streams};
 
@@ -212,10 +212,7 @@ impl Place {
 }
 
 /// A stream of the table.
-fn find(
-    streams: &mut Streams<SoftwareStream>,
-    id: StreamId,
-) -> Result<&mut streams::Stream<SoftwareStream>, Status> {
+fn find(streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result<&mut streams::Stream<SoftwareStream>> {
     streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
 }
 
@@ -226,7 +223,7 @@ impl Software {
         context: ContextId,
         device: u32,
         blocking: bool,
-    ) -> Result<SoftwareStream, Status> {
+    ) -> Result<SoftwareStream> {
         self.need_context(device)?;
         let word = Word {
             stream: id.0,
@@ -260,7 +257,7 @@ impl Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<Place, Status> {
+    ) -> Result<Place> {
         let found = find(streams, id)?;
         let (stream, context, word) =
             (found.native.stream.clone(), found.context, Arc::clone(&found.native.word));
@@ -270,7 +267,7 @@ impl Software {
     }
 
     /// A stream's queue takes one more operation, which is about to be enqueued.
-    fn begin_operation(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result<(), Status> {
+    fn begin_operation(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result {
         self.delays.delay();
         let size = self.imitate.queue;
         if size > 0 {
@@ -291,7 +288,7 @@ impl Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<Place, Status> {
+    ) -> Result<Place> {
         let place = self.look(cx, streams, id)?;
         if id.0 == place.context.0 && place.gpu.status().is_ok() {
             return self.enter_stream(cx, streams, id);
@@ -308,7 +305,7 @@ impl GpuStreams for Software {
     type MemoryOp = (MemoryOp, Gpu);
     const SHARES_EVENTS: bool = false;
 
-    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<SoftwareStream, Status> {
+    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<SoftwareStream> {
         self.new_stream(StreamId(context.0), context, device, true)
     }
 
@@ -318,7 +315,7 @@ impl GpuStreams for Software {
         context: ContextId,
         flags: u32,
         _priority: i32,
-    ) -> Result<SoftwareStream, Status> {
+    ) -> Result<SoftwareStream> {
         let device = self.context(context)?.device;
         self.new_stream(id, context, device, flags & STREAM_NON_BLOCKING == 0)
     }
@@ -328,7 +325,7 @@ impl GpuStreams for Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let found = find(streams, id)?;
         let (context, native) = (found.context, &found.native);
         cx.context = context;
@@ -357,7 +354,7 @@ impl GpuStreams for Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<Place, Status> {
+    ) -> Result<Place> {
         self.begin_operation(streams, id)?;
         let place = self.look(cx, streams, id)?;
         if let Err(error) = place.gpu.status() {
@@ -409,7 +406,7 @@ impl GpuStreams for Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let place = self.enter_to_look(cx, streams, id)?;
         let (pending, word) = (cx.later(), place.word);
         step(&place.stream, &place.gpu, move |status| {
@@ -426,7 +423,7 @@ impl GpuStreams for Software {
         cx: &mut Call,
         streams: &mut Streams<SoftwareStream>,
         context: ContextId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let device = self.context(context)?.device;
         let gpu = self.device(device)?.gpu.clone();
         let pending = cx.later();
@@ -461,18 +458,13 @@ impl GpuStreams for Software {
         }
     }
 
-    fn mark_stream(
-        &mut self,
-        cx: &mut Call,
-        streams: &mut Streams<SoftwareStream>,
-        id: StreamId,
-    ) -> Result<(), Status> {
+    fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result {
         let place = self.enter_to_look(cx, streams, id)?;
         place.publish(cx.seq);
         Ok(())
     }
 
-    fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result<(), Status> {
+    fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result {
         place.stream.wait(&event.event).map_err(|e| code(&e))
     }
 
@@ -482,7 +474,7 @@ impl GpuStreams for Software {
         _streams: &mut Streams<SoftwareStream>,
         place: &Place,
         ticket: TicketId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         if !self.beside.tickets.open(ticket.0) {
             return Err(Status::INVALID_HANDLE);
         }
@@ -494,7 +486,7 @@ impl GpuStreams for Software {
         place.stream.enqueue(wait).map_err(|e| code(&e))
     }
 
-    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<(MemoryOp, Gpu), Status> {
+    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<(MemoryOp, Gpu)> {
         let flushes = op.is_wait() && op.flags & memory_op::WAIT_FLUSH != 0;
         if flushes || op.operation == memory_op::FLUSH_REMOTE_WRITES {
             return Err(Status::NOT_SUPPORTED);
@@ -502,12 +494,7 @@ impl GpuStreams for Software {
         Ok((op.clone(), self.device(device)?.gpu.clone()))
     }
 
-    fn memory_ops(
-        &mut self,
-        cx: &Call,
-        place: &Place,
-        operations: Vec<(MemoryOp, Gpu)>,
-    ) -> Result<(), Status> {
+    fn memory_ops(&mut self, cx: &Call, place: &Place, operations: Vec<(MemoryOp, Gpu)>) -> Result {
         let work = self.words_work(place, operations);
         enqueue_checked(place, cx.seq, move |_| work())
     }
@@ -518,7 +505,7 @@ impl GpuStreams for Software {
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
         attribute: &LaunchAttribute,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let found = find(streams, id)?;
         cx.context = found.context;
         found.native.attributes.set(attribute)
@@ -530,7 +517,7 @@ impl GpuStreams for Software {
         streams: &mut Streams<SoftwareStream>,
         id: StreamId,
         attribute: u32,
-    ) -> Result<[u8; 64], Status> {
+    ) -> Result<[u8; 64]> {
         let found = find(streams, id)?;
         cx.context = found.context;
         found.native.attributes.get(attribute)
@@ -542,7 +529,7 @@ impl GpuStreams for Software {
         streams: &mut Streams<SoftwareStream>,
         from: StreamId,
         to: StreamId,
-    ) -> Result<(), Status> {
+    ) -> Result {
         let from = find(streams, from)?;
         let (context, attributes) = (from.context, from.native.attributes.clone());
         let to = find(streams, to)?;
@@ -554,13 +541,13 @@ impl GpuStreams for Software {
         Ok(())
     }
 
-    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<SoftwareEvent, Status> {
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<SoftwareEvent> {
         let gpu = self.device(self.context(context)?.device)?.gpu.clone();
         let timing = flags & EVENT_DISABLE_TIMING == 0;
         Ok(SoftwareEvent { event: Event::new(), timing, reached: None, gpu })
     }
 
-    fn destroy_event(&mut self, _context: ContextId, _event: SoftwareEvent) -> Result<(), Status> {
+    fn destroy_event(&mut self, _context: ContextId, _event: SoftwareEvent) -> Result {
         Ok(())
     }
 
@@ -571,7 +558,7 @@ impl GpuStreams for Software {
         place: &Place,
         event: &mut SoftwareEvent,
         _flags: u32,
-    ) -> Result<(), Status> {
+    ) -> Result {
         place.publish(cx.seq);
         place.stream.record(&event.event).map_err(|e| code(&e))?;
         if event.timing {
@@ -582,11 +569,7 @@ impl GpuStreams for Software {
         Ok(())
     }
 
-    fn synchronize_event(
-        &mut self,
-        cx: &Call,
-        event: &SoftwareEvent,
-    ) -> Result<Answer<EventSynchronizeReply>, Status> {
+    fn synchronize_event(&mut self, cx: &Call, event: &SoftwareEvent) -> Reply<EventSynchronizeReply> {
         event.gpu.status().map_err(|e| code(&e))?;
         if event.event.query() {
             return Ok(Answer::Now(EventSynchronizeReply {}));
@@ -600,12 +583,7 @@ impl GpuStreams for Software {
         Ok(Answer::Later)
     }
 
-    fn elapsed(
-        &mut self,
-        cx: &Call,
-        start: &SoftwareEvent,
-        end: &SoftwareEvent,
-    ) -> Result<Answer<EventElapsedReply>, Status> {
+    fn elapsed(&mut self, cx: &Call, start: &SoftwareEvent, end: &SoftwareEvent) -> Reply<EventElapsedReply> {
         let (Some(begun), Some(reached)) = (start.reached.clone(), end.reached.clone()) else {
             return Err(Status::INVALID_HANDLE);
         };

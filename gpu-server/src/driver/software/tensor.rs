@@ -1,5 +1,6 @@
 //! Tensor maps: those in tiles, without interleaving, that fill what is outside with zeros. What else CUDA knows is refused.
 
+use crate::driver::call::Result;
 use protocol::Status;
 use protocol::ops::texture::*;
 use software_gpu::TensorMap;
@@ -15,7 +16,7 @@ const SWIZZLE_128: u32 = 3;
 const LAST_SWIZZLE: u32 = 6;
 
 impl GpuTensorMaps for Software {
-    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128], Status> {
+    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128]> {
         let t = &op.tensor;
         let rank = t.sizes.len();
         let mut map = TensorMap {
@@ -41,7 +42,7 @@ impl GpuTensorMaps for Software {
         map.encode().map_err(|_| Status::INVALID_VALUE)
     }
 
-    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status> {
+    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128]> {
         let map = TensorMap::decode(&op.map).ok_or(Status::INVALID_VALUE)?;
         TensorMap { address: op.address, ..map }.encode().map_err(|_| Status::INVALID_VALUE)
     }

@@ -2,18 +2,16 @@
 
 use host_bridge::endpoint::Sink;
 use protocol::Status;
-use protocol::data::{HostIn, HostOut};
-use protocol::handle::StreamId;
-use protocol::ops::Answer;
-use protocol::ops::copy::*;
+use protocol::ops::copy::MemcpyDtoHInlineReply;
 use protocol::wire::Bytes;
 use software_gpu::{Gpu, Plane, Result};
 
-use super::streams::step;
+use super::streams::{Place, SoftwareStream, step};
 use super::{Software, code};
 use crate::driver::call::{Call, Input};
+use crate::driver::gpu::{BoxCopy, Fill, GpuCopies, LineCopy};
 use crate::driver::rows::Rows;
-use crate::driver::session::Session;
+use crate::driver::streams::Streams;
 
 /// Bytes that a copy holds on the heap at a time.
 const CHUNK: usize = 1 << 20;
@@ -44,79 +42,6 @@ fn read(rows: &Rows, gpu: &Gpu, offset: u64, bytes: &mut [u8]) -> Result<()> {
             part.rows,
         )
     })
-}
-
-impl Session<Software> {
-    fn upload(
-        &mut self,
-        cx: &mut Call,
-        stream: StreamId,
-        to: Rows,
-        src: HostIn<'_>,
-    ) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, stream)?;
-        let (packed, span) = to.sizes()?;
-        if src.len() != packed {
-            return Err(Status::INVALID_VALUE);
-        }
-        let gpu = self.checked(to.at, span, place.device)?;
-        let owned = match cx.input(src)? {
-            Input::Inline(bytes) => Upload::Here(bytes.to_vec()),
-            Input::Mapped(mapped) => Upload::Mapped(mapped),
-            Input::Incoming(incoming) => Upload::Coming(incoming.into_queue(QUEUED)),
-            Input::Placed(placed) => Upload::Placed(placed),
-        };
-        enqueue_checked(&place, cx.seq, move |_| owned.run(&gpu, &to))
-    }
-
-    fn download(
-        &mut self,
-        cx: &mut Call,
-        stream: StreamId,
-        from: Rows,
-        dst: HostOut,
-    ) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, stream)?;
-        let (packed, span) = from.sizes()?;
-        if dst.0.len != packed {
-            return Err(Status::INVALID_VALUE);
-        }
-        let gpu = self.checked(from.at, span, place.device)?;
-        let sink = cx.output(dst)?;
-        enqueue_checked(&place, cx.seq, move |_| {
-            let mut at = 0;
-            if let Sink::Outgoing(outgoing) = &sink {
-                // Straight into buffers of the transport's, where it has some.
-                while at < packed
-                    && let Ok(Some(mut lent)) = outgoing.lend((packed - at).min(CHUNK as u64) as usize)
-                {
-                    let bytes = lent.bytes();
-                    let n = bytes.len() as u64;
-                    read(&from, &gpu, at, bytes)?;
-                    if outgoing.send_lent(at, lent).is_err() {
-                        return Ok(());
-                    }
-                    at += n;
-                }
-            }
-            let mut buffer = vec![0; CHUNK.min((packed - at) as usize)];
-            while at < packed {
-                let n = buffer.len().min((packed - at) as usize);
-                read(&from, &gpu, at, &mut buffer[..n])?;
-                match &sink {
-                    Sink::Mapped(mapped) => mapped.write(at as usize, &buffer[..n]),
-                    Sink::Outgoing(outgoing) => {
-                        if outgoing.send(at as usize / CHUNK, at, &buffer[..n]).is_err() {
-                            // The session is over; nobody wants the rest.
-                            return Ok(());
-                        }
-                    }
-                }
-                at += n as u64;
-            }
-            Ok(())
-        })
-    }
 }
 
 enum Upload {
@@ -204,100 +129,132 @@ pub(super) fn enqueue_checked(
     place.stream.enqueue(step).map_err(|e| code(&e))
 }
 
-impl CopyOps<Call> for Session<Software> {
-    fn memcpy_htod<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD<'a>) -> std::result::Result<(), Status> {
-        let to = Rows::line(op.dst, op.src.len());
-        self.upload(cx, op.stream, to, op.src)
-    }
-
-    fn memcpy_dtoh(&mut self, cx: &mut Call, op: MemcpyDtoH) -> std::result::Result<(), Status> {
-        let from = Rows::line(op.src, op.dst.0.len);
-        self.download(cx, op.stream, from, op.dst)
-    }
-
-    fn memcpy_dtoh_inline(
+impl GpuCopies for Software {
+    fn upload(
         &mut self,
         cx: &mut Call,
-        op: MemcpyDtoHInline,
-    ) -> std::result::Result<Answer<MemcpyDtoHInlineReply>, Status> {
-        let place = self.enter(cx, op.stream)?;
-        if op.len as usize > protocol::channel::MAX_PAYLOAD - 4 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let gpu = self.checked(op.src, op.len.into(), place.device)?;
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        to: &Rows,
+        device: u32,
+        data: Input<'_>,
+    ) -> std::result::Result<(), Status> {
+        let (gpu, to) = (self.device(device)?.gpu.clone(), *to);
+        let owned = match data {
+            Input::Inline(bytes) => Upload::Here(bytes.to_vec()),
+            Input::Mapped(mapped) => Upload::Mapped(mapped),
+            Input::Incoming(incoming) => Upload::Coming(incoming.into_queue(QUEUED)),
+            Input::Placed(placed) => Upload::Placed(placed),
+        };
+        enqueue_checked(place, cx.seq, move |_| owned.run(&gpu, &to))
+    }
+
+    fn download(
+        &mut self,
+        cx: &mut Call,
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        from: &Rows,
+        device: u32,
+        sink: Sink,
+    ) -> std::result::Result<(), Status> {
+        let (gpu, from) = (self.device(device)?.gpu.clone(), *from);
+        let (packed, _) = from.sizes()?;
+        enqueue_checked(place, cx.seq, move |_| {
+            let mut at = 0;
+            if let Sink::Outgoing(outgoing) = &sink {
+                // Straight into buffers of the transport's, where it has some.
+                while at < packed
+                    && let Ok(Some(mut lent)) = outgoing.lend((packed - at).min(CHUNK as u64) as usize)
+                {
+                    let bytes = lent.bytes();
+                    let n = bytes.len() as u64;
+                    read(&from, &gpu, at, bytes)?;
+                    if outgoing.send_lent(at, lent).is_err() {
+                        return Ok(());
+                    }
+                    at += n;
+                }
+            }
+            let mut buffer = vec![0; CHUNK.min((packed - at) as usize)];
+            while at < packed {
+                let n = buffer.len().min((packed - at) as usize);
+                read(&from, &gpu, at, &mut buffer[..n])?;
+                match &sink {
+                    Sink::Mapped(mapped) => mapped.write(at as usize, &buffer[..n]),
+                    Sink::Outgoing(outgoing) => {
+                        if outgoing.send(at as usize / CHUNK, at, &buffer[..n]).is_err() {
+                            // The session is over; nobody wants the rest.
+                            return Ok(());
+                        }
+                    }
+                }
+                at += n as u64;
+            }
+            Ok(())
+        })
+    }
+
+    fn download_inline(
+        &mut self,
+        cx: &mut Call,
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        from: u64,
+        len: usize,
+        device: u32,
+    ) -> std::result::Result<(), Status> {
+        let gpu = self.device(device)?.gpu.clone();
         let pending = cx.later();
         let (errors, context) = place.errors();
         step(&place.stream, &place.gpu, move |status| {
             if !status.is_success() {
-                // Before the answer: who has that finds the context failed.
+                // Before the answer: a client that has it finds the context failed.
                 errors.publish(context, status, 0);
             }
-            let mut bytes = vec![0; op.len as usize];
-            let read = status.ok().and_then(|()| gpu.read(op.src, &mut bytes).map_err(|e| code(&e)));
+            let mut bytes = vec![0; len];
+            let read = status.ok().and_then(|()| gpu.read(from, &mut bytes).map_err(|e| code(&e)));
             pending.answer(read.map(|()| MemcpyDtoHInlineReply { bytes: Bytes(bytes) }));
         });
-        Ok(Answer::Later)
+        Ok(())
     }
 
-    fn memcpy_dtod(&mut self, cx: &mut Call, op: MemcpyDtoD) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let work = self.line_work(place.device, &op)?;
-        enqueue_checked(&place, cx.seq, move |_| work())
+    fn copy_line(&mut self, cx: &Call, place: &Place, copy: &LineCopy) -> std::result::Result<(), Status> {
+        let work = self.line_work(copy)?;
+        enqueue_checked(place, cx.seq, move |_| work())
     }
 
-    fn memcpy_htod_3d<'a>(&mut self, cx: &mut Call, op: MemcpyHtoD3D<'a>) -> std::result::Result<(), Status> {
-        self.upload(cx, op.stream, Rows::of(&op.dst, op.extent), op.src)
+    fn copy_box(&mut self, cx: &Call, place: &Place, copy: &BoxCopy) -> std::result::Result<(), Status> {
+        let work = self.box_work(copy)?;
+        enqueue_checked(place, cx.seq, move |_| work())
     }
 
-    fn memcpy_dtoh_3d(&mut self, cx: &mut Call, op: MemcpyDtoH3D) -> std::result::Result<(), Status> {
-        self.download(cx, op.stream, Rows::of(&op.src, op.extent), op.dst)
-    }
-
-    fn memcpy_dtod_3d(&mut self, cx: &mut Call, op: MemcpyDtoD3D) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let work = self.box_work(place.device, &op)?;
-        enqueue_checked(&place, cx.seq, move |_| work())
-    }
-
-    fn memset(&mut self, cx: &mut Call, op: Memset) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let work = self.fill_work(place.device, &op)?;
-        enqueue_checked(&place, cx.seq, move |_| work())
+    fn fill(&mut self, cx: &Call, place: &Place, fill: &Fill) -> std::result::Result<(), Status> {
+        let work = self.fill_work(fill)?;
+        enqueue_checked(place, cx.seq, move |_| work())
     }
 }
 
 /// What a stream's thread does, as often as it is called.
 pub(super) type Again = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Work inside device memory, checked: of a device's stream, or of a graph that it runs.
-impl Session<Software> {
-    pub(super) fn line_work(&self, device: u32, op: &MemcpyDtoD) -> std::result::Result<Again, Status> {
-        let to = self.checked(op.dst, op.len, device)?;
-        let from = self.checked(op.src, op.len, device)?;
-        let (dst, src, len) = (op.dst, op.src, op.len);
+/// Work inside device memory, of a device's stream, or of a graph that it runs.
+impl Software {
+    pub(super) fn line_work(&self, copy: &LineCopy) -> std::result::Result<Again, Status> {
+        let (from, to) = (self.device(copy.from)?.gpu.clone(), self.device(copy.to)?.gpu.clone());
+        let LineCopy { dst, src, len, .. } = *copy;
         Ok(Box::new(move || from.copy_to(src, &to, dst, len)))
     }
 
-    pub(super) fn box_work(&self, device: u32, op: &MemcpyDtoD3D) -> std::result::Result<Again, Status> {
-        let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
-        let ((_, from_span), (_, to_span)) = (source.sizes()?, target.sizes()?);
-        let from = self.checked(source.at, from_span, device)?;
-        let to = self.checked(target.at, to_span, device)?;
-        box_copy(from, source, to, target)
+    pub(super) fn box_work(&self, copy: &BoxCopy) -> std::result::Result<Again, Status> {
+        let (from, to) = (self.device(copy.from)?.gpu.clone(), self.device(copy.to)?.gpu.clone());
+        box_copy(from, copy.source, to, copy.target)
     }
 
-    pub(super) fn fill_work(&self, device: u32, op: &Memset) -> std::result::Result<Again, Status> {
-        if !matches!(op.element, 1 | 2 | 4) || !op.dst.is_multiple_of(op.element.into()) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let width = op.width.checked_mul(op.element.into()).ok_or(Status::INVALID_VALUE)?;
-        let pitch = if op.height > 1 { op.pitch } else { width };
-        let rows = Rows { at: op.dst, pitch, slice: 0, width, height: op.height, depth: 1 };
-        let (_, span) = rows.sizes()?;
-        let gpu = self.checked(op.dst, span, device)?;
-        let (plane, value, element, width, height) =
-            (Plane { addr: op.dst, pitch }, op.value, op.element, op.width, op.height);
-        Ok(Box::new(move || gpu.fill_2d(plane, value, element, width, height)))
+    pub(super) fn fill_work(&self, fill: &Fill) -> std::result::Result<Again, Status> {
+        let gpu = self.device(fill.device)?.gpu.clone();
+        let Fill { address, pitch, value, element, width, height, .. } = *fill;
+        Ok(Box::new(move || gpu.fill_2d(Plane { addr: address, pitch }, value, element, width, height)))
     }
 }
 

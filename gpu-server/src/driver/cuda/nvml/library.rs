@@ -131,7 +131,7 @@ fn open() -> Result<Library, u32> {
         if handle.is_null() {
             continue;
         }
-        // SAFETY: as above.
+        // SAFETY: `dlsym` on a library that is loaded, with a C string.
         if !unsafe { libc::dlsym(handle, OWN_LIBRARY.as_ptr()) }.is_null() {
             own = true;
             continue;

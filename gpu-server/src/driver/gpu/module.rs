@@ -1,0 +1,165 @@
+//! Modules, their functions and variables, launches, and the linker.
+
+use std::borrow::Cow;
+
+use protocol::Status;
+use protocol::handle::{ContextId, StreamId};
+use protocol::ops::launch::Launch;
+use protocol::ops::module::{
+    JitOption, ModuleGetGlobalReply, OccupancyAvailableShared, OccupancyMaxActiveBlocks,
+    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+};
+
+use super::GpuStreams;
+use crate::driver::call::{Call, Result};
+use crate::driver::streams::Streams;
+
+/// What came of a module's load.
+pub struct Loaded<M, F> {
+    /// The module and its functions, in the order of its table; or the status that the image is refused with.
+    pub module: Result<(M, Vec<F>)>,
+    /// Whether a kernel of it may print.
+    pub prints: bool,
+    /// What the compiler says: its messages, its errors.
+    pub logs: [String; 2],
+}
+
+/// An input of the linker.
+pub struct LinkInput<'a> {
+    /// `CUjitInputType`, one that exists.
+    pub kind: u32,
+    /// Its bytes. PTX ends in a NUL.
+    pub data: Vec<u8>,
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// Its options.
+    pub options: &'a [JitOption],
+}
+
+/// Modules, their functions and variables, launches, and the linker. Contexts were entered.
+pub trait GpuModules: GpuStreams {
+    /// A module.
+    type Module: Send;
+    /// A function of a module.
+    type Function: Send;
+    /// A linker at work.
+    type Link: Send;
+    /// A place in a stream for a launch.
+    type LaunchPlace;
+    /// Most bytes of an image.
+    const MAX_IMAGE: u64;
+
+    /// Loads an image.
+    fn load_module(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        image: Vec<u8>,
+        options: &[JitOption],
+    ) -> Result<Loaded<Self::Module, Self::Function>>;
+
+    /// The wire form of a module's [`FunctionTable`](protocol::ops::module::FunctionTable).
+    fn function_table<'a>(
+        module: &'a Self::Module,
+        functions: impl Iterator<Item = &'a Self::Function>,
+    ) -> Cow<'a, [u8]>
+    where
+        Self::Function: 'a;
+
+    /// A module is out of the session's table. Its kernels may still run.
+    fn unload_module(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        context: ContextId,
+        device: u32,
+        module: Self::Module,
+        functions: Vec<Self::Function>,
+    ) -> Result;
+
+    /// A variable of a module.
+    fn module_global(
+        &mut self,
+        context: ContextId,
+        module: &Self::Module,
+        name: &str,
+    ) -> Result<ModuleGetGlobalReply>;
+
+    /// Sets an attribute of a function.
+    fn set_function_attribute(
+        &mut self,
+        context: ContextId,
+        function: &mut Self::Function,
+        attribute: u32,
+        value: i32,
+    ) -> Result;
+
+    /// A function's attributes, by number from 0.
+    fn function_attributes(&mut self, context: ContextId, function: &Self::Function) -> Result<Vec<i32>>;
+
+    /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
+    fn max_active_blocks(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveBlocks,
+    ) -> Result<i32>;
+
+    /// `cuOccupancyAvailableDynamicSMemPerBlock`.
+    fn available_shared(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyAvailableShared,
+    ) -> Result<u64>;
+
+    /// `cuOccupancyMaxActiveClusters`.
+    fn max_active_clusters(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveClusters,
+    ) -> Result<i32>;
+
+    /// `cuOccupancyMaxPotentialClusterSize`.
+    fn max_cluster_size(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxPotentialClusterSize,
+    ) -> Result<i32>;
+
+    /// As [`enter_stream`](GpuStreams::enter_stream), for a launch: the most frequent of all operations.
+    fn enter_to_launch(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<Self::LaunchPlace>;
+
+    /// Enqueues a launch of a function of the place's context. The stream in `op` says nothing.
+    fn launch(&mut self, place: &Self::LaunchPlace, function: &mut Self::Function, op: &Launch<'_>)
+    -> Result;
+
+    /// Makes a linker.
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link>;
+
+    /// Adds an input: its result and what the linker has said until now, messages and errors.
+    fn link_add(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+        input: LinkInput<'_>,
+    ) -> Result<(Status, [String; 2])>;
+
+    /// Links, if that is not done yet; answers as [`link_add`](GpuModules::link_add).
+    fn link_complete(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+    ) -> Result<(Status, [String; 2])>;
+
+    /// The image that came of it.
+    fn link_image(link: &Self::Link) -> Option<&[u8]>;
+}

@@ -1,0 +1,166 @@
+//! Streams, and events on them.
+
+use protocol::Status;
+use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
+use protocol::ops::launch::LaunchAttribute;
+use protocol::ops::stream::MemoryOp;
+
+use crate::driver::call::{Call, Reply, Result};
+use crate::driver::streams::Streams;
+
+/// Streams, and events on them.
+///
+/// Methods that take a stream's number find the stream in the table. Those that enqueue something take a [`Place`](GpuStreams::Place).
+pub trait GpuStreams {
+    /// A stream.
+    type Stream: Send;
+    /// A place in a stream, to enqueue at. Its context is the one that was entered last.
+    type Place;
+    /// An event.
+    type Event: Send;
+    /// A memory operation of a stream, as the GPU takes it.
+    type MemoryOp;
+    /// Whether events can be shared between processes. Where not, their methods are never called.
+    const SHARES_EVENTS: bool;
+
+    /// The legacy default stream of a context.
+    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<Self::Stream>;
+
+    /// Makes a stream in a context that was entered.
+    fn make_stream(
+        &mut self,
+        id: StreamId,
+        context: ContextId,
+        flags: u32,
+        priority: i32,
+    ) -> Result<Self::Stream>;
+
+    /// Takes a stream, which is not a default stream, out of the table. Its work still completes.
+    fn destroy_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
+
+    /// The place in a stream where the next operation goes, in its order with its context's legacy default stream. Sets the call's context.
+    fn enter_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<Self::Place>;
+
+    /// The device of a place; 0 where the GPU reaches all of the session's memory from any of its devices.
+    fn device_at(place: &Self::Place) -> u32;
+
+    /// Answers the call when everything on the stream is done. Sets the call's context.
+    fn synchronize_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result;
+
+    /// Answers the call when everything on all streams of a context is done.
+    fn synchronize_context(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        context: ContextId,
+    ) -> Result;
+
+    /// Calls `end` when everything that is enqueued on a device by now is done, or never will be: then its argument says why. `seq` is the command's.
+    fn after_device(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        device: u32,
+        seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    );
+
+    /// Raises the stream's progress word to the call's number when everything on it is done. Sets the call's context.
+    fn mark_stream(&mut self, cx: &mut Call, streams: &mut Streams<Self::Stream>, id: StreamId) -> Result;
+
+    /// What follows waits for an event's last record.
+    fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result;
+
+    /// What follows waits until the client signals `ticket`, which [`Gpu::Beside`](super::Gpu::Beside) knows from then on.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` for a ticket that something waits for already.
+    fn wait_for_client(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        ticket: TicketId,
+    ) -> Result;
+
+    /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
+    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp>;
+
+    /// Enqueues memory operations.
+    fn memory_ops(&mut self, cx: &Call, place: &Self::Place, operations: Vec<Self::MemoryOp>) -> Result;
+
+    /// Sets an attribute of a stream. Sets the call's context, as the next two do.
+    fn set_stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+        attribute: &LaunchAttribute,
+    ) -> Result;
+
+    /// An attribute of a stream.
+    fn stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+        attribute: u32,
+    ) -> Result<[u8; 64]>;
+
+    /// Sets all attributes of `to` to those of `from`, a stream of the same context.
+    fn copy_stream_attributes(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        from: StreamId,
+        to: StreamId,
+    ) -> Result;
+
+    /// Makes an event in a context that was entered.
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<Self::Event>;
+
+    /// An event is out of the session's table.
+    fn destroy_event(&mut self, context: ContextId, event: Self::Event) -> Result;
+
+    /// Records an event of the place's context, and raises the stream's progress word to the call's number when that is reached: first the word, then the event, so that whoever
+    /// learns that the event is reached finds the word there.
+    fn record_event(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        event: &mut Self::Event,
+        flags: u32,
+    ) -> Result;
+
+    /// Answers the call, an [`EventSynchronize`](protocol::ops::event::EventSynchronize) in the event's context, when its last record is done.
+    fn synchronize_event(&mut self, cx: &Call, event: &Self::Event) -> Reply<EventSynchronizeReply>;
+
+    /// Answers the call with the time between the last records of two events. The call's context is that of `end`.
+    fn elapsed(&mut self, cx: &Call, start: &Self::Event, end: &Self::Event) -> Reply<EventElapsedReply>;
+
+    /// The handle by which other processes open an event. Only an event that was made for it has one.
+    fn export_event(&mut self, _event: &Self::Event) -> Result<Vec<u8>> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// Opens an event that another worker exported, in a context that was entered.
+    fn import_event(&mut self, _context: ContextId, _handle: Vec<u8>) -> Result<Self::Event> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// Whether an event's last record is done. Its context was entered.
+    fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool> {
+        Err(Status::NOT_SUPPORTED)
+    }
+}
