@@ -15,7 +15,8 @@ use std::time::Duration;
 use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg, setsockopt, sockopt,
 };
-use protocol::link::{DEFAULT_PORT, FrameHeader, MAX_FRAME};
+use protocol::link::{BadGreeting, DEFAULT_PORT, FrameHeader, Greeting, MAX_FRAME, greeting};
+use protocol::version::{Speaks, Version};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -193,6 +194,29 @@ pub fn recv_struct<T: FromBytes + IntoBytes>(
 ) -> io::Result<Option<T>> {
     let mut value = T::new_zeroed();
     Ok(recv_exact(socket, value.as_mut_bytes(), fds)?.then_some(value))
+}
+
+/// Receives a greeting and judges it ([`greeting`]). Another major version is refused before the rest of it has come.
+pub fn recv_greeting<T: Greeting>(
+    socket: BorrowedFd<'_>,
+    ours: &Speaks<'_>,
+) -> io::Result<Result<(T, Version), BadGreeting>> {
+    let mut bytes = vec![0; size_of::<T>()];
+    let mut at = 0;
+    while at < bytes.len() {
+        match recv_some(socket, &mut bytes[at..], &mut Vec::new()) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => at += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        }
+        match greeting(&bytes[..at], ours) {
+            Ok(None) => {}
+            Ok(Some(judged)) => return Ok(Ok(judged)),
+            Err(refused) => return Ok(Err(refused)),
+        }
+    }
+    Err(io::ErrorKind::InvalidData.into())
 }
 
 /// Sends one frame: header, then `parts` as its body.

@@ -9,6 +9,7 @@ use protocol::channel::{Header, State};
 use protocol::device::{Extent, untext};
 use protocol::link::wish;
 use protocol::trace::Recorder;
+use protocol::version::{OURS, Version};
 
 use super::Counters;
 use crate::memory::{ChannelView, Memories, MemoryError};
@@ -24,6 +25,8 @@ pub struct ChannelMemory {
     pub size: u64,
     /// The channel, contiguous.
     pub view: ChannelView,
+    /// The version that the client and this host speak.
+    pub version: Version,
     /// Process id that the client gave, for display.
     pub pid: u32,
     /// Program name that the client gave, for display.
@@ -42,7 +45,6 @@ impl ChannelMemory {
         // The name goes into logs: nothing in it may steer a terminal.
         let program: String =
             untext(&fields.program).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
-        let wishes = view.header().wishes();
         let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| MemoryError::Doorbell { source: e.into() })?;
         Ok(ChannelMemory {
@@ -50,9 +52,10 @@ impl ChannelMemory {
             extents,
             size,
             view,
+            version: OURS.at_most(fields.version).version(),
             pid: fields.pid,
             program,
-            wishes,
+            wishes: fields.wishes,
             doorbell: Arc::new(doorbell),
         })
     }

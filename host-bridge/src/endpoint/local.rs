@@ -192,7 +192,7 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
     };
     let memories = Memories::map(files).map_err(|e| invalid(with_causes(&e)))?;
     let view = memories.view(&extents, fixed.size).map_err(|e| match e {
-        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => {
+        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version(_)) => {
             (Answer::Version, Lost::new(with_causes(&e)))
         }
         e => invalid(with_causes(&e)),
