@@ -145,7 +145,6 @@ fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
 fn commands_and_data_travel_through_the_clients_memory() {
     let server = server(Behaviour::Good);
     let mut client = Client::connect(&server.config);
-    assert!(client.session.capabilities().server_reads_ring);
     let extents = scattered(1_234_567, 3);
     let bytes = pattern(1_234_567, 3);
     client.write(&extents, &bytes);

@@ -26,7 +26,7 @@ use zerocopy::IntoBytes;
 
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState, thread_name};
-use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{Address, MAX_FDS, connect_unix, recv_frame, send_frame, send_message, split_struct};
 
 /// Connects and shakes hands.
@@ -273,10 +273,6 @@ impl Shared {
 }
 
 impl Transport for Local {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities { server_reads_ring: true, zero_copy: true, remote_write: true }
-    }
-
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let mut flags = 0;
         let mut descriptors = Vec::new();

@@ -35,18 +35,6 @@ pub use self::state::{ChannelMemory, Wakeup};
 pub use counters::Counters;
 pub use session::{ConnectError, Prepared, Session, SessionConfig, TransportKind, Turn};
 
-/// What a transport can do. Users ask for these and never for a transport's name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Capabilities {
-    /// The server reads the ring and writes replies and progress by itself: nothing in this process touches the channel while the session stands.
-    pub server_reads_ring: bool,
-    /// No CPU of either host copies bulk data on its way between the client's pages and memory of the server's process. What happens inside that process is its driver's matter: over
-    /// `verbs` both drivers copy once more there, between that memory and their own staging.
-    pub zero_copy: bool,
-    /// The server can write the client's memory without the help of this process.
-    pub remote_write: bool,
-}
-
 /// A region of the client's memory that is about to be registered: where it lies, unchecked.
 #[derive(Debug)]
 pub struct RegionMemory {
@@ -130,9 +118,6 @@ pub enum Closed {
 /// All methods may be called from any thread, at the same time, also after a loss. They may block and so must not be called from a thread that serves a
 /// virtqueue, nor from the callbacks given to [`Session::connect`].
 pub trait Transport: Send + Sync + std::fmt::Debug {
-    /// What this transport can do. Constant for the session's life.
-    fn capabilities(&self) -> Capabilities;
-
     /// Makes `region` known as `id`. The caller has checked that `id` is free and that limits hold, and that the extents lie inside `region.memories`.
     ///
     /// Once this has returned `Ok`, records that name the region are accepted.

@@ -20,7 +20,7 @@ use super::local::{self, Local};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
-use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport};
+use super::{Closed, Counters, RegionError, RegionMemory, Transport};
 use crate::framing::Address;
 use crate::verbs::{Settings, VerbsError};
 
@@ -531,11 +531,6 @@ impl Session {
     /// What it has done so far.
     pub fn counters(&self) -> &Counters {
         &self.session.counters
-    }
-
-    /// What its transport can do.
-    pub fn capabilities(&self) -> Capabilities {
-        self.transport.capabilities()
     }
 
     /// The transport's name, for display.

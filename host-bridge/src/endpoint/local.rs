@@ -24,7 +24,7 @@ use protocol::link::{
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::patience::{Answers, Patience};
+use super::dispatcher_poll::{DispatcherPoll, Replies};
 use super::region::{Regions, Released};
 use super::wake::{self, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
@@ -43,7 +43,7 @@ pub struct LocalCommands {
     consumer: RingReader,
     client: Arc<LocalClient>,
     watch: Watch,
-    patience: Patience,
+    poll: DispatcherPoll,
     since_wake: u32,
 }
 
@@ -67,7 +67,7 @@ pub struct LocalClient {
     /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
     executed: AtomicU64,
     has_read: AtomicBool,
-    answers: Answers,
+    replies: Replies,
     farewell: Farewell,
 }
 
@@ -138,7 +138,7 @@ impl LocalCommands {
             written: AtomicU64::new(0),
             executed: AtomicU64::new(0),
             has_read: AtomicBool::new(false),
-            answers: Answers::default(),
+            replies: Replies::default(),
             farewell: Farewell::default(),
         });
         let consumer = RingReader::new(Arc::clone(&client.view));
@@ -149,9 +149,8 @@ impl LocalCommands {
             .name("rgpu-control".into())
             .spawn(move || served.serve(&control))
             .map_err(failed)?;
-        let patience = Patience::new(polling);
-        let commands =
-            LocalCommands { consumer, client: Arc::clone(&client), watch, patience, since_wake: 0 };
+        let poll = DispatcherPoll::new(polling);
+        let commands = LocalCommands { consumer, client: Arc::clone(&client), watch, poll, since_wake: 0 };
         Ok((commands, client))
     }
 
@@ -228,18 +227,18 @@ impl Commands for LocalCommands {
             if let Some(record) = self.try_next(body)? {
                 return Ok(Some(record));
             }
-            let answers = &self.client.answers;
-            let mut looking = self.patience.begin(answers);
+            let replies = &self.client.replies;
+            let mut round = self.poll.begin(replies);
             while !self.consumer.has_work()
                 && self.client.end.get().is_none()
-                && self.patience.lasts(&mut looking, answers)
+                && self.poll.lasts(&mut round, replies)
             {
                 for _ in 0..32 {
                     std::hint::spin_loop();
                 }
             }
             let found = self.consumer.has_work();
-            self.patience.end(&looking, found);
+            self.poll.end(&round, found);
             if found {
                 continue;
             }
@@ -263,7 +262,7 @@ impl Commands for LocalCommands {
             }
         };
         if record.is_some_and(|record| record.reply_slot != NO_SLOT) {
-            self.client.answers.asked();
+            self.client.replies.asked();
         }
         self.since_wake += 1;
         if record.is_none() || self.since_wake >= BATCH {
@@ -408,7 +407,7 @@ impl Client for LocalClient {
         let (status, payload) =
             if payload.len() > MAX_PAYLOAD { (Status::UNKNOWN, &[][..]) } else { (status, payload) };
         RECORDER.note(Stage::Answered, seq, 0);
-        self.answers.given();
+        self.replies.given();
         if place.complete(seq, status, payload) {
             self.wake_word(self.view.geometry().slot_offset(usize::from(slot)));
         }

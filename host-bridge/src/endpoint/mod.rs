@@ -25,10 +25,10 @@ use protocol::link::ProgressUpdate;
 use protocol::polling;
 use thiserror::Error;
 
+mod dispatcher_poll;
 pub mod incoming;
 pub mod local;
 pub mod outgoing;
-mod patience;
 pub mod planned_slots;
 pub mod region;
 mod stream;

@@ -21,9 +21,9 @@ use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
+use super::dispatcher_poll::{DispatcherPoll, Replies};
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
-use super::patience::{Answers, Patience};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
 use super::wake::{self, StopEvent};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
@@ -42,7 +42,7 @@ pub struct TcpCommands {
     reader: FrameReader,
     /// Those of the COMMANDS frame at hand.
     records: Records,
-    patience: Patience,
+    poll: DispatcherPoll,
 }
 
 /// The side of every other thread.
@@ -57,7 +57,7 @@ pub struct TcpClient {
     end: OnceLock<Option<Lost>>,
     stop: StopEvent,
     keep_alive: KeepAlive,
-    answers: Answers,
+    replies: Replies,
     farewell: Farewell,
 }
 
@@ -162,7 +162,7 @@ impl TcpCommands {
             end: OnceLock::new(),
             stop,
             keep_alive: KeepAlive { busy: AtomicBool::new(true), ..KeepAlive::default() },
-            answers: Answers::default(),
+            replies: Replies::default(),
             farewell: Farewell::default(),
         });
         let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
@@ -173,7 +173,7 @@ impl TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
             records: Records::default(),
-            patience: Patience::new(Polling {
+            poll: DispatcherPoll::new(Polling {
                 while_due: polling.while_due.min(DISPATCHER_REPLY_DUE_TCP.here()),
                 ..polling
             }),
@@ -226,7 +226,7 @@ impl TcpCommands {
             if let Some(record) = self.records.take(body).map_err(End::Lost)? {
                 RECORDER.note(Stage::Received, record.seq, record.opcode);
                 if record.reply_slot != NO_SLOT {
-                    self.client.answers.asked();
+                    self.client.replies.asked();
                 }
                 return Ok(Some(record));
             }
@@ -242,15 +242,15 @@ impl TcpCommands {
                 return Ok(record);
             }
             let client = Arc::clone(&self.client);
-            let mut looking = self.patience.begin(&client.answers);
-            while self.patience.lasts(&mut looking, &client.answers) {
+            let mut round = self.poll.begin(&client.replies);
+            while self.poll.lasts(&mut round, &client.replies) {
                 if let Some(record) = self.poll(body)? {
-                    self.patience.end(&looking, true);
+                    self.poll.end(&round, true);
                     return Ok(record);
                 }
                 std::hint::spin_loop();
             }
-            self.patience.end(&looking, false);
+            self.poll.end(&round, false);
             self.client.flush_executed();
             let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
             self.client.keep_alive.rest();
@@ -401,7 +401,7 @@ impl Client for TcpClient {
         match check_slot(seq, slot, self.slot_count) {
             Ok(()) => {
                 RECORDER.note(Stage::Answered, seq, 0);
-                self.answers.given();
+                self.replies.given();
                 self.send(|sending| put_reply(&mut sending.buffer, seq, slot, status, payload));
             }
             Err(wrong) => self.lose(&wrong),

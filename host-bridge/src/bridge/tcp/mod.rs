@@ -28,7 +28,7 @@ use self::memory::SocketMemory;
 use super::relay::{Flows, Machine, RelayHandle, run};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
-use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, recv_greeting, send_message};
 use protocol::polling::PollTime;
 use zerocopy::IntoBytes;
@@ -107,10 +107,6 @@ impl Tcp {
 }
 
 impl Transport for Tcp {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities { server_reads_ring: false, zero_copy: false, remote_write: false }
-    }
-
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let runs = region.memories.resolve(&region.extents, region.size)?;
         self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })

@@ -26,7 +26,7 @@ use self::carrier::{DeviceMemory, VerbsCarrier};
 use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
-use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
+use super::{Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
 use protocol::polling::{PollTime, processors};
@@ -120,10 +120,6 @@ impl Verbs {
 }
 
 impl Transport for Verbs {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities { server_reads_ring: false, zero_copy: true, remote_write: true }
-    }
-
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
         let registered = RegisteredRegion::new(
             &self.domain,

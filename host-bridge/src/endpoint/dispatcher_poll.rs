@@ -12,12 +12,12 @@ use protocol::polling::PollTime;
 
 /// Replies that a session's client waits for. Counted by the dispatcher, which takes commands, and by the threads that answer them.
 #[derive(Debug, Default)]
-pub(super) struct Answers {
+pub(super) struct Replies {
     asked: AtomicU32,
     given: AtomicU32,
 }
 
-impl Answers {
+impl Replies {
     /// A command that is to be answered was taken.
     pub(super) fn asked(&self) {
         self.asked.fetch_add(1, Ordering::Relaxed);
@@ -28,14 +28,14 @@ impl Answers {
         self.given.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn are_due(&self) -> bool {
+    fn are_outstanding(&self) -> bool {
         self.asked.load(Ordering::Relaxed) != self.given.load(Ordering::Relaxed)
     }
 }
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct DispatcherPoll {
     most: Duration,
     /// The time while a reply is outstanding. It adapts to whether polling pays.
     while_due: PollTime,
@@ -43,7 +43,7 @@ pub(super) struct Patience {
 
 /// One round of polling.
 #[derive(Debug)]
-pub(super) struct Looking {
+pub(super) struct Round {
     begun: Instant,
     /// Since this moment no reply is outstanding.
     since: Instant,
@@ -51,39 +51,36 @@ pub(super) struct Looking {
     preempted: i64,
 }
 
-impl Patience {
-    pub(super) fn new(polling: Polling) -> Patience {
-        Patience { most: polling.most, while_due: PollTime::new(polling.while_due.max(polling.most)) }
+impl DispatcherPoll {
+    pub(super) fn new(polling: Polling) -> DispatcherPoll {
+        DispatcherPoll { most: polling.most, while_due: PollTime::new(polling.while_due.max(polling.most)) }
     }
 
     /// Begins to poll.
-    pub(super) fn begin(&self, answers: &Answers) -> Looking {
+    pub(super) fn begin(&self, replies: &Replies) -> Round {
         let now = Instant::now();
-        let given = answers.given.load(Ordering::Relaxed);
-        Looking { begun: now, since: now, given, preempted: preempted() }
+        let given = replies.given.load(Ordering::Relaxed);
+        Round { begun: now, since: now, given, preempted: preempted() }
     }
 
     /// Whether to look again.
     #[inline]
-    pub(super) fn lasts(&self, looking: &mut Looking, answers: &Answers) -> bool {
+    pub(super) fn lasts(&self, round: &mut Round, replies: &Replies) -> bool {
         let now = Instant::now();
-        let given = answers.given.load(Ordering::Relaxed);
-        if given != looking.given {
-            (looking.given, looking.since) = (given, now);
+        let given = replies.given.load(Ordering::Relaxed);
+        if given != round.given {
+            (round.given, round.since) = (given, now);
         }
-        now - looking.since < self.most || (now - looking.begun < self.while_due.get() && answers.are_due())
+        now - round.since < self.most
+            || (now - round.begun < self.while_due.get() && replies.are_outstanding())
     }
 
     /// Ends a round of polling; `found`: a command came. If the thread lost its processor meanwhile, another thread needed it, and polling did not pay.
-    pub(super) fn end(&mut self, looking: &Looking, found: bool) {
-        if looking.begun.elapsed() <= self.most {
+    pub(super) fn end(&mut self, round: &Round, found: bool) {
+        if round.begun.elapsed() <= self.most {
             return;
         }
-        if found && preempted() == looking.preempted {
-            self.while_due.paid()
-        } else {
-            self.while_due.wasted()
-        }
+        if found && preempted() == round.preempted { self.while_due.paid() } else { self.while_due.wasted() }
     }
 }
 
@@ -104,42 +101,42 @@ mod tests {
     const MOST: Duration = Duration::from_millis(1);
     const LONG: Duration = Duration::from_secs(3600);
 
-    fn patience(while_due: Duration) -> Patience {
-        Patience::new(Polling { most: MOST, while_due })
+    fn poll(while_due: Duration) -> DispatcherPoll {
+        DispatcherPoll::new(Polling { most: MOST, while_due })
     }
 
     #[test]
     fn while_an_answer_is_due_it_looks_for_longer_and_a_little_after() {
-        let (patience, answers) = (patience(LONG), Answers::default());
-        answers.asked();
-        let mut looking = patience.begin(&answers);
+        let (poll, replies) = (poll(LONG), Replies::default());
+        replies.asked();
+        let mut round = poll.begin(&replies);
         std::thread::sleep(2 * MOST);
-        assert!(patience.lasts(&mut looking, &answers));
-        answers.given();
-        assert!(patience.lasts(&mut looking, &answers));
+        assert!(poll.lasts(&mut round, &replies));
+        replies.given();
+        assert!(poll.lasts(&mut round, &replies));
         std::thread::sleep(2 * MOST);
-        assert!(!patience.lasts(&mut looking, &answers));
+        assert!(!poll.lasts(&mut round, &replies));
     }
 
     #[test]
     fn with_nothing_due_or_no_processors_to_spare_it_sleeps_soon() {
-        let answers = Answers::default();
-        let mut looking = patience(LONG).begin(&answers);
+        let replies = Replies::default();
+        let mut round = poll(LONG).begin(&replies);
         std::thread::sleep(2 * MOST);
-        assert!(!patience(LONG).lasts(&mut looking, &answers));
-        answers.asked();
-        assert!(!patience(MOST).lasts(&mut looking, &answers));
-        assert!(patience(LONG).lasts(&mut looking, &answers));
+        assert!(!poll(LONG).lasts(&mut round, &replies));
+        replies.asked();
+        assert!(!poll(MOST).lasts(&mut round, &replies));
+        assert!(poll(LONG).lasts(&mut round, &replies));
     }
 
     #[test]
     fn what_does_not_pay_gets_shorter() {
-        let (mut patience, answers) = (patience(LONG), Answers::default());
-        let mut looking = patience.begin(&answers);
-        looking.begun -= 2 * MOST;
+        let (mut poll, replies) = (poll(LONG), Replies::default());
+        let mut round = poll.begin(&replies);
+        round.begun -= 2 * MOST;
         for _ in 0..10 {
-            patience.end(&looking, false);
+            poll.end(&round, false);
         }
-        assert_eq!(patience.while_due.get(), LONG / 8);
+        assert_eq!(poll.while_due.get(), LONG / 8);
     }
 }
