@@ -117,6 +117,11 @@ impl Call {
         Ok(sink)
     }
 
+    /// What publishes errors to the client.
+    pub fn errors(&self) -> Errors {
+        Errors::new(Arc::clone(&self.client))
+    }
+
     /// The command's answer, to be given later.
     pub fn later(&self) -> Pending {
         Pending {

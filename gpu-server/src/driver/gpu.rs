@@ -11,18 +11,24 @@ use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::handle::{ContextId, EventId};
+use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
+use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
+use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
+use protocol::ops::stream::MemoryOp;
 use protocol::ops::{Answer, MayBlock};
 
 use super::Unavailable;
 use super::beside::Beside;
 use super::call::Call;
+use super::output::Output;
 use super::quota::Quota;
-use super::space::Mapping;
+use super::space::{Mapping, Space};
+use super::streams::Streams;
 
 /// The devices of one session.
-pub trait Gpu: GpuMemory + GpuHostMemory + GpuSharedEvents + Sized + Send {
+pub trait Gpu: GpuMemory + GpuHostMemory + GpuStreams + Sized + Send {
     /// The backend's name: `cuda` or `software`.
     const NAME: &'static str;
 
@@ -45,7 +51,10 @@ pub trait Gpu: GpuMemory + GpuHostMemory + GpuSharedEvents + Sized + Send {
     fn beside(&self) -> &Arc<Self::Beside>;
 
     /// The client is gone: releases every thread that waits for it. Called once, after the last command; the process ends soon after.
-    fn end(&mut self);
+    fn end(&mut self, streams: &mut Streams<Self::Stream>);
+
+    /// What kernels have printed.
+    fn output(&self) -> &Output;
 
     /// Makes a context ready for the calls that follow. A device's primary context is made when something enters it for the first time.
     ///
@@ -53,13 +62,78 @@ pub trait Gpu: GpuMemory + GpuHostMemory + GpuSharedEvents + Sized + Send {
     /// `INVALID_CONTEXT` if there is none; its error if it has failed.
     fn enter(&mut self, context: ContextId) -> Result<(), Status>;
 
-    /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
-    fn before_waiting_call(&mut self, _device: u32) -> Result<(), Status> {
+    /// `cuDriverGetVersion`.
+    fn driver_version(&self) -> Result<u32, Status>;
+
+    /// Whether pageable memory of this client's may be read when the stream comes to the copy.
+    fn reads_late(client: &dyn Client) -> bool;
+
+    /// Everything that is told of a device.
+    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply, Status>;
+
+    /// What a device can do with another one's memory.
+    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply, Status>;
+
+    /// From now on the session has only these of its devices, in this order. It has made nothing on any of them, and the list names none twice.
+    fn select(&mut self, devices: &[u32]) -> Result<(), Status>;
+
+    /// Makes a context that is not a primary one.
+    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result<(), Status>;
+
+    /// A context is about to go: whoever waits for its streams is released. What the session has in it is forgotten after this.
+    fn retire_context(&mut self, context: ContextId);
+
+    /// Forgets what belongs to a context that was retired.
+    fn forget_context(&mut self, context: ContextId);
+
+    /// A context that was made, and retired, goes.
+    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status>;
+
+    /// A device is about to be reset. Memory without an address outlives it, and stays mapped.
+    ///
+    /// # Errors
+    /// The primary context's error, if it cannot be reset any more.
+    fn begin_reset(
+        &mut self,
+        device: u32,
+        streams: &Streams<Self::Stream>,
+        space: &Space<Self::Memory>,
+    ) -> Result<(), Status>;
+
+    /// Resets a device. Its contexts were retired and, but for the primary one, destroyed.
+    fn reset(&mut self, device: u32) -> Result<(), Status>;
+
+    /// A device was reset, and its window is empty.
+    fn finish_reset(&mut self) -> Result<(), Status> {
         Ok(())
     }
 
-    /// Calls `end` when everything that is enqueued on a device by now is done, or never will be: then its argument says why. `seq` is the command's.
-    fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static);
+    /// `cuDevicePrimaryCtxSetFlags`, for flags that are not about how the calling thread waits.
+    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result<(), Status>;
+
+    /// A limit of a context that was entered.
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status>;
+
+    /// Sets a limit of a context that was entered.
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status>;
+
+    /// Lets kernels of one context use the memory of another one's device.
+    fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result<(), Status> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// Takes that back.
+    fn disable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result<(), Status> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// Whether there are modules.
+    fn has_modules(&self) -> bool;
+
+    /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
+    fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result<(), Status> {
+        Ok(())
+    }
 }
 
 /// Device memory.
@@ -180,28 +254,182 @@ pub trait GpuHostMemory {
     fn forget_host(&mut self, view: Self::HostView);
 }
 
-/// Events that sessions of one client share.
-pub trait GpuSharedEvents {
-    /// Whether events can be shared between processes. Where not, no method of this trait is called.
+/// Streams, and events on them.
+///
+/// Methods that take a stream's number find the stream in the table. Those that enqueue something take a [`Place`](GpuStreams::Place).
+pub trait GpuStreams {
+    /// A stream.
+    type Stream: Send;
+    /// A place in a stream, to enqueue at. Its context is the one that was entered last.
+    type Place;
+    /// An event.
+    type Event: Send;
+    /// A memory operation of a stream, as the GPU takes it.
+    type MemoryOp;
+    /// Whether events can be shared between processes. Where not, their methods are never called.
     const SHARES_EVENTS: bool;
 
-    /// Whether the session has an event of this name.
-    fn has_event(&self, _event: EventId) -> bool {
-        false
-    }
+    /// The legacy default stream of a context.
+    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<Self::Stream, Status>;
 
-    /// The handle by which other processes open an event, and the number of its device. Only an event that was made for it has one.
-    fn export_event(&mut self, _event: EventId) -> Result<(u32, Vec<u8>), Status> {
+    /// Makes a stream in a context that was entered.
+    fn make_stream(
+        &mut self,
+        id: StreamId,
+        context: ContextId,
+        flags: u32,
+        priority: i32,
+    ) -> Result<Self::Stream, Status>;
+
+    /// Takes a stream, which is not a default stream, out of the table. Its work still completes.
+    fn destroy_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<(), Status>;
+
+    /// The place in a stream where the next operation goes, in its order with its context's legacy default stream. Sets the call's context.
+    fn enter_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<Self::Place, Status>;
+
+    /// The device of a place; 0 where the GPU reaches all of the session's memory from any of its devices.
+    fn device_at(place: &Self::Place) -> u32;
+
+    /// Answers the call when everything on the stream is done. Sets the call's context.
+    fn synchronize_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<(), Status>;
+
+    /// Answers the call when everything on all streams of a context is done.
+    fn synchronize_context(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        context: ContextId,
+    ) -> Result<(), Status>;
+
+    /// Calls `end` when everything that is enqueued on a device by now is done, or never will be: then its argument says why. `seq` is the command's.
+    fn after_device(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        device: u32,
+        seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    );
+
+    /// Raises the stream's progress word to the call's number when everything on it is done. Sets the call's context.
+    fn mark_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<(), Status>;
+
+    /// What follows waits for an event's last record.
+    fn wait_event(&mut self, place: &Self::Place, event: &Self::Event, flags: u32) -> Result<(), Status>;
+
+    /// What follows waits until the client signals `ticket`, which [`Gpu::Beside`] knows from then on.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` for a ticket that something waits for already.
+    fn wait_for_client(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        ticket: TicketId,
+    ) -> Result<(), Status>;
+
+    /// A memory operation as the GPU takes it. It is valid, and its word, if it has one, is the session's, reached through `device`.
+    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<Self::MemoryOp, Status>;
+
+    /// Enqueues memory operations.
+    fn memory_ops(
+        &mut self,
+        cx: &Call,
+        place: &Self::Place,
+        operations: Vec<Self::MemoryOp>,
+    ) -> Result<(), Status>;
+
+    /// Sets an attribute of a stream. Sets the call's context, as the next two do.
+    fn set_stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+        attribute: &LaunchAttribute,
+    ) -> Result<(), Status>;
+
+    /// An attribute of a stream.
+    fn stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+        attribute: u32,
+    ) -> Result<[u8; 64], Status>;
+
+    /// Sets all attributes of `to` to those of `from`, a stream of the same context.
+    fn copy_stream_attributes(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        from: StreamId,
+        to: StreamId,
+    ) -> Result<(), Status>;
+
+    /// Makes an event in a context that was entered.
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<Self::Event, Status>;
+
+    /// An event is out of the session's table.
+    fn destroy_event(&mut self, context: ContextId, event: Self::Event) -> Result<(), Status>;
+
+    /// Records an event of the place's context, and raises the stream's progress word to the call's number when that is reached: first the word, then the event, so that whoever
+    /// learns that the event is reached finds the word there.
+    fn record_event(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<Self::Stream>,
+        place: &Self::Place,
+        event: &mut Self::Event,
+        flags: u32,
+    ) -> Result<(), Status>;
+
+    /// Answers the call, an [`EventSynchronize`](protocol::ops::event::EventSynchronize) in the event's context, when its last record is done.
+    fn synchronize_event(
+        &mut self,
+        cx: &Call,
+        event: &Self::Event,
+    ) -> Result<Answer<EventSynchronizeReply>, Status>;
+
+    /// Answers the call with the time between the last records of two events. The call's context is that of `end`.
+    fn elapsed(
+        &mut self,
+        cx: &Call,
+        start: &Self::Event,
+        end: &Self::Event,
+    ) -> Result<Answer<EventElapsedReply>, Status>;
+
+    /// The handle by which other processes open an event. Only an event that was made for it has one.
+    fn export_event(&mut self, _event: &Self::Event) -> Result<Vec<u8>, Status> {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Opens an event that another worker exported.
-    fn import_event(&mut self, _context: ContextId, _event: EventId, _handle: Vec<u8>) -> Result<(), Status> {
+    /// Opens an event that another worker exported, in a context that was entered.
+    fn import_event(&mut self, _context: ContextId, _handle: Vec<u8>) -> Result<Self::Event, Status> {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Whether an event's last record is done.
-    fn query_event(&mut self, _event: EventId) -> Result<bool, Status> {
+    /// Whether an event's last record is done. Its context was entered.
+    fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool, Status> {
         Err(Status::NOT_SUPPORTED)
     }
 }

@@ -11,6 +11,7 @@ pub mod cuda;
 pub mod drafts;
 pub mod gpu;
 pub mod graph;
+pub mod ids;
 pub mod nvml;
 pub mod output;
 pub mod parts;
@@ -21,6 +22,7 @@ pub mod session;
 pub mod slots;
 pub mod software;
 pub mod space;
+pub mod streams;
 
 pub use beside::Beside;
 pub use call::{Call, Errors};

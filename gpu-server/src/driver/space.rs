@@ -105,20 +105,21 @@ impl<M> Space<M> {
         self.reserved.is_empty() && self.memories.is_empty()
     }
 
-    /// Whether an address lies where clients reserve by themselves.
-    pub fn is_here(address: u64) -> bool {
-        (SPACE..SPACE + SPACE_SIZE).contains(&address)
-    }
-
     /// Whether these addresses may be reserved; `granule`: the greatest of all devices.
     pub fn may_reserve(&self, address: u64, size: u64, granule: u64) -> Result<(), Status> {
         let end = address.checked_add(size).ok_or(Status::INVALID_VALUE)?;
         let inside = address >= SPACE && end <= SPACE + SPACE_SIZE;
         let whole = size > 0 && size.is_multiple_of(granule) && address.is_multiple_of(SPACE_ALIGN);
-        if !inside || !whole || overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address) {
+        if !inside || !whole || self.has_reserved(address, size) {
             return Err(Status::INVALID_VALUE);
         }
         if self.reserved.len() >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
+    /// Whether the session has reserved any of these addresses.
+    pub fn has_reserved(&self, address: u64, size: u64) -> bool {
+        let end = address.saturating_add(size);
+        overlaps(self.reserved.range(..end).map(|(a, s)| (*a, *s)), address)
     }
 
     /// They are.

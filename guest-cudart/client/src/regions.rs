@@ -55,15 +55,16 @@ impl<T: Clone> Regions<T> {
         Regions { map: RwLock::new(BTreeMap::new()) }
     }
 
-    /// Allocates pinned memory and returns its address.
-    pub fn alloc(&self, port: &dyn Port, size: usize, tag: T) -> Result<usize, PortError> {
+    /// Allocates pinned memory and returns its address: `at`, or one of the port's choice.
+    /// See [`Port::pin_new`].
+    pub fn alloc(&self, port: &dyn Port, size: usize, at: Option<usize>, tag: T) -> Result<usize, PortError> {
         let rounded = size.checked_next_multiple_of(page()).filter(|size| *size <= isize::MAX as usize);
         let rounded = rounded.ok_or_else(|| PortError::Io {
             path: port.path().to_owned(),
             what: "pinned memory",
             source: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
         })?;
-        let pinned = port.pin_new(rounded)?;
+        let pinned = port.pin_new(rounded, at)?;
         let address = pinned.mapping.base() as usize;
         let region = Region { size, id: Some(pinned.region), tag, elsewhere: false, memory: Some(pinned) };
         self.map.write().unwrap_or_else(PoisonError::into_inner).insert(address, region);

@@ -295,7 +295,7 @@ fn pinned_memory_is_registered_found_and_removed() {
     let daemon = NativeHost::start(ok(), |_, _, _| Next::GoOn);
     let session = session(&daemon, 1 << 20);
     let regions = rgpu_client::regions::Regions::new();
-    let address = regions.alloc(session.port(), 10_000, "tag").unwrap();
+    let address = regions.alloc(session.port(), 10_000, None, "tag").unwrap();
     let range = regions.range(address + 100, 9_900).unwrap();
     assert_eq!((range.offset, range.len), (100, 9_900));
     assert!(regions.range(address + 100, 9_901).is_none(), "past the end of what was asked for");

@@ -54,7 +54,7 @@ crate::wire_struct! {
 pub const MIRROR_PAGE: u64 = 4096;
 
 impl HostMirror {
-    /// Checks that the range is whole pages of a process's lower half, outside all windows and [`SPACE`].
+    /// Checks that the range is whole pages of a process's lower half, outside all windows. It may lie in [`SPACE`], where the session has nothing reserved.
     ///
     /// # Errors
     /// `INVALID_VALUE` if not.
@@ -65,7 +65,7 @@ impl HostMirror {
         let end = self.address.checked_add(self.size).filter(|end| *end <= HIGHEST);
         let end = end.ok_or(Status::INVALID_VALUE)?;
         let apart = |start: u64, size: u64| end <= start || start + size <= self.address;
-        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE) && apart(SPACE, SPACE_SIZE);
+        let windows = apart(window(0), u64::from(MAX_DEVICES) * WINDOW_SIZE);
         let good = self.size > 0 && whole && self.address >= LOWEST && windows;
         if good { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
@@ -162,7 +162,7 @@ ops! {
     }
 
     /// Lets kernels use a piece of pinned program memory that the server does not share: memory of the server's, zero at first, at the address that the piece has in the
-    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and [`SPACE`].
+    /// program. From then on copies, fills and memory operations take these addresses as a device's; the client keeps both sides equal. The address and the size are whole pages, outside all windows and outside what the session has reserved.
     /// Answered `CUDA_ERROR_NOT_SUPPORTED` when the server's process has something else there. Counts against the session's memory limit.
     sync 0x0308 host_mirror: HostMirror
         [order None, may_block Never, lane Main]

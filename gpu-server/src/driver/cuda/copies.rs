@@ -257,7 +257,7 @@ impl Session<Cuda> {
                         if status.is_success() { granted.upto(window) } else { held.abandon(&granted) }
                     };
                     self.fence(place, cx.seq, come)?;
-                    self.lane_is_dirty(place.id)?;
+                    self.stream_is_dirty(place.id)?;
                 }
                 Some((grants, window))
             }

@@ -125,9 +125,8 @@ impl Session<Cuda> {
             Work::Memset(op) => self.memset_at(context, stream, op),
             Work::Copy(op) => self.copy_at(context, stream, op),
             Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
-            Work::Words(op) => self.memory_ops_at(context, stream, &op.operations),
-            // Not captured: it is there already.
-            Work::Conditional(_) => Err(Status::INVALID_VALUE),
+            // Not captured: these are made as nodes.
+            Work::Words(_) | Work::Conditional(_) => Err(Status::INVALID_VALUE),
         }
     }
 
@@ -176,7 +175,8 @@ impl Session<Cuda> {
                     vec![node]
                 }
                 Work::Words(op) => {
-                    vec![self.memory_ops_node(context, build.graph, &before, &op.operations)?]
+                    let operations = self.memory_ops(&op.operations, 0)?;
+                    vec![self.memory_ops_node(context, build.graph, &before, operations)?]
                 }
                 work => {
                     if let Work::Launch(launch) = &work {

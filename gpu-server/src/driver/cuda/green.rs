@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use protocol::handle::{ContextId, GreenId};
 use protocol::ops::Answer;
 use protocol::ops::green::*;
@@ -143,9 +142,7 @@ impl GreenOps<Call> for Session<Cuda> {
         let green = self.greens.of(op.green)?;
         let (primary, context) = (ContextId(green.device), green.context);
         cx.context = primary;
-        if !(MAX_CONTEXTS..MAX_STREAMS).contains(&op.stream.0) || self.has_stream(op.stream) {
-            return Err(Status::INVALID_HANDLE);
-        }
+        self.may_have_green_stream(op.stream)?;
         self.context(primary)?.health.check()?;
         self.current = None;
         let mut handle: CUstream = std::ptr::null_mut();
@@ -157,6 +154,8 @@ impl GreenOps<Call> for Session<Cuda> {
         };
         self.note(primary, made)?;
         self.enter_context(primary)?;
-        self.add_stream(op.stream, primary, handle, Some(op.green))
+        let stream = self.wrap_stream(op.stream, primary, handle)?;
+        self.add_green_stream(op.stream, op.green, primary.0, stream);
+        Ok(())
     }
 }

@@ -548,7 +548,8 @@ fn config(
 
 impl LaunchOps<Call> for Session<Cuda> {
     fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        let (stream, context) = self.enter_briefly(cx, op.stream)?;
+        self.ensure_stream(op.stream)?;
+        let (stream, context) = self.gpu.enter_briefly(cx, &mut self.streams, op.stream)?;
         self.launch_at(cx, context, stream, &op)
     }
 }

@@ -16,8 +16,6 @@ mod fence;
 mod graph;
 mod green;
 mod host_map;
-mod ids;
-mod ipc;
 mod kernels;
 mod link;
 mod memory;
@@ -36,12 +34,11 @@ use std::time::Instant;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use protocol::channel::MAX_DEVICES;
 use protocol::handle::ContextId;
-use protocol::ops::context::*;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
-use protocol::ops::{Answer, MayBlock};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::array::Arrays;
@@ -49,19 +46,20 @@ use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
 use self::green::Greens;
-use self::ids::Ids;
 use self::kernels::LoadedModule;
 use self::reach::Reach;
 use self::staging::Staging;
-use self::streams::{Lane, Moment};
+use self::streams::CudaStream;
 use super::Unavailable;
 use super::beside::Beside;
-use super::call::{Call, Errors, check_selection};
+use super::call::Errors;
 use super::gpu::Gpu;
+use super::ids::Ids;
 use super::output::{self, Output};
 use super::quota::Quota;
 use super::ranges::Ranges;
-use super::session::Session;
+use super::space::Space;
+use super::streams::Streams;
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const CAN_USE_STREAM_WORDS: u32 = 122;
@@ -84,11 +82,12 @@ pub struct Cuda {
     current: Option<u32>,
     /// The context in which page-locked memory is registered.
     home: Option<u32>,
+    /// Of the device that is being reset: whether it has a context, and whether that is the home.
+    resets: bool,
+    home_goes: bool,
     /// Windows of addresses, and how many of them are reserved: all, once there was a context.
     windows: u32,
     windows_reserved: u32,
-    lanes: Ids<Lane>,
-    events: Ids<Moment>,
     modules: Ids<LoadedModule>,
     links: HashMap<u32, link::Link>,
     graphs: Graphs,
@@ -216,8 +215,8 @@ impl Cuda {
             contexts: Ids::default(),
             current: None,
             home: None,
-            lanes: Ids::default(),
-            events: Ids::default(),
+            resets: false,
+            home_goes: false,
             modules: Ids::default(),
             links: HashMap::new(),
             graphs: Graphs::default(),
@@ -411,17 +410,6 @@ impl Cuda {
         result
     }
 
-    /// Forgets everything that belongs to a context whose objects the driver has destroyed, or will with it.
-    fn forget_context(&mut self, context: u32) {
-        self.lanes.retain(|_, lane| lane.context != context);
-        self.events.retain(|_, event| event.context != context);
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
-        self.arrays.forget(context);
-    }
-
     /// Who reaches what is backed in a device's window: every device with a context that can, since copies between devices need no permission of the program's (and the driver's copies of memory that
     /// was mapped need access like a kernel's).
     fn access(&self, ordinal: u32) -> Result<Vec<api::AccessDesc>, Status> {
@@ -540,46 +528,22 @@ impl Gpu for Cuda {
         self.enter_context(context).map(|_| ())
     }
 
-    fn after_device(&mut self, device: u32, seq: u64, end: impl FnOnce(Status) + Send + 'static) {
-        let contexts: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
-        self.after(seq, |lane| contexts.contains(&lane.context), end);
+    fn output(&self) -> &Output {
+        &self.output
     }
 
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
-        match may_block {
-            MayBlock::Never | MayBlock::Stream => false,
-            MayBlock::Context => true,
-            MayBlock::FirstLaunch => self.is_first_launch(body),
-        }
+    fn driver_version(&self) -> Result<u32, Status> {
+        Ok(version(self.api)? as u32)
     }
 
-    fn end(&mut self) {
-        self.beside.release();
-        self.staging.stop();
-        self.completer.stop();
-    }
-}
-
-impl DeviceOps<Call> for Session<Cuda> {
-    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
-        Ok(Answer::Now(SessionInfoReply {
-            device_count: self.devices.len() as u32,
-            driver_version: version(self.api)? as u32,
-            backend: "cuda".into(),
-            server: crate::parent::server_name(),
-            reads_late: cx.client.reads_late(),
-        }))
+    fn reads_late(client: &dyn Client) -> bool {
+        client.reads_late()
     }
 
-    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.device(op.device)?;
-        let stream_priorities = self.priorities(op.device)?;
-        let (handle, name, granule) = {
-            let device = self.device(op.device)?;
-            (device.handle, device.name.clone(), device.granule)
-        };
+    fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+        let stream_priorities = self.priorities(device)?;
+        let device = self.device(device)?;
+        let (handle, name, granule) = (device.handle, device.name.clone(), device.granule);
         let (mut uuid, mut total) = ([0; 16], 0);
         // SAFETY: each writes what its pointer has room for.
         unsafe {
@@ -589,7 +553,7 @@ impl DeviceOps<Call> for Session<Cuda> {
         let read = |number| attribute(self.api, handle, number);
         // CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, …BUS_ID, …DEVICE_ID
         let pci = [50, 33, 34].map(|number| read(number).unwrap_or(0) as u32);
-        let remote = cx.client.streams_data();
+        let remote = client.streams_data();
         let attributes =
             ATTRIBUTES
                 .filter_map(|attribute| read(attribute).map(|value| Attribute { attribute, value }))
@@ -597,7 +561,7 @@ impl DeviceOps<Call> for Session<Cuda> {
                     if remote && a.attribute == CAN_MAP_HOST_MEMORY { Attribute { value: 0, ..a } } else { a }
                 })
                 .collect();
-        Ok(Answer::Now(DeviceInfoReply {
+        Ok(DeviceInfoReply {
             name,
             uuid,
             pci,
@@ -605,12 +569,11 @@ impl DeviceOps<Call> for Session<Cuda> {
             granule,
             stream_priorities,
             attributes,
-        }))
+        })
     }
 
-    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
-        cx.context = ContextId(op.device);
-        let (device, peer) = (self.device(op.device)?.handle, self.device(op.peer)?.handle);
+    fn describe_peer(&mut self, device: u32, peer: u32) -> Result<PeerInfoReply, Status> {
+        let (device, peer) = (self.device(device)?.handle, self.device(peer)?.handle);
         let can_access = self.reaches(device, peer)?;
         let mut attributes = Vec::new();
         for number in 1..=PEER_ATTRIBUTES as u32 {
@@ -620,27 +583,14 @@ impl DeviceOps<Call> for Session<Cuda> {
                 .push(unsafe { self.api.device_p2p(&mut value, number, device, peer) }.map_or(0, |()| value));
         }
         let atomics = self.api.peer_atomics(device, peer);
-        Ok(Answer::Now(PeerInfoReply { can_access, attributes, atomics }))
+        Ok(PeerInfoReply { can_access, attributes, atomics })
     }
 
-    fn select_devices(
-        &mut self,
-        _cx: &mut Call,
-        op: SelectDevices,
-    ) -> Result<Answer<SelectDevicesReply>, Status> {
-        let untouched = self.lanes.is_empty()
-            && self.events.is_empty()
-            && self.modules.is_empty()
-            && self.contexts.keys().all(|id| *id < MAX_DEVICES)
-            && self.has_no_memory();
-        if !untouched {
-            return Err(Status::NOT_PERMITTED);
-        }
-        check_selection(&op.devices, self.devices.len() as u32)?;
+    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
         let mut contexts = std::mem::take(&mut self.contexts);
         let home = self.home.take();
-        for (ordinal, number) in (0..).zip(&op.devices) {
+        for (ordinal, number) in (0..).zip(devices) {
             self.devices.extend(old[*number as usize].take());
             let context = contexts.remove(number);
             self.contexts.extend(context.map(|context| (ordinal, Context { device: ordinal, ..context })));
@@ -657,175 +607,118 @@ impl DeviceOps<Call> for Session<Cuda> {
                 unsafe { self.api.primary_reset(device.handle) }?;
             }
         }
-        self.clear_windows(op.devices.len());
-        if self.home.is_none() {
-            self.move_home()?;
-        }
-        Ok(Answer::Now(SelectDevicesReply {}))
-    }
-}
-
-impl ContextOps<Call> for Session<Cuda> {
-    fn device_output(
-        &mut self,
-        _cx: &mut Call,
-        _op: DeviceOutput,
-    ) -> Result<Answer<DeviceOutputReply>, Status> {
-        Ok(Answer::Now(self.output.fetch()))
+        if self.home.is_none() { self.move_home() } else { Ok(()) }
     }
 
-    fn context_create(
-        &mut self,
-        cx: &mut Call,
-        op: ContextCreate,
-    ) -> Result<Answer<ContextCreateReply>, Status> {
-        cx.context = op.context;
-        let device = self.device(op.device)?.handle;
-        if op.context.0 < MAX_DEVICES
-            || op.context.0 >= MAX_CONTEXTS
-            || self.contexts.contains_key(&op.context.0)
-        {
-            return Err(Status::INVALID_CONTEXT);
-        }
+    fn make_context(&mut self, context: ContextId, device: u32, flags: u32) -> Result<(), Status> {
+        let handle_of_device = self.device(device)?.handle;
         // Memory is the primary context's.
-        self.make_primary(op.device)?;
+        self.make_primary(device)?;
         let mut handle: CUcontext = std::ptr::null_mut();
         self.current = None;
         // SAFETY: writes a context handle.
-        unsafe { self.api.context_create(&mut handle, op.flags, device) }?;
-        let context = wrap(self.api, op.device, handle)?;
-        self.contexts.insert(op.context.0, context);
-        Ok(Answer::Now(ContextCreateReply {}))
+        unsafe { self.api.context_create(&mut handle, flags, handle_of_device) }?;
+        self.contexts.insert(context.0, wrap(self.api, device, handle)?);
+        Ok(())
     }
 
-    fn context_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: ContextDestroy,
-    ) -> Result<Answer<ContextDestroyReply>, Status> {
-        cx.context = op.context;
-        if op.context.0 < MAX_DEVICES {
-            return Err(Status::INVALID_CONTEXT);
+    fn retire_context(&mut self, context: ContextId) {
+        if let Some(context) = self.contexts.get(&context.0) {
+            context.health.retire();
         }
-        let context = self.contexts.remove(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
-        self.retire(&context, op.context.0);
+    }
+
+    fn forget_context(&mut self, context: ContextId) {
+        let context = context.0;
+        self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
+        self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
+        self.arrays.forget(context);
+        self.current = None;
+    }
+
+    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+        let context = self.contexts.remove(&context.0).ok_or(Status::INVALID_CONTEXT)?;
         // SAFETY: the context is forgotten, with everything in it.
-        unsafe { self.api.context_destroy(context.handle) }?;
-        Ok(Answer::Now(ContextDestroyReply {}))
+        unsafe { self.api.context_destroy(context.handle) }
     }
 
-    fn primary_reset(
+    fn begin_reset(
         &mut self,
-        cx: &mut Call,
-        op: PrimaryReset,
-    ) -> Result<Answer<PrimaryResetReply>, Status> {
-        cx.context = ContextId(op.device);
-        let handle = self.device(op.device)?.handle;
+        device: u32,
+        _streams: &Streams<CudaStream>,
+        _space: &Space<u64>,
+    ) -> Result<(), Status> {
         // After a fault the driver does nothing more for this process, whatever is reset: as without rgpu, the error stays.
-        if let Ok(context) = self.context(ContextId(op.device)) {
-            context.health.check()?;
-        }
-        let of_device: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
-        let home_is_gone = self.home.is_some_and(|home| of_device.contains(&home));
-        let is_there = !of_device.is_empty();
-        for id in of_device {
-            if let Some(context) = self.contexts.remove(&id) {
-                self.retire(&context, id);
-                if id != op.device {
-                    // SAFETY: forgotten, with everything in it. A context that has failed may refuse, and goes with the process then.
-                    let _ = unsafe { self.api.context_destroy(context.handle) };
-                }
-            }
-        }
-        self.forget_greens(op.device);
-        if is_there {
+        self.contexts.get(&device).map_or(Ok(()), |context| context.health.check())?;
+        self.resets = self.contexts.values().any(|context| context.device == device);
+        let home = self.home.and_then(|home| self.contexts.get(&home));
+        self.home_goes = home.is_some_and(|home| home.device == device);
+        Ok(())
+    }
+
+    fn reset(&mut self, device: u32) -> Result<(), Status> {
+        self.contexts.remove(&device);
+        self.forget_greens(device);
+        if self.resets {
             // SAFETY: everything of the device is forgotten.
-            unsafe { self.api.primary_reset(handle) }?;
+            unsafe { self.api.primary_reset(self.device(device)?.handle) }?;
         }
-        // After the reset: a kernel that still ran would have found its memory gone.
-        self.unback_all(op.device);
+        Ok(())
+    }
+
+    fn finish_reset(&mut self) -> Result<(), Status> {
         // The next one is made when something needs it, which for most programs is never: they end now.
-        if home_is_gone {
-            self.move_home()?;
-        }
-        self.errors()?.clear(ContextId(op.device));
-        Ok(Answer::Now(PrimaryResetReply {}))
+        if self.home_goes { self.move_home() } else { Ok(()) }
     }
 
-    fn primary_set_flags(
-        &mut self,
-        cx: &mut Call,
-        op: PrimarySetFlags,
-    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
-        cx.context = ContextId(op.device);
-        let handle = self.device(op.device)?.handle;
-        // Scheduling flags say how the calling thread waits, which is the client's affair; the others are the driver's.
+    fn set_primary_flags(&mut self, device: u32, flags: u32) -> Result<(), Status> {
         // SAFETY: no requirement.
-        unsafe { self.api.primary_set_flags(handle, op.flags & !7) }?;
-        Ok(Answer::Now(PrimarySetFlagsReply {}))
+        unsafe { self.api.primary_set_flags(self.device(device)?.handle, flags) }
     }
 
-    fn context_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSynchronize,
-    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
-        cx.context = op.context;
-        self.synchronize_context(cx, op.context)?;
-        Ok(Answer::Later)
-    }
-
-    fn context_get_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextGetLimit,
-    ) -> Result<Answer<ContextGetLimitReply>, Status> {
-        cx.context = op.context;
-        self.enter_context(op.context)?;
+    fn limit(&mut self, _context: ContextId, limit: u32) -> Result<u64, Status> {
         let mut value = 0;
         // SAFETY: writes one integer.
-        unsafe { self.api.context_get_limit(&mut value, op.limit) }?;
-        Ok(Answer::Now(ContextGetLimitReply { value: value as u64 }))
+        unsafe { self.api.context_get_limit(&mut value, limit) }?;
+        Ok(value as u64)
     }
 
-    fn context_set_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSetLimit,
-    ) -> Result<Answer<ContextSetLimitReply>, Status> {
-        cx.context = op.context;
-        self.enter_context(op.context)?;
+    fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
         // SAFETY: no requirement.
-        unsafe { self.api.context_set_limit(op.limit, op.value as usize) }?;
-        Ok(Answer::Now(ContextSetLimitReply {}))
+        unsafe { self.api.context_set_limit(limit, value as usize) }
     }
 
-    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
-        cx.context = op.context;
-        let peer = self.enter_context(op.peer)?.handle;
-        self.enter_context(op.context)?;
+    fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+        let peer = self.enter_context(peer)?.handle;
+        self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_enable(peer, 0) }?;
-        Ok(Answer::Now(PeerEnableReply {}))
+        unsafe { self.api.peer_enable(peer, 0) }
     }
 
-    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
-        cx.context = op.context;
-        let peer = self.enter_context(op.peer)?.handle;
-        self.enter_context(op.context)?;
+    fn disable_peer(&mut self, context: ContextId, peer: ContextId) -> Result<(), Status> {
+        let peer = self.enter_context(peer)?.handle;
+        self.enter_context(context)?;
         // SAFETY: live contexts, one of them current.
-        unsafe { self.api.peer_disable(peer) }?;
-        Ok(Answer::Now(PeerDisableReply {}))
+        unsafe { self.api.peer_disable(peer) }
     }
-}
 
-impl Session<Cuda> {
-    /// Before a context goes: whoever waits for its streams is answered, and what is in it is forgotten.
-    fn retire(&mut self, context: &Context, id: u32) {
-        context.health.retire();
-        self.gpu.forget_context(id);
-        self.forget_host_views(id);
-        self.gpu.current = None;
+    fn has_modules(&self) -> bool {
+        !self.modules.is_empty()
+    }
+
+    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+        match may_block {
+            MayBlock::Never | MayBlock::Stream => false,
+            MayBlock::Context => true,
+            MayBlock::FirstLaunch => self.is_first_launch(body),
+        }
+    }
+
+    fn end(&mut self, _streams: &mut Streams<CudaStream>) {
+        self.beside.release();
+        self.staging.stop();
+        self.completer.stop();
     }
 }

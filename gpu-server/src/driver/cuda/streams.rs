@@ -5,19 +5,21 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
-use protocol::handle::{ContextId, GreenId, StreamId};
+use protocol::channel::MAX_CONTEXTS;
+use protocol::handle::{ContextId, StreamId, TicketId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
+use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::*;
 
 use super::Cuda;
-use super::api::{Api, CUevent, CUstream, WAIT_AT_LEAST};
+use super::api::{Api, BatchMemOp, CUevent, CUstream, IpcHandle, WAIT_AT_LEAST};
 use super::fence::{End, Health, Word};
-use crate::driver::beside::Beside;
 use crate::driver::call::{Call, Errors};
+use crate::driver::gpu::GpuStreams;
 use crate::driver::session::Session;
 use crate::driver::slots::Flow;
+use crate::driver::streams::{Stream, Streams};
 
 const EVENT_DISABLE_TIMING: u32 = 2;
 const EVENT_INTERPROCESS: u32 = 4;
@@ -25,11 +27,8 @@ const EVENT_INTERPROCESS: u32 = 4;
 const BEHIND_WORD: Duration = Duration::from_millis(10);
 
 /// A stream of the client's.
-pub(super) struct Lane {
+pub struct CudaStream {
     handle: CUstream,
-    pub(super) context: u32,
-    /// The green context that it is in.
-    green: Option<GreenId>,
     word: Arc<Word>,
     progress: Arc<Publisher>,
     /// Has work behind its last fence.
@@ -73,24 +72,24 @@ impl Publisher {
     }
 }
 
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for CudaStream {}
+
 /// An event of the client's.
-pub(super) struct Moment {
-    pub(super) handle: CUevent,
-    pub(super) context: u32,
+pub struct CudaEvent {
+    handle: CUevent,
     /// `None`: it does not keep the time.
     timed: Option<Arc<Timed>>,
     recorded: Option<(Arc<Word>, u64, Arc<Health>)>,
 }
 
-impl Moment {
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for CudaEvent {}
+
+impl CudaEvent {
     /// Whether its last record is done, as far as its stream's word says.
     fn is_reached(&self) -> bool {
         self.recorded.as_ref().is_some_and(|(word, value, _)| word.get() >= *value)
-    }
-
-    /// Another session's event.
-    pub(super) fn shared(handle: CUevent, context: u32) -> Moment {
-        Moment { handle, context, timed: None, recorded: None }
     }
 }
 
@@ -158,7 +157,7 @@ impl Interval {
 }
 
 /// A place in a stream, to enqueue at. Its context is current.
-pub(super) struct Place {
+pub struct Place {
     pub(super) id: StreamId,
     pub(super) stream: CUstream,
     pub(super) context: ContextId,
@@ -195,33 +194,23 @@ impl Drop for Gather {
     }
 }
 
-impl Cuda {
-    fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
-        if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
-            if !self.contexts.contains_key(&id.0) {
-                if self.device(id.0).is_err() {
-                    return Err(Status::INVALID_HANDLE);
-                }
-                self.make_primary(id.0)?;
-            }
-            // The null stream, which means the current context's.
-            let lane = self.make_lane(id.0, id.0, std::ptr::null_mut())?;
-            self.lanes.insert(id.0, lane);
-        }
-        self.lanes.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
-    }
+/// A stream of the table.
+fn find(streams: &mut Streams<CudaStream>, id: StreamId) -> Result<&mut Stream<CudaStream>, Status> {
+    streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
+}
 
-    fn make_lane(&self, id: u32, context: u32, handle: CUstream) -> Result<Lane, Status> {
-        let progress = Publisher {
-            stream: id,
-            context: ContextId(context),
-            last: Mutex::new(0),
-            errors: self.errors()?.clone(),
-        };
-        Ok(Lane {
+impl Cuda {
+    /// What the session has of a stream whose handle this is.
+    pub(super) fn wrap_stream(
+        &self,
+        id: StreamId,
+        context: ContextId,
+        handle: CUstream,
+    ) -> Result<CudaStream, Status> {
+        let progress =
+            Publisher { stream: id.0, context, last: Mutex::new(0), errors: self.errors()?.clone() };
+        Ok(CudaStream {
             handle,
-            context,
-            green: None,
             word: self.words.take().map(Arc::new)?,
             progress: Arc::new(progress),
             dirty: false,
@@ -230,118 +219,78 @@ impl Cuda {
         })
     }
 
-    pub(super) fn has_stream(&self, id: StreamId) -> bool {
-        self.lanes.contains_key(&id.0)
-    }
-
-    /// Whether a green context has streams.
-    pub(super) fn has_stream_of(&self, green: GreenId) -> bool {
-        self.lanes.values().any(|lane| lane.green == Some(green))
-    }
-
-    /// Takes a stream in that was made.
-    pub(super) fn add_stream(
-        &mut self,
-        id: StreamId,
-        context: ContextId,
-        handle: CUstream,
-        green: Option<GreenId>,
-    ) -> Result<(), Status> {
-        let lane = Lane { green, ..self.make_lane(id.0, context.0, handle)? };
-        self.lanes.insert(id.0, lane);
-        Ok(())
-    }
-
-    /// The place in a stream where the next operation goes. A context that has failed refuses with its error.
-    pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
-        let lane = self.lane(id)?;
-        lane.dirty = true;
-        let (stream, context, progress) = (lane.handle, ContextId(lane.context), Arc::clone(&lane.progress));
-        let flows = lane.flows;
-        cx.context = context;
-        let health = Arc::clone(&self.enter_context(context)?.health);
-        Ok(Place { id, stream, context, health, progress, flows })
-    }
-
-    /// As [`enter`](Self::enter), for what goes on a stream without a fence of its own: launches, above all.
+    /// As [`enter_stream`](GpuStreams::enter_stream), for what goes on a stream without a fence of its own: launches, above all.
     #[inline]
     pub(super) fn enter_briefly(
         &mut self,
         cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
         id: StreamId,
     ) -> Result<(CUstream, ContextId), Status> {
-        let lane = self.lane(id)?;
-        lane.dirty = true;
-        let (stream, context) = (lane.handle, ContextId(lane.context));
+        let stream = find(streams, id)?;
+        stream.native.dirty = true;
+        let (handle, context) = (stream.native.handle, stream.context);
         cx.context = context;
         self.enter_context(context)?;
-        Ok((stream, context))
+        Ok((handle, context))
     }
 
     /// As [`enter_briefly`](Self::enter_briefly), for a call about an attribute that streams have.
     fn with_attribute(
         &mut self,
         cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
         id: StreamId,
         attribute: u32,
     ) -> Result<(CUstream, ContextId), Status> {
         if !attribute::ALL.contains(&attribute) {
             return Err(Status::INVALID_VALUE);
         }
-        self.enter_briefly(cx, id)
+        self.enter_briefly(cx, streams, id)
     }
 
     /// Calls `end` when everything on the stream so far is done, with success; or with the context's error.
     pub(super) fn fence(
         &mut self,
+        streams: &mut Streams<CudaStream>,
         place: &Place,
         seq: u64,
         end: impl FnOnce(Status) + Send + 'static,
     ) -> Result<(), Status> {
-        let completer = Arc::clone(&self.completer);
-        let api = self.api;
-        let lane = self.lane(place.id)?;
-        let (word, handle) = (Arc::clone(&lane.word), lane.handle);
-        if lane.dirty || lane.last == 0 {
+        let stream = &mut find(streams, place.id)?.native;
+        if stream.dirty || stream.last == 0 {
             // Commands of different streams may be executed out of the session's order, and some fence several streams: the word rises all the same.
-            let value = seq.max(lane.last + 1);
+            let value = seq.max(stream.last + 1);
             // SAFETY: a live stream of the current context; the word is registered memory.
-            let written = unsafe { api.stream_write(handle, word.address(), value, 0) };
-            let written = self.note(place.context, written);
-            let lane = self.lane(place.id)?;
-            match written {
-                Ok(()) => (lane.dirty, lane.last) = (false, value),
+            let written = unsafe { self.api.stream_write(stream.handle, stream.word.address(), value, 0) };
+            match self.note(place.context, written) {
+                Ok(()) => (stream.dirty, stream.last) = (false, value),
                 Err(status) => {
                     end(status);
                     return Ok(());
                 }
             }
         }
-        let value = self.lane(place.id)?.last;
-        completer.when(&word, value, &place.health, Box::new(end));
-        Ok(())
-    }
-
-    /// What was fenced is not all that a command puts on its stream.
-    pub(super) fn lane_is_dirty(&mut self, id: StreamId) -> Result<(), Status> {
-        self.lane(id)?.dirty = true;
+        self.completer.when(&stream.word, stream.last, &place.health, Box::new(end));
         Ok(())
     }
 
     /// Fences every stream that `of` picks, and calls `end` when all of them are done.
-    pub(super) fn after(
+    fn after(
         &mut self,
+        streams: &mut Streams<CudaStream>,
         seq: u64,
-        of: impl Fn(&Lane) -> bool,
+        of: impl Fn(ContextId) -> bool,
         end: impl FnOnce(Status) + Send + 'static,
     ) {
         let gather = Gather::new(end);
-        let ids: Vec<u32> = self.lanes.iter().filter(|(_, lane)| of(lane)).map(|(id, _)| *id).collect();
+        let ids: Vec<u32> =
+            streams.iter().filter(|(_, stream)| of(stream.context)).map(|(id, _)| *id).collect();
         for id in ids {
-            let Some(lane) = self.lanes.get(&id) else { continue };
-            let (context, stream, progress) =
-                (ContextId(lane.context), lane.handle, Arc::clone(&lane.progress));
-            let flows = lane.flows;
+            let Some(stream) = streams.get(&id) else { continue };
+            let (context, handle, progress) =
+                (stream.context, stream.native.handle, Arc::clone(&stream.native.progress));
+            let flows = stream.native.flows;
             let health = match self.enter_context(context) {
                 Ok(context) => Arc::clone(&context.health),
                 Err(status) => {
@@ -350,10 +299,17 @@ impl Cuda {
                     continue;
                 }
             };
-            let place =
-                Place { id: StreamId(id), stream, context, health, progress: Arc::clone(&progress), flows };
+            let progress_of_place = Arc::clone(&progress);
+            let place = Place {
+                id: StreamId(id),
+                stream: handle,
+                context,
+                health,
+                progress: progress_of_place,
+                flows,
+            };
             let told = Arc::clone(&gather);
-            let fenced = self.fence(&place, seq, move |status| {
+            let fenced = self.fence(streams, &place, seq, move |status| {
                 progress.complain(status);
                 told.tell(status);
             });
@@ -362,211 +318,293 @@ impl Cuda {
             }
         }
     }
+}
 
-    /// Answers `cx` when all streams of the context are done.
-    pub(super) fn synchronize_context(&mut self, cx: &mut Call, id: ContextId) -> Result<(), Status> {
-        self.enter_context(id)?;
+impl Session<Cuda> {
+    /// See [`Cuda::fence`].
+    pub(super) fn fence(
+        &mut self,
+        place: &Place,
+        seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    ) -> Result<(), Status> {
+        self.gpu.fence(&mut self.streams, place, seq, end)
+    }
+
+    /// What was fenced is not all that a command puts on its stream.
+    pub(super) fn stream_is_dirty(&mut self, id: StreamId) -> Result<(), Status> {
+        find(&mut self.streams, id)?.native.dirty = true;
+        Ok(())
+    }
+}
+
+impl GpuStreams for Cuda {
+    type Stream = CudaStream;
+    type Place = Place;
+    type Event = CudaEvent;
+    type MemoryOp = BatchMemOp;
+    const SHARES_EVENTS: bool = true;
+
+    fn default_stream(&mut self, context: ContextId, _device: u32) -> Result<CudaStream, Status> {
+        if !self.contexts.contains_key(&context.0) {
+            self.make_primary(context.0)?;
+        }
+        // The null stream, which means the current context's.
+        self.wrap_stream(StreamId(context.0), context, std::ptr::null_mut())
+    }
+
+    fn make_stream(
+        &mut self,
+        id: StreamId,
+        context: ContextId,
+        flags: u32,
+        priority: i32,
+    ) -> Result<CudaStream, Status> {
+        let mut handle: CUstream = std::ptr::null_mut();
+        // SAFETY: writes a stream handle.
+        let made = unsafe { self.api.stream_create(&mut handle, flags, priority) };
+        self.note(context, made)?;
+        self.wrap_stream(id, context, handle)
+    }
+
+    fn destroy_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        let place = self.enter_stream(cx, streams, id)?;
+        // The word stays this stream's until its work is done; a fence holds it so long.
+        let stream = &find(streams, id)?.native;
+        let word = Arc::clone(&stream.word);
+        *stream.progress.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
+        self.fence(streams, &place, cx.seq, move |_| drop(word))?;
+        streams.remove(&id.0);
+        // SAFETY: out of the table; its work still completes.
+        let destroyed = unsafe { self.api.stream_destroy(place.stream) };
+        self.note(place.context, destroyed)
+    }
+
+    fn enter_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<Place, Status> {
+        let Stream { context, native, .. } = find(streams, id)?;
+        native.dirty = true;
+        let (stream, context, progress) = (native.handle, *context, Arc::clone(&native.progress));
+        let flows = native.flows;
+        cx.context = context;
+        let health = Arc::clone(&self.enter_context(context)?.health);
+        Ok(Place { id, stream, context, health, progress, flows })
+    }
+
+    fn device_at(_place: &Place) -> u32 {
+        0
+    }
+
+    fn synchronize_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
+        let dirty = find(streams, id)?.native.dirty || id.0 < MAX_CONTEXTS;
+        let place = self.enter_stream(cx, streams, id)?;
+        find(streams, id)?.native.dirty = dirty;
+        let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
+        self.fence(streams, &place, cx.seq, move |status| {
+            progress.complain(status);
+            pending.answer(status.ok().map(|()| StreamSynchronizeReply {}));
+        })
+    }
+
+    fn synchronize_context(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        context: ContextId,
+    ) -> Result<(), Status> {
         let pending = cx.later();
         self.after(
+            streams,
             cx.seq,
-            |lane| lane.context == id.0,
+            |of| of == context,
             move |status| {
                 pending.answer(status.ok().map(|()| protocol::ops::context::ContextSynchronizeReply {}));
             },
         );
         Ok(())
     }
-}
 
-impl StreamOps<Call> for Session<Cuda> {
-    fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
-        cx.context = op.context;
-        if op.stream.0 < MAX_CONTEXTS || op.stream.0 >= MAX_STREAMS || self.lanes.contains_key(&op.stream.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        self.enter_context(op.context)?;
-        let mut handle: CUstream = std::ptr::null_mut();
-        // SAFETY: writes a stream handle.
-        let made = unsafe { self.api.stream_create(&mut handle, op.flags, op.priority) };
-        self.note(op.context, made)?;
-        self.add_stream(op.stream, op.context, handle, None)
+    fn after_device(
+        &mut self,
+        streams: &mut Streams<CudaStream>,
+        device: u32,
+        seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    ) {
+        let contexts: Vec<u32> =
+            self.contexts.iter().filter(|(_, c)| c.device == device).map(|(id, _)| *id).collect();
+        self.after(streams, seq, |context| contexts.contains(&context.0), end);
     }
 
-    fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result<(), Status> {
-        if op.stream.0 < MAX_CONTEXTS {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let place = self.enter(cx, op.stream)?;
-        // The word stays this stream's until its work is done; a fence holds it so long.
-        let lane = self.lane(op.stream)?;
-        let word = Arc::clone(&lane.word);
-        *lane.progress.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
-        self.fence(&place, cx.seq, move |_| drop(word))?;
-        self.lanes.remove(&op.stream.0);
-        // SAFETY: out of the table; its work still completes.
-        let destroyed = unsafe { self.api.stream_destroy(place.stream) };
-        self.note(place.context, destroyed)
-    }
-
-    fn stream_synchronize(
+    fn mark_stream(
         &mut self,
         cx: &mut Call,
-        op: StreamSynchronize,
-    ) -> Result<Answer<StreamSynchronizeReply>, Status> {
-        // Looks only, unless on the default stream, where it covers other streams and so needs a fence of its own.
-        let dirty = self.lane(op.stream)?.dirty || op.stream.0 < MAX_CONTEXTS;
-        let place = self.enter(cx, op.stream)?;
-        self.lane(op.stream)?.dirty = dirty;
-        let (pending, progress) = (cx.later(), Arc::clone(&place.progress));
-        self.fence(&place, cx.seq, move |status| {
-            progress.complain(status);
-            pending.answer(status.ok().map(|()| StreamSynchronizeReply {}));
-        })?;
-        Ok(Answer::Later)
-    }
-
-    fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        let place = self.enter_stream(cx, streams, id)?;
         let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
-        self.fence(&place, seq, move |status| progress.publish(seq, status))
+        self.fence(streams, &place, seq, move |status| progress.publish(seq, status))
     }
 
-    fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let event = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?.handle;
+    fn wait_event(&mut self, place: &Place, event: &CudaEvent, flags: u32) -> Result<(), Status> {
         // SAFETY: live handles of this session.
-        let waits = unsafe { self.api.stream_wait_event(place.stream, event, op.flags) };
+        let waits = unsafe { self.api.stream_wait_event(place.stream, event.handle, flags) };
         self.note(place.context, waits)
     }
 
-    fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        if self.beside.awaits(op.ticket) {
+    fn wait_for_client(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        ticket: TicketId,
+    ) -> Result<(), Status> {
+        if self.beside.awaits(ticket) {
             return Err(Status::INVALID_HANDLE);
         }
         let word = self.words.take().map(Arc::new)?;
         // SAFETY: a live stream; the word is registered memory, held by the fence until the stream has passed here.
         let waits = unsafe { self.api.stream_wait(place.stream, word.address(), 1, WAIT_AT_LEAST) };
         self.note(place.context, waits)?;
-        self.beside.open(op.ticket, Arc::clone(&word));
-        self.fence(&place, cx.seq, move |_| drop(word))
+        self.beside.open(ticket, Arc::clone(&word));
+        self.fence(streams, place, cx.seq, move |_| drop(word))
     }
 
-    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
-        // Signalled before its turn, or for a context that is gone: nothing is left to be done.
-        self.beside.signal(op.ticket);
-        Ok(())
+    fn memory_op(&self, op: &MemoryOp, _device: u32) -> Result<BatchMemOp, Status> {
+        Ok(if op.width() == 0 {
+            BatchMemOp { operation: op.operation, short_flags: op.flags, ..BatchMemOp::default() }
+        } else {
+            BatchMemOp {
+                operation: op.operation,
+                address: op.address,
+                value: op.value,
+                flags: op.flags,
+                ..BatchMemOp::default()
+            }
+        })
     }
 
-    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        self.memory_ops_at(place.context, place.stream, &op.operations)
+    fn memory_ops(
+        &mut self,
+        _cx: &Call,
+        place: &Place,
+        mut operations: Vec<BatchMemOp>,
+    ) -> Result<(), Status> {
+        let (count, all) = (operations.len() as u32, operations.as_mut_ptr());
+        // SAFETY: a live stream; as many operations as the length says, on words of the session.
+        let enqueued = unsafe { self.api.stream_memory_ops(place.stream, count, all, 0) };
+        self.note(place.context, enqueued)
     }
 
-    fn stream_set_attribute(
+    fn set_stream_attribute(
         &mut self,
         cx: &mut Call,
-        op: StreamSetAttribute,
-    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
-        let (id, value) = (op.attribute.id, zerocopy::transmute!(op.attribute.value));
-        let (stream, context) = self.with_attribute(cx, op.stream, id)?;
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+        attribute: &LaunchAttribute,
+    ) -> Result<(), Status> {
+        let value = zerocopy::transmute!(attribute.value);
+        let (stream, context) = self.with_attribute(cx, streams, id, attribute.id)?;
         // SAFETY: a live stream; none of these attributes' values, which are no longer than this, names an object. (An access policy's window is a hint.)
-        let set = unsafe { self.api.stream_set_attribute(stream, id, &value) };
-        self.note(context, set).map(|()| Answer::Now(StreamSetAttributeReply {}))
+        let set = unsafe { self.api.stream_set_attribute(stream, attribute.id, &value) };
+        self.note(context, set)
     }
 
-    fn stream_get_attribute(
+    fn stream_attribute(
         &mut self,
         cx: &mut Call,
-        op: StreamGetAttribute,
-    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
-        let (stream, context) = self.with_attribute(cx, op.stream, op.attribute)?;
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+        attribute: u32,
+    ) -> Result<[u8; 64], Status> {
+        let (stream, context) = self.with_attribute(cx, streams, id, attribute)?;
         let mut value = [0; 8];
         // SAFETY: a live stream; there is room for the longest value.
-        let got = unsafe { self.api.stream_get_attribute(stream, op.attribute, &mut value) };
+        let got = unsafe { self.api.stream_get_attribute(stream, attribute, &mut value) };
         self.note(context, got)?;
-        Ok(Answer::Now(StreamGetAttributeReply { value: zerocopy::transmute!(value) }))
+        Ok(zerocopy::transmute!(value))
     }
 
-    fn stream_copy_attributes(
+    fn copy_stream_attributes(
         &mut self,
         cx: &mut Call,
-        op: StreamCopyAttributes,
-    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
-        let (from, other) = self.enter_briefly(cx, op.src)?;
-        let (to, context) = self.enter_briefly(cx, op.dst)?;
+        streams: &mut Streams<CudaStream>,
+        from: StreamId,
+        to: StreamId,
+    ) -> Result<(), Status> {
+        let (from, other) = self.enter_briefly(cx, streams, from)?;
+        let (to, context) = self.enter_briefly(cx, streams, to)?;
         if other != context {
             return Err(Status::INVALID_VALUE);
         }
         // SAFETY: live streams of one context.
         let copied = unsafe { self.api.stream_copy_attributes(to, from) };
-        self.note(context, copied).map(|()| Answer::Now(StreamCopyAttributesReply {}))
+        self.note(context, copied)
     }
-}
 
-impl EventOps<Call> for Session<Cuda> {
-    fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
-        cx.context = op.context;
-        if self.events.contains_key(&op.event.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        self.enter_context(op.context)?;
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<CudaEvent, Status> {
         let mut handle: CUevent = std::ptr::null_mut();
-        // How a thread waits for it is the client's affair.
+        // How a thread waits for it is up to the client.
+        let kept = flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS);
         // SAFETY: writes an event handle.
-        let made = unsafe {
-            self.api.event_create(&mut handle, op.flags & (EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
-        };
-        self.note(op.context, made)?;
-        let timed = (op.flags & EVENT_DISABLE_TIMING == 0).then(|| Timed::new(handle));
-        self.events.insert(op.event.0, Moment { handle, context: op.context.0, timed, recorded: None });
-        Ok(())
+        let made = unsafe { self.api.event_create(&mut handle, kept) };
+        self.note(context, made)?;
+        let timed = (flags & EVENT_DISABLE_TIMING == 0).then(|| Timed::new(handle));
+        Ok(CudaEvent { handle, timed, recorded: None })
     }
 
-    fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result<(), Status> {
-        let moment = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        self.unshare_event(op.event.0);
-        cx.context = ContextId(moment.context);
-        moment.timed.inspect(|timed| timed.retire());
-        // SAFETY: out of the table, and the completer uses it no more.
-        let destroyed = unsafe { self.api.event_destroy(moment.handle) };
-        self.note(cx.context, destroyed)
+    fn destroy_event(&mut self, context: ContextId, event: CudaEvent) -> Result<(), Status> {
+        event.timed.inspect(|timed| timed.retire());
+        // SAFETY: out of the session's table, and the completer no longer uses it.
+        let destroyed = unsafe { self.api.event_destroy(event.handle) };
+        self.note(context, destroyed)
     }
 
-    fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        if moment.context != place.context.0 {
-            return Err(Status::INVALID_HANDLE);
-        }
-        if let Some(timed) = &moment.timed {
+    fn record_event(
+        &mut self,
+        cx: &Call,
+        streams: &mut Streams<CudaStream>,
+        place: &Place,
+        event: &mut CudaEvent,
+        flags: u32,
+    ) -> Result<(), Status> {
+        if let Some(timed) = &event.timed {
             timed.records.fetch_add(1, Ordering::AcqRel);
         }
-        let event = moment.handle;
-        // First the word, then the event: whoever learns that the event is reached, on whatever way, must find the word there.
         let (progress, seq) = (Arc::clone(&place.progress), cx.seq);
-        self.fence(&place, seq, move |status| progress.publish(seq, status))?;
+        self.fence(streams, place, seq, move |status| progress.publish(seq, status))?;
         // SAFETY: live handles of one context.
-        let recorded = unsafe { self.api.event_record(event, place.stream, op.flags) };
+        let recorded = unsafe { self.api.event_record(event.handle, place.stream, flags) };
         self.note(place.context, recorded)?;
-        let lane = self.lane(op.stream)?;
-        lane.dirty = true;
-        let at = (Arc::clone(&lane.word), lane.last, Arc::clone(&place.health));
-        if let Some(moment) = self.events.get_mut(&op.event.0) {
-            moment.recorded = Some(at);
-        }
+        let stream = &mut find(streams, place.id)?.native;
+        stream.dirty = true;
+        event.recorded = Some((Arc::clone(&stream.word), stream.last, Arc::clone(&place.health)));
         Ok(())
     }
 
-    fn event_synchronize(
+    fn synchronize_event(
         &mut self,
-        cx: &mut Call,
-        op: EventSynchronize,
+        cx: &Call,
+        event: &CudaEvent,
     ) -> Result<Answer<EventSynchronizeReply>, Status> {
-        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(moment.context);
         self.context(cx.context)?.health.check()?;
-        let Some((word, value, health)) = &moment.recorded else {
+        let Some((word, value, health)) = &event.recorded else {
             return Ok(Answer::Now(EventSynchronizeReply {}));
         };
         // By the completer even when it is done already: behind the publication of the event's own word.
@@ -581,14 +619,12 @@ impl EventOps<Call> for Session<Cuda> {
         Ok(Answer::Later)
     }
 
-    fn event_elapsed(
+    fn elapsed(
         &mut self,
-        cx: &mut Call,
-        op: EventElapsed,
+        cx: &Call,
+        start: &CudaEvent,
+        end: &CudaEvent,
     ) -> Result<Answer<EventElapsedReply>, Status> {
-        let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
-        let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(end.context);
         let (Some(first), Some(second)) = (&start.timed, &end.timed) else {
             return Err(Status::INVALID_HANDLE);
         };
@@ -619,5 +655,29 @@ impl EventOps<Call> for Session<Cuda> {
         };
         self.completer.when(word, *value, health, Box::new(measure));
         Ok(Answer::Later)
+    }
+
+    fn export_event(&mut self, event: &CudaEvent) -> Result<Vec<u8>, Status> {
+        let mut handle = IpcHandle([0; 64]);
+        // SAFETY: a live event; writes 64 bytes. The driver refuses one that was not made for other processes.
+        unsafe { self.api.event_export(&mut handle, event.handle) }?;
+        Ok(handle.0.to_vec())
+    }
+
+    fn import_event(&mut self, _context: ContextId, handle: Vec<u8>) -> Result<CudaEvent, Status> {
+        let handle = IpcHandle(handle.try_into().map_err(|_| Status::INVALID_VALUE)?);
+        let mut event: CUevent = std::ptr::null_mut();
+        // SAFETY: a handle that this driver made in another worker; writes one event.
+        unsafe { self.api.event_import(&mut event, handle) }?;
+        Ok(CudaEvent { handle: event, timed: None, recorded: None })
+    }
+
+    fn query_event(&mut self, context: ContextId, event: &CudaEvent) -> Result<bool, Status> {
+        // SAFETY: a live event.
+        match unsafe { self.api.event_query_raw(event.handle) } {
+            Ok(()) => Ok(true),
+            Err(Status::NOT_READY) => Ok(false),
+            Err(status) => self.note(context, Err(status)),
+        }
     }
 }

@@ -14,7 +14,7 @@ use crate::driver::call::Call;
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
-use crate::driver::space::{Memory, Space};
+use crate::driver::space::Memory;
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
@@ -79,7 +79,7 @@ impl<G: Gpu> Session<G> {
             Some(ordinal) => {
                 self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
             }
-            None if Space::<G::Memory>::is_here(address) => self.space.reached_by(address, len, home),
+            None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
             None => {
                 let reached = self.gpu.has_variable(address, len, home) || self.is_host_view(address, len);
                 reached.then_some(home)
@@ -93,6 +93,11 @@ impl<G: Gpu> Session<G> {
             address.checked_sub(view.first).is_some_and(|at| at < view.size && len <= view.size - at)
         };
         self.host_views.values().any(inside)
+    }
+
+    /// Whether any of `size` bytes from `address` are client memory that kernels reach. The range does not wrap around.
+    fn touches_host_view(&self, address: u64, size: u64) -> bool {
+        self.host_views.values().any(|view| address < view.first + view.size && view.first < address + size)
     }
 
     /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
@@ -134,15 +139,6 @@ impl<G: Gpu> Session<G> {
         }
     }
 
-    /// An event is gone, for the client's other sessions as well.
-    pub(in crate::driver) fn unshare_event(&mut self, event: u32) {
-        for token in self.event_tokens.remove(&event).unwrap_or_default() {
-            if let Some(broker) = &self.broker {
-                broker.unshare(token);
-            }
-        }
-    }
-
     fn broker(&self) -> Result<&Broker, Status> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
@@ -169,7 +165,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             return Err(Status::INVALID_VALUE);
         }
         let charge = self.quota.charge(op.size)?;
-        self.gpu.before_waiting_call(op.device)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
         let native = self.gpu.back(op.device, op.address, op.size)?;
         let piece = Piece { native, token: None, _charge: charge };
         self.window_mut(op.device)?.pieces.insert(op.address, op.size, piece);
@@ -182,7 +178,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if window.pieces.at(op.address) != Some(op.size) || window.allocations.touches(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
-        self.gpu.before_waiting_call(op.device)?;
+        self.gpu.before_waiting_call(&self.streams, op.device)?;
         // It counts as given back at once, although its pages may go later.
         let (_, piece) =
             self.window_mut(op.device)?.pieces.remove(op.address).ok_or(Status::INVALID_VALUE)?;
@@ -190,7 +186,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let unback = self.gpu.unback(op.device, op.address, op.size);
         let pending = cx.later();
         let end = move |_| pending.answer(unback().map(|()| MemShrinkReply {}));
-        self.gpu.after_device(op.device, cx.seq, end);
+        self.gpu.after_device(&mut self.streams, op.device, cx.seq, end);
         Ok(Answer::Later)
     }
 
@@ -235,9 +231,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     fn host_mirror(&mut self, cx: &mut Call, op: HostMirror) -> Result<Answer<HostMirrorReply>, Status> {
         cx.context = op.context;
         op.check()?;
-        let apart =
-            |view: &HostView<_>| op.address + op.size <= view.first || view.first + view.size <= op.address;
-        if !self.host_views.values().all(apart) {
+        if self.touches_host_view(op.address, op.size) || self.space.has_reserved(op.address, op.size) {
             return Err(Status::INVALID_VALUE);
         }
         self.gpu.enter(op.context)?;
@@ -273,6 +267,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         op: AddressReserve,
     ) -> Result<Answer<AddressReserveReply>, Status> {
         self.space.may_reserve(op.address, op.size, self.granule())?;
+        if self.touches_host_view(op.address, op.size) {
+            // The client tries other addresses then.
+            return Err(Status::OUT_OF_MEMORY);
+        }
         self.gpu.reserve(op.address, op.size)?;
         self.space.reserve(op.address, op.size);
         now(AddressReserveReply {})
@@ -408,10 +406,12 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
     }
 
     fn event_export(&mut self, _cx: &mut Call, op: EventExport) -> Result<Answer<EventExportReply>, Status> {
-        let broker = self.broker.as_deref().filter(|_| G::SHARES_EVENTS).ok_or(Status::NOT_SUPPORTED)?;
-        let (device, handle) = self.gpu.export_event(op.event)?;
-        let token = broker.share(Shared::Event { device, handle }, None)?;
-        self.event_tokens.entry(op.event.0).or_default().push(token);
+        if !G::SHARES_EVENTS || self.broker.is_none() {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        let (device, handle) = self.event_handle(op.event)?;
+        let token = self.broker()?.share(Shared::Event { device, handle }, None)?;
+        self.note_shared(op.event, token);
         now(EventExportReply { token })
     }
 
@@ -420,9 +420,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if !G::SHARES_EVENTS {
             return Err(Status::NOT_SUPPORTED);
         }
-        if self.gpu.has_event(op.event) {
-            return Err(Status::INVALID_HANDLE);
-        }
+        self.may_name_event(op.event)?;
         let (Shared::Event { handle, .. }, _, own) = self.broker()?.open(op.token)? else {
             return Err(Status::INVALID_VALUE);
         };
@@ -430,11 +428,14 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
             // As without rgpu: a process cannot open its own.
             return Err(Status::INVALID_CONTEXT);
         }
-        self.gpu.import_event(op.context, op.event, handle)?;
+        self.open_event(op.context, op.event, handle)?;
         now(EventImportReply {})
     }
 
     fn event_query(&mut self, _cx: &mut Call, op: EventQuery) -> Result<Answer<EventQueryReply>, Status> {
-        now(EventQueryReply { done: self.gpu.query_event(op.event)? })
+        if !G::SHARES_EVENTS {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        now(EventQueryReply { done: self.is_event_done(op.event)? })
     }
 }

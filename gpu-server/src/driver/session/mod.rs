@@ -2,11 +2,14 @@
 //!
 //! The session owns the tables of what the client names, checks each command against them, charges quotas, calls the GPU, and answers.
 //!
+//! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
 //! - [`nvml`]: NVML's questions.
 
+mod context;
 mod memory;
 mod nvml;
+mod stream;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,13 +20,16 @@ use protocol::ops::{Driver, MayBlock};
 
 use super::call::Call;
 use super::gpu::Gpu;
+use super::ids::Ids;
 use super::nvml::Management;
 use super::quota::Quota;
 use super::space::Space;
+use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
-use crate::cuda_ipc::{Broker, Token};
+use crate::cuda_ipc::Broker;
 
 use self::memory::{HostView, Window};
+use self::stream::Event;
 
 /// See the module.
 pub struct Session<G: Gpu> {
@@ -37,8 +43,10 @@ pub struct Session<G: Gpu> {
     pub(super) quota: Quota,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
-    /// The tokens under which events are shared.
-    event_tokens: HashMap<u32, Vec<Token>>,
+    /// Devices of the contexts that the program made.
+    made_contexts: HashMap<u32, u32>,
+    pub(super) streams: Streams<G::Stream>,
+    events: Ids<Event<G::Event>>,
     /// Answers NVML's questions, which need none of the rest.
     nvml: Management,
 }
@@ -53,7 +61,9 @@ impl<G: Gpu> Session<G> {
             host_views: HashMap::new(),
             quota,
             broker: None,
-            event_tokens: HashMap::new(),
+            made_contexts: HashMap::new(),
+            streams: Streams::default(),
+            events: Ids::default(),
             nvml,
         }
     }
@@ -106,7 +116,7 @@ where
     }
 
     fn end(&mut self) {
-        self.gpu.end();
+        self.gpu.end(&mut self.streams);
     }
 }
 

@@ -160,7 +160,10 @@ impl Session<Software> {
                     Work::Memset(op) => Step::Data(self.fill_work(place.device, &op)?),
                     Work::Copy(op) => Step::Data(self.line_work(place.device, &op)?),
                     Work::Copy3D(op) => Step::Data(self.box_work(place.device, &op)?),
-                    Work::Words(op) => Step::Data(self.words_work(place, op.operations)?),
+                    Work::Words(op) => {
+                        let operations = self.memory_ops(&op.operations, place.device)?;
+                        Step::Data(self.words_work(place, operations))
+                    }
                     Work::Conditional(first) => Step::Choice(self.choice(cx, place, all, first)?),
                 });
             }

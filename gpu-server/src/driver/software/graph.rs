@@ -9,11 +9,12 @@ use protocol::ops::Answer;
 use protocol::ops::copy::{CopyOps, MemcpyDtoD, MemcpyDtoD3D, Memset};
 use protocol::ops::graph::*;
 use protocol::ops::launch::{Launch, LaunchOps};
-use protocol::ops::stream::StreamBatchMemOp;
+use protocol::ops::stream::{StreamBatchMemOp, StreamOps};
 
 use super::Software;
 use super::conditional::{Cell, Conditionals};
 use crate::driver::call::Call;
+use crate::driver::gpu::Gpu as _;
 use crate::driver::graph::{self, MAX_GRAPH, Work};
 use crate::driver::session::Session;
 
@@ -35,7 +36,8 @@ impl Session<Software> {
         graph: GraphId,
         stream: StreamId,
     ) -> Result<(Arc<Vec<GraphNode>>, Arc<Conditionals>), Status> {
-        let place = self.look(cx, stream)?;
+        self.ensure_stream(stream)?;
+        let place = self.gpu.look(cx, &mut self.streams, stream)?;
         let found = self.graphs.get(&graph.0).filter(|found| found.context == place.context.0);
         let found = found.ok_or(Status::INVALID_HANDLE)?;
         Ok((Arc::clone(&found.nodes), Arc::clone(&found.conditionals)))
@@ -64,7 +66,7 @@ impl Session<Software> {
         }
         cx.context = context;
         let device = self.context(context)?.device;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         Ok(Arc::new(nodes))
     }
 }
@@ -98,7 +100,7 @@ impl GraphOps<Call> for Session<Software> {
                 Work::Memset(op) => self.memset(cx, Memset { stream, ..op })?,
                 Work::Copy(op) => self.memcpy_dtod(cx, MemcpyDtoD { stream, ..op })?,
                 Work::Copy3D(op) => self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream, ..op })?,
-                Work::Words(op) => self.memory_ops(cx, StreamBatchMemOp { stream, ..op })?,
+                Work::Words(op) => self.stream_batch_mem_op(cx, StreamBatchMemOp { stream, ..op })?,
                 Work::Conditional(first) => {
                     let place = self.enter(cx, stream)?;
                     self.launch_conditional(cx, &place, &conditionals, first)?;
@@ -187,7 +189,7 @@ impl GraphOps<Call> for Session<Software> {
         }
         cx.context = context;
         let device = self.context(context)?.device;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         let conditionals = Arc::new(self.conditionals(op.draft, &parts)?);
         let nodes = Arc::new(std::mem::take(&mut parts.parts[0].nodes));
         self.graphs.insert(op.graph.0, SoftwareGraph { context: context.0, nodes, conditionals });

@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
 use protocol::handle::{ContextId, GreenId};
 use protocol::ops::Answer;
 use protocol::ops::green::*;
@@ -137,7 +136,7 @@ impl GreenOps<Call> for Session<Software> {
         op: GreenDestroy,
     ) -> Result<Answer<GreenDestroyReply>, Status> {
         cx.context = ContextId(self.green(op.green)?.device);
-        if self.lanes.values().any(|lane| lane.green == Some(op.green)) {
+        if self.has_stream_of(op.green) {
             return Err(Status::INVALID_VALUE);
         }
         self.greens.contexts.remove(&op.green.0);
@@ -147,12 +146,9 @@ impl GreenOps<Call> for Session<Software> {
     fn green_stream(&mut self, cx: &mut Call, op: GreenStream) -> Result<(), Status> {
         let device = self.green(op.green)?.device;
         cx.context = ContextId(device);
-        if !(MAX_CONTEXTS..MAX_STREAMS).contains(&op.stream.0) || self.lanes.contains_key(&op.stream.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let mut lane = self.make_lane(op.stream.0, device, device, false)?;
-        lane.green = Some(op.green);
-        self.lanes.insert(op.stream.0, lane);
+        self.may_have_green_stream(op.stream)?;
+        let stream = self.new_stream(op.stream, ContextId(device), device, false)?;
+        self.add_green_stream(op.stream, op.green, device, stream);
         Ok(())
     }
 }

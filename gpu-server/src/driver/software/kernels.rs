@@ -11,6 +11,7 @@ use software_gpu::{Function, LaunchConfig};
 
 use super::{Software, code};
 use crate::driver::call::Call;
+use crate::driver::gpu::Gpu as _;
 use crate::driver::output::may_print;
 use crate::driver::session::Session;
 
@@ -238,7 +239,7 @@ impl ModuleOps<Call> for Session<Software> {
             return Err(Status::INVALID_HANDLE);
         }
         let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         let gpu = self.device(device)?.gpu.clone();
         let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
         let module = match gpu.link_module(&parts) {
@@ -305,9 +306,11 @@ impl ModuleOps<Call> for Session<Software> {
         cx.context = ContextId(module.context);
         // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
         let device = self.context(cx.context)?.device;
-        self.begin_waiting_call(device)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
         let gpu = self.device(device)?.gpu.clone();
-        super::streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(module));
+        super::streams::after_all(&gpu, &self.gpu.streams_of_device(&self.streams, device), move |_| {
+            drop(module)
+        });
         Ok(())
     }
 

@@ -28,16 +28,15 @@ mod tensor;
 mod transfer;
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
 use protocol::handle::ContextId;
-use protocol::ops::context::*;
+use protocol::ops::MayBlock;
 use protocol::ops::device::*;
-use protocol::ops::{Answer, MayBlock};
 use software_gpu::{Gpu, GpuConfig};
 
 use self::array::Arrays;
@@ -46,12 +45,14 @@ pub use self::imitate::Imitate;
 use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
-use self::streams::{Lane, Moment};
+use self::streams::SoftwareStream;
 use super::Unavailable;
-use super::call::{Call, Errors, check_selection};
-use super::gpu::{self as driver, GpuSharedEvents};
+use super::call::Errors;
+use super::gpu as driver;
 use super::output::{self, Output};
 use super::session::Session;
+use super::space::Space;
+use super::streams::Streams;
 use crate::config::Backing;
 
 /// The name of every device.
@@ -65,8 +66,6 @@ pub struct Software {
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
-    lanes: HashMap<u32, Lane>,
-    events: HashMap<u32, Moment>,
     modules: HashMap<u32, LoadedModule>,
     links: HashMap<u32, link::Link>,
     arrays: Arrays,
@@ -171,8 +170,6 @@ impl Software {
             output,
             errors: None,
             contexts,
-            lanes: HashMap::new(),
-            events: HashMap::new(),
             modules: HashMap::new(),
             links: HashMap::new(),
             arrays: Arrays::default(),
@@ -196,19 +193,6 @@ impl Software {
         Ok(())
     }
 
-    /// A call begins for which NVIDIA's driver waits until all work on the device is done.
-    fn begin_waiting_call(&mut self, device: u32) -> Result<(), Status> {
-        self.delays.delay();
-        if self.imitate.waiting_calls {
-            let gpu = self.device(device)?.gpu.clone();
-            let (done, all_done) = std::sync::mpsc::channel::<()>();
-            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
-            streams::after_all(&gpu, &self.lanes_of_device(device), move |_| drop(done));
-            let _ = all_done.recv();
-        }
-        Ok(())
-    }
-
     fn device(&self, ordinal: u32) -> Result<&Device, Status> {
         self.devices.get(ordinal as usize).ok_or(Status::INVALID_DEVICE)
     }
@@ -228,22 +212,6 @@ impl Session<Software> {
         let device = self.check_range(address, len, home)?;
         self.device(device).map(|device| device.gpu.clone())
     }
-
-    /// Forgets everything that belongs to a context.
-    fn clear_context(&mut self, context: u32) {
-        self.gpu.lanes.retain(|_, lane| lane.context != context);
-        self.events.retain(|_, event| event.context != context);
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
-        self.forget_arrays(context);
-        self.forget_host_views(context);
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
-    }
-}
-
-impl GpuSharedEvents for Software {
-    const SHARES_EVENTS: bool = false;
 }
 
 impl driver::Gpu for Software {
@@ -276,194 +244,120 @@ impl driver::Gpu for Software {
         self.context(context).map(|_| ())
     }
 
-    fn before_waiting_call(&mut self, device: u32) -> Result<(), Status> {
-        self.begin_waiting_call(device)
-    }
-
-    fn after_device(&mut self, device: u32, _seq: u64, end: impl FnOnce(Status) + Send + 'static) {
-        let Ok(gpu) = self.device(device).map(|device| device.gpu.clone()) else { return };
-        let lanes = self.lanes_of_device(device);
-        if lanes.iter().all(|lane| lane.query().unwrap_or(true)) {
-            end(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
-        } else {
-            streams::after_all(&gpu, &lanes, end);
+    fn before_waiting_call(&mut self, streams: &Streams<SoftwareStream>, device: u32) -> Result<(), Status> {
+        self.delays.delay();
+        if self.imitate.waiting_calls {
+            let gpu = self.device(device)?.gpu.clone();
+            let (done, all_done) = std::sync::mpsc::channel::<()>();
+            // Nothing is sent: the sender is dropped with the last step, also on a device that has failed.
+            streams::after_all(&gpu, &self.streams_of_device(streams, device), move |_| drop(done));
+            let _ = all_done.recv();
         }
+        Ok(())
     }
 
-    fn end(&mut self) {
-        self.beside.tickets.release_all();
-        self.devices.iter().for_each(|d| d.gpu.cancel());
-        self.lanes.clear();
-    }
-}
-
-impl DeviceOps<Call> for Session<Software> {
-    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
-        Ok(Answer::Now(SessionInfoReply {
-            device_count: self.devices.len() as u32,
-            driver_version: DRIVER_VERSION,
-            backend: "software".into(),
-            server: crate::parent::server_name(),
-            // Mapped memory is read by the stream itself.
-            reads_late: cx.client.reads_late() || !cx.client.streams_data(),
-        }))
+    fn output(&self) -> &Output {
+        &self.output
     }
 
-    fn device_info(&mut self, _cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
-        let device = self.device(op.device)?;
-        Ok(Answer::Now(properties::describe(device.number, device.gpu.properties())))
+    fn driver_version(&self) -> Result<u32, Status> {
+        Ok(DRIVER_VERSION)
     }
 
-    fn peer_info(&mut self, _cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
-        self.device(op.device)?;
-        self.device(op.peer)?;
+    fn reads_late(client: &dyn Client) -> bool {
+        // Mapped memory is read by the stream itself.
+        client.reads_late() || !client.streams_data()
+    }
+
+    fn describe(&mut self, device: u32, _client: &dyn Client) -> Result<DeviceInfoReply, Status> {
+        let device = self.device(device)?;
+        Ok(properties::describe(device.number, device.gpu.properties()))
+    }
+
+    fn describe_peer(&mut self, _device: u32, _peer: u32) -> Result<PeerInfoReply, Status> {
         // Copies between devices work; a kernel of one cannot reach the other's memory.
-        Ok(Answer::Now(PeerInfoReply {
-            can_access: false,
-            attributes: vec![0; PEER_ATTRIBUTES],
-            atomics: vec![0; ATOMIC_OPERATIONS],
-        }))
+        let (attributes, atomics) = (vec![0; PEER_ATTRIBUTES], vec![0; ATOMIC_OPERATIONS]);
+        Ok(PeerInfoReply { can_access: false, attributes, atomics })
     }
 
-    fn select_devices(
-        &mut self,
-        _cx: &mut Call,
-        op: SelectDevices,
-    ) -> Result<Answer<SelectDevicesReply>, Status> {
-        let untouched = self.lanes.is_empty()
-            && self.events.is_empty()
-            && self.modules.is_empty()
-            && self.contexts.len() == self.devices.len()
-            && self.has_no_memory();
-        if !untouched {
-            return Err(Status::NOT_PERMITTED);
-        }
-        check_selection(&op.devices, self.devices.len() as u32)?;
+    fn select(&mut self, devices: &[u32]) -> Result<(), Status> {
         let mut old: Vec<Option<Device>> = std::mem::take(&mut self.devices).into_iter().map(Some).collect();
-        self.devices.extend(op.devices.iter().filter_map(|number| old[*number as usize].take()));
+        self.devices.extend(devices.iter().filter_map(|number| old[*number as usize].take()));
         self.contexts = (0..self.devices.len() as u32).map(|n| (n, Context::new(n))).collect();
-        self.clear_windows(op.devices.len());
-        Ok(Answer::Now(SelectDevicesReply {}))
-    }
-}
-
-impl ContextOps<Call> for Session<Software> {
-    fn device_output(
-        &mut self,
-        _cx: &mut Call,
-        _op: DeviceOutput,
-    ) -> Result<Answer<DeviceOutputReply>, Status> {
-        Ok(Answer::Now(self.output.fetch()))
+        Ok(())
     }
 
-    fn context_create(
-        &mut self,
-        cx: &mut Call,
-        op: ContextCreate,
-    ) -> Result<Answer<ContextCreateReply>, Status> {
-        cx.context = op.context;
-        self.device(op.device)?;
-        if op.context.0 < MAX_DEVICES
-            || op.context.0 >= MAX_CONTEXTS
-            || self.contexts.contains_key(&op.context.0)
-        {
-            return Err(Status::INVALID_CONTEXT);
-        }
+    fn make_context(&mut self, context: ContextId, device: u32, _flags: u32) -> Result<(), Status> {
         self.imitate.make_context();
-        self.contexts.insert(op.context.0, Context::new(op.device));
-        Ok(Answer::Now(ContextCreateReply {}))
+        self.contexts.insert(context.0, Context::new(device));
+        Ok(())
     }
 
-    fn context_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: ContextDestroy,
-    ) -> Result<Answer<ContextDestroyReply>, Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        if op.context.0 < MAX_DEVICES {
-            return Err(Status::INVALID_CONTEXT);
-        }
-        self.begin_waiting_call(device)?;
-        self.contexts.remove(&op.context.0);
-        self.clear_context(op.context.0);
-        Ok(Answer::Now(ContextDestroyReply {}))
+    fn retire_context(&mut self, _context: ContextId) {}
+
+    fn forget_context(&mut self, context: ContextId) {
+        let context = context.0;
+        self.modules.retain(|_, module| module.context != context);
+        self.links.retain(|_, link| link.context != context);
+        self.forget_arrays(context);
+        self.graphs.retain(|_, graph| graph.context != context);
+        self.drafts.forget_context(context);
     }
 
-    fn primary_reset(
+    fn destroy_context(&mut self, context: ContextId) -> Result<(), Status> {
+        self.contexts.remove(&context.0);
+        Ok(())
+    }
+
+    fn begin_reset(
         &mut self,
-        cx: &mut Call,
-        op: PrimaryReset,
-    ) -> Result<Answer<PrimaryResetReply>, Status> {
-        cx.context = ContextId(op.device);
-        let config = self.device(op.device)?.config.clone();
+        device: u32,
+        streams: &Streams<SoftwareStream>,
+        space: &Space<OwnedFd>,
+    ) -> Result<(), Status> {
         self.beside.tickets.release_all();
-        self.begin_waiting_call(op.device)?;
-        let fresh = Gpu::new(config).map_err(|e| code(&e))?;
-        Software::map_again(op.device, &fresh, &self.space)?;
-        let device = self.devices.get_mut(op.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        self.before_waiting_call(streams, device)?;
+        let fresh = Gpu::new(self.device(device)?.config.clone()).map_err(|e| code(&e))?;
+        Software::map_again(device, &fresh, space)?;
+        let device = self.devices.get_mut(device as usize).ok_or(Status::INVALID_DEVICE)?;
         std::mem::replace(&mut device.gpu, fresh).cancel();
         device.context.store(false, Ordering::Relaxed);
-        self.unback_all(op.device);
-        let of_device: Vec<u32> =
-            self.contexts.iter().filter(|(_, c)| c.device == op.device).map(|(id, _)| *id).collect();
-        for context in of_device {
-            self.clear_context(context);
-            self.errors()?.clear(ContextId(context));
+        Ok(())
+    }
+
+    fn reset(&mut self, device: u32) -> Result<(), Status> {
+        self.contexts.insert(device, Context::new(device));
+        self.greens.forget(device);
+        Ok(())
+    }
+
+    fn set_primary_flags(&mut self, _device: u32, _flags: u32) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn limit(&mut self, context: ContextId, limit: u32) -> Result<u64, Status> {
+        let usual = properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
+        Ok(self.context(context)?.limits.get(&limit).copied().unwrap_or(usual))
+    }
+
+    fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result<(), Status> {
+        properties::usual_limit(limit).ok_or(Status::NOT_SUPPORTED)?;
+        let context = self.contexts.get_mut(&context.0).ok_or(Status::INVALID_CONTEXT)?;
+        context.limits.insert(limit, value);
+        if limit == properties::MALLOC_HEAP_SIZE {
+            let device = context.device;
+            self.device(device)?.gpu.set_heap_limit(value);
         }
-        self.contexts.retain(|id, c| c.device != op.device || *id == op.device);
-        self.contexts.insert(op.device, Context::new(op.device));
-        self.greens.forget(op.device);
-        Ok(Answer::Now(PrimaryResetReply {}))
+        Ok(())
     }
 
-    fn primary_set_flags(
-        &mut self,
-        cx: &mut Call,
-        op: PrimarySetFlags,
-    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.device(op.device)?;
-        // Scheduling flags say how the calling thread waits, which is the client's affair.
-        Ok(Answer::Now(PrimarySetFlagsReply {}))
+    fn has_modules(&self) -> bool {
+        !self.modules.is_empty()
     }
 
-    fn context_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSynchronize,
-    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
-        cx.context = op.context;
-        self.synchronize_context(cx, op.context)?;
-        Ok(Answer::Later)
-    }
-
-    fn context_get_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextGetLimit,
-    ) -> Result<Answer<ContextGetLimitReply>, Status> {
-        cx.context = op.context;
-        let context = self.context(op.context)?;
-        let usual = properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
-        Ok(Answer::Now(ContextGetLimitReply {
-            value: context.limits.get(&op.limit).copied().unwrap_or(usual),
-        }))
-    }
-
-    fn context_set_limit(
-        &mut self,
-        cx: &mut Call,
-        op: ContextSetLimit,
-    ) -> Result<Answer<ContextSetLimitReply>, Status> {
-        cx.context = op.context;
-        properties::usual_limit(op.limit).ok_or(Status::NOT_SUPPORTED)?;
-        let context = self.contexts.get_mut(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
-        context.limits.insert(op.limit, op.value);
-        let device = context.device;
-        if op.limit == properties::MALLOC_HEAP_SIZE {
-            self.device(device)?.gpu.set_heap_limit(op.value);
-        }
-        Ok(Answer::Now(ContextSetLimitReply {}))
+    fn end(&mut self, streams: &mut Streams<SoftwareStream>) {
+        self.beside.tickets.release_all();
+        self.devices.iter().for_each(|d| d.gpu.cancel());
+        streams.clear();
     }
 }

@@ -4,15 +4,12 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use protocol::Status;
-use protocol::ops::stream::{MemoryOp, StreamBatchMemOp, memory_op};
+use protocol::ops::stream::{MemoryOp, memory_op};
 use software_gpu::{Gpu, Result};
 
 use super::Software;
 use super::streams::Place;
-use super::transfer::{Again, enqueue_checked};
-use crate::driver::call::Call;
-use crate::driver::session::Session;
+use super::transfer::Again;
 
 /// Between a waiting stream's first looks, and between its later ones.
 const FIRST_NAP: Duration = Duration::from_micros(20);
@@ -65,40 +62,11 @@ fn run(op: &MemoryOp, gpu: &Gpu, bell: &Bell, gone: &dyn Fn() -> bool) -> Result
     }
 }
 
-impl Session<Software> {
-    pub(super) fn memory_ops(
-        &mut self,
-        cx: &mut Call,
-        op: StreamBatchMemOp,
-    ) -> std::result::Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let work = self.words_work(&place, op.operations)?;
-        enqueue_checked(&place, cx.seq, move |_| work())
-    }
-
-    /// The operations, checked, for a place's stream or a graph that it runs.
-    pub(super) fn words_work(
-        &self,
-        place: &Place,
-        operations: Vec<MemoryOp>,
-    ) -> std::result::Result<Again, Status> {
-        if operations.is_empty() || operations.len() > memory_op::MOST {
-            return Err(Status::INVALID_VALUE);
-        }
-        let mut all = Vec::with_capacity(operations.len());
-        for op in operations {
-            if !op.is_valid() {
-                return Err(Status::INVALID_VALUE);
-            }
-            let flushes = op.is_wait() && op.flags & memory_op::WAIT_FLUSH != 0;
-            if flushes || op.operation == memory_op::FLUSH_REMOTE_WRITES {
-                return Err(Status::NOT_SUPPORTED);
-            }
-            let gpu = self.checked(op.address, op.width(), place.device)?;
-            all.push((op, gpu));
-        }
+impl Software {
+    /// Memory operations for a place's stream, or a graph that it runs.
+    pub(super) fn words_work(&self, place: &Place, all: Vec<(MemoryOp, Gpu)>) -> Again {
         let (bell, word) = (Arc::clone(&self.bell), place.word());
-        Ok(Box::new(move || all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone()))))
+        Box::new(move || all.iter().try_for_each(|(op, gpu)| run(op, gpu, &bell, &|| word.is_gone())))
     }
 }
 

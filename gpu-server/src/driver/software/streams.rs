@@ -7,30 +7,32 @@
 //! step that somebody waits for is a [`Step`]: its end is called when it has run, or is dropped unrun.
 
 use std::collections::HashSet;
+use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use protocol::Status;
-use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
-use protocol::handle::{ContextId, GreenId, StreamId};
+use protocol::handle::{ContextId, StreamId, TicketId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
+use protocol::ops::launch::LaunchAttribute;
 use protocol::ops::stream::*;
 use software_gpu::{Event, Gpu, Stream};
 
 use super::imitate::Queue;
 use super::stream_attributes::StreamAttributes;
+use super::transfer::enqueue_checked;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
-use crate::driver::session::Session;
+use crate::driver::gpu::GpuStreams;
+use crate::driver::streams::{self, Streams};
 
 const STREAM_NON_BLOCKING: u32 = 1;
 const EVENT_DISABLE_TIMING: u32 = 2;
 
 /// A stream of the client's.
-pub(super) struct Lane {
-    pub(super) stream: Stream,
-    pub(super) context: u32,
+pub struct SoftwareStream {
+    stream: Stream,
     /// Ordered with the legacy default stream.
     blocking: bool,
     /// Has work that the legacy stream has not waited for.
@@ -39,12 +41,10 @@ pub(super) struct Lane {
     joined: u64,
     word: Arc<Word>,
     queue: Arc<Queue>,
-    pub(super) attributes: StreamAttributes,
-    /// The green context that it was made in.
-    pub(super) green: Option<GreenId>,
+    attributes: StreamAttributes,
 }
 
-impl Drop for Lane {
+impl Drop for SoftwareStream {
     fn drop(&mut self) {
         self.word.gone.store(true, Ordering::Release);
     }
@@ -79,13 +79,12 @@ impl Word {
 }
 
 /// An event of the client's.
-pub(super) struct Moment {
+pub struct SoftwareEvent {
     event: Event,
-    pub(super) context: u32,
     timing: bool,
     /// Of its last record, if it keeps the time.
     reached: Option<Arc<Reached>>,
-    device: u32,
+    gpu: Gpu,
 }
 
 /// What is to be done when a record of an event is reached; `None` once it is.
@@ -111,7 +110,7 @@ impl Reached {
 }
 
 /// A place in a stream, to enqueue at.
-pub(super) struct Place {
+pub struct Place {
     pub(super) stream: Stream,
     pub(super) gpu: Gpu,
     pub(super) device: u32,
@@ -144,12 +143,12 @@ pub(super) fn step(stream: &Stream, gpu: &Gpu, end: impl FnOnce(Status) + Send +
     });
 }
 
-/// Calls `end` when all that is enqueued on `lanes` is done.
-pub(super) fn after_all(gpu: &Gpu, lanes: &[Stream], end: impl FnOnce(Status) + Send + 'static) {
+/// Calls `end` when all that is enqueued on `streams` is done.
+pub(super) fn after_all(gpu: &Gpu, streams: &[Stream], end: impl FnOnce(Status) + Send + 'static) {
     let waiter = gpu.stream();
-    for lane in lanes {
+    for stream in streams {
         let event = Event::new();
-        if lane.record(&event).is_ok() {
+        if stream.record(&event).is_ok() {
             // Only a missing thread can refuse it, and then nothing runs at all.
             let _ = waiter.wait(&event);
         }
@@ -194,277 +193,6 @@ impl Tickets {
     }
 }
 
-impl Software {
-    pub(super) fn lane(&mut self, id: StreamId) -> Result<&mut Lane, Status> {
-        if id.0 < MAX_CONTEXTS && !self.lanes.contains_key(&id.0) {
-            let device = self.contexts.get(&id.0).ok_or(Status::INVALID_HANDLE)?.device;
-            let lane = self.make_lane(id.0, id.0, device, true)?;
-            self.lanes.insert(id.0, lane);
-        }
-        self.lanes.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
-    }
-
-    pub(super) fn make_lane(
-        &self,
-        id: u32,
-        context: u32,
-        device: u32,
-        blocking: bool,
-    ) -> Result<Lane, Status> {
-        self.need_context(device)?;
-        let word = Word {
-            stream: id,
-            context: ContextId(context),
-            last: Mutex::new(0),
-            errors: self.errors()?.clone(),
-            gone: AtomicBool::new(false),
-        };
-        Ok(Lane {
-            stream: self.device(device)?.gpu.stream(),
-            context,
-            blocking,
-            dirty: false,
-            joined: 0,
-            word: Arc::new(word),
-            queue: Arc::default(),
-            attributes: StreamAttributes::default(),
-            green: None,
-        })
-    }
-
-    /// The streams of all contexts of a device.
-    pub(super) fn lanes_of_device(&self, device: u32) -> Vec<Stream> {
-        let of_device = |lane: &&Lane| self.contexts.get(&lane.context).is_some_and(|c| c.device == device);
-        self.lanes.values().filter(of_device).map(|lane| lane.stream.clone()).collect()
-    }
-
-    /// The place in a stream where the next operation goes, for one that only looks: it waits for no other stream.
-    pub(super) fn look(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
-        let lane = self.lane(id)?;
-        let (stream, context, word) = (lane.stream.clone(), lane.context, Arc::clone(&lane.word));
-        cx.context = ContextId(context);
-        let device = self.context(cx.context)?.device;
-        Ok(Place { stream, gpu: self.device(device)?.gpu.clone(), device, context: cx.context, word })
-    }
-
-    /// A stream's queue takes one more operation, which is about to be enqueued.
-    fn begin_operation(&mut self, id: StreamId) -> Result<(), Status> {
-        self.delays.delay();
-        let size = self.imitate.queue;
-        if size > 0 {
-            let lane = self.lane(id)?;
-            let (stream, entry) = (lane.stream.clone(), lane.queue.enter(size));
-            // Refused by a device that has failed, the entry is dropped: nothing waits there any more.
-            let _ = stream.enqueue(move |_| {
-                drop(entry);
-                Ok(())
-            });
-        }
-        Ok(())
-    }
-
-    /// The place in a stream where the next operation goes, in its right order with the context's legacy default stream. A failed device refuses.
-    pub(super) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
-        self.begin_operation(id)?;
-        let place = self.look(cx, id)?;
-        if let Err(error) = place.gpu.status() {
-            // Before the answer: who has that finds the context failed.
-            let (status, (errors, context)) = (code(&error), place.errors());
-            errors.publish(context, status, 0);
-            return Err(status);
-        }
-        let context = place.context.0;
-        let failed = |e: software_gpu::Error| code(&e);
-        if id.0 == context {
-            for lane in self.lanes.values_mut().filter(|l| l.context == context && l.blocking && l.dirty) {
-                lane.dirty = false;
-                if lane.word.stream != context {
-                    let event = Event::new();
-                    lane.stream.record(&event).map_err(failed)?;
-                    place.stream.wait(&event).map_err(failed)?;
-                }
-            }
-            if let Some(context) = self.contexts.get_mut(&context) {
-                context.legacy += 1;
-            }
-        } else {
-            let legacy_now = self.context(place.context)?.legacy;
-            let legacy = self.lanes.get(&context).map(|l| l.stream.clone());
-            let lane = self.lane(id)?;
-            if lane.blocking {
-                lane.dirty = true;
-                if lane.joined < legacy_now {
-                    lane.joined = legacy_now;
-                    if let Some(legacy) = legacy {
-                        let event = Event::new();
-                        legacy.record(&event).map_err(failed)?;
-                        place.stream.wait(&event).map_err(failed)?;
-                    }
-                }
-            }
-        }
-        Ok(place)
-    }
-
-    /// Where a mark, a query or a synchronization of a stream goes. On the legacy default stream it covers the blocking streams, as any operation there.
-    fn enter_to_look(&mut self, cx: &mut Call, id: StreamId) -> Result<Place, Status> {
-        let place = self.look(cx, id)?;
-        if id.0 == place.context.0 && place.gpu.status().is_ok() {
-            return self.enter(cx, id);
-        }
-        self.begin_operation(id)?;
-        Ok(place)
-    }
-
-    /// Answers `cx` when all streams of the context are done.
-    pub(super) fn synchronize_context(&mut self, cx: &mut Call, id: ContextId) -> Result<(), Status> {
-        let device = self.context(id)?.device;
-        let gpu = self.device(device)?.gpu.clone();
-        let pending = cx.later();
-        let lanes: Vec<(Stream, Arc<Word>)> = self
-            .lanes
-            .values()
-            .filter(|l| l.context == id.0)
-            .map(|l| (l.stream.clone(), Arc::clone(&l.word)))
-            .collect();
-        // The last of the steps to go answers; each says what it has seen.
-        pending.settle(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
-        let pending = Arc::new(pending);
-        for (stream, word) in lanes {
-            let pending = Arc::clone(&pending);
-            step(&stream, &gpu, move |status| {
-                if !status.is_success() {
-                    word.errors.publish(word.context, status, 0);
-                }
-                pending.settle(status);
-            });
-        }
-        Ok(())
-    }
-}
-
-impl StreamOps<Call> for Session<Software> {
-    fn stream_create(&mut self, cx: &mut Call, op: StreamCreate) -> Result<(), Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        if op.stream.0 < MAX_CONTEXTS || op.stream.0 >= MAX_STREAMS || self.lanes.contains_key(&op.stream.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let mut lane =
-            self.make_lane(op.stream.0, op.context.0, device, op.flags & STREAM_NON_BLOCKING == 0)?;
-        lane.joined = 0;
-        self.lanes.insert(op.stream.0, lane);
-        Ok(())
-    }
-
-    fn stream_destroy(&mut self, cx: &mut Call, op: StreamDestroy) -> Result<(), Status> {
-        if op.stream.0 < MAX_CONTEXTS {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let lane = self.lane(op.stream)?;
-        cx.context = ContextId(lane.context);
-        // Its work still completes; nothing more may be written to its word, which may soon be another stream's.
-        *lane.word.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
-        let (blocking, dirty, context, stream) =
-            (lane.blocking, lane.dirty, lane.context, lane.stream.clone());
-        if blocking && dirty {
-            let event = Event::new();
-            stream.record(&event).map_err(|e| code(&e))?;
-            self.lane(StreamId(context))?.stream.wait(&event).map_err(|e| code(&e))?;
-        }
-        self.lanes.remove(&op.stream.0);
-        Ok(())
-    }
-
-    fn stream_synchronize(
-        &mut self,
-        cx: &mut Call,
-        op: StreamSynchronize,
-    ) -> Result<Answer<StreamSynchronizeReply>, Status> {
-        let place = self.enter_to_look(cx, op.stream)?;
-        let (pending, word) = (cx.later(), place.word);
-        step(&place.stream, &place.gpu, move |status| {
-            if !status.is_success() {
-                word.errors.publish(word.context, status, 0);
-            }
-            pending.answer(status.ok().map(|()| StreamSynchronizeReply {}));
-        });
-        Ok(Answer::Later)
-    }
-
-    fn stream_mark(&mut self, cx: &mut Call, op: StreamMark) -> Result<(), Status> {
-        let place = self.enter_to_look(cx, op.stream)?;
-        place.publish(cx.seq);
-        Ok(())
-    }
-
-    fn stream_wait_event(&mut self, cx: &mut Call, op: StreamWaitEvent) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        place.stream.wait(&moment.event).map_err(|e| code(&e))
-    }
-
-    fn stream_host_wait(&mut self, cx: &mut Call, op: StreamHostWait) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        if !self.beside.tickets.open(op.ticket.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let beside = Arc::clone(&self.beside);
-        let ticket = op.ticket.0;
-        place
-            .stream
-            .enqueue(move |_| {
-                beside.tickets.wait(ticket);
-                Ok(())
-            })
-            .map_err(|e| code(&e))
-    }
-
-    fn stream_host_signal(&mut self, _cx: &mut Call, op: StreamHostSignal) -> Result<(), Status> {
-        // Signalled before its turn: nothing is left to be done.
-        self.beside.tickets.signal(op.ticket.0);
-        Ok(())
-    }
-
-    fn stream_batch_mem_op(&mut self, cx: &mut Call, op: StreamBatchMemOp) -> Result<(), Status> {
-        self.memory_ops(cx, op)
-    }
-
-    fn stream_set_attribute(
-        &mut self,
-        cx: &mut Call,
-        op: StreamSetAttribute,
-    ) -> Result<Answer<StreamSetAttributeReply>, Status> {
-        cx.context = self.look(cx, op.stream)?.context;
-        self.lane(op.stream)?.attributes.set(&op.attribute)?;
-        Ok(Answer::Now(StreamSetAttributeReply {}))
-    }
-
-    fn stream_get_attribute(
-        &mut self,
-        cx: &mut Call,
-        op: StreamGetAttribute,
-    ) -> Result<Answer<StreamGetAttributeReply>, Status> {
-        cx.context = self.look(cx, op.stream)?.context;
-        let value = self.lane(op.stream)?.attributes.get(op.attribute)?;
-        Ok(Answer::Now(StreamGetAttributeReply { value }))
-    }
-
-    fn stream_copy_attributes(
-        &mut self,
-        cx: &mut Call,
-        op: StreamCopyAttributes,
-    ) -> Result<Answer<StreamCopyAttributesReply>, Status> {
-        let from = self.look(cx, op.src)?.context;
-        if self.look(cx, op.dst)?.context != from {
-            return Err(Status::INVALID_VALUE);
-        }
-        let attributes = self.lane(op.src)?.attributes.clone();
-        self.lane(op.dst)?.attributes = attributes;
-        Ok(Answer::Now(StreamCopyAttributesReply {}))
-    }
-}
-
 impl Place {
     /// Publishes `seq` in the stream's word when the stream has come here.
     fn publish(&self, seq: u64) {
@@ -483,73 +211,405 @@ impl Place {
     }
 }
 
-impl EventOps<Call> for Session<Software> {
-    fn event_create(&mut self, cx: &mut Call, op: EventCreate) -> Result<(), Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        if self.events.contains_key(&op.event.0) {
-            return Err(Status::INVALID_HANDLE);
+/// A stream of the table.
+fn find(
+    streams: &mut Streams<SoftwareStream>,
+    id: StreamId,
+) -> Result<&mut streams::Stream<SoftwareStream>, Status> {
+    streams.get_mut(&id.0).ok_or(Status::INVALID_HANDLE)
+}
+
+impl Software {
+    pub(super) fn new_stream(
+        &self,
+        id: StreamId,
+        context: ContextId,
+        device: u32,
+        blocking: bool,
+    ) -> Result<SoftwareStream, Status> {
+        self.need_context(device)?;
+        let word = Word {
+            stream: id.0,
+            context,
+            last: Mutex::new(0),
+            errors: self.errors()?.clone(),
+            gone: AtomicBool::new(false),
+        };
+        Ok(SoftwareStream {
+            stream: self.device(device)?.gpu.stream(),
+            blocking,
+            dirty: false,
+            joined: 0,
+            word: Arc::new(word),
+            queue: Arc::default(),
+            attributes: StreamAttributes::default(),
+        })
+    }
+
+    /// The streams of all contexts of a device.
+    pub(super) fn streams_of_device(&self, streams: &Streams<SoftwareStream>, device: u32) -> Vec<Stream> {
+        let of_device = |stream: &&streams::Stream<SoftwareStream>| {
+            self.context(stream.context).is_ok_and(|context| context.device == device)
+        };
+        streams.values().filter(of_device).map(|stream| stream.native.stream.clone()).collect()
+    }
+
+    /// The place in a stream where the next operation goes, for one that only looks: it waits for no other stream.
+    pub(super) fn look(
+        &self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<Place, Status> {
+        let found = find(streams, id)?;
+        let (stream, context, word) =
+            (found.native.stream.clone(), found.context, Arc::clone(&found.native.word));
+        cx.context = context;
+        let device = self.context(context)?.device;
+        Ok(Place { stream, gpu: self.device(device)?.gpu.clone(), device, context, word })
+    }
+
+    /// A stream's queue takes one more operation, which is about to be enqueued.
+    fn begin_operation(&mut self, streams: &mut Streams<SoftwareStream>, id: StreamId) -> Result<(), Status> {
+        self.delays.delay();
+        let size = self.imitate.queue;
+        if size > 0 {
+            let found = &find(streams, id)?.native;
+            let entry = found.queue.enter(size);
+            // Refused by a device that has failed, the entry is dropped: nothing waits there any more.
+            let _ = found.stream.enqueue(move |_| {
+                drop(entry);
+                Ok(())
+            });
         }
-        let timing = op.flags & EVENT_DISABLE_TIMING == 0;
-        let moment = Moment { event: Event::new(), context: op.context.0, timing, reached: None, device };
-        self.events.insert(op.event.0, moment);
         Ok(())
     }
 
-    fn event_destroy(&mut self, cx: &mut Call, op: EventDestroy) -> Result<(), Status> {
-        let moment = self.events.remove(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(moment.context);
+    /// Where a mark, a query or a synchronization of a stream goes. On the legacy default stream it covers the blocking streams, as any operation there.
+    fn enter_to_look(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<Place, Status> {
+        let place = self.look(cx, streams, id)?;
+        if id.0 == place.context.0 && place.gpu.status().is_ok() {
+            return self.enter_stream(cx, streams, id);
+        }
+        self.begin_operation(streams, id)?;
+        Ok(place)
+    }
+}
+
+impl GpuStreams for Software {
+    type Stream = SoftwareStream;
+    type Place = Place;
+    type Event = SoftwareEvent;
+    type MemoryOp = (MemoryOp, Gpu);
+    const SHARES_EVENTS: bool = false;
+
+    fn default_stream(&mut self, context: ContextId, device: u32) -> Result<SoftwareStream, Status> {
+        self.new_stream(StreamId(context.0), context, device, true)
+    }
+
+    fn make_stream(
+        &mut self,
+        id: StreamId,
+        context: ContextId,
+        flags: u32,
+        _priority: i32,
+    ) -> Result<SoftwareStream, Status> {
+        let device = self.context(context)?.device;
+        self.new_stream(id, context, device, flags & STREAM_NON_BLOCKING == 0)
+    }
+
+    fn destroy_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        let found = find(streams, id)?;
+        let (context, native) = (found.context, &found.native);
+        cx.context = context;
+        // Its work still completes; nothing more may be written to its word, which may soon be another stream's.
+        *native.word.last.lock().unwrap_or_else(|e| e.into_inner()) = u64::MAX;
+        if native.blocking && native.dirty {
+            let event = Event::new();
+            native.stream.record(&event).map_err(|e| code(&e))?;
+            let device = self.context(context)?.device;
+            let legacy = match streams.entry(context.0) {
+                Entry::Occupied(found) => found.into_mut(),
+                Entry::Vacant(free) => {
+                    let native = self.default_stream(context, device)?;
+                    free.insert(streams::Stream { context, green: None, native })
+                }
+            };
+            legacy.native.stream.wait(&event).map_err(|e| code(&e))?;
+        }
+        streams.remove(&id.0);
         Ok(())
     }
 
-    fn event_record(&mut self, cx: &mut Call, op: EventRecord) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let moment = self.events.get_mut(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        if moment.context != place.context.0 {
-            return Err(Status::INVALID_HANDLE);
+    /// A failed device refuses.
+    fn enter_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<Place, Status> {
+        self.begin_operation(streams, id)?;
+        let place = self.look(cx, streams, id)?;
+        if let Err(error) = place.gpu.status() {
+            // Before the answer: a client that has it finds the context failed.
+            let (status, (errors, context)) = (code(&error), place.errors());
+            errors.publish(context, status, 0);
+            return Err(status);
         }
-        // First the word, then the event: whoever learns that the event is reached, on whatever way, must find the word there.
+        let context = place.context;
+        let failed = |e: software_gpu::Error| code(&e);
+        if id.0 == context.0 {
+            let of_context = streams.values_mut().filter(|stream| stream.context == context);
+            for other in of_context.map(|stream| &mut stream.native).filter(|s| s.blocking && s.dirty) {
+                other.dirty = false;
+                if other.word.stream != id.0 {
+                    let event = Event::new();
+                    other.stream.record(&event).map_err(failed)?;
+                    place.stream.wait(&event).map_err(failed)?;
+                }
+            }
+            if let Some(context) = self.contexts.get_mut(&context.0) {
+                context.legacy += 1;
+            }
+        } else {
+            let legacy_now = self.context(context)?.legacy;
+            let legacy = streams.get(&context.0).map(|legacy| legacy.native.stream.clone());
+            let stream = &mut find(streams, id)?.native;
+            if stream.blocking {
+                stream.dirty = true;
+                if stream.joined < legacy_now {
+                    stream.joined = legacy_now;
+                    if let Some(legacy) = legacy {
+                        let event = Event::new();
+                        legacy.record(&event).map_err(failed)?;
+                        place.stream.wait(&event).map_err(failed)?;
+                    }
+                }
+            }
+        }
+        Ok(place)
+    }
+
+    fn device_at(place: &Place) -> u32 {
+        place.device
+    }
+
+    fn synchronize_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        let place = self.enter_to_look(cx, streams, id)?;
+        let (pending, word) = (cx.later(), place.word);
+        step(&place.stream, &place.gpu, move |status| {
+            if !status.is_success() {
+                word.errors.publish(word.context, status, 0);
+            }
+            pending.answer(status.ok().map(|()| StreamSynchronizeReply {}));
+        });
+        Ok(())
+    }
+
+    fn synchronize_context(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        context: ContextId,
+    ) -> Result<(), Status> {
+        let device = self.context(context)?.device;
+        let gpu = self.device(device)?.gpu.clone();
+        let pending = cx.later();
+        // The last of the steps to go answers; each says what it has seen.
+        pending.settle(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
+        let pending = Arc::new(pending);
+        for stream in streams.values().filter(|stream| stream.context == context) {
+            let (pending, word) = (Arc::clone(&pending), Arc::clone(&stream.native.word));
+            step(&stream.native.stream, &gpu, move |status| {
+                if !status.is_success() {
+                    word.errors.publish(word.context, status, 0);
+                }
+                pending.settle(status);
+            });
+        }
+        Ok(())
+    }
+
+    fn after_device(
+        &mut self,
+        streams: &mut Streams<SoftwareStream>,
+        device: u32,
+        _seq: u64,
+        end: impl FnOnce(Status) + Send + 'static,
+    ) {
+        let Ok(gpu) = self.device(device).map(|device| device.gpu.clone()) else { return };
+        let streams = self.streams_of_device(streams, device);
+        if streams.iter().all(|stream| stream.query().unwrap_or(true)) {
+            end(gpu.status().map_or_else(|e| code(&e), |()| Status::SUCCESS));
+        } else {
+            after_all(&gpu, &streams, end);
+        }
+    }
+
+    fn mark_stream(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<(), Status> {
+        let place = self.enter_to_look(cx, streams, id)?;
         place.publish(cx.seq);
-        place.stream.record(&moment.event).map_err(|e| code(&e))?;
-        if moment.timing {
+        Ok(())
+    }
+
+    fn wait_event(&mut self, place: &Place, event: &SoftwareEvent, _flags: u32) -> Result<(), Status> {
+        place.stream.wait(&event.event).map_err(|e| code(&e))
+    }
+
+    fn wait_for_client(
+        &mut self,
+        _cx: &Call,
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        ticket: TicketId,
+    ) -> Result<(), Status> {
+        if !self.beside.tickets.open(ticket.0) {
+            return Err(Status::INVALID_HANDLE);
+        }
+        let beside = Arc::clone(&self.beside);
+        let wait = move |_: &Gpu| {
+            beside.tickets.wait(ticket.0);
+            Ok(())
+        };
+        place.stream.enqueue(wait).map_err(|e| code(&e))
+    }
+
+    fn memory_op(&self, op: &MemoryOp, device: u32) -> Result<(MemoryOp, Gpu), Status> {
+        let flushes = op.is_wait() && op.flags & memory_op::WAIT_FLUSH != 0;
+        if flushes || op.operation == memory_op::FLUSH_REMOTE_WRITES {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        Ok((op.clone(), self.device(device)?.gpu.clone()))
+    }
+
+    fn memory_ops(
+        &mut self,
+        cx: &Call,
+        place: &Place,
+        operations: Vec<(MemoryOp, Gpu)>,
+    ) -> Result<(), Status> {
+        let work = self.words_work(place, operations);
+        enqueue_checked(place, cx.seq, move |_| work())
+    }
+
+    fn set_stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+        attribute: &LaunchAttribute,
+    ) -> Result<(), Status> {
+        let found = find(streams, id)?;
+        cx.context = found.context;
+        found.native.attributes.set(attribute)
+    }
+
+    fn stream_attribute(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+        attribute: u32,
+    ) -> Result<[u8; 64], Status> {
+        let found = find(streams, id)?;
+        cx.context = found.context;
+        found.native.attributes.get(attribute)
+    }
+
+    fn copy_stream_attributes(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<SoftwareStream>,
+        from: StreamId,
+        to: StreamId,
+    ) -> Result<(), Status> {
+        let from = find(streams, from)?;
+        let (context, attributes) = (from.context, from.native.attributes.clone());
+        let to = find(streams, to)?;
+        cx.context = to.context;
+        if to.context != context {
+            return Err(Status::INVALID_VALUE);
+        }
+        to.native.attributes = attributes;
+        Ok(())
+    }
+
+    fn make_event(&mut self, context: ContextId, flags: u32) -> Result<SoftwareEvent, Status> {
+        let gpu = self.device(self.context(context)?.device)?.gpu.clone();
+        let timing = flags & EVENT_DISABLE_TIMING == 0;
+        Ok(SoftwareEvent { event: Event::new(), timing, reached: None, gpu })
+    }
+
+    fn destroy_event(&mut self, _context: ContextId, _event: SoftwareEvent) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn record_event(
+        &mut self,
+        cx: &Call,
+        _streams: &mut Streams<SoftwareStream>,
+        place: &Place,
+        event: &mut SoftwareEvent,
+        _flags: u32,
+    ) -> Result<(), Status> {
+        place.publish(cx.seq);
+        place.stream.record(&event.event).map_err(|e| code(&e))?;
+        if event.timing {
             let reached = Arc::new(Reached(Mutex::new(Some(Vec::new()))));
-            moment.reached = Some(Arc::clone(&reached));
+            event.reached = Some(Arc::clone(&reached));
             step(&place.stream, &place.gpu, move |status| reached.come(status));
         }
         Ok(())
     }
 
-    fn event_synchronize(
+    fn synchronize_event(
         &mut self,
-        cx: &mut Call,
-        op: EventSynchronize,
+        cx: &Call,
+        event: &SoftwareEvent,
     ) -> Result<Answer<EventSynchronizeReply>, Status> {
-        let moment = self.events.get(&op.event.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(moment.context);
-        let gpu = self.device(moment.device)?.gpu.clone();
-        gpu.status().map_err(|e| code(&e))?;
-        if moment.event.query() {
+        event.gpu.status().map_err(|e| code(&e))?;
+        if event.event.query() {
             return Ok(Answer::Now(EventSynchronizeReply {}));
         }
-        let waiter = gpu.stream();
-        waiter.wait(&moment.event).map_err(|e| code(&e))?;
+        let waiter = event.gpu.stream();
+        waiter.wait(&event.event).map_err(|e| code(&e))?;
         let pending = cx.later();
-        step(&waiter, &gpu, move |status| pending.answer(status.ok().map(|()| EventSynchronizeReply {})));
+        step(&waiter, &event.gpu, move |status| {
+            pending.answer(status.ok().map(|()| EventSynchronizeReply {}))
+        });
         Ok(Answer::Later)
     }
 
-    fn event_elapsed(
+    fn elapsed(
         &mut self,
-        cx: &mut Call,
-        op: EventElapsed,
+        cx: &Call,
+        start: &SoftwareEvent,
+        end: &SoftwareEvent,
     ) -> Result<Answer<EventElapsedReply>, Status> {
-        let start = self.events.get(&op.start.0).ok_or(Status::INVALID_HANDLE)?;
-        let end = self.events.get(&op.end.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(end.context);
         let (Some(begun), Some(reached)) = (start.reached.clone(), end.reached.clone()) else {
             return Err(Status::INVALID_HANDLE);
         };
-        // Right behind the event, so that an answer that was asked for ahead is there before that of whoever waits for the stream.
+        // Right behind the event, so that an answer that was asked for ahead is there before that of a client that waits for the stream.
         let (start, end, pending) = (start.event.clone(), end.event.clone(), cx.later());
         let answer = move |status: Status| {
             let elapsed = |()| end.elapsed_ns_since(&start).map_err(|_| Status::NOT_READY);

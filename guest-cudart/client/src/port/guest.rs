@@ -275,8 +275,8 @@ impl Port for Guest {
         )
     }
 
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
-        let mapping = Mapping::pinned(None, size)
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
+        let mapping = Mapping::pinned(None, size, at)
             .map_err(|source| PortError::io(&self.path, "mapping pinned memory", source))?;
         let region = self.register(mapping.base() as usize, size)?;
         Ok(Pinned { mapping, region })

@@ -34,16 +34,23 @@ impl Mapping {
     }
 
     /// Maps pinned memory of a program: `fd`, shared, or new memory. A server that shares it maps it at the
-    /// same address, so it is placed where other processes are unlikely to have mappings.
-    pub fn pinned(fd: Option<BorrowedFd<'_>>, len: usize) -> io::Result<Mapping> {
+    /// same address, so it is placed where other processes are unlikely to have mappings. `at` is its exact
+    /// address instead; the call fails if anything is mapped there already.
+    pub fn pinned(fd: Option<BorrowedFd<'_>>, len: usize, at: Option<usize>) -> io::Result<Mapping> {
         /// Above the devices' windows and below the addresses that the kernel chooses.
         static NEXT: AtomicUsize = AtomicUsize::new(0x3200_0000_0000);
         const { assert!(0x3200_0000_0000 >= window(MAX_DEVICES) && 0x3200_0000_0000 < SPACE) };
-        let hint = NEXT.fetch_add(len.next_multiple_of(2 << 20), Ordering::Relaxed);
-        match fd {
-            Some(fd) => Self::map_near(hint, len, libc::MAP_SHARED, fd.as_raw_fd()),
-            None => Self::map_near(hint, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
-        }
+        let (flags, fd) = match fd {
+            Some(fd) => (libc::MAP_SHARED, fd.as_raw_fd()),
+            None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+        };
+        let Some(at) = at else {
+            let hint = NEXT.fetch_add(len.next_multiple_of(2 << 20), Ordering::Relaxed);
+            return Self::map_near(hint, len, flags, fd);
+        };
+        let mapping = Self::map_near(at, len, flags | libc::MAP_FIXED_NOREPLACE, fd)?;
+        // Kernels before 4.17 treat the address as a hint.
+        if mapping.base() as usize == at { Ok(mapping) } else { Err(io::ErrorKind::AlreadyExists.into()) }
     }
 
     fn map(len: usize, flags: i32, fd: i32) -> io::Result<Mapping> {

@@ -111,7 +111,9 @@ pub trait Port: Send + Sync {
     fn why_dead(&self) -> String;
 
     /// Allocates `size` bytes of pinned memory (a multiple of the page size) and registers it with the host.
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError>;
+    /// `at` is its address (a multiple of the page size), where this process must have no mapping; with
+    /// `None` the port chooses one.
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError>;
 
     /// Registers program memory with the host and returns its region. `None` if this port cannot do that, so
     /// that the memory must be treated as pageable.

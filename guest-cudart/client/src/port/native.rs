@@ -166,10 +166,11 @@ impl Port for Native {
         format!("{}: vhost-rgpu closed the connection or was killed", self.path.display())
     }
 
-    fn pin_new(&self, size: usize) -> Result<Pinned, PortError> {
+    fn pin_new(&self, size: usize, at: Option<usize>) -> Result<Pinned, PortError> {
         let error = |what| move |source| PortError::io(&self.path, what, source);
         let memory = memfd(c"rgpu-pinned", size).map_err(error("creating pinned memory"))?;
-        let mapping = Mapping::pinned(Some(memory.as_fd()), size).map_err(error("mapping pinned memory"))?;
+        let mapping =
+            Mapping::pinned(Some(memory.as_fd()), size, at).map_err(error("mapping pinned memory"))?;
         let region = self.next_region.fetch_add(1, Ordering::Relaxed);
         self.request(request::REGISTER_MEMORY, region, size, Some(memory.as_raw_fd()))?;
         Ok(Pinned { mapping, region })

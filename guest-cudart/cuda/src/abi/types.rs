@@ -3,6 +3,61 @@
 
 use std::ffi::c_void;
 
+use crate::abi::result::Result;
+use client::Status;
+use client::ops::green::Part;
+
+/// An argument for a function of the program's.
+#[derive(Clone, Copy)]
+pub(crate) struct Data(pub *mut c_void);
+
+// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
+unsafe impl Send for Data {}
+
+// SAFETY: as above.
+unsafe impl Sync for Data {}
+
+/// `CUexecAffinityParam`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ExecAffinityParam {
+    pub kind: u32,
+    pub processors: u32,
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct InstantiateParams {
+    pub flags: u64,
+    pub stream: usize,
+    pub error_node: usize,
+    pub result: u32,
+}
+
+impl From<&KernelNodeParams1> for KernelNodeParams {
+    fn from(p: &KernelNodeParams1) -> KernelNodeParams {
+        let KernelNodeParams1 { func, grid, block, sharedMemBytes, kernelParams, extra } = *p;
+        KernelNodeParams { func, grid, block, sharedMemBytes, kernelParams, extra, kern: 0, ctx: 0 }
+    }
+}
+
+impl DevResource {
+    /// What stands before the number in the structure's inside: no program has this by chance.
+    const MARK: u32 = u32::from_le_bytes(*b"rgpu");
+
+    pub fn holding(part: &Part) -> DevResource {
+        let mut resource = DevResource { kind: part.kind, inside: [0; 23], told: [0; 12] };
+        resource.told[..3].copy_from_slice(&part.sm);
+        resource.inside[..2].copy_from_slice(&[Self::MARK, part.number]);
+        resource
+    }
+
+    pub fn number(&self) -> Result<u32> {
+        if self.inside[0] == Self::MARK { Ok(self.inside[1]) } else { Err(Status::INVALID_VALUE) }
+    }
+}
+
 /// `CUdevResource`: its kind, what the driver keeps in it, and for multiprocessors `CUdevSmResource` in the first three of the last words.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -332,3 +387,98 @@ pub type BlockToShared = unsafe extern "C" fn(i32) -> usize;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct IpcHandle(pub [u8; 64]);
+
+/// `CUDA_ARRAY_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ArrayDescriptor {
+    pub width: usize,
+    pub height: usize,
+    pub format: u32,
+    pub channels: u32,
+}
+
+/// `CUDA_ARRAY3D_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Array3DDescriptor {
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+    pub format: u32,
+    pub channels: u32,
+    pub flags: u32,
+}
+
+/// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
+#[repr(C)]
+pub struct Requirements {
+    pub size: usize,
+    pub alignment: usize,
+    pub reserved: [u32; 4],
+}
+
+/// `CUDA_RESOURCE_DESC`, whose union is words: an array's handle in the first; or address, format and channels, and sizes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ResourceDesc {
+    pub kind: u32,
+    pub words: [u64; 16],
+    pub flags: u32,
+}
+
+/// `CUDA_TEXTURE_DESC`, floating-point numbers as their bits.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct TextureDesc {
+    pub address: [u32; 3],
+    pub filter: u32,
+    pub flags: u32,
+    pub anisotropy: u32,
+    pub level_filter: u32,
+    pub level_bias: u32,
+    pub level_clamp: [u32; 2],
+    pub border: [u32; 4],
+    reserved: [u32; 12],
+}
+
+/// `CUDA_RESOURCE_VIEW_DESC`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ViewDesc {
+    pub format: u32,
+    pub extent: [usize; 3],
+    pub levels: [u32; 2],
+    pub layers: [u32; 2],
+    reserved: [u32; 16],
+}
+
+/// `CUmemPoolPtrExportData`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PointerData(pub [u8; 64]);
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct AllocationProp {
+    pub kind: u32,
+    pub handle_types: u32,
+    pub location: MemLocation,
+    pub win32: *mut c_void,
+    pub compression: u8,
+    pub gpu_direct_rdma: u8,
+    pub usage: u16,
+    pub reserved: [u8; 4],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct AccessDesc {
+    pub location: MemLocation,
+    pub flags: u32,
+}
+
+/// `CUgraphEdgeData`. Every dependency is kept as one on the whole of the earlier node, which is never less than the program asked for.
+pub type EdgeData = [u8; 8];

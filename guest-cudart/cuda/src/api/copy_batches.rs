@@ -3,9 +3,9 @@
 use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, Memcpy3DBatchOp, Memcpy3DOperand, MemcpyAttributes, memory_type};
-use crate::graph::node_work::Way;
 use crate::memory::{array, pending_writes};
-use crate::process::{capture, context, stream};
+use crate::process::context;
+use crate::streams::{capture_rules, stream_table};
 use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use client::Status;
@@ -56,11 +56,11 @@ fn check_hints(order: u32, flags: u32) -> Result {
 /// The stream that a batch goes on: any but the legacy default stream, and none that is being captured.
 fn copier(handle: usize, per_thread: bool) -> Result<Copier> {
     let (driver, context) = context::ready()?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+    let stream = stream_table::any(driver, context, handle, per_thread)?;
     if stream.is_legacy() {
         return Err(Status::INVALID_VALUE);
     }
-    capture::forbid(&stream)?;
+    capture_rules::forbid(&stream)?;
     Ok(Copier::on(driver, stream, Mode::Async, false))
 }
 
@@ -84,7 +84,7 @@ impl Copy {
     /// # Errors
     /// What the copy alone would be answered with.
     fn new(copier: &Copier, copy: Memcpy3D, order: u32) -> Result<Copy> {
-        copy_boxes::way(copier.driver, &copy, |_| Way::Nothing)?;
+        copy_boxes::route(copier.driver, &copy)?;
         Ok(Copy { copy, order })
     }
 
@@ -103,7 +103,7 @@ impl Copy {
         }
         // SAFETY: as the caller says.
         unsafe {
-            copy_boxes::run(copier, &self.copy, false)?;
+            copy_boxes::run(copier, &self.copy)?;
         }
         let read = from_host && pageable.is_some();
         Ok(self.order == order::DURING_API_CALL && !read)

@@ -7,27 +7,17 @@ use std::sync::atomic::AtomicBool;
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::{Result, code, refuse_form};
 use crate::abi::types::{
-    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1, Memcpy3D,
-    MemsetNodeParams, UpdateResultInfo,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, InstantiateParams, KernelNodeParams,
+    KernelNodeParams1, Memcpy3D, MemsetNodeParams, UpdateResultInfo,
 };
-use crate::api::graph_build;
 use crate::graph::instance::{EXECS, Exec, flag, update};
 use crate::graph::node_work::Work;
-use crate::graph::{conditional, of, work_of};
+use crate::graph::{conditional, node_description, of, work_of};
+use crate::process::context;
 use crate::process::driver::{Driver, driver};
 use crate::process::stream::Stream;
-use crate::process::{context, stream};
+use crate::streams::stream_table;
 use client::Status;
-
-/// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct InstantiateParams {
-    flags: u64,
-    stream: usize,
-    error_node: usize,
-    result: u32,
-}
 
 /// `CUgraphInstantiateResult`.
 mod answer {
@@ -58,22 +48,22 @@ fn instantiate(graph: usize, flags: u64) -> Result<usize> {
 
 /// The stream of a launch or an upload, of the instance's context.
 fn on(driver: &Driver, exec: &Exec, handle: usize, per_thread: bool) -> Result<Arc<Stream>> {
-    let (_, context, _lent) = context::ready_on(handle)?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
+    let (_, context, _lent) = stream_table::ready_on(handle)?;
+    let stream = stream_table::any(driver, context, handle, per_thread)?;
     if std::ptr::eq(stream.context, exec.context) { Ok(stream) } else { Err(Status::INVALID_VALUE) }
 }
 
 fn upload(handle: usize, stream: usize, per_thread: bool) -> Result {
     let (driver, exec) = exec(handle)?;
     let stream = on(driver, &exec, stream, per_thread)?;
-    crate::process::capture::forbid(&stream)?;
+    crate::streams::capture_rules::forbid(&stream)?;
     exec.upload(driver, &stream)
 }
 
 fn launch(handle: usize, stream: usize, per_thread: bool) -> Result {
     let (driver, exec) = exec(handle)?;
     let stream = on(driver, &exec, stream, per_thread)?;
-    crate::process::capture::forbid(&stream)?;
+    crate::streams::capture_rules::forbid(&stream)?;
     exec.launch(driver, &stream)?;
     stream.context.limits.launched_graph();
     Ok(())
@@ -179,11 +169,11 @@ api! {
 
     fn cuGraphExecKernelNodeSetParams(handle: usize, node: usize, p: *const KernelNodeParams1) {
         non_null(p)?;
-        set(handle, node, graph_build::kernel(&KernelNodeParams::from(&*p)))
+        set(handle, node, node_description::kernel(&KernelNodeParams::from(&*p)))
     }
 
     fn cuGraphExecKernelNodeSetParams_v2(handle: usize, node: usize, p: *const KernelNodeParams) {
-        set(handle, node, graph_build::kernel(p))
+        set(handle, node, node_description::kernel(p))
     }
 
     fn cuGraphExecMemcpyNodeSetParams(handle: usize, node: usize, p: *const Memcpy3D, ctx: usize) {
@@ -197,28 +187,28 @@ api! {
     }
 
     fn cuGraphExecHostNodeSetParams(handle: usize, node: usize, p: *const HostNodeParams) {
-        set(handle, node, graph_build::host(p))
+        set(handle, node, node_description::host(p))
     }
 
     fn cuGraphExecChildGraphNodeSetParams(handle: usize, node: usize, part: usize) {
-        set(handle, node, graph_build::child(part))
+        set(handle, node, node_description::child(part))
     }
 
     fn cuGraphExecBatchMemOpNodeSetParams(handle: usize, node: usize, p: *const BatchMemOpNodeParams) {
-        set(handle, node, graph_build::words(p))
+        set(handle, node, node_description::words(p))
     }
 
     fn cuGraphExecEventRecordNodeSetEvent(handle: usize, node: usize, event: usize) {
-        set(handle, node, graph_build::recorded(event))
+        set(handle, node, node_description::recorded(event))
     }
 
     fn cuGraphExecEventWaitNodeSetEvent(handle: usize, node: usize, event: usize) {
-        set(handle, node, graph_build::waited(event))
+        set(handle, node, node_description::waited(event))
     }
 
     fn cuGraphExecNodeSetParams(handle: usize, node: usize, p: *mut GraphNodeParams) {
         work_of(node)?;
-        set(handle, node, graph_build::described(p))
+        set(handle, node, node_description::described(p))
     }
 
     fn cuGraphNodeSetEnabled(handle: usize, node: usize, enabled: u32) {

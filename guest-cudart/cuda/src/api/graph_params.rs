@@ -8,9 +8,8 @@ use crate::abi::types::{
     AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
     MemAllocNodeParams, MemLocation, MemPoolProps, Memcpy3D, MemsetNodeParams,
 };
-use crate::api::graph_build;
 use crate::graph::node_work::{Kernel, Work};
-use crate::graph::{Graph, set_work, work_of};
+use crate::graph::{Graph, node_description, set_work, work_of};
 use crate::process::driver::driver;
 use client::Status;
 use client::ops::launch::LaunchAttribute;
@@ -66,11 +65,11 @@ api! {
 
     fn cuGraphKernelNodeSetParams(node: usize, p: *const KernelNodeParams1) {
         non_null(p)?;
-        replace(node, graph_build::kernel(&KernelNodeParams::from(&*p)))
+        replace(node, node_description::kernel(&KernelNodeParams::from(&*p)))
     }
 
     fn cuGraphKernelNodeSetParams_v2(node: usize, p: *const KernelNodeParams) {
-        replace(node, graph_build::kernel(p))
+        replace(node, node_description::kernel(p))
     }
 
     fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: *mut AttrValue) {
@@ -131,7 +130,7 @@ api! {
     }
 
     fn cuGraphHostNodeSetParams(node: usize, p: *const HostNodeParams) {
-        replace(node, graph_build::host(p))
+        replace(node, node_description::host(p))
     }
 
     fn cuGraphChildGraphNodeGetGraph(node: usize, graph: *mut usize) {
@@ -155,7 +154,7 @@ api! {
     }
 
     fn cuGraphBatchMemOpNodeSetParams(node: usize, p: *const BatchMemOpNodeParams) {
-        replace(node, graph_build::words(p))
+        replace(node, node_description::words(p))
     }
 
     fn cuGraphEventRecordNodeGetEvent(node: usize, event: *mut usize) {
@@ -166,7 +165,7 @@ api! {
     }
 
     fn cuGraphEventRecordNodeSetEvent(node: usize, event: usize) {
-        replace(node, graph_build::recorded(event))
+        replace(node, node_description::recorded(event))
     }
 
     fn cuGraphEventWaitNodeGetEvent(node: usize, event: *mut usize) {
@@ -177,7 +176,7 @@ api! {
     }
 
     fn cuGraphEventWaitNodeSetEvent(node: usize, event: usize) {
-        replace(node, graph_build::waited(event))
+        replace(node, node_description::waited(event))
     }
 
     fn cuGraphMemAllocNodeGetParams(node: usize, p: *mut MemAllocNodeParams) {
@@ -208,6 +207,6 @@ api! {
 
     fn cuGraphNodeSetParams(node: usize, p: *mut GraphNodeParams) {
         work_of(node)?;
-        replace(node, graph_build::described(p))
+        replace(node, node_description::described(p))
     }
 }

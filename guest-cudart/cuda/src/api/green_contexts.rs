@@ -10,126 +10,32 @@ use std::sync::{Arc, Mutex, OnceLock};
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::{Result, code};
 use crate::abi::types::DevResource;
+use crate::api::teardown;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::driver::{Driver, driver};
+use crate::process::fences;
+use crate::process::green::{ANY, GREENS, Green};
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::process::{context, copy_fences, driver, stream};
-use crate::streams::event;
+use crate::process::{context, driver};
 use crate::streams::event::Event;
+use crate::streams::green_gates::{GATES, Whole};
+use crate::streams::{event, green_gates, stream_table};
 use client::handle::{DescriptorId, GreenId};
-use client::handles::Slab;
-use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, Part, PartDescribe, PartGet, PartSplit};
+use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, PartDescribe, PartGet, PartSplit};
 use client::{Status, lock};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
 
-/// A green context.
-pub(crate) struct Green {
-    pub id: GreenId,
-    /// The primary context that it is in.
-    pub context: &'static Context,
-    pub unique: u64,
-    handle: OnceLock<usize>,
-    /// Whether the program has asked for it as a context.
-    converted: AtomicBool,
-    alive: AtomicBool,
-    default: Mutex<Option<Arc<Stream>>>,
-}
-
-static GREENS: Slab<Green> = Slab::new(18);
-
 static IDS: AtomicU32 = AtomicU32::new(1);
-
-/// Whether there ever was one: while there was none, nobody looks for one.
-static ANY: AtomicBool = AtomicBool::new(false);
 
 /// What programs made descriptors of; their handle is the place here, from 1.
 static DESCRIPTORS: Mutex<Vec<DescriptorId>> = Mutex::new(Vec::new());
 
-/// A context, or a green one in it.
-type Whole = (&'static Context, Option<Arc<Green>>);
-
-/// Streams that wait for what all work of a context, or of a green one in it, has to wait for: streams made later wait for them.
-static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
-
-/// Whether there ever was a green context.
-#[inline]
-pub(crate) fn any() -> bool {
-    ANY.load(Ordering::Acquire)
-}
-
-impl Green {
-    pub fn is_alive(&self) -> bool {
-        self.alive.load(Ordering::Acquire)
-    }
-
-    pub fn handle(&self) -> usize {
-        self.handle.get().copied().unwrap_or(0)
-    }
-
-    /// Its handle, for use as a context's from now on.
-    pub fn convert(&self) -> usize {
-        self.converted.store(true, Ordering::Release);
-        self.handle()
-    }
-
-    /// Whether a stream is its default stream.
-    pub fn is_default(&self, stream: &Stream) -> bool {
-        lock(&self.default).as_ref().is_some_and(|default| std::ptr::eq(&**default, stream))
-    }
-
-    /// Its default stream, which waits for no other.
-    pub fn default_stream(&self) -> Result<Arc<Stream>> {
-        lock(&self.default).clone().ok_or(Status::CONTEXT_IS_DESTROYED)
-    }
-}
-
-/// The green context that a handle names as a context.
-pub(crate) fn as_context(handle: usize) -> Option<Arc<Green>> {
-    if !any() {
-        return None;
-    }
-    GREENS.get(handle).filter(|green| green.converted.load(Ordering::Acquire))
-}
-
 fn of(handle: usize) -> Result<(&'static Driver, Arc<Green>)> {
     let driver = driver()?;
     Ok((driver, GREENS.get(handle).ok_or(Status::INVALID_CONTEXT)?))
-}
-
-/// A primary context is being emptied: its green contexts go with it.
-pub(crate) fn forget(context: &'static Context) {
-    for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
-        green.alive.store(false, Ordering::Release);
-        *lock(&green.default) = None;
-    }
-    lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
-}
-
-/// A new stream waits for what all work of its context has to wait for.
-pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
-    let gates = lock(&GATES);
-    for ((context, green), gate) in &*gates {
-        let same = match (green, stream.green()) {
-            (None, _) => true,
-            (Some(green), Some(other)) => Arc::ptr_eq(green, other),
-            (Some(_), None) => false,
-        };
-        if same && std::ptr::eq(*context, stream.context) {
-            join(driver, gate, stream)?;
-        }
-    }
-    Ok(())
-}
-
-/// Makes a stream wait for all work so far on another.
-fn join(driver: &Driver, from: &Arc<Stream>, to: &Stream) -> Result {
-    let event = event::own(driver, from.context)?;
-    let joined =
-        event::record_on(driver, &event, from.clone()).and_then(|()| stream::wait(driver, to, &event));
-    event::end(driver, &event, false);
-    joined
 }
 
 /// The streams of a context, or of a green one in it.
@@ -137,7 +43,7 @@ fn join(driver: &Driver, from: &Arc<Stream>, to: &Stream) -> Result {
 /// # Errors
 /// `STREAM_CAPTURE_UNSUPPORTED` where one of them is being captured, which that ends.
 fn streams(context: &'static Context, green: Option<&Arc<Green>>) -> Result<Vec<Arc<Stream>>> {
-    let all = stream::of_context(context, green);
+    let all = stream_table::of_context(context, green);
     let captures: Vec<_> = all.iter().filter_map(|stream| stream.capture()).collect();
     if captures.is_empty() {
         return Ok(all);
@@ -153,14 +59,14 @@ fn record_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result
     }
     let all = streams(context, green.as_ref())?;
     let last = Arc::new(match &green {
-        None => stream::unnamed_once(driver, context)?,
-        Some(green) => stream::in_green(driver, green, 0)?,
+        None => stream_table::unnamed_once(driver, context)?,
+        Some(green) => stream_table::in_green(driver, green, 0)?,
     });
     for stream in all {
-        join(driver, &stream, &last)?;
+        fences::join(driver, &stream, &last)?;
     }
     event::record_on(driver, event, last.clone())?;
-    stream::end(driver, last);
+    stream_table::end(driver, last);
     Ok(())
 }
 
@@ -179,19 +85,19 @@ fn wait_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
     };
     if !gates.iter().any(|((of, other), _)| std::ptr::eq(*of, context) && is_it(other)) {
         let gate = match &green {
-            None => stream::unnamed(driver, context)?,
+            None => stream_table::unnamed(driver, context)?,
             Some(green) => {
-                let gate = Arc::new(stream::in_green(driver, green, 0)?);
-                stream::keep(&gate);
+                let gate = Arc::new(stream_table::in_green(driver, green, 0)?);
+                stream_table::keep(&gate);
                 gate
             }
         };
-        stream::wait(driver, &gate, event)?;
+        event::wait(driver, &gate, event)?;
         gates.push(((context, green), gate));
     }
     drop(gates);
     for stream in all {
-        stream::wait(driver, &stream, event)?;
+        event::wait(driver, &stream, event)?;
     }
     Ok(())
 }
@@ -279,10 +185,10 @@ fn create(to: *mut usize, descriptor: usize, dev: i32, flags: u32) -> Result {
         default: Mutex::new(None),
     });
     device.primary.retain();
-    copy_fences::before_stream(driver, device.primary)?;
-    let stream = Arc::new(stream::in_green(driver, &green, 0)?);
-    stream::keep(&stream);
-    inherit(driver, &stream)?;
+    fences::before_stream(driver, device.primary)?;
+    let stream = Arc::new(stream_table::in_green(driver, &green, 0)?);
+    stream_table::keep(&stream);
+    green_gates::inherit(driver, &stream)?;
     *lock(&green.default) = Some(stream);
     let handle = GREENS.insert(green.clone()).ok_or(Status::OUT_OF_MEMORY)?;
     green.handle.get_or_init(|| handle);
@@ -298,28 +204,12 @@ fn destroy(handle: usize) -> Result {
     // Its work is done before its streams go.
     green.context.quiesce(driver);
     green.alive.store(false, Ordering::Release);
-    stream::end_all_of(driver, &green);
+    stream_table::end_all_of(driver, &green);
     lock(&GATES).retain(|((_, other), _)| other.as_ref().is_none_or(|other| !Arc::ptr_eq(other, &green)));
     *lock(&green.default) = None;
     driver.session.call(&GreenDestroy { green: green.id })?;
-    green.context.release()?;
+    teardown::release(green.context)?;
     deferred
-}
-
-impl DevResource {
-    /// What stands before the number in the structure's inside: no program has this by chance.
-    const MARK: u32 = u32::from_le_bytes(*b"rgpu");
-
-    fn holding(part: &Part) -> DevResource {
-        let mut resource = DevResource { kind: part.kind, inside: [0; 23], told: [0; 12] };
-        resource.told[..3].copy_from_slice(&part.sm);
-        resource.inside[..2].copy_from_slice(&[Self::MARK, part.number]);
-        resource
-    }
-
-    fn number(&self) -> Result<u32> {
-        if self.inside[0] == Self::MARK { Ok(self.inside[1]) } else { Err(Status::INVALID_VALUE) }
-    }
 }
 
 api! {
@@ -373,11 +263,11 @@ api! {
         if flags != NON_BLOCKING {
             return Err(Status::INVALID_VALUE);
         }
-        stream::create_in(green.context, Some(green), stream, flags, priority)
+        stream_table::create_in(green.context, Some(green), stream, flags, priority)
     }
 
     fn cuStreamGetGreenCtx(stream: usize, ctx: *mut usize) {
-        let (_, stream) = stream::ask(stream, false)?;
+        let (_, stream) = stream_table::ask(stream, false)?;
         put(ctx, stream.green().map_or(0, |green| green.handle()))
     }
 

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use crate::abi::arguments::{non_null, put};
 use crate::abi::types::IpcHandle;
+use crate::memory::stream_ordered;
 use crate::memory::{address, virtual_memory};
 use crate::process::context;
 use crate::process::driver::driver;
@@ -19,9 +20,9 @@ const EVENT_MAGIC: [u8; 8] = *b"rgpu:evt";
 /// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Name {
-    token: [u8; 16],
-    offset: u64,
-    size: u64,
+    pub token: [u8; 16],
+    pub offset: u64,
+    pub size: u64,
 }
 
 impl Name {
@@ -109,7 +110,7 @@ api! {
             *times -= 1;
             return Ok(());
         }
-        context.synchronize()?;
+        stream_ordered::synchronize(context)?;
         virtual_memory::close(driver, dptr)?;
         opened.remove(&name);
         Ok(())

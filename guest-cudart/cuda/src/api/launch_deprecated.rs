@@ -6,8 +6,8 @@ use std::sync::{LazyLock, Mutex};
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
-use crate::code::function;
-use crate::work::launch;
+use crate::api::execution;
+use crate::code::library;
 use crate::work::launch::Shape;
 use client::{Status, lock};
 
@@ -26,7 +26,7 @@ struct Set {
 static SETS: LazyLock<Mutex<HashMap<usize, Set>>> = LazyLock::new(Mutex::default);
 
 fn set(handle: usize, change: impl FnOnce(&mut Set) -> Result) -> Result {
-    function::of(handle)?;
+    library::of(handle)?;
     let mut sets = lock(&SETS);
     change(sets.entry(handle).or_insert(Set { block: [1; 3], shared: 0, parameters: Vec::new() }))
 }
@@ -64,7 +64,7 @@ fn run(handle: usize, width: i32, height: i32, stream: usize) -> Result {
     ];
     let shape = Shape { grid, block, shared };
     // SAFETY: a list of that form, which lives through the call.
-    unsafe { launch::launch(handle, shape, stream, false, Vec::new(), std::ptr::null(), extra.as_ptr()) }
+    unsafe { execution::launch(handle, shape, stream, false, Vec::new(), std::ptr::null(), extra.as_ptr()) }
 }
 
 api! {

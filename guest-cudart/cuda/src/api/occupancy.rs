@@ -3,9 +3,9 @@
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::{BlockToShared, LaunchConfig};
-use crate::api::devices::attr;
-use crate::code::function;
 use crate::code::function::{Function, func};
+use crate::code::library;
+use crate::process::device_attributes::attr;
 use crate::process::driver;
 use crate::process::driver::Device;
 use crate::work::launch;
@@ -34,7 +34,7 @@ pub(crate) fn check_cooperative(
     block: &[u32; 3],
     shared: u32,
 ) -> Result {
-    let function = function::of(handle)?;
+    let function = library::of(handle)?;
     let threads: u64 = block.iter().map(|n| u64::from(*n)).product();
     let wanted: u128 = grid.iter().map(|n| u128::from(*n)).product();
     if threads == 0 || wanted == 0 || threads > device.attribute(attr::MAX_THREADS_PER_BLOCK).max(0) as u64 {
@@ -57,7 +57,7 @@ fn potential(
 ) -> Result {
     non_null(min_grid)?;
     non_null(block_size)?;
-    let function = function::of(handle)?;
+    let function = library::of(handle)?;
     if limit < 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -97,7 +97,7 @@ api! {
         non_null(count)?;
         non_null(config)?;
         let c = *config;
-        let function = function::of(function)?;
+        let function = library::of(function)?;
         let request = OccupancyMaxActiveClusters {
             function: function.id,
             grid: c.grid,
@@ -112,7 +112,7 @@ api! {
         non_null(size)?;
         non_null(config)?;
         let c = *config;
-        let function = function::of(function)?;
+        let function = library::of(function)?;
         let request = OccupancyMaxPotentialClusterSize {
             function: function.id,
             grid: c.grid,
@@ -125,14 +125,14 @@ api! {
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(count: *mut i32, function: usize, block_size: i32, shared: usize) {
         non_null(count)?;
-        put(count, blocks(&*function::of(function)?, block_size, shared, 0)?)
+        put(count, blocks(&*library::of(function)?, block_size, shared, 0)?)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
         count: *mut i32, function: usize, block_size: i32, shared: usize, flags: u32
     ) {
         non_null(count)?;
-        put(count, blocks(&*function::of(function)?, block_size, shared, flags)?)
+        put(count, blocks(&*library::of(function)?, block_size, shared, flags)?)
     }
 
     fn cuOccupancyMaxPotentialBlockSize(
@@ -149,7 +149,7 @@ api! {
 
     fn cuOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: usize, num_blocks: i32, block_size: i32) {
         non_null(size)?;
-        let function = function::of(function)?;
+        let function = library::of(function)?;
         if num_blocks <= 0 || block_size <= 0 {
             return Err(Status::INVALID_VALUE);
         }

@@ -4,17 +4,17 @@ use std::ffi::c_void;
 
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::memory::{address, host_pool, managed, pinned};
+use crate::memory::{address, device_memory, host_pool, managed, pinned, pinned_regions};
 use crate::process::driver::{Driver, driver};
 use client::{Status, lock};
 
 /// What lies behind a pointer.
 enum Behind {
-    Device(address::Found),
+    Device(device_memory::Found),
     Host {
         base: usize,
         size: usize,
-        tag: pinned::HostTag,
+        tag: pinned_regions::HostTag,
         /// Handle of the pool that it came from; 0: of none.
         pool: usize,
     },
@@ -23,9 +23,9 @@ enum Behind {
 }
 
 fn behind(driver: &Driver, pointer: u64) -> Behind {
-    match pinned::find(pointer) {
+    match pinned_regions::find(pointer) {
         Some((_, _, tag)) if let Some((base, live)) = host_pool::find(pointer) => {
-            let tag = pinned::HostTag { buffer: live.buffer, ..tag };
+            let tag = pinned_regions::HostTag { buffer: live.buffer, ..tag };
             Behind::Host { base, size: live.size as usize, tag, pool: live.handle }
         }
         Some((base, size, tag)) => Behind::Host { base, size, tag, pool: 0 },
@@ -138,7 +138,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let found = address::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
-        let device = address::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
+        let device = device_memory::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
             tag.sync_memops = value.cast::<u32>().read() != 0;
         }

@@ -6,8 +6,8 @@ use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::AttrValue;
 use crate::process::driver::Driver;
-use crate::process::stream;
 use crate::process::stream::Stream;
+use crate::streams::stream_table;
 use client::ops::launch::LaunchAttribute;
 use client::ops::stream::{StreamCopyAttributes, StreamGetAttribute, StreamSetAttribute, attribute};
 use client::{Status, lock};
@@ -28,17 +28,6 @@ fn follow_priority(driver: &Driver, stream: &Stream) -> Result {
     Ok(())
 }
 
-/// The attributes of a kernel that is captured on a stream: those of its launch, and for the rest those of the stream.
-pub(crate) fn of_captured(stream: &Stream, mut attributes: Vec<LaunchAttribute>) -> Vec<LaunchAttribute> {
-    let given = attributes.len();
-    for attribute in lock(stream.attributes()).iter() {
-        if !attributes[..given].iter().any(|other| other.id == attribute.id) {
-            attributes.push(attribute.clone());
-        }
-    }
-    attributes
-}
-
 fn set(driver: &Driver, stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Result {
     let new = LaunchAttribute { id, value };
     driver.session.call(&StreamSetAttribute { stream: stream.id, attribute: new.clone() })?;
@@ -53,19 +42,19 @@ fn set(driver: &Driver, stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Resul
 api! {
     fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz(stream: usize, attribute: u32, value: *const AttrValue) |pt| {
         non_null(value)?;
-        let (driver, stream) = stream::ask(stream, pt)?;
+        let (driver, stream) = stream_table::ask(stream, pt)?;
         set(driver, &stream, attribute, (*value).0)
     }
 
     fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: *mut AttrValue) |pt| {
         non_null(value)?;
-        let (driver, stream) = stream::ask(stream, pt)?;
+        let (driver, stream) = stream_table::ask(stream, pt)?;
         put(value, AttrValue(get(driver, &stream, attribute)?))
     }
 
     fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz(dst: usize, src: usize) |pt| {
-        let (driver, dst) = stream::ask(dst, pt)?;
-        let (_, src) = stream::ask(src, pt)?;
+        let (driver, dst) = stream_table::ask(dst, pt)?;
+        let (_, src) = stream_table::ask(src, pt)?;
         if !std::ptr::eq(dst.context, src.context) {
             return Err(Status::INVALID_VALUE);
         }

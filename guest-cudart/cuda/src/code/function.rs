@@ -2,19 +2,16 @@
 //! first of them is needed.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_char};
+use std::ffi::CString;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::api::devices::attr;
-use crate::code::library;
-use crate::code::library::KERNELS;
 use crate::code::module::Module;
 use crate::process::context::Context;
+use crate::process::device_attributes::attr;
+use crate::process::driver;
 use crate::process::driver::driver;
-use crate::process::{context, driver};
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};
@@ -78,7 +75,7 @@ pub(crate) struct Function {
     loaded: OnceLock<Vec<i32>>,
     /// Made when it is asked for.
     pub handle: OnceLock<usize>,
-    module: OnceLock<Weak<Module>>,
+    pub module: OnceLock<Weak<Module>>,
 }
 
 pub(crate) static FUNCTIONS: Slab<Function> = Slab::new(5);
@@ -298,79 +295,5 @@ impl Function {
     /// `cuFuncGetParamInfo`.
     pub fn param(&self, index: usize) -> Result<&Param> {
         self.params.get(index).ok_or(Status::INVALID_VALUE)
-    }
-}
-
-/// The function that a handle names in the current context: a function's own, or a kernel's, which is loaded there if it was not yet.
-///
-/// # Errors
-/// `INVALID_HANDLE` for what is neither.
-#[inline]
-pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
-    if let Some(function) = FUNCTIONS.get(handle) {
-        return Ok(function);
-    }
-    let driver = driver()?;
-    let kernel = KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?;
-    kernel.in_context(driver, context::current()?)
-}
-
-pub(crate) unsafe fn put_param(param: &Param, offset: *mut usize, size: *mut usize) -> Result {
-    non_null(offset)?;
-    // SAFETY: checked not to be NULL; the program says that they may be written.
-    unsafe {
-        put(offset, param.offset as usize)?;
-        if !size.is_null() {
-            put(size, param.size as usize)?;
-        }
-    }
-    Ok(())
-}
-
-api! {
-    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: usize) {
-        non_null(value)?;
-        put(value, of(function)?.get(number)?)
-    }
-
-    fn cuFuncSetAttribute(function: usize, number: u32, value: i32) {
-        of(function)?.set(number, value, false)
-    }
-
-    fn cuFuncSetCacheConfig(function: usize, config: u32) {
-        of(function)?.set_cache_config(config)
-    }
-
-    fn cuFuncSetSharedMemConfig(function: usize, config: u32) {
-        // As with cuCtxSetSharedMemConfig: banks have one width.
-        of(function)?;
-        if config > 2 { Err(Status::INVALID_VALUE) } else { Ok(()) }
-    }
-
-    fn cuFuncGetModule(module: *mut usize, function: usize) {
-        non_null(module)?;
-        let function = of(function)?;
-        let found = function.module.get().and_then(Weak::upgrade).or_else(|| library::module_of(&function));
-        put(module, found.ok_or(Status::INVALID_HANDLE)?.handle()?)
-    }
-
-    fn cuFuncGetName(name: *mut *const c_char, function: usize) {
-        // The text lives as long as the module is loaded, as CUDA says.
-        put(name, of(function)?.name.as_ptr())
-    }
-
-    fn cuFuncGetParamInfo(function: usize, index: usize, offset: *mut usize, size: *mut usize) {
-        let function = of(function)?;
-        put_param(function.param(index)?, offset, size)
-    }
-
-    fn cuFuncIsLoaded(loaded: *mut u32, function: usize) {
-        non_null(loaded)?;
-        of(function)?;
-        put(loaded, 1)
-    }
-
-    fn cuFuncLoad(function: usize) {
-        of(function).map(|_| ())
     }
 }

@@ -12,6 +12,8 @@
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use crate::abi::result::Result;
 use client::Status;
@@ -140,6 +142,17 @@ unsafe fn elf_len(image: *const u8) -> Option<usize> {
         }
         (end <= MOST).then_some(end)
     }
+}
+
+/// A file's bytes, with a NUL after them in case they are PTX.
+pub(crate) fn read_file(name: &CStr) -> Result<Vec<u8>> {
+    let path = Path::new(std::ffi::OsStr::from_bytes(name.to_bytes()));
+    let mut bytes = std::fs::read(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Status::FILE_NOT_FOUND,
+        _ => Status::INVALID_SOURCE,
+    })?;
+    bytes.push(0);
+    Ok(bytes)
 }
 
 #[cfg(test)]

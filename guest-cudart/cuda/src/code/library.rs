@@ -1,48 +1,63 @@
 //! Libraries and kernels: code that is loaded into a context when it is first used there.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::put;
 use crate::abi::result::Result;
-use crate::code::function::{Function, func, put_param};
-use crate::code::module::{Jit, Module, Variable, read_file};
-use crate::code::{image, module};
+use crate::code::function::{FUNCTIONS, Function, func};
+use crate::code::jit_options::Jit;
+use crate::code::module;
+use crate::code::module::{Module, Variable};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
 use crate::process::{context, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
+/// The function that a handle names in the current context: a function's own, or a kernel's, which is loaded there if it was not yet.
+///
+/// # Errors
+/// `INVALID_HANDLE` for what is neither.
+#[inline]
+pub(crate) fn of(handle: usize) -> Result<Arc<Function>> {
+    if let Some(function) = FUNCTIONS.get(handle) {
+        return Ok(function);
+    }
+    let driver = driver()?;
+    let kernel = KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+    kernel.in_context(driver, context::current()?)
+}
+
 /// A library.
 pub(crate) struct Library {
-    handle: usize,
+    pub handle: usize,
     /// Its own copy of the image: whether the program keeps its own is not to be relied on.
     image: Vec<u8>,
     jit: Jit,
-    instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
-    kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
+    pub instances: Mutex<Vec<(&'static Context, Arc<Module>)>>,
+    pub kernels: Mutex<HashMap<CString, Arc<Kernel>>>,
 }
 
 /// A kernel of a library: usable wherever a function is.
 pub(crate) struct Kernel {
-    library: Weak<Library>,
+    pub library: Weak<Library>,
     pub name: CString,
-    handle: usize,
+    pub handle: usize,
     /// The function in each context where it was used.
     instances: RwLock<Vec<(&'static Context, Arc<Function>)>>,
     /// What was set for it, by device; set again where it is loaded later.
     settings: Mutex<Vec<(u32, u32, i32)>>,
 }
 
-static LIBRARIES: Slab<Library> = Slab::new(6);
+pub(crate) static LIBRARIES: Slab<Library> = Slab::new(6);
 
 pub(crate) static KERNELS: Slab<Kernel> = Slab::new(7);
 
 impl Library {
     /// The library's module in a context, loaded there now if it was not yet.
-    fn in_context(&self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Module>> {
+    pub fn in_context(&self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Module>> {
         self.load(driver, context, &self.jit)
     }
 
@@ -57,14 +72,14 @@ impl Library {
     }
 
     /// The library's module in whatever context there is: for what is the same in all of them.
-    fn anywhere(&self, driver: &'static Driver) -> Result<Arc<Module>> {
+    pub fn anywhere(&self, driver: &'static Driver) -> Result<Arc<Module>> {
         if let Some((_, module)) = lock(&self.instances).first() {
             return Ok(module.clone());
         }
         self.in_context(driver, usual(driver)?)
     }
 
-    fn kernel(self: &Arc<Self>, name: &CStr) -> Result<Arc<Kernel>> {
+    pub fn kernel(self: &Arc<Self>, name: &CStr) -> Result<Arc<Kernel>> {
         let mut kernels = lock(&self.kernels);
         if let Some(kernel) = kernels.get(name) {
             return Ok(kernel.clone());
@@ -140,7 +155,7 @@ impl Kernel {
     }
 
     /// An attribute on a device: what was set for the kernel, whatever was set for its functions.
-    fn get(&self, driver: &'static Driver, device: i32, attribute: u32) -> Result<i32> {
+    pub fn get(&self, driver: &'static Driver, device: i32, attribute: u32) -> Result<i32> {
         let function = self.on_device(driver, device)?;
         let loaded = function.loaded(attribute)?;
         let settings = lock(&self.settings);
@@ -149,7 +164,7 @@ impl Kernel {
     }
 
     /// Sets something for every context of a device, those to come included; not where it was set for the function itself.
-    fn set(&self, driver: &'static Driver, device: i32, attribute: u32, value: i32) -> Result {
+    pub fn set(&self, driver: &'static Driver, device: i32, attribute: u32, value: i32) -> Result {
         let first = self.on_device(driver, device)?;
         let apply = |function: &Function| match attribute {
             func::CACHE_CONFIG => function.set_cache_config(value as u32),
@@ -214,7 +229,7 @@ pub(crate) fn kernel_of(function: &Arc<Function>) -> Option<usize> {
     Some(owner_of(function)?.0.kernel(&function.name).ok()?.handle)
 }
 
-fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
+pub(crate) fn library(handle: usize) -> Result<(&'static Driver, Arc<Library>)> {
     let driver = driver()?;
     Ok((driver, LIBRARIES.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
@@ -241,12 +256,12 @@ pub(crate) fn function_of(handle: usize) -> Result<usize> {
     function.handle(&library.in_context(driver, context)?)
 }
 
-fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
+pub(crate) fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
     let driver = driver()?;
     Ok((driver, KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
-fn new_library(to: *mut usize, image: &[u8], jit: Jit) -> Result {
+pub(crate) fn new_library(to: *mut usize, image: &[u8], jit: Jit) -> Result {
     let driver = driver()?;
     let mut made = None;
     let handle = LIBRARIES.insert_with(|handle| {
@@ -268,125 +283,4 @@ fn new_library(to: *mut usize, image: &[u8], jit: Jit) -> Result {
     }
     // SAFETY: the callers have checked that it is not NULL; the program says that it may be written.
     unsafe { put(to, library.handle) }
-}
-
-api! {
-    fn cuLibraryLoadData(
-        to: *mut usize, code: *const c_void, options: *const u32, values: *const *mut c_void, count: u32,
-        library_options: *const u32, library_values: *const *mut c_void, library_count: u32
-    ) {
-        // Both library options are promises of the program's about its image, which is copied here; the universal function table is
-        // nvcc's own and has no meaning for a remote device.
-        let _ = (library_options, library_values, library_count);
-        non_null(to)?;
-        driver()?.session.check()?;
-        let jit = Jit::parse(count, options, values)?;
-        new_library(to, &image::bytes(code)?, jit)
-    }
-
-    fn cuLibraryLoadFromFile(
-        to: *mut usize, name: *const c_char, options: *const u32, values: *const *mut c_void, count: u32,
-        library_options: *const u32, library_values: *const *mut c_void, library_count: u32
-    ) {
-        let _ = (library_options, library_values, library_count);
-        non_null(to)?;
-        non_null(name)?;
-        driver()?.session.check()?;
-        let jit = Jit::parse(count, options, values)?;
-        let bytes = read_file(CStr::from_ptr(name))?;
-        new_library(to, &image::bytes(bytes.as_ptr().cast())?, jit)
-    }
-
-    fn cuLibraryUnload(handle: usize) {
-        let driver = driver()?;
-        let library = LIBRARIES.remove(handle).ok_or(Status::INVALID_HANDLE)?;
-        for kernel in lock(&library.kernels).drain().map(|(_, kernel)| kernel) {
-            KERNELS.remove(kernel.handle);
-        }
-        for (context, module) in lock(&library.instances).drain(..) {
-            // A kernel of it may be running.
-            context.quiesce(driver);
-            module.unload(driver)?;
-        }
-        Ok(())
-    }
-
-    fn cuLibraryGetKernel(to: *mut usize, handle: usize, name: *const c_char) {
-        non_null(to)?;
-        non_null(name)?;
-        let (driver, library) = library(handle)?;
-        let name = CStr::from_ptr(name);
-        if library.anywhere(driver)?.function(name).is_none() {
-            return Err(Status::NOT_FOUND);
-        }
-        put(to, library.kernel(name)?.handle)
-    }
-
-    fn cuLibraryGetKernelCount(count: *mut u32, handle: usize) {
-        let (driver, library) = library(handle)?;
-        put(count, library.anywhere(driver)?.functions.len() as u32)
-    }
-
-    fn cuLibraryEnumerateKernels(kernels: *mut usize, count: u32, handle: usize) {
-        non_null(kernels)?;
-        let (driver, library) = library(handle)?;
-        let module = library.anywhere(driver)?;
-        for (i, function) in module.functions.iter().take(count as usize).enumerate() {
-            put(kernels.add(i), library.kernel(&function.name)?.handle)?;
-        }
-        Ok(())
-    }
-
-    fn cuLibraryGetModule(to: *mut usize, handle: usize) {
-        non_null(to)?;
-        let (driver, library) = library(handle)?;
-        put(to, library.in_context(driver, context::current()?)?.handle()?)
-    }
-
-    fn cuLibraryGetGlobal(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
-        non_null(name)?;
-        variable(handle, CStr::from_ptr(name))?.put(address, size)
-    }
-
-    fn cuKernelGetFunction(to: *mut usize, handle: usize) {
-        non_null(to)?;
-        put(to, function_of(handle)?)
-    }
-
-    fn cuKernelGetLibrary(to: *mut usize, handle: usize) {
-        let (_, kernel) = kernel(handle)?;
-        put(to, kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?.handle)
-    }
-
-    fn cuKernelGetName(name: *mut *const c_char, handle: usize) {
-        // The text lives as long as the library is loaded, as CUDA says.
-        put(name, kernel(handle)?.1.name.as_ptr())
-    }
-
-    fn cuKernelGetAttribute(value: *mut i32, number: u32, handle: usize, dev: i32) {
-        non_null(value)?;
-        let (driver, kernel) = kernel(handle)?;
-        put(value, kernel.get(driver, dev, number)?)
-    }
-
-    fn cuKernelSetAttribute(number: u32, value: i32, handle: usize, dev: i32) {
-        let (driver, kernel) = kernel(handle)?;
-        kernel.set(driver, dev, number, value)
-    }
-
-    fn cuKernelSetCacheConfig(handle: usize, config: u32, dev: i32) {
-        let (driver, kernel) = kernel(handle)?;
-        if config > 3 {
-            return Err(Status::INVALID_VALUE);
-        }
-        kernel.set(driver, dev, func::CACHE_CONFIG, config as i32)
-    }
-
-    fn cuKernelGetParamInfo(handle: usize, index: usize, offset: *mut usize, size: *mut usize) {
-        let (driver, kernel) = kernel(handle)?;
-        let library = kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
-        let module = library.anywhere(driver)?;
-        let function = module.function(&kernel.name).ok_or(Status::NOT_FOUND)?;
-        put_param(function.param(index)?, offset, size)
-    }
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod function;
 pub(crate) mod image;
+pub(crate) mod jit_options;
 pub(crate) mod library;
 pub(crate) mod linker;
 pub(crate) mod module;

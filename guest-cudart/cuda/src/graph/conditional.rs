@@ -5,19 +5,17 @@ use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::abi::arguments::put;
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::ConditionalNodeParams;
 use crate::graph::instance::Flat;
 use crate::graph::node_work::Work;
 use crate::graph::{GRAPHS, Graph, Inner, instance};
-use crate::process::context;
 use crate::process::driver::{Driver, driver};
 use client::handle::GraphId;
 use client::ops::graph::{
-    GraphCondition, GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
+    GraphConditional, GraphConditionalRemove, GraphForget, GraphNode, GraphPart, conditional,
 };
-use client::{Status, lock, log};
+use client::{Status, lock};
 
 /// What a conditional node does.
 pub(crate) struct Conditional {
@@ -55,11 +53,11 @@ impl Conditional {
 /// A graph's draft.
 #[derive(Default)]
 pub(crate) struct Draft {
-    id: OnceLock<GraphId>,
+    pub id: OnceLock<GraphId>,
     /// Belongs to another.
     part: bool,
     /// Conditions that were made for the graph.
-    conditions: Mutex<Vec<u64>>,
+    pub conditions: Mutex<Vec<u64>>,
 }
 
 impl Draft {
@@ -76,27 +74,6 @@ impl Drop for Draft {
             let _ = driver.session.append(&GraphForget { graph });
         }
     }
-}
-
-/// A condition of a graph.
-fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
-    let driver = driver()?;
-    if flags & !conditional::ASSIGN_DEFAULT != 0 {
-        return Err(Status::INVALID_VALUE);
-    }
-    if !std::ptr::eq(context::of(ctx)?, graph.context) {
-        return Err(Status::INVALID_VALUE);
-    }
-    let id = graph.draft.id().unwrap_or_else(instance::new_id);
-    let context = graph.context.id;
-    let reply = driver.session.call(&GraphCondition { context, graph: id, default, flags })?;
-    // Of two threads that are here for the first time, one has made a draft that nobody uses.
-    if *graph.draft.id.get_or_init(|| id) != id {
-        log::warn(format_args!("conditions of one graph were made by two threads at once"));
-        return Err(Status::NOT_PERMITTED);
-    }
-    lock(&graph.draft.conditions).push(reply.handle);
-    Ok(reply.handle)
 }
 
 /// Whether a condition of a graph, or of its conditional nodes' graphs, has no node: such a graph has no instances (`CUDA_GRAPH_INSTANTIATE_CONDITIONAL_HANDLE_UNUSED`).
@@ -224,11 +201,4 @@ pub(crate) fn refuse_apart<T>() -> Result<T> {
         "a graph with conditional nodes whose kernels stand before and behind steps of this process",
         &SAID,
     )
-}
-
-api! {
-    fn cuGraphConditionalHandleCreate(handle: *mut u64, graph: usize, ctx: usize, default: u32, flags: u32) {
-        crate::abi::arguments::non_null(handle)?;
-        put(handle, create(&*crate::graph::of(graph)?, ctx, default, flags)?)
-    }
 }

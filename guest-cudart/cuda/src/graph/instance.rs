@@ -13,21 +13,19 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
-use crate::code::module::Staging;
 use crate::graph::launch_steps::Bounce;
 use crate::graph::node_work::{Way, Work};
 use crate::graph::user_object::Held;
 use crate::graph::{Graph, conditional, launch_steps, user_object};
-use crate::memory::graph_chunks;
 use crate::memory::graph_chunks::Segment;
 use crate::memory::graph_memory::GraphMemory;
+use crate::memory::staging::Staging;
+use crate::memory::{graph_chunks, transfer};
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
-use crate::process::stream;
+use crate::process::fences::OwnEvent;
 use crate::process::stream::Stream;
-use crate::streams::event;
-use crate::streams::event::Event;
-use crate::work::{copy, fill};
+use crate::work::fill;
 use client::data::HostIn;
 use client::handle::GraphId;
 use client::handles::Slab;
@@ -105,7 +103,7 @@ struct State {
     waits: bool,
     /// Where it was launched last: launches of one instance come one after the other.
     last: Option<Arc<Stream>>,
-    event: Option<Event>,
+    event: Option<OwnEvent>,
 }
 
 pub(crate) static EXECS: Slab<Exec> = Slab::new(10);
@@ -369,11 +367,11 @@ impl State {
             return Ok(());
         };
         if self.event.is_none() {
-            self.event = Some(event::own(driver, context)?);
+            self.event = Some(OwnEvent::new(driver, context)?);
         }
         if let Some(event) = &self.event {
-            event::record_on(driver, event, last)?;
-            stream::wait(driver, stream, event)?;
+            event.record(driver, &last)?;
+            event.hold(driver, stream)?;
         }
         Ok(())
     }
@@ -408,7 +406,7 @@ fn with_bytes(driver: &'static Driver, bytes: &[u8], send: impl FnOnce(HostIn<'_
     }
     let staging = Staging::new(driver, bytes.len())?;
     // SAFETY: the staging has room for as many bytes, and is nobody else's.
-    unsafe { copy::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
+    unsafe { transfer::move_bytes(bytes.as_ptr(), staging.ptr(), bytes.len()) };
     let answer = send(HostIn::Range(staging.range(bytes.len())));
     staging.done(driver);
     answer
@@ -681,7 +679,7 @@ impl Drop for Exec {
         let Ok(driver) = driver() else { return };
         destroy(driver, &state.steps);
         if let Some(event) = &state.event {
-            event::end(driver, event, false);
+            event.end(driver, false);
         }
         let held = std::mem::take(&mut self.held);
         if let Some(stream) = state.last.take().filter(|stream| !held.is_empty() && !stream.is_finished()) {
@@ -699,7 +697,7 @@ pub(crate) fn forget(context: &'static Context) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::graph::node_work::Data;
+    use crate::abi::types::Data;
     use crate::work::memory_operation::Operations;
     use proptest::prelude::*;
 

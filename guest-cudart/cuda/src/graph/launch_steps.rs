@@ -9,10 +9,10 @@ use crate::abi::result::Result;
 use crate::abi::types::Memcpy3D;
 use crate::graph::node_work::Work;
 use crate::graph::user_object::Held;
-use crate::memory::pinned::{HostTag, REGIONS};
+use crate::memory::pinned_regions::{HostTag, REGIONS};
 use crate::memory::{pending_writes, pinned};
-use crate::process::driver::{Driver, driver, unique_id};
-use crate::process::stream;
+use crate::process::driver::{Driver, driver};
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::event;
 use crate::work::copy::{Copier, Mode};
@@ -31,7 +31,7 @@ pub(crate) struct Bounce {
 impl Bounce {
     fn new(driver: &Driver, stream: &Stream, size: usize) -> Result<Arc<Bounce>> {
         let tag = HostTag { context: stream.context, flags: 0, buffer: unique_id() };
-        let made = REGIONS.alloc(driver.session.port(), size, tag);
+        let made = REGIONS.alloc(driver.session.port(), size, None, tag);
         let address = made.map_err(|_| Status::OUT_OF_MEMORY)?;
         Ok(Arc::new(Bounce { address, last: Mutex::default() }))
     }
@@ -66,7 +66,7 @@ pub(crate) fn run(
         Work::Host(function, data) => {
             host_function::on(driver, stream.clone(), Function::Host(*function), data.0)
         }
-        Work::Wait(handle) => stream::wait(driver, stream, &*event::of(*handle)?),
+        Work::Wait(handle) => event::wait(driver, stream, &*event::of(*handle)?),
         Work::Record(handle) => event::record_on(driver, &*event::of(*handle)?, stream.clone()),
         Work::Words(words) => words.run(driver, stream),
         // SAFETY: the program vouches for the memory that it gave a graph to copy from and to, until the launch is done.
@@ -102,14 +102,14 @@ unsafe fn run_copy(
     }
     let Some(pageable) = copy_boxes::pageable(driver, copy)? else {
         // SAFETY: as the caller says.
-        return unsafe { copy_boxes::run(&copier, copy, false) };
+        return unsafe { copy_boxes::run(&copier, copy) };
     };
     if !pageable.to_host {
         // Read when the launch is made.
         let (at, len) = pageable.span();
         pending_writes::settle(driver, stream, at, len)?;
         // SAFETY: as the caller says.
-        return unsafe { copy_boxes::run(&copier, copy, false) };
+        return unsafe { copy_boxes::run(&copier, copy) };
     }
     let bounce = match bounce {
         Some(bounce) => bounce.clone(),
@@ -118,7 +118,7 @@ unsafe fn run_copy(
     // SAFETY: the pinned memory has as many bytes, stays until the instance's last launch is done, and is used by nothing else here in the
     // stream's order; the rest as the caller says.
     unsafe {
-        copy_boxes::run(&copier, &copy_boxes::to_packed(copy, bounce.address), false)?;
+        copy_boxes::run(&copier, &copy_boxes::to_packed(copy, bounce.address))?;
         call(driver, stream, move || pageable.unpack(bounce.address as *const u8))
     }
 }

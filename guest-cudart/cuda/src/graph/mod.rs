@@ -11,7 +11,9 @@
 pub(crate) mod conditional;
 pub(crate) mod instance;
 pub(crate) mod launch_steps;
+pub(crate) mod node_description;
 pub(crate) mod node_work;
+pub(crate) mod recording;
 pub(crate) mod user_object;
 
 use std::collections::{BTreeMap, HashSet};
@@ -20,17 +22,16 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
+pub(crate) use crate::abi::types::EdgeData;
 use crate::graph::conditional::Draft;
 use crate::graph::node_work::Work;
 use crate::graph::user_object::Held;
-use crate::memory::graph_memory::Allocations;
+use crate::memory::graph_memory::{Allocations, GraphMemory};
 use crate::process::context::Context;
-use crate::process::driver::{driver, unique_id};
+use crate::process::driver::{Driver, driver};
+use crate::process::ids::unique_id;
 use client::handles::Slab;
 use client::{Status, lock};
-
-/// `CUgraphEdgeData`. Every dependency is kept as one on the whole of the earlier node, which is never less than the program asked for.
-pub(crate) type EdgeData = [u8; 8];
 
 /// A dependency on an earlier node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,9 +57,9 @@ pub(crate) struct Graph {
     pub part: bool,
     inner: Mutex<Inner>,
     handle: OnceLock<usize>,
-    held: Mutex<Vec<Held>>,
+    pub held: Mutex<Vec<Held>>,
     pub allocations: Allocations,
-    draft: Draft,
+    pub draft: Draft,
     /// A graph with memory nodes has one instance at a time.
     pub instantiated: AtomicBool,
 }
@@ -131,6 +132,18 @@ impl Graph {
         let held = user_object::share(&lock(&self.held));
         let inner = Inner { nodes, next: inner.next };
         Ok(Graph::with_parts(self.context, Some(self.unique), part, inner, held))
+    }
+
+    /// Finds memory for an allocation that is to come behind other nodes.
+    pub fn allocate(
+        &self,
+        driver: &'static Driver,
+        before: &[Edge],
+        device: u32,
+        size: u64,
+    ) -> Result<Arc<GraphMemory>> {
+        let before: Vec<u64> = before.iter().map(|edge| edge.from).collect();
+        GraphMemory::new(driver, &self.allocations, self.context, &self.ancestors(&before), device, size)
     }
 
     /// Adds a node behind others of the graph; its number.

@@ -1,14 +1,13 @@
 //! What a node does.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
-use crate::abi::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
+use crate::abi::types::{Data, HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
 use crate::code::function::Function;
+use crate::code::library;
 use crate::code::library::KERNELS;
-use crate::code::{function, library};
 use crate::graph::Graph;
 use crate::graph::conditional::Conditional;
 use crate::memory::graph_memory::GraphMemory;
@@ -16,6 +15,7 @@ use crate::memory::{graph_memory, pinned};
 use crate::process::context;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
+use crate::work::copy_boxes::{OnDevice, Route};
 use crate::work::fill::Fill;
 use crate::work::memory_operation::Operations;
 use crate::work::{copy_boxes, launch};
@@ -59,16 +59,6 @@ pub(crate) enum Work {
     Words(Arc<Operations>),
     Conditional(Arc<Conditional>),
 }
-
-/// An argument for a function of the program's.
-#[derive(Clone, Copy)]
-pub(crate) struct Data(pub *mut c_void);
-
-// SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
-unsafe impl Send for Data {}
-
-// SAFETY: as above.
-unsafe impl Sync for Data {}
 
 /// A launch, with everything that belongs to it.
 pub(crate) struct Kernel {
@@ -132,7 +122,7 @@ impl Kernel {
                 (kern, kernel.in_context(driver, context)?)
             }
             // Beside a function the kernel is not looked at: NVIDIA's runtime leaves something there.
-            (func, _) => (func, function::of(func)?),
+            (func, _) => (func, library::of(func)?),
         };
         let shape = launch::Shape { grid: p.grid, block: p.block, shared: p.sharedMemBytes };
         launch::check_all(driver, &function, &shape, &attributes)?;
@@ -215,10 +205,12 @@ impl Work {
                 Fill::Nothing => Way::Nothing,
                 Fill::Here(_) => Way::Alone,
             },
-            Work::Copy(copy) => copy_boxes::way(driver, copy, |op| match op {
-                copy_boxes::OnDevice::Line(op) => server(&op),
-                copy_boxes::OnDevice::Box(op) => server(&op),
-            })?,
+            Work::Copy(copy) => match copy_boxes::route(driver, copy)? {
+                Route::Nothing => Way::Nothing,
+                Route::Here => Way::Alone,
+                Route::Server(OnDevice::Line(op)) => server(&op),
+                Route::Server(OnDevice::Box(op)) => server(&op),
+            },
             Work::Empty | Work::Child(_) | Work::Alloc(_) | Work::Free(_) => Way::Nothing,
             Work::Host(..) | Work::Wait(_) | Work::Record(_) => Way::Alone,
             Work::Words(words) => words.op().map_or(Way::Alone, |op| server(&op)),
@@ -243,7 +235,7 @@ impl Work {
         non_null(copy)?;
         // SAFETY: not NULL; the callers pass what the program gave as a description.
         let copy = copy_boxes::resolve(driver, unsafe { &*copy })?;
-        copy_boxes::way(driver, &copy, |_| Way::Nothing)?;
+        copy_boxes::route(driver, &copy)?;
         Ok(Work::Copy(copy))
     }
 

@@ -11,10 +11,10 @@ use crate::abi::result::Result;
 use crate::memory::graph_memory::GraphMemory;
 use crate::memory::virtual_memory;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver, unique_id};
-use crate::process::stream;
+use crate::process::driver::{Driver, driver};
+use crate::process::fences;
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::streams::event;
 use client::channel::MAX_DEVICES;
 use client::{Status, lock};
 
@@ -267,11 +267,7 @@ pub(crate) fn back(
         else {
             continue;
         };
-        let event = event::own(driver, last.context)?;
-        let waits = event::record_on(driver, &event, last.clone())
-            .and_then(|()| stream::wait(driver, stream, &event));
-        event::end(driver, &event, false);
-        waits?;
+        fences::join(driver, last, stream)?;
     }
     Ok((pool, moved))
 }

@@ -5,18 +5,16 @@
 //! graph and its instance go stays until it is freed.
 
 use std::collections::{BTreeMap, HashSet};
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::graph::{Edge, Graph};
-use crate::memory::address::Found;
+use crate::memory::device_memory::Found;
+use crate::memory::graph_chunks;
 use crate::memory::graph_chunks::Segment;
-use crate::memory::{address, graph_chunks};
-use crate::process::driver;
-use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::{Status, lock};
 
@@ -91,27 +89,27 @@ impl Allocations {
 }
 
 impl GraphMemory {
-    /// Finds an address for an allocation of a graph's node that is to come behind others. The program has it only when a launch has come to it.
+    /// Finds an address for an allocation of a graph's node that comes behind the `earlier` ones. The program has it only when a launch has come to it.
     pub fn new(
         driver: &'static Driver,
-        graph: &Graph,
-        before: &[Edge],
+        allocations: &Allocations,
+        context: &'static Context,
+        earlier: &HashSet<u64>,
         device: u32,
         size: u64,
     ) -> Result<Arc<GraphMemory>> {
-        let before: Vec<u64> = before.iter().map(|edge| edge.from).collect();
-        let placed = graph.allocations.place(device, size, &graph.ancestors(&before));
+        let placed = allocations.place(device, size, earlier);
         let (segment, address) = match placed {
             Some(placed) => placed,
             None => {
-                let segment = Segment::new(driver, graph.context, device, size)?;
+                let segment = Segment::new(driver, context, device, size)?;
                 let address = segment.address;
                 (segment, address)
             }
         };
         let (buffer, freed_by, live) = (unique_id(), OnceLock::new(), AtomicBool::new(false));
         let made = Arc::new(GraphMemory { address, size, segment, buffer, freed_by, live });
-        lock(&graph.allocations.0).push(made.clone());
+        lock(&allocations.0).push(made.clone());
         lock(&ALL).insert(address, Arc::downgrade(&made));
         Ok(made)
     }
@@ -184,40 +182,6 @@ pub(crate) fn freed(driver: &Driver, address: u64, stream: Option<&Arc<Stream>>)
             Ok(true)
         }
         Some(_) => Err(Status::INVALID_VALUE),
-    }
-}
-
-/// Memory that graphs of a device have and do not use goes back: a question about it.
-fn device(device: i32) -> Result<(&'static Driver, u32)> {
-    let ordinal = driver::device(device)?.ordinal;
-    Ok((driver()?, ordinal))
-}
-
-api! {
-    fn cuDeviceGetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
-        non_null(value)?;
-        let (_, device) = device(dev)?;
-        // CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, …_HIGH, …_RESERVED_MEM_CURRENT, …_HIGH
-        let bytes = *graph_chunks::figures(device).get(attribute as usize).ok_or(Status::INVALID_VALUE)?;
-        put(value.cast(), bytes)
-    }
-
-    fn cuDeviceSetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
-        non_null(value)?;
-        let (_, device) = device(dev)?;
-        // The two high-water marks can only be set to 0.
-        if !matches!(attribute, 1 | 3) || value.cast::<u64>().read() != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        graph_chunks::reset_high(device, attribute == 3);
-        Ok(())
-    }
-
-    fn cuDeviceGraphMemTrim(dev: i32) {
-        let (driver, device) = device(dev)?;
-        graph_chunks::trim(driver, device);
-        address::collect(driver);
-        Ok(())
     }
 }
 

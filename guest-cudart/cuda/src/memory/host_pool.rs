@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::memory::pinned;
 use crate::memory::pool::Pool;
-use crate::process::capture;
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::driver::{Driver, driver};
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use client::{Status, lock};
 
@@ -131,7 +131,7 @@ pub(crate) fn alloc(
         .unwrap_or(stream.context);
     let address = match host.again(driver, stream, room) {
         Some(address) => address,
-        None => pinned::pin_new(driver, context, room as usize, 0)?,
+        None => pinned::pin_new(driver, context, room as usize, None, 0)?,
     };
     let live = Live { pool: pool.clone(), handle, size, room, buffer: unique_id() };
     lock(&LIVE).insert(address, live);
@@ -149,14 +149,6 @@ pub(crate) fn free(driver: &Driver, address: u64, stream: Arc<Stream>) -> Result
     host.idle.fetch_add(live.room, Ordering::Relaxed);
     host.trim(live.pool.threshold().max(KEPT));
     Ok(true)
-}
-
-/// `cuMemFree` of an allocation: all that may use it is done first.
-pub(crate) fn free_at_once(driver: &'static Driver, context: &'static Context, address: u64) -> Result {
-    capture::unsafe_call()?;
-    pinned::settle_all()?;
-    let stream = crate::process::stream::any(driver, context, 0, false)?;
-    if free(driver, address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
 }
 
 /// Whether a pool's allocation begins at an address.

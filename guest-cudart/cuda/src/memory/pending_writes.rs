@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::{Result, refuse_form};
-use crate::memory::pinned;
+use crate::memory::pinned_regions;
 use crate::process::context;
 use crate::process::driver::Driver;
 use crate::process::stream::Stream;
@@ -41,7 +41,7 @@ const MANY: usize = 64;
 
 /// Notes that record `seq` of a stream writes `len` bytes of pinned memory.
 pub(crate) fn writes(driver: &Driver, stream: &Arc<Stream>, seq: u64, at: usize, len: usize) {
-    if pinned::is_mapped(at as u64) {
+    if pinned_regions::is_mapped(at as u64) {
         return;
     }
     let mut writes = lock(&WRITES);
@@ -156,7 +156,7 @@ fn patiently(driver: &Driver, mut goes_on: impl FnMut() -> bool) -> Result<bool>
 
 /// Whether what is under way may write bytes that a copy reads.
 fn may_change(driver: &Driver, at: usize, len: usize) -> bool {
-    if pinned::is_mapped(at as u64) {
+    if pinned_regions::is_mapped(at as u64) {
         // The device reads them where they are.
         return false;
     }

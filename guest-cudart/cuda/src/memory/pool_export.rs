@@ -4,19 +4,16 @@
 //! does ([`vmm::open`]). The pool's own name, 128 random bits, ties an allocation to the pool that it was exported from.
 
 use std::collections::BTreeMap;
-use std::ffi::c_void;
-use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::memory::pool::Pool;
-use crate::memory::{address, pool, shared_descriptor, virtual_memory};
+use crate::abi::types::PointerData;
+use crate::memory::pool::PoolName;
+use crate::memory::{shared_descriptor, virtual_memory};
 use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::Driver;
 use crate::process::stream::Stream;
-use client::ops::memory::PieceExport;
 use client::{Status, lock};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, `…_FABRIC`.
@@ -24,29 +21,21 @@ pub(crate) const POSIX_FD: u32 = 1;
 
 pub(crate) const FABRIC: u32 = 8;
 
-const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
+pub(crate) const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
 
 const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
 
-/// Names a pool for every process.
-pub(crate) type PoolName = [u8; 16];
-
-/// `CUmemPoolPtrExportData`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct PointerData([u8; 64]);
-
 /// What such data say: the pool, the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Name {
-    pool: PoolName,
-    token: [u8; 16],
-    offset: u64,
-    size: u64,
+pub(crate) struct Name {
+    pub pool: PoolName,
+    pub token: [u8; 16],
+    pub offset: u64,
+    pub size: u64,
 }
 
 impl Name {
-    fn data(&self) -> PointerData {
+    pub fn data(&self) -> PointerData {
         let mut bytes = [0; 64];
         bytes[..8].copy_from_slice(&POINTER_MAGIC);
         bytes[8..24].copy_from_slice(&self.pool);
@@ -56,7 +45,7 @@ impl Name {
         PointerData(bytes)
     }
 
-    fn of(data: &PointerData) -> Option<Name> {
+    pub fn of(data: &PointerData) -> Option<Name> {
         let rest = data.0.strip_prefix(&POINTER_MAGIC)?;
         let (pool, rest) = rest.split_first_chunk::<16>()?;
         let (token, rest) = rest.split_first_chunk::<16>()?;
@@ -68,19 +57,19 @@ impl Name {
 }
 
 /// An allocation of another process.
-struct Imported {
-    name: Name,
+pub(crate) struct Imported {
+    pub name: Name,
     /// Of the device that it is in.
-    context: &'static Context,
+    pub context: &'static Context,
     /// Freed in the order of a stream, which has yet to pass the mark.
-    leaving: Option<(Arc<Stream>, u64)>,
+    pub leaving: Option<(Arc<Stream>, u64)>,
 }
 
 /// Handles of imported pools: one that is imported again has the same.
-static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap::new());
+pub(crate) static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap::new());
 
 /// Those of the process, by address.
-static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
+pub(crate) static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
 
 /// How many of them streams have yet to let go.
 static LEAVING: AtomicUsize = AtomicUsize::new(0);
@@ -160,73 +149,6 @@ fn close_where(driver: &Driver, gone: impl Fn(&Imported) -> bool) {
         }
         // A lost session has nothing open.
         let _ = virtual_memory::close(driver, address);
-    }
-}
-
-api! {
-    fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
-        non_null(shareable)?;
-        let (driver, pool) = pool::own(pool)?;
-        if flags != 0 || kind != POSIX_FD {
-            return Err(Status::INVALID_VALUE);
-        }
-        let name = pool.name.ok_or(Status::INVALID_VALUE)?;
-        let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let fd = shared_descriptor::make(&POOL_MAGIC, &[name, device.info.uuid].concat())?;
-        put(shareable.cast::<RawFd>(), fd)
-    }
-
-    fn cuMemPoolImportFromShareableHandle(pool: *mut usize, shareable: usize, kind: u32, flags: u64) {
-        non_null(pool)?;
-        let driver = driver()?;
-        if flags != 0 || kind != POSIX_FD {
-            return Err(Status::INVALID_VALUE);
-        }
-        let said = shared_descriptor::read::<32>(&POOL_MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
-        let (name, uuid) = said.split_first_chunk().ok_or(Status::INVALID_VALUE)?;
-        // The same device may have another number in this process.
-        let device = driver.devices.iter().find(|device| device.info.uuid == uuid);
-        let device = device.ok_or(Status::INVALID_DEVICE)?.ordinal;
-        let mut pools = lock(&POOLS);
-        let handle = match pools.get(name) {
-            Some(handle) => *handle,
-            None => pool::insert(Pool::imported(device, *name))?,
-        };
-        pools.insert(*name, handle);
-        put(pool, handle)
-    }
-
-    fn cuMemPoolExportPointer(data: *mut PointerData, address: u64) {
-        non_null(data)?;
-        let driver = driver()?;
-        let found = address::find(driver, address).filter(|found| found.base == address && found.pool != 0);
-        let found = found.ok_or(Status::INVALID_VALUE)?;
-        let pool = pool::of(found.pool)?.1.name.ok_or(Status::INVALID_VALUE)?;
-        virtual_memory::share(driver)?;
-        let reply = driver.session.call(&PieceExport { address })?;
-        let offset = address.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
-        put(data, Name { pool, token: reply.token, offset, size: found.size }.data())
-    }
-
-    fn cuMemPoolImportPointer(address: *mut u64, pool: usize, data: *const PointerData) {
-        non_null(address)?;
-        non_null(data)?;
-        let driver = driver()?;
-        let (_, pool) = pool::of(pool)?;
-        let name = Name::of(&*data).filter(|name| pool.imported && pool.name == Some(name.pool));
-        let name = name.ok_or(Status::INVALID_VALUE)?;
-        collect(driver);
-        virtual_memory::share(driver)?;
-        let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        let mut imported = lock(&IMPORTED);
-        // What is imported twice is at one address, and gone when it is freed once.
-        let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
-        if let Some((known, _)) = known {
-            return put(address, *known);
-        }
-        let opened = virtual_memory::open(driver, name.token, name.offset, name.size, true)?;
-        imported.insert(opened, Imported { name, context: device.primary, leaving: None });
-        put(address, opened)
     }
 }
 

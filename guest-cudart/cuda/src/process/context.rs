@@ -8,31 +8,20 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::abi::types::CtxCreateParams;
-use crate::api::devices::attr;
-use crate::api::green_contexts;
-use crate::api::green_contexts::Green;
-use crate::code::{library, module};
-use crate::graph::instance;
-use crate::memory::managed::shared_blocks;
-use crate::memory::{address, array, pinned, texture};
-use crate::process::copy_fences::Fences;
-use crate::process::driver::{Driver, driver, unique_id};
+use crate::process::driver::{Driver, driver};
+use crate::process::fences::Fences;
+use crate::process::green::Green;
+use crate::process::ids;
+use crate::process::ids::unique_id;
 use crate::process::limits::Limits;
 use crate::process::stream::Stream;
-use crate::process::{capture, driver, stream};
-use crate::streams::event;
-use crate::work::host_function;
-use client::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use crate::process::{green, host_calls};
 use client::handle::ContextId;
 use client::handles::Slab;
-use client::ops::context::{
-    ContextCreate, ContextDestroy, ContextSynchronize, PrimaryReset, PrimarySetFlags,
-};
+use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};
 use client::thread::Lasting;
-use client::{Status, lock, session};
+use client::{Status, lock};
 
 /// A context.
 pub(crate) struct Context {
@@ -45,7 +34,7 @@ pub(crate) struct Context {
     alive: AtomicBool,
     retained: Mutex<u32>,
     /// `cuCtxAttach`, less `cuCtxDetach`.
-    attached: Mutex<u32>,
+    pub attached: Mutex<u32>,
     legacy: std::sync::OnceLock<Arc<Stream>>,
     /// The legacy default stream, and so every stream that it waits for, is known to be done up to this `seq`.
     legacy_synced: AtomicU64,
@@ -59,7 +48,7 @@ pub(crate) struct Context {
     synced: AtomicU64,
     /// The copies that streams beside theirs come behind.
     pub fences: Fences,
-    cache_config: AtomicU32,
+    pub cache_config: AtomicU32,
     pub limits: Limits,
     /// `cuGetExportTable`'s storage for other libraries: key → value and destructor.
     pub storage: Mutex<HashMap<usize, Stored>>,
@@ -88,11 +77,6 @@ pub(crate) struct Stored {
 
 static CONTEXTS: Slab<&'static Context> = Slab::new(1);
 
-/// Ids of made contexts that are free.
-static IDS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
-
-static IDS_FRESH: AtomicU32 = AtomicU32::new(MAX_DEVICES);
-
 thread_local! {
     static STACK: Lasting<RefCell<Vec<Named>>> = const { Lasting::new(RefCell::new(Vec::new())) };
 }
@@ -100,16 +84,16 @@ thread_local! {
 /// What the handle of a context names: a context, or a green one in it.
 #[derive(Clone)]
 struct Named {
-    context: &'static Context,
-    green: Option<Arc<Green>>,
+    pub context: &'static Context,
+    pub green: Option<Arc<Green>>,
 }
 
 impl Named {
-    fn of(handle: usize) -> Option<Named> {
+    pub fn of(handle: usize) -> Option<Named> {
         if let Some(context) = CONTEXTS.get(handle) {
             return Some(Named { context: *context, green: None });
         }
-        let green = green_contexts::as_context(handle)?;
+        let green = green::as_context(handle)?;
         Some(Named { context: green.context, green: Some(green) })
     }
 
@@ -117,20 +101,9 @@ impl Named {
         self.context.is_alive() && self.green.as_ref().is_none_or(|green| green.is_alive())
     }
 
-    fn handle(&self) -> usize {
+    pub fn handle(&self) -> usize {
         self.green.as_ref().map_or(self.context.handle, |green| green.handle())
     }
-}
-
-/// `CU_EXEC_AFFINITY_TYPE_SM_COUNT`.
-const EXEC_AFFINITY_SM_COUNT: u32 = 0;
-
-/// `CUexecAffinityParam`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct ExecAffinityParam {
-    kind: u32,
-    processors: u32,
 }
 
 /// Flags that `cuCtxCreate` knows: scheduling, map host, local memory, coredump, user coredump, sync memops.
@@ -239,7 +212,8 @@ impl Context {
         self.last_work.load(Ordering::Acquire) > self.synced.load(Ordering::Acquire)
     }
 
-    /// Waits for all work of the context. No round trip when none may be under way.
+    /// Waits for all work of the context. No round trip when none may be under way. What was freed in stream order is given back by
+    /// `memory::stream_ordered::synchronize`.
     pub fn synchronize(&'static self) -> Result {
         let driver = driver()?;
         self.deferred(driver)?;
@@ -254,10 +228,7 @@ impl Context {
         if result.is_ok() {
             self.is_synced(seq);
         }
-        let result = self.settle(driver, result);
-        stream::reap(driver);
-        address::collect(driver);
-        result
+        self.settle(driver, result)
     }
 
     /// Waits for all work of the context; what it comes to is left for the calls that ask. False: it cannot be known to be done.
@@ -318,79 +289,30 @@ impl Context {
         self.alive.store(true, Ordering::Release);
     }
 
-    /// One user less; with the last one everything in the context goes.
-    pub fn release(&'static self) -> Result {
-        {
-            let mut retained = lock(&self.retained);
-            match *retained {
-                0 => return Err(Status::INVALID_CONTEXT),
-                1 => {}
-                _ => {
-                    *retained -= 1;
-                    return Ok(());
-                }
-            }
-            *retained = 0;
-        }
-        self.reset_now(false)
+    /// One user of a primary context less. True: it was the last.
+    pub fn release_one(&self) -> Result<bool> {
+        let mut retained = lock(&self.retained);
+        *retained = retained.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
+        Ok(*retained == 0)
     }
 
-    /// `cuDevicePrimaryCtxReset`.
-    pub fn reset(&'static self) -> Result {
-        if !self.is_alive() {
-            return Ok(());
-        }
-        self.reset_now(*lock(&self.retained) != 0)
+    /// Whether a primary context has users.
+    pub fn is_retained(&self) -> bool {
+        *lock(&self.retained) != 0
     }
 
-    fn reset_now(&'static self, stays: bool) -> Result {
-        let driver = driver()?;
-        let device = driver::device(self.device as i32)?;
-        self.alive.store(stays, Ordering::Release);
-        // A reset takes everything on the device with it. While made contexts live there, what is in this one is taken apart piece by piece.
-        let alone = !CONTEXTS.all().iter().any(|c| c.device == self.device && !c.primary && c.is_alive());
-        self.forget_contents(driver, alone);
-        if !alone {
-            address::forget(driver, self);
-            return Ok(());
-        }
-        address::reset(driver, device);
-        let result = driver.session.call(&PrimaryReset { device: self.device }).map(|_| ());
-        of_device(self.device).for_each(|context| context.limits.forget());
-        // The server has cleared the error; a word that was on its way meanwhile must not survive.
-        if let Some(word) = driver.session.progress().error(self.id) {
-            word.clear();
-        }
-        result
+    /// Whether it is its device's primary context.
+    pub fn is_primary(&self) -> bool {
+        self.primary
     }
 
-    /// Everything in the context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
-    /// destroy the objects by itself.
-    fn forget_contents(&'static self, driver: &'static Driver, with_server: bool) {
-        // What the work comes to is nobody's concern any more; that it is over is.
-        self.quiesce(driver);
-        let stored: Vec<(usize, Stored)> = lock(&self.storage).drain().collect();
-        for (key, Stored { value, destructor }) in stored {
-            if let Some(destructor) = destructor {
-                // SAFETY: the library that stored the value gave the function for this call with these arguments.
-                unsafe { destructor(self.handle, key as *mut c_void, value as *mut c_void) };
-            }
-        }
-        green_contexts::forget(self);
-        stream::forget(driver, self, with_server);
-        event::forget(driver, self, with_server);
-        module::forget(driver, self, with_server);
-        library::forget(driver, self, with_server);
-        instance::forget(self);
-        texture::forget(driver, self, with_server);
-        array::forget(driver, self, with_server);
-        pinned::forget(driver, self);
-        let now = self.last_work.load(Ordering::Acquire);
-        self.is_synced(now);
+    /// Notes that it can be used from here on, or not any more.
+    pub fn set_alive(&self, alive: bool) {
+        self.alive.store(alive, Ordering::Release);
     }
 
     pub fn set_flags(&self, flags: u32) -> Result {
-        if flags & !KNOWN_FLAGS != 0 || flags & 7 == 3 || flags & 7 > 4 {
+        if !are_flags(flags) {
             return Err(Status::INVALID_VALUE);
         }
         if self.primary {
@@ -403,19 +325,13 @@ impl Context {
 
 /// Waits for all work of all contexts. False: some of it cannot be known to be done.
 pub(crate) fn quiesce_all(driver: &Driver) -> bool {
-    let mut all = true;
-    for context in CONTEXTS.all().iter().filter(|context| context.is_alive()) {
-        all &= context.quiesce(driver);
-    }
-    all
+    busy().fold(true, |all, context| all & context.quiesce(driver))
 }
 
-/// Whether all work of all contexts is known to be over, but for work that stands behind a function that is being called.
-pub(crate) fn all_stopped(driver: &Driver) -> bool {
-    CONTEXTS
-        .all()
-        .iter()
-        .all(|context| !context.is_alive() || !context.is_busy() || stream::is_stopped(driver, context))
+/// The contexts in which work may be under way.
+pub(crate) fn busy() -> impl Iterator<Item = &'static Context> {
+    let all = CONTEXTS.all().into_iter().map(|context| *context);
+    all.filter(|context| context.is_alive() && context.is_busy())
 }
 
 /// Every context of a device, its primary one whether it is in use or not.
@@ -425,7 +341,7 @@ pub(crate) fn of_device(device: u32) -> impl Iterator<Item = &'static Context> {
 
 /// Whether work may be under way in any context.
 pub(crate) fn any_busy() -> bool {
-    CONTEXTS.all().iter().any(|context| context.is_alive() && context.is_busy())
+    busy().next().is_some()
 }
 
 /// The calling thread's current context.
@@ -456,43 +372,11 @@ pub(crate) fn current_green() -> Option<Arc<Green>> {
 #[inline]
 pub(crate) fn ready() -> Result<(&'static Driver, &'static Context)> {
     let driver = driver()?;
-    host_function::forbid()?;
+    host_calls::forbid()?;
     let context = current()?;
     driver.session.check()?;
     context.deferred(driver)?;
     Ok((driver, context))
-}
-
-/// As [`ready`], for a call that names a stream: in a thread without a current context the stream's is current until the guard goes. NVIDIA's driver takes launches, copies and fills so, as long as
-/// the stream is no default stream.
-#[inline]
-pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    match ready() {
-        Ok((driver, context)) => Ok((driver, context, None)),
-        Err(Status::INVALID_CONTEXT) => lent_by(stream),
-        Err(status) => Err(status),
-    }
-}
-
-/// A stream's context, current to a thread that has none until this goes.
-pub(crate) struct Lent(());
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().pop());
-    }
-}
-
-#[cold]
-fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
-    if current_handle() != 0 || stream <= stream::PER_THREAD {
-        return Err(Status::INVALID_CONTEXT);
-    }
-    let (_, stream) = stream::ask(stream, false)?;
-    push(Named { context: stream.context, green: None });
-    let lent = Lent(());
-    let (driver, context) = ready()?;
-    Ok((driver, context, Some(lent)))
 }
 
 /// The context that a handle names; NULL is the current one.
@@ -512,28 +396,6 @@ pub(crate) fn and_green_of(handle: usize) -> Result<(&'static Context, Option<Ar
     Named::of(handle).map(|named| (named.context, named.green)).ok_or(Status::INVALID_CONTEXT)
 }
 
-fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
-    non_null(pctx)?;
-    let device = driver::device(dev)?;
-    if flags & !KNOWN_FLAGS != 0 || flags & 7 == 3 || flags & 7 > 4 {
-        return Err(Status::INVALID_VALUE);
-    }
-    let id = lock(&IDS).pop().unwrap_or_else(|| IDS_FRESH.fetch_add(1, Ordering::Relaxed));
-    if id >= MAX_CONTEXTS {
-        IDS_FRESH.store(MAX_CONTEXTS, Ordering::Relaxed);
-        return Err(Status::OUT_OF_MEMORY);
-    }
-    let request = ContextCreate { context: ContextId(id), device: device.ordinal, flags };
-    if let Err(status) = driver()?.session.call(&request) {
-        lock(&IDS).push(id);
-        return Err(status);
-    }
-    let context = Context::new(ContextId(id), device.ordinal, flags, false);
-    push(Named { context, green: None });
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(pctx, context.handle) }
-}
-
 /// Makes a context the calling thread's only one: that of a host function that it calls.
 pub(crate) fn enter(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| {
@@ -543,230 +405,82 @@ pub(crate) fn enter(context: &'static Context) {
     });
 }
 
-fn push(context: Named) {
-    // A thread that is being torn down has no current context any more.
+/// Makes a context current to the calling thread, on top of what is. A thread that is being torn down has no current context.
+pub(crate) fn push(context: &'static Context) {
+    let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(Named { context, green: None }));
+}
+
+/// The same for what a handle names.
+pub(crate) fn push_handle(handle: usize) -> Result {
+    let context = Named::of(handle).ok_or(Status::INVALID_CONTEXT)?;
     let _ = Lasting::with(&STACK, |stack| stack.borrow_mut().push(context));
+    Ok(())
 }
 
-/// Waits for all work of a context, on the program's behalf.
-fn wait_for(context: &'static Context) -> Result {
-    host_function::forbid()?;
-    capture::forbid_all(context)?;
-    let result = context.synchronize();
-    shared_blocks::after_wait(driver()?);
-    result
+/// Makes what a handle names the calling thread's current context in place of the one that is; NULL: that goes.
+pub(crate) fn set_current(handle: usize) -> Result {
+    let context = match handle {
+        0 => None,
+        handle => Some(Named::of(handle).ok_or(Status::INVALID_CONTEXT)?),
+    };
+    let _ = Lasting::with(&STACK, |stack| {
+        let mut stack = stack.borrow_mut();
+        stack.pop();
+        stack.extend(context);
+    });
+    Ok(())
 }
 
-/// Destroys a context that was made, whoever uses it.
-fn destroy(ctx: usize) -> Result {
-    let driver = driver()?;
-    let context =
-        CONTEXTS.get(ctx).ok_or(if ctx == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT })?;
-    if context.primary {
+/// Takes the calling thread's current context off its stack; its handle.
+pub(crate) fn pop() -> Option<usize> {
+    Lasting::with(&STACK, |stack| stack.borrow_mut().pop()).flatten().map(|top| top.handle())
+}
+
+/// Makes a context on a device.
+pub(crate) fn make(driver: &Driver, device: u32, flags: u32) -> Result<&'static Context> {
+    if !are_flags(flags) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let id = ContextId(ids::CONTEXTS.take().ok_or(Status::OUT_OF_MEMORY)?);
+    if let Err(status) = driver.session.call(&ContextCreate { context: id, device, flags }) {
+        ids::CONTEXTS.give_back(id.0);
+        return Err(status);
+    }
+    Ok(Context::new(id, device, flags, false))
+}
+
+/// Takes away the handle of a context that was made: it can be used no more.
+///
+/// # Errors
+/// `INVALID_CONTEXT` for a primary context, and for what is none.
+pub(crate) fn take(handle: usize) -> Result<&'static Context> {
+    let unknown = if handle == 0 { Status::INVALID_VALUE } else { Status::INVALID_CONTEXT };
+    if CONTEXTS.get(handle).ok_or(unknown)?.primary {
         return Err(Status::INVALID_CONTEXT);
     }
-    if CONTEXTS.remove(ctx).is_none() {
-        return Err(Status::INVALID_CONTEXT);
-    }
-    let context: &'static Context = *context;
-    context.alive.store(false, Ordering::Release);
-    context.forget_contents(driver, true);
-    address::forget(driver, context);
-    // Where it is current to this thread it stops being so; elsewhere it is found to be destroyed.
+    // Of two threads that destroy it one finds it.
+    let context = *CONTEXTS.remove(handle).ok_or(Status::INVALID_CONTEXT)?;
+    context.set_alive(false);
+    Ok(context)
+}
+
+/// A context that is no more stops being current to the calling thread.
+pub(crate) fn leave(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| {
         let mut stack = stack.borrow_mut();
         if stack.last().is_some_and(|top| std::ptr::eq(top.context, context)) {
             stack.pop();
         }
     });
-    let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
-    if let Some(word) = driver.session.progress().error(context.id) {
-        word.clear();
-    }
-    if result.is_ok() {
-        lock(&IDS).push(context.id.0);
-    }
-    result
 }
 
-api! {
-    fn cuCtxCreate_v4(pctx: *mut usize, params: *const CtxCreateParams, flags: u32, dev: i32) {
-        if let Some(params) = params.as_ref()
-            && (params.numExecAffinityParams != 0 || !params.cigParams.is_null())
-        {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        create(pctx, flags, dev)
-    }
+fn are_flags(flags: u32) -> bool {
+    flags & !KNOWN_FLAGS == 0 && flags & 7 != 3 && flags & 7 <= 4
+}
 
-    fn cuCtxCreate_v3(pctx: *mut usize, params: *mut c_void, count: i32, flags: u32, dev: i32) {
-        if count != 0 && !params.is_null() {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        create(pctx, flags, dev)
-    }
-
-    fn cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32) {
-        create(pctx, flags, dev)
-    }
-    alias cuCtxCreate = cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32);
-
-    fn cuCtxDestroy_v2(ctx: usize) {
-        destroy(ctx)
-    }
-    alias cuCtxDestroy = cuCtxDestroy_v2(ctx: usize);
-
-    fn cuCtxPushCurrent_v2(ctx: usize) {
-        driver()?;
-        push(Named::of(ctx).ok_or(Status::INVALID_CONTEXT)?);
-        Ok(())
-    }
-    alias cuCtxPushCurrent = cuCtxPushCurrent_v2(ctx: usize);
-
-    fn cuCtxPopCurrent_v2(pctx: *mut usize) {
-        driver()?;
-        let popped = Lasting::with(&STACK, |stack| stack.borrow_mut().pop()).flatten().ok_or(Status::INVALID_CONTEXT)?;
-        if !pctx.is_null() {
-            put(pctx, popped.handle())?;
-        }
-        Ok(())
-    }
-    alias cuCtxPopCurrent = cuCtxPopCurrent_v2(pctx: *mut usize);
-
-    fn cuCtxSetCurrent(ctx: usize) {
-        driver()?;
-        let context = if ctx == 0 { None } else { Some(Named::of(ctx).ok_or(Status::INVALID_CONTEXT)?) };
-        let _ = Lasting::with(&STACK, |stack| {
-            let mut stack = stack.borrow_mut();
-            stack.pop();
-            stack.extend(context);
-        });
-        Ok(())
-    }
-
-    fn cuCtxGetCurrent(pctx: *mut usize) {
-        driver()?;
-        put(pctx, current_handle())
-    }
-
-    fn cuCtxGetDevice(device: *mut i32) {
-        if session::forked() {
-            return Err(Status::NOT_INITIALIZED);
-        }
-        put(device, current()?.device as i32)
-    }
-
-    fn cuCtxGetDevice_v2(device: *mut i32, ctx: usize) {
-        put(device, of(ctx)?.device as i32)
-    }
-
-    fn cuCtxGetFlags(flags: *mut u32) {
-        /// `CU_CTX_MAP_HOST`, which NVIDIA's driver tells of primary contexts alone.
-        const MAP_HOST: u32 = 8;
-        let context = current()?;
-        put(flags, context.flags.load(Ordering::Relaxed) | if context.primary { MAP_HOST } else { 0 })
-    }
-
-    fn cuCtxGetExecAffinity(param: *mut ExecAffinityParam, kind: u32) {
-        non_null(param)?;
-        if kind != EXEC_AFFINITY_SM_COUNT {
-            return Err(Status::INVALID_VALUE);
-        }
-        // No context is limited to a part of its device: such are MPS's.
-        let processors = driver::device(current()?.device as i32)?.attribute(attr::MULTIPROCESSOR_COUNT);
-        put(param, ExecAffinityParam { kind, processors: processors as u32 })
-    }
-
-    fn cuCtxSetFlags(flags: u32) {
-        current()?.set_flags(flags)
-    }
-
-    fn cuCtxGetId(ctx: usize, id: *mut u64) {
-        let (context, green) = and_green_of(ctx)?;
-        put(id, green.map_or(context.unique, |green| green.unique))
-    }
-
-    fn cuCtxGetApiVersion(ctx: usize, version: *mut u32) {
-        of(ctx)?;
-        put(version, 3020)
-    }
-
-    fn cuCtxSynchronize() {
-        wait_for(current()?)
-    }
-
-    fn cuCtxSynchronize_v2(ctx: usize) {
-        wait_for(of(ctx)?)
-    }
-
-    fn cuCtxGetCacheConfig(config: *mut u32) {
-        put(config, current()?.cache_config.load(Ordering::Relaxed))
-    }
-
-    fn cuCtxSetCacheConfig(config: u32) {
-        // A preference: a device with one kind of memory for both, as all are since Volta, does nothing with it.
-        if config > 3 {
-            return Err(Status::INVALID_VALUE);
-        }
-        current()?.cache_config.store(config, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn cuCtxGetSharedMemConfig(config: *mut u32) {
-        // Four bytes, on every device since Maxwell.
-        current()?;
-        put(config, 1)
-    }
-
-    fn cuCtxSetSharedMemConfig(config: u32) {
-        // Without effect, as NVIDIA's driver has it.
-        if config > 2 {
-            return Err(Status::INVALID_VALUE);
-        }
-        current().map(|_| ())
-    }
-
-    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        let context = current()?;
-        let range = driver::device(context.device as i32)?.info.stream_priorities;
-        if !least.is_null() {
-            put(least, range[0])?;
-        }
-        if !greatest.is_null() {
-            put(greatest, range[1])?;
-        }
-        Ok(())
-    }
-
-    fn cuCtxResetPersistingL2Cache() {
-        // Persisting accesses are a launch attribute; there is nothing of this process's own to reset.
-        current().map(|_| ())
-    }
-
-    fn cuCtxAttach(pctx: *mut usize, flags: u32) {
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let context = current()?;
-        put(pctx, current_handle())?;
-        *lock(&context.attached) += 1;
-        Ok(())
-    }
-
-    fn cuCtxDetach(ctx: usize) {
-        let context = current()?;
-        if ctx != current_handle() {
-            return Err(Status::INVALID_CONTEXT);
-        }
-        {
-            let mut attached = lock(&context.attached);
-            if *attached > 0 {
-                *attached -= 1;
-                return Ok(());
-            }
-        }
-        // The last usage is its maker's.
-        destroy(ctx)
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "context {}", self.id.0)
     }
 }
 

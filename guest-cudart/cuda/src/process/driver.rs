@@ -1,13 +1,12 @@
 //! The process's state: its session and its devices, from `cuInit` on.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
 use crate::abi::result::Result;
-use crate::api::devices::attr;
-use crate::memory::address::Tag;
 use crate::process::context::Context;
+use crate::process::device_attributes::attr;
 use crate::process::visible_devices;
 use client::handle::ContextId;
 use client::memory::{Backing, DeviceMemory};
@@ -122,7 +121,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
     }
     let devices = (0..).zip(infos).map(|(ordinal, info)| Device::new(ordinal, info)).collect();
     // What is implemented here is the API of this version; a newer server does not make it more.
-    let version = (info.driver_version as i32).min(crate::api::get_proc_address::API_VERSION);
+    let version = (info.driver_version as i32).min(API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver {
         session,
         version,
@@ -148,7 +147,7 @@ impl Device {
             }
         }
         let shares_host_memory = attributes.get(attr::CAN_MAP_HOST_MEMORY) == Some(&Some(1));
-        crate::api::devices::complete_attributes(&mut attributes);
+        crate::process::device_attributes::complete_attributes(&mut attributes);
         let memory = Mutex::new(DeviceMemory::new(ordinal, info.granule));
         let managed = Mutex::new(DeviceMemory::both(ordinal, info.granule, client::pages::PAGE as u64));
         let primary = Context::new(ContextId(ordinal), ordinal, 0, true);
@@ -176,8 +175,17 @@ impl Backing for Driver {
     }
 }
 
-/// A number that this process has not given out before, from 1: ids of contexts, streams and buffers.
-pub(crate) fn unique_id() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
+/// The version of the API that this library has.
+pub(crate) const API_VERSION: i32 = 13000;
+
+/// What is known of an allocation.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tag {
+    pub context: &'static Context,
+    pub buffer: u64,
+    /// Handle of the pool that it came from; 0 for `cuMemAlloc`'s.
+    pub pool: usize,
+    pub sync_memops: bool,
+    /// Freed in stream order: no longer the program's.
+    pub freed: bool,
 }

@@ -4,18 +4,14 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::process::context;
-use crate::process::context::Context;
-use client::ops::context::{ContextGetLimit, ContextSetLimit};
 use client::{Status, lock};
 
 /// `CU_LIMIT_STACK_SIZE`.
 const STACK_SIZE: u32 = 0;
 
 /// The last `CUlimit`.
-const LAST: u32 = 9;
+pub(crate) const LAST: u32 = 9;
 
 /// `CUDA_ERROR_UNSUPPORTED_LIMIT`.
 const UNSUPPORTED: Status = Status(215);
@@ -74,7 +70,7 @@ impl Limits {
     }
 
     /// A limit; `ask` asks the server for it.
-    fn get(&self, limit: u32, ask: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    pub fn get(&self, limit: u32, ask: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let place = limit as usize;
         let known = lock(&self.known);
         let before = known.dropped;
@@ -94,31 +90,6 @@ impl Limits {
             }
         }
         answer
-    }
-}
-
-/// `cuCtxSetLimit` in a context. The driver may round the value, and some limits are one for the whole device, so all that is known there is asked for anew.
-fn set(context: &'static Context, limit: u32, value: u64) -> Result {
-    if limit > LAST {
-        return Err(Status::INVALID_VALUE);
-    }
-    let driver = crate::process::driver::driver()?;
-    let result = driver.session.call(&ContextSetLimit { context: context.id, limit, value });
-    context::of_device(context.device).for_each(|context| context.limits.forget());
-    result.map(|_| ())
-}
-
-api! {
-    fn cuCtxGetLimit(value: *mut usize, limit: u32) {
-        non_null(value)?;
-        let (driver, context) = context::ready()?;
-        let ask = || driver.session.call(&ContextGetLimit { context: context.id, limit }).map(|reply| reply.value);
-        put(value, context.limits.get(limit, ask)? as usize)
-    }
-
-    fn cuCtxSetLimit(limit: u32, value: usize) {
-        let (_, context) = context::ready()?;
-        set(context, limit, value as u64)
     }
 }
 

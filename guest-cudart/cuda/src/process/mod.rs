@@ -2,8 +2,13 @@
 
 pub(crate) mod capture;
 pub(crate) mod context;
-pub(crate) mod copy_fences;
+pub(crate) mod device_attributes;
 pub(crate) mod driver;
+pub(crate) mod fences;
+pub(crate) mod green;
+pub(crate) mod host_calls;
+pub(crate) mod ids;
 pub(crate) mod limits;
 pub(crate) mod stream;
 pub(crate) mod visible_devices;
+pub(crate) mod work_signal;

@@ -9,48 +9,25 @@
 //!                   pinned         a reference to the region
 //! ```
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::abi::result::Result;
-use crate::abi::types::Memcpy3D;
-use crate::abi::types::memory_type::{DEVICE, HOST};
-use crate::graph::node_work::Work;
-use crate::memory::managed::shared_blocks;
-use crate::memory::pinned::REGIONS;
-use crate::memory::{address, managed, pending_writes, pinned};
+use crate::memory::address::is_device;
+use crate::memory::managed::{Order, shared_blocks};
+use crate::memory::pinned_regions::REGIONS;
+use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
+use crate::memory::{address, managed, pending_writes, pinned_regions};
 use crate::process::capture::Capture;
-use crate::process::context::{Context, Lent};
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::Driver;
+use crate::process::fences;
 use crate::process::stream::Stream;
-use crate::process::{capture, context, copy_fences, stream};
-use crate::work::host_function;
-use crate::work::host_function::Function;
-use client::arena::{Block, Owner};
-use client::channel::MAX_PAYLOAD;
-use client::counters::COUNTERS;
-use client::data::{HostIn, HostOut};
+use crate::streams::capture_rules;
+use crate::streams::stream_table::{self, Lent};
+use crate::work::host_function::{self, Function};
+use client::Status;
+use client::data::HostOut;
 use client::ops::Op;
-use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
-use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
-use client::session::Pending;
-use client::{Status, counters};
-
-/// Bytes that go inside the record: copied into the ring instead of the arena.
-const INLINE: usize = 8 << 10;
-
-/// Chunks under way at once when much is copied to pageable memory.
-const DEPTH: usize = 4;
-
-/// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
-const CHUNKS: usize = 8;
-
-const LEAST_CHUNK: usize = 256 << 10;
-
-const MOST_CHUNK: usize = 8 << 20;
-
-/// The same towards the device, where nothing is waited for but room: smaller chunks are free again sooner.
-const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
+use client::ops::copy::{MemcpyDtoD, MemcpyDtoH, MemcpyHtoD};
 
 /// Whether the call returns before the copy is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,34 +57,12 @@ impl Drop for Copier {
     }
 }
 
-/// Bytes of one chunk of a transfer.
-pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
-    (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
-}
-
-/// Copies bytes that another process may be writing, or that it will read: between program memory and the arena.
-///
-/// # Safety
-/// `from` may be read and `to` written for `len` bytes; they do not overlap.
-pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
-    counters::add(&COUNTERS.copied_bytes, len as u64);
-    // SAFETY: as the caller says.
-    unsafe { client::staging::copy(from, to, len) };
-}
-
-/// A chunk on its way to the host. The answer is waited for before the block goes, whatever happens in between.
-struct Flight<'s> {
-    pending: Pending<'s, StreamSynchronizeReply>,
-    block: Block<'s>,
-    at: usize,
-    len: usize,
-}
-
 impl Copier {
     /// A copier for the current context and the stream that a handle means there.
     pub fn new(handle: usize, per_thread: bool, mode: Mode) -> Result<Copier> {
-        let (driver, context, lent) = context::ready_on(handle)?;
-        let mut copier = Copier::on(driver, stream::any(driver, context, handle, per_thread)?, mode, false);
+        let (driver, context, lent) = stream_table::ready_on(handle)?;
+        let mut copier =
+            Copier::on(driver, stream_table::any(driver, context, handle, per_thread)?, mode, false);
         copier.lent = lent;
         Ok(copier)
     }
@@ -124,7 +79,7 @@ impl Copier {
     /// `STREAM_CAPTURE_UNSUPPORTED` for a copy that is waited for, which invalidates the capture.
     pub fn capture(&self) -> Result<Option<Arc<Capture>>> {
         if self.mode == Mode::Sync {
-            capture::forbid(&self.stream)?;
+            capture_rules::forbid(&self.stream)?;
         }
         Ok(self.stream.capture())
     }
@@ -137,7 +92,7 @@ impl Copier {
     /// After a copy to the device whose source has been read: what a synchronous one promises is kept.
     pub fn copied(&self) -> Result {
         if self.mode == Mode::Sync && !self.own {
-            copy_fences::copied(self.driver, &self.stream, self.before)
+            fences::copied(self.driver, &self.stream, self.before)
         } else {
             Ok(())
         }
@@ -145,9 +100,18 @@ impl Copier {
 
     /// Puts a copy on the stream that writes device memory in the `len` bytes at `dst`; the `seq` of its record.
     pub fn put<'a, T: Op<'a>>(&self, op: &T, dst: u64, len: u64) -> Result<u64> {
-        // This library's own copies are what gives managed memory to the device.
-        let _order = if self.own { None } else { managed::before_work_on(dst, len)? };
+        let _order = self.order(dst, len)?;
         self.stream.work(self.driver, op)
+    }
+
+    /// What has to come before work that writes the `len` bytes at `dst`. A graph's launch has seen to that for its copies.
+    fn order(&self, dst: u64, len: u64) -> Result<Option<Order>> {
+        if self.own { Ok(None) } else { managed::before_work_on(dst, len) }
+    }
+
+    /// Transfers on its stream that know nothing of pinned and managed memory.
+    pub fn transfer(&self) -> Transfer<'_> {
+        Transfer { driver: self.driver, stream: &self.stream }
     }
 
     /// Host to device.
@@ -157,10 +121,6 @@ impl Copier {
     pub unsafe fn to_device(&self, dst: u64, src: *const u8, len: usize) -> Result {
         if len == 0 {
             return Ok(());
-        }
-        if let Some(capture) = self.capture()? {
-            return capture
-                .add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, HOST, src as u64, len))?);
         }
         if managed::is_here(src as u64) {
             return self.on_device(dst, src as u64, len);
@@ -187,12 +147,12 @@ impl Copier {
     /// As there.
     pub unsafe fn send(&self, dst: u64, src: *const u8, len: usize) -> Result {
         let stream = self.stream.id;
-        let session = self.driver.session;
+        let _session = self.driver.session;
         if let Some(range) = REGIONS.range(src as usize, len) {
             let from = pending_writes::source(self.driver, &self.stream, range, src as usize, len)?;
             // Few bytes are cheaper in the record, but only where nothing may still be on its way into them.
             if !(self.mode == Mode::Sync && len <= INLINE && !self.stream.context.is_busy()) {
-                let steady = pinned::steady();
+                let steady = pinned_regions::steady();
                 if REGIONS.range(src as usize, len).is_none() {
                     drop(steady);
                     return self.on_device(dst, src as u64, len);
@@ -207,26 +167,8 @@ impl Copier {
             // host function may write it) must be over.
             self.stream.synchronize(self.driver)?;
         }
-        if len <= INLINE {
-            counters::add(&COUNTERS.copied_bytes, len as u64);
-            // SAFETY: readable, as the caller says.
-            let bytes = unsafe { std::slice::from_raw_parts(src, len) };
-            self.put(&MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) }, dst, len as u64)?;
-            return self.copied();
-        }
-        let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
-        let mut at = 0;
-        while at < len {
-            let n = chunk.min(len - at);
-            let block = session.arena().alloc_for(session, n, &Staging(self))?;
-            // SAFETY: the source's bytes at..at+n are inside it, and the block has n bytes.
-            unsafe { move_bytes(src.add(at), block.ptr(), n) };
-            let to = dst + at as u64;
-            let op = MemcpyHtoD { stream, dst: to, src: HostIn::Range(block.range(n)) };
-            let seq = self.put(&op, to, n as u64)?;
-            block.release_after(seq, self.stream.unique());
-            at += n;
-        }
+        // SAFETY: as the caller says.
+        unsafe { self.transfer().send(dst, src, len, |dst, len| self.order(dst, len)) }?;
         self.copied()
     }
 
@@ -237,10 +179,6 @@ impl Copier {
     pub unsafe fn to_host(&self, dst: *mut u8, src: u64, len: usize) -> Result {
         if len == 0 {
             return Ok(());
-        }
-        if let Some(capture) = self.capture()? {
-            return capture
-                .add(&self.stream, Work::copy(self.driver, &line(HOST, dst as u64, DEVICE, src, len))?);
         }
         if managed::is_here(dst as u64) {
             return self.on_device(dst as u64, src, len);
@@ -265,11 +203,10 @@ impl Copier {
     /// # Safety
     /// As there.
     pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
-        let session = self.driver.session;
         let stream = self.stream.id;
-        let in_place = self.mode == Mode::Async || len > MAX_PAYLOAD - 4;
+        let in_place = self.mode == Mode::Async || len > MAX_INLINE_ANSWER;
         if in_place && REGIONS.range(dst as usize, len).is_some() {
-            let steady = pinned::steady();
+            let steady = pinned_regions::steady();
             let Some(range) = REGIONS.range(dst as usize, len) else {
                 drop(steady);
                 return self.on_device(dst as u64, src, len);
@@ -279,67 +216,8 @@ impl Copier {
             drop(steady);
             return self.finish();
         }
-        if len <= MAX_PAYLOAD - 4 {
-            let pending = session.submit(&MemcpyDtoHInline { stream, src, len: len as u32 })?;
-            let seq = pending.seq();
-            let bytes = match pending.wait() {
-                Ok(reply) => reply.bytes.0,
-                Err(status) => return self.stream.context.settle(self.driver, Err(status)),
-            };
-            if bytes.len() != len {
-                return Err(Status::UNKNOWN);
-            }
-            self.stream.is_synced(seq);
-            // SAFETY: as the caller says; the lengths are equal.
-            unsafe { move_bytes(bytes.as_ptr(), dst, len) };
-            return Ok(());
-        }
-        let result = self.pipeline(src, len, &mut |at, block, n| {
-            // SAFETY: the chunk at..at+n is inside the target, and the block has n bytes.
-            unsafe { move_bytes(block, dst.add(at), n) }
-        });
-        self.stream.context.settle(self.driver, result)
-    }
-
-    /// Fetches `len` bytes through the arena, several chunks under way at once; `out` gets each: its place, its bytes, its length.
-    fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
-        let session = self.driver.session;
-        let stream = self.stream.id;
-        let chunk = chunk(self.driver, len);
-        let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(DEPTH);
-        let mut at = 0;
-        while at < len || !flights.is_empty() {
-            while at < len && flights.len() < DEPTH {
-                let n = chunk.min(len - at);
-                // Who has chunks under way waits for them, not for room or for a slot that others may hold.
-                let block = if flights.is_empty() {
-                    session.arena().alloc(session, n)?
-                } else {
-                    match session.arena().try_alloc(n, session.progress().released()) {
-                        Some(block) if session.has_free_slot() => block,
-                        _ => break,
-                    }
-                };
-                let dst = HostOut(block.range(n));
-                self.stream.work(self.driver, &MemcpyDtoH { stream, src: src + at as u64, dst })?;
-                let pending = match session.submit(&StreamSynchronize { stream }) {
-                    Ok(pending) => pending,
-                    Err(status) => {
-                        // The host may still write the block, and will not say when it has: it is lost with the session.
-                        std::mem::forget(block);
-                        return Err(status);
-                    }
-                };
-                flights.push_back(Flight { pending, block, at, len: n });
-                at += n;
-            }
-            let Some(Flight { pending, block, at, len }) = flights.pop_front() else { break };
-            let seq = pending.seq();
-            pending.wait()?;
-            self.stream.is_synced(seq);
-            out(at, block.ptr(), len);
-        }
-        Ok(())
+        // SAFETY: as the caller says.
+        unsafe { self.transfer().receive(dst, src, len) }
     }
 
     /// Device to device, of one device or two: never waits.
@@ -347,17 +225,22 @@ impl Copier {
         if len == 0 {
             return Ok(());
         }
-        if is_pinned(dst, len) || is_pinned(src, len) {
+        if !self.is_on_device(dst, src, len)? {
             // SAFETY: pinned memory of the program's, or none that a copy would accept.
             return unsafe { self.unified(dst, src, len) };
         }
-        address::check(self.driver, dst, len as u64)?;
-        address::check(self.driver, src, len as u64)?;
-        if let Some(capture) = self.stream.capture() {
-            return capture.add(&self.stream, Work::copy(self.driver, &line(DEVICE, dst, DEVICE, src, len))?);
-        }
         let op = MemcpyDtoD { stream: self.stream.id, dst, src, len: len as u64 };
         self.put(&op, dst, len as u64).map(drop)
+    }
+
+    /// Checks that both ends are memory of devices. False: one of them is pinned memory, as its address tells.
+    pub fn is_on_device(&self, dst: u64, src: u64, len: usize) -> Result<bool> {
+        if is_pinned(dst, len) || is_pinned(src, len) {
+            return Ok(false);
+        }
+        address::check(self.driver, dst, len as u64)?;
+        address::check(self.driver, src, len as u64)?;
+        Ok(true)
     }
 
     /// Host to host, in the stream's order: waits for the stream, as CUDA does with pageable memory, unless all of it is pinned.
@@ -367,10 +250,6 @@ impl Copier {
     pub unsafe fn on_host(&self, dst: *mut u8, src: *const u8, len: usize) -> Result {
         if len == 0 {
             return Ok(());
-        }
-        if let Some(capture) = self.capture()? {
-            return capture
-                .add(&self.stream, Work::copy(self.driver, &line(HOST, dst as u64, HOST, src as u64, len))?);
         }
         if dst.is_null() || src.is_null() {
             return Err(Status::INVALID_VALUE);
@@ -409,105 +288,7 @@ impl Copier {
     }
 }
 
-/// A copier's stream, as whose work blocks of the arena are used.
-pub(crate) struct Staging<'c>(pub &'c Copier);
-
-impl Owner for Staging<'_> {
-    fn id(&self) -> u64 {
-        self.0.stream.unique()
-    }
-
-    fn mark(&self) -> Result {
-        self.0.stream.mark(self.0.driver).map(drop)
-    }
-
-    fn has_passed(&self, seq: u64) -> bool {
-        self.0.stream.has_passed(self.0.driver, seq)
-    }
-}
-
 /// Whether a range is one of pinned memory.
 fn is_pinned(address: u64, len: usize) -> bool {
     REGIONS.find(address as usize).is_some_and(|(base, size, _)| len <= size - (address as usize - base))
-}
-
-/// A copy of bytes in a row, as a graph's node describes it.
-fn line(dst_kind: u32, dst: u64, src_kind: u32, src: u64, len: usize) -> Memcpy3D {
-    Memcpy3D {
-        srcMemoryType: src_kind,
-        srcHost: if src_kind == HOST { src as usize } else { 0 },
-        srcDevice: if src_kind == HOST { 0 } else { src },
-        srcPitch: len,
-        srcHeight: 1,
-        dstMemoryType: dst_kind,
-        dstHost: if dst_kind == HOST { dst as usize } else { 0 },
-        dstDevice: if dst_kind == HOST { 0 } else { dst },
-        dstPitch: len,
-        dstHeight: 1,
-        WidthInBytes: len,
-        Height: 1,
-        Depth: 1,
-        ..Memcpy3D::default()
-    }
-}
-
-/// Whether an address is one of device memory: in a window, or a module's variable.
-pub(crate) fn is_device(driver: &Driver, address: u64) -> bool {
-    address::is_reserved(driver, address) || address::find(driver, address).is_some()
-}
-
-/// The contexts that a peer copy names must be live ones; the addresses say the rest.
-pub(crate) fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
-    let of = |handle| if handle == 0 { Err(Status::INVALID_CONTEXT) } else { context::of(handle) };
-    let both = [of(dst)?, of(src)?];
-    if both.iter().any(|context| !context.is_alive()) {
-        return Err(Status::CONTEXT_IS_DESTROYED);
-    }
-    Ok(both)
-}
-
-api! {
-    fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.unified(dst, src, len)
-    }
-
-    fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.unified(dst, src, len)
-    }
-
-    fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.to_device(dst, src, len)
-    }
-
-    fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.to_device(dst, src, len)
-    }
-
-    fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.to_host(dst, src, len)
-    }
-
-    fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.to_host(dst, src, len)
-    }
-
-    fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {
-        Copier::new(0, pt, Mode::Async)?.on_device(dst, src, len)
-    }
-
-    fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.on_device(dst, src, len)
-    }
-
-    fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
-        driver()?;
-        peers(dst_ctx, src_ctx)?;
-        Copier::new(0, pt, Mode::Async)?.on_device(dst, src, len)
-    }
-
-    fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize, stream: usize) |pt| {
-        driver()?;
-        peers(dst_ctx, src_ctx)?;
-        Copier::new(stream, pt, Mode::Async)?.on_device(dst, src, len)
-    }
 }

@@ -4,17 +4,16 @@
 //! packed into the arena chunk by chunk, and the device's side of each chunk is a box. With pinned memory and a stream that goes on alone, each row is a reference of its own: the
 //! source must not be read before the stream comes to it.
 
-use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
-use crate::abi::types::{Memcpy2D, Memcpy3D, memory_type};
-use crate::graph::node_work::{Way, Work};
+use crate::abi::types::{Memcpy3D, memory_type};
+use crate::memory::address::is_device;
 use crate::memory::array::End;
-use crate::memory::pinned::REGIONS;
-use crate::memory::{address, array, managed};
+use crate::memory::pinned_regions::REGIONS;
+use crate::memory::transfer::move_bytes;
+use crate::memory::{address, array, managed, transfer};
 use crate::process::context;
 use crate::process::driver::Driver;
-use crate::work::copy;
-use crate::work::copy::{Copier, Mode, is_device, move_bytes};
+use crate::work::copy::{Copier, Mode};
 use client::Status;
 use client::data::{HostIn, HostOut};
 use client::handle::StreamId;
@@ -143,9 +142,9 @@ impl Copier {
             }
             self.stream.synchronize(self.driver)?;
         }
-        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+        for part in parts(&e, transfer::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
-            let block = session.arena().alloc_for(session, n, &copy::Staging(self))?;
+            let block = session.arena().alloc_for(session, n, &self.transfer())?;
             for (i, (z, y)) in part.rows().enumerate() {
                 // SAFETY: the row is inside the source, as the caller says, and its place inside the block.
                 unsafe {
@@ -175,7 +174,7 @@ impl Copier {
             }
             return Ok(());
         }
-        for part in parts(&e, copy::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
+        for part in parts(&e, transfer::chunk(self.driver, (e.width * e.height * e.depth) as usize) as u64) {
             let n = part.bytes() as usize;
             let block = session.arena().alloc(session, n)?;
             let op = MemcpyDtoH3D {
@@ -404,29 +403,13 @@ fn described(c: &Memcpy3D) -> (Described, Described, Extent) {
     (dst, src, Extent { width: c.WidthInBytes as u64, height: c.Height as u64, depth: c.Depth as u64 })
 }
 
-unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
-    non_null(copy)?;
-    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
-    unsafe { run(&copier, &Memcpy3D::from(&*copy), false) }
-}
-
-unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
-    non_null(copy)?;
-    // SAFETY: as in `copy_2d`.
-    unsafe { run(&copier, &*copy, peer) }
-}
-
-/// Puts a copy on the copier's stream, or into the graph that it is captured into.
-///
-/// # Safety
-/// As [`Copier::boxes`].
-pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D, peer: bool) -> Result {
-    let (dst, src, e) = described(c);
+/// Checks a program's description as far as it stands for itself. False: there is nothing to copy.
+pub(crate) fn is_some(c: &Memcpy3D, peer: bool) -> Result<bool> {
     if !peer && (c.reserved0 != 0 || c.reserved1 != 0) || c.srcLOD != 0 || c.dstLOD != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    if e.width == 0 || e.height == 0 || e.depth == 0 {
-        return Ok(());
+    if c.WidthInBytes == 0 || c.Height == 0 || c.Depth == 0 {
+        return Ok(false);
     }
     if peer {
         for (kind, handle) in [(c.dstMemoryType, c.reserved1), (c.srcMemoryType, c.reserved0)] {
@@ -435,10 +418,15 @@ pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D, peer: bool) -> Result {
             }
         }
     }
-    if let Some(capture) = copier.capture()? {
-        let copy = Memcpy3D { reserved0: 0, reserved1: 0, ..*c };
-        return capture.add(&copier.stream, Work::copy(copier.driver, &copy)?);
-    }
+    Ok(true)
+}
+
+/// Puts a copy that [is some](is_some) on the copier's stream, which is not being captured.
+///
+/// # Safety
+/// As [`Copier::boxes`].
+pub(crate) unsafe fn run(copier: &Copier, c: &Memcpy3D) -> Result {
+    let (dst, src, e) = described(c);
     // SAFETY: as the caller says.
     unsafe { copier.between(&dst, &src, e) }
 }
@@ -479,14 +467,21 @@ pub(crate) fn is_on_device(c: &Memcpy3D) -> bool {
     c.dstMemoryType == memory_type::DEVICE && c.srcMemoryType == memory_type::DEVICE
 }
 
-/// How a graph's copy is done, checked: by the server when both sides are device memory.
-pub(crate) fn way(driver: &Driver, c: &Memcpy3D, op: impl FnOnce(OnDevice) -> Way) -> Result<Way> {
+/// How a copy is done.
+pub(crate) enum Route {
+    /// There is nothing to copy.
+    Nothing,
+    /// By this process, which has a part in it.
+    Here,
+    /// By the server: both sides are device memory.
+    Server(OnDevice),
+}
+
+/// How a graph's copy is done, checked.
+pub(crate) fn route(driver: &Driver, c: &Memcpy3D) -> Result<Route> {
     let (dst, src, e) = described(c);
-    if c.reserved0 != 0 || c.reserved1 != 0 || c.srcLOD != 0 || c.dstLOD != 0 {
-        return Err(Status::INVALID_VALUE);
-    }
-    if e.width == 0 || e.height == 0 || e.depth == 0 {
-        return Ok(Way::Nothing);
+    if !is_some(c, false)? {
+        return Ok(Route::Nothing);
     }
     let extent = [e.width, e.height, e.depth];
     for side in [&dst, &src] {
@@ -496,11 +491,11 @@ pub(crate) fn way(driver: &Driver, c: &Memcpy3D, op: impl FnOnce(OnDevice) -> Wa
         }
     }
     if !is_on_device(c) {
-        return Ok(Way::Alone);
+        return Ok(Route::Here);
     }
     let (dst, src) = (dst.side(driver, &e)?, src.side(driver, &e)?);
     let stream = StreamId(0);
-    Ok(op(if dst.is_packed(&e) && src.is_packed(&e) {
+    Ok(Route::Server(if dst.is_packed(&e) && src.is_packed(&e) {
         let len = e.width * e.height * e.depth;
         OnDevice::Line(MemcpyDtoD { stream, dst: dst.address, src: src.address, len })
     } else {
@@ -570,36 +565,6 @@ pub(crate) unsafe fn on_host(driver: &Driver, c: &Memcpy3D) -> Result {
         unsafe { std::ptr::copy(src.row(z, y) as *const u8, dst.row(z, y) as *mut u8, e.width as usize) };
     }
     Ok(())
-}
-
-api! {
-    fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: *const Memcpy2D) |pt| {
-        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
-    }
-
-    fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: *const Memcpy2D) |pt| {
-        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
-    }
-
-    fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: *const Memcpy2D, stream: usize) |pt| {
-        copy_2d(Copier::new(stream, pt, Mode::Async)?, copy)
-    }
-
-    fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: *const Memcpy3D) |pt| {
-        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, false)
-    }
-
-    fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
-        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, false)
-    }
-
-    fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: *const Memcpy3D) |pt| {
-        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, true)
-    }
-
-    fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
-        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, true)
-    }
 }
 
 #[cfg(test)]

@@ -4,12 +4,9 @@ use std::sync::Arc;
 
 use crate::abi::result::Result;
 use crate::abi::types::MemsetNodeParams;
-use crate::graph::node_work::Work;
-use crate::memory::managed::mirror;
-use crate::memory::{address, managed, pinned};
+use crate::memory::{address, managed, pinned_regions};
 use crate::process::driver::Driver;
 use crate::process::stream::Stream;
-use crate::process::{context, stream};
 use crate::work::host_function;
 use crate::work::host_function::Function;
 use client::Status;
@@ -111,70 +108,11 @@ impl Bytes {
 
 /// A fill of pinned memory, which this process makes by itself; `None`: it is of something else.
 fn pinned(p: &MemsetNodeParams) -> Result<Option<Bytes>> {
-    let Some((base, size, _)) = pinned::REGIONS.find(p.dst as usize) else { return Ok(None) };
+    let Some((base, size, _)) = pinned_regions::REGIONS.find(p.dst as usize) else { return Ok(None) };
     let row = p.width.checked_mul(p.elementSize as usize);
     let span = p.pitch.checked_mul(p.height.saturating_sub(1)).and_then(|rows| rows.checked_add(row?));
     let inside = span.is_some_and(|span| span <= size - (p.dst as usize - base));
     let known = matches!(p.elementSize, 1 | 2 | 4) && p.dst.is_multiple_of(p.elementSize.into());
     let apart = p.height < 2 || row.is_some_and(|row| row <= p.pitch);
     if inside && known && apart { Ok(Some(Bytes(*p))) } else { Err(Status::INVALID_VALUE) }
-}
-
-fn fill(
-    dst: u64,
-    pitch: usize,
-    value: u32,
-    element: u32,
-    width: usize,
-    height: usize,
-    handle: Option<usize>,
-    per_thread: bool,
-) -> Result {
-    let (driver, context, _lent) = context::ready_on(handle.unwrap_or(0))?;
-    let stream = stream::any(driver, context, handle.unwrap_or(0), per_thread)?;
-    let params = MemsetNodeParams { dst, pitch, value, elementSize: element, width, height };
-    let fill = Fill::of(driver, stream.id, &params)?;
-    if let (Some(capture), false) = (stream.capture(), matches!(fill, Fill::Nothing)) {
-        return capture.add(&stream, Work::Fill(params));
-    }
-    // For memory of the host, also for what a device has of it for the time being, this is the form that waits.
-    let waits = handle.is_none() && (matches!(fill, Fill::Here(_)) || mirror::is_here(dst));
-    fill.run(driver, &stream)?;
-    if waits { stream.synchronize(driver) } else { Ok(()) }
-}
-
-api! {
-    fn cuMemsetD8_v2 / cuMemsetD8_v2_ptds(dst: u64, value: u8, n: usize) |pt| { fill(dst, 0, value.into(), 1, n, 1, None, pt) }
-    fn cuMemsetD16_v2 / cuMemsetD16_v2_ptds(dst: u64, value: u16, n: usize) |pt| { fill(dst, 0, value.into(), 2, n, 1, None, pt) }
-    fn cuMemsetD32_v2 / cuMemsetD32_v2_ptds(dst: u64, value: u32, n: usize) |pt| { fill(dst, 0, value, 4, n, 1, None, pt) }
-
-    fn cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds(dst: u64, pitch: usize, value: u8, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value.into(), 1, width, height, None, pt)
-    }
-    fn cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds(dst: u64, pitch: usize, value: u16, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value.into(), 2, width, height, None, pt)
-    }
-    fn cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds(dst: u64, pitch: usize, value: u32, width: usize, height: usize) |pt| {
-        fill(dst, pitch, value, 4, width, height, None, pt)
-    }
-
-    fn cuMemsetD8Async / cuMemsetD8Async_ptsz(dst: u64, value: u8, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value.into(), 1, n, 1, Some(stream), pt)
-    }
-    fn cuMemsetD16Async / cuMemsetD16Async_ptsz(dst: u64, value: u16, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value.into(), 2, n, 1, Some(stream), pt)
-    }
-    fn cuMemsetD32Async / cuMemsetD32Async_ptsz(dst: u64, value: u32, n: usize, stream: usize) |pt| {
-        fill(dst, 0, value, 4, n, 1, Some(stream), pt)
-    }
-
-    fn cuMemsetD2D8Async / cuMemsetD2D8Async_ptsz(dst: u64, pitch: usize, value: u8, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value.into(), 1, width, height, Some(stream), pt)
-    }
-    fn cuMemsetD2D16Async / cuMemsetD2D16Async_ptsz(dst: u64, pitch: usize, value: u16, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value.into(), 2, width, height, Some(stream), pt)
-    }
-    fn cuMemsetD2D32Async / cuMemsetD2D32Async_ptsz(dst: u64, pitch: usize, value: u32, width: usize, height: usize, stream: usize) |pt| {
-        fill(dst, pitch, value, 4, width, height, Some(stream), pt)
-    }
 }

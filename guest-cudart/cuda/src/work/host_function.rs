@@ -3,20 +3,19 @@
 //! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. A thread looks for marks
 //! that were passed, calls the function and signals the ticket.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::abi::result::Result;
 use crate::abi::types::{HostFn, StreamCallback};
-use crate::graph::node_work::{Data, Work};
 use crate::memory::managed::shared_blocks;
 use crate::memory::{managed, pending_writes};
 use crate::process::driver::{Driver, driver};
+use crate::process::host_calls::{CALLED, CALLING, STOPPED};
 use crate::process::stream::Stream;
-use crate::process::{capture, context, copy_fences, stream};
+use crate::process::{context, fences, host_calls};
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::{Status, lock, log};
@@ -58,43 +57,6 @@ static PROGRAMS: Queue = Queue::new();
 
 static OWN: Queue = Queue::new();
 
-/// Functions of the program that are being called.
-static CALLING: AtomicUsize = AtomicUsize::new(0);
-
-/// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
-static STOPPED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
-
-/// Whether a function of the program is being called, so that its stream waits for this process.
-pub(crate) fn is_calling() -> bool {
-    CALLING.load(Ordering::Acquire) != 0
-}
-
-/// The streams, by their unique numbers, that are idle because a function is being called for them. [`managed::before_going_on`] comes between a stream's disappearance from here and its next work.
-pub(crate) fn stopped() -> Vec<u64> {
-    lock(&STOPPED).clone()
-}
-
-thread_local! {
-    /// Whether this thread is in a function of the program's, called for a stream.
-    static CALLED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Such a function makes no calls of CUDA's.
-///
-/// # Errors
-/// `NOT_PERMITTED` inside of one.
-#[inline]
-pub(crate) fn forbid() -> Result {
-    // A thread that ends is in none.
-    if CALLED.try_with(Cell::get).unwrap_or(false) { Err(Status::NOT_PERMITTED) } else { Ok(()) }
-}
-
-/// A ticket that no stream of this process has waited for.
-pub(crate) fn ticket() -> TicketId {
-    static TICKETS: AtomicU64 = AtomicU64::new(1);
-    TicketId(TICKETS.fetch_add(1, Ordering::Relaxed))
-}
-
 /// Calls a function when a stream, which is not being captured, comes to it; the stream goes on when it returns.
 pub(crate) fn on(
     driver: &'static Driver,
@@ -103,8 +65,8 @@ pub(crate) fn on(
     data: *mut c_void,
 ) -> Result {
     let queue = if matches!(function, Function::Own(_)) { &OWN } else { &PROGRAMS };
-    copy_fences::host_sees();
-    let ticket = ticket();
+    fences::host_sees();
+    let ticket = host_calls::ticket();
     queue.start.call_once(|| {
         let started = if std::ptr::eq(queue, &PROGRAMS) {
             start_programs()
@@ -222,28 +184,5 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
         managed::before_going_on(driver);
         // The stream goes on. If the session is lost there is nothing that could.
         let _ = driver.session.append(&StreamHostSignal { ticket });
-    }
-}
-
-api! {
-    fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz(stream: usize, function: Option<HostFn>, data: *mut c_void) |pt| {
-        let function = function.ok_or(Status::INVALID_VALUE)?;
-        let (driver, context, _lent) = context::ready_on(stream)?;
-        let stream = stream::any(driver, context, stream, pt)?;
-        if let Some(capture) = stream.capture() {
-            return capture.add(&stream, Work::Host(function, Data(data)));
-        }
-        on(driver, stream, Function::Host(function), data)
-    }
-
-    fn cuStreamAddCallback / cuStreamAddCallback_ptsz(stream: usize, callback: Option<StreamCallback>, data: *mut c_void, flags: u32) |pt| {
-        let callback = callback.ok_or(Status::INVALID_VALUE)?;
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let (driver, context, _lent) = context::ready_on(stream)?;
-        let on_stream = stream::any(driver, context, stream, pt)?;
-        capture::forbid(&on_stream)?;
-        on(driver, on_stream, Function::Callback(callback, stream), data)
     }
 }

@@ -1,27 +1,20 @@
 //! Launches. What can be wrong with one is found here, before it is appended, with the code that CUDA gives.
 
-use std::cell::RefCell;
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::{Result, code, refuse_form};
 use crate::abi::types::{LaunchAttr, LaunchConfig};
-use crate::api::devices::attr;
-use crate::api::stream_attributes;
-use crate::code::function;
 use crate::code::function::{Function, func};
-use crate::graph::node_work::{Kernel, Work};
-use crate::memory::{managed, pinned};
+use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
-use crate::process::{context, copy_fences, stream};
-use crate::streams::event;
+use crate::process::fences;
 use client::Status;
-use client::ops::launch::{Launch, LaunchAttribute};
+use client::ops::launch::LaunchAttribute;
 
 /// `CUlaunchAttributeID` numbers.
-mod launch_attr {
+pub(crate) mod launch_attr {
     pub const IGNORE: u32 = 0;
     pub const COOPERATIVE: u32 = 2;
     pub const CLUSTER_DIMENSION: u32 = 4;
@@ -34,10 +27,6 @@ mod launch_attr {
 
 /// Blocks of a cluster that every device of the architecture can have.
 const PORTABLE_CLUSTER: u32 = 8;
-
-thread_local! {
-    static BLOCK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
 
 /// What a launch asks for.
 pub(crate) struct Shape {
@@ -171,23 +160,6 @@ pub(crate) unsafe fn attributes(config: &LaunchConfig) -> Result<Vec<LaunchAttri
     Ok(out)
 }
 
-/// The events that a launch is to record: when its blocks have begun, or have said that what depends on them may begin. CUDA gives both as a best effort; here they are recorded when the kernel
-/// is done, which is never too early.
-///
-/// # Safety
-/// As for [`attributes`].
-unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
-    let mut found = Vec::new();
-    for i in 0..config.numAttrs as usize {
-        // SAFETY: as the caller says; `attributes` has found the array not to be NULL.
-        let LaunchAttr { id, value, .. } = unsafe { *config.attrs.add(i) };
-        if matches!(id, launch_attr::PROGRAMMATIC_EVENT | launch_attr::LAUNCH_COMPLETION_EVENT) {
-            found.push(value.0.first_chunk().map_or(0, |bytes| usize::from_le_bytes(*bytes)));
-        }
-    }
-    Ok(found)
-}
-
 /// A grid is made of whole clusters, of the size that the function was compiled for, if any; more than eight blocks only a function has that allows it.
 fn check_clusters(function: &Function, attributes: &[LaunchAttribute], grid: &[u32; 3]) -> Result {
     let own = [func::REQUIRED_CLUSTER_WIDTH, func::REQUIRED_CLUSTER_HEIGHT, func::REQUIRED_CLUSTER_DEPTH]
@@ -223,7 +195,7 @@ pub(crate) fn check_all(
     check_clusters(function, attributes, &shape.grid)?;
     function.context.limits.will_need(function.stack());
     if function.prints {
-        copy_fences::host_sees();
+        fences::host_sees();
     }
     Ok(())
 }
@@ -243,117 +215,4 @@ pub(crate) unsafe fn parameters(
     }
     // SAFETY: as the caller says.
     unsafe { if extra.is_null() { gather(function, params, block) } else { unpack(function, extra, block) } }
-}
-
-/// Launches a function, or makes it part of a capture.
-///
-/// # Safety
-/// As for [`parameters`].
-pub(crate) unsafe fn launch(
-    handle: usize,
-    shape: Shape,
-    stream: usize,
-    per_thread: bool,
-    attributes: Vec<LaunchAttribute>,
-    params: *const *const c_void,
-    extra: *const *mut c_void,
-) -> Result {
-    let (driver, context, _lent) = context::ready_on(stream)?;
-    if handle == 0 {
-        return Err(Status::INVALID_HANDLE);
-    }
-    let function = function::of(handle)?;
-    let stream = stream::any(driver, context, stream, per_thread)?;
-    if !std::ptr::eq(function.context, context) || !std::ptr::eq(stream.context, context) {
-        return Err(Status::INVALID_HANDLE);
-    }
-    check_all(driver, &function, &shape, &attributes)?;
-    if let Some(capture) = stream.capture() {
-        let mut block = Vec::new();
-        // SAFETY: as the caller says.
-        unsafe { parameters(&function, params, extra, &mut block) }?;
-        pinned::reach(driver, &block);
-        let attributes = stream_attributes::of_captured(&stream, attributes);
-        let kernel = Kernel::new(handle, function, shape, attributes, &block);
-        return capture.add(&stream, Work::Kernel(Arc::new(kernel)));
-    }
-    let append = |block: &mut Vec<u8>| {
-        // Parameters are read first: they may stand in managed memory, which then is the host's once more.
-        // SAFETY: as the caller says.
-        unsafe { parameters(&function, params, extra, block) }?;
-        pinned::reach(driver, block);
-        let _order = managed::before_work(driver)?;
-        let op = Launch {
-            function: function.id,
-            stream: stream.id,
-            grid: shape.grid,
-            block: shape.block,
-            dynamic_shared: shape.shared,
-            attributes: attributes.clone(),
-            params: block,
-        };
-        stream.work(driver, &op)?;
-        context.limits.launched(function.stack());
-        Ok(())
-    };
-    let appended = BLOCK.try_with(|block| match block.try_borrow_mut() {
-        Ok(mut block) => append(&mut block),
-        Err(_) => append(&mut Vec::new()),
-    });
-    appended.unwrap_or_else(|_| append(&mut Vec::new()))
-}
-
-fn cooperative() -> Vec<LaunchAttribute> {
-    let mut value = [0; 64];
-    value[0] = 1;
-    vec![LaunchAttribute { id: launch_attr::COOPERATIVE, value }]
-}
-
-api! {
-    fn cuLaunchKernel / cuLaunchKernel_ptsz(
-        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
-        params: *const *const c_void, extra: *const *mut c_void
-    ) |pt| {
-        launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra)
-    }
-
-    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
-        config: *const LaunchConfig, function: usize, params: *const *const c_void, extra: *const *mut c_void
-    ) |pt| {
-        static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(config)?;
-        let c = *config;
-        let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
-        let attributes = attributes(&c)?;
-        let events = events(&c)?;
-        if attributes.iter().any(|attribute| attribute.id == launch_attr::COOPERATIVE && attribute.value[0] != 0) {
-            let (driver, context, _lent) = context::ready_on(c.hStream)?;
-            let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-            crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
-        }
-        if events.is_empty() {
-            return launch(function, shape, c.hStream, pt, attributes, params, extra);
-        }
-        let (driver, context, _lent) = context::ready_on(c.hStream)?;
-        let stream = stream::any(driver, context, c.hStream, pt)?;
-        if stream.capture().is_some() {
-            return refuse_form("a captured launch that records an event", &SAID);
-        }
-        let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
-        launch(function, shape, c.hStream, pt, attributes, params, extra)?;
-        events.iter().try_for_each(|event| event::record_on(driver, event, stream.clone()))
-    }
-
-    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
-        function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const c_void
-    ) |pt| {
-        let (driver, context, _lent) = context::ready_on(stream)?;
-        let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-        if device.attribute(attr::COOPERATIVE_LAUNCH) == 0 {
-            return Err(Status::NOT_SUPPORTED);
-        }
-        let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
-        crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
-        launch(function, shape, stream, pt, cooperative(), params, std::ptr::null())
-    }
 }

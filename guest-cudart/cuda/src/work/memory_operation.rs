@@ -4,20 +4,20 @@
 //! process's: a write is a function of its own in the stream's order; a wait holds the stream, as a host function does, until a thread here has seen its condition come true.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use crate::abi::arguments::non_null;
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::BatchMemOp;
-use crate::api::devices::attr;
-use crate::graph::node_work::Work;
 use crate::memory::managed::mirror;
-use crate::memory::{address, managed, pending_writes, pinned};
+use crate::memory::{address, managed, pending_writes, pinned_regions};
+use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
+use crate::process::host_calls::WAITING;
 use crate::process::stream::Stream;
-use crate::process::{context, stream};
+use crate::process::{context, host_calls};
 use crate::work::host_function;
 use crate::work::host_function::Function;
 use client::handle::{StreamId, TicketId};
@@ -68,19 +68,11 @@ struct HostWait {
 
 static WAITS: Mutex<VecDeque<HostWait>> = Mutex::new(VecDeque::new());
 
-/// How many they are, for who may not wait for the lock.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
-
 static CAME: Condvar = Condvar::new();
-
-/// Whether a stream waits, or will, for a word of this process's.
-pub(crate) fn is_waiting() -> bool {
-    WAITING.load(Ordering::Acquire) != 0
-}
 
 /// Whether an operation's word lies in pinned memory.
 fn is_pinned(op: &MemoryOp) -> bool {
-    let found = pinned::REGIONS.find(op.address as usize);
+    let found = pinned_regions::REGIONS.find(op.address as usize);
     found.is_some_and(|(base, size, _)| op.width() <= (size - (op.address as usize - base)) as u64)
 }
 
@@ -109,7 +101,7 @@ fn store(op: &MemoryOp) {
 
 impl Operations {
     /// Checks operations against the device and the process's memory. `first`: by the rules of the functions' first form.
-    fn new(driver: &Driver, device: &Device, given: &[BatchMemOp], first: bool) -> Result<Operations> {
+    pub fn new(driver: &Driver, device: &Device, given: &[BatchMemOp], first: bool) -> Result<Operations> {
         if given.is_empty() || given.len() > memory_op::MOST {
             return Err(Status::INVALID_VALUE);
         }
@@ -233,7 +225,7 @@ fn place(driver: &Driver, op: &MemoryOp) -> Result<Where> {
         Ok(_) if mirror::is_here(op.address) => Ok(Where::InTurn),
         // CUDA has no such operations on managed memory.
         Ok(_) => Err(Status::INVALID_VALUE),
-        Err(_) if pinned::is_mapped(op.address) => Ok(Where::Device),
+        Err(_) if pinned_regions::is_mapped(op.address) => Ok(Where::Device),
         Err(_) if is_pinned(op) => Ok(Where::Here),
         Err(status) => Err(status),
     }
@@ -248,7 +240,7 @@ fn wait_here(driver: &'static Driver, stream: &Arc<Stream>, op: &MemoryOp) -> Re
             log::error(format_args!("no thread for streams that wait for memory: {error}"));
         }
     });
-    let ticket = host_function::ticket();
+    let ticket = host_calls::ticket();
     let mut waits = lock(&WAITS);
     let mark = stream.publishing_work(driver, &StreamMark { stream: stream.id })?;
     let seq = stream.work(driver, &StreamHostWait { stream: stream.id, ticket })?;
@@ -316,83 +308,11 @@ fn serve(driver: &'static Driver) {
 ///
 /// # Safety
 /// Unless it is NULL, it may be read for `count` entries.
-unsafe fn slice<'a>(given: *const BatchMemOp, count: u32) -> Result<&'a [BatchMemOp]> {
+pub(crate) unsafe fn slice<'a>(given: *const BatchMemOp, count: u32) -> Result<&'a [BatchMemOp]> {
     non_null(given)?;
     if count as usize > memory_op::MOST {
         return Err(Status::INVALID_VALUE);
     }
     // SAFETY: not NULL, and as the caller says.
     Ok(unsafe { std::slice::from_raw_parts(given, count as usize) })
-}
-
-fn enqueue(handle: usize, per_thread: bool, given: &[BatchMemOp], first: bool) -> Result {
-    let (driver, context, _lent) = context::ready_on(handle)?;
-    let stream = stream::any(driver, context, handle, per_thread)?;
-    let device = driver.devices.get(stream.context.device as usize).ok_or(Status::INVALID_DEVICE)?;
-    let operations = Operations::new(driver, device, given, first)?;
-    match stream.capture() {
-        Some(capture) => capture.add(&stream, Work::Words(Arc::new(operations))),
-        None => operations.run(driver, &stream),
-    }
-}
-
-fn one(
-    operation: u32,
-    handle: usize,
-    per_thread: bool,
-    address: u64,
-    value: u64,
-    flags: u32,
-    first: bool,
-) -> Result {
-    let op = BatchMemOp { operation, short_flags: 0, address, value, flags, alias: 0, pad: 0 };
-    enqueue(handle, per_thread, &[op], first)
-}
-
-api! {
-    fn cuStreamWaitValue32_v2 / cuStreamWaitValue32_v2_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
-        one(memory_op::WAIT_32, stream, pt, address, value.into(), flags, false)
-    }
-
-    fn cuStreamWaitValue64_v2 / cuStreamWaitValue64_v2_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
-        one(memory_op::WAIT_64, stream, pt, address, value, flags, false)
-    }
-
-    fn cuStreamWriteValue32_v2 / cuStreamWriteValue32_v2_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
-        one(memory_op::WRITE_32, stream, pt, address, value.into(), flags, false)
-    }
-
-    fn cuStreamWriteValue64_v2 / cuStreamWriteValue64_v2_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
-        one(memory_op::WRITE_64, stream, pt, address, value, flags, false)
-    }
-
-    fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        enqueue(stream, pt, slice(operations, count)?, false)
-    }
-
-    fn cuStreamWaitValue32 / cuStreamWaitValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
-        one(memory_op::WAIT_32, stream, pt, address, value.into(), flags, true)
-    }
-
-    fn cuStreamWaitValue64 / cuStreamWaitValue64_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
-        one(memory_op::WAIT_64, stream, pt, address, value, flags, true)
-    }
-
-    fn cuStreamWriteValue32 / cuStreamWriteValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
-        one(memory_op::WRITE_32, stream, pt, address, value.into(), flags, true)
-    }
-
-    fn cuStreamWriteValue64 / cuStreamWriteValue64_ptsz(stream: usize, address: u64, value: u64, flags: u32) |pt| {
-        one(memory_op::WRITE_64, stream, pt, address, value, flags, true)
-    }
-
-    fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
-        if flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        enqueue(stream, pt, slice(operations, count)?, true)
-    }
 }

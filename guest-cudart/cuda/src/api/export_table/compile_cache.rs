@@ -67,7 +67,7 @@ struct Cache {
 }
 
 #[derive(Default)]
-struct Memory {
+pub(crate) struct Memory {
     results: HashMap<Bytes, Bytes>,
     oldest: VecDeque<Bytes>,
     bytes: usize,

@@ -12,9 +12,9 @@ use std::sync::atomic::AtomicPtr;
 
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::{Result, finish};
-use crate::api::devices::attr;
 use crate::api::export_table::integrity::{Question, Seen};
 use crate::process::context::Stored;
+use crate::process::device_attributes::attr;
 use crate::process::{context, driver};
 use client::counters::Call;
 use client::{Status, counters, lock, log};
@@ -148,8 +148,7 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
         driver.devices.iter().map(seen).collect()
     });
     let question = Question {
-        driver_version: driver::driver()
-            .map_or(crate::api::get_proc_address::API_VERSION, |driver| driver.version),
+        driver_version: driver::driver().map_or(crate::process::driver::API_VERSION, |driver| driver.version),
         version,
         process: std::process::id(),
         // SAFETY: a plain question to the C library.
@@ -186,7 +185,7 @@ unsafe extern "C" fn stream_id(_ctx: usize, stream: usize, id: *mut u64) -> u32 
         return Status::INVALID_VALUE.0;
     }
     // SAFETY: the same arguments, under the same terms.
-    unsafe { crate::process::stream::cuStreamGetId(stream, id) }
+    unsafe { crate::api::streams::cuStreamGetId(stream, id) }
 }
 
 unsafe extern "C" fn stream_through(_ctx: usize, stream: usize, out: *mut usize, per_thread: u32) -> u32 {

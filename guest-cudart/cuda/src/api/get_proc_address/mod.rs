@@ -6,11 +6,9 @@ use std::ffi::{CStr, c_char, c_void};
 
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
+use crate::api::get_proc_address::table::ENTRIES;
+use crate::process::driver::API_VERSION;
 use client::Status;
-use table::ENTRIES;
-
-/// The version of the API that this library has.
-pub(crate) const API_VERSION: i32 = 13000;
 
 /// One function: the name that is asked for, the version since which it is meant by that name, its address, and that of its form for the per-thread default stream.
 struct Entry {

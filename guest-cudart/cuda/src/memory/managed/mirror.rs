@@ -11,7 +11,7 @@ use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run};
 use crate::memory::managed::partial_pages::Edge;
 use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, partial_pages, shared_blocks};
-use crate::memory::pinned::REGIONS;
+use crate::memory::pinned_regions::REGIONS;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use client::ops::memory::{HostMirror, HostRead, HostUnmap, HostWrite};

@@ -26,34 +26,29 @@ pub(crate) mod shared_blocks;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{CStr, c_char};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
-use crate::code::library;
-use crate::memory::address::Tag;
+use crate::memory::device_memory;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Blocks, Run};
 use crate::memory::managed::mirror::Mirrors;
 use crate::memory::managed::partial_pages::Edge;
 use crate::memory::managed::shared_blocks::Together;
-use crate::memory::{address, pool};
+use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
-use crate::process::driver::{Device, Driver, driver, unique_id};
+use crate::process::driver::{Device, Driver, Tag, driver};
+use crate::process::fences;
+use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::process::{capture, context, copy_fences, stream};
-use crate::work::copy::{Copier, Mode};
+use crate::streams::stream_table;
 use client::memory::Backing;
 use client::ops::copy::Memset;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::pages::{PAGE, Pages};
 use client::{Status, lock, log};
-
-/// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
-const ATTACH: [u32; 3] = [1, 2, 4];
 
 /// Pages of managed memory, with what lies in them on the device.
 pub(crate) struct Piece {
@@ -61,14 +56,14 @@ pub(crate) struct Piece {
     blocks: Blocks,
     /// Where bytes are: all of an allocation, the variables of some pages.
     parts: Vec<Range<u64>>,
-    advised: Advised,
+    pub advised: Advised,
     /// It is pinned memory, which host and device may use at the same time.
     pinned: bool,
 }
 
 pub(crate) struct State {
     /// By first address.
-    pieces: BTreeMap<u64, (u64, Piece)>,
+    pub pieces: BTreeMap<u64, (u64, Piece)>,
     /// How many pieces lie outside of the windows' parts for managed memory.
     elsewhere: usize,
     /// The pieces that the next work of the device has to look at.
@@ -179,7 +174,7 @@ impl Backing for Both {
 }
 
 impl State {
-    fn find(&self, address: u64) -> Option<(u64, u64)> {
+    pub fn find(&self, address: u64) -> Option<(u64, u64)> {
         let (base, (size, _)) = self.pieces.range(..=address).next_back()?;
         (address - base < *size).then_some((*base, *size))
     }
@@ -192,7 +187,7 @@ impl State {
     }
 
     fn insert(&mut self, base: u64, size: u64, piece: Piece) {
-        copy_fences::host_sees();
+        fences::host_sees();
         if piece.blocks.is_held() {
             self.held.insert(base);
         }
@@ -210,18 +205,15 @@ impl State {
         piece
     }
 
-    /// What moves bytes between the sides.
-    fn mover(&mut self, driver: &'static Driver, context: &'static Context) -> Result<Copier> {
+    /// The stream on which bytes move between the sides.
+    fn mover(&mut self, driver: &'static Driver, context: &'static Context) -> Result<Arc<Stream>> {
         let found = self.movers.iter().find(|(other, _)| std::ptr::eq(*other, context));
-        let stream = match found {
-            Some((_, stream)) => stream.clone(),
-            None => {
-                let stream = stream::unnamed(driver, context)?;
-                self.movers.push((context, stream.clone()));
-                stream
-            }
-        };
-        Ok(Copier::on(driver, stream, Mode::Sync, true))
+        if let Some((_, stream)) = found {
+            return Ok(stream.clone());
+        }
+        let stream = stream_table::unnamed(driver, context)?;
+        self.movers.push((context, stream.clone()));
+        Ok(stream)
     }
 
     /// Gives the device a range of one piece: bytes that the host has changed, and the right to change them.
@@ -239,17 +231,20 @@ impl State {
                 mirror::write(driver, piece.context, run.address, bytes)?;
             }
         } else if !dirty.is_empty() {
-            let copier = self.mover(driver, piece.context)?;
+            let stream = self.mover(driver, piece.context)?;
+            let transfer = Transfer { driver, stream: &stream };
             let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
             for run in &dirty {
                 pages.forbid_writes(run.address as usize, run.len as usize).map_err(|_| Status::UNKNOWN)?;
                 for part in piece.parts_in(run) {
                     let len = (part.end - part.start) as usize;
                     // SAFETY: a block that the host has, and that nobody changes.
-                    unsafe { copier.send(part.start, pages.bytes(part.start as usize), len) }?;
+                    unsafe {
+                        transfer.send(part.start, pages.bytes(part.start as usize), len, |_, _| Ok(()))
+                    }?;
                 }
             }
-            copier.stream.synchronize(driver)?;
+            stream.synchronize(driver)?;
         }
         for run in &held {
             pages.clear(run.address as usize, run.len as usize).map_err(page_faults::failed)?;
@@ -368,7 +363,7 @@ pub(crate) fn alloc(
     pages(driver)?;
     let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
     let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
-    let address = address::place(driver, device, &device.managed, size, tag, &Both(driver))?;
+    let address = device_memory::place(device, &device.managed, size, tag, &Both(driver))?;
     let reserved = size.next_multiple_of(PAGE as u64);
     prepare(driver, context, address, reserved).inspect_err(|_| {
         lock(&device.managed).free(address, &Both(driver));
@@ -379,11 +374,11 @@ pub(crate) fn alloc(
 fn prepare(driver: &'static Driver, context: &'static Context, address: u64, size: u64) -> Result {
     let pages = pages(driver)?;
     let mut state = lock(&STATE);
-    let copier = state.mover(driver, context)?;
-    let (stream, width) = (copier.stream.id, size / 4);
-    let zero = Memset { stream, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
-    copier.stream.work(driver, &zero)?;
-    copier.stream.synchronize(driver)?;
+    let stream = state.mover(driver, context)?;
+    let width = size / 4;
+    let zero = Memset { stream: stream.id, dst: address, pitch: 0, value: 0, element: 4, width, height: 1 };
+    stream.work(driver, &zero)?;
+    stream.synchronize(driver)?;
     pages.open_range(address as usize, size as usize).map_err(|_| Status::OUT_OF_MEMORY)?;
     let all = address..address + size;
     let blocks = Blocks::new(address, size, true);
@@ -435,13 +430,14 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     memory.reset();
 }
 
-/// What a context had goes with it.
-pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+/// What a context had goes with it; `gone` is told the pool and the bytes of each allocation.
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: impl Fn(usize, u64)) {
     for device in &driver.devices {
         let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
         for address in addresses {
-            if let Some(found) = address::find(driver, address) {
-                pool::gone(found.pool, found.size);
+            let found = lock(&device.managed).find(address).map(|(_, found)| (found.tag, found.size));
+            if let Some((tag, size)) = found.filter(|(tag, _)| !tag.freed) {
+                gone(tag.pool, size);
             }
             // What is not given back now is with the session.
             let _ = free(driver, device, address);
@@ -518,33 +514,5 @@ pub(crate) fn forget_variable(address: u64, size: u64) {
             state.remove(base);
             pages.unmap(base as usize, len as usize);
         }
-    }
-}
-
-api! {
-    fn cuMemAllocManaged(dptr: *mut u64, size: usize, flags: u32) {
-        non_null(dptr)?;
-        let (driver, context) = context::ready()?;
-        // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
-        if size == 0 || !matches!(flags, 1 | 2) {
-            return Err(Status::INVALID_VALUE);
-        }
-        capture::unsafe_call()?;
-        put(dptr, alloc(driver, context, size as u64, 0)?)
-    }
-
-    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
-        non_null(name)?;
-        library::managed_variable(handle, CStr::from_ptr(name))?.put(address, size)
-    }
-
-    fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
-        let (driver, context) = context::ready()?;
-        stream::plain(driver, context, handle, pt)?;
-        // An access of the host waits for all streams, whichever the memory is attached to.
-        let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
-        let found = found.ok_or(Status::INVALID_VALUE)?;
-        let whole = length == 0 || length as u64 == found.size;
-        if whole && ATTACH.contains(&flags) { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 }

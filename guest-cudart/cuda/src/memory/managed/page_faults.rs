@@ -5,9 +5,10 @@ use std::sync::{PoisonError, RwLockWriteGuard, TryLockError, mpsc};
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run};
 use crate::memory::managed::{ORDER, STATE, State, mirror, shared_blocks};
-use crate::process::context;
+use crate::memory::transfer::Transfer;
 use crate::process::driver::Driver;
-use crate::work::{host_function, memory_operation};
+use crate::process::{context, host_calls};
+use crate::streams::stream_table;
 use client::counters::COUNTERS;
 use client::pages::{Fault, Pages};
 use client::{Status, counters, lock, log};
@@ -51,7 +52,7 @@ fn is_pinned(address: u64) -> bool {
 
 /// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.
 fn is_waited_for() -> bool {
-    host_function::is_calling() || memory_operation::is_waiting()
+    host_calls::is_calling() || host_calls::is_waiting()
 }
 
 /// No work comes before the guard goes. `None`: some is just coming.
@@ -73,7 +74,7 @@ fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault,
     let order = no_work_comes();
     let mut state = lock(&STATE);
     // Under the lock: a stream that stops waiting asks for it before it goes on.
-    let given = if order.is_some() && context::all_stopped(driver) {
+    let given = if order.is_some() && stream_table::all_stopped(driver) {
         state.give_to_host(driver, pages, fault, buffer)
     } else {
         state.give_beside_work(driver, pages, fault, buffer)
@@ -186,12 +187,13 @@ impl State {
         if piece.pinned {
             return mirror::read(driver, context, run.address, bytes);
         }
-        let copier = self.mover(driver, context)?;
+        let stream = self.mover(driver, context)?;
+        let transfer = Transfer { driver, stream: &stream };
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(&run) {
             let to = &mut bytes[(part.start - run.address) as usize..(part.end - run.address) as usize];
             // SAFETY: a buffer of the caller's.
-            unsafe { copier.receive(to.as_mut_ptr(), part.start, to.len()) }?;
+            unsafe { transfer.receive(to.as_mut_ptr(), part.start, to.len()) }?;
         }
         Ok(())
     }

@@ -5,21 +5,16 @@
 //! two comparisons.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::managed::{STATE, State, mirror, shared_blocks};
-use crate::process::context;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
+use crate::process::work_signal::{EDGES, WORK};
+use crate::process::{context, work_signal};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
-
-/// How many there are.
-static EDGES: AtomicUsize = AtomicUsize::new(0);
-
-/// How often work of the device has begun since there are any.
-static WORK: AtomicU64 = AtomicU64::new(0);
 
 /// What [`WORK`] was when they were compared last and no work was under way.
 static COMPARED: AtomicU64 = AtomicU64::new(0);
@@ -108,15 +103,6 @@ impl Edge {
     }
 }
 
-/// After work of the device was put on a stream: it may change what is compared.
-#[inline]
-pub(crate) fn work_came() {
-    if EDGES.load(Ordering::Acquire) != 0 {
-        WORK.fetch_add(1, Ordering::AcqRel);
-        shared_blocks::wake();
-    }
-}
-
 /// Whether there is something to compare.
 pub(crate) fn is_due() -> bool {
     EDGES.load(Ordering::Acquire) != 0 && WORK.load(Ordering::Acquire) != COMPARED.load(Ordering::Acquire)
@@ -144,7 +130,7 @@ impl State {
     pub(crate) fn add_edges(&mut self, edges: impl IntoIterator<Item = Edge>) {
         self.edges.extend(edges);
         EDGES.store(self.edges.len(), Ordering::Release);
-        work_came();
+        work_signal::work_came();
     }
 
     pub(crate) fn drop_edges(&mut self, region: u64) {

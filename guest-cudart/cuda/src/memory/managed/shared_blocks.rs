@@ -12,14 +12,17 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, Once, PoisonError};
+use std::sync::{Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::abi::result::Result;
 use crate::memory::managed::blocks::{Answer, Run};
 use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
+use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
+use crate::process::work_signal;
+use crate::process::work_signal::CAME;
 use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
 use client::pages::{Fault, Pages};
 use client::{lock, log};
@@ -47,9 +50,6 @@ impl Together {
     }
 }
 
-/// There may be something to be taken away, or compared, since the thread last looked.
-static CAME: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
-
 /// What changes seldom is looked at so often at least.
 const SELDOM: Duration = Duration::from_millis(5);
 
@@ -62,11 +62,6 @@ pub(crate) fn start(driver: &'static Driver) {
             log::error(format_args!("no thread for pinned memory: {error}"));
         }
     });
-}
-
-pub(crate) fn wake() {
-    *lock(&CAME.0) = true;
-    CAME.1.notify_one();
 }
 
 /// Answers an access to pinned memory. `busy`: the device may be using it.
@@ -178,17 +173,20 @@ impl State {
         now: &[u8],
     ) -> Result {
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
-        let copier = self.mover(driver, piece.context)?;
+        let stream = self.mover(driver, piece.context)?;
+        let transfer = Transfer { driver, stream: &stream };
         let Some((_, piece)) = self.pieces.get(&base) else { return Ok(()) };
         for part in piece.parts_in(run) {
             let within = (part.start - run.address) as usize..(part.end - run.address) as usize;
             for row in rows(&before[within.clone()], &now[within.clone()]) {
                 let bytes = &now[within.start + row.start..within.start + row.end];
                 // SAFETY: bytes of present pages that nobody changes now; they are read before the call returns.
-                unsafe { copier.send(part.start + row.start as u64, bytes.as_ptr(), bytes.len()) }?;
+                unsafe {
+                    transfer.send(part.start + row.start as u64, bytes.as_ptr(), bytes.len(), |_, _| Ok(()))
+                }?;
             }
         }
-        copier.stream.synchronize(driver)
+        stream.synchronize(driver)
     }
 
     /// Gives the host what an access to managed memory needs while work may change what is in the same block.
@@ -267,7 +265,7 @@ impl State {
                 self.given(base, run, fault.write);
                 pages.fill(run.address as usize, &before, fault.write).map_err(page_faults::failed)?;
                 self.together.push(Together { base, pinned: true, run, before });
-                wake();
+                work_signal::wake();
             }
         }
         Ok(true)

@@ -12,14 +12,70 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
-use crate::memory::virtual_memory;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
-use crate::process::stream;
+use crate::process::ids;
 use crate::process::stream::Stream;
-use crate::streams::event;
-use crate::streams::event::Event;
-use client::lock;
+use client::handle::EventId;
+use client::ops::event::{EventCreate, EventDestroy, EventRecord};
+use client::ops::stream::StreamWaitEvent;
+use client::{Status, lock};
+
+/// An event of this library's own: no handle names it and no capture has a part in it. It belongs to one context.
+pub(crate) struct OwnEvent {
+    id: EventId,
+    last: Mutex<Option<(Arc<Stream>, u64)>>,
+}
+
+impl OwnEvent {
+    /// Makes one in a context.
+    pub fn new(driver: &Driver, context: &Context) -> Result<OwnEvent> {
+        /// `CU_EVENT_DISABLE_TIMING`.
+        const DISABLE_TIMING: u32 = 2;
+        let event = EventId(ids::EVENTS.take().ok_or(Status::OUT_OF_MEMORY)?);
+        driver.session.append(&EventCreate { context: context.id, event, flags: DISABLE_TIMING })?;
+        Ok(OwnEvent { id: event, last: Mutex::new(None) })
+    }
+
+    /// Records it on a stream; the `seq` of the record.
+    pub fn record(&self, driver: &Driver, stream: &Arc<Stream>) -> Result<u64> {
+        // The lock is kept meanwhile: what the event says last is what was recorded last.
+        let mut last = lock(&self.last);
+        let op = EventRecord { event: self.id, stream: stream.id, flags: 0 };
+        let seq = stream.publishing_work(driver, &op)?;
+        *last = Some((stream.clone(), seq));
+        Ok(seq)
+    }
+
+    /// Makes a stream wait for its last record, if there is one.
+    pub fn hold(&self, driver: &Driver, stream: &Stream) -> Result {
+        let Some((other, record)) = lock(&self.last).clone() else { return Ok(()) };
+        let seq = stream.work(driver, &StreamWaitEvent { stream: stream.id, event: self.id, flags: 0 })?;
+        stream.waits_for(seq, &other, record);
+        Ok(())
+    }
+
+    /// `seq` of its last record.
+    fn last(&self) -> Option<u64> {
+        lock(&self.last).as_ref().map(|(_, seq)| *seq)
+    }
+
+    /// Its end. `with_server`: the server destroys it by itself.
+    pub fn end(&self, driver: &Driver, with_server: bool) {
+        // A lost session has no events.
+        if with_server || driver.session.append(&EventDestroy { event: self.id }).is_ok() {
+            ids::EVENTS.give_back(self.id.0);
+        }
+    }
+}
+
+/// Makes a stream wait for all work so far on another.
+pub(crate) fn join(driver: &Driver, from: &Arc<Stream>, to: &Stream) -> Result {
+    let event = OwnEvent::new(driver, from.context)?;
+    let joined = event.record(driver, from).and_then(|_| event.hold(driver, to));
+    event.end(driver, false);
+    joined
+}
 
 /// Whether the host may see what the device does before it has waited for it.
 static HOST_SEES: AtomicBool = AtomicBool::new(false);
@@ -51,7 +107,7 @@ pub(crate) struct Promise {
     /// Everything on the stream up to this `seq` is promised to be done.
     upto: AtomicU64,
     /// Recorded after the last copy that others have to come behind.
-    fence: Mutex<Option<Event>>,
+    fence: Mutex<Option<OwnEvent>>,
     /// The latest fence of the context that the stream's work comes behind.
     respected: AtomicU64,
 }
@@ -71,7 +127,7 @@ impl Promise {
 pub(crate) fn copied(driver: &Driver, stream: &Arc<Stream>, before: u64) -> Result {
     // Another process that shares the memory is told by a way of its own.
     let open = !stream.promise.covers(before) && !stream.is_known_done(before);
-    if virtual_memory::shares() || open && HOST_SEES.load(Ordering::Acquire) {
+    if shares() || open && HOST_SEES.load(Ordering::Acquire) {
         return stream.synchronize(driver);
     }
     driver.session.show_output();
@@ -98,10 +154,9 @@ fn record(driver: &Driver, stream: &Arc<Stream>) -> Result {
     let mut fence = lock(&stream.promise.fence);
     let event = match &mut *fence {
         Some(event) => event,
-        none => none.insert(event::own(driver, context)?),
+        none => none.insert(OwnEvent::new(driver, context)?),
     };
-    event::record_on(driver, event, stream.clone())?;
-    let Some((_, seq)) = event.last() else { return Ok(()) };
+    let seq = event.record(driver, stream)?;
     drop(fence);
     let mut open = lock(&context.fences.open);
     open.retain(|other| !Arc::ptr_eq(other, stream) && !is_passed(driver, other));
@@ -112,8 +167,8 @@ fn record(driver: &Driver, stream: &Arc<Stream>) -> Result {
 
 /// Whether a stream has passed the last of its copies that others wait for.
 fn is_passed(driver: &Driver, stream: &Stream) -> bool {
-    let last = lock(&stream.promise.fence).as_ref().and_then(Event::last);
-    last.is_none_or(|(_, seq)| stream.has_passed(driver, seq))
+    let last = lock(&stream.promise.fence).as_ref().and_then(OwnEvent::last);
+    last.is_none_or(|seq| stream.has_passed(driver, seq))
 }
 
 /// Before work is put on a stream, which is not being captured: it comes behind the copies that the program was told are done.
@@ -136,8 +191,8 @@ fn wait_for_fences(driver: &Driver, stream: &Stream, latest: u64) -> Result {
     {
         let fence = lock(&other.promise.fence);
         let Some(event) = &*fence else { continue };
-        if event.last().is_some_and(|(_, seq)| seq > respected) {
-            stream::wait(driver, stream, event)?;
+        if event.last().is_some_and(|seq| seq > respected) {
+            event.hold(driver, stream)?;
         }
     }
     stream.promise.respected.fetch_max(latest, Ordering::AcqRel);
@@ -148,6 +203,15 @@ fn wait_for_fences(driver: &Driver, stream: &Stream, latest: u64) -> Result {
 pub(crate) fn forget(driver: &Driver, stream: &Stream, with_server: bool) {
     lock(&stream.context.fences.open).retain(|other| !std::ptr::eq(&**other, stream));
     if let Some(event) = lock(&stream.promise.fence).take() {
-        event::end(driver, &event, with_server);
+        event.end(driver, with_server);
     }
+}
+
+/// Whether this process shares memory with another.
+pub(crate) static SHARES: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process shares memory with another, whose commands reach the server by another way: a copy that CUDA calls synchronous must then have reached the device when it returns.
+#[inline]
+pub(crate) fn shares() -> bool {
+    SHARES.load(Ordering::Relaxed)
 }

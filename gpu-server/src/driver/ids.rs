@@ -6,11 +6,11 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A table by handle.
-pub(super) type Ids<V> = HashMap<u32, V, BuildHasherDefault<Spread>>;
+pub type Ids<V> = HashMap<u32, V, BuildHasherDefault<Spread>>;
 
 /// Spreads a number over 64 bits by one multiplication.
 #[derive(Default)]
-pub(super) struct Spread(u64);
+pub struct Spread(u64);
 
 impl Hasher for Spread {
     #[inline]

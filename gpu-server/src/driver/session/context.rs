@@ -1,0 +1,202 @@
+//! Devices and contexts: which there are.
+//!
+//! A device's primary context has its ordinal's number and is there from the beginning; the backend makes its own when something enters it. The others are
+//! those that the program made.
+
+use protocol::Status;
+use protocol::channel::{MAX_CONTEXTS, MAX_DEVICES};
+use protocol::handle::ContextId;
+use protocol::ops::Answer;
+use protocol::ops::context::*;
+use protocol::ops::device::*;
+
+use super::{Session, now};
+use crate::driver::call::{Call, check_selection};
+use crate::driver::gpu::Gpu;
+
+impl<G: Gpu> Session<G> {
+    /// The device of a context.
+    pub(in crate::driver) fn device_of(&self, context: ContextId) -> Result<u32, Status> {
+        if self.check_device(context.0).is_ok() {
+            return Ok(context.0);
+        }
+        self.made_contexts.get(&context.0).copied().ok_or(Status::INVALID_CONTEXT)
+    }
+
+    /// Forgets everything that belongs to a context which is about to go, or has gone.
+    fn forget_context(&mut self, context: ContextId) {
+        self.streams.retain(|_, stream| stream.context != context);
+        self.events.retain(|_, event| event.context != context);
+        self.gpu.forget_context(context);
+        self.forget_host_views(context.0);
+    }
+}
+
+impl<G: Gpu> DeviceOps<Call> for Session<G> {
+    fn session_info(&mut self, cx: &mut Call, _op: SessionInfo) -> Result<Answer<SessionInfoReply>, Status> {
+        now(SessionInfoReply {
+            device_count: self.windows.len() as u32,
+            driver_version: self.gpu.driver_version()?,
+            backend: G::NAME.into(),
+            server: crate::parent::server_name(),
+            reads_late: G::reads_late(&*cx.client),
+        })
+    }
+
+    fn device_info(&mut self, cx: &mut Call, op: DeviceInfo) -> Result<Answer<DeviceInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        self.gpu.describe(op.device, &*cx.client).map(Answer::Now)
+    }
+
+    fn peer_info(&mut self, cx: &mut Call, op: PeerInfo) -> Result<Answer<PeerInfoReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        self.check_device(op.peer)?;
+        self.gpu.describe_peer(op.device, op.peer).map(Answer::Now)
+    }
+
+    fn select_devices(
+        &mut self,
+        _cx: &mut Call,
+        op: SelectDevices,
+    ) -> Result<Answer<SelectDevicesReply>, Status> {
+        let untouched = self.streams.is_empty()
+            && self.events.is_empty()
+            && !self.gpu.has_modules()
+            && self.made_contexts.is_empty()
+            && self.has_no_memory();
+        if !untouched {
+            return Err(Status::NOT_PERMITTED);
+        }
+        check_selection(&op.devices, self.windows.len() as u32)?;
+        self.clear_windows(op.devices.len());
+        self.gpu.select(&op.devices)?;
+        now(SelectDevicesReply {})
+    }
+}
+
+impl<G: Gpu> ContextOps<Call> for Session<G> {
+    fn device_output(
+        &mut self,
+        _cx: &mut Call,
+        _op: DeviceOutput,
+    ) -> Result<Answer<DeviceOutputReply>, Status> {
+        now(self.gpu.output().fetch())
+    }
+
+    fn context_create(
+        &mut self,
+        cx: &mut Call,
+        op: ContextCreate,
+    ) -> Result<Answer<ContextCreateReply>, Status> {
+        cx.context = op.context;
+        self.check_device(op.device)?;
+        let free = (MAX_DEVICES..MAX_CONTEXTS).contains(&op.context.0)
+            && !self.made_contexts.contains_key(&op.context.0);
+        if !free {
+            return Err(Status::INVALID_CONTEXT);
+        }
+        self.gpu.make_context(op.context, op.device, op.flags)?;
+        self.made_contexts.insert(op.context.0, op.device);
+        now(ContextCreateReply {})
+    }
+
+    fn context_destroy(
+        &mut self,
+        cx: &mut Call,
+        op: ContextDestroy,
+    ) -> Result<Answer<ContextDestroyReply>, Status> {
+        cx.context = op.context;
+        let device = *self.made_contexts.get(&op.context.0).ok_or(Status::INVALID_CONTEXT)?;
+        self.gpu.before_waiting_call(&self.streams, device)?;
+        self.made_contexts.remove(&op.context.0);
+        self.gpu.retire_context(op.context);
+        self.forget_context(op.context);
+        self.gpu.destroy_context(op.context)?;
+        now(ContextDestroyReply {})
+    }
+
+    fn primary_reset(
+        &mut self,
+        cx: &mut Call,
+        op: PrimaryReset,
+    ) -> Result<Answer<PrimaryResetReply>, Status> {
+        let primary = ContextId(op.device);
+        cx.context = primary;
+        self.check_device(op.device)?;
+        self.gpu.begin_reset(op.device, &self.streams, &self.space)?;
+        let made = self.made_contexts.extract_if(|_, device| *device == op.device);
+        let gone: Vec<ContextId> = made.map(|(id, _)| ContextId(id)).chain([primary]).collect();
+        for context in &gone {
+            self.gpu.retire_context(*context);
+            self.forget_context(*context);
+            if *context != primary {
+                // A context that has failed may refuse, and goes with the process then.
+                let _ = self.gpu.destroy_context(*context);
+            }
+        }
+        self.gpu.reset(op.device)?;
+        // After the reset: a kernel that still ran would have found its memory gone.
+        self.unback_all(op.device);
+        self.gpu.finish_reset()?;
+        gone.iter().for_each(|context| cx.errors().clear(*context));
+        now(PrimaryResetReply {})
+    }
+
+    fn primary_set_flags(
+        &mut self,
+        cx: &mut Call,
+        op: PrimarySetFlags,
+    ) -> Result<Answer<PrimarySetFlagsReply>, Status> {
+        cx.context = ContextId(op.device);
+        self.check_device(op.device)?;
+        // Scheduling flags say how the calling thread waits, which is up to the client.
+        self.gpu.set_primary_flags(op.device, op.flags & !7)?;
+        now(PrimarySetFlagsReply {})
+    }
+
+    fn context_synchronize(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSynchronize,
+    ) -> Result<Answer<ContextSynchronizeReply>, Status> {
+        cx.context = op.context;
+        self.gpu.enter(op.context)?;
+        self.gpu.synchronize_context(cx, &mut self.streams, op.context)?;
+        Ok(Answer::Later)
+    }
+
+    fn context_get_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextGetLimit,
+    ) -> Result<Answer<ContextGetLimitReply>, Status> {
+        cx.context = op.context;
+        self.gpu.enter(op.context)?;
+        now(ContextGetLimitReply { value: self.gpu.limit(op.context, op.limit)? })
+    }
+
+    fn context_set_limit(
+        &mut self,
+        cx: &mut Call,
+        op: ContextSetLimit,
+    ) -> Result<Answer<ContextSetLimitReply>, Status> {
+        cx.context = op.context;
+        self.gpu.enter(op.context)?;
+        self.gpu.set_limit(op.context, op.limit, op.value)?;
+        now(ContextSetLimitReply {})
+    }
+
+    fn peer_enable(&mut self, cx: &mut Call, op: PeerEnable) -> Result<Answer<PeerEnableReply>, Status> {
+        cx.context = op.context;
+        self.gpu.enable_peer(op.context, op.peer)?;
+        now(PeerEnableReply {})
+    }
+
+    fn peer_disable(&mut self, cx: &mut Call, op: PeerDisable) -> Result<Answer<PeerDisableReply>, Status> {
+        cx.context = op.context;
+        self.gpu.disable_peer(op.context, op.peer)?;
+        now(PeerDisableReply {})
+    }
+}

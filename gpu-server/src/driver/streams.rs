@@ -1,0 +1,21 @@
+//! A session's table of streams.
+//!
+//! It is passed to the backend with each operation on a stream, because such an operation may concern other streams as well: work on a legacy default stream is
+//! ordered with the blocking streams of its context.
+
+use protocol::handle::{ContextId, GreenId};
+
+use super::ids::Ids;
+
+/// A stream of the client's. `S`: the backend's.
+pub struct Stream<S> {
+    /// Its context; for a stream of a green context, the primary one.
+    pub context: ContextId,
+    /// The green context that it was made in.
+    pub green: Option<GreenId>,
+    /// The backend's.
+    pub native: S,
+}
+
+/// Streams by the client's numbers.
+pub type Streams<S> = Ids<Stream<S>>;

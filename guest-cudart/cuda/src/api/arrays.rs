@@ -1,0 +1,178 @@
+//! Arrays and mipmapped arrays.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::abi::types::{Array3DDescriptor, ArrayDescriptor, Requirements};
+use crate::memory::array;
+use crate::memory::array::{ARRAYS, Array, End, MIPMAPPED, Mipmapped};
+use crate::memory::stream_ordered;
+use crate::process::driver::driver;
+use crate::process::{context, driver};
+use crate::work::copy::{Copier, Mode};
+use client::handle::ArrayId;
+use client::ops::array::{ArrayCreate, ArrayDestroy, ArrayLevel, ArrayRequirements, ArrayShape, flag};
+use client::{Status, lock};
+
+pub(crate) unsafe fn create(to: *mut usize, desc: &Array3DDescriptor) -> Result {
+    non_null(to)?;
+    let (driver, context) = context::ready()?;
+    let shape = array::shape(context, desc, false)?;
+    let id = array::new_id();
+    driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
+    let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
+    // SAFETY: not NULL; the program says that it may be written.
+    unsafe { put(to, made.ok_or(Status::OUT_OF_MEMORY)?) }
+}
+
+pub(crate) fn requirements(id: ArrayId, shape: &ArrayShape, device: i32, to: *mut Requirements) -> Result {
+    non_null(to)?;
+    driver::device(device)?;
+    // An array that has memory needs none.
+    if shape.flags & flag::DEFERRED_MAPPING == 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let found = driver()?.session.call(&ArrayRequirements { array: id })?;
+    // SAFETY: not NULL; the program says that it may be written.
+    unsafe {
+        put(
+            to,
+            Requirements { size: found.size as usize, alignment: found.alignment as usize, reserved: [0; 4] },
+        )
+    }
+}
+
+pub(crate) fn described(shape: &ArrayShape) -> Array3DDescriptor {
+    let [width, height, depth] = [shape.width, shape.height, shape.depth].map(|n| n as usize);
+    Array3DDescriptor {
+        width,
+        height,
+        depth,
+        format: shape.format,
+        channels: shape.channels,
+        flags: shape.flags,
+    }
+}
+
+api! {
+    fn cuArrayCreate_v2(array: *mut usize, desc: *const ArrayDescriptor) {
+        non_null(desc)?;
+        let d = *desc;
+        create(array, &Array3DDescriptor { width: d.width, height: d.height, depth: 0, format: d.format, channels: d.channels, flags: 0 })
+    }
+
+    fn cuArray3DCreate_v2(array: *mut usize, desc: *const Array3DDescriptor) {
+        non_null(desc)?;
+        create(array, &*desc)
+    }
+
+    fn cuArrayDestroy(handle: usize) {
+        let driver = driver()?;
+        let array = array::of(handle)?;
+        stream_ordered::synchronize(array.context)?;
+        // Of a level only this handle goes: it may be asked for again.
+        if let Some(whole) = array.level_of.as_ref().and_then(Weak::upgrade) {
+            lock(&whole.told).retain(|(_, told)| *told != handle);
+        }
+        ARRAYS.remove(handle).ok_or(Status::INVALID_HANDLE)?;
+        driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
+    }
+
+    fn cuArrayGetDescriptor_v2(desc: *mut ArrayDescriptor, array: usize) {
+        non_null(desc)?;
+        let d = described(&array::of(array)?.shape);
+        put(desc, ArrayDescriptor { width: d.width, height: d.height, format: d.format, channels: d.channels })
+    }
+
+    fn cuArray3DGetDescriptor_v2(desc: *mut Array3DDescriptor, array: usize) {
+        non_null(desc)?;
+        put(desc, described(&array::of(array)?.shape))
+    }
+
+    fn cuArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
+        let array = array::of(array)?;
+        requirements(array.id, &array.shape, device, to)
+    }
+
+    fn cuMipmappedArrayCreate(array: *mut usize, desc: *const Array3DDescriptor, levels: u32) {
+        non_null(array)?;
+        non_null(desc)?;
+        let (driver, context) = context::ready()?;
+        let shape = array::shape(context, &*desc, true)?;
+        // More levels than halvings are as many as there are.
+        let levels = levels.clamp(1, shape.most_levels());
+        let id = array::new_id();
+        driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
+        let made = MIPMAPPED.insert(Arc::new(Mipmapped { id, context, shape, levels, told: Mutex::default() }));
+        put(array, made.ok_or(Status::OUT_OF_MEMORY)?)
+    }
+
+    fn cuMipmappedArrayGetLevel(level: *mut usize, array: usize, index: u32) {
+        non_null(level)?;
+        let driver = driver()?;
+        let whole = array::mipmapped(array)?;
+        if index >= whole.levels {
+            return Err(Status::INVALID_VALUE);
+        }
+        let mut told = lock(&whole.told);
+        if let Some((_, handle)) = told.iter().find(|(of, _)| *of == index) {
+            return put(level, *handle);
+        }
+        let id = array::new_id();
+        driver.session.call(&ArrayLevel { mipmapped: whole.id, level: index, array: id })?;
+        let array = Array { id, context: whole.context, shape: whole.shape.level(index), level_of: Some(Arc::downgrade(&whole)) };
+        let handle = ARRAYS.insert(Arc::new(array)).ok_or(Status::OUT_OF_MEMORY)?;
+        told.push((index, handle));
+        put(level, handle)
+    }
+
+    fn cuMipmappedArrayDestroy(handle: usize) {
+        let driver = driver()?;
+        let array = array::mipmapped(handle)?;
+        stream_ordered::synchronize(array.context)?;
+        MIPMAPPED.remove(handle).ok_or(Status::INVALID_HANDLE)?;
+        for (_, level) in lock(&array.told).drain(..) {
+            ARRAYS.remove(level);
+        }
+        driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
+    }
+
+    fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
+        let array = array::mipmapped(array)?;
+        requirements(array.id, &array.shape, device, to)
+    }
+
+    fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, true)
+    }
+
+    fn cuMemcpyHtoAAsync_v2 / cuMemcpyHtoAAsync_v2_ptsz(array: usize, offset: usize, host: usize, bytes: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, true)
+    }
+
+    fn cuMemcpyAtoH_v2 / cuMemcpyAtoH_v2_ptds(host: usize, array: usize, offset: usize, bytes: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, false)
+    }
+
+    fn cuMemcpyAtoHAsync_v2 / cuMemcpyAtoHAsync_v2_ptsz(host: usize, array: usize, offset: usize, bytes: usize, stream: usize) |pt| {
+        Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, false)
+    }
+
+    fn cuMemcpyDtoA_v2 / cuMemcpyDtoA_v2_ptds(array: usize, offset: usize, device: u64, bytes: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, true)
+    }
+
+    fn cuMemcpyAtoD_v2 / cuMemcpyAtoD_v2_ptds(device: u64, array: usize, offset: usize, bytes: usize) |pt| {
+        Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, false)
+    }
+
+    fn cuMemcpyAtoA_v2 / cuMemcpyAtoA_v2_ptds(dst: usize, dst_offset: usize, src: usize, src_offset: usize, bytes: usize) |pt| {
+        let end = |array, offset: usize| Ok::<_, Status>(End::Array(array::of(array)?, [offset as u64, 0, 0]));
+        let (dst, src) = (end(dst, dst_offset)?, end(src, src_offset)?);
+        if bytes == 0 {
+            return Ok(());
+        }
+        Copier::new(0, pt, Mode::Sync)?.with_array(&dst, &src, [bytes as u64, 1, 1])
+    }
+}

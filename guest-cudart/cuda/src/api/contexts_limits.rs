@@ -1,0 +1,34 @@
+//! Limits of contexts.
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::process::context;
+use crate::process::context::Context;
+use crate::process::limits::LAST;
+use client::Status;
+use client::ops::context::{ContextGetLimit, ContextSetLimit};
+
+/// `cuCtxSetLimit` in a context. The driver may round the value, and some limits are one for the whole device, so all that is known there is asked for anew.
+pub(crate) fn set(context: &'static Context, limit: u32, value: u64) -> Result {
+    if limit > LAST {
+        return Err(Status::INVALID_VALUE);
+    }
+    let driver = crate::process::driver::driver()?;
+    let result = driver.session.call(&ContextSetLimit { context: context.id, limit, value });
+    context::of_device(context.device).for_each(|context| context.limits.forget());
+    result.map(|_| ())
+}
+
+api! {
+    fn cuCtxGetLimit(value: *mut usize, limit: u32) {
+        non_null(value)?;
+        let (driver, context) = context::ready()?;
+        let ask = || driver.session.call(&ContextGetLimit { context: context.id, limit }).map(|reply| reply.value);
+        put(value, context.limits.get(limit, ask)? as usize)
+    }
+
+    fn cuCtxSetLimit(limit: u32, value: usize) {
+        let (_, context) = context::ready()?;
+        set(context, limit, value as u64)
+    }
+}

@@ -1,0 +1,226 @@
+//! Copies.
+
+use crate::abi::arguments::non_null;
+use crate::abi::result::Result;
+use crate::abi::types::memory_type::{DEVICE, HOST};
+use crate::abi::types::{Memcpy2D, Memcpy3D};
+use crate::graph::node_work::Work;
+use crate::graph::recording;
+use crate::memory::address::is_device;
+use crate::process::capture::Capture;
+use crate::process::context;
+use crate::process::context::Context;
+use crate::process::driver::driver;
+use crate::work::copy::{Copier, Mode};
+use crate::work::copy_boxes;
+use client::Status;
+
+unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
+    unsafe { copy_box(&copier, &Memcpy3D::from(&*copy), false) }
+}
+
+unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
+    non_null(copy)?;
+    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
+    unsafe { copy_box(&copier, &*copy, peer) }
+}
+
+/// Puts a copy on the copier's stream, or into the graph that it is captured into.
+///
+/// # Safety
+/// The memory that the description names is the program's, for as long as the copy uses it.
+unsafe fn copy_box(copier: &Copier, copy: &Memcpy3D, peer: bool) -> Result {
+    if !copy_boxes::is_some(copy, peer)? {
+        return Ok(());
+    }
+    if let Some(capture) = copier.capture()? {
+        return record(copier, &capture, &Memcpy3D { reserved0: 0, reserved1: 0, ..*copy });
+    }
+    // SAFETY: as the caller says.
+    unsafe { copy_boxes::run(copier, copy) }
+}
+
+/// Adds a copy to the graph that the copier's stream is captured into.
+fn record(copier: &Copier, capture: &Capture, copy: &Memcpy3D) -> Result {
+    recording::add(capture, &copier.stream, Work::copy(copier.driver, copy)?)
+}
+
+/// Host to device, on the copier's stream or into the graph that it is captured into.
+///
+/// # Safety
+/// As [`Copier::to_device`].
+unsafe fn to_device(copier: &Copier, dst: u64, src: *const u8, len: usize) -> Result {
+    let capture = if len == 0 { None } else { copier.capture()? };
+    match capture {
+        Some(capture) => record(copier, &capture, &line(DEVICE, dst, HOST, src as u64, len)),
+        // SAFETY: as the caller says.
+        _ => unsafe { copier.to_device(dst, src, len) },
+    }
+}
+
+/// Device to host, in the same way.
+///
+/// # Safety
+/// As [`Copier::to_host`].
+unsafe fn to_host(copier: &Copier, dst: *mut u8, src: u64, len: usize) -> Result {
+    let capture = if len == 0 { None } else { copier.capture()? };
+    match capture {
+        Some(capture) => record(copier, &capture, &line(HOST, dst as u64, DEVICE, src, len)),
+        // SAFETY: as the caller says.
+        _ => unsafe { copier.to_host(dst, src, len) },
+    }
+}
+
+/// Host to host, in the same way.
+///
+/// # Safety
+/// As [`Copier::on_host`].
+unsafe fn on_host(copier: &Copier, dst: *mut u8, src: *const u8, len: usize) -> Result {
+    let capture = if len == 0 { None } else { copier.capture()? };
+    match capture {
+        Some(capture) => record(copier, &capture, &line(HOST, dst as u64, HOST, src as u64, len)),
+        // SAFETY: as the caller says.
+        _ => unsafe { copier.on_host(dst, src, len) },
+    }
+}
+
+/// Device to device, in the same way.
+fn on_device(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
+    let Some(capture) = copier.stream.capture().filter(|_| len != 0) else {
+        return copier.on_device(dst, src, len);
+    };
+    if copier.is_on_device(dst, src, len)? {
+        record(copier, &capture, &line(DEVICE, dst, DEVICE, src, len))
+    } else {
+        // SAFETY: pinned memory of the program's, or none that a copy would accept.
+        unsafe { unified(copier, dst, src, len) }
+    }
+}
+
+/// A copy whose ends say by their addresses where they are: unified addressing.
+///
+/// # Safety
+/// As for the copy that it turns out to be.
+unsafe fn unified(copier: &Copier, dst: u64, src: u64, len: usize) -> Result {
+    if copier.stream.capture().is_none() || len == 0 {
+        // SAFETY: as the caller says.
+        return unsafe { copier.unified(dst, src, len) };
+    }
+    // SAFETY: as the caller says.
+    unsafe {
+        match (is_device(copier.driver, dst), is_device(copier.driver, src)) {
+            (true, true) => on_device(copier, dst, src, len),
+            (true, false) => to_device(copier, dst, src as *const u8, len),
+            (false, true) => to_host(copier, dst as *mut u8, src, len),
+            (false, false) => on_host(copier, dst as *mut u8, src as *const u8, len),
+        }
+    }
+}
+
+/// A copy of bytes in a row, as a graph's node describes it.
+fn line(dst_kind: u32, dst: u64, src_kind: u32, src: u64, len: usize) -> Memcpy3D {
+    Memcpy3D {
+        srcMemoryType: src_kind,
+        srcHost: if src_kind == HOST { src as usize } else { 0 },
+        srcDevice: if src_kind == HOST { 0 } else { src },
+        srcPitch: len,
+        srcHeight: 1,
+        dstMemoryType: dst_kind,
+        dstHost: if dst_kind == HOST { dst as usize } else { 0 },
+        dstDevice: if dst_kind == HOST { 0 } else { dst },
+        dstPitch: len,
+        dstHeight: 1,
+        WidthInBytes: len,
+        Height: 1,
+        Depth: 1,
+        ..Memcpy3D::default()
+    }
+}
+
+/// The contexts that a peer copy names must be live ones; the addresses say the rest.
+fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
+    let of = |handle| if handle == 0 { Err(Status::INVALID_CONTEXT) } else { context::of(handle) };
+    let both = [of(dst)?, of(src)?];
+    if both.iter().any(|context| !context.is_alive()) {
+        return Err(Status::CONTEXT_IS_DESTROYED);
+    }
+    Ok(both)
+}
+
+api! {
+    fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: *const Memcpy2D) |pt| {
+        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    }
+
+    fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: *const Memcpy2D, stream: usize) |pt| {
+        copy_2d(Copier::new(stream, pt, Mode::Async)?, copy)
+    }
+
+    fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, false)
+    }
+
+    fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, false)
+    }
+
+    fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: *const Memcpy3D) |pt| {
+        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, true)
+    }
+
+    fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
+        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, true)
+    }
+}
+
+api! {
+    fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
+        unified(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    }
+
+    fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
+        unified(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
+        to_device(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    }
+
+    fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
+        to_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
+        to_host(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    }
+
+    fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
+        to_host(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {
+        on_device(&Copier::new(0, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
+        on_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyPeer / cuMemcpyPeer_ptds(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize) |pt| {
+        driver()?;
+        peers(dst_ctx, src_ctx)?;
+        on_device(&Copier::new(0, pt, Mode::Async)?, dst, src, len)
+    }
+
+    fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz(dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, len: usize, stream: usize) |pt| {
+        driver()?;
+        peers(dst_ctx, src_ctx)?;
+        on_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    }
+}

@@ -1,0 +1,157 @@
+//! Events.
+
+use std::sync::Arc;
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::{Result, code};
+use crate::graph::node_work::Work;
+use crate::graph::recording;
+use crate::memory::managed::shared_blocks;
+use crate::process::device_attributes::attr;
+use crate::process::driver::driver;
+use crate::process::ids;
+use crate::process::{capture, context, driver, host_calls, stream};
+use crate::streams::event::{DISABLE_TIMING, EVENTS, INTERPROCESS};
+use crate::streams::{event, stream_table};
+use client::ops::event::{EventDestroy, EventElapsed};
+use client::{Status, lock};
+
+pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32) -> Result {
+    let event = event::of(handle)?;
+    // 1 is CU_EVENT_RECORD_EXTERNAL, which is for captures alone.
+    if flags & !1 != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let driver = driver()?;
+    let stream = match stream {
+        // A NULL stream is the event's context's.
+        0 | stream::LEGACY | stream::PER_THREAD => {
+            stream_table::any(driver, context::current()?, stream, per_thread)?
+        }
+        handle => stream_table::any(driver, event.context, handle, per_thread)?,
+    };
+    driver.session.check()?;
+    stream.context.deferred(driver)?;
+    if let Some(capture) = stream.capture() {
+        if flags != 0 {
+            return recording::add(&capture, &stream, Work::Record(handle));
+        }
+        let point = capture.point(stream.unique());
+        *lock(&event.captured) = Some((capture, point));
+        return Ok(());
+    }
+    if flags != 0 {
+        return Err(code::ILLEGAL_STATE);
+    }
+    event::record_on(driver, &event, stream)?;
+    event.ask_ahead(driver);
+    Ok(())
+}
+
+pub(crate) fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
+    non_null(milliseconds)?;
+    let (start, end) = (event::of(start)?, event::of(end)?);
+    let driver = driver()?;
+    driver.session.check()?;
+    start.check()?;
+    end.check()?;
+    start.context.deferred(driver)?;
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
+        return Err(Status::INVALID_HANDLE);
+    }
+    let (Some((_, from)), Some((_, to))) = (start.last(), end.last()) else {
+        return Err(Status::INVALID_HANDLE);
+    };
+    let records = (from, to);
+    if start.context.device != end.context.device {
+        return Err(Status::INVALID_HANDLE);
+    }
+    if !start.is_over(driver)? || !end.is_over(driver)? {
+        return Err(Status::NOT_READY);
+    }
+    let time = match end.time_since(&start, records) {
+        Some(time) => time,
+        None => {
+            let reply = driver.session.call(&EventElapsed { start: start.id, end: end.id })?;
+            end.keep_time(&start, records, reply.milliseconds, false);
+            reply.milliseconds
+        }
+    };
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(milliseconds, time) }
+}
+
+api! {
+    fn cuEventCreate(event: *mut usize, flags: u32) {
+        non_null(event)?;
+        if flags & !7 != 0 || flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let (driver, context) = context::ready()?;
+        let device = driver::device(context.device as i32)?;
+        if flags & INTERPROCESS != 0 && device.attribute(attr::IPC_EVENT_SUPPORTED) == 0 {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        put(event, EVENTS.insert(Arc::new(event::make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
+    }
+
+    fn cuEventDestroy_v2(event: usize) {
+        let driver = driver()?;
+        let event = EVENTS.remove(event).ok_or(Status::INVALID_HANDLE)?;
+        driver.session.append(&EventDestroy { event: event.id })?;
+        ids::EVENTS.give_back(event.id.0);
+        event.context.deferred(driver)
+    }
+    alias cuEventDestroy = cuEventDestroy_v2(event: usize);
+
+    fn cuEventRecord / cuEventRecord_ptsz(event: usize, stream: usize) |pt| {
+        record(event, stream, pt, 0)
+    }
+
+    fn cuEventRecordWithFlags / cuEventRecordWithFlags_ptsz(event: usize, stream: usize, flags: u32) |pt| {
+        record(event, stream, pt, flags)
+    }
+
+    fn cuEventQuery(event: usize) {
+        let event = event::of(event)?;
+        let driver = driver()?;
+        driver.session.check()?;
+        event.check()?;
+        capture::unsafe_call()?;
+        event.context.deferred(driver)?;
+        let done = if event.is_shared() { event.ask(driver)? } else { event.is_over(driver)? };
+        if !done {
+            return Err(Status::NOT_READY);
+        }
+        shared_blocks::after_wait(driver);
+        event.context.deferred(driver)
+    }
+
+    fn cuEventSynchronize(event: usize) {
+        let event = event::of(event)?;
+        let driver = driver()?;
+        host_calls::forbid()?;
+        driver.session.check()?;
+        event.check()?;
+        capture::unsafe_call()?;
+        event.context.deferred(driver)?;
+        if event.is_shared() {
+            let result = event.await_shared(driver);
+            shared_blocks::after_wait(driver);
+            return event.context.settle(driver, result);
+        }
+        if event.is_done(driver) {
+            driver.session.show_output();
+            shared_blocks::after_wait(driver);
+            return event.context.deferred(driver);
+        }
+        let result = event.synchronize(driver);
+        shared_blocks::after_wait(driver);
+        result
+    }
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize) {
+        elapsed(milliseconds, start, end)
+    }
+    alias cuEventElapsedTime_v2 = cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize);
+}

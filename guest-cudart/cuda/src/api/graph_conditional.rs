@@ -1,0 +1,37 @@
+//! Conditions of graphs.
+
+use crate::abi::arguments::put;
+use crate::abi::result::Result;
+use crate::graph::{Graph, instance};
+use crate::process::context;
+use crate::process::driver::driver;
+use client::ops::graph::{GraphCondition, conditional};
+use client::{Status, lock, log};
+
+/// A condition of a graph.
+pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Result<u64> {
+    let driver = driver()?;
+    if flags & !conditional::ASSIGN_DEFAULT != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    if !std::ptr::eq(context::of(ctx)?, graph.context) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let id = graph.draft.id().unwrap_or_else(instance::new_id);
+    let context = graph.context.id;
+    let reply = driver.session.call(&GraphCondition { context, graph: id, default, flags })?;
+    // Of two threads that are here for the first time, one has made a draft that nobody uses.
+    if *graph.draft.id.get_or_init(|| id) != id {
+        log::warn(format_args!("conditions of one graph were made by two threads at once"));
+        return Err(Status::NOT_PERMITTED);
+    }
+    lock(&graph.draft.conditions).push(reply.handle);
+    Ok(reply.handle)
+}
+
+api! {
+    fn cuGraphConditionalHandleCreate(handle: *mut u64, graph: usize, ctx: usize, default: u32, flags: u32) {
+        crate::abi::arguments::non_null(handle)?;
+        put(handle, create(&*crate::graph::of(graph)?, ctx, default, flags)?)
+    }
+}

@@ -1,0 +1,42 @@
+//! Managed memory.
+
+use std::ffi::{CStr, c_char};
+
+use crate::abi::arguments::{non_null, put};
+use crate::code::library;
+use crate::memory::address;
+use crate::memory::stream_ordered;
+use crate::process::{capture, context};
+use crate::streams::stream_table;
+use client::Status;
+
+/// `CU_MEM_ATTACH_GLOBAL`, `_HOST`, `_SINGLE`.
+pub(crate) const ATTACH: [u32; 3] = [1, 2, 4];
+
+api! {
+    fn cuMemAllocManaged(dptr: *mut u64, size: usize, flags: u32) {
+        non_null(dptr)?;
+        let (driver, context) = context::ready()?;
+        // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
+        if size == 0 || !matches!(flags, 1 | 2) {
+            return Err(Status::INVALID_VALUE);
+        }
+        capture::unsafe_call()?;
+        put(dptr, stream_ordered::alloc_managed(driver, context, size as u64, 0)?)
+    }
+
+    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
+        non_null(name)?;
+        library::managed_variable(handle, CStr::from_ptr(name))?.put(address, size)
+    }
+
+    fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {
+        let (driver, context) = context::ready()?;
+        stream_table::plain(driver, context, handle, pt)?;
+        // An access of the host waits for all streams, whichever the memory is attached to.
+        let found = address::find(driver, dptr).filter(|found| found.managed && found.base == dptr);
+        let found = found.ok_or(Status::INVALID_VALUE)?;
+        let whole = length == 0 || length as u64 == found.size;
+        if whole && ATTACH.contains(&flags) { Ok(()) } else { Err(Status::INVALID_VALUE) }
+    }
+}

@@ -1,0 +1,124 @@
+//! Device memory.
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::memory::{
+    address, device_memory, graph_memory, host_pool, managed, pool, pool_export, stream_ordered,
+    virtual_memory,
+};
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::process::driver::driver;
+use crate::process::{capture, context};
+use client::ops::memory::{MemFree, MemGetInfo};
+use client::{Status, lock};
+
+/// Pitch of a row, in bytes: as CUDA's, a multiple of the texture pitch alignment that suits every access.
+pub(crate) const PITCH: usize = 512;
+
+/// `cuMemFree` of an allocation of a pool of pinned memory: all that may use it is done first.
+fn free_to_pool(driver: &'static Driver, context: &'static Context, address: u64) -> Result {
+    capture::unsafe_call()?;
+    stream_ordered::settle_all()?;
+    let stream = crate::streams::stream_table::any(driver, context, 0, false)?;
+    if host_pool::free(driver, address, stream)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+}
+
+api! {
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let (driver, context) = context::ready()?;
+        let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
+        stream_ordered::collect(driver);
+        let reply = driver.session.call(&MemGetInfo { device: device.ordinal })?;
+        // What is backed and free here is free to the program.
+        let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
+        if !free.is_null() {
+            put(free, (reply.free + spare).min(reply.total) as usize)?;
+        }
+        if !total.is_null() {
+            put(total, reply.total as usize)?;
+        }
+        Ok(())
+    }
+
+    fn cuMemAlloc_v2(dptr: *mut u64, size: usize) {
+        non_null(dptr)?;
+        let (driver, context) = context::ready()?;
+        if size == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        capture::unsafe_call()?;
+        put(dptr, stream_ordered::alloc(driver, context, context.device, size as u64, 0)?)
+    }
+
+    fn cuMemAllocPitch_v2(dptr: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
+        non_null(dptr)?;
+        non_null(pitch)?;
+        let (driver, context) = context::ready()?;
+        if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
+            return Err(Status::INVALID_VALUE);
+        }
+        capture::unsafe_call()?;
+        let row = width.checked_next_multiple_of(PITCH).ok_or(Status::INVALID_VALUE)?;
+        let size = row.checked_mul(height).ok_or(Status::OUT_OF_MEMORY)?;
+        let address = stream_ordered::alloc(driver, context, context.device, size as u64, 0)?;
+        put(pitch, row)?;
+        put(dptr, address)
+    }
+
+    fn cuMemFree_v2(dptr: u64) {
+        let (driver, context) = context::ready()?;
+        if dptr == 0 {
+            return Ok(());
+        }
+        if host_pool::is_here(dptr) {
+            return free_to_pool(driver, context, dptr);
+        }
+        if let Some(found) = graph_memory::found(dptr) {
+            capture::unsafe_call()?;
+            if found.context.is_alive() {
+                stream_ordered::synchronize(found.context)?;
+            }
+            return graph_memory::freed(driver, dptr, None)?.then_some(()).ok_or(Status::INVALID_VALUE);
+        }
+        if virtual_memory::is_here(dptr) {
+            capture::unsafe_call()?;
+            return pool_export::free(driver, dptr);
+        }
+        let device = device_memory::device_of(driver, dptr).ok_or(Status::INVALID_VALUE)?;
+        let found = address::find(driver, dptr).filter(|found| found.base == dptr).ok_or(Status::INVALID_VALUE)?;
+        capture::unsafe_call()?;
+        // The one place where two threads that free the same address are told apart is the removal itself.
+        if found.context.is_alive() {
+            stream_ordered::synchronize(found.context)?;
+        }
+        if found.managed {
+            if !managed::free(driver, device, dptr)? {
+                return Err(Status::INVALID_VALUE);
+            }
+            pool::gone(found.pool, found.size);
+            return Ok(());
+        }
+        let mut memory = lock(&device.memory);
+        if memory.find(dptr).is_none_or(|(base, a)| base != dptr || a.tag.freed || a.tag.buffer != found.buffer) {
+            return Err(Status::INVALID_VALUE);
+        }
+        driver.session.append(&MemFree { address: dptr })?;
+        memory.free(dptr, driver);
+        pool::gone(found.pool, found.size);
+        Ok(())
+    }
+
+    fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, dptr: u64) {
+        let driver = driver()?;
+        context::current()?;
+        let found = address::find(driver, dptr).ok_or(Status::NOT_FOUND)?;
+        if !base.is_null() {
+            put(base, found.base)?;
+        }
+        if !size.is_null() {
+            put(size, found.size as usize)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! The end of a context, and of everything in it.
+
+use std::ffi::c_void;
+
+use crate::abi::result::Result;
+use crate::code::{library, module};
+use crate::graph::instance;
+use crate::memory::{array, pinned, stream_ordered, texture};
+use crate::process::context::{self, Context, Stored};
+use crate::process::driver::{self, Driver, driver};
+use crate::process::ids;
+use crate::streams::{event, green_gates, stream_table};
+use client::lock;
+use client::ops::context::{ContextDestroy, PrimaryReset};
+
+/// One user of a primary context less; with the last one everything in the context goes.
+pub(crate) fn release(context: &'static Context) -> Result {
+    if context.release_one()? { empty(context, false) } else { Ok(()) }
+}
+
+/// `cuDevicePrimaryCtxReset`.
+pub(crate) fn reset(context: &'static Context) -> Result {
+    if context.is_alive() { empty(context, context.is_retained()) } else { Ok(()) }
+}
+
+/// Empties a primary context. `stays`: it has users.
+fn empty(context: &'static Context, stays: bool) -> Result {
+    let driver = driver()?;
+    let device = driver::device(context.device as i32)?;
+    context.set_alive(stays);
+    // A reset takes everything on the device with it. While made contexts live there, what is in this one is taken apart piece by piece.
+    let alone = !context::of_device(context.device).any(|other| !other.is_primary() && other.is_alive());
+    forget_contents(driver, context, alone);
+    if !alone {
+        stream_ordered::forget(driver, context);
+        return Ok(());
+    }
+    stream_ordered::reset(driver, device);
+    let result = driver.session.call(&PrimaryReset { device: context.device }).map(|_| ());
+    context::of_device(context.device).for_each(|context| context.limits.forget());
+    // The server has cleared the error; a word that was on its way meanwhile must not survive.
+    if let Some(word) = driver.session.progress().error(context.id) {
+        word.clear();
+    }
+    result
+}
+
+/// Destroys a context that was made, whoever uses it.
+pub(crate) fn destroy(handle: usize) -> Result {
+    let driver = driver()?;
+    let context = context::take(handle)?;
+    forget_contents(driver, context, true);
+    stream_ordered::forget(driver, context);
+    context::leave(context);
+    let result = driver.session.call(&ContextDestroy { context: context.id }).map(|_| ());
+    if let Some(word) = driver.session.progress().error(context.id) {
+        word.clear();
+    }
+    if result.is_ok() {
+        ids::CONTEXTS.give_back(context.id.0);
+    }
+    result
+}
+
+/// Everything in a context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
+/// destroy the objects by itself.
+fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
+    // What the work comes to is nobody's concern any more; that it is over is.
+    context.quiesce(driver);
+    let stored: Vec<(usize, Stored)> = lock(&context.storage).drain().collect();
+    for (key, Stored { value, destructor }) in stored {
+        if let Some(destructor) = destructor {
+            // SAFETY: the library that stored the value gave the function for this call with these arguments.
+            unsafe { destructor(context.handle, key as *mut c_void, value as *mut c_void) };
+        }
+    }
+    green_gates::forget(context);
+    stream_table::forget(driver, context, with_server);
+    event::forget(driver, context, with_server);
+    module::forget(driver, context, with_server);
+    library::forget(driver, context, with_server);
+    instance::forget(context);
+    texture::forget(driver, context, with_server);
+    array::forget(driver, context, with_server);
+    pinned::forget(driver, context);
+    context.is_synced(context.last_work());
+}

@@ -1,0 +1,112 @@
+//! Texture and surface objects.
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
+use crate::memory::stream_ordered;
+use crate::memory::texture;
+use crate::memory::texture::{Made, OF_ARRAY, OF_LINEAR, OF_ROWS};
+use crate::process::driver::driver;
+use crate::process::{context, driver};
+use client::ops::array::{
+    Sampling, SurfaceCreate, SurfaceDestroy, TextureCreate, TextureDestroy, TextureLinearWidth, View,
+};
+use client::{Status, lock};
+
+pub(crate) fn texture_of(handle: u64) -> Result<Made> {
+    driver()?;
+    lock(texture::objects()).textures.get(&handle).copied().ok_or(Status::INVALID_VALUE)
+}
+
+api! {
+    fn cuTexObjectCreate(object: *mut u64, desc: *const ResourceDesc, texture: *const TextureDesc, view: *const ViewDesc) {
+        non_null(object)?;
+        non_null(desc)?;
+        non_null(texture)?;
+        let (driver, context) = context::ready()?;
+        let (desc, texture) = (*desc, *texture);
+        let view = if view.is_null() { None } else { Some(*view) };
+        let resource = texture::resource(driver, context, &desc)?;
+        if view.is_some() && matches!(desc.kind, OF_LINEAR | OF_ROWS) {
+            return Err(Status::INVALID_VALUE);
+        }
+        let sampling = Sampling {
+            address: texture.address,
+            filter: texture.filter,
+            flags: texture.flags,
+            anisotropy: texture.anisotropy,
+            level_filter: texture.level_filter,
+            level_bias: texture.level_bias,
+            level_clamp: texture.level_clamp,
+            border: texture.border,
+        };
+        let seen = view.map(|view| View {
+            format: view.format,
+            extent: view.extent.map(|size| size as u64),
+            levels: view.levels,
+            layers: view.layers,
+        });
+        let made = driver.session.call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
+        lock(texture::objects()).textures.insert(made.texture, Made { context, resource: desc, texture: Some(texture), view });
+        put(object, made.texture)
+    }
+
+    fn cuTexObjectDestroy(object: u64) {
+        let driver = driver()?;
+        let made = texture_of(object)?;
+        stream_ordered::synchronize(made.context)?;
+        lock(texture::objects()).textures.remove(&object).ok_or(Status::INVALID_VALUE)?;
+        driver.session.append(&TextureDestroy { texture: object }).map(|_| ())
+    }
+
+    fn cuTexObjectGetResourceDesc(desc: *mut ResourceDesc, object: u64) {
+        non_null(desc)?;
+        put(desc, texture_of(object)?.resource)
+    }
+
+    fn cuTexObjectGetTextureDesc(desc: *mut TextureDesc, object: u64) {
+        non_null(desc)?;
+        put(desc, texture_of(object)?.texture.ok_or(Status::INVALID_VALUE)?)
+    }
+
+    fn cuTexObjectGetResourceViewDesc(desc: *mut ViewDesc, object: u64) {
+        non_null(desc)?;
+        put(desc, texture_of(object)?.view.ok_or(Status::INVALID_VALUE)?)
+    }
+
+    fn cuSurfObjectCreate(object: *mut u64, desc: *const ResourceDesc) {
+        non_null(object)?;
+        non_null(desc)?;
+        let (driver, context) = context::ready()?;
+        let desc = *desc;
+        if desc.kind != OF_ARRAY {
+            return Err(Status::INVALID_VALUE);
+        }
+        let array = texture::resource(driver, context, &desc)?.array;
+        let made = driver.session.call(&SurfaceCreate { context: context.id, array })?;
+        lock(texture::objects()).surfaces.insert(made.surface, Made { context, resource: desc, texture: None, view: None });
+        put(object, made.surface)
+    }
+
+    fn cuSurfObjectDestroy(object: u64) {
+        let driver = driver()?;
+        let made = lock(texture::objects()).surfaces.get(&object).copied().ok_or(Status::INVALID_VALUE)?;
+        stream_ordered::synchronize(made.context)?;
+        lock(texture::objects()).surfaces.remove(&object).ok_or(Status::INVALID_VALUE)?;
+        driver.session.append(&SurfaceDestroy { surface: object }).map(|_| ())
+    }
+
+    fn cuSurfObjectGetResourceDesc(desc: *mut ResourceDesc, object: u64) {
+        non_null(desc)?;
+        driver()?;
+        let made = lock(texture::objects()).surfaces.get(&object).copied().ok_or(Status::INVALID_VALUE)?;
+        put(desc, made.resource)
+    }
+
+    fn cuDeviceGetTexture1DLinearMaxWidth(width: *mut usize, format: u32, channels: u32, device: i32) {
+        non_null(width)?;
+        let device = driver::device(device)?.ordinal;
+        let found = driver()?.session.call(&TextureLinearWidth { device, format, channels })?;
+        put(width, found.width as usize)
+    }
+}

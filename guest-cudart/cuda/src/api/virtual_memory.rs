@@ -1,0 +1,220 @@
+//! Virtual memory management.
+
+use std::ffi::c_void;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::{Result, refuse_form};
+use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
+use crate::memory::stream_ordered;
+use crate::memory::virtual_memory::{DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
+use crate::memory::{host_memory, shared_descriptor, virtual_memory};
+use crate::process::device_attributes::attr;
+use crate::process::driver;
+use crate::process::driver::driver;
+use client::Status;
+use client::ops::memory::MemoryExport;
+
+/// The device of what a program wants to make; `None` for host memory.
+fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
+    if prop.kind != PINNED {
+        return Err(Status::INVALID_VALUE);
+    }
+    if prop.location.kind == DEVICE {
+        return driver::device(prop.location.id).map(Some);
+    }
+    host_memory::check(prop.location).map(|()| None)
+}
+
+api! {
+    fn cuMemAddressReserve(ptr: *mut u64, size: usize, alignment: usize, wish: u64, flags: u64) {
+        non_null(ptr)?;
+        let driver = driver()?;
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let address = virtual_memory::write().reserve(driver, size as u64, alignment as u64, wish)?;
+        put(ptr, address)
+    }
+
+    fn cuMemAddressFree(ptr: u64, size: usize) {
+        virtual_memory::write().free(driver()?, ptr, size as u64)
+    }
+
+    fn cuMemCreate(handle: *mut u64, size: usize, prop: *const AllocationProp, flags: u64) {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        non_null(handle)?;
+        non_null(prop)?;
+        let driver = driver()?;
+        let prop = *prop;
+        let device = wanted(&prop)?;
+        let size = size as u64;
+        let granule = device.map_or_else(|| Space::granule(driver), |device| device.info.granule.max(1));
+        if flags != 0 || size == 0 || !size.is_multiple_of(granule) {
+            return Err(Status::INVALID_VALUE);
+        }
+        if prop.handle_types & !POSIX_FD != 0 || prop.gpu_direct_rdma != 0 {
+            return refuse_form("cuMemCreate of memory for fabric handles or GPUDirect RDMA", &SAID);
+        }
+        let exportable = prop.handle_types & POSIX_FD != 0;
+        let Some(device) = device else {
+            if prop.location.kind == host_memory::HOST_NUMA_CURRENT {
+                // As NVIDIA's driver 580 does, although it reports a granularity for this location.
+                return Err(Status::INVALID_VALUE);
+            }
+            if exportable {
+                return refuse_form("cuMemCreate of host memory for export", &SAID);
+            }
+            return put(handle, virtual_memory::make_host(size, prop.location)? as u64);
+        };
+        if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        put(handle, virtual_memory::make(driver, device.ordinal, size, prop.handle_types)? as u64)
+    }
+
+    fn cuMemRelease(handle: u64) {
+        virtual_memory::write().release(driver()?, handle as usize)
+    }
+
+    fn cuMemMap(ptr: u64, size: usize, offset: usize, handle: u64, flags: u64) {
+        let driver = driver()?;
+        if flags != 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        virtual_memory::write().map(driver, ptr, size as u64, offset as u64, handle as usize, None)
+    }
+
+    fn cuMemUnmap(ptr: u64, size: usize) {
+        let driver = driver()?;
+        let mut space = virtual_memory::write();
+        let contexts: Vec<_> = space
+            .whole(ptr, size as u64)?
+            .iter()
+            .filter_map(|at| space.mappings.get(at))
+            .flat_map(|mapping| {
+                // Any device reaches host memory.
+                let any = matches!(mapping.memory.home, Home::Host(_));
+                mapping.access.iter().enumerate().filter(move |(_, flags)| any || **flags != 0)
+            })
+            .filter_map(|(device, _)| driver.devices.get(device))
+            .map(|device| device.primary)
+            .collect();
+        // Work that uses it comes first, as the driver does it: the addresses must not go under it.
+        for context in contexts {
+            if context.is_busy() && context.is_alive() {
+                stream_ordered::synchronize(context)?;
+            }
+        }
+        space.unmap(driver, ptr, size as u64)
+    }
+
+    fn cuMemSetAccess(ptr: u64, size: usize, descs: *const AccessDesc, count: usize) {
+        non_null(descs)?;
+        let driver = driver()?;
+        let mut space = virtual_memory::write();
+        for i in 0..count {
+            let desc = descs.add(i).read();
+            if !matches!(desc.flags, 0 | 1 | 3) {
+                return Err(Status::INVALID_VALUE);
+            }
+            if desc.location.kind != DEVICE {
+                host_memory::check(desc.location)?;
+                space.set_host_access(ptr, size as u64, desc.flags)?;
+                continue;
+            }
+            let device = driver::device(desc.location.id)?.ordinal;
+            space.set_access(driver, ptr, size as u64, device, desc.flags)?;
+        }
+        Ok(())
+    }
+
+    fn cuMemGetAccess(flags: *mut u64, location: *const MemLocation, ptr: u64) {
+        non_null(flags)?;
+        non_null(location)?;
+        driver()?;
+        let location = *location;
+        let space = virtual_memory::read();
+        let (_, mapping) = space
+            .mappings
+            .range(..=ptr)
+            .next_back()
+            .filter(|(start, mapping)| ptr - **start < mapping.size)
+            .ok_or(Status::INVALID_VALUE)?;
+        if location.kind != DEVICE {
+            return put(flags, mapping.host_access.into());
+        }
+        let device = driver::device(location.id)?.ordinal as usize;
+        put(flags, mapping.access.get(device).copied().unwrap_or(0).into())
+    }
+
+    fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const AllocationProp, option: u32) {
+        non_null(granularity)?;
+        non_null(prop)?;
+        let driver = driver()?;
+        if option > 1 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let device = wanted(&*prop)?;
+        put(granularity, device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
+    }
+
+    fn cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) {
+        non_null(prop)?;
+        driver()?;
+        let memory = virtual_memory::memory_of(handle as usize)?;
+        put(prop, AllocationProp {
+            kind: PINNED,
+            handle_types: memory.handle_types,
+            location: match &memory.home {
+                Home::Device(_, device) => MemLocation { kind: DEVICE, id: *device as i32 },
+                Home::Host(host) => host.location,
+            },
+            win32: std::ptr::null_mut(),
+            compression: 0,
+            gpu_direct_rdma: 0,
+            usage: 0,
+            reserved: [0; 4],
+        })
+    }
+
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *const c_void) {
+        let address = address as u64;
+        non_null(handle)?;
+        driver()?;
+        let space = virtual_memory::write();
+        let (_, mapping) = space
+            .mappings
+            .range(..=address)
+            .next_back()
+            .filter(|(start, mapping)| address - **start < mapping.size && mapping.part.is_none())
+            .ok_or(Status::INVALID_VALUE)?;
+        mapping.memory.handles.fetch_add(1, Ordering::Relaxed);
+        put(handle, mapping.handle as u64)
+    }
+
+    fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
+        non_null(shareable)?;
+        let driver = driver()?;
+        let memory = virtual_memory::memory_of(handle as usize)?;
+        if flags != 0 || kind != POSIX_FD || memory.handle_types & kind == 0 {
+            return Err(Status::INVALID_VALUE);
+        }
+        let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
+        virtual_memory::share(driver)?;
+        let token = driver.session.call(&MemoryExport { memory: id })?.token;
+        put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?)
+    }
+
+    fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
+        non_null(handle)?;
+        let driver = driver()?;
+        if kind != POSIX_FD {
+            return Err(Status::INVALID_VALUE);
+        }
+        let token = shared_descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
+        virtual_memory::share(driver)?;
+        put(handle, virtual_memory::import(driver, token, POSIX_FD)?.0 as u64)
+    }
+}

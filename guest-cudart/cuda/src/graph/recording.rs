@@ -1,0 +1,62 @@
+//! Recording: what is put on a stream that is being captured becomes a node of the capture's graph.
+
+use std::sync::Arc;
+
+use crate::abi::result::Result;
+use crate::graph::node_work::Work;
+use crate::graph::{Edge, Graph};
+use crate::memory::graph_memory;
+use crate::process::capture::Capture;
+use crate::process::driver::Driver;
+use crate::process::stream::Stream;
+use client::{Status, lock};
+
+/// The graph that a capture adds to.
+pub(crate) fn graph_of(capture: &Capture) -> Result<Arc<Graph>> {
+    capture.graph.clone().downcast().map_err(|_| Status::UNKNOWN)
+}
+
+/// Adds work that was put on a stream.
+pub(crate) fn add(capture: &Capture, stream: &Stream, work: Work) -> Result {
+    capture.check()?;
+    let graph = graph_of(capture)?;
+    if !std::ptr::eq(stream.context, graph.context) {
+        capture.spoil();
+        return Err(Status::NOT_SUPPORTED);
+    }
+    let mut ends = lock(&capture.ends);
+    let end = ends.entry(stream.unique()).or_default();
+    let before = edges(&std::mem::take(end));
+    let node = graph.add(work, before).inspect_err(|_| capture.spoil())?;
+    lock(&capture.added).insert(node);
+    *end = vec![node];
+    Ok(())
+}
+
+/// Adds an allocation behind what a stream's next node depends on; its address.
+pub(crate) fn allocate(
+    capture: &Capture,
+    driver: &'static Driver,
+    stream: &Stream,
+    device: u32,
+    size: u64,
+) -> Result<u64> {
+    let before = edges(&capture.point(stream.unique()));
+    let made = graph_of(capture)?.allocate(driver, &before, device, size)?;
+    let address = made.address;
+    add(capture, stream, Work::Alloc(made)).map(|()| address)
+}
+
+/// Adds a free of what some graph allocates.
+///
+/// # Errors
+/// `INVALID_VALUE` for any other memory: "must be passed the address of a graph allocation" (`cuMemFreeAsync`).
+pub(crate) fn free(capture: &Capture, stream: &Stream, address: u64) -> Result {
+    capture.check()?;
+    graph_memory::find(address).ok_or(Status::INVALID_VALUE)?;
+    add(capture, stream, Work::Free(address))
+}
+
+fn edges(from: &[u64]) -> Vec<Edge> {
+    from.iter().map(|from| Edge { from: *from, data: [0; 8] }).collect()
+}

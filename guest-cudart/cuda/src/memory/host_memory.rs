@@ -1,0 +1,96 @@
+//! Host memory in virtual memory management: what `cuMemCreate` makes at a location of the host.
+//!
+//! The server reserves addresses for its devices. When host memory is first mapped in a reservation, the server gives those addresses up, and the memory there is pinned memory of this process, as
+//! `cuMemAllocHost` makes it: copies and kernels reach it in the same ways. A handle can be mapped at one place at a time. While it is mapped nowhere, a buffer keeps its bytes.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use crate::abi::result::Result;
+use crate::abi::types::MemLocation;
+use crate::memory::{host_mappings, pinned};
+use crate::process::context;
+use crate::process::driver::driver;
+use client::{Status, lock};
+
+/// `CUmemLocationType`s of the host.
+pub(super) const HOST: u32 = 2;
+pub(super) const HOST_NUMA: u32 = 3;
+pub(crate) const HOST_NUMA_CURRENT: u32 = 4;
+
+/// Host memory behind a handle.
+pub(crate) struct HostMemory {
+    /// Where the program asked for it. The pages are wherever the system puts them.
+    pub location: MemLocation,
+    state: Mutex<State>,
+}
+
+enum State {
+    /// Mapped nowhere; its first bytes, the others are 0.
+    Kept(Vec<u8>),
+    Mapped,
+}
+
+/// Checks that a location is one of this machine's host memory.
+///
+/// # Errors
+/// `INVALID_DEVICE` for a NUMA node that the machine does not have, `INVALID_VALUE` for a location that is not the host's.
+pub(crate) fn check(location: MemLocation) -> Result {
+    match location.kind {
+        HOST | HOST_NUMA_CURRENT => Ok(()),
+        HOST_NUMA => {
+            let has_nodes = Path::new("/sys/devices/system/node/node0").exists();
+            let exists = Path::new(&format!("/sys/devices/system/node/node{}", location.id)).exists();
+            if exists || location.id == 0 && !has_nodes { Ok(()) } else { Err(Status::INVALID_DEVICE) }
+        }
+        _ => Err(Status::INVALID_VALUE),
+    }
+}
+
+impl HostMemory {
+    /// Memory of zeros.
+    pub fn new(location: MemLocation) -> HostMemory {
+        HostMemory { location, state: Mutex::new(State::Kept(Vec::new())) }
+    }
+
+    /// Whether it is mapped somewhere.
+    pub fn is_mapped(&self) -> bool {
+        matches!(*lock(&self.state), State::Mapped)
+    }
+
+    /// Puts its first `size` bytes at addresses of a reservation that the server has given up.
+    pub fn map(&self, reservation: u64, address: u64, size: u64) -> Result {
+        let driver = driver()?;
+        let mut state = lock(&self.state);
+        let State::Kept(bytes) = &*state else { return Err(Status::INVALID_VALUE) };
+        let current = context::current().ok().filter(|context| context.is_alive());
+        let context = current.or_else(|| Some(driver.devices.first()?.primary)).ok_or(Status::NO_DEVICE)?;
+        let made = pinned::pin_new(driver, context, size as usize, Some(address as usize), 0)?;
+        let len = bytes.len().min(size as usize);
+        // SAFETY: `pin_new` has just mapped `size` bytes there, and no other thread knows the address yet; `len` is no more than either.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), made as *mut u8, len) };
+        *state = State::Mapped;
+        host_mappings::insert(address, size, reservation);
+        if host_mappings::neighbors(address).iter().any(|at| *at != address && pinned::is_reached_now(*at)) {
+            pinned::reach_at(driver, address);
+        }
+        Ok(())
+    }
+
+    /// Takes it away from where [`HostMemory::map`] put it. Its bytes are kept if `keep`. No work may use it there.
+    pub fn unmap(&self, address: u64, size: u64, keep: bool) -> Result {
+        let driver = driver()?;
+        let mut state = lock(&self.state);
+        let mut bytes = Vec::new();
+        if keep {
+            // SAFETY: mapped by `map` for as many bytes, and unmapped below; the program says that nothing uses the memory any more.
+            bytes.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(address as *const u8, size as usize)
+            });
+        }
+        host_mappings::remove(address);
+        pinned::remove(driver, address as usize);
+        *state = State::Kept(bytes);
+        Ok(())
+    }
+}

@@ -1,0 +1,40 @@
+//! The table of pinned host memory.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+
+use crate::process::context::Context;
+use client::lock;
+use client::regions::Regions;
+
+/// What is known of a piece of pinned memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HostTag {
+    pub context: &'static Context,
+    pub flags: u32,
+    pub buffer: u64,
+}
+
+/// The process's pinned memory.
+pub(crate) static REGIONS: Regions<HostTag> = Regions::new();
+
+/// The pieces that kernels can reach, by address, each with the context that it was mapped in.
+pub(crate) static MAPPED: Mutex<BTreeMap<usize, &'static Context>> = Mutex::new(BTreeMap::new());
+
+/// Written while a piece goes from this process's hands into both sides'.
+pub(crate) static CHANGING: RwLock<()> = RwLock::new(());
+
+/// While the guard lives, what [`Regions::range`] says stays true.
+pub(crate) fn steady() -> RwLockReadGuard<'static, ()> {
+    CHANGING.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether kernels can reach what is at an address of pinned memory where it is.
+pub(crate) fn is_mapped(pointer: u64) -> bool {
+    REGIONS.find(pointer as usize).is_some_and(|(base, ..)| lock(&MAPPED).contains_key(&base))
+}
+
+/// Pinned memory that an address lies in: first address, size, and what is known of it.
+pub(crate) fn find(pointer: u64) -> Option<(usize, usize, HostTag)> {
+    REGIONS.any(pointer as usize)
+}

@@ -1,0 +1,235 @@
+//! Memory that is given back when a stream has come to its free.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::abi::result::Result;
+use crate::memory::managed_advice;
+use crate::memory::pool::Pool;
+use crate::memory::{
+    address, device_memory, graph_chunks, graph_memory, host_pool, managed, pool, pool_export, virtual_memory,
+};
+use crate::process::context;
+use crate::process::context::Context;
+use crate::process::driver::{Device, Driver, Tag, driver};
+use crate::process::ids::unique_id;
+use crate::process::stream::Stream;
+use crate::streams::stream_table;
+use client::ops::memory::{MemAlloc, MemFree, is_managed};
+use client::{Status, lock};
+
+/// Freed in stream order, and used again when the stream has passed the mark.
+pub(crate) struct Leaving {
+    address: u64,
+    size: u64,
+    device: u32,
+    pool: usize,
+    stream: Arc<Stream>,
+    mark: u64,
+}
+
+pub(crate) static LEAVING: Mutex<Vec<Leaving>> = Mutex::new(Vec::new());
+
+/// Waits for all work of a context, and gives back what was freed in stream order.
+pub(crate) fn synchronize(context: &'static Context) -> Result {
+    let driver = driver()?;
+    let busy = context.is_busy();
+    let result = context.synchronize();
+    if busy {
+        stream_table::reap(driver);
+        collect(driver);
+    }
+    result
+}
+
+/// Allocates in the current device.
+pub(crate) fn alloc(
+    driver: &'static Driver,
+    context: &'static Context,
+    device: u32,
+    size: u64,
+    pool: usize,
+) -> Result<u64> {
+    let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
+    let tag = Tag { context, buffer: unique_id(), pool, sync_memops: false, freed: false };
+    let place = || device_memory::place(device, &device.memory, size, tag, driver);
+    let address = with_room(driver, device.ordinal, place)?;
+    driver.session.append(&MemAlloc { address, size })?;
+    Ok(address)
+}
+
+/// Allocates, once more if there was no room: what streams have yet to let go, and what graphs keep, may be what is missing.
+fn with_room(driver: &'static Driver, device: u32, allocate: impl Fn() -> Result<u64>) -> Result<u64> {
+    match allocate() {
+        Err(Status::OUT_OF_MEMORY)
+            if wait_for_leaving(driver, device) | graph_chunks::trim(driver, device) =>
+        {
+            allocate()
+        }
+        other => other,
+    }
+}
+
+/// Allocates managed memory in a context's device, from a pool or none (0).
+pub(crate) fn alloc_managed(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: u64,
+    pool: usize,
+) -> Result<u64> {
+    with_room(driver, context.device, || managed::alloc(driver, context, size, pool))
+}
+
+/// Allocates for a pool memory that no stream has used.
+pub(crate) fn alloc_for_pool(
+    driver: &'static Driver,
+    context: &'static Context,
+    size: u64,
+    handle: usize,
+    pool: &Pool,
+) -> Result<u64> {
+    let Some(place) = pool.managed else { return alloc(driver, context, pool.device, size, handle) };
+    let home = pool.home(context);
+    let device = driver.devices.get(home as usize).ok_or(Status::INVALID_DEVICE)?;
+    let context = if context.device == home { context } else { device.primary };
+    let address = alloc_managed(driver, context, size, handle)?;
+    managed_advice::prefer(address, size, place).map(|()| address)
+}
+
+/// Gives an allocation back at once: no work may use it.
+pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
+    if is_managed(address) {
+        // What is not given back now is with the session.
+        let _ = managed::free(driver, device, address);
+        return;
+    }
+    // In this order: the address is only used again after the server has heard that it is free.
+    let mut memory = lock(&device.memory);
+    if driver.session.append(&MemFree { address }).is_ok() {
+        memory.free(address, driver);
+    }
+}
+
+/// Frees in stream order: later allocations use the memory when the stream has come here.
+pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
+    if graph_memory::freed(driver, address, Some(&stream))?
+        || host_pool::free(driver, address, stream.clone())?
+    {
+        return Ok(());
+    }
+    if virtual_memory::is_here(address) {
+        return pool_export::free_in_order(driver, address, stream);
+    }
+    let device = device_memory::device_of(driver, address).ok_or(Status::INVALID_VALUE)?;
+    let (size, pool) = {
+        let mut memory = lock(device.memory_of(address));
+        let (base, allocation) = memory.find(address).ok_or(Status::INVALID_VALUE)?;
+        // Of managed memory only a pool's is freed so.
+        let is_pools = !is_managed(address) || allocation.tag.pool != 0;
+        if base != address || allocation.tag.freed || !is_pools {
+            return Err(Status::INVALID_VALUE);
+        }
+        let (size, pool) = (allocation.size, allocation.tag.pool);
+        if let Some(tag) = memory.tag_mut(base) {
+            tag.freed = true;
+        }
+        (size, pool)
+    };
+    pool::gone(pool, size);
+    let mark = stream.mark(driver)?;
+    lock(&LEAVING).push(Leaving { address, size, device: device.ordinal, pool, stream, mark });
+    collect(driver);
+    Ok(())
+}
+
+/// An allocation of the same size and pool that was freed earlier in the same stream: work on it there comes before whatever follows.
+pub(crate) fn reuse(
+    driver: &Driver,
+    stream: &Arc<Stream>,
+    device: u32,
+    size: u64,
+    pool: usize,
+) -> Option<u64> {
+    let mut leaving = lock(&LEAVING);
+    let at = leaving.iter().position(|l| {
+        l.size == size && l.device == device && l.pool == pool && Arc::ptr_eq(&l.stream, stream)
+    })?;
+    let found = leaving.swap_remove(at);
+    drop(leaving);
+    let mut memory = lock(driver.devices.get(device as usize)?.memory_of(found.address));
+    let tag = memory.tag_mut(found.address)?;
+    tag.freed = false;
+    tag.buffer = unique_id();
+    Some(found.address)
+}
+
+/// Gives back what streams have let go of.
+pub(crate) fn collect(driver: &'static Driver) {
+    pool_export::collect(driver);
+    let gone: Vec<Leaving> = {
+        let mut leaving = lock(&LEAVING);
+        if leaving.is_empty() {
+            return;
+        }
+        leaving.extract_if(.., |l| l.stream.has_passed(driver, l.mark)).collect()
+    };
+    for l in gone {
+        if let Some(device) = driver.devices.get(l.device as usize) {
+            release(driver, device, l.address);
+        }
+    }
+}
+
+/// Waits for what was freed in stream order on a device. False: there was nothing.
+pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
+    let waiting: Vec<(Arc<Stream>, u64)> =
+        lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
+    for (stream, mark) in &waiting {
+        if driver.session.wait_progress(|| stream.has_passed(driver, *mark)).is_err() {
+            return false;
+        }
+    }
+    collect(driver);
+    !waiting.is_empty()
+}
+
+/// A device's memory is gone, whichever context it was in: the server has reset the device.
+pub(crate) fn reset(driver: &'static Driver, device: &Device) {
+    managed::reset(driver, device);
+    graph_chunks::forget(device.primary);
+    graph_chunks::trim(driver, device.ordinal);
+    lock(&LEAVING).retain(|l| l.device != device.ordinal);
+    lock(&device.memory).reset();
+    let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+    globals.retain(|_, (_, owner)| owner.device != device.ordinal);
+}
+
+/// Gives back the memory of a context that ends.
+pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
+    managed::forget(driver, context, pool::gone);
+    pool_export::forget(driver, context);
+    graph_chunks::forget(context);
+    lock(&LEAVING).retain(|l| !std::ptr::eq(l.stream.context, context));
+    for device in &driver.devices {
+        let addresses = lock(&device.memory).addresses_where(|tag| std::ptr::eq(tag.context, context));
+        for address in addresses {
+            if let Some(found) = address::find(driver, address) {
+                pool::gone(found.pool, found.size);
+            }
+            release(driver, device, address);
+        }
+    }
+    let mut globals = driver.globals.write().unwrap_or_else(PoisonError::into_inner);
+    globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
+}
+
+/// Frees and registrations wait for all work that may use the memory, whichever device does it.
+pub(crate) fn settle_all() -> Result {
+    let driver = driver()?;
+    for device in &driver.devices {
+        if device.primary.is_alive() && device.primary.is_busy() {
+            synchronize(device.primary)?;
+        }
+    }
+    let context = context::current()?;
+    if context.is_busy() { synchronize(context) } else { Ok(()) }
+}

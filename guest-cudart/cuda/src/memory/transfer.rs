@@ -1,0 +1,187 @@
+//! Bytes between this process's memory and a device: few of them in the record or in the answer, many in chunks by way of the arena.
+//!
+//! This knows nothing of pinned or managed memory: `work::copy` does, and managed memory itself moves its blocks so.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::abi::result::Result;
+use crate::process::driver::Driver;
+use crate::process::stream::Stream;
+use client::Status;
+use client::arena::{Block, Owner};
+use client::channel::MAX_PAYLOAD;
+use client::counters::{self, COUNTERS};
+use client::data::{HostIn, HostOut};
+use client::ops::copy::{MemcpyDtoH, MemcpyDtoHInline, MemcpyHtoD};
+use client::ops::stream::{StreamSynchronize, StreamSynchronizeReply};
+use client::session::Pending;
+
+/// Bytes that go inside the record: copied into the ring instead of the arena.
+pub(crate) const INLINE: usize = 8 << 10;
+
+/// Bytes that an answer holds.
+pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
+/// Chunks under way at once when much is copied to pageable memory.
+const DEPTH: usize = 4;
+
+/// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
+const CHUNKS: usize = 8;
+const LEAST_CHUNK: usize = 256 << 10;
+const MOST_CHUNK: usize = 8 << 20;
+
+/// The same towards the device, where nothing is waited for but room: smaller chunks are free again sooner.
+const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
+
+/// Bytes of one chunk of a transfer.
+pub(crate) fn chunk(driver: &Driver, len: usize) -> usize {
+    (len / CHUNKS).clamp(LEAST_CHUNK, MOST_CHUNK).min(driver.session.arena().largest())
+}
+
+/// Copies bytes that another process may be writing, or that it will read: between program memory and the arena.
+///
+/// # Safety
+/// `from` may be read and `to` written for `len` bytes; they do not overlap.
+pub(crate) unsafe fn move_bytes(from: *const u8, to: *mut u8, len: usize) {
+    counters::add(&COUNTERS.copied_bytes, len as u64);
+    // SAFETY: as the caller says.
+    unsafe { client::staging::copy(from, to, len) };
+}
+
+/// A chunk on its way to the host. The answer is waited for before the block goes, whatever happens in between.
+struct Flight<'s> {
+    pending: Pending<'s, StreamSynchronizeReply>,
+    block: Block<'s>,
+    at: usize,
+    len: usize,
+}
+
+/// Transfers on a stream.
+pub(crate) struct Transfer<'s> {
+    pub driver: &'static Driver,
+    pub stream: &'s Arc<Stream>,
+}
+
+/// Blocks of the arena are used as work of the stream.
+impl Owner for Transfer<'_> {
+    fn id(&self) -> u64 {
+        self.stream.unique()
+    }
+
+    fn mark(&self) -> Result {
+        self.stream.mark(self.driver).map(drop)
+    }
+
+    fn has_passed(&self, seq: u64) -> bool {
+        self.stream.has_passed(self.driver, seq)
+    }
+}
+
+impl Transfer<'_> {
+    /// Host to device. The source has been read when this returns. `before` is called for each range of the target ahead of the operation that writes it;
+    /// what it gives is kept until that operation has been put on the stream.
+    ///
+    /// # Safety
+    /// `src` may be read for `len` bytes.
+    pub unsafe fn send<G>(
+        &self,
+        dst: u64,
+        src: *const u8,
+        len: usize,
+        before: impl Fn(u64, u64) -> Result<G>,
+    ) -> Result {
+        let (session, stream) = (self.driver.session, self.stream.id);
+        if len <= INLINE {
+            counters::add(&COUNTERS.copied_bytes, len as u64);
+            // SAFETY: readable, as the caller says.
+            let bytes = unsafe { std::slice::from_raw_parts(src, len) };
+            let _order = before(dst, len as u64)?;
+            let op = MemcpyHtoD { stream, dst, src: HostIn::Inline(bytes) };
+            return self.stream.work(self.driver, &op).map(drop);
+        }
+        let chunk = chunk(self.driver, len).min(MOST_CHUNK_TO_DEVICE);
+        let mut at = 0;
+        while at < len {
+            let n = chunk.min(len - at);
+            let block = session.arena().alloc_for(session, n, self)?;
+            // SAFETY: the source's bytes at..at+n are inside it, and the block has n bytes.
+            unsafe { move_bytes(src.add(at), block.ptr(), n) };
+            let to = dst + at as u64;
+            let _order = before(to, n as u64)?;
+            let op = MemcpyHtoD { stream, dst: to, src: HostIn::Range(block.range(n)) };
+            let seq = self.stream.work(self.driver, &op)?;
+            block.release_after(seq, self.stream.unique());
+            at += n;
+        }
+        Ok(())
+    }
+
+    /// Device to host. The bytes are there when this returns.
+    ///
+    /// # Safety
+    /// `dst` may be written for `len` bytes.
+    pub unsafe fn receive(&self, dst: *mut u8, src: u64, len: usize) -> Result {
+        if len > MAX_INLINE_ANSWER {
+            let result = self.pipeline(src, len, &mut |at, block, n| {
+                // SAFETY: the chunk at..at+n is inside the target, and the block has n bytes.
+                unsafe { move_bytes(block, dst.add(at), n) }
+            });
+            return self.stream.context.settle(self.driver, result);
+        }
+        let op = MemcpyDtoHInline { stream: self.stream.id, src, len: len as u32 };
+        let pending = self.driver.session.submit(&op)?;
+        let seq = pending.seq();
+        let bytes = match pending.wait() {
+            Ok(reply) => reply.bytes.0,
+            Err(status) => return self.stream.context.settle(self.driver, Err(status)),
+        };
+        if bytes.len() != len {
+            return Err(Status::UNKNOWN);
+        }
+        self.stream.is_synced(seq);
+        // SAFETY: as the caller says; the lengths are equal.
+        unsafe { move_bytes(bytes.as_ptr(), dst, len) };
+        Ok(())
+    }
+
+    /// Fetches `len` bytes through the arena, several chunks under way at once; `out` gets each: its place, its bytes, its length.
+    fn pipeline(&self, src: u64, len: usize, out: &mut dyn FnMut(usize, *const u8, usize)) -> Result {
+        let session = self.driver.session;
+        let stream = self.stream.id;
+        let chunk = chunk(self.driver, len);
+        let mut flights: VecDeque<Flight<'_>> = VecDeque::with_capacity(DEPTH);
+        let mut at = 0;
+        while at < len || !flights.is_empty() {
+            while at < len && flights.len() < DEPTH {
+                let n = chunk.min(len - at);
+                // Who has chunks under way waits for them, not for room or for a slot that others may hold.
+                let block = if flights.is_empty() {
+                    session.arena().alloc(session, n)?
+                } else {
+                    match session.arena().try_alloc(n, session.progress().released()) {
+                        Some(block) if session.has_free_slot() => block,
+                        _ => break,
+                    }
+                };
+                let dst = HostOut(block.range(n));
+                self.stream.work(self.driver, &MemcpyDtoH { stream, src: src + at as u64, dst })?;
+                let pending = match session.submit(&StreamSynchronize { stream }) {
+                    Ok(pending) => pending,
+                    Err(status) => {
+                        // The host may still write the block, and will not say when it has: it is lost with the session.
+                        std::mem::forget(block);
+                        return Err(status);
+                    }
+                };
+                flights.push_back(Flight { pending, block, at, len: n });
+                at += n;
+            }
+            let Some(Flight { pending, block, at, len }) = flights.pop_front() else { break };
+            let seq = pending.seq();
+            pending.wait()?;
+            self.stream.is_synced(seq);
+            out(at, block.ptr(), len);
+        }
+        Ok(())
+    }
+}

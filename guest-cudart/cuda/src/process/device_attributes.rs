@@ -1,0 +1,126 @@
+//! Device attributes: their numbers, and what holds on this side whatever the server's driver says.
+
+/// `CUdevice_attribute` numbers that are used here.
+pub(crate) mod attr {
+    pub const MAX_THREADS_PER_BLOCK: usize = 1;
+    pub const MAX_BLOCK_DIM_X: usize = 2;
+    pub const MAX_GRID_DIM_X: usize = 5;
+    pub const MAX_SHARED_MEMORY_PER_BLOCK: usize = 8;
+    pub const TOTAL_CONSTANT_MEMORY: usize = 9;
+    pub const WARP_SIZE: usize = 10;
+    pub const MAX_PITCH: usize = 11;
+    pub const MAX_REGISTERS_PER_BLOCK: usize = 12;
+    pub const CLOCK_RATE: usize = 13;
+    pub const TEXTURE_ALIGNMENT: usize = 14;
+    pub const MULTIPROCESSOR_COUNT: usize = 16;
+    pub const INTEGRATED: usize = 18;
+    pub const CAN_MAP_HOST_MEMORY: usize = 19;
+    pub const PCI_BUS_ID: usize = 33;
+    pub const PCI_DEVICE_ID: usize = 34;
+    pub const MAX_THREADS_PER_MULTIPROCESSOR: usize = 39;
+    pub const UNIFIED_ADDRESSING: usize = 41;
+    pub const PCI_DOMAIN_ID: usize = 50;
+    pub const COMPUTE_CAPABILITY_MAJOR: usize = 75;
+    pub const COMPUTE_CAPABILITY_MINOR: usize = 76;
+    pub const CAN_USE_STREAM_MEM_OPS_V1: usize = 92;
+    pub const CAN_USE_64_BIT_STREAM_MEM_OPS_V1: usize = 93;
+    pub const CAN_USE_STREAM_WAIT_VALUE_NOR_V1: usize = 94;
+    pub const COOPERATIVE_LAUNCH: usize = 95;
+    pub const COOPERATIVE_MULTI_DEVICE_LAUNCH: usize = 96;
+    pub const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: usize = 97;
+    pub const CAN_FLUSH_REMOTE_WRITES: usize = 98;
+    pub const HOST_REGISTER_SUPPORTED: usize = 99;
+    pub const HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: usize = 103;
+    pub const MEMORY_POOLS_SUPPORTED: usize = 115;
+    pub const MEMPOOL_SUPPORTED_HANDLE_TYPES: usize = 119;
+    pub const CAN_USE_64_BIT_STREAM_MEM_OPS: usize = 122;
+    pub const CAN_USE_STREAM_WAIT_VALUE_NOR: usize = 123;
+    pub const IPC_EVENT_SUPPORTED: usize = 125;
+    pub const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 141;
+    pub const HOST_MEMORY_POOLS_SUPPORTED: usize = 144;
+    pub const HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: usize = 145;
+}
+
+/// The device may have these and a program behind rgpu has not: what a driver says of its own machine does not hold for the program's, and chapters of the API that are refused are not to be
+/// announced. A program that asks before it uses them is told so.
+pub(crate) const NOT_HERE: &[usize] = &[
+    86,  // HOST_NATIVE_ATOMIC_SUPPORTED
+    88,  // PAGEABLE_MEMORY_ACCESS
+    89,  // CONCURRENT_MANAGED_ACCESS
+    91, // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: kernels find host pointers among their parameters; whoever is told 0 asks for the address, and so reaches what structures hold
+    98, // CAN_FLUSH_REMOTE_WRITES
+    100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+    101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
+    104, // HANDLE_TYPE_WIN32_HANDLE_SUPPORTED
+    105, // HANDLE_TYPE_WIN32_KMT_HANDLE_SUPPORTED
+    110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    112, // SPARSE_CUDA_ARRAY_SUPPORTED
+    114, // TIMELINE_SEMAPHORE_INTEROP_SUPPORTED
+    116, // GPU_DIRECT_RDMA_SUPPORTED
+    117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+    118, // GPU_DIRECT_RDMA_WRITES_ORDERING
+    121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
+    124, // DMA_BUF_SUPPORTED
+    128, // HANDLE_TYPE_FABRIC_SUPPORTED
+    129, // UNIFIED_FUNCTION_POINTERS
+    132, // MULTICAST_SUPPORTED
+    136, // MEM_DECOMPRESS_ALGORITHM_MASK
+    137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
+    142, // HOST_NUMA_MEMORY_POOLS_SUPPORTED
+    143, // HOST_NUMA_MULTINODE_IPC_SUPPORTED
+    146, // HOST_ALLOC_DMA_BUF_SUPPORTED
+    147, // ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED
+];
+
+/// The highest attribute of `cuda.h` 13.0.
+pub(crate) const LAST: usize = 147;
+
+/// Corrects what the server's driver says for what is so on this side. Every attribute of this API has a value, as with any driver (NVIDIA's runtime library does not start
+/// otherwise): of what the server says nothing, the device has 0.
+pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
+    if attributes.len() <= LAST {
+        attributes.resize(LAST + 1, None);
+    }
+    for value in &mut attributes[1..=LAST] {
+        value.get_or_insert(0);
+    }
+    // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, where memory can be exported so.
+    let pool_handles = attributes[attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR].unwrap_or(0).clamp(0, 1);
+    let mut set = |number: usize, value| {
+        if let Some(place) = attributes.get_mut(number).filter(|place| place.is_some()) {
+            *place = Some(value);
+        }
+    };
+    for number in NOT_HERE {
+        set(*number, 0);
+    }
+    set(attr::INTEGRATED, 0);
+    set(attr::COOPERATIVE_MULTI_DEVICE_LAUNCH, 0);
+    // In place, or by turns: see `host`.
+    set(attr::CAN_MAP_HOST_MEMORY, 1);
+    set(attr::UNIFIED_ADDRESSING, 1);
+    set(attr::HOST_REGISTER_SUPPORTED, 1);
+    set(attr::MEMORY_POOLS_SUPPORTED, 1);
+    set(attr::HOST_MEMORY_POOLS_SUPPORTED, 1);
+    set(attr::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
+    set(attr::HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
+    set(attr::MEMPOOL_SUPPORTED_HANDLE_TYPES, pool_handles);
+    // No NUMA node of this machine is near the GPU: −1 says so.
+    set(131, -1);
+    set(134, -1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_attribute_of_the_api_has_a_value_and_what_is_not_here_has_none() {
+        let mut attributes = vec![None; 120];
+        attributes[10] = Some(32);
+        attributes[89] = Some(1);
+        complete_attributes(&mut attributes);
+        assert_eq!((attributes[10], attributes[89], attributes[147]), (Some(32), Some(0), Some(0)));
+        assert_eq!(attributes[0], None);
+    }
+}

@@ -1,0 +1,49 @@
+//! Numbers: those that no object of the process had before, and those that the server's objects share one after the other.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use client::channel::{MAX_CONTEXTS, MAX_DEVICES, MAX_STREAMS};
+use client::lock;
+
+/// Numbers of one kind of object. A number is used again once its object is gone.
+pub(crate) struct Ids {
+    free: Mutex<Vec<u32>>,
+    fresh: AtomicU32,
+    end: u32,
+}
+
+/// Contexts that were made; the first numbers are those of the devices' primary contexts.
+pub(crate) static CONTEXTS: Ids = Ids::new(MAX_DEVICES, MAX_CONTEXTS);
+/// Streams; the first numbers are those of the contexts' legacy default streams.
+pub(crate) static STREAMS: Ids = Ids::new(MAX_CONTEXTS, MAX_STREAMS);
+/// Events.
+pub(crate) static EVENTS: Ids = Ids::new(0, u32::MAX);
+
+impl Ids {
+    const fn new(first: u32, end: u32) -> Ids {
+        Ids { free: Mutex::new(Vec::new()), fresh: AtomicU32::new(first), end }
+    }
+
+    /// A number that no object has; `None`: all of them are in use.
+    pub fn take(&self) -> Option<u32> {
+        if let Some(id) = lock(&self.free).pop() {
+            return Some(id);
+        }
+        let fresh = self
+            .fresh
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |id| (id < self.end).then_some(id + 1));
+        fresh.ok()
+    }
+
+    /// Gives back the number of an object that the server has no more.
+    pub fn give_back(&self, id: u32) {
+        lock(&self.free).push(id);
+    }
+}
+
+/// A number that this process has not given out before, from 1.
+pub(crate) fn unique_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}

@@ -1,0 +1,90 @@
+//! What a capture forbids: calls that have no place in a graph invalidate it, as CUDA has it.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use crate::abi::result::{Result, code, refuse_form};
+use crate::process::capture;
+use crate::process::capture::Capture;
+use crate::process::context::Context;
+use crate::process::stream::Stream;
+use client::lock;
+
+/// `Err` for waiting for all of a context in which a stream is being captured; the captures are invalidated.
+pub(crate) fn forbid_all(context: &Context) -> Result {
+    let mut result = Ok(());
+    for capture in capture::all().iter().filter(|capture| capture.context == context.unique) {
+        capture.spoil();
+        result = Err(code::STREAM_CAPTURE_UNSUPPORTED);
+    }
+    result
+}
+
+/// A capture that work on the legacy default stream would have to wait for, if `stream` is that one.
+pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
+    if !capture::any() || !stream.is_legacy() {
+        return None;
+    }
+    capture::all().into_iter().find(|capture| capture.blocking && capture.context == stream.context.unique)
+}
+
+/// `Err` for work on the legacy default stream of a context in which a stream that would wait for it is being captured.
+#[inline]
+pub(crate) fn implicit(stream: &Stream) -> Result {
+    match in_the_way(stream) {
+        None => Ok(()),
+        Some(capture) => {
+            capture.spoil();
+            Err(code::STREAM_CAPTURE_IMPLICIT)
+        }
+    }
+}
+
+/// `Err` for a call that has no place in a capture, which is invalidated by it.
+pub(crate) fn forbid(stream: &Stream) -> Result {
+    match stream.capture() {
+        None => Ok(()),
+        Some(capture) => {
+            capture.spoil();
+            Err(code::STREAM_CAPTURE_UNSUPPORTED)
+        }
+    }
+}
+
+/// `Err` for work that CUDA captures and this library does not.
+pub(crate) fn refuse(stream: &Stream) -> Result {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    match stream.capture() {
+        None => Ok(()),
+        Some(capture) => {
+            capture.spoil();
+            refuse_form("capturing a copy of bytes in a row from or to an array", &SAID)
+        }
+    }
+}
+
+/// A stream waits for an event that stands for `point`. It joins the capture if it was not in it.
+pub(crate) fn join(capture: &Arc<Capture>, stream: &Stream, point: &[u64]) -> Result {
+    capture.check()?;
+    match stream.capture() {
+        Some(other) if !Arc::ptr_eq(&other, capture) => {
+            other.spoil();
+            capture.spoil();
+            return Err(code::STREAM_CAPTURE_MERGE);
+        }
+        Some(_) => {}
+        None if stream.is_legacy() => {
+            capture.spoil();
+            return Err(code::STREAM_CAPTURE_IMPLICIT);
+        }
+        None => stream.set_capture(capture.clone()),
+    }
+    let mut ends = lock(&capture.ends);
+    let end = ends.entry(stream.unique()).or_default();
+    for node in point {
+        if !end.contains(node) {
+            end.push(*node);
+        }
+    }
+    Ok(())
+}

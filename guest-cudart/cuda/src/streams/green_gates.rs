@@ -1,0 +1,43 @@
+//! Waits that every stream of a context has to begin with: `cuCtxWaitEvent` and `cuGreenCtxWaitEvent`.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use crate::abi::result::Result;
+use crate::process::context::Context;
+use crate::process::driver::Driver;
+use crate::process::fences;
+use crate::process::green::{GREENS, Green};
+use crate::process::stream::Stream;
+use client::lock;
+
+/// A context, or a green one in it.
+pub(crate) type Whole = (&'static Context, Option<Arc<Green>>);
+
+/// Streams that wait for what all work of a context, or of a green one in it, has to wait for: streams made later wait for them.
+pub(crate) static GATES: Mutex<Vec<(Whole, Arc<Stream>)>> = Mutex::new(Vec::new());
+
+/// A primary context is being emptied: its green contexts go with it.
+pub(crate) fn forget(context: &'static Context) {
+    for green in GREENS.remove_where(|green| std::ptr::eq(green.context, context)) {
+        green.alive.store(false, Ordering::Release);
+        *lock(&green.default) = None;
+    }
+    lock(&GATES).retain(|((of, _), _)| !std::ptr::eq(*of, context));
+}
+
+/// A new stream waits for what all work of its context has to wait for.
+pub(crate) fn inherit(driver: &Driver, stream: &Stream) -> Result {
+    let gates = lock(&GATES);
+    for ((context, green), gate) in &*gates {
+        let same = match (green, stream.green()) {
+            (None, _) => true,
+            (Some(green), Some(other)) => Arc::ptr_eq(green, other),
+            (Some(_), None) => false,
+        };
+        if same && std::ptr::eq(*context, stream.context) {
+            fences::join(driver, gate, stream)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,351 @@
+//! The streams that a program's handles name: making, finding and ending them.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::abi::arguments::{non_null, put};
+use crate::abi::result::Result;
+use crate::process::context::Context;
+use crate::process::driver::{Driver, driver};
+use crate::process::green::Green;
+use crate::process::ids;
+use crate::process::stream::{LEGACY, NON_BLOCKING, PER_THREAD, Stream};
+use crate::process::{context, driver, fences, green, host_calls, stream};
+use crate::streams::{capture_rules, green_gates};
+use client::handle::StreamId;
+use client::handles::Slab;
+use client::ops::green::GreenStream;
+use client::ops::stream::{StreamCreate, StreamDestroy};
+use client::thread::Lasting;
+use client::{Status, lock};
+
+/// Whether all work of all contexts is known to be over, but for work that stands behind a function that is being called.
+pub(crate) fn all_stopped(driver: &Driver) -> bool {
+    context::busy().all(|context| is_stopped(driver, context))
+}
+
+/// As [`ready`], for a call that names a stream: in a thread without a current context the stream's is current until the guard goes. NVIDIA's driver takes launches, copies and fills so, as long as
+/// the stream is no default stream.
+#[inline]
+pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    match context::ready() {
+        Ok((driver, context)) => Ok((driver, context, None)),
+        Err(Status::INVALID_CONTEXT) => lent_by(stream),
+        Err(status) => Err(status),
+    }
+}
+
+/// A stream's context, current to a thread that has none until this goes.
+pub(crate) struct Lent(());
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        context::pop();
+    }
+}
+
+#[cold]
+pub(crate) fn lent_by(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
+    if context::current_handle() != 0 || stream <= stream::PER_THREAD {
+        return Err(Status::INVALID_CONTEXT);
+    }
+    let (_, stream) = ask(stream, false)?;
+    context::push(stream.context);
+    let lent = Lent(());
+    let (driver, context) = context::ready()?;
+    Ok((driver, context, Some(lent)))
+}
+
+pub(crate) static STREAMS: Slab<Stream> = Slab::new(2);
+
+pub(crate) static ENDING: Mutex<Vec<Arc<Stream>>> = Mutex::new(Vec::new());
+
+/// The per-thread default streams of one thread, one for each context that it has used.
+pub(crate) struct Own(Vec<Arc<Stream>>);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if let Ok(driver) = driver() {
+            for stream in self.0.drain(..) {
+                end(driver, stream);
+            }
+        }
+    }
+}
+
+thread_local! {
+    static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
+}
+
+/// As [`plain`], for work: none goes on the legacy default stream while a stream that waits for it is being captured.
+#[inline]
+pub(crate) fn any(
+    driver: &Driver,
+    context: &'static Context,
+    handle: usize,
+    per_thread: bool,
+) -> Result<Arc<Stream>> {
+    let stream = plain(driver, context, handle, per_thread)?;
+    capture_rules::implicit(&stream)?;
+    if stream.capture().is_none() {
+        fences::respect(driver, &stream)?;
+    }
+    Ok(stream)
+}
+
+/// The stream that a handle means in the current context.
+///
+/// # Errors
+/// `INVALID_HANDLE` for what is no stream, `CONTEXT_IS_DESTROYED` when its context is.
+#[inline]
+pub(crate) fn plain(
+    driver: &Driver,
+    context: &'static Context,
+    handle: usize,
+    per_thread: bool,
+) -> Result<Arc<Stream>> {
+    match handle {
+        0..=PER_THREAD if green::any() && context::current_green().is_some() => {
+            green_default(context, handle == PER_THREAD || handle == 0 && per_thread)
+        }
+        0 if !per_thread => Ok(context.legacy().clone()),
+        LEGACY => Ok(context.legacy().clone()),
+        0 | PER_THREAD => own(driver, context),
+        _ => named(handle),
+    }
+}
+
+/// The stream that a handle names.
+pub(crate) fn named(handle: usize) -> Result<Arc<Stream>> {
+    let stream = STREAMS.get(handle).ok_or(Status::INVALID_HANDLE)?;
+    match stream.green() {
+        Some(green) if !green.is_alive() => Err(Status::CONTEXT_IS_DESTROYED),
+        _ => Ok(stream),
+    }
+}
+
+/// The default stream of the green context that is current, if it is in this context.
+#[cold]
+pub(crate) fn green_default(context: &'static Context, per_thread: bool) -> Result<Arc<Stream>> {
+    let green = context::current_green().ok_or(Status::INVALID_CONTEXT)?;
+    if !std::ptr::eq(green.context, context) {
+        return Ok(context.legacy().clone());
+    }
+    if per_thread {
+        // It has none.
+        return Err(Status::INVALID_HANDLE);
+    }
+    green.default_stream()
+}
+
+/// The calling thread's own default stream in a context.
+pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
+    let found = Lasting::with(&OWN, |own| {
+        let mut own = own.borrow_mut();
+        own.0.retain(|stream| !stream.finished.load(Ordering::Relaxed));
+        own.0.iter().find(|stream| std::ptr::eq(stream.context, context)).cloned()
+    });
+    match found {
+        Some(Some(stream)) => Ok(stream),
+        Some(None) => {
+            let stream = Arc::new(make(driver, context, 0, 0)?);
+            green_gates::inherit(driver, &stream)?;
+            let _ = Lasting::with(&OWN, |own| own.borrow_mut().0.push(stream.clone()));
+            lock(&OWNED).push(Arc::downgrade(&stream));
+            Ok(stream)
+        }
+        // The thread is being torn down: what it still does is done in the context's stream.
+        None => Ok(context.legacy().clone()),
+    }
+}
+
+/// A stream of this library's own in a context, beside all others. It ends with the context.
+pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
+    let stream = Arc::new(unnamed_once(driver, context)?);
+    keep(&stream);
+    Ok(stream)
+}
+
+/// The same for one use: the caller ends it.
+pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
+    make(driver, context, NON_BLOCKING, 0)
+}
+
+/// A stream of a green context.
+pub(crate) fn in_green(driver: &Driver, green: &Arc<Green>, priority: i32) -> Result<Stream> {
+    let id = fresh(driver)?;
+    driver.session.append(&GreenStream { green: green.id, stream: id, priority })?;
+    Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
+}
+
+/// Keeps a stream of this library's own in mind, for when its context goes.
+pub(crate) fn keep(stream: &Arc<Stream>) {
+    lock(&OWNED).push(Arc::downgrade(stream));
+}
+
+/// Streams of a context that work may be on, all of them or a green context's.
+pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) -> Vec<Arc<Stream>> {
+    let mut all = STREAMS.all();
+    all.extend(lock(&OWNED).iter().filter_map(std::sync::Weak::upgrade));
+    all.push(context.legacy().clone());
+    all.retain(|stream| {
+        let is_of = green.is_none_or(|green| stream.green().is_some_and(|other| Arc::ptr_eq(green, other)));
+        std::ptr::eq(stream.context, context) && is_of && !stream.is_finished()
+    });
+    all
+}
+
+/// Whether all work of a context is known to be over, but for work that stands behind a function that is being called. This does not wait.
+pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
+    let stopped = host_calls::stopped();
+    let mut all = of_context(context, None);
+    all.extend(lock(&ENDING).iter().filter(|stream| std::ptr::eq(stream.context, context)).cloned());
+    all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle(driver))
+}
+
+/// The streams of a green context, which is destroyed, are gone with it.
+pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
+    let mut gone = of_context(green.context, Some(green));
+    lock(&ENDING).retain(|stream| {
+        let of_it = stream.green().is_some_and(|other| Arc::ptr_eq(green, other));
+        if of_it {
+            gone.push(stream.clone());
+        }
+        !of_it
+    });
+    for stream in gone {
+        fences::forget(driver, &stream, false);
+        if !stream.finished.swap(true, Ordering::AcqRel)
+            && driver.session.append(&StreamDestroy { stream: stream.id }).is_ok()
+        {
+            ids::STREAMS.give_back(stream.id.0);
+        }
+    }
+}
+
+/// Streams that no handle names, of threads and of this library's own, for when their context goes.
+pub(crate) static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
+
+pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
+    let id = fresh(driver)?;
+    driver.session.append(&StreamCreate { context: context.id, stream: id, flags, priority })?;
+    Ok(Stream::new(id, context, flags, priority, false))
+}
+
+/// A number for a new stream.
+pub(crate) fn fresh(driver: &Driver) -> Result<StreamId> {
+    reap(driver);
+    let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
+    if let Some(word) = driver.session.progress().stream(id) {
+        word.store(0, Ordering::Release);
+    }
+    Ok(id)
+}
+
+/// A stream has been destroyed: the server hears of it when its work is done.
+pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
+    if stream.finished.load(Ordering::Acquire) {
+        return;
+    }
+    // If the session is lost there is nothing to end.
+    if stream.mark(driver).is_ok() {
+        lock(&ENDING).push(stream);
+        reap(driver);
+    }
+}
+
+/// Ends the destroyed streams whose work is done.
+pub(crate) fn reap(driver: &Driver) {
+    let mut ending = lock(&ENDING);
+    ending.retain(|stream| {
+        let mark = stream.last_mark.load(Ordering::Acquire);
+        if stream.due() > stream.synced.load(Ordering::Acquire) && !stream.has_passed(driver, mark) {
+            return true;
+        }
+        fences::forget(driver, stream, false);
+        if driver.session.append(&StreamDestroy { stream: stream.id }).is_ok() {
+            stream.finished.store(true, Ordering::Release);
+            ids::STREAMS.give_back(stream.id.0);
+        }
+        false
+    });
+}
+
+/// A context's streams are gone with it. `with_server`: the server destroys them by itself.
+pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
+    let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
+    lock(&ENDING).retain(|stream| {
+        let other = !std::ptr::eq(stream.context, context);
+        if !other {
+            gone.push(stream.clone());
+        }
+        other
+    });
+    lock(&OWNED).retain(|weak| match weak.upgrade() {
+        Some(stream) if std::ptr::eq(stream.context, context) => {
+            gone.push(stream);
+            false
+        }
+        other => other.is_some(),
+    });
+    let legacy = context.legacy();
+    fences::forget(driver, legacy, with_server);
+    for stream in &gone {
+        fences::forget(driver, stream, with_server);
+    }
+    for stream in gone {
+        if !stream.finished.swap(true, Ordering::AcqRel) {
+            if !with_server && driver.session.append(&StreamDestroy { stream: stream.id }).is_err() {
+                return;
+            }
+            ids::STREAMS.give_back(stream.id.0);
+        }
+    }
+    legacy.synced.store(context.last_work(), Ordering::Release);
+}
+
+/// Makes a stream in a context, or in a green one of its.
+pub(crate) fn create_in(
+    context: &'static Context,
+    green: Option<Arc<Green>>,
+    stream: *mut usize,
+    flags: u32,
+    priority: i32,
+) -> Result {
+    non_null(stream)?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Status::INVALID_VALUE);
+    }
+    let driver = driver()?;
+    if green.is_some() && flags & NON_BLOCKING == 0 {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        return crate::abi::result::refuse_form(
+            "a stream of a green context that waits for its default stream",
+            &SAID,
+        );
+    }
+    let [least, greatest] = driver::device(context.device as i32)?.info.stream_priorities;
+    let priority = priority.clamp(greatest.min(least), least.max(greatest));
+    if flags & NON_BLOCKING != 0 {
+        fences::before_stream(driver, context)?;
+    }
+    let new = match &green {
+        None => make(driver, context, flags, priority)?,
+        Some(green) => in_green(driver, green, priority)?,
+    };
+    green_gates::inherit(driver, &new)?;
+    let handle = STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)?;
+    // SAFETY: checked above not to be NULL; the program says that it may be written.
+    unsafe { put(stream, handle) }
+}
+
+/// The stream and its driver, for calls that ask about a stream and may be made in any context.
+pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
+    let driver = driver()?;
+    if handle > PER_THREAD {
+        return Ok((driver, named(handle)?));
+    }
+    let context = context::current()?;
+    Ok((driver, any(driver, context, handle, per_thread)?))
+}

@@ -1,0 +1,84 @@
+//! Copies from and to arrays.
+
+use crate::abi::result::Result;
+use crate::memory::address::is_device;
+use crate::memory::array::End;
+use crate::memory::{address, array, stream_ordered};
+use crate::streams::capture_rules;
+use crate::work::copy::Copier;
+use client::Status;
+use client::ops::array::MemcpyArray;
+use client::ops::copy::Pitched;
+
+impl Copier {
+    /// A copy with an array at one end or both, and none on the host.
+    pub fn with_array(&self, dst: &End, src: &End, extent: [u64; 3]) -> Result {
+        dst.check(extent)?;
+        src.check(extent)?;
+        capture_rules::refuse(&self.stream)?;
+        let op = MemcpyArray { stream: self.stream.id, dst: dst.place(), src: src.place(), extent };
+        match dst {
+            End::Device(to) => {
+                let [width, height, depth] = extent.map(|n| n.saturating_sub(1));
+                self.put(&op, to.address, depth * to.slice + height * to.pitch + width + 1).map(drop)
+            }
+            End::Array(..) => self.stream.work(self.driver, &op).map(drop),
+        }
+    }
+
+    /// Device memory for as long as `work` and the stream use it, packed.
+    pub fn by_way_of(&self, extent: [u64; 3], work: impl FnOnce(&Pitched) -> Result) -> Result {
+        capture_rules::refuse(&self.stream)?;
+        let [width, height, depth] = extent;
+        let bytes =
+            width.checked_mul(height).and_then(|n| n.checked_mul(depth)).ok_or(Status::INVALID_VALUE)?;
+        let context = self.stream.context;
+        let address = stream_ordered::alloc(self.driver, context, context.device, bytes, 0)?;
+        let done = work(&Pitched { address, pitch: width, slice: width * height });
+        stream_ordered::free_in_order(self.driver, address, self.stream.clone())?;
+        done
+    }
+
+    /// Bytes in a row of an array, from or to memory of either kind.
+    pub unsafe fn row(
+        &self,
+        array: usize,
+        offset: usize,
+        memory: u64,
+        bytes: usize,
+        to_array: bool,
+    ) -> Result {
+        let array = array::of(array)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let extent = [bytes as u64, 1, 1];
+        let end = End::Array(array, [offset as u64, 0, 0]);
+        end.check(extent)?;
+        let copy = |memory: &Pitched| {
+            let memory = End::Device(memory.clone());
+            if to_array {
+                self.with_array(&end, &memory, extent)
+            } else {
+                self.with_array(&memory, &end, extent)
+            }
+        };
+        if is_device(self.driver, memory) {
+            address::check(self.driver, memory, bytes as u64)?;
+            return copy(&Pitched { address: memory, pitch: bytes as u64, slice: bytes as u64 });
+        }
+        self.by_way_of(extent, |between| {
+            // SAFETY: the program says that the host's memory may be read or written over these bytes.
+            unsafe {
+                if to_array {
+                    self.to_device(between.address, memory as *const u8, bytes)?;
+                    copy(between)?;
+                    self.copied()
+                } else {
+                    copy(between)?;
+                    self.to_host(memory as *mut u8, between.address, bytes)
+                }
+            }
+        })
+    }
+}
