@@ -22,6 +22,7 @@ use protocol::ops::copy::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
 use protocol::ops::stream::*;
+use protocol::version::Version;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, greet, hello};
 use test_kit::*;
@@ -39,7 +40,8 @@ fn holdings(server: &Server) -> (usize, (usize, usize)) {
 #[test]
 fn another_version_is_refused_with_both_versions_on_both_kinds_of_socket() {
     let server = Server::start(&[]);
-    let theirs = |purpose| Hello { version: 99, ..hello(purpose, [0; 16], 0) };
+    let version = Version { major: 99, minor: 0 };
+    let theirs = |purpose| Hello { version, ..hello(purpose, [0; 16], 0) };
     for welcome in [
         greet(UnixStream::connect(server.socket()).unwrap(), &theirs(purpose::LOCAL)).unwrap(),
         greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &theirs(purpose::CONTROL)).unwrap(),
@@ -50,10 +52,27 @@ fn another_version_is_refused_with_both_versions_on_both_kinds_of_socket() {
         );
         let reason = untext(&welcome.reason);
         assert!(
-            reason.contains("version 99") && reason.contains(&format!("version {}", protocol::VERSION)),
+            reason.contains("version 99.0") && reason.contains(&format!("version {}", protocol::VERSION)),
             "{reason}"
         );
     }
+}
+
+#[test]
+fn a_client_built_from_other_sources_is_refused_and_a_newer_one_is_served() {
+    let server = Server::start(&[]);
+    let connect = || TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let ours = hello(purpose::CONTROL, [0; 16], 1);
+    let other = Hello { fingerprint: !ours.fingerprint, ..ours };
+    let welcome = greet(connect(), &other).unwrap();
+    assert_eq!(welcome.status, protocol::device::Answer::Version as u32);
+    assert!(untext(&welcome.reason).contains("different sources"), "{}", untext(&welcome.reason));
+    until("the log says so", || server.log().contains("different sources"));
+    // A newer client compares fingerprints itself, and then speaks the server's version.
+    let version = Version { minor: protocol::VERSION.minor + 1, ..protocol::VERSION };
+    let welcome = greet(connect(), &Hello { version, ..other }).unwrap();
+    assert_eq!(welcome.status, protocol::device::Answer::Ok as u32);
+    assert_eq!((welcome.version, welcome.fingerprint), (protocol::VERSION, ours.fingerprint));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use protocol::link::{DataHeader, DataSent, frame};
 use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
+use protocol::version::{OURS, Speaks};
 use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{Client, RAM};
@@ -211,14 +212,36 @@ fn both_sides_may_have_much_to_send_at_once() {
 
 #[test]
 fn another_version_is_refused_by_name() {
-    let server = FakeServer::start(Behavior { version: Some(7), ..Behavior::default() });
+    let server = FakeServer::start(Behavior { speaks: Some(Speaks::new(7, &[0])), ..Behavior::default() });
     let error = Client::try_connect(&server.config()).err().unwrap();
     assert_eq!(error.answer(), Answer::Version);
     let (text, ours) = (error.to_string(), protocol::VERSION);
     assert!(
-        text.contains("version 7") && text.contains(&format!("version {ours}")) && text.contains("127.0.0.1"),
+        text.contains("version 7.0")
+            && text.contains(&format!("version {ours}"))
+            && text.contains("127.0.0.1"),
         "{text}"
     );
+}
+
+#[test]
+fn a_server_built_from_other_sources_is_refused() {
+    static OTHER: [u64; 1] = [1];
+    let speaks = Some(Speaks::new(protocol::VERSION.major, &OTHER));
+    let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
+    let error = Client::try_connect(&server.config()).err().unwrap();
+    assert_eq!(error.answer(), Answer::Version);
+    assert!(error.to_string().contains("different sources"), "{error}");
+}
+
+#[test]
+fn with_a_newer_server_the_session_speaks_our_version_and_the_client_is_told() {
+    // The newer server knows our version, and has compared fingerprints itself.
+    static NEWER: [u64; 2] = [2, 3];
+    let speaks = Some(Speaks::new(protocol::VERSION.major, &NEWER));
+    let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
+    let client = Client::connect(&server.config());
+    assert_eq!(client.header().session_version(), (protocol::VERSION, OURS.fingerprint()));
 }
 
 #[test]

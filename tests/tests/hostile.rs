@@ -407,7 +407,8 @@ fn memory_that_is_not_a_channel_is_refused() -> Result<()> {
                 ("the progress area", link_fields(&good, |f| f.progress_offset = !4095)),
                 ("the arena", link_fields(&good, |f| f.arena_size = u32::MAX)),
                 ("the channel", link_fields(&good, |f| f.size = u64::MAX)),
-                ("version 99", link_fields(&good, |f| f.version = 99)),
+                ("version 99.0", link_fields(&good, |f| f.version = OTHER)),
+                ("different sources", link_fields(&good, |f| f.fingerprint = !f.fingerprint)),
             ];
             for (word, fields) in bad {
                 let (client, answer, reason) = Client::try_connect(&socket, 1 << 20, &fields)?;
@@ -607,6 +608,9 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
     })
 }
 
+/// A version that no build has.
+const OTHER: protocol::Version = protocol::Version { major: 99, minor: 0 };
+
 /// The hello of a peer that the server does not know.
 fn unknown(purpose: u32) -> Hello {
     hello(purpose, [0; 16], 2)
@@ -646,7 +650,8 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
             ensure!(welcome.version == protocol::VERSION, "version {}", welcome.version);
             logged(&rig.server, &["refused", word])
         };
-        refused(Hello { version: 99, ..unknown(purpose::CONTROL) }, Answer::Version, "version 99")?;
+        refused(Hello { version: OTHER, ..unknown(purpose::CONTROL) }, Answer::Version, "version 99.0")?;
+        refused(Hello { fingerprint: 1, ..unknown(purpose::CONTROL) }, Answer::Version, "different sources")?;
         refused(unknown(77), Answer::Invalid, "purpose 77")?;
         refused(unknown(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
         // A token that nobody was given, and all zeros.
@@ -659,7 +664,7 @@ fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<
 
         // The first twelve bytes of another version's hello are enough to be told.
         let mut tcp = connect_tcp(rig.port)?;
-        tcp.write_all(&Hello { version: 2, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
+        tcp.write_all(&Hello { version: OTHER, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
         ensure!(
             Answer::from_number(hear_welcome(&tcp)?.status) == Answer::Version,
             "another version's short hello"

@@ -22,6 +22,7 @@ use protocol::link::{Ack, Hello, Memory, frame, wish};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
+use protocol::version::Version;
 use test_kit::channel::{self, in_a_file};
 use test_kit::link::welcome;
 use test_kit::native_client::{NativeClient, create_channel};
@@ -177,7 +178,12 @@ fn malformed_requests_are_refused_and_affect_nothing_else() {
     let native = NativeClient::connect(&daemon.native()).unwrap();
     let cases: [(Request, &[&OwnedFd], Answer, &str); 13] = [
         (Request { magic: 1, ..good }, &[&file], Answer::Invalid, "rGPUnatv"),
-        (Request { version: 9, ..good }, &[&file], Answer::Version, "version 9"),
+        (
+            Request { version: Version { major: 9, minor: 1 }, ..good },
+            &[&file],
+            Answer::Version,
+            "version 9.1",
+        ),
         (Request { kind: 77, ..good }, &[&file], Answer::Unsupported, "77"),
         (good, &[], Answer::Invalid, "one file descriptor"),
         (good, &[&file, &file], Answer::Invalid, "one file descriptor"),

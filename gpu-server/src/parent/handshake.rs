@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use host_bridge::framing::send_frame;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
-use protocol::VERSION;
 use protocol::device::{Answer, text, untext};
-use protocol::link::{Hello, MAGIC, Welcome, frame, purpose, wish};
-use zerocopy::{FromZeros, IntoBytes};
+use protocol::link::{BadGreeting, Hello, MAGIC, Welcome, frame, greeting, purpose, wish};
+use protocol::version::{Mismatch, OURS};
+use zerocopy::IntoBytes;
 
 use super::queue::{Parked, join};
 use super::{Server, Token};
@@ -96,7 +96,13 @@ pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str,
     let hello = hello(connection);
     heard();
     let hello = match hello {
-        Ok(hello) => hello,
+        Ok(Ok(hello)) => hello,
+        Ok(Err(mismatch)) => {
+            let reason = mismatch.describe("the client speaks", "this server speaks");
+            // Who the client is stands in a part of its hello that another version may have elsewhere.
+            refuse(connection, peer, "", "", &Refused(Answer::Version, reason));
+            return;
+        }
         Err(e) => {
             tracing::info!(peer, "connection closed in its handshake: {e}");
             return;
@@ -120,11 +126,12 @@ pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &s
     let _ = connection.send_welcome(&welcome(*answer, [0; 16], 0, reason));
 }
 
-fn hello(connection: &Control) -> io::Result<Hello> {
+/// Reads a client's hello. The inner error is a refusal that the client is told.
+fn hello(connection: &Control) -> io::Result<Result<Hello, Mismatch>> {
     let deadline = Instant::now() + HELLO_WITHIN;
-    let mut hello = Hello::new_zeroed();
+    let mut bytes = [0; size_of::<Hello>()];
     let mut at = 0;
-    while at < size_of::<Hello>() {
+    loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::Error::new(
@@ -133,7 +140,7 @@ fn hello(connection: &Control) -> io::Result<Hello> {
             ));
         }
         connection.limit(Some(left), Some(HELLO_WITHIN))?;
-        match connection.read(&mut hello.as_mut_bytes()[at..]) {
+        match connection.read(&mut bytes[at..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(n) => at += n,
             Err(e)
@@ -143,25 +150,18 @@ fn hello(connection: &Control) -> io::Result<Hello> {
                 ) => {}
             Err(e) => return Err(e),
         }
-        if at >= 8 && hello.magic != MAGIC {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak rgpu"));
-        }
-        // Another version's hello may be shorter: it is answered as soon as its version is known.
-        if at >= 12 && hello.version != VERSION {
-            break;
+        match greeting(&bytes[..at], &OURS) {
+            Ok(None) => {}
+            Ok(Some((hello, _))) => return Ok(Ok(hello)),
+            Err(BadGreeting::Version(mismatch)) => return Ok(Err(mismatch)),
+            Err(BadGreeting::Magic(_)) => {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak rgpu"));
+            }
         }
     }
-    Ok(hello)
 }
 
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
-    if hello.version != VERSION {
-        let reason = format!(
-            "the client speaks version {} of rgpu, this server speaks version {VERSION}: install the same release on both",
-            hello.version
-        );
-        return Err(Refused(Answer::Version, reason));
-    }
     match (connection, hello.purpose) {
         (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS)
         | (Control::Local(_), purpose::LOCAL) => Ok(()),
@@ -176,8 +176,9 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
 pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
     Welcome {
         magic: MAGIC,
-        version: VERSION,
+        version: OURS.version(),
         status: answer as u32,
+        fingerprint: OURS.fingerprint(),
         token,
         data_connections,
         ahead: 0,
