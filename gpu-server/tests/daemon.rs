@@ -320,5 +320,5 @@ fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     assert!(text.lines().any(|l| l.starts_with("rgpu-server: ") && l.contains("libcuda")), "{text}");
     let output = std::process::Command::new(binary()).arg("check").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success() && text.contains("would serve by software"), "{text}");
+    assert!(output.status.success() && text.contains("would serve with software"), "{text}");
 }

@@ -138,12 +138,12 @@ const DEEDS: &[Deed] = &[
     },
     Deed {
         name: "seq-gap",
-        says: "record with seq 2 where 1 was due",
+        says: "record with seq 2 where 1 was expected",
         act: |c| c.raw(32, MARK, NO_SLOT, 2, &[0; 4], 32),
     },
     Deed {
         name: "seq-zero",
-        says: "record with seq 0 where 1 was due",
+        says: "record with seq 0 where 1 was expected",
         act: |c| c.raw(32, MARK, NO_SLOT, 0, &[0; 4], 32),
     },
     Deed { name: "cursor-far", says: "ring cursor 0x10000000000 does not fit", act: |c| c.set_tail(1 << 40) },
