@@ -193,7 +193,7 @@ impl Module {
     }
 }
 
-/// A context's modules are gone with it. `with_server`: the server unloads them by itself.
+/// Forgets a context's modules. `with_server`: the server unloads them with the context.
 pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for module in MODULES.remove_where(|module| std::ptr::eq(module.context, context)) {
         module.forget(driver);

@@ -48,7 +48,7 @@ impl Together {
     }
 }
 
-/// What changes seldom is looked at so often at least.
+/// The longest pause between comparisons.
 const SELDOM: Duration = Duration::from_millis(5);
 
 /// Lets the thread look; it is started if it does not run yet.
@@ -130,7 +130,7 @@ impl State {
         self.together = rest;
         let gone: Vec<Together> = gone;
         let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
-        // Not before they are gone: who finds none may let the program go on without asking for the lock.
+        // Only after they are gone: a thread that reads 0 lets the program go on without taking the lock.
         GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
