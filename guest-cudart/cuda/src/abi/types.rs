@@ -14,7 +14,7 @@ pub(crate) struct UserData(pub *mut c_void);
 // SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
 unsafe impl Send for UserData {}
 
-// SAFETY: as above.
+// SAFETY: this library never follows the pointer, so threads share only its value.
 unsafe impl Sync for UserData {}
 
 /// `CUexecAffinityParam`.

@@ -27,8 +27,8 @@ pub(crate) fn all_stopped(driver: &Driver) -> bool {
     context::busy().all(|context| is_stopped(driver, context))
 }
 
-/// As [`ready`], for a call that names a stream: in a thread without a current context the stream's is current until the guard goes. NVIDIA's driver takes launches, copies and fills so, as long as
-/// the stream is no default stream.
+/// As [`context::ready`], for a call that names a stream. In a thread without a current context, the stream's context is current until the guard is dropped. NVIDIA's driver
+/// accepts launches, copies and fills in such threads, except on a default stream.
 #[inline]
 pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
     match context::ready() {
