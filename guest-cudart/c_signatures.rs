@@ -1,20 +1,21 @@
-//! For the tests of `cuda` and `cudart`: what NVIDIA's headers say that functions take. How a type travels is not read from its name: the C compiler is asked.
+//! For the tests of `cuda` and `cudart`: the argument types of functions in NVIDIA's headers. The C compiler, not the name
+//! of a type, determines how it is passed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How an argument travels.
+/// How an argument is passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// A pointer: to data, to a function, or a handle.
     Pointer,
-    /// An integer or an enumeration of so many bytes.
+    /// An integer or enumeration of this many bytes.
     Integer(usize),
-    /// A floating-point number of so many bytes.
+    /// A floating-point number of this many bytes.
     Float(usize),
-    /// A structure of so many bytes, by value.
+    /// A structure of this many bytes, by value.
     Record(usize),
 }
 
@@ -32,7 +33,7 @@ fn gcc(includes: &[PathBuf]) -> Command {
     command
 }
 
-/// Splits a list at its commas, but for those inside brackets.
+/// Splits a list at its commas, except those inside brackets.
 pub fn split(list: &str) -> Vec<&str> {
     let (mut depth, mut start, mut parts) = (0, 0, Vec::new());
     for (at, c) in list.char_indices() {
@@ -51,7 +52,7 @@ pub fn split(list: &str) -> Vec<&str> {
     parts
 }
 
-/// The text between an opening bracket, at the beginning of `text`, and the one that closes it.
+/// The text between the opening bracket at the beginning of `text` and its closing bracket.
 pub fn bracketed(text: &str) -> &str {
     let mut depth = 0;
     for (at, c) in text.char_indices() {
@@ -69,7 +70,7 @@ pub fn bracketed(text: &str) -> &str {
     panic!("a bracket that nothing closes: {}", text.chars().take(80).collect::<String>());
 }
 
-/// An argument's type: its declaration without its name, and without `const`, which says nothing of how it travels.
+/// An argument's type: its declaration without its name and without `const`, which does not affect how it is passed.
 fn type_of(declaration: &str) -> String {
     if declaration.contains(['*', '[']) {
         return "void *".into();

@@ -3,9 +3,9 @@
 #
 #   link.sh STATICLIB OUTDIR 12|13
 #
-# STATICLIB is cargo's libcudart.a, built with the feature v12 for 12. The names that are exported, all under one
-# version node that is called like the library, are those of exports/12.txt or 13.txt; a name in the list that the
-# library lacks is an error. CC chooses the compiler (default gcc).
+# STATICLIB is cargo's libcudart.a, built with the feature v12 for 12. The library exports the names in exports/12.txt or
+# 13.txt, all under one version node with the library's name. A listed name that the library lacks is an error. CC sets
+# the compiler (default gcc).
 set -eu
 
 [ $# -eq 3 ] || { echo "usage: link.sh STATICLIB OUTDIR 12|13" >&2; exit 2; }
@@ -27,12 +27,12 @@ script=$outdir/$name.map
     echo "};"
 } > "$script"
 
-# nodelete: the driver and the C library keep addresses in it, so closing the last plugin that uses it must not unload it.
+# nodelete: the driver and the C library keep addresses in this library, so it must stay loaded when its last user is closed.
 "${CC:-gcc}" -shared -o "$outdir/$name.tmp" \
     -Wl,--version-script="$script" -Wl,--no-undefined-version -Wl,-soname,"$name" \
     -Wl,--whole-archive "$staticlib" -Wl,--no-whole-archive \
     -Wl,--gc-sections -Wl,--no-undefined -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--strip-all \
     -static-libgcc -lpthread -ldl -lm -lc
 rm -f "$script"
-# The new library takes the old one's place in one step: a program may be starting.
+# Replace the old library atomically, because a program may be starting.
 mv -f "$outdir/$name.tmp" "$outdir/$name"

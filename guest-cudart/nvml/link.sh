@@ -1,9 +1,9 @@
 #!/bin/sh
-# Links libnvidia-ml.so.1 from the static library that cargo makes of rgpu-nvml.
+# Links libnvidia-ml.so.1 from cargo's static library of rgpu-nvml.
 #
 #   link.sh STATICLIB OUTDIR
 #
-# What is exported is exports/libnvidia-ml.txt, unversioned, as NVIDIA's library has it, and nothing of Rust's own.
+# It exports the names in exports/libnvidia-ml.txt, without versions like NVIDIA's library, and nothing else.
 set -eu
 static=$1
 out=$2

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A channel's life, and its regions'.
+ * The life cycle of channels and regions.
  *
  *   NEW --CREATE_CHANNEL--> CONNECTING --OK--> CONNECTED --DESTROY_CHANNEL--> CLOSING
  *    ^                           |                  |                            |
  *    +--------- refused ---------+                  +------ device reset ------> LOST
  *
- * State changes that follow an answer are made by the requests' finish
- * functions, in work items, whether or not the program still waits: a program
- * that is killed while it connects leaves a channel that is destroyed as soon
- * as it has been created.
+ * The requests' finish functions change the state after a reply. They run in
+ * work items, whether or not the program is still waiting: if a program is killed
+ * while it connects, its channel is destroyed as soon as it has been created.
  */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
@@ -20,7 +19,7 @@
 
 #include "rgpu.h"
 
-/* How long a CONNECT waits for the ids of channels that are closing. */
+/* How long a CONNECT waits for the id of a channel that is closing. */
 #define RGPU_ID_TIMEOUT	(10 * HZ)
 
 struct rgpu_channel *rgpu_channel_get(struct rgpu_channel *chan)
@@ -50,7 +49,7 @@ void rgpu_channel_put(struct rgpu_channel *chan)
 	kref_put(&chan->ref, rgpu_channel_release);
 }
 
-/* What open() makes: a channel without memory. */
+/* Allocates the channel of a newly opened file, without memory. */
 struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 {
 	struct rgpu_channel *chan = kzalloc(sizeof(*chan), GFP_KERNEL_ACCOUNT);
@@ -68,9 +67,11 @@ struct rgpu_channel *rgpu_channel_alloc(struct rgpu_device *dev)
 }
 
 /**
- * rgpu_channel_create - give a channel its memory and its owner
+ * rgpu_channel_create - set a channel's owner and allocate its memory
  * @chan: the channel
- * @size: bytes
+ * @size: size in bytes
+ *
+ * Return: 0 or an errno.
  */
 int rgpu_channel_create(struct rgpu_channel *chan, u64 size)
 {
@@ -98,29 +99,31 @@ out:
 	return ret;
 }
 
-/* Wakes every waiter. From the event queue, which serializes the calls. */
+/* Wakes all waiters. Called under event_lock, which serializes the calls. */
 void rgpu_channel_wake(struct rgpu_channel *chan)
 {
 	WRITE_ONCE(chan->wake_pending, true);
-	/* Who sees the count sees what the device wrote before the event. */
+	/* A reader of the count also sees what the device wrote before the event. */
 	smp_store_release(&chan->wakes, chan->wakes + 1);
 	wake_up_interruptible_all(&chan->wait);
 }
 
-static bool rgpu_awake(const struct rgpu_channel *chan, const u32 *word, u32 expected,
-		       unsigned long seen)
+static bool rgpu_changed(const struct rgpu_channel *chan, const u32 *word, u32 expected,
+			 unsigned long seen)
 {
-	/* Pairs with rgpu_channel_wake(), as in rgpu_channel_wait(). */
+	/* Pairs with rgpu_channel_wake(). */
 	return READ_ONCE(*word) != expected || smp_load_acquire(&chan->wakes) != seen ||
 	       rgpu_channel_state(chan) == RGPU_CHANNEL_LOST;
 }
 
 /**
  * rgpu_channel_wait - sleep while a word of the channel has a value
- * @chan: connected
- * @offset: of the word, in bytes
+ * @chan: a connected channel
+ * @offset: offset of the word in bytes
  * @expected: the value
- * @timeout_ns: negative if without limit
+ * @timeout_ns: timeout in nanoseconds; negative for no limit
+ *
+ * Return: 0 if the word may have changed, or an errno.
  */
 int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 timeout_ns)
 {
@@ -136,14 +139,17 @@ int rgpu_channel_wait(struct rgpu_channel *chan, u64 offset, u32 expected, s64 t
 	word = page_address(chan->pages[offset >> PAGE_SHIFT]) + offset_in_page(offset);
 
 	WRITE_ONCE(chan->wake_pending, false);
-	/* Before the word is read: a WAKE that is counted here changed it already. */
+	/*
+	 * Read before the word; pairs with rgpu_channel_wake(). The change
+	 * behind a WAKE that is already counted is visible in the word.
+	 */
 	seen = smp_load_acquire(&chan->wakes);
 	if (timeout_ns)
 		ret = wait_event_interruptible_hrtimeout(chan->wait,
-							 rgpu_awake(chan, word, expected, seen),
+							 rgpu_changed(chan, word, expected, seen),
 							 timeout);
 	else
-		ret = rgpu_awake(chan, word, expected, seen) ? 0 : -ETIME;
+		ret = rgpu_changed(chan, word, expected, seen) ? 0 : -ETIME;
 	if (rgpu_channel_state(chan) == RGPU_CHANNEL_LOST)
 		return -ENODEV;
 	if (ret == -ETIME)
@@ -190,8 +196,8 @@ static void rgpu_id_free(struct rgpu_channel *chan)
 static void rgpu_destroy_finish(struct rgpu_request *request);
 
 /*
- * Takes the step that is due after a change, if one is. Under chan->lock, by
- * someone who holds a reference besides the table's.
+ * Takes the next step after a state change, if any. Needs chan->lock and a
+ * reference in addition to the table's.
  */
 static void rgpu_channel_settle(struct rgpu_channel *chan)
 {
@@ -207,10 +213,10 @@ static void rgpu_channel_settle(struct rgpu_channel *chan)
 	}
 
 	/*
-	 * The id, too, stays taken until the last answer: a request that the
-	 * device has yet to look at must not meet another channel of that id.
+	 * Keep the id until the last reply as well: a request that the device
+	 * has not processed yet must not reach another channel with that id.
 	 */
-	if (!chan->unheld || chan->ops || chan->state == RGPU_CHANNEL_NEW ||
+	if (!chan->released || chan->ops || chan->state == RGPU_CHANNEL_NEW ||
 	    chan->state == RGPU_CHANNEL_LOST)
 		return;
 	xa_for_each(&chan->regions, index, region)
@@ -231,9 +237,9 @@ static void rgpu_connect_finish(struct rgpu_request *request)
 	mutex_lock(&chan->lock);
 	chan->ops--;
 	if (request->error == -ENODEV) {
-		chan->unheld = true;
+		chan->released = true;
 	} else if (request->error || request->status == RGPU_STATUS_OK) {
-		/* After a malformed answer it may stand: it must be destroyed. */
+		/* After a malformed reply the channel may exist, so destroy it. */
 		WRITE_ONCE(chan->state, RGPU_CHANNEL_CONNECTED);
 		if (request->error)
 			chan->closing = true;
@@ -254,11 +260,11 @@ static void rgpu_destroy_finish(struct rgpu_request *request)
 	if (request->error == -ENODEV ||
 	    (!request->error && (request->status == RGPU_STATUS_OK ||
 				 request->status == RGPU_STATUS_INVALID))) {
-		/* A channel that the device does not know it does not touch. */
-		chan->unheld = true;
+		/* The device does not access a channel that it does not know. */
+		chan->released = true;
 	} else {
 		dev_warn(&chan->dev->vdev->dev,
-			 "channel %u: DESTROY_CHANNEL answered with error %d, status %u; its memory stays until a reset\n",
+			 "channel %u: DESTROY_CHANNEL failed with error %d, status %u; its memory is kept until a reset\n",
 			 chan->id, request->error, request->status);
 	}
 	rgpu_channel_settle(chan);
@@ -269,8 +275,8 @@ static void rgpu_destroy_finish(struct rgpu_request *request)
  * rgpu_channel_connect - send CREATE_CHANNEL
  * @chan: the channel
  *
- * Return: the request, for rgpu_request_wait(), or: -EBUSY if the device has as
- * many channels as it takes, or another errno.
+ * Return: the request, for rgpu_request_wait(), or an ERR_PTR(): -EBUSY if the
+ * device has no free channel, or another errno.
  */
 struct rgpu_request *rgpu_channel_connect(struct rgpu_channel *chan)
 {
@@ -325,7 +331,7 @@ err_unlock:
 	return ERR_PTR(ret);
 }
 
-/* Under chan->lock. */
+/* Needs chan->lock. */
 static int rgpu_channel_check_connected(struct rgpu_channel *chan)
 {
 	switch (chan->state) {
@@ -361,8 +367,8 @@ static int rgpu_status_to_errno(u32 status)
 	}
 }
 
-/* Waits for the answer to a request about a region, and drops the request. */
-static int rgpu_region_answer(struct rgpu_request *request)
+/* Waits for the reply to a request about a region, and drops the request. */
+static int rgpu_region_reply(struct rgpu_request *request)
 {
 	int ret = rgpu_request_wait(request);
 
@@ -375,8 +381,8 @@ static int rgpu_region_answer(struct rgpu_request *request)
 	return ret;
 }
 
-/* Under chan->lock. */
-static void rgpu_region_forget(struct rgpu_channel *chan, struct rgpu_region *region)
+/* Needs chan->lock. */
+static void rgpu_region_remove(struct rgpu_channel *chan, struct rgpu_region *region)
 {
 	xa_erase(&chan->regions, region->id);
 	chan->registered -= region->extents.bytes;
@@ -391,11 +397,11 @@ static void rgpu_register_finish(struct rgpu_request *request)
 	mutex_lock(&chan->lock);
 	chan->ops--;
 	/*
-	 * After a malformed answer the region may stand: it stays, without
-	 * being live, as long as the channel.
+	 * After a malformed reply the device may know the region, so keep it
+	 * until the channel ends, without being live.
 	 */
 	if (request->error == -ENODEV || (!request->error && request->status != RGPU_STATUS_OK))
-		rgpu_region_forget(chan, region);
+		rgpu_region_remove(chan, region);
 	else
 		region->live = !request->error;
 	rgpu_channel_settle(chan);
@@ -410,7 +416,7 @@ static void rgpu_unregister_finish(struct rgpu_request *request)
 	mutex_lock(&chan->lock);
 	chan->ops--;
 	if (request->error == -ENODEV || (!request->error && request->status == RGPU_STATUS_OK))
-		rgpu_region_forget(chan, region);
+		rgpu_region_remove(chan, region);
 	else
 		region->live = !request->error;
 	rgpu_channel_settle(chan);
@@ -419,13 +425,15 @@ static void rgpu_unregister_finish(struct rgpu_request *request)
 
 /**
  * rgpu_channel_register - pin memory and let the device use it
- * @chan: connected
- * @addr: of the first byte, in the calling process
- * @size: bytes
- * @read_only: the device only reads
+ * @chan: a connected channel
+ * @addr: address of the first byte in the calling process
+ * @size: size in bytes
+ * @read_only: whether the device only reads
  * @id: out: the region's number
  *
- * A caller that is killed meanwhile leaves the region to the channel.
+ * If the caller is killed meanwhile, the region stays until the channel ends.
+ *
+ * Return: 0 or an errno.
  */
 int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool read_only,
 			  u32 *id)
@@ -435,7 +443,7 @@ int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool re
 	struct rgpu_region *region;
 	int ret;
 
-	/* Asked again below; here to spare a refused call the pinning. */
+	/* Checked again below; this avoids pinning for a call that will fail. */
 	if (rgpu_channel_state(chan) != RGPU_CHANNEL_CONNECTED)
 		return rgpu_channel_state(chan) > RGPU_CHANNEL_CONNECTED ? -ENODEV : -ENOTCONN;
 	region = rgpu_region_pin(chan, addr, size, read_only);
@@ -470,7 +478,7 @@ int rgpu_channel_register(struct rgpu_channel *chan, u64 addr, u64 size, bool re
 	chan->ops++;
 	rgpu_request_submit(request);
 	mutex_unlock(&chan->lock);
-	return rgpu_region_answer(request);
+	return rgpu_region_reply(request);
 
 err_unlock:
 	mutex_unlock(&chan->lock);
@@ -482,9 +490,11 @@ err_unpin:
 }
 
 /**
- * rgpu_channel_unregister - the reverse of rgpu_channel_register()
- * @chan: connected
+ * rgpu_channel_unregister - undo rgpu_channel_register()
+ * @chan: a connected channel
  * @id: the region's number
+ *
+ * Return: 0 or an errno.
  */
 int rgpu_channel_unregister(struct rgpu_channel *chan, u32 id)
 {
@@ -516,7 +526,7 @@ int rgpu_channel_unregister(struct rgpu_channel *chan, u32 id)
 	chan->ops++;
 	rgpu_request_submit(request);
 	mutex_unlock(&chan->lock);
-	return rgpu_region_answer(request);
+	return rgpu_region_reply(request);
 
 err_unlock:
 	mutex_unlock(&chan->lock);
@@ -526,12 +536,12 @@ err_put:
 }
 
 /**
- * rgpu_channel_close - end a channel that nobody uses any more
- * @chan: the caller holds a reference
+ * rgpu_channel_close - close a channel that is no longer used
+ * @chan: a channel to which the caller holds a reference
  *
  * Does not wait.
  *
- * Return: whether rgpu_channel.closed is to come soon.
+ * Return: whether rgpu_channel.closed will complete soon.
  */
 bool rgpu_channel_close(struct rgpu_channel *chan)
 {
@@ -547,7 +557,7 @@ bool rgpu_channel_close(struct rgpu_channel *chan)
 
 /**
  * rgpu_channels_lost - end all channels of a device that has been reset
- * @dev: stopped, with no request in flight
+ * @dev: a stopped device with no request in flight
  */
 void rgpu_channels_lost(struct rgpu_device *dev)
 {
@@ -564,7 +574,7 @@ void rgpu_channels_lost(struct rgpu_device *dev)
 			return;
 
 		mutex_lock(&chan->lock);
-		chan->unheld = true;
+		chan->released = true;
 		rgpu_channel_settle(chan);
 		mutex_unlock(&chan->lock);
 		rgpu_channel_put(chan);

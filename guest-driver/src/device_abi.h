@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What driver and device say to each other: the contract of docs/device.md.
+ * The interface between driver and device, specified in docs/device.md.
  */
 #ifndef _RGPU_DEVICE_ABI_H
 #define _RGPU_DEVICE_ABI_H

@@ -2,8 +2,8 @@
 /*
  * /dev/rgpuN: the user API of include/uapi/linux/virtio_rgpu.h.
  *
- * Everything that a program hands in is checked here or, where the check needs
- * a lock, in channel.c.
+ * All arguments from programs are checked here or, if the check needs a lock,
+ * in channel.c.
  */
 #include <linux/fs.h>
 #include <linux/mm.h>
@@ -16,12 +16,12 @@
 
 #include "rgpu.h"
 
-/* How long close() waits for the device to let go; exiting does not wait. */
+/* How long close() waits for the device; an exiting process does not wait. */
 #define RGPU_CLOSE_TIMEOUT	HZ
 
 static int rgpu_open(struct inode *inode, struct file *file)
 {
-	/* misc_open() keeps misc_deregister(), and so remove, from passing. */
+	/* misc_open() blocks misc_deregister(), and therefore remove. */
 	struct rgpu_device *dev = container_of(file->private_data, struct rgpu_device, misc);
 	struct rgpu_channel *chan = rgpu_channel_alloc(dev);
 
@@ -32,8 +32,8 @@ static int rgpu_open(struct inode *inode, struct file *file)
 }
 
 /*
- * A forked child that inherited the file would otherwise keep the channel, and
- * a session on a server, of a process that is no more.
+ * Closes the channel when its owner exits. Otherwise a forked child that
+ * inherited the file would keep the channel and its session on a server.
  */
 static int rgpu_flush(struct file *file, fl_owner_t id)
 {
@@ -50,8 +50,8 @@ static int rgpu_release(struct inode *inode, struct file *file)
 	struct rgpu_channel *chan = file->private_data;
 
 	/*
-	 * Normally the device answers at once, and a program that closes and
-	 * opens again finds its memory unpinned and uncharged.
+	 * The device normally replies immediately. Waiting for it ensures that
+	 * memory is unpinned and uncharged when the program opens the file again.
 	 */
 	if (rgpu_channel_close(chan) && !(current->flags & PF_EXITING))
 		wait_for_completion_killable_timeout(&chan->closed, RGPU_CLOSE_TIMEOUT);
@@ -90,7 +90,7 @@ static int rgpu_ioctl_connect(struct rgpu_channel *chan, void __user *arg)
 	struct rgpu_request *request;
 	int ret;
 
-	/* Not to open a session whose answer could not be told. */
+	/* Do not open a session whose result could not be reported. */
 	if (clear_user(arg, sizeof(connect)))
 		return -EFAULT;
 
@@ -100,7 +100,7 @@ static int rgpu_ioctl_connect(struct rgpu_channel *chan, void __user *arg)
 		scnprintf(connect.reason, sizeof(connect.reason),
 			  "all %u channels of %s are in use", chan->dev->max_channels,
 			  chan->dev->name);
-		goto answer;
+		goto reply;
 	}
 	if (IS_ERR(request))
 		return PTR_ERR(request);
@@ -116,7 +116,7 @@ static int rgpu_ioctl_connect(struct rgpu_channel *chan, void __user *arg)
 	rgpu_request_put(request);
 	if (ret)
 		return ret;
-answer:
+reply:
 	return copy_to_user(arg, &connect, sizeof(connect)) ? -EFAULT : 0;
 }
 
@@ -159,7 +159,7 @@ static int rgpu_ioctl_register_memory(struct rgpu_channel *chan, void __user *ar
 	if (ret)
 		return ret;
 	if (put_user(reg.region, &user->region)) {
-		/* A region that the program cannot name is of no use to it. */
+		/* The program cannot use a region without its number. */
 		rgpu_channel_unregister(chan, reg.region);
 		return -EFAULT;
 	}
@@ -200,7 +200,7 @@ static long rgpu_ioctl(struct file *file, unsigned int cmd, unsigned long value)
 		return -ENOTTY;
 	}
 
-	/* Seen with its pages, a channel has its owner. */
+	/* A channel that has pages has an owner. */
 	if (!smp_load_acquire(&chan->pages))
 		return -ENXIO;
 	if (chan->mm != current->mm)
@@ -226,7 +226,7 @@ static int rgpu_mmap(struct file *file, struct vm_area_struct *vma)
 	unsigned long count;
 	struct page **pages;
 
-	/* Seen with its pages, a channel has their number and its owner. */
+	/* A channel that has pages has a page count and an owner. */
 	pages = smp_load_acquire(&chan->pages);
 	if (!pages)
 		return -ENXIO;
@@ -236,7 +236,7 @@ static int rgpu_mmap(struct file *file, struct vm_area_struct *vma)
 	    !(vma->vm_flags & VM_SHARED) || (vma->vm_flags & VM_EXEC))
 		return -EINVAL;
 
-	/* A forked child must not write into its parent's channel. */
+	/* A forked child must not write to its parent's channel. */
 #ifdef RGPU_HAVE_VM_FLAGS_MOD
 	vm_flags_mod(vma, VM_DONTCOPY | VM_DONTEXPAND | VM_DONTDUMP, VM_MAYEXEC);
 #else

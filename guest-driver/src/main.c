@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * virtio_rgpu: the guest's side of an rgpu device.
+ * virtio_rgpu: the guest driver of an rgpu device.
  *
- * Binds to the virtio device, if it is one, and starts and stops it. rgpu.h
- * says what the other files are for and who keeps whom alive.
+ * Binds to the virtio device, and starts and stops it. rgpu.h lists the other
+ * files and describes lifetimes and locking.
  */
 #include <linux/idr.h>
 #include <linux/module.h>
@@ -41,7 +41,7 @@ static int rgpu_read_config(struct rgpu_device *dev)
 
 	virtio_cread_le(vdev, struct virtio_rgpu_config, version, &dev->version);
 	if (dev->version != VIRTIO_RGPU_VERSION) {
-		dev_err(&vdev->dev, "device speaks version %u of the rgpu device, driver version %u\n",
+		dev_err(&vdev->dev, "device has version %u, but the driver supports version %u\n",
 			dev->version, VIRTIO_RGPU_VERSION);
 		return -EINVAL;
 	}
@@ -51,7 +51,7 @@ static int rgpu_read_config(struct rgpu_device *dev)
 			&dev->max_channel_size);
 	virtio_cread_le(vdev, struct virtio_rgpu_config, max_registered, &dev->max_registered);
 	if (!dev->max_channels || !dev->max_extents || dev->max_channel_size < PAGE_SIZE) {
-		dev_err(&vdev->dev, "device takes %u channels of %llu bytes and %u extents: of no use\n",
+		dev_err(&vdev->dev, "unusable device: %u channels of %llu bytes, %u extents\n",
 			dev->max_channels, dev->max_channel_size, dev->max_extents);
 		return -EINVAL;
 	}
@@ -65,20 +65,20 @@ static int rgpu_start(struct rgpu_device *dev)
 	return ret ? ret : rgpu_queues_start(dev);
 }
 
-/* Afterwards every channel is lost and no page pinned. Stopping twice is fine. */
+/* Ends every channel and unpins all pages. Does nothing if already stopped. */
 static void rgpu_stop(struct rgpu_device *dev)
 {
 	if (!rgpu_queues_stop(dev))
 		return;
 	rgpu_channels_lost(dev);
-	/* For the work that the above brought about. */
+	/* Wait for work queued by the above. */
 	flush_workqueue(rgpu_workqueue);
 	wake_up_all(&dev->stopped);
 }
 
 /*
- * Before a reboot or a kexec: the next kernel must not find the device at work
- * in its memory. Not every kernel that this builds for asks virtio drivers.
+ * Called before a reboot or kexec, so that the device does not access the next
+ * kernel's memory. Older kernels do not shut down virtio drivers themselves.
  */
 static int rgpu_reboot(struct notifier_block *notifier, unsigned long action, void *data)
 {
@@ -96,19 +96,16 @@ static bool rgpu_is_rgpu(struct virtio_device *vdev)
 
 static int rgpu_validate(struct virtio_device *vdev)
 {
-	/* Another device of this type is not this driver's to complain about. */
+	/* Stay silent about other devices with the same type. */
 	if (!vdev->config->get || !rgpu_is_rgpu(vdev))
 		return -ENODEV;
 	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
 		dev_err(&vdev->dev, "device does not offer VIRTIO_F_VERSION_1\n");
 		return -EINVAL;
 	}
-	/*
-	 * Extents are guest-physical addresses, which is not what such a
-	 * device can use.
-	 */
+	/* Extents are guest-physical addresses, which such a device cannot use. */
 	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM)) {
-		dev_err(&vdev->dev, "device wants VIRTIO_F_ACCESS_PLATFORM (iommu_platform=on), which is not supported\n");
+		dev_err(&vdev->dev, "device requires VIRTIO_F_ACCESS_PLATFORM (iommu_platform=on), which is not supported\n");
 		return -EINVAL;
 	}
 	return 0;
@@ -154,7 +151,7 @@ static int rgpu_probe(struct virtio_device *vdev)
 		.name = dev->name,
 		.fops = &rgpu_fops,
 		.parent = &vdev->dev,
-		/* The device itself tells programs apart and bounds them. */
+		/* The device isolates programs and limits their resources. */
 		.mode = 0666,
 	};
 	ret = misc_register(&dev->misc);
@@ -162,7 +159,7 @@ static int rgpu_probe(struct virtio_device *vdev)
 		goto err_stop;
 	dev->reboot.notifier_call = rgpu_reboot;
 	register_reboot_notifier(&dev->reboot);
-	dev_info(&vdev->dev, "/dev/%s: at most %u channels of %llu KiB\n", dev->name,
+	dev_info(&vdev->dev, "/dev/%s: up to %u channels of %llu KiB\n", dev->name,
 		 dev->max_channels, dev->max_channel_size >> 10);
 	return 0;
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Pages of channels, pinned pages of programs, and extents: how both are told
- * to the device.
+ * Pages of channels, pinned pages of programs, and the extents that describe
+ * them to the device.
  *
- * A request may be cut into as many descriptors as the queue is long, each of
- * them physically contiguous. The extents of a region of gigabytes in scattered
- * 4 KiB pages fill megabytes, so a list of extents is kept in pieces that grow:
- * a single page at first, RGPU_CHUNK_MAX_ORDER at last.
+ * A request can have as many descriptors as the queue is long, each physically
+ * contiguous. The extents of gigabytes of scattered 4 KiB pages take megabytes,
+ * so a list of extents consists of chunks of increasing size, from one page up
+ * to RGPU_CHUNK_MAX_ORDER.
  */
 #include <linux/mm.h>
 #include <linux/overflow.h>
@@ -15,7 +15,6 @@
 #include <linux/sizes.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
-#include <linux/version.h>
 
 #include "rgpu.h"
 
@@ -52,7 +51,7 @@ static struct rgpu_extent_chunk *rgpu_chunk_last(const struct rgpu_extents *exte
 	return list_last_entry(&extents->chunks, struct rgpu_extent_chunk, node);
 }
 
-/* Describes a list to the device; @sg has room for extents->chunk_count. */
+/* Adds the list to @sg, which has room for extents->chunk_count entries. */
 void rgpu_extents_to_sg(const struct rgpu_extents *extents, struct scatterlist *sg)
 {
 	const struct rgpu_extent_chunk *chunk;
@@ -90,7 +89,7 @@ static struct rgpu_extent_chunk *rgpu_chunk_add(struct rgpu_extents *extents)
 	return chunk;
 }
 
-/* Appends bytes that lie in one page, or in one block of contiguous pages. */
+/* Appends bytes within one page or one block of contiguous pages. */
 static int rgpu_extents_add(struct rgpu_extents *extents, struct page *page, size_t offset,
 			    size_t len)
 {
@@ -122,13 +121,15 @@ added:
 }
 
 /**
- * rgpu_pages_alloc - give a channel its memory
- * @chan: without pages
+ * rgpu_pages_alloc - allocate a channel's memory
+ * @chan: a channel without pages
  * @count: number of pages
  *
- * Takes blocks as large as there are, so that the device has few extents to
- * look through, and splits them, since programs map pages and pages are freed
- * one by one. Publishes chan->pages last.
+ * Allocates the largest available blocks, so that there are few extents, and
+ * splits them, because programs map single pages and pages are freed one by one.
+ * Publishes chan->pages last.
+ *
+ * Return: 0 or an errno.
  */
 int rgpu_pages_alloc(struct rgpu_channel *chan, unsigned long count)
 {
@@ -178,7 +179,7 @@ int rgpu_pages_alloc(struct rgpu_channel *chan, unsigned long count)
 	}
 
 	chan->page_count = count;
-	/* Readers that see the pages see the rest. */
+	/* Readers that see the pages also see everything above. */
 	smp_store_release(&chan->pages, pages);
 	return 0;
 
@@ -190,7 +191,7 @@ err_free:
 	return ret;
 }
 
-/* Drops the channel's own references; pages still mapped stay until unmapped. */
+/* Drops the channel's references; mapped pages stay until they are unmapped. */
 void rgpu_pages_free(struct rgpu_channel *chan)
 {
 	unsigned long i;
@@ -228,17 +229,18 @@ static unsigned int rgpu_pin_flags(bool read_only)
 	if (!read_only)
 		return FOLL_WRITE | FOLL_LONGTERM;
 	/*
-	 * A long-term pin for reading must follow the program's later writes.
-	 * Before 6.2 that takes breaking copy-on-write as a forced write does.
+	 * A long-term pin for reading must see the program's later writes. Some
+	 * kernels only guarantee that if the pin breaks copy-on-write like a
+	 * forced write.
 	 */
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
-	return FOLL_LONGTERM;
-#else
+#ifdef RGPU_READ_PIN_NEEDS_FORCE
 	return FOLL_WRITE | FOLL_FORCE | FOLL_LONGTERM;
+#else
+	return FOLL_LONGTERM;
 #endif
 }
 
-/* Pins the pages of [addr, addr + size) into @extents, all or none. */
+/* Pins the pages of [addr, addr + size) and adds them to @extents; all or none. */
 static int rgpu_extents_pin(struct rgpu_extents *extents, unsigned long addr, size_t size,
 			    bool read_only)
 {
@@ -285,14 +287,14 @@ static int rgpu_extents_pin(struct rgpu_extents *extents, unsigned long addr, si
 
 /**
  * rgpu_region_pin - pin memory of the calling program
- * @chan: whose process is the caller
- * @addr: of the first byte
- * @size: bytes
- * @read_only: the device will only read
+ * @chan: a channel of the calling process
+ * @addr: address of the first byte
+ * @size: size in bytes
+ * @read_only: whether the device only reads
  *
  * Charges the pages to the process. Takes mmap_lock.
  *
- * Return: a region that is not live and has no number yet.
+ * Return: a region that is not live and has no number yet, or an ERR_PTR().
  */
 struct rgpu_region *rgpu_region_pin(struct rgpu_channel *chan, u64 addr, u64 size,
 				    bool read_only)
@@ -329,7 +331,7 @@ err_free:
 	return ERR_PTR(ret);
 }
 
-/* Unpins and frees a region that the device cannot touch. Takes mmap_lock. */
+/* Unpins and frees a region that the device cannot access. Takes mmap_lock. */
 void rgpu_region_unpin(struct rgpu_channel *chan, struct rgpu_region *region)
 {
 	rgpu_extents_unpin(&region->extents, !region->read_only);

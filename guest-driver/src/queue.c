@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * The virtqueues: requests and their answers, events, the doorbell.
+ * The virtqueues: requests and replies, events, the doorbell.
  *
  * A request that does not fit into the control queue waits in a list until
- * answers make room, so submitting neither blocks nor fails: what goes wrong
- * reaches the request's finish(), as an answer does, in a work item.
+ * replies make room, so submitting neither blocks nor fails. A work item passes
+ * errors to the request's finish(), just like replies.
  */
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
 
 #include "rgpu.h"
 
-/* The device's own limits for reaching a server are below this. */
-#define RGPU_ANSWER_TIMEOUT	(30 * HZ)
+/* Longer than the device takes to give up on reaching a server. */
+#define RGPU_REPLY_TIMEOUT	(30 * HZ)
 
 static void rgpu_request_work(struct work_struct *work)
 {
@@ -36,13 +36,16 @@ void rgpu_request_put(struct rgpu_request *request)
 }
 
 /**
- * rgpu_request_alloc - make a request about a channel
+ * rgpu_request_alloc - allocate a request about a channel
  * @chan: the channel; its id is read when the request is submitted
  * @type: enum virtio_rgpu_ctrl_type
- * @extents: to go with it, or NULL; must stay until the request is finished
+ * @extents: extents of the request or NULL; must stay valid until the request is
+ *	finished
  *
- * The caller fills in the rest of the request, and sets finish before it
- * submits.
+ * The caller fills in the rest of the request and must set finish before
+ * submitting it.
+ *
+ * Return: the request or an ERR_PTR().
  */
 struct rgpu_request *rgpu_request_alloc(struct rgpu_channel *chan, u32 type,
 					const struct rgpu_extents *extents)
@@ -84,7 +87,7 @@ static void rgpu_request_fail(struct rgpu_request *request, int error)
 	queue_work(rgpu_workqueue, &request->work);
 }
 
-/* Moves what fits from the waiting list to the device. Under ctrl_lock. */
+/* Passes waiting requests to the device as far as they fit. Needs ctrl_lock. */
 static void rgpu_ctrl_pump(struct rgpu_device *dev)
 {
 	struct rgpu_request *request;
@@ -99,7 +102,7 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 			added = true;
 			continue;
 		}
-		/* An answer to come will make room, and call this again. */
+		/* The next reply makes room and calls this again. */
 		if (!list_empty(&dev->in_flight) && !virtqueue_is_broken(dev->controlq))
 			break;
 		list_del_init(&request->node);
@@ -110,12 +113,12 @@ static void rgpu_ctrl_pump(struct rgpu_device *dev)
 }
 
 /**
- * rgpu_request_submit - hand a request to the device
- * @request: with finish set, of a channel with an id; takes a reference of its
- *	own, and one to the channel
+ * rgpu_request_submit - pass a request to the device
+ * @request: a request with finish set, for a channel with an id
  *
- * Callable from process context, under any lock but the queues' own. The
- * request is finished in a work item in every case.
+ * Takes a reference to the request and one to the channel. Must be called in
+ * process context, without the queues' locks. A work item finishes the request
+ * in any case.
  */
 void rgpu_request_submit(struct rgpu_request *request)
 {
@@ -138,18 +141,18 @@ void rgpu_request_submit(struct rgpu_request *request)
 
 /**
  * rgpu_request_wait - wait until a request is finished
- * @request: submitted; the caller holds a reference
+ * @request: a submitted request to which the caller holds a reference
  *
- * A host side that was killed leaves its device without answers for good, which
- * the hypervisor does not tell: no program shall hang for that.
+ * If the host side is killed, its device never replies and the hypervisor does
+ * not report it. The timeout keeps programs from hanging.
  *
- * Return: 0 if the device answered; -EINTR if a fatal signal came first, and
- * -ETIMEDOUT if the device takes too long (in both cases the request goes on);
- * or rgpu_request.error.
+ * Return: 0 if the device replied; -EINTR on a fatal signal and -ETIMEDOUT if the
+ * device takes too long (the request continues in both cases); otherwise
+ * rgpu_request.error.
  */
 int rgpu_request_wait(struct rgpu_request *request)
 {
-	long left = wait_for_completion_killable_timeout(&request->done, RGPU_ANSWER_TIMEOUT);
+	long left = wait_for_completion_killable_timeout(&request->done, RGPU_REPLY_TIMEOUT);
 
 	if (left < 0)
 		return -EINTR;
@@ -195,7 +198,7 @@ static void rgpu_event_handle(struct rgpu_device *dev, const struct virtio_rgpu_
 
 	if (le32_to_cpu(event->type) != VIRTIO_RGPU_EVENT_WAKE)
 		return;
-	/* The table holds a reference while the entry stands. */
+	/* The table holds a reference as long as the entry exists. */
 	xa_lock_irqsave(&dev->channels, flags);
 	chan = xa_load(&dev->channels, le32_to_cpu(event->channel));
 	if (chan)
@@ -216,7 +219,7 @@ static void rgpu_event_done(struct virtqueue *vq)
 		while ((event = virtqueue_get_buf(vq, &len))) {
 			if (len >= sizeof(*event))
 				rgpu_event_handle(dev, event);
-			/* There is room for what was just taken out. */
+			/* Cannot fail: a buffer was just removed. */
 			rgpu_event_post(dev, event);
 		}
 	} while (!virtqueue_enable_cb(vq));
@@ -250,10 +253,10 @@ static int rgpu_find_vqs(struct virtio_device *vdev, struct virtqueue *vqs[])
 }
 
 /**
- * rgpu_queues_start - make the virtqueues and let requests in
- * @dev: stopped; its virtio device has negotiated features
+ * rgpu_queues_start - set up the virtqueues and accept requests
+ * @dev: a stopped device whose virtio device has negotiated features
  *
- * Return: 0 or an errno, with the device still stopped.
+ * Return: 0, or an errno with the device still stopped.
  */
 int rgpu_queues_start(struct rgpu_device *dev)
 {
@@ -266,7 +269,7 @@ int rgpu_queues_start(struct rgpu_device *dev)
 	if (ret)
 		return ret;
 
-	/* An interrupt may come as soon as the device is ready. */
+	/* An interrupt may arrive as soon as the device is ready. */
 	spin_lock_irqsave(&dev->event_lock, flags);
 	dev->eventq = vqs[VIRTIO_RGPU_VQ_EVENT];
 	count = min_t(unsigned int, RGPU_EVENT_BUFFERS, dev->eventq->num_free);
@@ -294,20 +297,20 @@ int rgpu_queues_start(struct rgpu_device *dev)
 }
 
 /**
- * rgpu_queues_stop - reset the device and finish what it has not answered
+ * rgpu_queues_stop - reset the device and finish pending requests
  * @dev: the device
  *
- * Afterwards the device touches no memory, requests end with -ENODEV at once,
- * and all those that were in flight are finished.
+ * Afterwards the device accesses no memory, new requests fail with -ENODEV, and
+ * all requests that were in flight are finished.
  *
- * Return: false if it was stopped already.
+ * Return: false if it was already stopped.
  */
 bool rgpu_queues_stop(struct rgpu_device *dev)
 {
 	struct rgpu_request *request, *next;
 	unsigned long flags;
 	bool running;
-	LIST_HEAD(unanswered);
+	LIST_HEAD(pending);
 
 	spin_lock_irqsave(&dev->ctrl_lock, flags);
 	running = dev->running;
@@ -322,13 +325,13 @@ bool rgpu_queues_stop(struct rgpu_device *dev)
 
 	spin_lock_irqsave(&dev->ctrl_lock, flags);
 	dev->controlq = NULL;
-	list_splice_init(&dev->in_flight, &unanswered);
-	list_splice_tail_init(&dev->waiting, &unanswered);
+	list_splice_init(&dev->in_flight, &pending);
+	list_splice_tail_init(&dev->waiting, &pending);
 	spin_unlock_irqrestore(&dev->ctrl_lock, flags);
 	dev->eventq = NULL;
 	dev->vdev->config->del_vqs(dev->vdev);
 
-	list_for_each_entry_safe(request, next, &unanswered, node) {
+	list_for_each_entry_safe(request, next, &pending, node) {
 		list_del_init(&request->node);
 		rgpu_request_fail(request, -ENODEV);
 	}
@@ -337,7 +340,7 @@ bool rgpu_queues_stop(struct rgpu_device *dev)
 }
 
 /**
- * rgpu_doorbell - tell the device that some channel has work
+ * rgpu_doorbell - notify the device that a channel has work
  * @dev: the device
  *
  * Return: 0 or -ENODEV.

@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * virtio_rgpu: what its files share.
+ * virtio_rgpu: declarations shared by its files.
  *
  *   main.c     binds to the virtio device; starts and stops it
  *   queue.c    the virtqueues: requests, events, the doorbell
  *   memory.c   pages of channels, pinned pages of programs, extents
- *   channel.c  a channel's life, and its regions'
+ *   channel.c  the life cycle of channels and regions
  *   file.c     /dev/rgpuN
  *
- * Who keeps whom alive: a file holds a reference to its channel, and so do the
- * device's table of ids (from the moment that the device is told of the channel
- * until it cannot touch its memory any more) and every request in flight; a
- * channel holds a reference to the device structure. So pages outlive a program
- * that is killed for as long as the device may use them, and nothing outlives
- * the last file of a device that is gone.
+ * Lifetimes: a channel is referenced by its file, by every request in flight,
+ * and by the device's table of ids, from when the device learns of the channel
+ * until it can no longer access the memory. A channel holds a reference to the
+ * device structure. Pages therefore outlive a killed program as long as the
+ * device may use them, and nothing outlives the last file of a removed device.
  *
- * Locks, outermost first: rgpu_channel.lock, mmap_lock, and then either
+ * Lock order, outermost first: rgpu_channel.lock, mmap_lock, then either
  * rgpu_device.ctrl_lock or rgpu_device.event_lock (with the xarray's own lock
- * inside). mmap() is called with mmap_lock held and hence never takes
+ * inside). mmap() is called with mmap_lock held and therefore never takes
  * rgpu_channel.lock.
  */
 #ifndef _RGPU_H
@@ -52,23 +51,25 @@ struct rgpu_region;
  * @misc: /dev/rgpuN
  * @name: "rgpuN", for @misc
  * @index: N
- * @reboot: stops the device before the kernel ends
- * @version: of the device specification
- * @max_channels: from the configuration space, as are the next three
- * @max_extents: in one request
- * @max_channel_size: bytes
- * @max_registered: bytes, 0 if without limit
- * @channels: by id, those that the device may know; each holds a reference
+ * @reboot: stops the device before a reboot
+ * @version: version of the device specification
+ * @max_channels: maximum number of channels, from the configuration space
+ * @max_extents: maximum extents per request, likewise
+ * @max_channel_size: maximum size of a channel in bytes, likewise
+ * @max_registered: maximum registered bytes per channel, likewise; 0 for no limit
+ * @channels: channels that the device may know, by id; each entry holds a
+ *	reference
  * @next_id: where to look for the next free id
- * @closing: number of @channels whose DESTROY_CHANNEL is under way
- * @freed: counts ids given back; with @id_freed, for a CONNECT that needs one
+ * @closing: number of @channels with a DESTROY_CHANNEL in flight
+ * @freed: counts freed ids; with @id_freed, for a CONNECT that needs one
  * @id_freed: woken whenever @freed or @closing changes
  * @stopped: woken when the device stops, for poll()
  * @ctrl_lock: protects @controlq, @running, @in_flight and @waiting
- * @max_descriptors: of one request; the control queue's size, as virtio demands
+ * @max_descriptors: maximum per request: the size of the control queue, as
+ *	virtio requires
  * @controlq: NULL when stopped
- * @running: requests are accepted
- * @in_flight: requests that the device has
+ * @running: whether requests are accepted
+ * @in_flight: requests that the device is processing
  * @waiting: requests that did not fit into @controlq yet, in order
  * @event_lock: protects @eventq and @events
  * @eventq: NULL when stopped
@@ -98,13 +99,13 @@ struct rgpu_device {
 	wait_queue_head_t stopped;
 
 	unsigned int max_descriptors;
-	spinlock_t ctrl_lock;	/* See above. */
+	spinlock_t ctrl_lock;	/* see above */
 	struct virtqueue *controlq;
 	bool running;
 	struct list_head in_flight;
 	struct list_head waiting;
 
-	spinlock_t event_lock;	/* See above. */
+	spinlock_t event_lock;	/* see above */
 	struct virtqueue *eventq;
 	struct virtio_rgpu_event events[RGPU_EVENT_BUFFERS];
 
@@ -114,10 +115,10 @@ struct rgpu_device {
 
 /**
  * struct rgpu_extents - pages as a list of physical ranges, in order
- * @chunks: the list, in physically contiguous pieces (struct rgpu_extent_chunk)
- * @chunk_count: number of pieces
+ * @chunks: the list, in physically contiguous chunks (struct rgpu_extent_chunk)
+ * @chunk_count: number of chunks
  * @count: number of extents
- * @bytes: the sum of their lengths
+ * @bytes: sum of the extents' lengths
  * @last_page: page in which the last extent ends
  */
 struct rgpu_extents {
@@ -128,6 +129,13 @@ struct rgpu_extents {
 	struct page *last_page;
 };
 
+/**
+ * struct rgpu_extent_chunk - part of a list of extents
+ * @node: in rgpu_extents.chunks
+ * @page: first of the pages that hold the extents
+ * @order: log2 of the number of pages
+ * @used: number of extents
+ */
 struct rgpu_extent_chunk {
 	struct list_head node;
 	struct page *page;
@@ -137,19 +145,19 @@ struct rgpu_extent_chunk {
 
 /**
  * struct rgpu_request - one request on the control queue
- * @ref: held by whoever waits for it, and by the queue until it is finished
+ * @ref: held by the waiting caller, and by the queue until it is finished
  * @node: in rgpu_device.in_flight or .waiting
  * @work: calls @finish
  * @done: completed after @finish
- * @finish: called once, in process context, when @error and @status stand
+ * @finish: called once, in process context, after @error and @status are set
  * @chan: holds a reference from submission until @finish has returned
  * @region: for (UN)REGISTER_MEMORY; kept by @chan while requests are in flight
- * @error: 0 if the device answered, -ENODEV if it was reset before it did,
- *	-EIO if its answer was malformed
- * @status: the device's answer
+ * @error: 0 if the device replied, -ENODEV if it was reset before that, -EIO if
+ *	the reply was malformed
+ * @status: status in the device's reply
  * @out_count: number of device-readable entries of @sg; one writable follows
- * @req: what the device reads first
- * @resp: what the device writes
+ * @req: the first part that the device reads
+ * @resp: the part that the device writes
  * @sg: @req, the extents, @resp
  */
 struct rgpu_request {
@@ -169,12 +177,12 @@ struct rgpu_request {
 };
 
 /**
- * enum rgpu_channel_state - where a channel is in its life
- * @RGPU_CHANNEL_NEW: the device does not know it
- * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is under way
- * @RGPU_CHANNEL_CONNECTED: the device answered OK
- * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is under way
- * @RGPU_CHANNEL_LOST: ended, for good
+ * enum rgpu_channel_state - state of a channel
+ * @RGPU_CHANNEL_NEW: unknown to the device
+ * @RGPU_CHANNEL_CONNECTING: CREATE_CHANNEL is in flight
+ * @RGPU_CHANNEL_CONNECTED: the device replied OK
+ * @RGPU_CHANNEL_CLOSING: DESTROY_CHANNEL is in flight
+ * @RGPU_CHANNEL_LOST: ended for good
  */
 enum rgpu_channel_state {
 	RGPU_CHANNEL_NEW,
@@ -185,35 +193,35 @@ enum rgpu_channel_state {
 };
 
 /**
- * struct rgpu_channel - what an open file is
+ * struct rgpu_channel - an open file and its channel
  * @ref: see the top of this file
  * @dev: holds a reference
- * @lock: protects everything below it here, up to @wait
- * @mm: of the process that made the channel (mmgrab); set once, before @pages
+ * @lock: protects the following members up to @registered
+ * @mm: mm of the process that created the channel (mmgrab); set once, before
+ *	@pages
  * @owner: that process; set once
  * @pages: the channel's memory; set once, by smp_store_release()
  * @page_count: number of @pages; set once
- * @extents: the same pages, as told to the device
+ * @extents: the same pages, as described to the device
  * @state: written under @lock, read anywhere
- * @closing: the file, or the process that made the channel, is gone
- * @unheld: the device cannot touch the memory any more
+ * @closing: the file or the process that created the channel is gone
+ * @released: the device can no longer access the memory
  * @ops: number of requests in flight
  * @id: valid while in rgpu_device.channels
- * @destroy: the request that ends the channel, allocated before it can be
- *	needed
+ * @destroy: the request that destroys the channel, allocated in advance
  * @regions: by number
  * @next_region: where to look for the next free number
- * @registered: bytes in @regions
+ * @registered: total bytes of @regions
  * @wait: woken by WAKE, and when the channel is lost
  * @wakes: counts WAKE events; written under rgpu_device.event_lock
- * @wake_pending: a WAKE came that no RGPU_IOC_WAIT has taken
+ * @wake_pending: a WAKE arrived that no RGPU_IOC_WAIT has consumed
  * @closed: completed when the channel is lost
  */
 struct rgpu_channel {
 	struct kref ref;
 	struct rgpu_device *dev;
 
-	struct mutex lock;	/* See above. */
+	struct mutex lock;	/* see above */
 	struct mm_struct *mm;
 	struct pid *owner;
 	struct page **pages;
@@ -221,7 +229,7 @@ struct rgpu_channel {
 	struct rgpu_extents extents;
 	enum rgpu_channel_state state;
 	bool closing;
-	bool unheld;
+	bool released;
 	unsigned int ops;
 	u32 id;
 	struct rgpu_request *destroy;
@@ -238,11 +246,11 @@ struct rgpu_channel {
 /**
  * struct rgpu_region - pinned memory that the device may use
  * @id: number within its channel
- * @live: the device answered REGISTER_MEMORY, and no UNREGISTER_MEMORY is
- *	under way
+ * @live: the device accepted REGISTER_MEMORY, and no UNREGISTER_MEMORY is in
+ *	flight
  * @read_only: the device only reads
- * @page_count: pages charged
- * @extents: the pages, and the bytes of them that were registered
+ * @page_count: number of pages charged to the process
+ * @extents: the registered bytes
  */
 struct rgpu_region {
 	u32 id;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Exercises the user API of virtio_rgpu, against the mock device of
+ * Tests the user API of virtio_rgpu against the mock device of
  * tests/src/mock_device.rs: rgpu_selftest TEST [ARGUMENT]
  *
- * Exits with 0 and says "ok" if the driver did as it should, and otherwise says
- * what it did not.
+ * Prints "ok" and exits with 0 if the test passes. Otherwise prints what failed.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +25,7 @@
 
 #include <linux/virtio_rgpu.h>
 
-/* The mock's channel: see mod layout in mock_device.rs. */
+/* The mock device's channel; see mod layout in mock_device.rs. */
 #define MAGIC		0x4b434f4dU
 #define CHANNEL		0xffffffffU
 #define COMPLETED	128
@@ -219,7 +218,7 @@ static void say_ready(void)
 	fflush(stdout);
 }
 
-/* Both sides read and write a region, of any alignment, and its neighbours stay. */
+/* Both sides access a region of any alignment without touching its surroundings. */
 static void check_region(int fd, struct channel *channel, uint8_t *base, uint64_t before,
 			 uint64_t len, uint64_t after, uint64_t seed)
 {
@@ -233,7 +232,7 @@ static void check_region(int fd, struct channel *channel, uint8_t *base, uint64_
 		CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region,
 							     .offset = 3, .len = len - 5 }) ==
 		      hash(base + before + 3, len - 5));
-	/* The program's own writes after registering are seen. */
+	/* The device sees the program's writes after registering. */
 	base[before + len / 2] ^= 0x5a;
 	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = len }) ==
 	      hash(base + before, len));
@@ -263,7 +262,7 @@ static void test_info(void)
 	       (unsigned long long)info.max_registered);
 }
 
-/* The device sees the bytes that the program sees, all over a channel of N KiB. */
+/* Program and device see the same bytes everywhere in a channel of N KiB. */
 static void test_channel(uint64_t kib)
 {
 	uint64_t size = kib << 10, begin = 4096 < size ? 4096 : 1024;
@@ -285,7 +284,7 @@ static void test_channel(uint64_t kib)
 				  .len = size - begin, .seed = kib + 7 });
 	check_pattern(bytes + begin, size - begin, kib + 7);
 
-	/* The mapping outlives the file descriptor, and the channel both of them. */
+	/* The mapping outlives the file descriptor, and the channel outlives both. */
 	close(fd);
 	check_pattern(bytes + begin, size - begin, kib + 7);
 	munmap(channel, size);
@@ -311,13 +310,13 @@ static void test_register(void)
 	CHECK(huge);
 	madvise(huge, 4 << 20, MADV_HUGEPAGE);
 	check_region(fd, channel, huge, 5, (4 << 20) - 10, 5, 8);
-	/* The channel's own memory, and memory on the stack. */
+	/* Memory of the channel itself, and memory on the stack. */
 	check_region(fd, channel, (uint8_t *)channel + 8192, 10, 20000, 10, 9);
 	uint8_t stack[20000];
 	check_region(fd, channel, stack, 17, 19000, 17, 10);
 }
 
-/* A forked child writes to shared pages first: the parent's region must not split. */
+/* A forked child writes to shared pages first; the parent's region must keep its pages. */
 static void test_register_then_fork(void)
 {
 	int fd = open_device();
@@ -359,14 +358,14 @@ static void test_register_read_only(void)
 	      hash((const uint8_t *)read_only, sizeof(read_only)));
 	CHECK(unregister_memory(fd, region) == 0);
 
-	/* Pages that were never touched: what is written later must be seen. */
+	/* The device must see later writes to pages that were never touched. */
 	CHECK(register_memory(fd, fresh, 1 << 20, RGPU_REGISTER_READ_ONLY, &region) == 0);
 	fill(fresh, 1 << 20, 42);
 	CHECK(command(fd, channel, (struct command){ .op = OP_HASH, .region = region, .len = 1 << 20 }) ==
 	      hash(fresh, 1 << 20));
 }
 
-/* Two mappings touched by turns, so that the pages of each lie scattered. */
+/* Alternating first writes to two mappings scatter the pages of both. */
 static void test_register_scattered(uint64_t mib)
 {
 	int fd = open_device();
@@ -389,7 +388,7 @@ static void test_register_scattered(uint64_t mib)
 	CHECK(unregister_memory(fd, region) == 0);
 }
 
-/* As an ordinary user, with RLIMIT_MEMLOCK at 1 MiB. */
+/* Runs as an unprivileged user with RLIMIT_MEMLOCK at 1 MiB. */
 static void test_memlock(void)
 {
 	struct rlimit limit = { 1 << 20, 1 << 20 };
@@ -409,14 +408,14 @@ static void test_memlock(void)
 	CHECK(register_memory(fd, memory, 512 << 10, 0, &region) == 0);
 	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
 	CHECK(region != second);
-	/* A failure on the way charges nothing. */
+	/* A failure midway leaves nothing charged. */
 	CHECK(unregister_memory(fd, second) == 0);
 	CHECK(munmap(memory + (3 << 20), 4096) == 0);
 	FAILS(EFAULT, register_memory(fd, memory + (3 << 20) - 8192, 16384, 0, NULL));
 	CHECK(register_memory(fd, memory + (1 << 20), 512 << 10, 0, &second) == 0);
 }
 
-/* Closing gives back what is charged, before close() returns. */
+/* close() uncharges memory before it returns. */
 static void test_memlock_after_close(void)
 {
 	struct rlimit limit = { 1 << 20, 1 << 20 };
@@ -447,7 +446,7 @@ static void test_arguments(void)
 	void *map;
 	int fd = open_device();
 
-	/* Nothing but limits without a channel. */
+	/* Without a channel, only the limits can be queried. */
 	CHECK(ioctl(fd, RGPU_IOC_GET_INFO, &info) == 0);
 	FAILS(EFAULT, ioctl(fd, RGPU_IOC_GET_INFO, NULL));
 	FAILS(ENOTTY, ioctl(fd, _IO('G', 0xA7)));
@@ -499,7 +498,7 @@ static void test_arguments(void)
 	FAILS(ENOTCONN, unregister_memory(fd, 0));
 	FAILS(EFAULT, ioctl(fd, RGPU_IOC_CONNECT, read_only));
 
-	/* A bad header is the device's to refuse, and may be mended. */
+	/* The device refuses a bad header; the program can fix it and try again. */
 	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
 	CHECK(connect.status == RGPU_STATUS_INVALID && connect.reason[0]);
 	channel->magic = MAGIC;
@@ -534,7 +533,7 @@ static void test_arguments(void)
 	unregister.reserved = 1;
 	FAILS(EINVAL, ioctl(fd, RGPU_IOC_UNREGISTER_MEMORY, &unregister));
 
-	/* The answer cannot be written: the region must not stay. */
+	/* If the result cannot be written, the region must not stay registered. */
 	struct rgpu_register_memory *ro = mmap(NULL, 4096, PROT_READ | PROT_WRITE,
 					       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	ro->addr = (uintptr_t)memory;
@@ -542,7 +541,7 @@ static void test_arguments(void)
 	CHECK(mprotect(ro, 4096, PROT_READ) == 0);
 	FAILS(EFAULT, ioctl(fd, RGPU_IOC_REGISTER_MEMORY, ro));
 
-	/* After all this it still works. */
+	/* It still works after all this. */
 	CHECK(register_memory(fd, memory, 65536, 0, NULL) == 0);
 	command(fd, channel, (struct command){ .op = OP_NOP });
 }
@@ -563,37 +562,37 @@ static void test_wait(void)
 	long long begin;
 	timer_t timer;
 
-	/* A word that differs, and time that passes. */
+	/* A different value, and a timeout. */
 	CHECK(wait_word(fd, 0, MAGIC + 1, -1) == 0);
 	begin = milliseconds();
 	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 100000000));
 	CHECK(milliseconds() - begin >= 100);
 	FAILS(ETIMEDOUT, wait_word(fd, 0, MAGIC, 0));
 
-	/* A signal, even one that restarts system calls. */
+	/* A signal, even with SA_RESTART. */
 	CHECK(sigaction(SIGALRM, &action, NULL) == 0);
 	CHECK(timer_create(CLOCK_MONOTONIC, &event, &timer) == 0);
 	CHECK(timer_settime(timer, 0, &soon, NULL) == 0);
 	FAILS(EINTR, wait_word(fd, 0, MAGIC, -1));
 
-	/* A change while asleep, with a timeout and without. */
+	/* A change during the sleep, with and without a timeout. */
 	for (int i = 0; i < 2; i++) {
 		submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
 		CHECK(wait_word(fd, COMPLETED, i, i ? -1 : 30000000000LL) == 0);
 		complete(fd, channel);
 	}
 
-	/* A WAKE after which nothing has changed; then the change. */
+	/* A WAKE without a change, then the change. */
 	submit(fd, channel, &(struct command){ .op = OP_BARE_WAKE, .delay_ms = 200 });
 	complete(fd, channel);
 
-	/* What is none of this channel's business wakes nobody. */
+	/* Events for other channels do not wake it. */
 	command(fd, channel, (struct command){ .op = OP_STRANGE_EVENTS });
 	while (wait_word(fd, 0, MAGIC, 50000000) == 0)
 		;
 	CHECK(errno == ETIMEDOUT);
 
-	/* poll(): a WAKE that no WAIT has taken. */
+	/* poll() reports a WAKE that no WAIT has consumed. */
 	CHECK(poll(&poll_fd, 1, 0) == 0);
 	submit(fd, channel, &(struct command){ .op = OP_NOP, .delay_ms = 100 });
 	CHECK(poll(&poll_fd, 1, 30000) == 1 && poll_fd.revents == POLLIN);
@@ -618,7 +617,7 @@ static void *wait_completed(void *arg)
 	return NULL;
 }
 
-/* One WAKE wakes all the threads that wait. */
+/* One WAKE wakes all waiting threads. */
 static void test_waiters(void)
 {
 	int fd = open_device();
@@ -635,7 +634,7 @@ static void test_waiters(void)
 		CHECK(pthread_join(waiters[i].thread, NULL) == 0);
 }
 
-/* Every status reaches the program, with the reason; then it may try again. */
+/* The program gets every status with its reason, and can try again. */
 static void test_refused(void)
 {
 	static const int errnos[] = { 0, EINVAL, ENOSPC, EHOSTUNREACH, EPROTO, EACCES, EOPNOTSUPP, EIO };
@@ -662,11 +661,11 @@ static void test_refused(void)
 	CHECK(register_memory(fd, memory, 65536, 0, &region) == 0);
 	command(fd, channel, (struct command){ .op = OP_NEXT_ANSWER, .seed = RGPU_STATUS_INVALID });
 	FAILS(EINVAL, unregister_memory(fd, region));
-	/* The device did not let go, so the region stands. */
+	/* The device refused, so the region stays registered. */
 	CHECK(unregister_memory(fd, region) == 0);
 }
 
-/* As many channels as the device takes, and not one more. */
+/* The device accepts its maximum number of channels and not one more. */
 static void test_max_channels(uint64_t max)
 {
 	struct channel *channels[512];
@@ -682,7 +681,7 @@ static void test_max_channels(uint64_t max)
 	CHECK(ioctl(fd, RGPU_IOC_CONNECT, &connect) == 0);
 	CHECK(connect.status == RGPU_STATUS_NO_RESOURCES);
 	CHECK(strstr((char *)connect.reason, "in use"));
-	/* One that goes makes room at once. */
+	/* Closing one makes room immediately. */
 	for (int i = 0; i < 20; i++) {
 		munmap(channels[i % max], 4096);
 		close(fds[i % max]);
@@ -736,7 +735,7 @@ static void test_many(uint64_t count)
 	}
 }
 
-/* A forked child has neither the memory nor the use of its parent's channel. */
+/* A forked child has neither its parent's channel nor the memory. */
 static void test_fork(void)
 {
 	struct rgpu_wait wait_args = { .timeout_ns = 0 };
@@ -762,7 +761,7 @@ static void test_fork(void)
 	}
 	CHECK(waitpid(pid, &status, 0) == pid);
 	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
-	/* A channel of its own a child can have. */
+	/* A child can have a channel of its own. */
 	pid = fork();
 	if (!pid) {
 		one_of_many(1);
@@ -773,7 +772,7 @@ static void test_fork(void)
 	command(fd, channel, (struct command){ .op = OP_NOP });
 }
 
-/* Exits, and leaves a child that has inherited the file. */
+/* Exits and leaves a child that inherited the file. */
 static void test_orphan(void)
 {
 	int fd = open_device();
@@ -788,7 +787,7 @@ static void test_orphan(void)
 	}
 }
 
-/* Connects, registers memory, says "ready", and stays until it is killed. */
+/* Connects, registers memory, prints "ready", and waits to be killed. */
 static void test_hold(void)
 {
 	uint64_t len = 4 << 20;
@@ -803,7 +802,7 @@ static void test_hold(void)
 		wait_word(fd, COMPLETED, atomic_load(&channel->completed), -1);
 }
 
-/* Says "ready" and connects, to be killed while the device makes up its mind. */
+/* Prints "ready" and connects, to be killed before the device replies. */
 static void test_connect_slowly(void)
 {
 	struct rgpu_connect connect;
@@ -830,7 +829,7 @@ static void *wait_gone(void *arg)
 {
 	struct waiter *waiter = arg;
 
-	/* Being put to sleep with the machine interrupts as a signal does. */
+	/* Suspending the machine interrupts the call like a signal. */
 	while (wait_word(waiter->fd, 0, MAGIC, -1) == -1 && errno == EINTR)
 		;
 	CHECK(errno == ENODEV);
@@ -856,7 +855,7 @@ static void *connect_gone(void *arg)
 	return NULL;
 }
 
-/* Says "ready"; then the device goes away, with the files open and used. */
+/* Prints "ready"; then the device is removed while files are open and in use. */
 static void test_gone(void)
 {
 	static uint8_t memory[1 << 20];
@@ -884,13 +883,13 @@ static void test_gone(void)
 	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
 	FAILS(ENODEV, unregister_memory(fd, 0));
 	FAILS(ENODEV, ioctl(second, RGPU_IOC_CONNECT, &connect));
-	/* The memory stays, with nobody on the other side. */
+	/* The memory stays accessible after the device is gone. */
 	CHECK(channel->magic == MAGIC);
 	memset((uint8_t *)channel + 4096, 1, (1 << 20) - 4096);
 	memset(memory, 1, sizeof(memory));
 }
 
-/* Says "ready"; then the machine sleeps, which ends channels but not the device. */
+/* Prints "ready"; then the machine suspends, which ends channels but not the device. */
 static void test_suspend(void)
 {
 	static uint8_t memory[1 << 20];
@@ -908,7 +907,7 @@ static void test_suspend(void)
 	FAILS(ENODEV, ioctl(fd, RGPU_IOC_KICK));
 	FAILS(ENODEV, register_memory(fd, memory, 4096, 0, NULL));
 	CHECK(channel->magic == MAGIC);
-	/* A channel that was not connected yet is as good as new. */
+	/* A channel that was not connected can still be used. */
 	CHECK(ioctl(second, RGPU_IOC_CONNECT, &connect) == 0);
 	CHECK(connect.status == RGPU_STATUS_OK);
 }
@@ -928,7 +927,7 @@ static void test_doorbells(uint64_t count)
 	printf("%llu doorbells\n", (unsigned long long)(after - before));
 }
 
-/* A core dump, gdb or a direct read of the memory through the kernel works. */
+/* The kernel can access the memory, as for a core dump or gdb. */
 static void test_kernel_access(void)
 {
 	int fd = open_device(), mem = open("/proc/self/mem", O_RDONLY);

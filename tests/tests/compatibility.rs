@@ -1,5 +1,5 @@
-//! `docs/compatibility.md` says of every function of the three libraries whether it is served, and how: made from the sources, and compared with the file here.
-//! `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility` writes it anew.
+//! Compares `docs/compatibility.md`, which says for every function of the three libraries whether and how it is served, with
+//! the sources. `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility` regenerates it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -9,23 +9,23 @@ use std::path::Path;
 use rgpu_tests::calls::{self, Place, Places};
 use rgpu_tests::tree;
 
-/// What a function is.
+/// Whether a function is supported.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum How {
-    /// It does what the manual says, or refuses a form of its arguments.
+    /// It does what the manual says, possibly refusing certain arguments.
     Served,
-    /// Refused, and why.
+    /// Refused, with the reason.
     Refused(String),
 }
 
-/// An item of the sources: a function's name and body.
+/// A function in the sources.
 struct Function {
     name: String,
     body: String,
     exported: bool,
 }
 
-/// Sources of a library, tests left out, in the order of their names.
+/// A library's source files without tests, in order of their names.
 fn sources(library: &str) -> Vec<(String, String)> {
     fn collect(folder: &Path, found: &mut Vec<(String, String)>) {
         for entry in fs::read_dir(folder).expect("a folder of the repository") {
@@ -50,12 +50,12 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Whether a name is one of an API whose names have this prefix.
+/// Whether a name belongs to the API with this prefix.
 fn is_of(name: &str, prefix: &str) -> bool {
     name.strip_prefix(prefix).and_then(|rest| rest.chars().next()).is_some_and(|c| c.is_ascii_uppercase())
 }
 
-/// The text from `open` on up to the bracket that closes it.
+/// The text from the first `open` to its closing bracket.
 fn bracketed(text: &str, open: char, close: char) -> &str {
     let mut depth = 0;
     for (at, c) in text.char_indices() {
@@ -71,7 +71,7 @@ fn bracketed(text: &str, open: char, close: char) -> &str {
     text
 }
 
-/// Every function that a library's sources define, in macros or not.
+/// Every function that a library's sources define, including those in macros.
 fn functions(library: &str, prefix: &str) -> Vec<Function> {
     let mut all = Vec::new();
     for (path, text) in sources(library) {
@@ -89,7 +89,7 @@ fn functions(library: &str, prefix: &str) -> Vec<Function> {
             let Some(open) = rest.find(['{', ';']) else { continue };
             let body = match rest[open..].starts_with('{') {
                 true => bracketed(&rest[open..], '{', '}'),
-                // The runtime's short form: an expression after the closure's bars.
+                // The runtime's short form: an expression after the closure's parameters.
                 false => &rest[..open],
             };
             let exported = is_of(&name, prefix);
@@ -113,7 +113,7 @@ fn functions(library: &str, prefix: &str) -> Vec<Function> {
     all
 }
 
-/// Names in the `unsupported!` lists, each with the reason that stands there, or before the list.
+/// Names in the `unsupported!` lists, each with its reason or the reason before the list.
 fn refused(library: &str) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for (path, text) in sources(library) {
@@ -145,7 +145,7 @@ fn refused(library: &str) -> BTreeMap<String, String> {
     all
 }
 
-/// Words that are followed by an opening bracket.
+/// Words followed by an opening bracket.
 fn calls(body: &str) -> BTreeSet<&str> {
     let mut found = BTreeSet::new();
     for (at, _) in body.match_indices('(') {
@@ -166,7 +166,7 @@ fn driver() -> Table {
     table
 }
 
-/// The runtime is a layer over the driver API: a function that calls refused functions of the driver alone is refused.
+/// The runtime is a layer over the driver API: a function that only calls refused functions of the driver is refused.
 fn runtime(driver: &Table) -> Table {
     let of = |body: &str| {
         let called: Vec<&How> = calls(body).iter().filter_map(|name| driver.get(*name)).collect();
@@ -186,7 +186,7 @@ fn runtime(driver: &Table) -> Table {
     table
 }
 
-/// What a library exports by its API's own names, of all versions.
+/// The API names that a library exports, in all its versions.
 fn exported(library: &str, prefix: &str) -> BTreeSet<String> {
     let folder = tree::root().join("guest-cudart").join(library).join("exports");
     let lists = fs::read_dir(folder).expect("the lists of exported names");
@@ -203,16 +203,16 @@ fn nvml() -> Table {
     table
 }
 
-/// Functions that are served by doing no more than is said here, which is what NVIDIA's driver 580 was seen to do on Linux.
+/// Functions that do no more than stated here, as NVIDIA's driver 580 does on Linux.
 const NOTES: &[(&str, &str)] = &[
-    ("cuDeviceGetLuid", "answers `CUDA_ERROR_NOT_SUPPORTED` for every device, as on any Linux"),
-    ("cuProfilerStart", "finds that a context is current; there is no profiler to be started"),
-    ("cuProfilerStop", "finds that a context is current; there is no profiler to be stopped"),
-    ("cudaProfilerStart", "finds that a context is current; there is no profiler to be started"),
-    ("cudaProfilerStop", "finds that a context is current; there is no profiler to be stopped"),
+    ("cuDeviceGetLuid", "returns `CUDA_ERROR_NOT_SUPPORTED` for every device, as everywhere on Linux"),
+    ("cuProfilerStart", "only checks that a context is current; there is no profiler"),
+    ("cuProfilerStop", "only checks that a context is current; there is no profiler"),
+    ("cudaProfilerStart", "only checks that a context is current; there is no profiler"),
+    ("cudaProfilerStop", "only checks that a context is current; there is no profiler"),
 ];
 
-/// Variants for another default stream stand with their function.
+/// Lists variants for the per-thread default stream together with their function.
 fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     let mut rows: BTreeMap<&str, (&How, Vec<&str>)> = BTreeMap::new();
     for (name, how) in table {
@@ -227,7 +227,8 @@ fn folded(table: &Table) -> BTreeMap<&str, (&How, Vec<&str>)> {
     rows
 }
 
-/// How a served function is, by what was counted: its own calls and its variants', else those of the function that it is another name or another version of.
+/// Where a function is served, according to the counts of its own calls and its variants', or else of the function that it is
+/// another name or version of.
 fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, places: &Places) -> Option<Place> {
     let names = || [""].iter().chain(variants).map(|suffix| format!("{name}{suffix}"));
     let own = names().filter_map(|name| places.get(&name).copied()).max();
@@ -238,7 +239,8 @@ fn place(name: &str, variants: &[&str], others: &BTreeMap<String, String>, place
         .or_else(|| others_of_it.iter().filter_map(|name| places.get(name).copied()).max())
 }
 
-/// Other names of functions, and the functions: aliases in the driver's library, and what the runtime hands to one function of the driver as it is.
+/// Functions that are other names of functions: aliases in the driver's library, and runtime functions that pass their
+/// arguments to one driver function.
 fn other_names() -> BTreeMap<String, String> {
     let all = functions("cuda", "cu").into_iter();
     let mut found: BTreeMap<String, String> =
@@ -247,7 +249,7 @@ fn other_names() -> BTreeMap<String, String> {
     found
 }
 
-/// Functions of the runtime that are one function of the driver with the same arguments, by `=>`, and that one.
+/// Runtime functions that are defined by `=>` as a driver function with the same arguments, with that function.
 fn handed_on() -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (_, text) in sources("cudart") {
@@ -291,14 +293,13 @@ fn section(text: &mut String, title: &str, table: &Table, places: &Places) {
 
 fn made() -> String {
     let mut text = String::from(
-        "# What each function does\n\n\
-         <!-- Made from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
-         *served*: does what NVIDIA's manual says. *not supported*: answers the API's error for that and says so once in the log. A function that is served may still refuse a form of its arguments, with the same error and a line in the log that names the form.\n\
-         What the server's device cannot do is refused by the server: with the software GPU more than with NVIDIA's.\n\n\
-         Where a function is served was counted while the test programs called it, and is counted again with each test (`tests/src/calls.rs`): *local*, all calls were answered in the program's own process;\n\
-         *forwarded*, commands went to the server; *and awaited*, some calls waited for an answer. None of these: no test program that runs on the software GPU calls it. The runtime is a layer over the\n\
-         driver API, in the program's process: what is counted for its functions is what the driver's did for them, and of one that nobody calls and that is one of the driver's, or a version of another, that one's\n\
-         count is told.\n",
+        "# Supported functions\n\n\
+         <!-- Generated from the sources: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility -->\n\n\
+         *Served* functions do what NVIDIA's manual says. *Not supported* functions return the API's error for that and log one line. A served function may still refuse certain arguments, with the\n\
+         same error and a line in the log that names them. The server refuses what its device cannot do; the software GPU can do less than NVIDIA's.\n\n\
+         The tests count where calls of the test programs are served (`tests/src/calls.rs`). *Local*: all calls were answered in the program's own process. *Forwarded*: commands went to the server. *And\n\
+         awaited*: some calls waited for a reply. Without any of these, no test program that runs on the software GPU calls the function. The runtime is a layer over the driver API in the same process, so the\n\
+         counts of its functions are those of the driver functions that they called. A runtime function that no program calls shows the count of the driver function it stands for, or of its other version.\n",
     );
     let places = calls::recorded().expect("the record of calls");
     let driver = driver();
@@ -309,7 +310,7 @@ fn made() -> String {
 }
 
 #[test]
-fn the_table_of_functions_is_the_sources() {
+fn the_table_of_functions_matches_the_sources() {
     let path = tree::root().join("docs/compatibility.md");
     let update = std::env::var_os("UPDATE_DOCS").is_some();
     if update {
@@ -322,12 +323,12 @@ fn the_table_of_functions_is_the_sources() {
     let there = fs::read_to_string(&path).unwrap_or_default();
     assert!(
         made == there,
-        "docs/compatibility.md is not what the sources say: UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility"
+        "docs/compatibility.md is out of date: run UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility"
     );
 }
 
 #[test]
-fn every_exported_function_is_told_and_no_other() {
+fn the_table_lists_exactly_the_exported_functions() {
     let driver = driver();
     for (library, prefix, table) in
         [("cuda", "cu", &driver), ("cudart", "cuda", &runtime(&driver)), ("nvml", "nvml", &nvml())]
@@ -339,9 +340,9 @@ fn every_exported_function_is_told_and_no_other() {
     }
 }
 
-/// Functions whose kind is beyond doubt.
+/// Functions whose classification is certain.
 #[test]
-fn known_functions_are_told_rightly() {
+fn known_functions_are_classified_correctly() {
     let driver = driver();
     let runtime = runtime(&driver);
     let nvml = nvml();

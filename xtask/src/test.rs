@@ -131,7 +131,7 @@ fn run_part(part: &str, tally: &mut Tally) -> Result<bool> {
             // Each test starts a server with its own workers: two at once are enough for a small machine.
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "2"]);
         }
-        "compatibility" => {
+        "compatibility" | "docs" => {
             command.args(["-p", "rgpu-tests", "--test", part, "--", "--test-threads", "1"]);
         }
         "driver" => {

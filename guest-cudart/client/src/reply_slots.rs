@@ -112,8 +112,8 @@ impl ReplySlots {
         }
     }
 
-    /// Whether enough slots are free that a thread that already waits for a reply may take another one without starving
-    /// threads that have none.
+    /// Whether enough slots are free that a thread that already waits for a reply may take another one
+    /// without starving threads that have none.
     pub(crate) fn are_plentiful(&self) -> bool {
         self.free.load(Ordering::Relaxed).count_ones() > 8
     }

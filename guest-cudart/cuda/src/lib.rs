@@ -44,4 +44,4 @@ mod work;
 
 /// A symbol that NVIDIA's libcuda does not have. Its value is rgpu's wire version.
 #[unsafe(no_mangle)]
-pub static rgpu_libcuda: u32 = client::VERSION;
+pub static rgpu_libcuda: client::Version = client::VERSION;

@@ -1,5 +1,5 @@
-//! One-line messages of the guest libraries on stderr. `RGPU_LOG` sets the least important level that is written: `off`,
-//! `error`, `warn`, `info` or `debug`; the default is `warn`.
+//! One-line messages of the guest libraries on stderr. `RGPU_LOG` sets the least important level that is
+//! written: `off`, `error`, `warn`, `info` or `debug`; the default is `warn`.
 
 use std::fmt::Arguments;
 use std::io::Write;
@@ -44,8 +44,8 @@ pub fn enabled(level: Level) -> bool {
 /// Writes `message` as one line if messages of its level are written.
 pub fn write(level: Level, message: Arguments<'_>) {
     if enabled(level) {
-        // A single write, so that lines of several threads do not mix. Errors are ignored: the program may have
-        // closed stderr.
+        // A single write, so that lines of several threads do not mix. Errors are ignored: the program may
+        // have closed stderr.
         let line = format!("rgpu: {message}\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
     }

@@ -1,5 +1,5 @@
-//! `nvml!` defines an exported function, `query!` one that is a query to the server, `unsupported!` one that is
-//! refused.
+//! `nvml!` defines an exported function, `query!` one that is a query to the server, `unsupported!` one that
+//! is refused.
 //!
 //! ```text
 //! nvml! { fn nvmlName(arguments) { body } }     the body is a `Result`

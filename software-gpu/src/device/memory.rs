@@ -69,8 +69,8 @@ pub(crate) struct Memory {
     total: u64,
 }
 
-/// Counts releases. A cached [`FoundAllocation`] is valid as long as this has not changed. There is one counter for all
-/// GPUs of the process, because the allocation may belong to a peer.
+/// Counts releases. A cached [`FoundAllocation`] is valid as long as this has not changed. There is one
+/// counter for all GPUs of the process, because the allocation may belong to a peer.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {

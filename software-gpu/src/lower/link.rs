@@ -1,4 +1,5 @@
-//! Links the files of a module: finds the definition of each name, places the variables, and lowers the functions.
+//! Links the files of a module: finds the definition of each name, places the variables, and lowers the
+//! functions.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,9 +21,9 @@ pub(crate) struct LinkedModule {
     pub images: Vec<(u64, Vec<u8>)>,
 }
 
-/// Links one or more files to a module and lowers its functions. `allocate` returns the address of zeroed global
-/// memory. With `allow_undefined`, a name may be undefined because another file may define it; the result then only
-/// shows whether these files are valid.
+/// Links one or more files to a module and lowers its functions. `allocate` returns the address of zeroed
+/// global memory. With `allow_undefined`, a name may be undefined because another file may define it; the
+/// result then only shows whether these files are valid.
 pub(crate) fn link(
     files: &[File<'_>],
     allow_undefined: bool,
@@ -82,7 +83,8 @@ struct Linker<'a, 'b> {
     allow_undefined: bool,
     /// The symbols of each file.
     contexts: Vec<Context<'a>>,
-    /// All functions with a body, and those that are declared only; a function's index is its index in the program.
+    /// All functions with a body, and those that are declared only; a function's index is its index in the
+    /// program.
     functions: Vec<Linked<'a, 'b>>,
     globals: Vec<GlobalInfo>,
     placed: Vec<Placed<'a, 'b>>,
@@ -199,8 +201,8 @@ impl<'a, 'b> Linker<'a, 'b> {
         Ok(())
     }
 
-    /// Collects the functions and binds their names. A function may be declared before its definition, or in another
-    /// file.
+    /// Collects the functions and binds their names. A function may be declared before its definition, or in
+    /// another file.
     fn bind_functions(&mut self) -> Result<()> {
         let chosen = resolve(
             self.declarations()
@@ -248,8 +250,8 @@ impl<'a, 'b> Linker<'a, 'b> {
         }
     }
 
-    /// Places functions' own shared variables. Those of functions follow the module's variables. Those of a kernel
-    /// follow whatever the kernel can reach.
+    /// Places functions' own shared variables. Those of functions follow the module's variables. Those of a
+    /// kernel follow whatever the kernel can reach.
     fn place_function_variables(&mut self) -> Result<()> {
         for i in 0..self.functions.len() {
             let function = self.functions[i].function;
@@ -283,8 +285,8 @@ impl<'a, 'b> Linker<'a, 'b> {
         Ok(at + size)
     }
 
-    /// The end of the shared memory that kernel `root` refers to, itself or in functions that it can call. A kernel
-    /// with an indirect call can call every function.
+    /// The end of the shared memory that kernel `root` refers to, itself or in functions that it can call. A
+    /// kernel with an indirect call can call every function.
     fn reachable_end(&self, root: usize) -> u64 {
         let mut seen = HashSet::from([root]);
         let mut work = vec![root];
@@ -371,7 +373,8 @@ impl<'a, 'b> Linker<'a, 'b> {
     }
 }
 
-/// The definition that each name with linkage stands for, over all files: a visible one, or else the first weak one.
+/// The definition that each name with linkage stands for, over all files: a visible one, or else the first
+/// weak one.
 fn resolve<'a, T>(items: impl Iterator<Item = (&'a str, Linkage, u32, T)>) -> Result<HashMap<&'a str, T>> {
     let mut out: HashMap<&str, (Linkage, T)> = HashMap::new();
     for (name, linkage, line, item) in items {
@@ -454,8 +457,8 @@ fn unsupported(f: &Function<'_>, line: u32, what: String) -> Result<(Code, Vec<P
     Ok((Code { unsupported: Some(reason), ..code_without_body(f)? }, params))
 }
 
-/// Why the function at `root` cannot run: it, or a function that it calls by name, directly or indirectly, uses something
-/// unimplemented. Calls through pointers are not followed; they fail when they are made.
+/// Why the function at `root` cannot run: it, or a function that it calls by name, directly or indirectly,
+/// uses something unimplemented. Calls through pointers are not followed; they fail when they are made.
 fn find_unsupported(root: usize, codes: &[Arc<Code>]) -> Option<&Unsupported> {
     let mut seen = HashSet::from([root]);
     let mut work = vec![root];
@@ -470,8 +473,8 @@ fn find_unsupported(root: usize, codes: &[Arc<Code>]) -> Option<&Unsupported> {
     None
 }
 
-/// An estimate of the registers per thread that a compiler would use: the registers of the frame, limited so that the
-/// largest block fits and by the kernel's `.maxnreg`.
+/// An estimate of the registers per thread that a compiler would use: the registers of the frame, limited so
+/// that the largest block fits and by the kernel's `.maxnreg`.
 fn registers(frame_bytes: u32, threads: u32, most: Option<u32>) -> u32 {
     let together = (BLOCK_REGISTERS / threads.max(1)) & !7;
     (frame_bytes / 128).clamp(16, 255).min(together).min(most.unwrap_or(255).max(16))

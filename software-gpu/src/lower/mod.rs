@@ -4,8 +4,8 @@
 //! - `program`: the register machine
 //! - `link`: links the files of a module, places its variables and lowers its functions
 //! - `function`: one function's statements, registers and symbols
-//! - `inst`: an instruction's modifiers and the choice of the module that lowers it; the modules after it lower
-//!   instructions by family
+//! - `inst`: an instruction's modifiers and the choice of the module that lowers it; the modules after it
+//!   lower instructions by family
 
 mod access;
 mod asynchronous;

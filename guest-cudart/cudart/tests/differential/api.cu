@@ -1,5 +1,5 @@
-// What the runtime API answers, call by call, in a form without addresses, times or anything else that differs from run to run.
-// Run it with NVIDIA's libcudart and with ours over the same driver, and compare (compare.sh).
+// Prints the results of runtime API calls, without addresses, times or anything else that differs between runs.
+// compare.sh runs it with NVIDIA's libcudart and with ours over the same driver, and compares the output.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 #include <unistd.h>
 #include <vector>
 
-// One line for each call: what, and the error; then the thread's last error, which is cleared.
+// Prints a line per call: the call, its error, and the thread's last error, which is cleared.
 #define R(call) report(#call, call)
 static cudaError_t report(const char *what, cudaError_t error)
 {

@@ -1,5 +1,5 @@
-// What a runtime library answers to bad launches, unknown functions, failed stubs and failed contexts, one line for each
-// call: the call, its answer, and the last error after it. Compiled for either version of the runtime API.
+// Prints a runtime library's errors for bad launches, unknown functions, failed stubs and failed contexts, one line per
+// call: the call, its result, and the last error after it. Compiled for either version of the runtime API.
 //
 //   errors FATBIN        the fat binary of errors.ptx
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ void __cudaRegisterFunction(void **, const char *, char *, const char *, int, vo
 cudaError_t __cudaGetKernel(cudaKernel_t *, const void *);
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void **, size_t, cudaStream_t);
 
-// What stands in for nvcc's stubs. Their addresses are what counts, so each has something of its own to do.
+// Replacements for nvcc's stubs. Only their addresses matter, so each does something different to stay distinct.
 static volatile int called;
 static void nothing(void) { called = 1; }
 static void bounded(void) { called = 2; }
@@ -86,7 +86,7 @@ static void functions(void) {
     SAY(cudaGetFuncBySymbol(&function, nothing));
 }
 
-// What a kernel handle became: the call's output is set to 5 before it.
+// Prints what became of a kernel handle, which is set to 5 before the call.
 static void say_kernel(cudaKernel_t kernel, void (*function)(void)) {
     printf("    the output is %s\n", kernel == (void *)5            ? "untouched"
                                      : !kernel                      ? "NULL"

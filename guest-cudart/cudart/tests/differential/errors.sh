@@ -1,12 +1,12 @@
 #!/bin/sh
-# Compares the errors of our libcudart with those of NVIDIA's of the same version, call by call, over the same libcuda.
-# Any libcuda will do: NVIDIA's on a GPU, or rgpu's as a client of a software GPU.
+# Compares the errors of our libcudart with those of NVIDIA's library of the same version, call by call, over the same
+# libcuda: NVIDIA's on a GPU, or rgpu's with a software GPU.
 #
 #   errors.sh FATBINARY HEADERS COMPILER_HEADERS NVIDIA_LIBRARY OUR_LIBRARY [RUNNER...]
 #
-# FATBINARY is NVIDIA's tool of that name; HEADERS has cuda_runtime_api.h, COMPILER_HEADERS crt/host_defines.h; the
-# libraries are files. RUNNER is put before the program (`rgpuctl run --backend software --`); whichever libcuda the
-# program finds then is used. Exit status 0: every line is the same.
+# FATBINARY is NVIDIA's tool of that name. HEADERS contains cuda_runtime_api.h, COMPILER_HEADERS crt/host_defines.h. The
+# libraries are files. RUNNER precedes the program (`rgpuctl run --backend software --`); the program uses the libcuda
+# that it then finds. The exit status is 0 if all lines are equal.
 set -eu
 
 [ $# -ge 5 ] || {
@@ -22,7 +22,7 @@ trap 'rm -rf "$work"' EXIT
 "${CC:-gcc}" -O0 -I"$headers" -I"$compiler_headers" -o "$work/errors" "$here/errors.c" "$nvidia"
 for who in nvidia ours; do
     if [ $who = nvidia ]; then library=$nvidia; else library=$ours; fi
-    # The library named first is the one that the soname stands for.
+    # The library named first provides the soname.
     "$@" env LD_PRELOAD="$library" "$work/errors" "$work/fatbin" >"$work/$who" || echo "with $library: exit status $?"
 done
 echo "$(wc -l <"$work/nvidia") lines"
