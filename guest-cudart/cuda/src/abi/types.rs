@@ -9,13 +9,13 @@ use client::ops::green::Part;
 
 /// An argument for a function of the program's.
 #[derive(Clone, Copy)]
-pub(crate) struct Data(pub *mut c_void);
+pub(crate) struct UserData(pub *mut c_void);
 
 // SAFETY: the pointer is the program's, handed back to its function and otherwise left alone.
-unsafe impl Send for Data {}
+unsafe impl Send for UserData {}
 
-// SAFETY: as above.
-unsafe impl Sync for Data {}
+// SAFETY: this library never follows the pointer, so threads share only its value.
+unsafe impl Sync for UserData {}
 
 /// `CUexecAffinityParam`.
 #[repr(C)]

@@ -27,7 +27,7 @@ thread_local! {
 /// is done, which is never too early.
 ///
 /// # Safety
-/// As for [`attributes`].
+/// As for [`launch::attributes`].
 pub(crate) unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
     let mut found = Vec::new();
     for i in 0..config.numAttrs as usize {
@@ -43,7 +43,7 @@ pub(crate) unsafe fn events(config: &LaunchConfig) -> Result<Vec<usize>> {
 /// Launches a function, or makes it part of a capture.
 ///
 /// # Safety
-/// As for [`parameters`].
+/// As for [`launch::parameters`].
 pub(crate) unsafe fn launch(
     handle: usize,
     shape: Shape,

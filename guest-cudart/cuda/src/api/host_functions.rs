@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::abi::types::{Data, HostFn, StreamCallback};
+use crate::abi::types::{HostFn, StreamCallback, UserData};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::streams::{capture_rules, stream_table};
@@ -15,7 +15,7 @@ api! {
         let (driver, context, _lent) = stream_table::ready_on(stream)?;
         let stream = stream_table::any(driver, context, stream, pt)?;
         if let Some(capture) = stream.capture() {
-            return recording::add(&capture, &stream, Work::Host(function, Data(data)));
+            return recording::add(&capture, &stream, Work::Host(function, UserData(data)));
         }
         host_function::on(driver, stream, Function::Host(function), data)
     }

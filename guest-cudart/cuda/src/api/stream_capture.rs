@@ -40,7 +40,7 @@ pub(crate) fn begin(
 
 pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result {
     let (driver, context) = context::ready()?;
-    // Whoever captures into a graph that is there need not be told of it; a graph of the capture's own is dropped then.
+    // A capture into an existing graph need not return it. Without a place, the capture's own graph is dropped.
     let tell = |handle: usize| graph.put_if_wanted(handle);
     let stream = stream_table::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
@@ -72,7 +72,7 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result 
 
 /// Where the capture's information goes. What is absent, or NULL, is not wanted.
 #[derive(Clone, Copy, Default)]
-struct Told<'a> {
+struct CaptureInfo<'a> {
     id: Option<Out<'a, u64>>,
     graph: Option<Out<'a, usize>>,
     dependencies: Option<Out<'a, *const usize>>,
@@ -86,7 +86,7 @@ fn tell<T>(to: Option<Out<T>>, value: T) {
     }
 }
 
-fn info(handle: usize, per_thread: bool, status: Out<u32>, told: &Told<'_>) -> Result {
+fn info(handle: usize, per_thread: bool, status: Out<u32>, wanted: &CaptureInfo<'_>) -> Result {
     status.required()?;
     let stream = if handle > stream::PER_THREAD {
         // A thread may ask that has no current context.
@@ -101,19 +101,19 @@ fn info(handle: usize, per_thread: bool, status: Out<u32>, told: &Told<'_>) -> R
     let capture = stream.capture();
     status.put(capture.as_ref().map_or(0, |capture| capture.status()))?;
     let Some(capture) = capture.filter(|capture| capture.check().is_ok()) else { return Ok(()) };
-    tell(told.id, capture.id);
-    if told.graph.is_some_and(|graph| !graph.is_null()) {
-        tell(told.graph, Graph::handle(&graph_of(&capture)?)?);
+    tell(wanted.id, capture.id);
+    if wanted.graph.is_some_and(|graph| !graph.is_null()) {
+        tell(wanted.graph, Graph::handle(&graph_of(&capture)?)?);
     }
-    if told.dependencies.is_some_and(|to| !to.is_null()) || told.count.is_some_and(|to| !to.is_null()) {
+    if wanted.dependencies.is_some_and(|to| !to.is_null()) || wanted.count.is_some_and(|to| !to.is_null()) {
         let graph = graph_of(&capture)?;
         let nodes = capture.point(stream.unique()).into_iter().map(|node| Graph::node(&graph, node));
         let nodes = nodes.collect::<Result<Vec<usize>>>()?;
         let mut kept = lock(&capture.told);
         *kept = (nodes.clone(), vec![[0; 8]; nodes.len()]);
-        tell(told.count, nodes.len());
-        tell(told.dependencies, kept.0.as_ptr());
-        tell(told.edges, kept.1.as_ptr());
+        tell(wanted.count, nodes.len());
+        tell(wanted.dependencies, kept.0.as_ptr());
+        tell(wanted.edges, kept.1.as_ptr());
     }
     Ok(())
 }
@@ -183,22 +183,22 @@ api! {
     }
 
     fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz(stream: usize, status: Out<u32>) |pt| {
-        info(stream, pt, status, &Told::default())
+        info(stream, pt, status, &CaptureInfo::default())
     }
 
     fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz(stream: usize, status: Out<u32>, id: Out<u64>) |pt| {
-        info(stream, pt, status, &Told { id: Some(id), ..Told::default() })
+        info(stream, pt, status, &CaptureInfo { id: Some(id), ..CaptureInfo::default() })
     }
 
     fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz(
         stream: usize, status: Out<u32>, id: Out<u64>, graph: Out<usize>, dependencies: Out<*const usize>, count: Out<usize>
     ) |pt| {
-        info(stream, pt, status, &Told { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: None, count: Some(count) })
+        info(stream, pt, status, &CaptureInfo { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: None, count: Some(count) })
     }
 
     fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz(
         stream: usize, status: Out<u32>, id: Out<u64>, graph: Out<usize>, dependencies: Out<*const usize>, edges: Out<*const EdgeData>, count: Out<usize>
     ) |pt| {
-        info(stream, pt, status, &Told { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: Some(edges), count: Some(count) })
+        info(stream, pt, status, &CaptureInfo { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: Some(edges), count: Some(count) })
     }
 }

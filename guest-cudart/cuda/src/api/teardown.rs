@@ -13,7 +13,7 @@ use crate::streams::{event, green_gates, stream_table};
 use client::lock;
 use client::ops::context::{ContextDestroy, PrimaryReset};
 
-/// One user of a primary context less; with the last one everything in the context goes.
+/// Releases a primary context. The last release empties it.
 pub(crate) fn release(context: &'static Context) -> Result {
     if context.release_one()? { empty(context, false) } else { Ok(()) }
 }
@@ -45,7 +45,7 @@ fn empty(context: &'static Context, stays: bool) -> Result {
     result
 }
 
-/// Destroys a context that was made, whoever uses it.
+/// Destroys a context that was made with `cuCtxCreate`, even if it is current to other threads.
 pub(crate) fn destroy(handle: usize) -> Result {
     let driver = driver()?;
     let context = context::take(handle)?;
@@ -62,10 +62,9 @@ pub(crate) fn destroy(handle: usize) -> Result {
     result
 }
 
-/// Everything in a context but its memory is gone: handles of it name nothing from here on. `with_server`: the server is about to
-/// destroy the objects by itself.
+/// Forgets everything in a context except its memory; all handles become invalid. `with_server`: the server destroys the objects itself.
 fn forget_contents(driver: &'static Driver, context: &'static Context, with_server: bool) {
-    // What the work comes to is nobody's concern any more; that it is over is.
+    // The result of the work does not matter any more, but the work must be done.
     context.quiesce(driver);
     let stored: Vec<(usize, Stored)> = lock(&context.storage).drain().collect();
     for (key, Stored { value, destructor }) in stored {

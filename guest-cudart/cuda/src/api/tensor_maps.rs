@@ -12,7 +12,7 @@ use client::ops::texture::{Tensor, TensorMapIm2col, TensorMapReplaceAddress, Ten
 const MAX_RANK: u32 = 5;
 
 /// What a program says of a tensor.
-struct Said<'a> {
+struct TensorArguments<'a> {
     data_type: u32,
     rank: u32,
     address: *mut c_void,
@@ -25,7 +25,7 @@ struct Said<'a> {
     fill: u32,
 }
 
-impl Said<'_> {
+impl TensorArguments<'_> {
     /// # Safety
     /// The lists are as long as the tensor has dimensions, the strides one shorter.
     unsafe fn read(&self) -> Result<Tensor> {
@@ -57,7 +57,7 @@ api! {
     ) {
         map.required()?;
         let (driver, context) = context::ready()?;
-        let said = Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
+        let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
@@ -71,7 +71,7 @@ api! {
     ) {
         map.required()?;
         let (driver, context) = context::ready()?;
-        let said = Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
+        let said = TensorArguments { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
         // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
         let tensor = unsafe { said.read() }?;
         let corners = (rank as usize).checked_sub(2).ok_or(Status::INVALID_VALUE)?;

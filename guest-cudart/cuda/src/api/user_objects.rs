@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::abi::arguments::Out;
 use crate::abi::result::Result;
-use crate::abi::types::HostFn;
+use crate::abi::types::{HostFn, UserData};
 use crate::graph::of;
 use crate::graph::user_object::{Held, OBJECTS, Object};
 use crate::process::driver::driver;
@@ -30,7 +30,7 @@ api! {
             return Err(Status::INVALID_VALUE);
         }
         let made = Arc::new(Object {
-            value: crate::abi::types::Data(value),
+            value: UserData(value),
             destroy: destroy.ok_or(Status::INVALID_VALUE)?,
             count: Mutex::new(count),
             handle: OnceLock::new(),

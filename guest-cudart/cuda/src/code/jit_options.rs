@@ -47,7 +47,7 @@ impl Jit {
         for i in 0..count as usize {
             // SAFETY: as the caller says.
             let (option, place) = unsafe { (*options.add(i), values.add(i)) };
-            // SAFETY: as above; the value stands in the array's word itself.
+            // SAFETY: an entry of the array; the value stands in the word itself.
             let value = unsafe { *place } as usize;
             match option {
                 jit::WALL_TIME => parsed.wall_time = Some(place as usize),

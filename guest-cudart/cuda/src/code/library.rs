@@ -181,7 +181,7 @@ impl Kernel {
     }
 }
 
-/// A context's instances are gone with it. `with_server`: the server unloads them by itself.
+/// Forgets what libraries loaded into a context. `with_server`: the server unloads it with the context.
 pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for kernel in KERNELS.all() {
         kernel

@@ -81,12 +81,12 @@ pub(crate) fn load(
     let reply = match result {
         Ok(reply) => reply,
         Err(status) => {
-            // SAFETY: `jit` was read by this call's caller from arrays of the program that are still there.
+            // SAFETY: the caller has read `jit` from arrays of the program that are still there.
             unsafe { jit.report("", &format!("{status}")) };
             return Err(status);
         }
     };
-    // SAFETY: as above.
+    // SAFETY: the caller has read `jit` from arrays of the program that are still there.
     unsafe { jit.report(&reply.info_log, &reply.error_log) };
     Status(reply.result).ok()?;
     let needed = usize::try_from(reply.info_size).map_err(|_| Status::UNKNOWN)?;
@@ -193,7 +193,7 @@ impl Module {
     }
 }
 
-/// A context's modules are gone with it. `with_server`: the server unloads them by itself.
+/// Forgets a context's modules. `with_server`: the server unloads them with the context.
 pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for module in MODULES.remove_where(|module| std::ptr::eq(module.context, context)) {
         module.forget(driver);

@@ -39,7 +39,7 @@ impl Conditional {
         driver()?.session.call(&GraphConditionalRemove { first: self.first }).map(|_| ())
     }
 
-    /// The node is no more, nor are its graphs.
+    /// Destroys the node's graphs.
     pub fn forget(&self) {
         for body in &self.bodies {
             body.clear();

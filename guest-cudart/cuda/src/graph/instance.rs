@@ -145,7 +145,7 @@ pub(crate) fn flatten(graph: &Arc<Graph>, entry: &[usize], out: &mut Vec<Flat>) 
 }
 
 impl Flat {
-    /// Whether the server does it, or nobody has to.
+    /// Whether the server does the node's work, or there is none.
     pub fn is_servers(&self) -> bool {
         match &self.work {
             _ if !self.enabled => true,
@@ -689,7 +689,7 @@ impl Drop for Exec {
     }
 }
 
-/// A context's instantiated graphs are gone with it; the server's own are destroyed with the context, or by their ends.
+/// Destroys a context's instantiated graphs.
 pub(crate) fn forget(context: &'static Context) {
     drop(EXECS.remove_where(|exec| std::ptr::eq(exec.context, context)));
 }
@@ -697,14 +697,14 @@ pub(crate) fn forget(context: &'static Context) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::abi::types::Data;
+    use crate::abi::types::UserData;
     use crate::work::memory_operation::Operations;
     use proptest::prelude::*;
 
     unsafe extern "C-unwind" fn nothing(_: *mut std::ffi::c_void) {}
 
     fn flat(alone: bool, before: Vec<usize>) -> Flat {
-        let work = if alone { Work::Host(nothing, Data(std::ptr::null_mut())) } else { Work::Empty };
+        let work = if alone { Work::Host(nothing, UserData(std::ptr::null_mut())) } else { Work::Empty };
         Flat { graph: 0, id: 0, owner: Weak::new(), work, before, begins: None, enabled: true, bounce: None }
     }
 

@@ -265,7 +265,7 @@ impl Graph {
         Ok(())
     }
 
-    /// Takes a node out; whatever depended on it does so no more.
+    /// Removes a node, and the dependencies on it.
     ///
     /// # Errors
     /// `NOT_SUPPORTED` when the graph has memory nodes; the server's for a conditional node, which it has already.
@@ -309,7 +309,7 @@ impl Graph {
         Ok(*node.handle.get_or_init(|| made))
     }
 
-    /// Empties the graph: nodes and their handles are gone, and what it kept alive is let go.
+    /// Empties the graph: destroys its nodes and their handles, and releases the user objects.
     pub fn clear(&self) {
         let nodes = std::mem::take(&mut lock(&self.inner).nodes);
         for node in nodes.into_values() {
@@ -328,7 +328,7 @@ impl Drop for Graph {
 }
 
 impl Node {
-    /// The node is no more: its handle names nothing, nor does that of its child graph.
+    /// Invalidates the node's handle and that of its child graph.
     fn forget(self) {
         if let Some(handle) = self.handle.get() {
             NODES.remove(*handle);

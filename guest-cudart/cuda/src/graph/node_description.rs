@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use crate::abi::arguments::{In, InOut, non_null};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{
-    BatchMemOpNodeParams, Data, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAllocNodeParams,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAllocNodeParams, UserData,
 };
 use crate::graph::node_work::{Kernel, Work, kind};
 use crate::graph::{Edge, Graph, conditional, of};
@@ -29,7 +29,7 @@ pub(crate) unsafe fn kernel(p: In<KernelNodeParams>) -> Result<Work> {
 /// A function of the program's.
 pub(crate) fn host(p: In<HostNodeParams>) -> Result<Work> {
     let p = p.get()?;
-    Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, Data(p.userData)))
+    Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, UserData(p.userData)))
 }
 
 pub(crate) fn child(handle: usize) -> Result<Work> {

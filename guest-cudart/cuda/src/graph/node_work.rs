@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::abi::result::Result;
-use crate::abi::types::{Data, HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
+use crate::abi::types::{HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams, UserData};
 use crate::code::function::Function;
 use crate::code::library::{self, KERNELS};
 use crate::graph::Graph;
@@ -45,7 +45,7 @@ pub(crate) enum Work {
     Kernel(Arc<Kernel>),
     Copy(Memcpy3D),
     Fill(MemsetNodeParams),
-    Host(HostFn, Data),
+    Host(HostFn, UserData),
     Child(Arc<Graph>),
     /// Waits for, or records, the event that the handle names when the graph is launched.
     Wait(usize),

@@ -9,7 +9,7 @@ use client::{Status, lock};
 
 /// An object of the program's, and what ends it.
 pub(crate) struct Object {
-    pub value: crate::abi::types::Data,
+    pub value: crate::abi::types::UserData,
     pub destroy: HostFn,
     /// References, of the program and of graphs.
     pub count: Mutex<u32>,

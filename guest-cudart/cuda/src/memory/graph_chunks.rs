@@ -109,7 +109,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // Whoever comes by next gives the addresses back: this may be the thread that a stream waits for.
+        // The next caller gives the addresses back: this thread may be one that a stream waits for.
         let mut pool = lock(&POOL);
         let mapped = pool.bound.remove(&self.address).is_some();
         let used = lock(&self.used).take();
@@ -315,7 +315,7 @@ pub(crate) fn freed(memory: &Arc<GraphMemory>, used: Use) {
     drop(gone);
 }
 
-/// A context ends: the program has nothing of its graphs' memory any more.
+/// Forgets the allocations that graphs of a destroyed context gave to the program.
 pub(crate) fn forget(context: &'static Context) {
     let mut gone = Vec::new();
     let mut pool = lock(&POOL);

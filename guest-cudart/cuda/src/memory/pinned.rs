@@ -126,7 +126,7 @@ pub(crate) fn offer(driver: &Driver, context: &'static Context, base: usize, siz
     }
 }
 
-/// The piece that begins at `base` is about to go. `keep`: its memory stays the program's.
+/// Prepares for the piece at `base` to be freed or unregistered. `keep`: its memory stays the program's.
 pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     with_unreached(|unreached| unreached.remove(&base));
     mirror::release(driver, base as u64, keep);
@@ -136,7 +136,7 @@ pub(crate) fn unmap(driver: &'static Driver, base: usize, keep: bool) {
     }
 }
 
-/// What was mapped in a context is so no more: it is about to go on the server.
+/// Forgets what was mapped in a context that is being destroyed.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     for base in mirror::of_context(context) {
         mirror::release(driver, base, true);
@@ -165,13 +165,13 @@ pub(crate) fn pin_new(
 /// Pinned memory that was made here and the last that uses it: a mark on a stream.
 pub(crate) type Used = (usize, Arc<Stream>, u64);
 
-/// Takes pinned memory that was made here away. No work may use it.
+/// Frees pinned memory that was allocated here. No work may use it.
 pub(crate) fn remove(driver: &'static Driver, address: usize) {
     unmap(driver, address, false);
     REGIONS.remove(driver.session.port(), address, true);
 }
 
-/// Takes pinned memory that was made here away when it is used no more.
+/// Frees pinned memory that was allocated here once the streams that use it have passed their marks.
 ///
 /// Taking registered memory away waits for all that the device does: so neither this thread does it, whose next call may be what a stream waits for, nor the one that makes the
 /// streams' calls.

@@ -121,7 +121,7 @@ impl Pool {
     }
 }
 
-/// Notes that an allocation of a pool has gone. A pool that is gone, or none, is nobody's account.
+/// Notes that an allocation of a pool was freed. Does nothing if the pool is gone, or for memory of no pool.
 pub(crate) fn gone(pool: usize, size: u64) {
     if let Some(pool) = POOLS.get(pool).filter(|_| pool != 0) {
         pool.give_back(size);

@@ -68,7 +68,7 @@ pub(crate) static POOLS: Mutex<BTreeMap<PoolName, usize>> = Mutex::new(BTreeMap:
 /// Those of the process, by address.
 pub(crate) static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
 
-/// How many of them streams have yet to let go.
+/// The number of imported allocations that were freed on streams which have not come to the free.
 static LEAVING: AtomicUsize = AtomicUsize::new(0);
 
 /// A name for a new pool.
@@ -79,7 +79,7 @@ pub(crate) fn new_name() -> Result<PoolName> {
     if got == name.len() as isize { Ok(name) } else { Err(Status::OPERATING_SYSTEM) }
 }
 
-/// An imported pool goes.
+/// Destroys an imported pool.
 ///
 /// # Errors
 /// `INVALID_VALUE` while it has allocations.
@@ -121,7 +121,7 @@ pub(crate) fn free_in_order(driver: &Driver, address: u64, stream: Arc<Stream>) 
     Ok(())
 }
 
-/// Closes what streams have let go of.
+/// Closes imported allocations whose streams have passed the free.
 pub(crate) fn collect(driver: &Driver) {
     if LEAVING.load(Ordering::Relaxed) != 0 {
         close_where(driver, |imported| {
@@ -130,7 +130,7 @@ pub(crate) fn collect(driver: &Driver) {
     }
 }
 
-/// A context ends, and what streams of it or its device had yet to let go with it.
+/// Closes the imported allocations of a context that is being destroyed.
 pub(crate) fn forget(driver: &Driver, context: &'static Context) {
     close_where(driver, |imported| {
         let streams = imported.leaving.as_ref().is_some_and(|(s, _)| std::ptr::eq(s.context, context));

@@ -40,7 +40,7 @@ impl Staging<'_> {
         }
     }
 
-    /// The host has answered, and touches the bytes no more.
+    /// Releases the memory. The host has answered and does not touch the bytes any more.
     pub fn done(self, driver: &Driver) {
         if let Staging::Pinned { region, mapping } = self {
             driver.session.port().unpin(region);

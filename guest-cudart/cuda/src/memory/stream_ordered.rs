@@ -16,7 +16,7 @@ use crate::streams::stream_table;
 use client::ops::memory::{MemAlloc, MemFree, is_managed};
 use client::{Status, lock};
 
-/// Freed in stream order, and used again when the stream has passed the mark.
+/// An allocation that was freed in stream order. It is used again when the stream has passed the mark.
 pub(crate) struct Leaving {
     address: u64,
     size: u64,
@@ -94,7 +94,7 @@ pub(crate) fn alloc_for_pool(
     managed_advice::prefer(address, size, place).map(|()| address)
 }
 
-/// Gives an allocation back at once: no work may use it.
+/// Frees an allocation at once. No work may use it.
 pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
     if is_managed(address) {
         // What is not given back now is with the session.
@@ -108,7 +108,7 @@ pub(crate) fn release(driver: &'static Driver, device: &Device, address: u64) {
     }
 }
 
-/// Frees in stream order: later allocations use the memory when the stream has come here.
+/// Frees in stream order: the memory is used again when the stream has come to the free.
 pub(crate) fn free_in_order(driver: &'static Driver, address: u64, stream: Arc<Stream>) -> Result {
     if graph_memory::freed(driver, address, Some(&stream))?
         || host_pool::free(driver, address, stream.clone())?
@@ -161,7 +161,7 @@ pub(crate) fn reuse(
     Some(found.address)
 }
 
-/// Gives back what streams have let go of.
+/// Frees what streams have passed the free of.
 pub(crate) fn collect(driver: &'static Driver) {
     pool_export::collect(driver);
     let gone: Vec<Leaving> = {
@@ -178,7 +178,7 @@ pub(crate) fn collect(driver: &'static Driver) {
     }
 }
 
-/// Waits for what was freed in stream order on a device. False: there was nothing.
+/// Waits for the streams that have frees pending on a device. Returns false if there are none.
 pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     let waiting: Vec<(Arc<Stream>, u64)> =
         lock(&LEAVING).iter().filter(|l| l.device == device).map(|l| (l.stream.clone(), l.mark)).collect();
@@ -191,7 +191,7 @@ pub(crate) fn wait_for_leaving(driver: &'static Driver, device: u32) -> bool {
     !waiting.is_empty()
 }
 
-/// A device's memory is gone, whichever context it was in: the server has reset the device.
+/// Forgets all memory of a device, because the server resets the device.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     managed::reset(driver, device);
     graph_chunks::forget(device.primary);
@@ -202,7 +202,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     globals.retain(|_, (_, owner)| owner.device != device.ordinal);
 }
 
-/// Gives back the memory of a context that ends.
+/// Frees the memory of a context that is being destroyed.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     managed::forget(driver, context, pool::gone);
     pool_export::forget(driver, context);
@@ -221,7 +221,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context) {
     globals.retain(|_, (_, owner)| !std::ptr::eq(*owner, context));
 }
 
-/// Frees and registrations wait for all work that may use the memory, whichever device does it.
+/// Waits for all work of all devices: frees of pinned memory do that, because any device may be using it.
 pub(crate) fn settle_all() -> Result {
     let driver = driver()?;
     for device in &driver.devices {

@@ -151,7 +151,7 @@ impl Transfer<'_> {
         while at < len || !flights.is_empty() {
             while at < len && flights.len() < DEPTH {
                 let n = chunk.min(len - at);
-                // Who has chunks under way waits for them, not for room or for a slot that others may hold.
+                // With chunks under way, wait for those, and not for room or a slot that other threads may hold.
                 let block = if flights.is_empty() {
                     session.arena().alloc(session, n)?
                 } else {

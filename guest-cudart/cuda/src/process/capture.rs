@@ -25,10 +25,10 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Every capture that may be under way.
+/// The captures that may be under way.
 static ALL: Mutex<Vec<Weak<Capture>>> = Mutex::new(Vec::new());
 
-/// Captures that are under way in this process: while there are none, nobody looks for one.
+/// The number of captures under way in this process. While it is 0, no call looks for one.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
 
 /// A capture: from its beginning on one stream, over the streams that join it, to its end.
@@ -36,7 +36,7 @@ pub(crate) struct Capture {
     pub id: u64,
     pub mode: u32,
     pub thread: ThreadId,
-    /// Unique number of the stream that it began on, and whether the legacy default stream waits for that.
+    /// Unique number of the stream that it began on, and whether the legacy default stream waits for that stream.
     pub origin: u64,
     pub blocking: bool,
     /// Unique number of the context that its streams are in.
@@ -45,11 +45,11 @@ pub(crate) struct Capture {
     pub graph: Arc<dyn Any + Send + Sync>,
     ended: AtomicBool,
     broken: AtomicBool,
-    /// For each stream in it, the nodes that the next one depends on.
+    /// For each stream in the capture, the nodes that the stream's next node depends on.
     pub ends: Mutex<HashMap<u64, Vec<u64>>>,
-    /// What was added by the capture; a graph that was captured into may have had nodes before.
+    /// The nodes that the capture added. A graph that is captured into may have had others before.
     pub added: Mutex<HashSet<u64>>,
-    /// Node handles as they were last told, which the program may read until its next call, and the data of their edges.
+    /// The node handles and edge data last given to the program, which may read them until its next call.
     pub told: Mutex<(Vec<usize>, Vec<EdgeData>)>,
 }
 
@@ -84,7 +84,7 @@ impl Capture {
         capture
     }
 
-    /// Invalidates the capture: its end will say so.
+    /// Invalidates the capture. Ending it then fails.
     pub fn spoil(&self) {
         self.broken.store(true, Ordering::Release);
     }
@@ -132,7 +132,7 @@ pub(crate) fn exchange_mode(mode: u32) -> u32 {
     MODE.try_with(|current| current.replace(mode)).unwrap_or(0)
 }
 
-/// `Err` for a call that CUDA calls potentially unsafe, when a capture's mode and the thread's forbid it; the capture is invalidated.
+/// Fails for a call that CUDA calls potentially unsafe if a capture's mode and the thread's mode forbid it. The capture is invalidated.
 pub(crate) fn unsafe_call() -> Result {
     if !any() {
         return Ok(());

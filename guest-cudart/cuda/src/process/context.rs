@@ -109,7 +109,7 @@ impl Named {
 const KNOWN_FLAGS: u32 = 0xff;
 
 impl Context {
-    /// A context that the server knows, or is about to know.
+    /// Makes the client's side of a context.
     pub fn new(id: ContextId, device: u32, flags: u32, primary: bool) -> &'static Context {
         let mut made = None;
         let handle = CONTEXTS.insert_with(|handle| {
@@ -138,7 +138,7 @@ impl Context {
             Arc::new(context)
         });
         let context = made.filter(|_| handle.is_some());
-        // A million contexts are not to be had: the server's limit is 64 at a time, and places are used again.
+        // The table has room for a million contexts, and the server allows 64 at a time.
         let context = context.unwrap_or_else(|| std::process::abort());
         context.legacy.get_or_init(|| Stream::legacy(context));
         context
@@ -153,7 +153,7 @@ impl Context {
         self.legacy.get_or_init(|| Stream::legacy(self))
     }
 
-    /// Announces a record of work in this context, before it is appended. The announcement is dropped after [`worked`](Self::worked).
+    /// Announces a record of work in this context before it is appended. Drop the announcement after [`worked`](Self::worked).
     #[inline]
     pub fn appending(&self, free: bool) -> Appending<'_> {
         if free {
@@ -162,7 +162,7 @@ impl Context {
         Appending { context: self, free }
     }
 
-    /// Notes that record `seq` is work in this context.
+    /// Notes that record `seq` is work in this context; `free`: on a stream that does not wait for the legacy default stream.
     #[inline]
     pub fn worked(&self, seq: u64, free: bool) {
         self.last_work.fetch_max(seq, Ordering::AcqRel);
@@ -281,14 +281,14 @@ impl Context {
         Err(status)
     }
 
-    /// One more user of a primary context.
+    /// Counts one more user of a primary context.
     pub fn retain(&self) {
         let mut retained = lock(&self.retained);
         *retained += 1;
         self.alive.store(true, Ordering::Release);
     }
 
-    /// One user of a primary context less. True: it was the last.
+    /// Counts one user of a primary context less. Returns whether it was the last.
     pub fn release_one(&self) -> Result<bool> {
         let mut retained = lock(&self.retained);
         *retained = retained.checked_sub(1).ok_or(Status::INVALID_CONTEXT)?;
@@ -305,7 +305,7 @@ impl Context {
         self.primary
     }
 
-    /// Notes that it can be used from here on, or not any more.
+    /// Marks the context as usable or destroyed.
     pub fn set_alive(&self, alive: bool) {
         self.alive.store(alive, Ordering::Release);
     }
@@ -448,7 +448,7 @@ pub(crate) fn make(driver: &Driver, device: u32, flags: u32) -> Result<&'static 
     Ok(Context::new(id, device, flags, false))
 }
 
-/// Takes away the handle of a context that was made: it can be used no more.
+/// Invalidates the handle of a context that was made, and marks the context as destroyed.
 ///
 /// # Errors
 /// `INVALID_CONTEXT` for a primary context, and for what is none.
@@ -463,7 +463,7 @@ pub(crate) fn take(handle: usize) -> Result<&'static Context> {
     Ok(context)
 }
 
-/// A context that is no more stops being current to the calling thread.
+/// Pops a destroyed context off the calling thread's stack if it is current.
 pub(crate) fn leave(context: &'static Context) {
     let _ = Lasting::with(&STACK, |stack| {
         let mut stack = stack.borrow_mut();

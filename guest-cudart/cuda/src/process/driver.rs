@@ -19,7 +19,7 @@ use client::{Status, lock, log};
 pub(crate) struct Driver {
     pub session: &'static Session,
     pub version: i32,
-    /// Whether the server reads data when a stream has come to it, where it is told to.
+    /// Whether the server can delay reading the source of a copy until the stream reaches the copy.
     pub reads_late: bool,
     pub devices: Vec<Device>,
     /// Variables of loaded modules: address → size and context. They lie outside every window.
@@ -64,8 +64,8 @@ pub(crate) fn device(ordinal: i32) -> Result<&'static Device> {
     usize::try_from(ordinal).ok().and_then(|n| devices.get(n)).ok_or(Status::INVALID_DEVICE)
 }
 
-/// The process is ending: functions that it had registered with `atexit` before `cuInit` are being called. What it had goes with its session; a stream that is held, or
-/// a kernel without an end, is not to be waited for then.
+/// Set when the process is exiting: the functions that it registered with `atexit` before `cuInit` are being called. Its objects end with the session. Calls fail from then on, so that an exiting
+/// process never waits for a stream that is held or for an endless kernel.
 static ENDING: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn end() {
@@ -86,7 +86,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
         return Ok(driver);
     }
     let session = session::open()?;
-    // Called before what was registered earlier: a runtime's functions, which unload modules. Destructors of objects made later come first, and find everything as it was.
+    // Runs before functions that were registered earlier, such as a runtime's, which unload modules. Destructors of objects made later run first and can still use CUDA.
     // SAFETY: a plain C function that lives as long as this library.
     unsafe { libc::atexit(end) };
     // Asked for together, and answered in one exchange: nearly every server has a first device.
@@ -120,7 +120,7 @@ pub(crate) fn init() -> Result<&'static Driver> {
         }
     }
     let devices = (0..).zip(infos).map(|(ordinal, info)| Device::new(ordinal, info)).collect();
-    // What is implemented here is the API of this version; a newer server does not make it more.
+    // This library implements the API of this version, even if the server's driver is newer.
     let version = (info.driver_version as i32).min(API_VERSION);
     Ok(DRIVER.get_or_init(|| Driver {
         session,
@@ -154,7 +154,7 @@ impl Device {
         Device { ordinal, info, attributes, memory, managed, primary, shares_host_memory }
     }
 
-    /// Whose of the device's addresses one is.
+    /// The part of the device's memory that an address belongs to.
     pub fn memory_of(&self, address: u64) -> &Mutex<DeviceMemory<Tag>> {
         if is_managed(address) { &self.managed } else { &self.memory }
     }

@@ -25,7 +25,7 @@ pub(crate) struct Green {
 
 pub(crate) static GREENS: Slab<Green> = Slab::new(18);
 
-/// Whether there ever was one: while there was none, nobody looks for one.
+/// Whether the process has ever made one. Until then, no call looks for one.
 pub(crate) static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Whether there ever was a green context.

@@ -8,15 +8,15 @@ use crate::abi::result::Result;
 use client::handle::TicketId;
 use client::{Status, lock};
 
-/// How many they are, for who may not wait for the lock.
+/// The number of streams that wait, or will wait, for a word of this process's memory.
 pub(crate) static WAITING: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether a stream waits, or will, for a word of this process's.
+/// Whether a stream waits, or will wait, for a word of this process's memory.
 pub(crate) fn is_waiting() -> bool {
     WAITING.load(Ordering::Acquire) != 0
 }
 
-/// Functions of the program that are being called.
+/// The number of host functions that are running.
 pub(crate) static CALLING: AtomicUsize = AtomicUsize::new(0);
 
 /// The streams, by their unique numbers, that functions are being called for. Each has done everything before its function, and does nothing until that returns.
@@ -37,7 +37,7 @@ thread_local! {
     pub(crate) static CALLED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Such a function makes no calls of CUDA's.
+/// Fails inside a host function, which must not call CUDA.
 ///
 /// # Errors
 /// `NOT_PERMITTED` inside of one.

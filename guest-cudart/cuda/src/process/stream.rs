@@ -39,7 +39,7 @@ pub(crate) struct Stream {
     pub attributes: Mutex<Vec<LaunchAttribute>>,
     pub unique: u64,
     pub legacy: bool,
-    /// `seq` of its last work, of its last publishing record, and up to which it is known to be done.
+    /// The `seq` of its last work, the `seq` of its last publishing record, and the `seq` up to which it is known to be done.
     pub last_work: AtomicU64,
     pub last_mark: AtomicU64,
     pub synced: AtomicU64,
@@ -48,7 +48,7 @@ pub(crate) struct Stream {
     pub waited_for: Mutex<Vec<(u64, Arc<Stream>, u64)>>,
     /// The last of the records in it that were forgotten.
     pub forgotten: AtomicU64,
-    /// Everything that was ever on it is done, and its progress word may be another's.
+    /// All its work is done, and its progress word may belong to another stream.
     pub finished: AtomicBool,
     /// The capture that it is in, or was in last.
     pub capturing: Mutex<Option<Arc<Capture>>>,
@@ -83,7 +83,7 @@ impl Stream {
         }
     }
 
-    /// Whether it runs beside the legacy default stream without either waiting for the other.
+    /// Whether it is a non-blocking stream: neither it nor the legacy default stream waits for the other.
     pub fn is_free(&self) -> bool {
         self.flags & NON_BLOCKING != 0
     }
@@ -130,7 +130,7 @@ impl Stream {
         *lock(&self.capturing) = Some(capture);
     }
 
-    /// Puts an operation on the stream, which is not being captured; the `seq` of its record.
+    /// Puts an operation on the stream, which is not being captured. Returns the `seq` of its record.
     #[inline]
     pub fn work<'a, T: Op<'a>>(&self, driver: &Driver, op: &T) -> Result<u64> {
         let _appending = self.context.appending(self.is_free());
@@ -196,7 +196,7 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Whether everything on the stream is done; no round trip, unless the program was told so already.
+    /// Whether everything on the stream is done. Takes a round trip only if the program was already told so.
     pub fn is_done(&self, driver: &Driver) -> Result<bool> {
         let due = self.due();
         if due <= self.synced.load(Ordering::Acquire) {
@@ -213,13 +213,13 @@ impl Stream {
         Ok(true)
     }
 
-    /// Whether its own work is known to be over. It may be learnt later: this does not wait.
+    /// Whether its own work is known to be done. Does not wait.
     pub fn is_idle(&self, driver: &Driver) -> bool {
         let last = self.last_work.load(Ordering::Acquire);
         self.is_known_done(last) || self.mark(driver).is_ok_and(|mark| self.has_passed(driver, mark))
     }
 
-    /// Whether it was destroyed, and everything that was ever on it is done.
+    /// Whether it was destroyed and all its work is done.
     pub fn is_finished(&self) -> bool {
         self.finished.load(Ordering::Acquire)
     }

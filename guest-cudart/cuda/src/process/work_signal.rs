@@ -5,21 +5,22 @@ use std::sync::{Condvar, Mutex};
 
 use client::lock;
 
-/// There may be something to be taken away, or compared, since the thread last looked.
+/// Set when the thread has something to look at.
 pub(crate) static CAME: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
 
+/// Wakes the thread.
 pub(crate) fn wake() {
     *lock(&CAME.0) = true;
     CAME.1.notify_one();
 }
 
-/// How many there are.
+/// The number of pieces of memory that are compared.
 pub(crate) static EDGES: AtomicUsize = AtomicUsize::new(0);
 
-/// How often work of the device has begun since there are any.
+/// Counts work that was put on streams while such memory exists.
 pub(crate) static WORK: AtomicU64 = AtomicU64::new(0);
 
-/// After work of the device was put on a stream: it may change what is compared.
+/// Notes that work was put on a stream, which may change memory that is compared.
 #[inline]
 pub(crate) fn work_came() {
     if EDGES.load(Ordering::Acquire) != 0 {

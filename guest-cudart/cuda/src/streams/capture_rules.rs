@@ -9,7 +9,7 @@ use crate::process::context::Context;
 use crate::process::stream::Stream;
 use client::lock;
 
-/// `Err` for waiting for all of a context in which a stream is being captured; the captures are invalidated.
+/// Fails for a wait for a whole context in which a stream is being captured. The captures are invalidated.
 pub(crate) fn forbid_all(context: &Context) -> Result {
     let mut result = Ok(());
     for capture in capture::all().iter().filter(|capture| capture.context == context.unique) {
@@ -19,7 +19,7 @@ pub(crate) fn forbid_all(context: &Context) -> Result {
     result
 }
 
-/// A capture that work on the legacy default stream would have to wait for, if `stream` is that one.
+/// If `stream` is the legacy default stream: a capture that work on it would have to wait for.
 pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
     if !capture::any() || !stream.is_legacy() {
         return None;
@@ -27,7 +27,7 @@ pub(crate) fn in_the_way(stream: &Stream) -> Option<Arc<Capture>> {
     capture::all().into_iter().find(|capture| capture.blocking && capture.context == stream.context.unique)
 }
 
-/// `Err` for work on the legacy default stream of a context in which a stream that would wait for it is being captured.
+/// Fails for work on the legacy default stream while a stream that would wait for it is being captured.
 #[inline]
 pub(crate) fn implicit(stream: &Stream) -> Result {
     match in_the_way(stream) {
@@ -39,7 +39,7 @@ pub(crate) fn implicit(stream: &Stream) -> Result {
     }
 }
 
-/// `Err` for a call that has no place in a capture, which is invalidated by it.
+/// Fails for a call that a captured stream does not allow, and invalidates the capture.
 pub(crate) fn forbid(stream: &Stream) -> Result {
     match stream.capture() {
         None => Ok(()),
@@ -50,7 +50,7 @@ pub(crate) fn forbid(stream: &Stream) -> Result {
     }
 }
 
-/// `Err` for work that CUDA captures and this library does not.
+/// Fails for work that CUDA can capture and this library cannot.
 pub(crate) fn refuse(stream: &Stream) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     match stream.capture() {

@@ -4,7 +4,7 @@
 //!
 //! Programs that measure ask for the time between the same two events in every step, after they have waited. So once a program has asked for the time from one event to another, it is asked for
 //! ahead, right behind each record of the latter: the server answers when that record is done, and the answer is here when the program asks. An event whose answers
-//! are not used is asked about no more.
+//! are not used is not asked about any more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -26,7 +26,7 @@ use client::ops::stream::StreamWaitEvent;
 use client::session::Ahead;
 use client::{Status, lock};
 
-/// Lets a stream wait for an event's last record, if there is one.
+/// Makes a stream wait for an event's last record, if there is one.
 pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
     let last = event.last();
     if last.is_none() && !event.is_shared() {
@@ -42,12 +42,12 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
 
 pub(crate) const DISABLE_TIMING: u32 = 2;
 pub(crate) const INTERPROCESS: u32 = 4;
-/// Between two questions after a shared event: nothing tells this process of what another has recorded.
+/// Pauses between queries of a shared event. Nothing notifies this process of what another one has recorded.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LAST_PAUSE: Duration = Duration::from_millis(1);
-/// Events since which the time to another is kept, for each event.
+/// Start events that each event keeps a time for, at most.
 const MOST_STARTS: usize = 4;
-/// After so many answers in a row that were of no use, it is not asked ahead any more.
+/// After this many unused answers in a row, an event is not asked about ahead any more.
 const MOST_MISSES: u32 = 3;
 
 /// An event.
@@ -248,7 +248,7 @@ pub(crate) fn of(handle: usize) -> Result<Arc<Event>> {
     EVENTS.get(handle).ok_or(Status::INVALID_HANDLE)
 }
 
-/// A context's events are gone with it. `with_server`: the server destroys them by itself.
+/// Destroys a context's events. `with_server`: the server destroys its own with the context.
 pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     for event in EVENTS.remove_where(|event| std::ptr::eq(event.context, context)) {
         if !with_server && driver.session.append(&EventDestroy { event: event.id }).is_err() {

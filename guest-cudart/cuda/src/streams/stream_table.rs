@@ -22,13 +22,13 @@ use client::ops::stream::{StreamCreate, StreamDestroy};
 use client::thread::Lasting;
 use client::{Status, lock};
 
-/// Whether all work of all contexts is known to be over, but for work that stands behind a function that is being called.
+/// Whether all work of all contexts is known to be done, except work behind a host function that is being called.
 pub(crate) fn all_stopped(driver: &Driver) -> bool {
     context::busy().all(|context| is_stopped(driver, context))
 }
 
-/// As [`ready`], for a call that names a stream: in a thread without a current context the stream's is current until the guard goes. NVIDIA's driver takes launches, copies and fills so, as long as
-/// the stream is no default stream.
+/// As [`context::ready`], for a call that names a stream. In a thread without a current context, the stream's context is current until the guard is dropped. NVIDIA's driver
+/// accepts launches, copies and fills in such threads, except on a default stream.
 #[inline]
 pub(crate) fn ready_on(stream: usize) -> Result<(&'static Driver, &'static Context, Option<Lent>)> {
     match context::ready() {
@@ -80,7 +80,7 @@ thread_local! {
     static OWN: Lasting<RefCell<Own>> = const { Lasting::new(RefCell::new(Own(Vec::new()))) };
 }
 
-/// As [`plain`], for work: none goes on the legacy default stream while a stream that waits for it is being captured.
+/// As [`plain`], for a stream that gets work. Fails for the legacy default stream while a stream that waits for it is being captured.
 #[inline]
 pub(crate) fn any(
     driver: &Driver,
@@ -141,7 +141,7 @@ pub(crate) fn green_default(context: &'static Context, per_thread: bool) -> Resu
     green.default_stream()
 }
 
-/// The calling thread's own default stream in a context.
+/// The calling thread's per-thread default stream in a context.
 pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
     let found = Lasting::with(&OWN, |own| {
         let mut own = own.borrow_mut();
@@ -162,14 +162,14 @@ pub(crate) fn own(driver: &Driver, context: &'static Context) -> Result<Arc<Stre
     }
 }
 
-/// A stream of this library's own in a context, beside all others. It ends with the context.
+/// Makes a non-blocking stream for this library's own use. It is destroyed with the context.
 pub(crate) fn unnamed(driver: &Driver, context: &'static Context) -> Result<Arc<Stream>> {
     let stream = Arc::new(unnamed_once(driver, context)?);
     keep(&stream);
     Ok(stream)
 }
 
-/// The same for one use: the caller ends it.
+/// The same for one use: the caller destroys it.
 pub(crate) fn unnamed_once(driver: &Driver, context: &'static Context) -> Result<Stream> {
     make(driver, context, NON_BLOCKING, 0)
 }
@@ -181,7 +181,7 @@ pub(crate) fn in_green(driver: &Driver, green: &Arc<Green>, priority: i32) -> Re
     Ok(Stream { green: Some(green.clone()), ..Stream::new(id, green.context, NON_BLOCKING, priority, false) })
 }
 
-/// Keeps a stream of this library's own in mind, for when its context goes.
+/// Remembers a stream of this library's own, so that it is destroyed with its context.
 pub(crate) fn keep(stream: &Arc<Stream>) {
     lock(&OWNED).push(Arc::downgrade(stream));
 }
@@ -198,7 +198,7 @@ pub(crate) fn of_context(context: &'static Context, green: Option<&Arc<Green>>) 
     all
 }
 
-/// Whether all work of a context is known to be over, but for work that stands behind a function that is being called. This does not wait.
+/// Whether all work of a context is known to be done, except work behind a host function that is being called. Does not wait.
 pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
     let stopped = host_calls::stopped();
     let mut all = of_context(context, None);
@@ -206,7 +206,7 @@ pub(crate) fn is_stopped(driver: &Driver, context: &'static Context) -> bool {
     all.iter().all(|stream| stopped.contains(&stream.unique) || stream.is_idle(driver))
 }
 
-/// The streams of a green context, which is destroyed, are gone with it.
+/// Destroys the streams of a green context that is being destroyed.
 pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
     let mut gone = of_context(green.context, Some(green));
     lock(&ENDING).retain(|stream| {
@@ -226,7 +226,7 @@ pub(crate) fn end_all_of(driver: &Driver, green: &Arc<Green>) {
     }
 }
 
-/// Streams that no handle names, of threads and of this library's own, for when their context goes.
+/// Streams without a handle: per-thread default streams and this library's own. They are destroyed with their context.
 pub(crate) static OWNED: Mutex<Vec<std::sync::Weak<Stream>>> = Mutex::new(Vec::new());
 
 pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32, priority: i32) -> Result<Stream> {
@@ -235,7 +235,7 @@ pub(crate) fn make(driver: &Driver, context: &'static Context, flags: u32, prior
     Ok(Stream::new(id, context, flags, priority, false))
 }
 
-/// A number for a new stream.
+/// An id for a new stream.
 pub(crate) fn fresh(driver: &Driver) -> Result<StreamId> {
     reap(driver);
     let id = StreamId(ids::STREAMS.take().ok_or(Status::OUT_OF_MEMORY)?);
@@ -245,7 +245,7 @@ pub(crate) fn fresh(driver: &Driver) -> Result<StreamId> {
     Ok(id)
 }
 
-/// A stream has been destroyed: the server hears of it when its work is done.
+/// Destroys a stream. The server learns of it when the stream's work is done.
 pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
     if stream.finished.load(Ordering::Acquire) {
         return;
@@ -257,7 +257,7 @@ pub(crate) fn end(driver: &Driver, stream: Arc<Stream>) {
     }
 }
 
-/// Ends the destroyed streams whose work is done.
+/// Tells the server of destroyed streams whose work is done.
 pub(crate) fn reap(driver: &Driver) {
     let mut ending = lock(&ENDING);
     ending.retain(|stream| {
@@ -274,7 +274,7 @@ pub(crate) fn reap(driver: &Driver) {
     });
 }
 
-/// A context's streams are gone with it. `with_server`: the server destroys them by itself.
+/// Destroys a context's streams. `with_server`: the server destroys its own with the context.
 pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bool) {
     let mut gone = STREAMS.remove_where(|stream| std::ptr::eq(stream.context, context));
     lock(&ENDING).retain(|stream| {
@@ -338,7 +338,7 @@ pub(crate) fn create_in(
     STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)
 }
 
-/// The stream and its driver, for calls that ask about a stream and may be made in any context.
+/// The stream that a handle names, for queries that are allowed in any context.
 pub(crate) fn ask(handle: usize, per_thread: bool) -> Result<(&'static Driver, Arc<Stream>)> {
     let driver = driver()?;
     if handle > PER_THREAD {

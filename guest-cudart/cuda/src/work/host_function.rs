@@ -173,7 +173,7 @@ fn serve(driver: &'static Driver, queue: &'static Queue) {
             Function::Host(_) | Function::Own(_) => {}
             Function::Callback(function, handle) => {
                 CALLED.set(true);
-                // SAFETY: as above.
+                // SAFETY: the program gave the callback for this call with this argument.
                 unsafe { function(handle, status.0, data) }
             }
         }

@@ -104,7 +104,7 @@ unsafe fn unpack(function: &Function, extra: *const *mut c_void, block: &mut Vec
         if key == END {
             break;
         }
-        // SAFETY: as above.
+        // SAFETY: the entry behind a key that is not END is its value.
         let value = unsafe { *extra.add(at + 1) };
         match key {
             BUFFER => buffer = value.cast(),

@@ -86,7 +86,7 @@ fn load(op: &MemoryOp) -> u64 {
 }
 
 fn store(op: &MemoryOp) {
-    // SAFETY: as in `load`.
+    // SAFETY: checked to be aligned and inside pinned memory, which the program and the device may access at any time.
     unsafe {
         if op.width() == 8 {
             AtomicU64::from_ptr(op.address as *mut u64).store(op.value, Ordering::Release);

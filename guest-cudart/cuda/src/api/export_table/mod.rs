@@ -170,7 +170,7 @@ unsafe extern "C" fn integrity_check(version: u32, unix_seconds: u64, result: *m
 unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
     let result = (|| {
         if ctx == 0 {
-            // SAFETY: as below.
+            // SAFETY: checked for NULL; the caller gives a place for a number.
             return unsafe { put(id, 0) };
         }
         let context = context::of(ctx)?;

@@ -1,4 +1,4 @@
-//! Who has which part of a piece of managed memory: the pure part, without pages and without a device.
+//! Which side has which block of a piece of managed memory. Pure bookkeeping, without pages and without a device.
 //!
 //! A piece is cut into blocks. Each is the device's, or the host has a copy of it: clean, as long as the program has only read it, or dirty. Work of the device
 //! takes all of them back, the dirty ones with their bytes. Faults that follow each other are answered with longer and longer runs of blocks.

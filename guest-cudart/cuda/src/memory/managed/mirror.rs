@@ -1,6 +1,7 @@
-//! Pinned memory of the program's that kernels use, where the device is in another machine or shares no memory: the server has memory of its own at the same address, in the host memory of
-//! its machine as the program's is in its own. Its whole pages are a piece like those of managed memory, made of pages that the program has already; what lies in pages that other memory has a part in is
-//! compared ([`edges`](super::edges)).
+//! Mirrored pinned memory: pinned memory that kernels use on a device that is in another machine or shares no memory.
+//!
+//! The server allocates memory in its own machine at the same addresses, the mirror. The whole pages of the program's memory are watched like managed memory. Pages that other memory of the program shares are compared instead
+//! ([`partial_pages`]).
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;

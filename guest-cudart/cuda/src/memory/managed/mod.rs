@@ -285,7 +285,7 @@ pub(crate) fn before_work(driver: &'static Driver) -> Result<Option<Order>> {
     Ok(Some(order))
 }
 
-/// Before a stream goes on that has waited for this process: what the host had meanwhile goes back, whoever has touched it.
+/// Gives the device everything that the host has, before a stream goes on that waited for this process.
 pub(crate) fn before_going_on(driver: &'static Driver) {
     // Not by a look at `HELD`: a fault that is just being answered as if the stream were stopped is answered, and so held, when the lock is free.
     if PIECES.load(Ordering::Acquire) != 0
@@ -390,7 +390,7 @@ fn prepare(driver: &'static Driver, context: &'static Context, address: u64, siz
     Ok(())
 }
 
-/// An allocation goes, and nothing uses it any more. False: there is none at this address.
+/// Frees an allocation that nothing uses. Returns false if there is none at this address.
 pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Result<bool> {
     let mut memory = lock(&device.managed);
     if memory.find(address).is_none_or(|(base, _)| base != address) {
@@ -403,7 +403,7 @@ pub(crate) fn free(driver: &'static Driver, device: &Device, address: u64) -> Re
     Ok(memory.free(address, &Both(driver)).is_some())
 }
 
-/// A device's memory is gone on the server.
+/// Forgets the managed memory of a device that the server resets.
 pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     if PIECES.load(Ordering::Acquire) == 0 && lock(&STATE).movers.is_empty() {
         return;
@@ -430,7 +430,7 @@ pub(crate) fn reset(driver: &'static Driver, device: &Device) {
     memory.reset();
 }
 
-/// What a context had goes with it; `gone` is told the pool and the bytes of each allocation.
+/// Frees the managed memory of a context that is being destroyed. Calls `gone` with the pool and the size of each allocation.
 pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: impl Fn(usize, u64)) {
     for device in &driver.devices {
         let addresses = lock(&device.managed).addresses_where(|tag| std::ptr::eq(tag.context, context));
@@ -446,7 +446,7 @@ pub(crate) fn forget(driver: &'static Driver, context: &'static Context, gone: i
     lock(&STATE).movers.retain(|(other, _)| !std::ptr::eq(*other, context));
 }
 
-/// A module's managed variable is to be used by the host as well.
+/// Makes a module's managed variable accessible to the host.
 ///
 /// # Errors
 /// `NOT_SUPPORTED` where this process has something else at its address.
@@ -498,7 +498,7 @@ pub(crate) fn variable(
     Ok(())
 }
 
-/// A module's variable is gone; if it was managed, it is here no more.
+/// Forgets a module's managed variable.
 pub(crate) fn forget_variable(address: u64, size: u64) {
     let Ok(driver) = driver() else { return };
     let Ok(pages) = pages(driver) else { return };

@@ -229,7 +229,7 @@ mod tests {
                 exchange(&mut edge, &mut device);
             }
             for (at, expected) in expected.iter().enumerate() {
-                // SAFETY: as above.
+                // SAFETY: inside the array, which nothing else uses.
                 prop_assert_eq!(unsafe { (base as *const u8).add(at).read_volatile() }, *expected);
                 if range.contains(&(base + at as u64)) {
                     prop_assert_eq!(device[at], *expected);

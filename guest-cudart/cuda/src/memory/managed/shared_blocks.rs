@@ -1,14 +1,13 @@
-//! Pinned memory that host and device use at the same time: a program waits for a word that a kernel writes, or a kernel for one that the program does.
+//! Blocks that host and device have at the same time: a program waits for a word that a kernel writes, or a kernel waits for a word that the program writes.
 //!
-//! An access of the host while the device works is answered at once, with the bytes as they are, and those are remembered. A thread takes the blocks away again after a moment: what differs from the
-//! remembered bytes by then is what the program has written, and goes to the device word by word; what the device has written is found at the next access. So a change is seen on the
-//! other side within about a millisecond, and neither side waits for the other.
+//! For pinned memory, an access of the host while the device works is answered at once with the current bytes, and those bytes are remembered. A thread takes the blocks away again after a moment. Bytes that differ from the remembered ones by then were
+//! written by the program and go to the device word by word. Bytes that the device writes are found at the next access. So each side sees the other's changes within about a millisecond, and neither side waits.
 //!
-//! Managed memory is given so only while the device waits for this process on one stream, and may be at work on others. Then it is not taken away after a moment, but when the stream goes on, when
-//! other work is put on a stream, and when the program learns that work is over. Bytes that the program has changed go to the device, and no others: what kernels have written beside them stays.
+//! Managed memory is shared like this only while the device waits for this process on one stream and may work on others. Such a block is taken away when the stream goes on, when other work is put on a stream, and when the program learns
+//! that work is done. Only the bytes that the program changed go to the device; what kernels wrote beside them stays.
 //!
-//! What the device wrote first is not seen later: before a block is given, all others that the host has are looked at again, and those that the device has changed meanwhile are taken away. What the
-//! program writes in one block is sent before it may write in another; the order in which it writes words of the same block is not known.
+//! Ordering: before a block is given, all other blocks that the host has are checked again, and those that the device has changed are taken away, so the program never sees a later write of the device before an earlier one in another block. What the
+//! program writes in one block is sent before it can write in another. The order of its writes to words of the same block is unknown.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -48,7 +47,7 @@ impl Together {
     }
 }
 
-/// What changes seldom is looked at so often at least.
+/// The longest pause between comparisons.
 const SELDOM: Duration = Duration::from_millis(5);
 
 /// Lets the thread look; it is started if it does not run yet.
@@ -130,7 +129,7 @@ impl State {
         self.together = rest;
         let gone: Vec<Together> = gone;
         let taken = gone.iter().try_for_each(|together| self.take_away(driver, together));
-        // Not before they are gone: who finds none may let the program go on without asking for the lock.
+        // Only after they are gone: a thread that reads 0 lets the program go on without taking the lock.
         GIVEN.store(self.together.len(), Ordering::SeqCst);
         taken
     }
