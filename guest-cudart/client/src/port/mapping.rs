@@ -28,11 +28,6 @@ impl Mapping {
         Self::map(len, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
-    /// Maps `len` bytes of private memory.
-    pub fn private(len: usize) -> io::Result<Mapping> {
-        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
-    }
-
     /// Maps pinned memory of a program: `fd`, shared, or new memory. A server that shares it maps it at the
     /// same address, so it is placed where other processes are unlikely to have mappings. `at` is its exact
     /// address instead; the call fails if anything is mapped there already.
