@@ -1,8 +1,8 @@
-//! `rgpu-server check`: what a server would find on this machine.
+//! `rgpu-server check`: reports what a server would find on this machine.
 
 use std::process::ExitCode;
 
-use crate::cli::{Backend, Backing};
+use crate::config::{Backend, Backing};
 use crate::driver;
 use crate::driver::quota::Quota;
 
@@ -10,7 +10,7 @@ fn unlimited() -> Quota {
     Quota::new("device memory", 0)
 }
 
-/// Prints what is found. Fails when nothing could be served.
+/// Prints what it finds. Fails if nothing could be served.
 pub fn main(backing: &Backing) -> ExitCode {
     crate::parent::init_log("error");
     println!("{}", crate::parent::server_name());
@@ -23,11 +23,11 @@ pub fn main(backing: &Backing) -> ExitCode {
     match driver::nvml::Management::new(backing, unlimited()).devices() {
         Ok(devices) => println!("  NVML: {} device(s): {}", devices.len(), devices.join(", ")),
         Err(status) => {
-            println!("  NVML cannot be asked (nvmlReturn_t {status}): clients' nvidia-smi will not work")
+            println!("  NVML is not available (nvmlReturn_t {status}): clients' nvidia-smi will not work")
         }
     }
     let made = driver::make(backing, unlimited()).and_then(|mut backend| {
-        // Windows of addresses are reserved with the first context.
+        // Address ranges are reserved with the first context.
         backend.warm()?;
         Ok(backend)
     });
@@ -35,7 +35,7 @@ pub fn main(backing: &Backing) -> ExitCode {
         Ok(backend) => {
             let devices = backend.devices();
             println!(
-                "  would serve by {}: {} device(s): {}",
+                "  would serve with {}: {} device(s): {}",
                 backend.name(),
                 devices.len(),
                 devices.join(", ")

@@ -2,20 +2,26 @@
 //!
 //! ```text
 //!  parent ── accepts, handshake, admission ─┬─ connection + token ──▶ worker (one process for each session)
-//!    │ pool and queue: workers, clients     └─ data connections  ──▶    dispatcher ─▶ Driver: cuda | software
+//!    │ pool and queue: workers, clients     └─ data connections  ──▶    dispatcher ─▶ driver: cuda | software
 //!    └ status socket
 //! ```
 //!
-//! In reading order: [`cli`] (what can be set), [`parent`] (the daemon), [`ipc`] (between the daemon and its workers), [`share`] (what sessions share), [`worker`] (a session),
-//! [`driver`] (what executes the commands), [`check`] (`rgpu-server check`).
+//! In reading order:
+//! - [`config`]: the command line and the configuration file;
+//! - [`parent`]: the daemon;
+//! - [`worker_protocol`]: the messages between the daemon and its workers;
+//! - [`cuda_ipc`]: memory and events that sessions share with each other;
+//! - [`worker`]: a process that serves one session;
+//! - [`driver`]: what executes commands;
+//! - [`check`]: `rgpu-server check`.
 
 mod check;
-mod cli;
+mod config;
+mod cuda_ipc;
 mod driver;
-mod ipc;
 mod parent;
-mod share;
 mod worker;
+mod worker_protocol;
 
 use std::process::ExitCode;
 
@@ -30,11 +36,11 @@ fn main() -> ExitCode {
 }
 
 fn run() -> anyhow::Result<ExitCode> {
-    let arguments = cli::Arguments::read(std::env::args_os())?;
+    let arguments = config::Arguments::read(std::env::args_os())?;
     match &arguments.command {
-        Some(cli::Command::Worker(worker)) => worker::main(worker)?,
-        Some(cli::Command::Check(options)) => return Ok(check::main(options)),
-        None if arguments.print_config => print!("{}", cli::example()),
+        Some(config::Command::Worker(worker)) => worker::main(worker)?,
+        Some(config::Command::Check(options)) => return Ok(check::main(options)),
+        None if arguments.print_config => print!("{}", config::example()),
         None if arguments.check_config => println!("the configuration is valid"),
         None => parent::main(arguments.serve)?,
     }

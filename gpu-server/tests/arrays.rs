@@ -101,7 +101,7 @@ fn arrays_count_in_the_status_figure_at_once() {
 }
 
 #[test]
-fn a_level_is_an_array_until_its_mipmapped_array_goes() {
+fn a_level_is_an_array_until_its_mipmapped_array_is_destroyed() {
     fn body<S: Session>(s: &mut S) {
         s.call(&MemGrow { device: 0, address: BASE, size: 2 << 20 }).unwrap();
         s.push(&MemAlloc { address: BASE, size: 4096 });
@@ -146,7 +146,7 @@ fn a_level_is_an_array_until_its_mipmapped_array_goes() {
 }
 
 #[test]
-fn arrays_that_cannot_be_are_refused() {
+fn invalid_arrays_are_refused() {
     fn body<S: Session>(s: &mut S) {
         let cube = flag::CUBEMAP;
         for (wrong, levels) in [
@@ -208,7 +208,7 @@ fn an_array_that_waits_for_memory_has_nothing_to_copy() {
 }
 
 #[test]
-fn a_view_shows_no_more_than_there_is() {
+fn a_view_cannot_exceed_its_array() {
     fn body<S: Session>(s: &mut S) {
         create(s, 1, shape(16, 16, 0, 0), 5).unwrap();
         create(s, 2, shape(16, 16, 4, flag::LAYERED), 0).unwrap();

@@ -22,6 +22,7 @@ use protocol::ops::copy::*;
 use protocol::ops::device::*;
 use protocol::ops::memory::*;
 use protocol::ops::stream::*;
+use protocol::version::Version;
 use support::*;
 use test_kit::link::{LocalBridge, Session, TcpSession, greet, hello};
 use test_kit::*;
@@ -37,9 +38,10 @@ fn holdings(server: &Server) -> (usize, (usize, usize)) {
 }
 
 #[test]
-fn another_version_is_refused_by_name_on_both_kinds_of_socket() {
+fn another_version_is_refused_with_both_versions_on_both_kinds_of_socket() {
     let server = Server::start(&[]);
-    let theirs = |purpose| Hello { version: 99, ..hello(purpose, [0; 16], 0) };
+    let version = Version { major: 99, minor: 0 };
+    let theirs = |purpose| Hello { version, ..hello(purpose, [0; 16], 0) };
     for welcome in [
         greet(UnixStream::connect(server.socket()).unwrap(), &theirs(purpose::LOCAL)).unwrap(),
         greet(TcpStream::connect(("127.0.0.1", server.port)).unwrap(), &theirs(purpose::CONTROL)).unwrap(),
@@ -50,14 +52,31 @@ fn another_version_is_refused_by_name_on_both_kinds_of_socket() {
         );
         let reason = untext(&welcome.reason);
         assert!(
-            reason.contains("version 99") && reason.contains(&format!("version {}", protocol::VERSION)),
+            reason.contains("version 99.0") && reason.contains(&format!("version {}", protocol::VERSION)),
             "{reason}"
         );
     }
 }
 
 #[test]
-fn what_does_not_speak_rgpu_is_closed_and_one_that_says_nothing_holds_up_nobody() {
+fn a_client_built_from_other_sources_is_refused_and_a_newer_one_is_served() {
+    let server = Server::start(&[]);
+    let connect = || TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let ours = hello(purpose::CONTROL, [0; 16], 1);
+    let other = Hello { fingerprint: !ours.fingerprint, ..ours };
+    let welcome = greet(connect(), &other).unwrap();
+    assert_eq!(welcome.status, protocol::device::Answer::Version as u32);
+    assert!(untext(&welcome.reason).contains("different sources"), "{}", untext(&welcome.reason));
+    until("the log says so", || server.log().contains("different sources"));
+    // A newer client compares fingerprints itself, and then speaks the server's version.
+    let version = Version { minor: protocol::VERSION.minor + 1, ..protocol::VERSION };
+    let welcome = greet(connect(), &Hello { version, ..other }).unwrap();
+    assert_eq!(welcome.status, protocol::device::Answer::Ok as u32);
+    assert_eq!((welcome.version, welcome.fingerprint), (protocol::VERSION, ours.fingerprint));
+}
+
+#[test]
+fn other_protocols_are_disconnected_and_silent_connections_block_nobody() {
     let server = Server::start(&[]);
     let _silent: Vec<TcpStream> =
         (0..20).map(|_| TcpStream::connect(("127.0.0.1", server.port)).unwrap()).collect();
@@ -92,7 +111,7 @@ fn a_guessed_token_is_refused() {
 }
 
 #[test]
-fn sessions_beyond_the_limit_are_refused_in_words_and_admitted_when_one_ends() {
+fn sessions_beyond_the_limit_are_refused_until_one_ends() {
     let server = Server::start(&["--max-sessions=2"]);
     let first = LocalBridge::connect(&server.socket());
     let _second = TcpSession::connect(server.port);
@@ -104,7 +123,7 @@ fn sessions_beyond_the_limit_are_refused_in_words_and_admitted_when_one_ends() {
 }
 
 #[test]
-fn a_killed_worker_ends_its_session_with_a_reason_and_no_other_and_is_replaced() {
+fn a_killed_worker_ends_only_its_own_session_and_is_replaced() {
     let server = Server::start(&[]);
     let mut local = LocalBridge::connect(&server.socket());
     local.call(&SessionInfo {}).unwrap();
@@ -159,7 +178,7 @@ fn a_hundred_sessions_leave_nothing_behind() {
 }
 
 #[test]
-fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
+fn a_region_is_released_only_when_nothing_reads_it() {
     let server = Server::start(&[]);
     let mut s = LocalBridge::connect(&server.socket());
     s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
@@ -193,7 +212,7 @@ fn a_region_is_let_go_only_when_nothing_reads_it_any_more() {
 }
 
 #[test]
-fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
+fn a_bridge_that_disconnects_while_it_waits_for_a_region_ends_its_session() {
     let server = Server::start(&[]);
     for says_goodbye in [false, true] {
         let mut s = LocalBridge::connect(&server.socket());
@@ -218,7 +237,7 @@ fn a_bridge_that_goes_while_it_waits_for_a_region_is_noticed() {
 }
 
 #[test]
-fn a_bad_attachment_is_refused_in_words() {
+fn a_malformed_attachment_is_refused_with_a_reason() {
     let server = Server::start(&[]);
     let socket = UnixStream::connect(server.socket()).unwrap();
     assert_eq!(greet(&socket, &hello(purpose::LOCAL, [0; 16], 0)).unwrap().status, 0);
@@ -231,7 +250,7 @@ fn a_bad_attachment_is_refused_in_words() {
 }
 
 #[test]
-fn data_that_no_command_named_or_too_much_of_it_ends_that_session() {
+fn too_much_data_ends_only_that_session() {
     let server = Server::start(&[]);
     let mut s = TcpSession::connect(server.port);
     s.call(&MemGrow { device: 0, address: window(0), size: 2 << 20 }).unwrap();
@@ -249,7 +268,7 @@ fn data_that_no_command_named_or_too_much_of_it_ends_that_session() {
 }
 
 #[test]
-fn a_client_that_dies_frees_its_worker_whatever_its_streams_wait_for() {
+fn a_dead_client_frees_its_worker_whatever_its_streams_wait_for() {
     let server = Server::start(&[]);
     let mut local = LocalBridge::connect(&server.socket());
     let mut tcp = TcpSession::connect(server.port);
@@ -287,7 +306,7 @@ fn sigterm_lets_sessions_end_then_ends_them_with_a_reason() {
 }
 
 #[test]
-fn without_a_gpu_the_cuda_backend_says_so_in_one_line_and_auto_serves_software() {
+fn without_a_gpu_cuda_fails_in_one_line_and_auto_uses_software() {
     if std::path::Path::new("/dev/nvidia0").exists() {
         // There is one: what this test is about cannot be seen here, and the check on the GPU machine covers the rest.
         return;

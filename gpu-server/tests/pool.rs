@@ -49,7 +49,7 @@ fn thirty_two_programs_that_start_together_are_all_served() {
 }
 
 #[test]
-fn a_client_that_cannot_be_told_to_wait_gets_its_session_all_the_same() {
+fn a_client_without_queue_support_still_gets_its_session() {
     let server = Server::start(&["--workers=0", "--software-imitate=context-ms=300"]);
     LocalBridge::connect(&server.socket()).call(&SessionInfo {}).unwrap();
     TcpSession::connect(server.port).call(&SessionInfo {}).unwrap();
@@ -91,7 +91,7 @@ fn waiting_costs_the_daemon_a_descriptor_and_no_thread() {
 }
 
 #[test]
-fn workers_that_crash_again_and_again_end_in_a_refusal_that_says_why() {
+fn clients_are_refused_with_the_reason_when_workers_keep_crashing() {
     let server = Server::start(&["--workers=0", ENDLESS]);
     let client = Waiting::ask(&server.socket(), 0);
     let asked = std::thread::spawn(|| client.served());
@@ -107,14 +107,14 @@ fn workers_that_crash_again_and_again_end_in_a_refusal_that_says_why() {
 }
 
 #[test]
-fn a_queue_in_which_nothing_goes_on_is_refused() {
+fn a_queue_without_progress_is_refused() {
     let server = Server::start(&["--workers=1", "--wait-seconds=1", ENDLESS]);
     let reason = Waiting::ask(&server.socket(), 0).served().0.err().unwrap();
     assert!(reason.contains("no worker became ready within 1 s (--wait-seconds)"), "{reason}");
 }
 
 #[test]
-fn nvml_is_answered_at_once_while_others_wait_and_its_worker_does_nothing_else() {
+fn nvml_is_answered_while_others_wait_and_its_worker_refuses_everything_else() {
     let server = Server::start(&["--workers=1", "--log=debug", ENDLESS]);
     let waiting: Vec<Waiting> = (0..4).map(|_| Waiting::ask(&server.socket(), 0)).collect();
     waiting.iter().for_each(|client| assert_eq!(client.heard().status, Answer::Waiting as u32));
@@ -130,7 +130,7 @@ fn nvml_is_answered_at_once_while_others_wait_and_its_worker_does_nothing_else()
 }
 
 #[test]
-fn contexts_are_made_when_something_needs_them_and_for_that_device_alone() {
+fn contexts_are_created_on_demand_and_only_on_that_device() {
     let server = Server::start(&["--workers=1", "--software-devices=4", "--log=debug"]);
     // The log comes a moment later.
     let made = |expected: [usize; 4]| {
@@ -170,7 +170,7 @@ fn a_server_without_spare_workers_starts_one_when_a_client_asks() {
 }
 
 #[test]
-fn a_server_that_ends_kills_workers_that_still_prepare() {
+fn a_server_that_ends_kills_workers_that_are_still_starting() {
     let mut server = Server::start(&["--workers=2", ENDLESS]);
     until("workers prepare", || server.children().len() == 2);
     let preparing = server.children();
@@ -181,7 +181,7 @@ fn a_server_that_ends_kills_workers_that_still_prepare() {
     assert!(reason.contains("shutting down"), "{reason}");
     assert!(server.wait().success());
     let log = server.log();
-    assert!(log.contains("workers that had no session"), "{log}");
+    assert!(log.contains("workers without a session"), "{log}");
     until("they are gone", || {
         preparing.iter().all(|pid| {
             let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -191,7 +191,7 @@ fn a_server_that_ends_kills_workers_that_still_prepare() {
 }
 
 #[test]
-fn silent_connections_lock_nobody_out() {
+fn silent_connections_do_not_block_others() {
     let server = Server::start(&[]);
     let _silent: Vec<TcpStream> =
         (0..600).map(|_| TcpStream::connect(("127.0.0.1", server.port)).unwrap()).collect();

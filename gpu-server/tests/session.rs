@@ -193,7 +193,7 @@ fn packed_rows_go_into_pitched_memory_and_back() {
 }
 
 #[test]
-fn a_failed_asynchronous_operation_becomes_the_contexts_error_and_nothing_else_stops() {
+fn a_failed_asynchronous_operation_sets_the_contexts_error_and_stops_nothing() {
     fn body<S: Session>(s: &mut S) {
         grow(s, 4096);
         let inline = HostIn::Inline(&[1, 2, 3, 4]);
@@ -233,7 +233,7 @@ fn a_kernel_fault_is_sticky_until_the_context_is_reset() {
 }
 
 #[test]
-fn marks_raise_a_streams_word_in_order_and_a_host_wait_holds_only_its_stream() {
+fn marks_raise_a_streams_word_in_order_and_a_host_wait_blocks_only_its_stream() {
     fn body<S: Session>(s: &mut S) {
         for i in 0..2 {
             s.push(&StreamCreate {
@@ -346,7 +346,7 @@ fn events_order_streams_and_measure_time() {
 }
 
 #[test]
-fn memory_is_limited_and_given_back() {
+fn memory_is_limited_and_returned() {
     fn body<S: Session>(s: &mut S) {
         let grow = |device, address, size| MemGrow { device, address, size };
         assert_eq!(s.call(&grow(0, BASE, 64 << 20)).unwrap_err(), Status::OUT_OF_MEMORY);
@@ -369,7 +369,7 @@ fn export<S: Session>(s: &mut S, id: u32, size: u64) -> [u8; 16] {
 }
 
 #[test]
-fn memory_that_outlives_its_maker_counts_for_whoever_holds_it() {
+fn memory_that_outlives_its_session_counts_for_the_session_that_holds_it() {
     const HALF: u64 = 16 << 20;
     // One session that exports to itself.
     fn alone<S: Session>(s: &mut S) {
@@ -405,7 +405,7 @@ fn memory_that_outlives_its_maker_counts_for_whoever_holds_it() {
 }
 
 #[test]
-fn a_token_opens_for_its_client_alone_and_ends_with_its_session() {
+fn a_token_is_valid_only_for_its_client_and_during_its_session() {
     fn open<S: Session>(s: &mut S, id: u32, token: [u8; 16]) -> Result<bool, Status> {
         s.call(&MemoryImport { memory: MemoryId(id), token }).map(|reply| reply.own)
     }
@@ -430,7 +430,7 @@ fn a_token_opens_for_its_client_alone_and_ends_with_its_session() {
 }
 
 #[test]
-fn what_no_client_of_ours_sends_ends_that_session_alone() {
+fn malformed_commands_end_only_their_session() {
     let server = Server::start(&[]);
     let mut other = LocalBridge::connect(&server.socket());
     type Deed = fn(&mut dyn FnMut(u16, u16, &[u8]));
@@ -553,7 +553,7 @@ fn memory_op(operation: u32, address: u64, value: u64) -> MemoryOp {
 }
 
 #[test]
-fn a_wait_for_a_word_holds_its_stream_alone_until_another_writes_it() {
+fn a_wait_for_a_word_blocks_only_its_own_stream() {
     fn body<S: Session>(s: &mut S) {
         grow(s, 4096);
         for stream in [MADE, MADE + 1] {

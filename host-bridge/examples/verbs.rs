@@ -19,7 +19,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use protocol::device::Extent;
 use protocol::link::{ARENA_KEY, DataHeader, DataSent, Memory, Queues, RegionKey, SLOT_DATA, frame};
 use rgpu_host_bridge::framing::{FrameReader, recv_frame, send_frame, split_struct};
-use rgpu_host_bridge::memory::{Memories, Pieces};
+use rgpu_host_bridge::memory::{Memories, Runs};
 use rgpu_host_bridge::verbs::{
     Access, Device, Domain, Event, Link, Put, RegisteredRegion, Settings, Slab, Unconnected, VerbsError,
 };
@@ -311,7 +311,7 @@ fn give(talk: &mut Talk, slots: &Slab, size: u64, count: u64, fast: bool) -> Res
 }
 
 /// Client memory as a guest's would be: one file, its pages in no order (in reverse, so that no two are neighbours).
-fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Pieces)> {
+fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Runs)> {
     let pages = size.div_ceil(PAGE);
     let file: OwnedFd = memfd_create(c"region", MFdFlags::MFD_CLOEXEC)?;
     nix::unistd::ftruncate(&file, (pages * PAGE) as i64)?;
@@ -319,14 +319,14 @@ fn scattered(size: u64) -> Result<(Memories, Vec<Extent>, Pieces)> {
     let extents: Vec<Extent> = (0..pages)
         .map(|i| Extent { addr: (pages - 1 - i) * PAGE, len: (size - i * PAGE).min(PAGE) })
         .collect();
-    let pieces = memories.resolve(&extents, size)?;
-    Ok((memories, extents, pieces))
+    let runs = memories.resolve(&extents, size)?;
+    Ok((memories, extents, runs))
 }
 
 fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let control = TcpStream::connect(address)?;
     let domain = Domain::new(Device::open(settings)?)?;
-    let (memories, extents, pieces) = scattered(job.size)?;
+    let (memories, extents, runs) = scattered(job.size)?;
     let region = RegisteredRegion::new(&domain, &memories, &extents, job.size, job.what == "h2d")?;
     let link = Unconnected::new(&domain, settings)?;
     let text = format!("{} {} {} {} {}", job.what, job.size, job.count, job.fast, job.sleep);
@@ -334,7 +334,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
     let (peer, _) = exchange(&control)?;
     let mut talk = Talk::new(link.connect(&peer)?, control.try_clone()?, job.sleep);
     if job.what == "h2d" {
-        fill(&pieces);
+        fill(&runs);
     }
     println!("begun");
     let (kernel, begin) = (in_kernel()?, Instant::now());
@@ -378,7 +378,7 @@ fn connect(address: &str, settings: &Settings, job: &Job) -> Result<()> {
                 key: r.remote_key(),
             };
             talk.frame(frame::REGION_KEY, key.as_bytes());
-            if job.fast { take_all(&mut talk, job)? } else { take_each(&mut talk, &pieces, job)? }
+            if job.fast { take_all(&mut talk, job)? } else { take_each(&mut talk, &runs, job)? }
         }
         other => return Err(format!("no job {other}").into()),
     }
@@ -419,7 +419,7 @@ fn median(all: &mut [f64]) -> f64 {
 }
 
 /// Asks for one transfer after the other, and verifies each.
-fn take_each(talk: &mut Talk, pieces: &Pieces, job: &Job) -> Result<()> {
+fn take_each(talk: &mut Talk, runs: &Runs, job: &Job) -> Result<()> {
     for seq in 1..=job.count {
         talk.frame(GO, &[]);
         talk.turn()?;
@@ -433,7 +433,7 @@ fn take_each(talk: &mut Talk, pieces: &Pieces, job: &Job) -> Result<()> {
                 None => talk.wait()?,
             }
         }
-        verify(pieces)?;
+        verify(runs)?;
     }
     Ok(())
 }
@@ -502,8 +502,8 @@ fn put_all(talk: &mut Talk, region: &RegisteredRegion, peer: &Queues, job: &Job)
     Ok(())
 }
 
-fn fill(pieces: &Pieces) {
-    for piece in pieces.all() {
+fn fill(runs: &Runs) {
+    for piece in runs.all() {
         for i in 0..piece.len {
             // SAFETY: inside the piece, which is mapped; the peer does not write it in this job.
             unsafe { piece.at.as_ptr().add(i).write(pattern((piece.offset + i) as u64)) };
@@ -511,9 +511,9 @@ fn fill(pieces: &Pieces) {
     }
 }
 
-fn verify(pieces: &Pieces) -> Result<()> {
-    let room = u64::from(SLOT_SIZE * SLOTS).min(pieces.size() as u64);
-    for piece in pieces.all() {
+fn verify(runs: &Runs) -> Result<()> {
+    let room = u64::from(SLOT_SIZE * SLOTS).min(runs.size() as u64);
+    for piece in runs.all() {
         for i in 0..piece.len {
             // SAFETY: inside the piece, which is mapped; all writes to it have been announced.
             let byte = unsafe { piece.at.as_ptr().add(i).read() };

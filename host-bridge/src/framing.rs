@@ -15,11 +15,12 @@ use std::time::Duration;
 use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg, setsockopt, sockopt,
 };
-use protocol::link::{DEFAULT_PORT, FrameHeader, MAX_FRAME};
+use protocol::link::{BadGreeting, DEFAULT_PORT, FrameHeader, Greeting, MAX_FRAME, greeting};
+use protocol::version::{Speaks, Version};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Descriptors in one message at most: as many memories as a guest can have, and two eventfds.
+/// The most descriptors in one message: as many memories as a guest can have, and two eventfds.
 pub const MAX_FDS: usize = 64;
 
 /// Where a server listens.
@@ -31,7 +32,7 @@ pub enum Address {
     Tcp(String, u16),
 }
 
-/// Why a text is no address.
+/// Why a text is not an address.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is not an address: expected unix:PATH, tcp:HOST:PORT or HOST:PORT (port {DEFAULT_PORT} when left out)"
@@ -73,8 +74,8 @@ impl fmt::Display for Address {
     }
 }
 
-/// Has the kernel notice, about eleven seconds after the last sign of it, that the peer of a TCP connection has vanished without a word: an idle connection costs no process anything. What is
-/// no TCP connection has no such option and needs none.
+/// Turns on TCP keepalive: the kernel notices about eleven seconds after the last packet that the peer has vanished, at no cost to any process. Other sockets have no such option and need
+/// none.
 pub fn watch_peer(socket: &impl AsFd) {
     let _ = setsockopt(socket, sockopt::KeepAlive, &true);
     let _ = setsockopt(socket, sockopt::TcpKeepIdle, &5);
@@ -195,6 +196,29 @@ pub fn recv_struct<T: FromBytes + IntoBytes>(
     Ok(recv_exact(socket, value.as_mut_bytes(), fds)?.then_some(value))
 }
 
+/// Receives a greeting and judges it ([`greeting`]). Another major version is refused before the rest of it has come.
+pub fn recv_greeting<T: Greeting>(
+    socket: BorrowedFd<'_>,
+    ours: &Speaks<'_>,
+) -> io::Result<Result<(T, Version), BadGreeting>> {
+    let mut bytes = vec![0; size_of::<T>()];
+    let mut at = 0;
+    while at < bytes.len() {
+        match recv_some(socket, &mut bytes[at..], &mut Vec::new()) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => at += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        }
+        match greeting(&bytes[..at], ours) {
+            Ok(None) => {}
+            Ok(Some(judged)) => return Ok(Ok(judged)),
+            Err(refused) => return Ok(Err(refused)),
+        }
+    }
+    Err(io::ErrorKind::InvalidData.into())
+}
+
 /// Sends one frame: header, then `parts` as its body.
 pub fn send_frame(
     socket: BorrowedFd<'_>,
@@ -237,7 +261,7 @@ fn check_len(header: FrameHeader) -> io::Result<()> {
 /// A structure off the front of a frame's body, with the rest.
 pub fn split_struct<T: FromBytes + Immutable>(body: &[u8]) -> io::Result<(T, &[u8])> {
     T::read_from_prefix(body).map_err(|_| {
-        let text = format!("a frame of {} bytes where at least {} were due", body.len(), size_of::<T>());
+        let text = format!("a frame of {} bytes where at least {} were expected", body.len(), size_of::<T>());
         io::Error::new(io::ErrorKind::InvalidData, text)
     })
 }

@@ -15,7 +15,7 @@
 //! - [`bridge`]: the end that has the client: sessions, the trait [`bridge::Transport`] and its implementations;
 //! - [`verbs`]: InfiniBand and RoCE, for both ends;
 //! - [`endpoint`]: the end that has the GPU;
-//! - [`trace`]: timelines of commands into files.
+//! - [`trace`]: writes per-command timelines into files.
 
 pub mod bridge;
 pub mod endpoint;

@@ -1,13 +1,13 @@
-//! The client's memory as this process sees it.
+//! The client's memory, mapped into this process.
 //!
 //! ```text
 //!  Memories      files (a guest's RAM, a memfd), each mapped once, at addresses that extents count in
 //!    │ resolve(extents)                      │ view(extents)
-//!  Pieces        a region: host pointers      ChannelView   the channel: one contiguous mapping, its parts by a checked Geometry
+//!  Runs        a region: host pointers      ChannelView   the channel: one contiguous mapping, its parts by a checked Geometry
 //! ```
 //!
-//! Addresses come from a guest and are checked here, once; whoever holds [`Pieces`] or a [`ChannelView`] holds valid memory: it stays mapped until they are
-//! dropped. Its *content* can change under everyone's hands at any time, so it is only touched by atomics, by copies, and by the kernel or a device.
+//! Addresses come from a guest and are checked here, once. The memory behind [`Runs`] or a [`ChannelView`] is valid and stays mapped until they are dropped. Its *content* can change at any
+//! time, so it is accessed through atomics, through [`SharedBytes`](crate::shared::SharedBytes), and by the kernel or a device only.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -26,7 +26,7 @@ use thiserror::Error;
 
 const PAGE: u64 = 4096;
 
-/// Why memory could not be used.
+/// Why memory cannot be used.
 #[derive(Debug, Error)]
 pub enum MemoryError {
     /// The host is short of descriptors.
@@ -35,7 +35,7 @@ pub enum MemoryError {
         /// The system's answer.
         source: io::Error,
     },
-    /// An extent lies outside what the client has.
+    /// An extent lies outside the client's memory.
     #[error("extent {index}: {len:#x} bytes at {addr:#x} lie outside the client's memory")]
     Outside {
         /// Which extent.
@@ -118,9 +118,9 @@ struct Mapping {
     page: u64,
 }
 
-// SAFETY: the mapping is plain shared memory without an owner thread; `at` is only read.
+// SAFETY: the mapping belongs to no thread, and only `drop` unmaps it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: the fields are never changed, and nothing here reads or writes through `at`.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
@@ -184,8 +184,8 @@ impl Memories {
     }
 
     /// Checks extents against the client's memory and takes them together as one range of `size` bytes.
-    pub fn resolve(&self, extents: &[Extent], size: u64) -> Result<Pieces, MemoryError> {
-        let mut pieces: Vec<Piece> = Vec::with_capacity(extents.len());
+    pub fn resolve(&self, extents: &[Extent], size: u64) -> Result<Runs, MemoryError> {
+        let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
         let mut sum = 0u64;
         for (index, extent) in extents.iter().enumerate() {
             let outside = MemoryError::Outside { index, addr: extent.addr, len: extent.len };
@@ -194,10 +194,10 @@ impl Memories {
             let at = unsafe { mapping.at.add(offset as usize) };
             let len = extent.len as usize;
             let adjoins =
-                pieces.last().is_some_and(|last| last.at.as_ptr().wrapping_add(last.len) == at.as_ptr());
-            match pieces.last_mut() {
+                runs.last().is_some_and(|last| last.at.as_ptr().wrapping_add(last.len) == at.as_ptr());
+            match runs.last_mut() {
                 Some(last) if adjoins => last.len += len,
-                _ if len > 0 => pieces.push(Piece { at, len, offset: sum as usize }),
+                _ if len > 0 => runs.push(Run { at, len, offset: sum as usize }),
                 _ => {}
             }
             sum = sum.checked_add(extent.len).ok_or(MemoryError::Size { sum: u64::MAX, size })?;
@@ -205,7 +205,7 @@ impl Memories {
         if sum != size {
             return Err(MemoryError::Size { sum, size });
         }
-        Ok(Pieces { pieces, size: size as usize, _memories: self.clone() })
+        Ok(Runs { runs, size: size as usize, _memories: self.clone() })
     }
 
     /// Maps a channel's extents a second time, one behind the other, and checks the header that the client has written there.
@@ -262,7 +262,7 @@ impl Memories {
 
 /// A contiguous run of a region in this process.
 #[derive(Debug, Clone, Copy)]
-pub struct Piece {
+pub struct Run {
     /// First byte.
     pub at: NonNull<u8>,
     /// Bytes.
@@ -273,34 +273,34 @@ pub struct Piece {
 
 /// A region of the client's memory: checked pointers, in order. The memory stays mapped as long as this lives.
 #[derive(Debug, Clone)]
-pub struct Pieces {
-    pieces: Vec<Piece>,
+pub struct Runs {
+    runs: Vec<Run>,
     size: usize,
     _memories: Memories,
 }
 
 // SAFETY: the pointers refer to shared mappings that `_memories` keeps, usable from any thread.
-unsafe impl Send for Pieces {}
-// SAFETY: as above; the structure itself is never changed.
-unsafe impl Sync for Pieces {}
+unsafe impl Send for Runs {}
+// SAFETY: the structure is never changed after it was made.
+unsafe impl Sync for Runs {}
 
-impl Pieces {
+impl Runs {
     /// Bytes in all.
     pub fn size(&self) -> usize {
         self.size
     }
 
     /// All runs, in order.
-    pub fn all(&self) -> &[Piece] {
-        &self.pieces
+    pub fn all(&self) -> &[Run] {
+        &self.runs
     }
 
     /// The runs that make up `len` bytes from `offset`, cut to it. `None` when the range is not inside the region.
     pub fn range(&self, offset: u64, len: u64) -> Option<impl Iterator<Item = (NonNull<u8>, usize)> + '_> {
         let end = offset.checked_add(len).filter(|end| *end <= self.size as u64)? as usize;
         let offset = offset as usize;
-        let first = self.pieces.partition_point(|p| p.offset + p.len <= offset);
-        Some(self.pieces[first..].iter().take_while(move |p| p.offset < end && len > 0).map(move |p| {
+        let first = self.runs.partition_point(|p| p.offset + p.len <= offset);
+        Some(self.runs[first..].iter().take_while(move |p| p.offset < end && len > 0).map(move |p| {
             let skip = offset.saturating_sub(p.offset);
             let until = p.len.min(end - p.offset);
             // SAFETY: skip < p.len, since the run ends behind `offset`.
@@ -316,9 +316,9 @@ struct Reserved {
     len: usize,
 }
 
-// SAFETY: plain shared memory; `at` is only read.
+// SAFETY: the reservation belongs to no thread, and only `drop` unmaps it.
 unsafe impl Send for Reserved {}
-// SAFETY: as above.
+// SAFETY: the fields are never changed; what is shared through `at` is accessed as the module's text says.
 unsafe impl Sync for Reserved {}
 
 impl Drop for Reserved {
@@ -347,7 +347,7 @@ impl ChannelView {
         unsafe { self.reserved.at.add(offset).cast() }
     }
 
-    /// First byte of the channel in this process, for one who waits or wakes on a word by futex, or registers the memory with a device.
+    /// First byte of the channel in this process: for futex calls on its words, and to register the memory with a device.
     pub fn base(&self) -> NonNull<u8> {
         self.reserved.at
     }
@@ -389,7 +389,7 @@ impl ChannelView {
     }
 }
 
-/// The consumer of a channel's ring that holds the channel, for a thread that outlives whoever mapped it.
+/// The consumer of a channel's ring that keeps the channel mapped.
 #[derive(Debug)]
 pub struct RingReader {
     view: Arc<ChannelView>,
@@ -464,7 +464,7 @@ mod tests {
             .unwrap();
         assert_eq!(region.all().len(), 3, "adjoining extents are one run");
         for (i, (at, len)) in region.range(0, 0x1018).unwrap().enumerate() {
-            // SAFETY: pieces are valid memory of this test.
+            // SAFETY: runs are valid memory of this test.
             unsafe { at.write_bytes(i as u8 + 1, len) };
         }
         let cut: Vec<usize> = region.range(0x0f, 10).unwrap().map(|(_, len)| len).collect();

@@ -2,7 +2,7 @@
 //!
 //! A guest, a native client or a peer's RDMA device can change such memory during a copy. Rust forbids references to it, and a plain `memcpy` from it is a data race. So this module copies
 //! through raw pointers, with accesses that the compiler assumes nothing about: relaxed atomic words for short runs, and one `rep movsb` for long ones on x86-64. A concurrent write then
-//! spoils the bytes that were copied and nothing else; whoever uses them checks the copy.
+//! spoils the bytes that were copied and nothing else; the code that uses them checks the copy.
 //!
 //! Measured on one core: from 64 KiB on, `rep movsb` is as fast as `memcpy`. Words alone would be 30 to 50 % slower below 4 MiB.
 

@@ -142,7 +142,7 @@ fn work(socket: UnixStream, behaviour: Behaviour) -> Result<(), String> {
 }
 
 #[test]
-fn commands_and_data_cross_in_the_clients_memory() {
+fn commands_and_data_travel_through_the_clients_memory() {
     let server = server(Behaviour::Good);
     let mut client = Client::connect(&server.config);
     assert!(client.session.capabilities().server_reads_ring);
@@ -179,7 +179,7 @@ fn a_doorbell_wakes_the_worker_and_an_answer_wakes_the_client() {
 }
 
 #[test]
-fn a_worker_that_dies_is_a_loss_and_nobody_waits() {
+fn a_dead_worker_ends_the_session_and_every_wait() {
     let server = server(Behaviour::Dies);
     let mut client = Client::connect(&server.config);
     client.prepare(7);
@@ -235,7 +235,7 @@ fn a_server_that_is_not_there_is_named() {
 }
 
 #[test]
-fn closing_waits_until_the_worker_has_let_go() {
+fn closing_waits_until_the_worker_has_released_memory() {
     let server = server(Behaviour::Good);
     for round in 1..=20 {
         let mut client = Client::connect(&server.config);

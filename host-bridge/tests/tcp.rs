@@ -13,6 +13,7 @@ use protocol::link::{DataHeader, DataSent, frame};
 use protocol::ops::Op;
 use protocol::ops::copy::MemcpyDtoH;
 use protocol::ops::stream::{StreamMark, StreamSynchronize};
+use protocol::version::{OURS, Speaks};
 use rgpu_host_bridge::bridge::{Closed, ConnectError, RegionError};
 use test_kit::server::{Behavior, FakeServer};
 use test_kit::session::{Client, RAM};
@@ -59,7 +60,7 @@ fn data_survives_scattered_extents_and_odd_sizes_both_ways() {
 }
 
 #[test]
-fn data_survives_where_the_relay_moves_it_all_by_itself() {
+fn data_survives_when_the_relay_moves_all_of_it() {
     data_survives(false);
 }
 
@@ -86,7 +87,7 @@ fn data_survives(hands: bool) {
 }
 
 #[test]
-fn parts_of_a_region_and_of_the_arena_are_what_they_say() {
+fn ranges_of_a_region_and_of_the_arena_are_exact() {
     let server = FakeServer::good();
     let mut client = Client::connect(&server.config());
     let bytes = pattern(3_000_000, 1);
@@ -108,7 +109,7 @@ fn parts_of_a_region_and_of_the_arena_are_what_they_say() {
 
 /// The server reads one frame after the other, and none while it waits for a command's data.
 #[test]
-fn what_a_command_needs_is_never_asked_for_behind_it() {
+fn a_commands_data_request_is_sent_before_the_command() {
     let server = FakeServer::start(Behavior { hold_commands: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     let (all, lengths) = (4u64 << 20, [16 << 10, 300 << 10, 1 << 20, 16 << 10]);
@@ -163,7 +164,7 @@ fn nothing_that_depends_on_data_is_published_before_it() {
 }
 
 #[test]
-fn progress_is_read_wherever_its_frame_begins() {
+fn progress_is_read_at_any_alignment() {
     // Frames of odd length put the ones behind them at any address of the receiving buffer.
     for odd in [1, 3, 4, 7] {
         let server = FakeServer::start(Behavior {
@@ -211,14 +212,36 @@ fn both_sides_may_have_much_to_send_at_once() {
 
 #[test]
 fn another_version_is_refused_by_name() {
-    let server = FakeServer::start(Behavior { version: Some(7), ..Behavior::default() });
+    let server = FakeServer::start(Behavior { speaks: Some(Speaks::new(7, &[0])), ..Behavior::default() });
     let error = Client::try_connect(&server.config()).err().unwrap();
     assert_eq!(error.answer(), Answer::Version);
     let (text, ours) = (error.to_string(), protocol::VERSION);
     assert!(
-        text.contains("version 7") && text.contains(&format!("version {ours}")) && text.contains("127.0.0.1"),
+        text.contains("version 7.0")
+            && text.contains(&format!("version {ours}"))
+            && text.contains("127.0.0.1"),
         "{text}"
     );
+}
+
+#[test]
+fn a_server_built_from_other_sources_is_refused() {
+    static OTHER: [u64; 1] = [1];
+    let speaks = Some(Speaks::new(protocol::VERSION.major, &OTHER));
+    let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
+    let error = Client::try_connect(&server.config()).err().unwrap();
+    assert_eq!(error.answer(), Answer::Version);
+    assert!(error.to_string().contains("different sources"), "{error}");
+}
+
+#[test]
+fn with_a_newer_server_the_session_speaks_our_version_and_the_client_is_told() {
+    // The newer server knows our version, and has compared fingerprints itself.
+    static NEWER: [u64; 2] = [2, 3];
+    let speaks = Some(Speaks::new(protocol::VERSION.major, &NEWER));
+    let server = FakeServer::start(Behavior { speaks, ..Behavior::default() });
+    let client = Client::connect(&server.config());
+    assert_eq!(client.header().session_version(), (protocol::VERSION, OURS.fingerprint()));
 }
 
 #[test]
@@ -245,7 +268,7 @@ fn a_server_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_server_that_vanishes_is_a_loss_and_nobody_waits() {
+fn a_vanished_server_ends_the_session_and_every_wait() {
     let server = FakeServer::start(Behavior { drop_at: Some(3), ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     client.mark();
@@ -262,7 +285,7 @@ fn a_server_that_vanishes_is_a_loss_and_nobody_waits() {
 }
 
 #[test]
-fn a_server_that_falls_silent_is_lost() {
+fn a_silent_server_counts_as_lost() {
     let server = FakeServer::start(Behavior { silent: true, ..Behavior::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(200);
@@ -277,7 +300,7 @@ fn a_server_that_falls_silent_is_lost() {
 }
 
 #[test]
-fn a_server_that_is_waited_for_is_asked_and_one_that_is_not_is_left_alone() {
+fn only_a_server_that_owes_an_answer_is_asked_for_a_sign_of_life() {
     let server = FakeServer::start(Behavior { swallow: true, ..Behavior::default() });
     let mut config = server.config();
     config.silence = Duration::from_millis(500);
@@ -398,7 +421,7 @@ fn unruly(word: &str, behavior: Behavior) {
 }
 
 #[test]
-fn a_server_that_breaks_the_protocol_is_left() {
+fn a_server_that_breaks_the_protocol_loses_the_session() {
     let extra =
         |kind, body: &[u8]| Behavior { extra_frame: Some((kind, body.to_vec())), ..Behavior::default() };
     unruly("no such answer", extra(frame::REPLY, &[9; 16]));
@@ -416,7 +439,7 @@ fn a_server_that_breaks_the_protocol_is_left() {
 }
 
 #[test]
-fn a_region_is_let_go_only_when_nothing_is_under_way_in_it() {
+fn a_region_is_released_only_when_no_io_references_it() {
     let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
     let mut client = Client::connect(&server.config());
     let extents = scattered(2_000_000, 11);
@@ -441,7 +464,7 @@ fn a_region_is_let_go_only_when_nothing_is_under_way_in_it() {
 }
 
 #[test]
-fn limits_on_regions_are_kept() {
+fn limits_on_regions_are_enforced() {
     let server = FakeServer::good();
     let mut config = server.config();
     (config.max_registered, config.max_regions) = (10_000, 3);

@@ -6,6 +6,7 @@
 //! | arena | at an offset of the channel's arena | source: until [`released`](crate::channel::Progress) passes the command; target: until the client has read it |
 //! | region | at an offset of registered (pinned) program memory | as the program uses it, as CUDA says of pinned memory |
 
+use crate::schema::{Shape, numbers};
 use crate::wire::{Reader, Wire, WireError, Writer};
 
 /// A range of the client's memory outside the record.
@@ -55,11 +56,19 @@ pub enum DataUse {
     Out(HostRange),
 }
 
-const INLINE: u32 = 0;
-const ARENA: u32 = 1;
-const REGION: u32 = 2;
-/// Added to the kind of a [`HostIn::Late`].
-const LATE: u32 = 16;
+numbers! {
+    /// The kind of a data reference, its first word on the wire.
+    pub mod kind: u32 {
+        /// The bytes follow.
+        INLINE = 0;
+        /// A range of the arena.
+        ARENA = 1;
+        /// A range of a region.
+        REGION = 2;
+        /// Added to the kind of a [`HostIn::Late`](super::HostIn::Late).
+        LATE = 16;
+    }
+}
 
 impl HostIn<'_> {
     /// Length in bytes.
@@ -77,22 +86,22 @@ impl HostIn<'_> {
 }
 
 fn put_range(range: &HostRange, more: u32, w: &mut Writer<'_>) {
-    let (kind, region) = match range.place {
-        Place::Arena => (ARENA, 0),
-        Place::Region(id) => (REGION, id),
+    let (base, region) = match range.place {
+        Place::Arena => (kind::ARENA, 0),
+        Place::Region(id) => (kind::REGION, id),
     };
-    (kind + more).put(w);
+    (base + more).put(w);
     region.put(w);
     range.offset.put(w);
     range.len.put(w);
 }
 
-fn get_range(kind: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
+fn get_range(number: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
     let region = u32::get(r)?;
-    let place = match kind {
-        ARENA => Place::Arena,
-        REGION => Place::Region(region),
-        _ => return Err(WireError::Invalid { what: "kind of data reference", value: kind.into() }),
+    let place = match number {
+        kind::ARENA => Place::Arena,
+        kind::REGION => Place::Region(region),
+        _ => return Err(WireError::Invalid { what: "kind of data reference", value: number.into() }),
     };
     let (offset, len) = (u64::get(r)?, u64::get(r)?);
     if offset.checked_add(len).is_none() {
@@ -103,22 +112,23 @@ fn get_range(kind: u32, r: &mut Reader<'_>) -> Result<HostRange, WireError> {
 
 /// `u32` kind, 16 more for late ones; inline: `u32` length and the bytes; otherwise `u32` region, `u64` offset, `u64` length.
 impl<'a> Wire<'a> for HostIn<'a> {
+    const SHAPE: Shape = Shape::Data { name: "HostIn", at_least: 8 };
     const CARRIES_DATA: bool = true;
     fn put(&self, w: &mut Writer<'_>) {
         match self {
             HostIn::Inline(bytes) => {
-                INLINE.put(w);
+                kind::INLINE.put(w);
                 bytes.put(w);
             }
             HostIn::Range(range) => put_range(range, 0, w),
-            HostIn::Late(range) => put_range(range, LATE, w),
+            HostIn::Late(range) => put_range(range, kind::LATE, w),
         }
     }
     fn get(r: &mut Reader<'a>) -> Result<Self, WireError> {
         match u32::get(r)? {
-            INLINE => Ok(HostIn::Inline(Wire::get(r)?)),
-            kind if kind >= LATE => get_range(kind - LATE, r).map(HostIn::Late),
-            kind => get_range(kind, r).map(HostIn::Range),
+            kind::INLINE => Ok(HostIn::Inline(Wire::get(r)?)),
+            late if late >= kind::LATE => get_range(late - kind::LATE, r).map(HostIn::Late),
+            number => get_range(number, r).map(HostIn::Range),
         }
     }
     fn visit_data(&self, visit: &mut dyn FnMut(DataUse)) {
@@ -131,13 +141,14 @@ impl<'a> Wire<'a> for HostIn<'a> {
 }
 
 impl Wire<'_> for HostOut {
+    const SHAPE: Shape = Shape::Data { name: "HostOut", at_least: 24 };
     const CARRIES_DATA: bool = true;
     fn put(&self, w: &mut Writer<'_>) {
         put_range(&self.0, 0, w);
     }
     fn get(r: &mut Reader<'_>) -> Result<Self, WireError> {
-        let kind = u32::get(r)?;
-        get_range(kind, r).map(HostOut)
+        let number = u32::get(r)?;
+        get_range(number, r).map(HostOut)
     }
     fn visit_data(&self, visit: &mut dyn FnMut(DataUse)) {
         visit(DataUse::Out(self.0));

@@ -1,9 +1,10 @@
-//! The virtio device as `docs/device.md` describes it: its configuration space, requests and events, byte for byte.
+//! The virtio device of `docs/device.md`: its configuration space, requests and events, byte for byte.
+//!
+//! This contract has a version of its own ([`DEVICE_VERSION`]), because the guest's kernel module knows nothing of what is in a channel. [`Extent`],
+//! [`Answer`], [`Response`] and the request kinds are also used on the native socket and the link.
 
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use crate::schema::{Layout, layouts, numbered, numbers};
 
-/// virtio device type.
-pub const DEVICE_TYPE: u32 = 38;
 /// The bytes `rGPU`.
 pub const CONFIG_MAGIC: u32 = u32::from_le_bytes(*b"rGPU");
 /// Version of `docs/device.md`.
@@ -16,124 +17,127 @@ pub const DOORBELL_QUEUE: u16 = 1;
 pub const EVENT_QUEUE: u16 = 2;
 /// Number of queues.
 pub const QUEUE_COUNT: usize = 3;
-/// Largest `max_extents` a device offers.
+/// Largest `max_extents` that a device offers.
 pub const MAX_EXTENTS: u32 = 1 << 20;
+/// `flags` of `REGISTER_MEMORY`: the device only reads.
+pub const REGISTER_READ_ONLY: u32 = 1;
+/// `type` of an event: wake every waiter of the channel.
+pub const EVENT_WAKE: u32 = 1;
 
-/// The configuration space.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Config {
-    /// [`CONFIG_MAGIC`].
-    pub magic: u32,
-    /// [`DEVICE_VERSION`].
-    pub version: u32,
-    /// Channel ids are below this.
-    pub max_channels: u32,
-    /// Extents in one request at most.
-    pub max_extents: u32,
-    /// Bytes of one channel at most.
-    pub max_channel_size: u64,
-    /// Bytes registered by one channel at most; 0: no limit.
-    pub max_registered: u64,
-    /// Zero.
-    pub reserved: [u8; 32],
+numbers! {
+    /// What a request asks for.
+    pub mod request: u32 {
+        /// Create a channel.
+        CREATE_CHANNEL = 1;
+        /// End a channel.
+        DESTROY_CHANNEL = 2;
+        /// Register memory.
+        REGISTER_MEMORY = 3;
+        /// Unregister memory.
+        UNREGISTER_MEMORY = 4;
+    }
+}
+
+layouts! {
+    /// A range of guest-physical memory.
+    pub struct Extent {
+        /// First address.
+        pub addr: u64,
+        /// Bytes.
+        pub len: u64,
+    }
+
+    /// A response.
+    pub struct Response {
+        /// [`Answer`], by number.
+        pub status: u32,
+        /// Zero.
+        pub reserved: u32,
+        /// Why: UTF-8, NUL-terminated.
+        pub reason: [u8; 256],
+    }
+
+    /// The configuration space.
+    pub struct Config {
+        /// [`CONFIG_MAGIC`].
+        pub magic: u32,
+        /// [`DEVICE_VERSION`].
+        pub version: u32,
+        /// Channel ids are below this.
+        pub max_channels: u32,
+        /// Most extents in one request.
+        pub max_extents: u32,
+        /// Most bytes of one channel.
+        pub max_channel_size: u64,
+        /// Most bytes registered by one channel; 0: no limit.
+        pub max_registered: u64,
+        /// Zero.
+        pub reserved: [u8; 32],
+    }
+
+    /// A request's fixed part; [`Extent`]s follow.
+    pub struct Request {
+        /// One of [`request`].
+        pub kind: u32,
+        /// Channel.
+        pub channel: u32,
+        /// Region, where the request has one.
+        pub region: u32,
+        /// Extents that follow.
+        pub extent_count: u32,
+        /// Bytes in all.
+        pub size: u64,
+        /// Flags.
+        pub flags: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+
+    /// An event.
+    pub struct Event {
+        /// [`EVENT_WAKE`].
+        pub kind: u32,
+        /// Channel.
+        pub channel: u32,
+    }
 }
 
 const _: () = assert!(size_of::<Config>() == 64);
 
-/// A range of guest-physical memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Extent {
-    /// First address.
-    pub addr: u64,
-    /// Bytes.
-    pub len: u64,
-}
+/// The layouts that the native socket and the link use as well, and the virtio device's own.
+const SPLIT: (&[Layout], &[Layout]) = LAYOUTS.split_at(2);
+/// The layouts that are part of the wire: [`Extent`] and [`Response`].
+pub const SHARED_LAYOUTS: &[Layout] = SPLIT.0;
+/// The layouts that belong to the virtio device alone.
+pub const DEVICE_LAYOUTS: &[Layout] = SPLIT.1;
 
-/// What a request asks for, by number.
-pub mod request {
-    /// Make a channel.
-    pub const CREATE_CHANNEL: u32 = 1;
-    /// End a channel.
-    pub const DESTROY_CHANNEL: u32 = 2;
-    /// Register memory.
-    pub const REGISTER_MEMORY: u32 = 3;
-    /// Forget registered memory.
-    pub const UNREGISTER_MEMORY: u32 = 4;
-}
-
-/// `flags` of `REGISTER_MEMORY`: the device only reads.
-pub const REGISTER_READ_ONLY: u32 = 1;
-
-/// A request's fixed part; [`Extent`]s follow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Request {
-    /// One of [`request`].
-    pub kind: u32,
-    /// Channel.
-    pub channel: u32,
-    /// Region, where the request has one.
-    pub region: u32,
-    /// Extents that follow.
-    pub extent_count: u32,
-    /// Bytes in all.
-    pub size: u64,
-    /// Flags.
-    pub flags: u32,
-    /// Zero.
-    pub reserved: u32,
-}
-
-/// A response's status, by number; the same for a native client ([`crate::native`]) and for a server's welcome ([`crate::link`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Answer {
-    /// Done.
-    Ok = 0,
-    /// The request makes no sense.
-    Invalid = 1,
-    /// A limit was met.
-    NoResources = 2,
-    /// No server could be reached.
-    NoServer = 3,
-    /// Somebody is of another version.
-    Version = 4,
-    /// The server refused.
-    Denied = 5,
-    /// The request is not known.
-    Unsupported = 6,
-    /// Only in a server's welcome: the session waits for its turn, and another welcome follows.
-    Waiting = 7,
-}
-
-impl Answer {
-    /// The answer of that number; an unknown number counts as [`Answer::Invalid`].
-    pub fn from_number(number: u32) -> Answer {
-        match number {
-            0 => Answer::Ok,
-            2 => Answer::NoResources,
-            3 => Answer::NoServer,
-            4 => Answer::Version,
-            5 => Answer::Denied,
-            6 => Answer::Unsupported,
-            7 => Answer::Waiting,
-            _ => Answer::Invalid,
-        }
+numbered! {
+    /// A response's status: of the device, of the native socket ([`crate::native`]) and of a server's welcome ([`crate::link`]).
+    pub enum Answer {
+        /// Done.
+        Ok = 0,
+        /// The request is malformed.
+        Invalid = 1,
+        /// A limit was reached.
+        NoResources = 2,
+        /// No server could be reached.
+        NoServer = 3,
+        /// A peer has another version.
+        Version = 4,
+        /// The server refused.
+        Denied = 5,
+        /// The request is not known.
+        Unsupported = 6,
+        /// Only in a server's welcome: the session waits for its turn, and another welcome follows.
+        Waiting = 7,
     }
 }
 
-/// A response.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Response {
-    /// [`Answer`], by number.
-    pub status: u32,
-    /// Zero.
-    pub reserved: u32,
-    /// Why: UTF-8, NUL-terminated.
-    pub reason: [u8; 256],
+impl Answer {
+    /// The answer with this number; an unknown number counts as [`Answer::Invalid`].
+    pub fn from_number(number: u32) -> Answer {
+        Answer::with_number(number).unwrap_or(Answer::Invalid)
+    }
 }
 
 impl Response {
@@ -148,7 +152,7 @@ impl Response {
     }
 }
 
-/// `s` NUL-padded in `N` bytes, at least one NUL, cut at a character's boundary.
+/// `s` NUL-padded in `N` bytes with at least one NUL, cut at a character boundary.
 pub fn text<const N: usize>(s: &str) -> [u8; N] {
     let mut bytes = [0; N];
     let mut n = s.len().min(N - 1);
@@ -163,17 +167,4 @@ pub fn text<const N: usize>(s: &str) -> [u8; N] {
 pub fn untext(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
-}
-
-/// `type` of an event: wake every waiter of the channel.
-pub const EVENT_WAKE: u32 = 1;
-
-/// An event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Event {
-    /// [`EVENT_WAKE`].
-    pub kind: u32,
-    /// Channel.
-    pub channel: u32,
 }

@@ -1,6 +1,7 @@
 //! Names that a client gives to its objects. The client makes them, so that creating an object needs no answer; the
 //! server maps them to the driver's own, for that session alone, and refuses one that is unknown or in use.
 
+use crate::schema::Shape;
 use crate::wire::{Reader, Wire, WireError, Writer};
 
 macro_rules! handles {
@@ -11,6 +12,7 @@ macro_rules! handles {
         pub struct $name(pub $inner);
 
         impl Wire<'_> for $name {
+            const SHAPE: Shape = Shape::Scalar { name: stringify!($name), bytes: size_of::<$inner>() };
             #[inline]
             fn put(&self, w: &mut Writer<'_>) {
                 self.0.put(w);

@@ -1,4 +1,4 @@
-//! What crosses a boundary in rgpu: bytes and types, and nothing that moves them.
+//! What crosses a boundary in rgpu: bytes and types. Nothing here moves them.
 //!
 //! ```text
 //!  program ──▶ guest libraries ══ channel ══▶ vhost-rgpu ══ link ══▶ rgpu-server ──▶ Driver
@@ -8,16 +8,19 @@
 //! ```
 //!
 //! In reading order:
-//! - [`status`]: results, in CUDA's own numbers;
+//! - [`status`]: results, in CUDA's numbers;
 //! - [`wire`]: how a value becomes bytes;
-//! - [`handle`] and [`data`]: the names a client gives to objects, and the places where bulk data lies;
-//! - [`ops`]: the one table of operations, and the `Driver` trait that comes out of it;
+//! - [`handle`] and [`data`]: the ids that a client gives to objects, and the places where bulk data lies;
+//! - [`ops`]: the table of operations with how each is scheduled, and the `Driver` trait generated from it;
 //! - [`channel`]: the memory that a program and the host side share: ring, reply slots, progress, arena;
-//! - [`link`]: handshake and frames between the host bridge and a server;
-//! - [`device`] and [`native`]: how a channel comes to be, for a guest's driver and for a process on the host;
-//! - [`trace`]: when a command came where, for who looks for the time.
+//! - [`link`]: greetings and frames between the host bridge and a server;
+//! - [`device`] and [`native`]: how a channel is opened, by a guest's driver and by a process on the host;
+//! - [`version`]: which version two peers speak, and the fingerprint that tells builds apart;
+//! - [`schema`]: how all of these describe themselves for the fingerprint, the snapshot and the docs;
+//! - [`polling`]: how long each side polls before it sleeps;
+//! - [`trace`]: per-command timestamps, for latency analysis.
 //!
-//! `docs/wire.md` and `docs/device.md` say the same in words, for another implementation.
+//! `docs/wire.md` and `docs/device.md` describe the same for another implementation.
 
 pub mod channel;
 pub mod data;
@@ -26,11 +29,12 @@ pub mod handle;
 pub mod link;
 pub mod native;
 pub mod ops;
+pub mod polling;
+pub mod schema;
 pub mod status;
 pub mod trace;
+pub mod version;
 pub mod wire;
 
 pub use status::Status;
-
-/// Version of everything in this crate that two programs must agree on. A peer with another is refused, both numbers named.
-pub const VERSION: u32 = 1;
+pub use version::{VERSION, Version};

@@ -3,6 +3,7 @@
 //! [`Reader`] never panics and never allocates more than its input: whatever a guest sends, decoding ends in a value
 //! or in a [`WireError`].
 
+use crate::schema::Shape;
 use thiserror::Error;
 
 /// Why bytes did not decode.
@@ -101,6 +102,9 @@ impl<'a> Reader<'a> {
 
 /// A value that can cross a boundary.
 pub trait Wire<'a>: Sized {
+    /// Its wire form.
+    const SHAPE: Shape;
+
     /// Whether values of this type can name bulk data that lies outside the record (see [`crate::data`]).
     const CARRIES_DATA: bool = false;
 
@@ -120,6 +124,7 @@ pub trait Wire<'a>: Sized {
 macro_rules! wire_int {
     ($($t:ty),*) => {$(
         impl Wire<'_> for $t {
+            const SHAPE: Shape = Shape::Scalar { name: stringify!($t), bytes: size_of::<$t>() };
             #[inline]
             fn put(&self, w: &mut Writer<'_>) {
                 w.bytes(&self.to_le_bytes());
@@ -134,6 +139,7 @@ macro_rules! wire_int {
 wire_int!(u8, u16, u32, u64, i32, i64, f32);
 
 impl Wire<'_> for bool {
+    const SHAPE: Shape = Shape::Scalar { name: "bool", bytes: 1 };
     fn put(&self, w: &mut Writer<'_>) {
         u8::from(*self).put(w);
     }
@@ -147,6 +153,7 @@ impl Wire<'_> for bool {
 }
 
 impl<'a, T: Wire<'a>, const N: usize> Wire<'a> for [T; N] {
+    const SHAPE: Shape = Shape::Array { of: &T::SHAPE, count: N };
     #[inline]
     fn put(&self, w: &mut Writer<'_>) {
         self.iter().for_each(|v| v.put(w));
@@ -170,6 +177,7 @@ impl<'a, T: Wire<'a>, const N: usize> Wire<'a> for [T; N] {
 
 /// Bytes inside the record: `u32` length, then the bytes.
 impl<'a> Wire<'a> for &'a [u8] {
+    const SHAPE: Shape = Shape::Bytes { name: "&[u8]" };
     #[inline]
     fn put(&self, w: &mut Writer<'_>) {
         (self.len() as u32).put(w);
@@ -184,6 +192,7 @@ impl<'a> Wire<'a> for &'a [u8] {
 
 /// UTF-8 text inside the record: `u32` length in bytes, then the bytes.
 impl<'a> Wire<'a> for &'a str {
+    const SHAPE: Shape = Shape::Bytes { name: "&str" };
     fn put(&self, w: &mut Writer<'_>) {
         self.as_bytes().put(w);
     }
@@ -195,6 +204,7 @@ impl<'a> Wire<'a> for &'a str {
 
 /// A value that may be left out: whether it is there, then the value.
 impl<'a, T: Wire<'a>> Wire<'a> for Option<T> {
+    const SHAPE: Shape = Shape::Optional { of: &T::SHAPE };
     const CARRIES_DATA: bool = T::CARRIES_DATA;
     fn put(&self, w: &mut Writer<'_>) {
         self.is_some().put(w);
@@ -210,6 +220,7 @@ impl<'a, T: Wire<'a>> Wire<'a> for Option<T> {
 
 /// A list of values: `u32` count, then the values. Decoding allocates no more than the input can hold.
 impl<'a, T: Wire<'a>> Wire<'a> for Vec<T> {
+    const SHAPE: Shape = Shape::List { of: &T::SHAPE };
     const CARRIES_DATA: bool = T::CARRIES_DATA;
     fn put(&self, w: &mut Writer<'_>) {
         (self.len() as u32).put(w);
@@ -236,6 +247,7 @@ impl<'a, T: Wire<'a>> Wire<'a> for Vec<T> {
 pub struct Bytes(pub Vec<u8>);
 
 impl Wire<'_> for Bytes {
+    const SHAPE: Shape = Shape::Bytes { name: "Bytes" };
     fn put(&self, w: &mut Writer<'_>) {
         self.0.as_slice().put(w);
     }
@@ -246,6 +258,7 @@ impl Wire<'_> for Bytes {
 
 /// Owned text, on the wire as `&str`.
 impl Wire<'_> for String {
+    const SHAPE: Shape = Shape::Bytes { name: "String" };
     fn put(&self, w: &mut Writer<'_>) {
         self.as_str().put(w);
     }
@@ -266,15 +279,22 @@ macro_rules! wire_struct {
     };
     (@impl $name:ident () $($field:ident: $ty:ty),*) => {
         impl<'w> $crate::wire::Wire<'w> for $name {
-            $crate::wire_struct!(@body 'w $($field: $ty),*);
+            $crate::wire_struct!(@body 'w $name $($field: $ty),*);
         }
     };
     (@impl $name:ident ($lt:lifetime) $($field:ident: $ty:ty),*) => {
         impl<$lt> $crate::wire::Wire<$lt> for $name<$lt> {
-            $crate::wire_struct!(@body $lt $($field: $ty),*);
+            $crate::wire_struct!(@body $lt $name $($field: $ty),*);
         }
     };
-    (@body $lt:lifetime $($field:ident: $ty:ty),*) => {
+    (@body $lt:lifetime $name:ident $($field:ident: $ty:ty),*) => {
+        const SHAPE: $crate::schema::Shape = $crate::schema::Shape::Struct {
+            name: stringify!($name),
+            fields: &[$($crate::schema::Field {
+                name: stringify!($field),
+                shape: <$ty as $crate::wire::Wire<$lt>>::SHAPE,
+            }),*],
+        };
         const CARRIES_DATA: bool = false $(|| <$ty as $crate::wire::Wire<$lt>>::CARRIES_DATA)*;
         #[inline]
         fn put(&self, _w: &mut $crate::wire::Writer<'_>) {

@@ -1,15 +1,13 @@
 //! `docs/wire.md` lists exactly the operations of the table.
 
 use protocol::ops::{self, Class, Hold};
+use protocol::schema::Field;
 use std::fmt::Write;
 
 #[test]
 fn the_wire_document_lists_every_operation() {
-    let fields = |fields: &[(&str, &str)]| {
-        let list: Vec<_> = fields
-            .iter()
-            .map(|(name, ty)| format!("`{name}: {}`", ty.replace("'a ", "").replace("<'a>", "")))
-            .collect();
+    let fields = |fields: &[Field]| {
+        let list: Vec<_> = fields.iter().map(|field| format!("`{}: {}`", field.name, field.shape)).collect();
         if list.is_empty() { "–".to_owned() } else { list.join(", ") }
     };
     let mut table = String::from(

@@ -1,7 +1,6 @@
-//! Starting a daemon of one's own, knowing when it is ready, and ending it.
+//! Starts daemons, waits until they are ready, and ends them.
 //!
-//! A daemon started here lives exactly as long as this process: it is told to end when the [`Daemon`] is dropped, and
-//! the kernel tells it when this process dies without a chance to do so (`PR_SET_PDEATHSIG`).
+//! A daemon started here does not outlive this process: it gets SIGTERM when the [`Daemon`] is dropped, or from the kernel if this process dies first (`PR_SET_PDEATHSIG`).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -16,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-/// How long a daemon may take to become ready: creating CUDA contexts takes the better part of a second a GPU.
+/// How long a daemon may take to become ready. Creating a CUDA context takes most of a second for each GPU.
 const READY_WITHIN: Duration = Duration::from_secs(60);
 /// How long a daemon may take to end after SIGTERM, before SIGKILL.
 const END_WITHIN: Duration = Duration::from_secs(5);
@@ -47,7 +46,7 @@ impl Daemon {
             .stdin(Stdio::null())
             .stdout(output.try_clone().context("cannot duplicate a file descriptor")?)
             .stderr(output)
-            // Ctrl-C at the terminal is for the program; the daemons end after it.
+            // Ctrl-C at the terminal goes to the program. The daemons end after it.
             .process_group(0);
         end_with_parent(&mut command, Signal::SIGTERM);
         let child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
@@ -83,8 +82,8 @@ impl Daemon {
         self.child.try_wait().ok().flatten()
     }
 
-    /// The name, how it ended, and its last words: for a message when it ended too early.
-    pub fn obituary(&self, status: ExitStatus) -> String {
+    /// A message for a daemon that ended too early: its name, exit status, and last log lines.
+    pub fn describe_end(&self, status: ExitStatus) -> String {
         format!("{} ended ({}){}", self.name, describe(status), self.last_lines())
     }
 
@@ -117,8 +116,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Has the kernel send `signal` to the command's process when the thread that starts it dies, and gives it back the
-/// signals that this process blocks for itself.
+/// Makes the kernel send `signal` to the command's process when the thread that starts it dies, and unblocks the signals
+/// that this process has blocked.
 pub fn end_with_parent(command: &mut Command, signal: Signal) {
     let parent = nix::unistd::getpid();
     let before_exec = move || {
@@ -140,19 +139,20 @@ fn answers(status_socket: &Path) -> bool {
     read_status(status_socket).is_ok()
 }
 
-/// Everything that the status socket at `path` says: one JSON object, then the end of the stream.
+/// Reads the JSON object that the status socket at `path` sends.
 pub fn read_status(path: &Path) -> Result<serde_json::Value> {
     let mut stream =
         UnixStream::connect(path).with_context(|| format!("no daemon answers at {}", path.display()))?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     let mut text = String::new();
-    stream
-        .read_to_string(&mut text)
-        .with_context(|| format!("the daemon at {} stopped in its answer", path.display()))?;
-    serde_json::from_str(&text).with_context(|| format!("the daemon at {} answered no JSON", path.display()))
+    stream.read_to_string(&mut text).with_context(|| {
+        format!("the daemon at {} closed the connection before the end of its answer", path.display())
+    })?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("the answer of the daemon at {} is not JSON", path.display()))
 }
 
-/// Where the daemon `name` is: beside this executable, else in `PATH`.
+/// Finds the daemon `name`: next to this executable, otherwise in `PATH`.
 pub fn find(name: &str) -> Result<PathBuf> {
     let beside = own_folder().map(|folder| folder.join(name));
     if let Some(path) = beside.filter(|path| path.is_file()) {
@@ -163,23 +163,23 @@ pub fn find(name: &str) -> Result<PathBuf> {
         Some(path) => Ok(path),
         None => {
             bail!(
-                "found no {name} beside rgpuctl or in PATH: install rgpu, or in its source tree run `cargo xtask build`"
+                "cannot find {name} next to rgpuctl or in PATH: install rgpu, or run `cargo xtask build` in its source tree"
             )
         }
     }
 }
 
-/// The folder of the guest libraries: `RGPU_LIB_DIR`, else `../lib/rgpu` as installed, else the source tree's.
+/// The folder of the guest libraries: `RGPU_LIB_DIR`, otherwise `../lib/rgpu` as installed, otherwise the source tree's.
 pub fn libraries() -> Result<PathBuf> {
     if let Some(folder) = std::env::var_os("RGPU_LIB_DIR") {
         return Ok(folder.into());
     }
-    let own = own_folder().context("cannot tell where rgpuctl itself is")?;
+    let own = own_folder().context("cannot find rgpuctl's own folder")?;
     let candidates = [own.join("../lib/rgpu"), own.join("../guest/lib")];
     match candidates.iter().find(|folder| folder.join("libcuda.so.1").exists()) {
         Some(folder) => folder.canonicalize().with_context(|| format!("cannot open {}", folder.display())),
         None => bail!(
-            "found no libcuda.so.1 in {} or {}: name the folder of rgpu's libraries in RGPU_LIB_DIR, or in its source tree run `cargo xtask build`",
+            "cannot find libcuda.so.1 in {} or {}: set RGPU_LIB_DIR to the folder of rgpu's libraries, or run `cargo xtask build` in its source tree",
             candidates[0].display(),
             candidates[1].display()
         ),
@@ -190,7 +190,7 @@ fn own_folder() -> Option<PathBuf> {
     std::env::current_exe().ok()?.parent().map(Path::to_owned)
 }
 
-/// An exit status in words.
+/// Describes an exit status.
 pub fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
@@ -218,7 +218,7 @@ fn last_lines(log: &Path) -> String {
     result
 }
 
-/// `a=b` arguments are not used by the daemons: an option and its value are two arguments.
+/// An option and its value, as two arguments.
 pub fn option(name: &str, value: impl AsRef<OsStr>) -> [OsString; 2] {
     [name.into(), value.as_ref().to_owned()]
 }
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_ends_at_once_says_so_with_its_log() {
+    fn the_log_of_a_daemon_that_ends_at_once_is_quoted() {
         let folder = std::env::temp_dir().join(format!("rgpuctl-start-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let arguments = ["-c".into(), "echo no such GPU >&2; exit 3".into()];

@@ -1,13 +1,13 @@
-//! rgpuctl: the command of an operator, or of anyone who tries rgpu on a laptop.
+//! rgpuctl: runs programs on a remote GPU and inspects the daemons.
 //!
 //! In reading order:
 //! - [`run`]: runs a program as a native client;
-//! - [`trace`]: runs one and shows where its calls spent their time;
-//! - [`bench`]: measures what calls cost and what copies carry, as such a client sees it;
-//! - [`session`]: the daemons that both start, with a private server when none is named;
-//! - [`daemon`]: starting and ending those, and what their last log lines say when that fails;
-//! - [`status`]: asks running daemons how they are;
-//! - [`doctor`]: finds what is missing on this machine, and the command that mends it.
+//! - [`trace`]: runs a program and shows where its calls spend their time;
+//! - [`bench`]: measures the latency of calls and the bandwidth of copies, as a client sees them;
+//! - [`session`]: the daemons that these start, with a private server if none is given;
+//! - [`daemon`]: starting and ending daemons, and quoting their log when that fails;
+//! - [`status`]: shows the status of running daemons;
+//! - [`doctor`]: checks this machine's setup and suggests fixes.
 
 mod bench;
 mod daemon;
@@ -21,7 +21,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Run programs on a remote GPU, and look after the daemons that make it possible.
+/// Run programs on a remote GPU and inspect rgpu's daemons.
 #[derive(Parser)]
 #[command(name = "rgpuctl", version, max_term_width = 100)]
 struct Cli {
@@ -55,5 +55,5 @@ fn main() -> ExitCode {
     }
 }
 
-/// The exit status when rgpuctl itself failed, before or beside the program: the one that `env` and `timeout` use.
+/// The exit status when rgpuctl itself fails, as with `env` and `timeout`.
 const FAILED: u8 = 125;

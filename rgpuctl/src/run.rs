@@ -1,4 +1,4 @@
-//! `rgpuctl run`: runs a program as a native client, and answers with its exit status.
+//! `rgpuctl run`: runs a program as a native client and returns its exit status.
 
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
@@ -16,14 +16,14 @@ use crate::session::{Session, Target};
 
 /// Run a program on this machine as a client of rgpu.
 ///
-/// The program needs no change: rgpu's CUDA libraries come first in its LD_LIBRARY_PATH, and RGPU_SOCKET tells them
-/// where to go. Without --server, a private server is started for it, and ends with it: on this machine's GPU, or on
-/// a GPU in software where there is none.
+/// The program needs no change: rgpuctl puts rgpu's CUDA libraries first in LD_LIBRARY_PATH and tells them by RGPU_SOCKET
+/// where to connect. Without --server, rgpuctl starts a private server for the program, which uses this machine's GPU or,
+/// if there is none, a GPU in software.
 ///
-/// The exit status is the program's own, 128 + N when signal N ended it, or 125 when rgpuctl could not run it.
+/// The exit status is the program's own, 128 + N if signal N ended it, or 125 if rgpuctl could not run it.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
-  rgpuctl run -- ./vectorAdd                               whatever this machine has
+  rgpuctl run -- ./vectorAdd                               this machine's GPU, or a GPU in software
   rgpuctl run --backend software -- ./vectorAdd            a GPU in software
   rgpuctl run --server gpu7.example -- ./vectorAdd         a GPU server on the network")]
 pub struct Arguments {
@@ -34,23 +34,23 @@ pub struct Arguments {
     program: Vec<OsString>,
 }
 
-/// Runs the program and answers with its exit status.
+/// Runs the program and returns its exit status.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
     run_program(&arguments.target, &arguments.program)
 }
 
-/// Runs `program`, the first its path and the others its arguments, and answers with its exit status. The daemons have ended when this returns.
+/// Runs `program` (its path and its arguments) and returns its exit status. The daemons have ended when this returns.
 pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
-    let (path, arguments) = program.split_first().context("no program is named")?;
+    let (path, arguments) = program.split_first().context("no program was given")?;
     let mut session = Session::start(target)?;
     let mut command = Command::new(path);
     command.args(arguments);
     session.environment(&mut command)?;
-    // Killing rgpuctl is killing the program.
+    // Killing rgpuctl kills the program.
     end_with_parent(&mut command, Signal::SIGKILL);
     let name = path.to_string_lossy().into_owned();
-    // Up to here a signal ends rgpuctl, and the daemons with it. From here on signals are read from a descriptor, so
-    // that none is lost between starting the program and waiting for it.
+    // Until here a signal ends rgpuctl and the daemons with it. From here on signals are read from a descriptor, so that
+    // none is lost between starting the program and waiting for it.
     let signals = Signals::block()?;
     let program = command.spawn().with_context(|| format!("cannot run {name}"))?;
     let status = wait(program, &signals, &mut session);
@@ -58,7 +58,7 @@ pub fn run_program(target: &Target, program: &[OsString]) -> Result<ExitCode> {
     Ok(exit_code(status?))
 }
 
-/// Waits for the program; meanwhile hands signals on, and says so when a daemon ends before it.
+/// Waits for the program. Meanwhile forwards signals, and reports a daemon that ends before the program.
 fn wait(mut program: Child, signals: &Signals, session: &mut Session) -> Result<ExitStatus> {
     let pid = Pid::from_raw(program.id().cast_signed());
     loop {
@@ -71,7 +71,7 @@ fn wait(mut program: Child, signals: &Signals, session: &mut Session) -> Result<
             }
             // The program has not been waited for, so the process id is still its own.
             Received::Forward(signal) => {
-                kill(pid, signal).with_context(|| format!("cannot hand on {signal}"))?;
+                kill(pid, signal).with_context(|| format!("cannot forward {signal}"))?;
             }
         }
     }
@@ -88,11 +88,11 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     }
 }
 
-/// What a signal means for the wait.
+/// What a signal means here.
 enum Received {
     /// A child ended, stopped or continued.
     ChildChanged,
-    /// The program is to have this signal too.
+    /// Forward this signal to the program.
     Forward(Signal),
 }
 
@@ -122,7 +122,7 @@ impl Signals {
         Ok(Self { descriptor })
     }
 
-    /// The next signal that matters, waiting for it.
+    /// Waits for the next signal that matters.
     fn next(&self) -> Result<Received> {
         loop {
             let Some(info) = self.descriptor.read_signal().context("cannot read signals")? else { continue };
@@ -130,7 +130,7 @@ impl Signals {
             if signal == Signal::SIGCHLD {
                 return Ok(Received::ChildChanged);
             }
-            // What the terminal sends, its whole foreground group has had already, the program included.
+            // The terminal sends its signals to the whole foreground group, so the program has them already.
             if info.ssi_code != libc::SI_KERNEL {
                 return Ok(Received::Forward(signal));
             }

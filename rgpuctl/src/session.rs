@@ -1,6 +1,6 @@
-//! A session of this machine's own: a `vhost-rgpu` for native clients, and a private `rgpu-server` behind it when none is named.
+//! A private session: a `vhost-rgpu` for native clients and, if no server is given, a private `rgpu-server`.
 //!
-//! Both live in a folder that only this user can enter, and end with the [`Session`], whether that is dropped or this process is killed.
+//! Their sockets are in a folder that only this user can enter. Both end with the [`Session`], whether it is dropped or this process is killed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -15,31 +15,31 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::daemon::{Daemon, find, libraries, option};
 
-/// Which server, and the way to it.
+/// Which server to use, and how.
 #[derive(Args)]
 pub struct Target {
-    /// The GPU server to use: HOST, HOST:PORT or unix:PATH. Without it, a private one is started
+    /// GPU server to use: HOST, HOST:PORT or unix:PATH. By default a private one is started
     #[arg(long, value_name = "ADDRESS", conflicts_with = "backend")]
     server: Option<String>,
-    /// What the private server computes on
+    /// What the private server executes commands on
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
-    /// How data travels to the server: through shared memory, which needs the server on this machine, or TCP.
-    /// By default: local for a private server or one named unix:PATH, else tcp
+    /// Transport to the server: shared memory (needs a server on this machine) or TCP.
+    /// By default local for a private server or unix:PATH, otherwise tcp
     #[arg(long, value_enum)]
     transport: Option<Transport>,
-    /// Keep the daemons' logs in this folder, which is created
+    /// Keep the daemons' logs in this folder. It is created if needed
     #[arg(long, value_name = "FOLDER")]
     log_dir: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Backend {
-    /// The GPU of this machine if there is one, else software
+    /// The GPU of this machine if there is one, otherwise software
     Auto,
     /// The GPU of this machine
     Cuda,
-    /// A GPU in software, which runs PTX on the CPU
+    /// A GPU in software that runs PTX on the CPU
     Software,
 }
 
@@ -74,13 +74,13 @@ impl Transport {
 pub struct Session {
     libraries: PathBuf,
     socket: PathBuf,
-    /// The bridge goes before the server, so that it never reports a lost server that was only being put away.
+    /// The bridge comes first and ends before the server, so that it never reports the server as lost.
     daemons: Vec<Daemon>,
     _folder: RuntimeFolder,
 }
 
 impl Session {
-    /// Starts what `target` needs and waits until it is ready.
+    /// Starts the daemons that `target` needs and waits until they are ready.
     pub fn start(target: &Target) -> Result<Self> {
         let libraries = libraries()?;
         let folder = RuntimeFolder::create()?;
@@ -106,7 +106,7 @@ impl Session {
         Ok(Self { libraries, socket, daemons, _folder: folder })
     }
 
-    /// Makes the command's process a client of this session.
+    /// Sets the environment that makes the command a client of this session.
     pub fn environment(&self, command: &mut Command) -> Result<()> {
         command
             .env("RGPU_SOCKET", &self.socket)
@@ -114,11 +114,11 @@ impl Session {
         Ok(())
     }
 
-    /// Says so, once for each, when a daemon has ended by itself.
+    /// Reports each daemon that has ended by itself, once.
     pub fn report_ended(&mut self) {
         self.daemons.retain_mut(|daemon| match daemon.ended() {
             Some(status) => {
-                eprintln!("rgpuctl: {} while the program was still running", daemon.obituary(status));
+                eprintln!("rgpuctl: {} while the program was still running", daemon.describe_end(status));
                 false
             }
             None => true,
@@ -132,7 +132,7 @@ impl Drop for Session {
     }
 }
 
-/// Starts a private server; gives it and its address.
+/// Starts a private server. Returns it with its address.
 fn start_server(
     backend: Backend,
     transport: Transport,
@@ -148,11 +148,11 @@ fn start_server(
     let arguments: Vec<OsString> = [
         option("--listen", &address),
         option("--backend", backend.name()),
-        // One is ready when the program asks for it. Only a program of several processes needs more, and starts them by asking.
+        // One worker is ready when the program asks for it. Only a program with several processes needs more, which then start on demand.
         option("--workers", "0"),
         option("--first-workers", "1"),
         option("--status-socket", &status),
-        // The program has ended when the server is told to: there is nobody to wait for.
+        // The program has ended before the server is told to end, so there are no sessions to wait for.
         option("--drain-seconds", "1"),
     ]
     .concat();
@@ -177,26 +177,25 @@ fn start_bridge(
     Daemon::start("vhost-rgpu", &binary, &arguments, &logs.join("vhost-rgpu.log"), &status)
 }
 
-/// A port that was free a moment ago. The server takes the port by number, so another process may take it first: then
-/// the server says so and the run fails, rather than reach a stranger.
+/// A port that was free a moment ago. If another process takes it first, the server cannot listen there and the run fails.
 fn free_port() -> Result<u16> {
     let listener =
-        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("found no free TCP port on 127.0.0.1")?;
-    Ok(listener.local_addr().context("cannot tell the number of a free port")?.port())
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot find a free TCP port on 127.0.0.1")?;
+    Ok(listener.local_addr().context("cannot read the number of a free port")?.port())
 }
 
-/// `LD_LIBRARY_PATH` with rgpu's libraries before whatever it held.
+/// `LD_LIBRARY_PATH` with rgpu's libraries first.
 fn with_libraries(libraries: &Path, before: Option<OsString>) -> Result<OsString> {
     let before = before.unwrap_or_default();
     let old = std::env::split_paths(&before).filter(|path| !path.as_os_str().is_empty());
     std::env::join_paths(std::iter::once(libraries.to_owned()).chain(old))
-        .with_context(|| format!("{} cannot stand in LD_LIBRARY_PATH", libraries.display()))
+        .with_context(|| format!("{} cannot be used in LD_LIBRARY_PATH", libraries.display()))
 }
 
-/// A folder for sockets that only this user can enter; it goes with this value.
+/// A folder for sockets that only this user can enter. It is removed with this value.
 ///
-/// Its file `lock` is locked for as long as its rgpuctl lives, so that the folder of one that was killed is known for
-/// what it is, and goes when the next one makes its own.
+/// Its file `lock` stays locked while its rgpuctl runs. The next rgpuctl recognizes the folder of a killed one by the
+/// missing lock and removes it.
 struct RuntimeFolder {
     path: PathBuf,
     _lock: Flock<File>,
@@ -215,14 +214,14 @@ impl RuntimeFolder {
 
     fn create_in(parent: &Path) -> Result<Self> {
         Self::remove_abandoned(parent);
-        // mkdtemp gives it mode 0700.
+        // mkdtemp creates it with mode 0700.
         let path = nix::unistd::mkdtemp(&parent.join(format!("{}XXXXXX", Self::PREFIX)))
             .with_context(|| format!("cannot create a folder in {}", parent.display()))?;
         let lock = Self::lock(&path).with_context(|| format!("cannot lock {}", path.display()))?;
         Ok(Self { path, _lock: lock })
     }
 
-    /// Locked under another name first: a file called `lock` that is not locked means that its owner has gone.
+    /// Locks the file under another name first, because a file `lock` that is not locked means that its owner is gone.
     fn lock(folder: &Path) -> std::io::Result<Flock<File>> {
         let (fresh, place) = (folder.join("lock.new"), folder.join("lock"));
         let lock = Flock::lock(File::create(&fresh)?, FlockArg::LockExclusiveNonblock)
@@ -231,8 +230,7 @@ impl RuntimeFolder {
         Ok(lock)
     }
 
-    /// Removes what killed rgpuctls of this user left behind. A folder that cannot be removed is passed over: it is in
-    /// nobody's way.
+    /// Removes folders that killed rgpuctl processes of this user left behind. One that cannot be removed does no harm.
     fn remove_abandoned(parent: &Path) {
         let Ok(entries) = std::fs::read_dir(parent) else { return };
         for entry in entries.flatten() {
@@ -273,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_folder_is_private_and_goes_away() {
+    fn a_runtime_folder_is_private_and_removed_in_the_end() {
         let folder = RuntimeFolder::create().unwrap();
         let path = folder.path.clone();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);

@@ -1,7 +1,7 @@
-//! `rgpuctl status`: asks the daemons of this machine how they are.
+//! `rgpuctl status`: shows the status of the daemons on this machine.
 //!
-//! A daemon serves a Unix socket that answers each connection with one JSON object. What is in it is the daemon's
-//! business: numbers and texts are shown as lines, and a list of objects as a table.
+//! A daemon's status socket sends one JSON object to each connection. This command knows nothing of its content: it
+//! shows numbers and strings as lines, and lists of objects as tables.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,19 +12,19 @@ use serde_json::Value;
 
 use crate::daemon::read_status;
 
-/// Where the daemons serve their status unless told otherwise.
-const USUAL_SOCKETS: [&str; 2] = ["/run/rgpu/vhost-rgpu.status", "/run/rgpu/server.status"];
+/// The default status sockets.
+const DEFAULT_SOCKETS: [&str; 2] = ["/run/rgpu/vhost-rgpu.status", "/run/rgpu/server.status"];
 
-/// Show what the daemons of this machine are doing.
+/// Show the status of vhost-rgpu and rgpu-server on this machine.
 ///
-/// Asks vhost-rgpu and rgpu-server, as far as they run here. Fails when none answers.
+/// Fails if neither of them answers.
 #[derive(Args)]
 pub struct Arguments {
-    /// The status socket to ask; may be given more than once. By default /run/rgpu/vhost-rgpu.status and
+    /// Status socket to read. May be given more than once. By default /run/rgpu/vhost-rgpu.status and
     /// /run/rgpu/server.status
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// One JSON object, each daemon's answer under its socket's path
+    /// Print one JSON object that has each daemon's status under the path of its socket
     #[arg(long)]
     json: bool,
 }
@@ -32,7 +32,7 @@ pub struct Arguments {
 /// Prints every daemon's status.
 pub fn status(arguments: &Arguments) -> Result<ExitCode> {
     let sockets = if arguments.socket.is_empty() {
-        USUAL_SOCKETS.iter().map(PathBuf::from).collect()
+        DEFAULT_SOCKETS.iter().map(PathBuf::from).collect()
     } else {
         arguments.socket.clone()
     };
@@ -57,7 +57,7 @@ pub fn status(arguments: &Arguments) -> Result<ExitCode> {
     Ok(if none { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// A JSON value as text for a person, indented by `depth` steps.
+/// A JSON value as indented text for display.
 fn render(value: &Value, depth: usize) -> String {
     let Value::Object(fields) = value else { return format!("{}{}\n", indent(depth), scalar(value)) };
     let width = fields.iter().filter(|(_, v)| is_scalar(v)).map(|(name, _)| name.len()).max().unwrap_or(0);
@@ -82,7 +82,7 @@ fn render(value: &Value, depth: usize) -> String {
     text
 }
 
-/// A list of objects as a table, with a column for each field that any of them has.
+/// A list of objects as a table with a column for each field of any object.
 fn table(rows: &[Value], depth: usize) -> String {
     let mut columns: Vec<&str> = Vec::new();
     for name in rows.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_says_none() {
+    fn an_empty_list_is_shown_as_none() {
         assert_eq!(render(&json!({"sessions": []}), 0), "sessions: none\n");
     }
 }

@@ -1,7 +1,7 @@
-//! `rgpuctl trace`: runs a program as a native client and shows where its calls spent their time.
+//! `rgpuctl trace`: runs a program as a native client and shows where its calls spend their time.
 //!
-//! With `RGPU_TRACE=FOLDER` each process writes down when commands came where: the program's library into `program-PID`, the bridge into `bridge-PID` (the program's), the worker into `worker-PID`
-//! (its own), a line `seq stage nanoseconds operation` for each. Here they are put together, by `seq`.
+//! With `RGPU_TRACE=FOLDER` each process records per-command timestamps: the program's library in `program-PID`, the bridge in `bridge-PID` (with the program's PID), the worker in
+//! `worker-PID`. Each line is `seq stage nanoseconds operation`. This command joins them by `seq`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
@@ -15,18 +15,19 @@ use clap::Args;
 use crate::run::run_program;
 use crate::session::Target;
 
-/// Run a program as `run` does, and show where its calls spent their time
+/// Run a program as `run` does, and show where its calls spend their time
 ///
-/// Each operation that went to the server is a line: how often, how long from its beginning to its end (for one that is not answered: until it was executed), and how long from each stage
-/// to the next, all in microseconds, medians. Stages: appended to the ring; taken by the bridge; received by the worker; begun; executed (work on a stream: enqueued); answered;
-/// delivered by the bridge; woken, the program's thread has the answer. Over the transport local there are no bridge's stages, and with --server HOST those on that host are missing.
+/// Prints a line for each operation that was sent to the server: the number of calls, the total time of one call, and the time from each stage to the next. Times are medians in
+/// microseconds. An operation without an answer ends when it is executed. The stages are: appended to the ring; taken by the bridge; received by the worker; begun; executed (for work on
+/// a stream: enqueued); answered; delivered by the bridge; woken (the program's thread has the answer). With transport local there are no stages of the bridge. With --server HOST the
+/// stages on that host are missing.
 #[derive(Args)]
 #[command(after_long_help = "Example:
   rgpuctl trace --transport tcp -- ./vectorAdd")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
-    /// Keep the times of every command in this folder, which is created
+    /// Keep the timestamps of every command in this folder. It is created if needed
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// The program and its arguments
@@ -34,11 +35,11 @@ pub struct Arguments {
     program: Vec<OsString>,
 }
 
-/// Stages after the first, in their order.
+/// The stages after the first, in order.
 const STAGES: [&str; 7] = ["taken", "received", "begun", "executed", "answered", "delivered", "woken"];
 const FIRST: &str = "appended";
 
-/// Runs the program, shows the table on standard error, and answers with the program's exit status.
+/// Runs the program, prints the table on standard error, and returns the program's exit status.
 pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     let folder = match &arguments.keep {
         Some(folder) => {
@@ -46,14 +47,14 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
             folder.canonicalize().with_context(|| format!("cannot find {}", folder.display()))?
         }
         None => nix::unistd::mkdtemp(&std::env::temp_dir().join("rgpu-trace-XXXXXX"))
-            .context("cannot create a folder for the times")?,
+            .context("cannot create a folder for the timestamps")?,
     };
     // SAFETY: no other thread has been started yet.
     unsafe { std::env::set_var("RGPU_TRACE", &folder) };
     let code = run_program(&arguments.target, &arguments.program);
     let tables = tables(&folder);
     if arguments.keep.is_none() {
-        // What cannot be removed is in nobody's way.
+        // Files that cannot be removed do no harm.
         let _ = std::fs::remove_dir_all(&folder);
     }
     let code = code?;
@@ -63,7 +64,7 @@ pub fn trace(arguments: &Arguments) -> Result<ExitCode> {
     Ok(code)
 }
 
-/// When a command came to each stage.
+/// The times at which a command reached each stage.
 #[derive(Default)]
 struct Command {
     operation: String,
@@ -86,12 +87,12 @@ fn read(text: &str, commands: &mut Commands) -> Option<()> {
     Some(())
 }
 
-/// When the first command came to a stage.
+/// When the first command reached a stage.
 fn begin(commands: &Commands, stage: &str) -> Option<u64> {
     commands.first_key_value()?.1.at.get(stage).copied()
 }
 
-/// A table for each process that left its times, by its number.
+/// A table for each process that recorded timestamps, with its process id.
 fn tables(folder: &Path) -> Result<Vec<(String, String)>> {
     let (mut programs, mut bridges, mut workers) = (Vec::new(), HashMap::new(), Vec::new());
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
@@ -100,7 +101,7 @@ fn tables(folder: &Path) -> Result<Vec<(String, String)>> {
         let Some((role, pid)) = name.split_once('-') else { continue };
         let text = std::fs::read_to_string(entry.path()).with_context(|| format!("cannot read {name}"))?;
         let mut commands = Commands::new();
-        read(&text, &mut commands).with_context(|| format!("{name} is of another build"))?;
+        read(&text, &mut commands).with_context(|| format!("{name} was written by another version"))?;
         match role {
             "program" => programs.push((pid.to_owned(), commands)),
             "bridge" => drop(bridges.insert(pid.to_owned(), commands)),
@@ -113,7 +114,7 @@ fn tables(folder: &Path) -> Result<Vec<(String, String)>> {
         .into_iter()
         .map(|(pid, mut commands)| {
             let start = begin(&commands, FIRST);
-            // The worker that began with the first command soonest after it was appended.
+            // The worker of this program is the first to begin a command after the program's first command was appended.
             let worker = workers.iter().filter(|worker| begin(worker, "begun") >= start);
             let worker = worker.min_by_key(|worker| begin(worker, "begun"));
             for more in bridges.get(&pid).into_iter().chain(worker) {
@@ -128,7 +129,7 @@ fn tables(folder: &Path) -> Result<Vec<(String, String)>> {
         .collect())
 }
 
-/// Times of one operation: from the first stage to the last, and from each to the next.
+/// Times of one operation, in nanoseconds: from the first stage to the last, and from each stage to the next.
 #[derive(Default)]
 struct Times {
     total: Vec<u64>,
@@ -158,7 +159,7 @@ fn table(commands: &Commands) -> String {
         times.total.push(before.saturating_sub(*first));
     }
     let mut rows: Vec<_> = by_operation.into_iter().collect();
-    // What took most of the time comes first.
+    // The operation that took most time in total comes first.
     rows.sort_by_key(|(_, times)| std::cmp::Reverse(times.total.iter().sum::<u64>()));
     let mut text = format!("{:<26}{:>8}{:>10} ", "operation", "count", "total");
     STAGES.iter().for_each(|stage| text.extend([format!("{stage:>10}")]));
@@ -177,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_of_three_processes_become_one_line() {
+    fn timestamps_of_three_processes_are_joined_in_one_line() {
         let folder = std::env::temp_dir().join(format!("rgpuctl-trace-test-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let files = [

@@ -1,10 +1,10 @@
-//! Where the functions of the three APIs are served, as it was counted when the test programs called them: `tests/calls.txt`.
+//! Where the functions of the three APIs are served: in the process, by a command, or by a round trip. `tests/calls.txt` records what was counted when the test programs called them.
 //!
-//! The counters are the client library's own (`RGPU_STATS=1`): for each function, how many commands its calls sent and how many answers they waited for; what a function of the runtime API leads to is
-//! counted for it and for the driver's function that it calls, but for what a thread's first call needs to start with. What was counted is recorded, and told
-//! in `docs/compatibility.md`; a run whose calls of a function go farther than is recorded, as a rule, fails.
+//! The client library counts (`RGPU_STATS=1`), for each function, the commands that its calls sent and the answers that they waited for. A function of the runtime API and the driver function
+//! that it calls both count the work, except what a thread's first call needs to start. `docs/compatibility.md` shows the record. A run fails if most of its calls of a function go
+//! farther than recorded.
 //!
-//! To record anew: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
+//! To record again: `RGPU_RECORD=1 cargo test --release -p rgpu-tests --test programs`, a few times (into `target/calls`), then `UPDATE_DOCS=1 cargo test -p rgpu-tests --test compatibility`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,14 +14,14 @@ use anyhow::{Context, Result, bail};
 
 use crate::tree;
 
-/// What a function's calls took, at most.
+/// The farthest that a function's calls went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// Nothing: all were answered in the program's own process.
+    /// All calls were answered in the program's own process.
     Local,
-    /// Commands went to the server, and none was waited for.
+    /// Commands were sent to the server without waiting for answers.
     Forwarded,
-    /// An answer was waited for.
+    /// A call waited for an answer.
     Awaited,
 }
 
@@ -35,10 +35,10 @@ impl fmt::Display for Place {
     }
 }
 
-/// From so many calls on there is a rule.
+/// Minimum number of calls of a function for which the record is compared.
 const OFTEN: u64 = 4;
 
-/// By function.
+/// The record, by function.
 pub type Places = BTreeMap<String, Place>;
 
 fn merge(all: &mut Places, name: &str, place: Place) {
@@ -46,7 +46,7 @@ fn merge(all: &mut Places, name: &str, place: Place) {
     *known = place.max(*known);
 }
 
-/// Whether a line begins with a function of one of the APIs, and is not about a whole session or what compiled programs call.
+/// Whether a line begins with a function of one of the APIs. Other lines are about a whole session or about functions that only compiled programs call.
 fn is_function(line: &str) -> bool {
     ["cu", "cuda", "nvml"].iter().any(|api| {
         line.strip_prefix(api).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
@@ -80,8 +80,8 @@ pub fn counted(stderr: &str) -> Places {
     all
 }
 
-/// The functions that a program called again and again, and how far their calls went as a rule. What a call does may depend on what is done by then (what was freed in a stream's order, for one, is
-/// given back by whoever comes by), so a single call that goes farther than was seen before says nothing.
+/// The functions that a program called many times, and how far most of their calls went. What a single call does may depend on timing (for example, it may return memory that was freed in stream
+/// order), so one call that goes farther is no failure.
 fn as_a_rule(stderr: &str) -> Places {
     let often = lines(stderr).filter(|(_, [calls, ..])| *calls >= OFTEN);
     often
@@ -104,7 +104,7 @@ fn read(text: &str) -> Result<Places> {
             "local" => Place::Local,
             "forwarded" => Place::Forwarded,
             "awaited" => Place::Awaited,
-            other => bail!("{other:?} is no place"),
+            other => bail!("{other:?} is not a place"),
         };
         merge(&mut all, name, place);
     }
@@ -123,13 +123,13 @@ fn fresh() -> PathBuf {
     tree::root().join("target/calls")
 }
 
-/// What is recorded.
+/// Reads the record.
 pub fn recorded() -> Result<Places> {
     let path = record();
     read(&std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?)
 }
 
-/// Makes the record of what the last recording runs have left, if there were any.
+/// Writes the record from the files of the last recording runs, if there are any.
 pub fn record_anew() -> Result<()> {
     let mut all = Places::new();
     let Ok(entries) = std::fs::read_dir(fresh()) else { return Ok(()) };
@@ -142,7 +142,7 @@ pub fn record_anew() -> Result<()> {
     std::fs::write(record(), text(&all)).context("cannot write the record")
 }
 
-/// Compares what a run counted with the record, or leaves it for a new one.
+/// Compares what a run counted with the record, or saves it for a new record.
 pub fn agree(run: &str, stderr: &str) -> Result<()> {
     if std::env::var_os("RGPU_RECORD").is_some() {
         std::fs::create_dir_all(fresh()).context("cannot make a folder for what is counted")?;
@@ -154,7 +154,7 @@ pub fn agree(run: &str, stderr: &str) -> Result<()> {
     }
     let recorded = recorded()?;
     for (name, place) in as_a_rule(stderr) {
-        // Of a function that nobody had called, nothing is told.
+        // The record has nothing about functions that no program had called.
         if let Some(known) = recorded.get(&name).filter(|known| **known < place) {
             bail!("{run}: {name} was {place}, and tests/calls.txt says {known}: see tests/src/calls.rs");
         }
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn one_call_of_many_makes_no_rule() {
+    fn one_call_of_many_does_not_decide() {
         let line = |calls, commands, answers| {
             format!("rgpu: stats: cuX calls={calls} commands={commands} round_trips={answers}\n")
         };
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_other_words_are_not() {
+    fn written_fields_are_read_and_unknown_ones_are_ignored() {
         let all = counted("rgpu: stats: cuInit calls=1 commands=2 round_trips=2\n");
         assert_eq!(read(&text(&all)).unwrap(), all);
         assert!(read("cuInit somewhere\n").is_err());

@@ -1,4 +1,4 @@
-//! rgpu's daemons, started for a test or a demonstration, and ended with it.
+//! Starts rgpu's daemons for a test or a demonstration, and ends them with it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -16,9 +16,9 @@ use nix::unistd::Pid;
 
 use crate::tree::Build;
 
-/// How long a daemon may take to answer before a test gives up. Only one that hangs takes this long, even on a busy machine.
+/// How long a daemon may take to answer before a test fails. Even on a busy machine, only a daemon that hangs takes this long.
 const STARTED_WITHIN: Duration = Duration::from_secs(180);
-/// How long a daemon may take to end by itself when a test is over, before it is killed.
+/// How long a daemon may take to end by itself after a test before it is killed.
 const ENDED_WITHIN: Duration = Duration::from_secs(60);
 
 /// A running `rgpu-server` or `vhost-rgpu` of this tree.
@@ -32,8 +32,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `name` of the release build with `arguments`, its output in the fresh file `log`, and waits until its status
-    /// socket, which it is told to make at `status_socket`, answers.
+    /// Starts `name` of the release build with `arguments` and waits until its status socket, `status_socket`, answers. Its output
+    /// goes to the new file `log`.
     pub fn start<S: AsRef<OsStr>>(
         name: &str,
         arguments: impl IntoIterator<Item = S>,
@@ -86,7 +86,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// What the daemon says of itself: the object that `rgpuctl status --json` shows.
+    /// The daemon's status: the object that `rgpuctl status --json` prints.
     pub fn status(&self) -> Result<serde_json::Value> {
         let path = &self.status_socket;
         let mut stream =
@@ -120,7 +120,7 @@ impl Daemon {
             .with_context(|| format!("cannot send {signal}"))
     }
 
-    /// Waits for it to end; an error if it has not within `limit`.
+    /// Waits for it to end. An error if it has not ended within `limit`.
     pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {

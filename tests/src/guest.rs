@@ -1,4 +1,4 @@
-//! A guest with rgpu's libraries and the test programs in it, and the daemons of this machine that serve it.
+//! A guest that has rgpu's libraries and the test programs, and the daemons on this machine that serve it.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use crate::machine::{Builder, Machine};
 use crate::programs::Program;
 use crate::tree::{self, Build};
 
-/// The folder of the libraries in the guest: one that its loader looks into by itself.
+/// The folder of the libraries in the guest, which its loader searches by default.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// The folder of the programs in the guest, which is in its path.
 pub const PROGRAMS: &str = "/usr/local/bin";
 
-/// The libraries that a program loads instead of NVIDIA's, as far as they have been built.
+/// The libraries that a program loads instead of NVIDIA's, if they have been built.
 const LIBRARY_NAMES: [&str; 4] = ["libcuda.so.1", "libcudart.so.13", "libcudart.so.12", "libnvidia-ml.so.1"];
 
 /// A guest with the driver, the libraries, `rgpuctl` and the given programs, still without a device.
@@ -48,7 +48,7 @@ pub struct Options {
     pub transport: &'static str,
     /// `auto`, `cuda` or `software`.
     pub backend: &'static str,
-    /// Microseconds for which both daemons look for work before they sleep, instead of their usual time.
+    /// Microseconds that both daemons poll before they sleep, instead of the default.
     pub poll_us: Option<u32>,
     /// The daemons' build.
     pub build: Build,
@@ -77,12 +77,12 @@ pub struct Host {
 /// Workers that the server keeps ready.
 pub const WORKERS: usize = 2;
 
-/// How long a test waits for the daemons before it fails. Nothing is judged by it: a busy machine may need most of it.
+/// How long a test waits for the daemons before it fails. A busy machine may need most of it.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// For how long the daemons must hold the same before that counts as what they hold at rest.
+/// How long the daemons' resources must stay the same before they count as those at rest.
 const REST: Duration = Duration::from_secs(1);
 
-/// What the daemons hold while nobody uses them.
+/// The daemons' resources while no session runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
     bridge_descriptors: usize,
@@ -103,7 +103,7 @@ impl Holdings {
         ]
     }
 
-    /// Whether nothing is more than in `before`.
+    /// Whether no resource is more than in `before`.
     fn within(&self, before: &Self) -> bool {
         self.counts().into_iter().zip(before.counts()).all(|(now, before)| now <= before)
     }
@@ -192,7 +192,7 @@ impl Host {
         Ok(sessions.iter().filter_map(|s| s["worker"].as_i64()).map(|pid| pid as i32).collect())
     }
 
-    /// A counter of the daemon's whole life, summed over all its sessions.
+    /// A counter of the daemon, summed over all its sessions since its start.
     pub fn bridge_total(&self, name: &str) -> Result<u64> {
         let status = self.bridge()?.status()?;
         status["totals"][name]
@@ -219,8 +219,8 @@ impl Host {
         }
     }
 
-    /// What the daemons hold at rest: no session is left, and what they hold has not changed for a second. Threads and
-    /// connections of a session end after it is gone from the status.
+    /// The daemons' resources at rest: no session is left, and nothing has changed for a second. Threads and connections of
+    /// a session end after it has left the status.
     pub fn at_rest(&self) -> Result<Holdings> {
         let deadline = Instant::now() + PATIENCE;
         self.settled()?;
@@ -229,7 +229,7 @@ impl Host {
             std::thread::sleep(Duration::from_millis(20));
             let now = self.holdings()?;
             if now != last {
-                ensure!(Instant::now() < deadline, "the daemons do not come to rest: {last:?}, then {now:?}");
+                ensure!(Instant::now() < deadline, "the daemons do not settle: {last:?}, then {now:?}");
                 (last, since) = (now, Instant::now());
             }
         }
@@ -247,8 +247,7 @@ impl Host {
         })
     }
 
-    /// Waits until no session is left and the daemons hold no more than before; an error that shows the difference if they do
-    /// not come to that.
+    /// Waits until no session is left and the daemons hold no more than before. Otherwise the error shows the difference.
     pub fn check_settled(&self, before: &Holdings) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -267,7 +266,7 @@ impl Host {
         }
     }
 
-    /// Clock ticks (hundredths of a second) of CPU that both daemons and all workers have taken so far.
+    /// CPU time that both daemons and all workers have used, in clock ticks (hundredths of a second).
     pub fn cpu_ticks(&self) -> Result<u64> {
         let server = self.server()?.pid();
         let mut sum = 0;
@@ -277,7 +276,7 @@ impl Host {
         Ok(sum)
     }
 
-    /// KiB of memory that each daemon has for itself alone.
+    /// Private memory of each daemon, in KiB.
     pub fn memory(&self) -> Result<[u64; 2]> {
         Ok([anonymous_kib(self.bridge()?.pid())?, anonymous_kib(self.server()?.pid())?])
     }
@@ -333,7 +332,7 @@ fn children_of(parent: u32) -> Result<Vec<u32>> {
     let mut children = Vec::new();
     for process in std::fs::read_dir("/proc").context("cannot list the processes")? {
         let process = process?;
-        // What is no process, or has ended meanwhile, has no status.
+        // An entry that is not a process, or a process that has ended, has no status.
         let status = std::fs::read_to_string(process.path().join("status")).unwrap_or_default();
         if status.lines().any(|l| l == line) {
             children.extend(process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
@@ -345,7 +344,7 @@ fn children_of(parent: u32) -> Result<Vec<u32>> {
 fn cpu_ticks(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    // The name, in brackets, may hold anything; behind it utime and stime are the 12th and 13th words.
+    // The name, in parentheses, may contain anything. After it, utime and stime are the 12th and 13th words.
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks: Option<u64> =
         rest.split_whitespace().skip(11).take(2).map(|word| word.parse::<u64>().ok()).sum();

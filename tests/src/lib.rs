@@ -1,4 +1,4 @@
-//! End-to-end tests, from outside, and the machines they boot.
+//! Support for the end-to-end tests: daemons, programs, and the machines that the tests boot. Fake peers are in `tests/kit`.
 
 pub mod calls;
 pub mod daemons;

@@ -1,8 +1,8 @@
-//! A device for the driver's tests: a vhost-user back end that speaks `docs/device.md` to the driver and, inside the
-//! channels, a toy language of its own (see [`layout`]) by which a guest program has it read and write memory byte by byte.
+//! A fake device for the driver's tests: a vhost-user back end that follows `docs/device.md`. Inside the channels it
+//! speaks a small language of its own (see [`layout`]), in which a guest program tells it to read and write memory.
 //!
-//! It also watches the driver: every request is logged, and whatever breaks the contract (pages given to a channel that
-//! another one still holds, requests that make no sense) is kept as a violation, see [`MockDevice::violations`].
+//! It also checks the driver: it logs every request, and records violations of the specification, such as a malformed
+//! request or pages given to two channels at the same time, see [`MockDevice::violations`].
 
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
@@ -19,17 +19,17 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, Guest
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier};
 
-/// What a channel of the mock looks like; `guest-driver/tests/rgpu_selftest.c` has the same.
+/// The layout of a channel of the mock; `guest-driver/tests/rgpu_selftest.c` has the same.
 pub mod layout {
     /// At 0: [`MAGIC`], as the channel header.
     pub const MAGIC: u32 = 0x4b43_4f4d;
-    /// The status with which CREATE_CHANNEL shall be answered.
+    /// The status with which CREATE_CHANNEL is answered.
     pub const ANSWER: u64 = 4;
     /// Milliseconds until it is answered.
     pub const ANSWER_DELAY: u64 = 8;
-    /// Counts the commands given, by the program.
+    /// Number of commands given, written by the program.
     pub const SUBMITTED: u64 = 64;
-    /// Counts the commands done, by the device.
+    /// Number of commands done, written by the device.
     pub const COMPLETED: u64 = 128;
     /// The command: `u32 op, region; u64 offset, len, seed, result; u32 error, delay_ms`.
     pub const COMMAND: u64 = 192;
@@ -42,13 +42,13 @@ pub mod layout {
     pub const OP_FILL: u32 = 2;
     /// Nothing (after `delay_ms`).
     pub const OP_NOP: u32 = 3;
-    /// A WAKE with nothing changed, and only then, after `delay_ms`, completion.
+    /// A WAKE without any change, then, after `delay_ms`, completion.
     pub const OP_BARE_WAKE: u32 = 4;
     /// The next region request of this channel is answered with status `seed`, after `delay_ms`.
     pub const OP_NEXT_ANSWER: u32 = 5;
     /// `result` is the number of doorbells so far.
     pub const OP_DOORBELLS: u32 = 6;
-    /// Events of an unknown type, and for channels that are not there, before completion.
+    /// Events of an unknown type and for unknown channels before completion.
     pub const OP_STRANGE_EVENTS: u32 = 7;
 }
 
@@ -69,16 +69,16 @@ const WAKE: u32 = 1;
 type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
 type Vring = VringMutex<Memory>;
 
-/// A run of guest-physical bytes.
+/// A range of guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Of the first byte.
+    /// Address of the first byte.
     pub addr: u64,
     /// Bytes.
     pub len: u64,
 }
 
-/// What a request asks for.
+/// The type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// CREATE_CHANNEL
@@ -94,13 +94,13 @@ pub enum Kind {
 /// A request, as the driver sent it.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// What it asks for.
+    /// Its type.
     pub kind: Kind,
     /// Id of the channel.
     pub channel: u32,
     /// Number of the region; 0 for requests about channels.
     pub region: u32,
-    /// Bytes in all.
+    /// Total bytes.
     pub size: u64,
     /// `REGISTER_MEMORY` with bit 0: the device only reads.
     pub flags: u32,
@@ -108,20 +108,20 @@ pub struct Request {
     pub extents: Vec<Extent>,
 }
 
-/// What the configuration space says, and how the mock behaves.
+/// The configuration space, and how the mock behaves.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The magic; 0x55504772 is right.
     pub magic: u32,
     /// The version; 1 is right.
     pub version: u32,
-    /// Channels at a time.
+    /// Maximum concurrent channels.
     pub max_channels: u32,
-    /// Extents in a request.
+    /// Maximum extents in a request.
     pub max_extents: u32,
-    /// Bytes of a channel.
+    /// Maximum bytes of a channel.
     pub max_channel_size: u64,
-    /// Bytes registered by a channel; 0: no limit.
+    /// Maximum bytes registered by a channel; 0 means no limit.
     pub max_registered: u64,
 }
 
@@ -172,7 +172,7 @@ struct State {
     doorbells: u64,
     resets: u64,
     held: Option<Kind>,
-    /// Counts the starts of the queues; an answer of an earlier one is dropped.
+    /// Number of times that the queues were started. An answer from before the last start is dropped.
     epoch: u64,
     vrings: Vec<Vring>,
 }
@@ -191,7 +191,7 @@ pub struct MockDevice {
 }
 
 impl MockDevice {
-    /// Listens on `socket`, for one QEMU after another.
+    /// Listens on `socket` and serves one QEMU after the other.
     pub fn start(socket: impl Into<PathBuf>, config: Config) -> Result<Self> {
         let socket = socket.into();
         let shared = Arc::new(Shared {
@@ -226,12 +226,12 @@ impl MockDevice {
         self.shared.state().requests.iter().filter(|r| r.kind == kind).count()
     }
 
-    /// Ids of the channels that stand.
+    /// Ids of the open channels.
     pub fn channels(&self) -> Vec<u32> {
         self.shared.state().channels.keys().copied().collect()
     }
 
-    /// Regions that stand, of all channels.
+    /// Registered regions of all channels.
     pub fn regions(&self) -> usize {
         self.shared.state().channels.values().map(|c| c.regions.len()).sum()
     }
@@ -246,24 +246,24 @@ impl MockDevice {
         self.shared.state().resets
     }
 
-    /// What the driver did against the contract.
+    /// The driver's violations of the specification.
     pub fn violations(&self) -> Vec<String> {
         self.shared.state().violations.clone()
     }
 
-    /// Leaves requests of this kind, and of no other, unanswered from now on, until [`MockDevice::release`].
+    /// Holds back answers to requests of this type only, until [`MockDevice::release`].
     pub fn hold(&self, kind: Kind) {
         self.shared.state().held = Some(kind);
         self.shared.changed.notify_all();
     }
 
-    /// Answers what was held back.
+    /// Sends the answers that were held back.
     pub fn release(&self) {
         self.shared.state().held = None;
         self.shared.changed.notify_all();
     }
 
-    /// Waits until `condition` holds; an error after `timeout`.
+    /// Waits until `condition` holds. An error after `timeout`.
     pub fn wait_until(&self, what: &str, timeout: Duration, condition: impl Fn(&Self) -> bool) -> Result<()> {
         let deadline = Instant::now() + timeout;
         while !condition(self) {
@@ -284,7 +284,7 @@ fn serve(shared: &Arc<Shared>, listener: &mut Listener) -> Result<()> {
         let mut daemon = VhostUserDaemon::new("mock-rgpu".into(), backend, memory)
             .map_err(|e| anyhow::anyhow!("cannot make the daemon: {e}"))?;
         daemon.start(listener).map_err(|e| anyhow::anyhow!("cannot accept: {e}"))?;
-        // QEMU may go away in the middle of a message when it is killed.
+        // A killed QEMU may disconnect in the middle of a message.
         let _ = daemon.wait();
         for handler in daemon.get_epoll_handlers() {
             handler.send_exit_event();
@@ -433,7 +433,7 @@ impl Shared {
         }
     }
 
-    /// Handles one request, on a thread of its own if its answer has to wait.
+    /// Handles one request. Uses a thread if the answer is delayed.
     fn handle_request(self: &Arc<Self>, memory: &Arc<GuestMemoryMmap>, bytes: &[u8], answer: Answer) {
         let request = match parse(bytes) {
             Ok(request) => request,
@@ -499,7 +499,7 @@ impl Shared {
         let reason = &reason.as_bytes()[..reason.len().min(255)];
         response[8..8 + reason.len()].copy_from_slice(reason);
         let memory = self.memory();
-        // Under the state's lock, so that no reset comes between.
+        // Under the state's lock, so that no reset happens in between.
         let state = self.state();
         if state.epoch == epoch {
             copy_in(&memory, &answer.room, 0, &response);
@@ -513,7 +513,7 @@ impl Shared {
         }
     }
 
-    /// Sends a WAKE, or remembers it.
+    /// Sends a WAKE, or keeps it until there is a buffer.
     fn wake(&self, id: u32) {
         let sent = self.event(WAKE, id);
         if let Some(channel) = self.state().channels.get_mut(&id) {
@@ -538,7 +538,7 @@ impl Shared {
         true
     }
 
-    /// Looks at every channel for a command.
+    /// Checks every channel for a command.
     fn handle_commands(self: &Arc<Self>) {
         let memory = self.memory();
         let mut due = Vec::new();
@@ -580,7 +580,7 @@ impl Shared {
         std::thread::sleep(delay);
         let mut state = self.state();
         let doorbells = state.doorbells;
-        // Gone meanwhile: its memory is not the device's any more.
+        // The channel is gone, so the device may no longer use its memory.
         let Some(channel) = state.channels.get_mut(&id) else { return };
         let mut command = [0u8; 48];
         let mut strange = false;
@@ -626,7 +626,7 @@ impl Shared {
 }
 
 impl State {
-    /// Does what a request asks for.
+    /// Executes a request.
     fn apply(&mut self, request: &Request) -> (u32, String) {
         let no = |why: &str| (INVALID, why.to_owned());
         match request.kind {
@@ -674,7 +674,7 @@ impl State {
     }
 }
 
-/// Takes a request apart and checks it against the contract.
+/// Parses a request and checks it against the specification.
 fn parse(bytes: &[u8]) -> Result<Request, (u32, String)> {
     let invalid = |why: String| Err((INVALID, why));
     if bytes.len() < REQUEST_LEN {

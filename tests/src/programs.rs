@@ -1,4 +1,4 @@
-//! The CUDA test programs: the list of them, and running one as a native client or on a GPU of this machine.
+//! The CUDA test programs: their list, and how to run one as a native client or on a GPU of this machine.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -21,7 +21,7 @@ pub struct Program {
     pub name: String,
     /// Its source files, in `tests/programs/`.
     pub sources: Vec<String>,
-    /// Flags for nvcc beside those that every program gets.
+    /// Flags for nvcc besides those of every program.
     #[serde(default)]
     pub flags: Vec<String>,
     /// Arguments of a run at the default, small size.
@@ -39,10 +39,10 @@ pub struct Program {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
-    /// The software GPU, and any of NVIDIA's.
+    /// The software GPU, and any NVIDIA GPU.
     #[default]
     Any,
-    /// A GPU of NVIDIA's, of the generation that the project is measured on or later.
+    /// An NVIDIA GPU of the generation that the project is measured on, or later.
     Cuda,
 }
 
@@ -53,7 +53,7 @@ pub fn portable() -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// Every test program, in the order in which a person would want to see them run.
+/// Every test program, in the order in which they are run.
 pub fn manifest() -> Result<Vec<Program>> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -66,18 +66,18 @@ pub fn manifest() -> Result<Vec<Program>> {
     Ok(manifest.program)
 }
 
-/// What a test says of an error: all of its causes.
+/// An error with all of its causes, for a test's output.
 pub fn told<T>(outcome: Result<T>) -> std::result::Result<(), String> {
     outcome.map(drop).map_err(|error| format!("{error:?}"))
 }
 
-/// How long a program may take: far beyond what any needs, even on a busy machine. Only a hang reaches it.
+/// How long a program may take. Even on a busy machine, only a program that hangs takes this long.
 pub const LIMIT: Duration = Duration::from_secs(600);
 
 /// How a program ended and what it printed.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The exit status; none when a signal ended it or it was out of time.
+    /// The exit status; none if a signal ended it or it timed out.
     pub status: Option<i32>,
     /// Everything on standard output.
     pub stdout: String,
@@ -85,12 +85,12 @@ pub struct Outcome {
     pub stderr: String,
     /// How long it ran, start to end.
     pub time: Duration,
-    /// Whether it was ended because its time was up.
+    /// Whether it was killed because it timed out.
     pub timed_out: bool,
 }
 
 impl Outcome {
-    /// What the program says about itself after `PASS name`, or why this was no success.
+    /// What the program printed after `PASS name`, or why it did not pass.
     pub fn verdict(&self, name: &str) -> Result<&str> {
         let last = self.stdout.lines().last().unwrap_or_default();
         ensure!(!self.timed_out, "{name} was not done after {:.0?}\n{}", self.time, self.transcript());
@@ -112,7 +112,7 @@ impl Outcome {
 pub enum Way {
     /// On this machine's GPU with NVIDIA's libraries, without rgpu.
     Native,
-    /// As a native client of a private server: rgpuctl's words for its backend and transport.
+    /// As a native client of a private server, with rgpuctl's names for its backend and transport.
     Client(&'static str, &'static str),
     /// As such a client, with NVIDIA's runtime inside the program.
     Inside(&'static str, &'static str),
@@ -196,7 +196,7 @@ pub fn same_as_native(name: &str, ways: &[Way]) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command to its end, or until `limit` has passed: then everything it started is killed.
+/// Runs a command to its end. After `limit`, kills it and everything that it started.
 pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     let start = Instant::now();
     let mut child = command
@@ -228,7 +228,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
         if !timed_out && start.elapsed() > limit {
             timed_out = true;
             // The leader has not been waited for, so the group's number is still its own.
-            killpg(group, Signal::SIGKILL).context("cannot kill a program that is out of time")?;
+            killpg(group, Signal::SIGKILL).context("cannot kill a program that timed out")?;
         }
         std::thread::sleep(Duration::from_millis(2));
     };
@@ -237,7 +237,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     Ok(Outcome { status: status.code(), stdout, stderr, time, timed_out })
 }
 
-/// A counter of a whole process, out of what `RGPU_STATS=1` had the client's library print on standard error.
+/// A counter of a whole process, from what the client library printed on standard error with `RGPU_STATS=1`.
 pub fn counted(stderr: &str, name: &str) -> Result<u64> {
     let line = stderr.lines().find(|line| line.starts_with("rgpu: stats: pid="));
     counter(line.with_context(|| format!("no counters in {stderr:?}"))?, name)

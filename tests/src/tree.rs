@@ -1,8 +1,8 @@
-//! Where things lie in the source tree, for tests and for xtask.
+//! Paths in the source tree, for tests and for xtask.
 
 use std::path::{Path, PathBuf};
 
-/// The root of the source tree: `RGPU_ROOT`, else where this was compiled.
+/// The root of the source tree: `RGPU_ROOT`, otherwise where this was compiled.
 ///
 /// The variable lets a test that was compiled on one machine run on another, over a copy of what it needs.
 pub fn root() -> PathBuf {
@@ -13,7 +13,7 @@ pub fn root() -> PathBuf {
     tests.parent().unwrap_or(tests).to_owned()
 }
 
-/// Cargo's target folder: `CARGO_TARGET_DIR`, else `target/`.
+/// Cargo's target folder: `CARGO_TARGET_DIR`, otherwise `target/`.
 pub fn target() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(folder) => root().join(folder),

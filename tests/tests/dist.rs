@@ -49,7 +49,7 @@ fn files(folder: &Path, within: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
 }
 
 #[test]
-fn all_that_an_installation_needs_is_there() -> Result<()> {
+fn an_installation_contains_every_file_it_needs() -> Result<()> {
     let dist = tree::target().join("dist");
     let mut found = Vec::new();
     files(&dist, &dist, &mut found)?;

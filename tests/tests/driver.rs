@@ -136,7 +136,7 @@ fn scattered_memory_takes_many_extents_in_one_request() -> Result<()> {
 }
 
 #[test]
-fn more_extents_than_the_device_takes_are_refused() -> Result<()> {
+fn more_extents_than_the_device_accepts_are_refused() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { max_extents: 100, ..Config::default() }, 512)?;
     let output = bed.machine.run("rgpu_selftest register-scattered 16", LONG)?;
     assert!(!output.success());
@@ -145,7 +145,7 @@ fn more_extents_than_the_device_takes_are_refused() -> Result<()> {
 }
 
 #[test]
-fn pinned_memory_is_bounded_by_memlock() -> Result<()> {
+fn pinned_memory_is_limited_by_memlock() -> Result<()> {
     let bed = Bed::new()?;
     bed.selftest("memlock")?;
     bed.selftest("memlock-after-close")?;
@@ -153,7 +153,7 @@ fn pinned_memory_is_bounded_by_memlock() -> Result<()> {
 }
 
 #[test]
-fn more_than_the_device_registers_is_refused() -> Result<()> {
+fn registrations_beyond_the_devices_limit_are_refused() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { max_registered: 1 << 20, ..Config::default() }, 512)?;
     let output = bed.machine.run("rgpu_selftest register-scattered 2", LONG)?;
     assert!(String::from_utf8_lossy(&output.stderr).contains("No space left"), "{output}");
@@ -171,7 +171,7 @@ fn malformed_arguments_are_refused() -> Result<()> {
 }
 
 #[test]
-fn waiting_ends_by_change_wake_time_and_signal() -> Result<()> {
+fn a_wait_ends_by_a_changed_word_a_wake_a_timeout_or_a_signal() -> Result<()> {
     passes("wait")
 }
 
@@ -186,7 +186,7 @@ fn refusals_of_the_device_reach_the_program() -> Result<()> {
 }
 
 #[test]
-fn channels_are_bounded_and_ids_are_used_again() -> Result<()> {
+fn channels_are_limited_and_their_ids_are_reused() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { max_channels: 5, ..Config::default() }, 512)?;
     bed.selftest("max-channels 5")?;
     assert!(bed.device.requests().iter().all(|r| r.channel < 5));
@@ -208,7 +208,7 @@ fn a_forked_child_does_not_share_the_channel() -> Result<()> {
 }
 
 #[test]
-fn a_channel_goes_with_its_process_even_if_a_child_holds_the_file() -> Result<()> {
+fn a_channel_ends_with_its_process_even_if_a_child_has_the_file_open() -> Result<()> {
     let bed = Bed::new()?;
     bed.selftest("orphan")?;
     bed.device.wait_until("the channel is destroyed", LONG, |d| d.count(Kind::Destroy) == 1)?;
@@ -337,7 +337,7 @@ fn files_that_stay_open_after_removal_do_no_harm() -> Result<()> {
 }
 
 #[test]
-fn suspension_ends_channels_and_not_the_device() -> Result<()> {
+fn a_suspend_ends_channels_but_not_the_device() -> Result<()> {
     let bed = Bed::new()?;
     let process = bed.machine.spawn("rgpu_selftest suspend")?;
     process.wait_for("ready", LONG)?;
@@ -361,7 +361,7 @@ fn a_reboot_resets_the_device() -> Result<()> {
 }
 
 #[test]
-fn two_devices_are_two_files() -> Result<()> {
+fn two_devices_have_two_device_files() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let devices = [
         MockDevice::start(dir.path().join("a"), Config::default())?,
@@ -385,7 +385,7 @@ fn two_devices_are_two_files() -> Result<()> {
 }
 
 #[test]
-fn a_device_of_another_kind_is_left_alone_without_a_word() -> Result<()> {
+fn a_device_of_another_type_is_ignored_silently() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { magic: 0x1234_5678, ..Config::default() }, 512)?;
     assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
     let log = bed.machine.console_log();
@@ -394,7 +394,7 @@ fn a_device_of_another_kind_is_left_alone_without_a_word() -> Result<()> {
 }
 
 #[test]
-fn a_device_of_another_version_is_refused_by_number() -> Result<()> {
+fn a_device_of_another_version_is_refused_with_both_versions() -> Result<()> {
     let bed = Bed::with(Kernel::V6_1, Config { version: 9, ..Config::default() }, 512)?;
     assert!(!bed.machine.run("test -e /dev/rgpu0", LONG)?.success());
     let log = bed.machine.console_log();

@@ -7,7 +7,7 @@ use rgpu_tests::programs::{Way, passes};
 use support::{Rig, Running, TRANSPORTS};
 
 #[test]
-fn a_streams_few_bytes_do_not_wait_for_all_of_anothers() -> Result<()> {
+fn a_small_copy_does_not_wait_for_a_large_one_on_another_stream() -> Result<()> {
     for transport in ["local", "tcp"] {
         passes("fair_streams", Way::Client("software", transport), &["strict"])?;
     }
@@ -27,7 +27,7 @@ fn bytes_in(rig: &Rig, program: &str) -> Result<u64> {
 const MOST: u64 = 64 << 30;
 
 #[test]
-fn a_session_that_copies_without_end_lets_others_of_its_bridge_and_its_server_work() -> Result<()> {
+fn an_endlessly_copying_session_does_not_starve_others() -> Result<()> {
     let rig = Rig::start("fairness")?;
     for transport in TRANSPORTS {
         let busy = Running::start(rig.program(transport, "kill_me")?.arg("copy"), "RUNNING")?;

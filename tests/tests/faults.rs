@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use protocol::VERSION;
 use protocol::link::{MAGIC, Welcome};
+use protocol::version::{OURS, VERSION, Version};
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::free_port;
 use rgpu_tests::programs::{self, Outcome};
@@ -170,7 +170,7 @@ fn refusal_at(socket: &Path, why: &str, code: &str) -> Result<()> {
 }
 
 #[test]
-fn without_a_bridge_the_program_is_told_what_to_start() -> Result<()> {
+fn without_a_bridge_the_program_says_what_to_start() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let nowhere = folder.path().join("native.sock");
     refusal_at(&nowhere, "start vhost-rgpu", "cudaErrorNoDevice (100)")?;
@@ -200,7 +200,7 @@ fn answering(bytes: Vec<u8>) -> Result<u16> {
         for stream in listener.incoming() {
             // The bridge may close as soon as it has seen enough.
             let _ = stream.and_then(|mut stream| {
-                std::io::Read::read_exact(&mut stream, &mut [0; 144])?;
+                std::io::Read::read_exact(&mut stream, &mut [0; size_of::<protocol::link::Hello>()])?;
                 stream.write_all(&bytes)
             });
         }
@@ -209,16 +209,25 @@ fn answering(bytes: Vec<u8>) -> Result<u16> {
 }
 
 #[test]
-fn a_server_that_is_not_there_or_is_another_is_named_in_one_line() -> Result<()> {
+fn an_unreachable_or_incompatible_server_is_named_in_one_line() -> Result<()> {
     let unavailable = "cudaErrorDevicesUnavailable (46)";
     let free = free_port()?;
-    let other = Welcome { magic: MAGIC, version: VERSION + 1, ..Welcome::new_zeroed() };
-    let version = format!("version {} of rgpu", VERSION + 1);
+    let next = Version { major: VERSION.major + 1, minor: 0 };
+    let other = Welcome { magic: MAGIC, version: next, ..Welcome::new_zeroed() };
+    let version = format!("version {next} of rgpu, this host speaks version {VERSION}");
+    let other_build = Welcome { version: VERSION, fingerprint: !OURS.fingerprint(), ..other };
     let missing = "/nonexistent/server.sock";
     let cases = [
         (format!("tcp:127.0.0.1:{free}"), format!("127.0.0.1:{free}"), unavailable),
         (format!("unix:{missing}"), missing.to_owned(), unavailable),
-        (format!("tcp:127.0.0.1:{}", answering(other.as_bytes().to_vec())?), version, ""),
+        (format!("tcp:127.0.0.1:{}", answering(other.as_bytes().to_vec())?), version.clone(), ""),
+        // Another version's welcome may be shorter.
+        (format!("tcp:127.0.0.1:{}", answering(other.as_bytes()[..12].to_vec())?), version, ""),
+        (
+            format!("tcp:127.0.0.1:{}", answering(other_build.as_bytes().to_vec())?),
+            "different sources".to_owned(),
+            "",
+        ),
         (
             format!("tcp:127.0.0.1:{}", answering(b"HTTP/1.1 400 Bad Request\r\n".repeat(20))?),
             "no rgpu-server".to_owned(),
@@ -260,7 +269,7 @@ fn sigterm_ends_both_daemons_with_their_sockets() -> Result<()> {
 }
 
 #[test]
-fn a_server_told_to_end_lets_programs_finish() -> Result<()> {
+fn a_server_that_gets_sigterm_lets_programs_finish() -> Result<()> {
     let mut rig = Rig::with("faults-drain", &["--drain-seconds", "600"], &[])?;
     let programs = TRANSPORTS.map(|transport| Idle::start(&rig, transport));
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
@@ -275,7 +284,7 @@ fn a_server_told_to_end_lets_programs_finish() -> Result<()> {
 }
 
 #[test]
-fn limits_that_are_met_are_said_and_end_with_what_met_them() -> Result<()> {
+fn refusals_name_the_limit_that_was_hit() -> Result<()> {
     let mut rig = Rig::with(
         "faults-limits",
         &["--max-sessions", "2", "--memory-limit", "64M"],

@@ -1,7 +1,7 @@
-//! Clients, bridges and strangers that do what they must not. Each attack ends in a log line that says what was wrong,
-//! costs its author's session and nobody else's, and leaves nothing behind.
+//! Hostile clients, bridges and unknown peers. Each attack must end in a log line that says what was wrong, must cost the
+//! attacker's session and no other, and must leave nothing behind.
 //!
-//! Everything is real: both daemons, workers with a GPU in software, and CUDA programs beside the attack whose results
+//! Both daemons are real, the workers use a GPU in software, and the results of CUDA programs that run during the attack
 //! are checked.
 
 mod support;
@@ -36,7 +36,7 @@ use test_kit::native_client::{NativeClient, create_channel};
 use test_kit::{memfd, sealed_memfd};
 use zerocopy::IntoBytes;
 
-/// Attacks while programs run beside; they must notice nothing, and nothing may be left.
+/// Attacks while other programs run. They must not be affected, and nothing may be left behind.
 fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     besieged(name, |rig| {
         let bystanders = Bystanders::start(rig)?;
@@ -46,7 +46,7 @@ fn attack(name: &str, attack: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     })
 }
 
-/// Does something to daemons that have served, after which they must serve as before and hold no more than before.
+/// Attacks daemons that have served programs. Afterwards they must serve as before and hold no more than before.
 fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     let mut rig = Rig::start(&format!("hostile-{name}"))?;
     for transport in TRANSPORTS {
@@ -61,7 +61,7 @@ fn besieged(name: &str, siege: impl FnOnce(&Rig) -> Result<()>) -> Result<()> {
     rig.check_healthy()
 }
 
-/// Waits for a line in a daemon's log that holds all of `words`.
+/// Waits for a line in a daemon's log that contains all of `words`.
 fn logged(daemon: &rgpu_tests::daemons::Daemon, words: &[&str]) -> Result<()> {
     eventually(|| {
         let log = daemon.log_text();
@@ -73,7 +73,7 @@ fn logged(daemon: &rgpu_tests::daemons::Daemon, words: &[&str]) -> Result<()> {
     })
 }
 
-/// One attack through a channel that costs the session, and what the log must say of it.
+/// An attack through a channel that costs the session, and what the log must say about it.
 struct Deed {
     name: &'static str,
     says: &'static str,
@@ -364,7 +364,7 @@ fn unknown_handles_and_wrong_parameters_are_answered_with_cudas_codes() -> Resul
 }
 
 #[test]
-fn memory_that_is_no_channel_is_refused() -> Result<()> {
+fn memory_that_is_not_a_channel_is_refused() -> Result<()> {
     attack("memory", |rig| {
         for transport in TRANSPORTS {
             let socket = rig.socket(transport);
@@ -375,7 +375,7 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
                 let (got, reason) = connection.ask(request, fds)?;
                 ensure!(
                     got == answer && reason.contains(word),
-                    "{got:?} {reason:?} where {answer:?} {word:?} was due"
+                    "{got:?} {reason:?} instead of {answer:?} {word:?}"
                 );
                 logged(rig.bridge(transport), &[word])
             };
@@ -407,7 +407,8 @@ fn memory_that_is_no_channel_is_refused() -> Result<()> {
                 ("the progress area", link_fields(&good, |f| f.progress_offset = !4095)),
                 ("the arena", link_fields(&good, |f| f.arena_size = u32::MAX)),
                 ("the channel", link_fields(&good, |f| f.size = u64::MAX)),
-                ("version 99", link_fields(&good, |f| f.version = 99)),
+                ("version 99.0", link_fields(&good, |f| f.version = OTHER)),
+                ("different sources", link_fields(&good, |f| f.fingerprint = !f.fingerprint)),
             ];
             for (word, fields) in bad {
                 let (client, answer, reason) = Client::try_connect(&socket, 1 << 20, &fields)?;
@@ -452,7 +453,7 @@ fn link_fields(
 }
 
 #[test]
-fn memory_that_changes_while_it_is_read_spoils_only_its_own_session() -> Result<()> {
+fn memory_that_changes_while_it_is_read_affects_only_its_own_session() -> Result<()> {
     attack("changing", |rig| {
         for round in 0..6u64 {
             for transport in TRANSPORTS {
@@ -477,14 +478,14 @@ fn memory_that_changes_while_it_is_read_spoils_only_its_own_session() -> Result<
                                     1 => progress + (x as usize % 65536),
                                     _ => 4096 + x as usize % (all - 4104),
                                 };
-                                // Sometimes wild, sometimes nearly right.
+                                // Sometimes random, sometimes almost valid.
                                 let value = if x & 0x100 == 0 { x } else { x & 0xffff_0000_00f0 | 0x10 };
                                 client.word(place & !7).store(value, Ordering::Relaxed);
                             }
                         }
                     });
                     std::thread::sleep(Duration::from_millis(20));
-                    // The tail is only moved: what lies before it is whatever the scribbler has written last.
+                    // Only the tail moves: the records before it are whatever the scribbler has written last.
                     for step in 1..400u64 {
                         client.word(0x100).fetch_add(16 * (1 + step % 8), Ordering::Release);
                         client.ring()?;
@@ -501,9 +502,9 @@ fn memory_that_changes_while_it_is_read_spoils_only_its_own_session() -> Result<
 }
 
 #[test]
-fn floods_of_connections_and_requests_are_refused_and_forgotten() -> Result<()> {
+fn floods_of_connections_and_requests_are_refused_and_leave_nothing_behind() -> Result<()> {
     besieged("flood", |rig| {
-        // Sessions that stand while the flood comes: with the limit on clients met, no other can begin.
+        // Sessions that are open before the flood. Once the limit on clients is reached, no other can begin.
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| -> Result<()> {
             let bystanders = scope.spawn(|| {
@@ -536,7 +537,7 @@ fn floods_of_connections_and_requests_are_refused_and_forgotten() -> Result<()> 
             }
             bystanders.join().map_err(|_| anyhow::anyhow!("the bystanders panicked"))?
         })?;
-        // The logs are no more to be flooded than the daemons.
+        // The logs must not be flooded either.
         for transport in TRANSPORTS {
             let bytes = rig.bridge(transport).log_text().len();
             ensure!(bytes < 4 << 20, "{bytes} bytes of log");
@@ -564,7 +565,7 @@ fn flood(rig: &Rig) -> Result<()> {
 
         let connection = NativeClient::connect(&socket)?;
         set_nonblocking(&connection)?;
-        // Nothing is read: a flooder does not listen.
+        // A flooder reads nothing.
         let refused = (0..20_000).filter(|_| connection.send(&[0xee; 40], &[]).is_err()).count();
         ensure!(refused > 0, "the daemon took every request");
         logged(rig.bridge(transport), &["native client", "begins with rGPUnatv"])?;
@@ -590,7 +591,7 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
             (0..200).map(|_| connect_tcp(rig.port)).collect::<std::io::Result<_>>()?;
         let mut unix: Vec<UnixStream> =
             (0..50).map(|_| Ok(UnixStream::connect(rig.server_socket())?)).collect::<Result<_>>()?;
-        // Some of them say a part of their hello.
+        // Some of them send a part of a hello.
         for stream in tcp.iter_mut().step_by(2) {
             stream.write_all(&link::MAGIC.to_le_bytes())?;
         }
@@ -607,13 +608,16 @@ fn connections_that_say_nothing_are_closed() -> Result<()> {
     })
 }
 
+/// A version that no build has.
+const OTHER: protocol::Version = protocol::Version { major: 99, minor: 0 };
+
 /// The hello of a peer that the server does not know.
 fn unknown(purpose: u32) -> Hello {
     hello(purpose, [0; 16], 2)
 }
 
 #[test]
-fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
+fn unknown_peers_at_the_servers_sockets_are_refused_or_disconnected() -> Result<()> {
     attack("strangers", |rig| {
         for rubbish in [&b"GET / HTTP/1.1\r\nHost: gpu\r\n\r\n"[..], &[0; 500], &[0xff; 5000]] {
             let mut tcp = connect_tcp(rig.port)?;
@@ -646,7 +650,8 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
             ensure!(welcome.version == protocol::VERSION, "version {}", welcome.version);
             logged(&rig.server, &["refused", word])
         };
-        refused(Hello { version: 99, ..unknown(purpose::CONTROL) }, Answer::Version, "version 99")?;
+        refused(Hello { version: OTHER, ..unknown(purpose::CONTROL) }, Answer::Version, "version 99.0")?;
+        refused(Hello { fingerprint: 1, ..unknown(purpose::CONTROL) }, Answer::Version, "different sources")?;
         refused(unknown(77), Answer::Invalid, "purpose 77")?;
         refused(unknown(purpose::LOCAL), Answer::Invalid, "not served over tcp")?;
         // A token that nobody was given, and all zeros.
@@ -659,7 +664,7 @@ fn strangers_at_the_servers_ports_are_told_or_closed() -> Result<()> {
 
         // The first twelve bytes of another version's hello are enough to be told.
         let mut tcp = connect_tcp(rig.port)?;
-        tcp.write_all(&Hello { version: 2, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
+        tcp.write_all(&Hello { version: OTHER, ..unknown(purpose::CONTROL) }.as_bytes()[..12])?;
         ensure!(
             Answer::from_number(hear_welcome(&tcp)?.status) == Answer::Version,
             "another version's short hello"
@@ -759,7 +764,7 @@ fn a_bridge_that_breaks_the_link_loses_its_own_session() -> Result<()> {
             closed(&bridge).context(*name)?;
             logged(&rig.server, &["session lost", &format!("program=\"{name}\""), says])?;
         }
-        // Data for commands that will never come, and for pieces that a command does not have: nobody wants it. It harms nobody, and goes with the session.
+        // Data for commands that will never come, and for pieces that a command does not have. It does no harm and is dropped with the session.
         for (name, seq, piece) in [("data-nobody", 1_000_000, 0), ("data-piece", 3, 5)] {
             let bridge = open(name)?;
             begin_copy(&bridge)?;

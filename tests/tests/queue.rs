@@ -20,7 +20,7 @@ fn together(rig: &Rig, transport: Transport, name: &str, count: usize) -> Result
 }
 
 #[test]
-fn programs_wait_their_turn_and_say_so() -> Result<()> {
+fn programs_report_that_they_wait_in_the_queue() -> Result<()> {
     // No more contexts are made at a time than there are processors, so the last programs wait for several.
     let processors = std::thread::available_parallelism().map_or(1, usize::from).max(2);
     let rig = Rig::with("queue", &["--software-imitate", "context-ms=3000"], &[])?;
@@ -40,7 +40,7 @@ fn programs_wait_their_turn_and_say_so() -> Result<()> {
 }
 
 #[test]
-fn nvml_is_asked_while_programs_wait_and_has_no_context() -> Result<()> {
+fn nvml_works_without_a_context_while_programs_wait() -> Result<()> {
     let rig = Rig::with("queue-nvml", &["--workers", "0", "--software-imitate", "context-ms=600000"], &[])?;
     for transport in TRANSPORTS {
         let mut waiting = rig.program(transport, "vectorAdd")?.spawn()?;

@@ -290,7 +290,7 @@ fn eight_clients_at_once_get_their_own_data(bed: &Bed) -> Result<()> {
 }
 
 #[test]
-fn the_layer_carries_data_whole_and_notices_what_breaks() -> Result<()> {
+fn the_verbs_layer_delivers_data_intact_and_detects_failures() -> Result<()> {
     let machine = rdma::boot(Bed::builder()?)?;
     let mut bed = Bed::new(machine, rdma::SERVER.1, rdma::CLIENT.1)?;
     let mut parts = Parts::default();
@@ -717,7 +717,7 @@ fn a_hostile_server_loses_its_client(rgpu: &Rgpu) -> Result<()> {
 }
 
 #[test]
-fn every_program_runs_over_verbs_and_nobody_harms_another() -> Result<()> {
+fn every_program_runs_over_verbs_and_hostile_peers_harm_no_other_session() -> Result<()> {
     let rgpu = Rgpu::new(rdma::SERVER.1, rdma::CLIENT.1, rdma::boot(Rgpu::builder()?)?)?;
     let mut parts = Parts::default();
     for program in PROGRAMS {
@@ -777,7 +777,7 @@ fn a_function_taken_down_ends_the_program(rgpu: &Rgpu) -> Result<()> {
 }
 
 #[test]
-fn virtual_functions_carry_it_all() -> Result<()> {
+fn every_program_runs_over_virtual_functions() -> Result<()> {
     let machine = rdma::boot(rdma::with_virtual_functions(Rgpu::builder()?))?;
     rdma::virtual_function(&machine)?;
     let bed = Bed::new(machine, "rxepeer", rdma::FUNCTION)?;

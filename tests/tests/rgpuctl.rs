@@ -37,7 +37,7 @@ fn bench_measures_calls_and_copies_over_both_transports() -> Result<()> {
 }
 
 #[test]
-fn bench_says_what_is_missing_where_no_libcuda_is_installed() -> Result<()> {
+fn bench_reports_a_missing_libcuda() -> Result<()> {
     let mut command = Command::new(tree::binaries().join("rgpuctl"));
     let outcome = run(command.args(["bench", "--installed"]).env("LD_LIBRARY_PATH", "/nonexistent"), LIMIT)?;
     // A machine with a driver of its own has one.
@@ -64,7 +64,7 @@ fn traced(transport: &str, operation: &str) -> Result<(u64, Vec<Option<f64>>)> {
 }
 
 #[test]
-fn trace_shows_where_commands_were_in_every_process_that_carries_them() -> Result<()> {
+fn trace_shows_the_stages_of_commands_in_every_process() -> Result<()> {
     // Total; taken, received, begun, executed, answered, delivered, woken.
     let local = [true, false, false, true, true, true, false, true];
     for (transport, stages) in [("local", local), ("tcp", [true; 8])] {
@@ -81,7 +81,7 @@ fn trace_shows_where_commands_were_in_every_process_that_carries_them() -> Resul
 }
 
 #[test]
-fn a_private_server_makes_no_worker_that_nobody_uses() -> Result<()> {
+fn a_private_server_starts_no_unused_worker() -> Result<()> {
     let logs = tree::logs().join("rgpuctl-private");
     for transport in ["local", "tcp"] {
         let mut command = Command::new(tree::binaries().join("rgpuctl"));

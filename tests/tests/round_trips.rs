@@ -82,7 +82,7 @@ fn small_pageable_copies_to_the_device_need_no_round_trip() -> Result<()> {
 }
 
 #[test]
-fn synchronous_copies_between_a_kernel_and_work_beside_it_need_no_round_trip() -> Result<()> {
+fn synchronous_copies_while_other_work_runs_need_no_round_trip() -> Result<()> {
     no_round_trip("launch_and_copy")
 }
 
@@ -102,7 +102,7 @@ fn waits(transport: &str, program: &str, way: &[&str], few: u32, many: u32) -> R
 }
 
 #[test]
-fn questions_that_repeat_are_answered_in_the_process() -> Result<()> {
+fn repeated_queries_are_answered_in_the_process() -> Result<()> {
     for transport in ["local", "tcp"] {
         let [few, many] = waits(transport, "questions", &[], 16, 200)?;
         assert_eq!(few, many, "over {transport}: 184 more rounds made {} more round trips", many - few);
@@ -138,7 +138,7 @@ fn a_step_of_lammps_waits_once() -> Result<()> {
 }
 
 #[test]
-fn what_a_call_takes_is_put_down_to_its_function() -> Result<()> {
+fn the_time_of_a_call_is_counted_for_its_function() -> Result<()> {
     let lines = stats("local", "launches", 300)?;
     let launches = lines
         .iter()

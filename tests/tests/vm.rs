@@ -376,12 +376,12 @@ fn a_lost_host_side_is_told(transport: &'static str) -> Result<Bed> {
 }
 
 #[test]
-fn a_lost_host_side_is_told_in_the_guest_over_local() -> Result<()> {
+fn a_guest_program_reports_a_lost_host_over_local() -> Result<()> {
     a_lost_host_side_is_told("local").map(drop)
 }
 
 #[test]
-fn a_lost_host_side_is_told_in_the_guest_over_tcp() -> Result<()> {
+fn a_guest_program_reports_a_lost_host_over_tcp() -> Result<()> {
     let Bed { mut host, machine } = a_lost_host_side_is_told("tcp")?;
     // Nobody answers the next program either, until the guest is started anew.
     let output = machine.run("device_list", LONG)?;
@@ -395,7 +395,7 @@ fn a_lost_host_side_is_told_in_the_guest_over_tcp() -> Result<()> {
 }
 
 #[test]
-fn a_lost_daemon_is_told_to_a_process_of_the_host() -> Result<()> {
+fn a_native_program_reports_a_lost_daemon() -> Result<()> {
     for transport in ["local", "tcp"] {
         let mut host = Host::start(&format!("vm/native-{transport}"), Options::software(transport))?;
         let mut child = Command::new(programs::built("kill_me")?)
@@ -455,7 +455,7 @@ fn server_of_another_version() -> Result<u16> {
 }
 
 #[test]
-fn what_is_missing_is_said_in_one_line() -> Result<()> {
+fn a_missing_part_is_reported_in_one_line() -> Result<()> {
     let host = Host::start("vm/missing", Options::software("local"))?;
     let folder = tempfile::tempdir()?;
     let daemon = |name: &str, server: String| -> Result<Daemon> {

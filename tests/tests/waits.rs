@@ -32,7 +32,7 @@ fn passes(
 }
 
 #[test]
-fn a_call_that_waits_for_a_copy_gets_its_data_though_both_came_together() -> Result<()> {
+fn a_blocked_call_does_not_keep_the_data_it_needs_from_arriving() -> Result<()> {
     let mut rig = Rig::with("waits-batched", &["--software-imitate", "queue=64,waiting-calls"], &[])?;
     for mode in ["load", "symbol", "free", "malloc", "unload", "instantiate", "reset"] {
         for bytes in ["65536", "800000", "4194304"] {
@@ -46,7 +46,7 @@ fn a_call_that_waits_for_a_copy_gets_its_data_though_both_came_together() -> Res
 }
 
 #[test]
-fn many_short_copies_pass_through_a_queue_that_is_full() -> Result<()> {
+fn many_short_copies_pass_through_a_full_queue() -> Result<()> {
     let mut rig = Rig::with("waits-queue", &["--software-imitate", "queue=64"], &[])?;
     for transport in TRANSPORTS {
         passes(&rig, transport, "many_small_copies", &[], None)?;
@@ -92,7 +92,7 @@ fn seeds() -> Result<Vec<u32>> {
 }
 
 #[test]
-fn programs_pass_whatever_is_delayed() -> Result<()> {
+fn programs_pass_with_any_call_delayed() -> Result<()> {
     for seed in seeds()? {
         let imitate = format!("queue=600,waiting-calls,call-us=300,seed={seed}");
         let server = ["--software-imitate", imitate.as_str()];
@@ -159,7 +159,7 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, mut random: Random) {
 }
 
 #[test]
-fn a_program_that_is_killed_lets_go_of_calls_that_wait_for_it() -> Result<()> {
+fn killing_a_program_ends_driver_calls_that_wait_for_it() -> Result<()> {
     let mut rig = Rig::with("waits-killed", &["--software-imitate", "queue=8,waiting-calls"], &[])?;
     for transport in TRANSPORTS {
         passes(&rig, transport, "vectorAdd", &[], None)?;

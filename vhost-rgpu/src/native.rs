@@ -18,6 +18,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use protocol::device::{Answer, Extent, REGISTER_READ_ONLY, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
+use protocol::version::OURS;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::config::Native;
@@ -215,13 +216,9 @@ impl Connection<'_> {
         if magic != MAGIC {
             return Err(invalid(format!("a request begins with rGPUnatv, this one begins with {magic:#x}")));
         }
-        if version != protocol::VERSION {
-            let ours = protocol::VERSION;
-            let text = format!(
-                "the client speaks version {version} of rgpu, this host speaks version {ours}: install the same release on both"
-            );
-            return Err(Refusal(Answer::Version, text));
-        }
+        OURS.check_major(version).map_err(|mismatch| {
+            Refusal(Answer::Version, mismatch.describe("the client's libraries speak", "this host speaks"))
+        })?;
         match kind {
             request::CREATE_CHANNEL => {
                 if self.channel.is_some() {

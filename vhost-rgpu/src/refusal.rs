@@ -23,7 +23,7 @@ pub fn no_resources(text: impl Into<String>) -> Refusal {
 impl From<MemoryError> for Refusal {
     fn from(e: MemoryError) -> Refusal {
         let answer = match &e {
-            MemoryError::Geometry(GeometryError::Version { .. }) => Answer::Version,
+            MemoryError::Geometry(GeometryError::Version(_)) => Answer::Version,
             MemoryError::Map { .. } | MemoryError::Doorbell { .. } => Answer::NoResources,
             _ => Answer::Invalid,
         };

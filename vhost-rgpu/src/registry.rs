@@ -101,7 +101,7 @@ impl Registry {
         json!({
             "daemon": "vhost-rgpu",
             "version": env!("CARGO_PKG_VERSION"),
-            "protocol": protocol::VERSION,
+            "protocol": protocol::VERSION.to_string(),
             "process": std::process::id(),
             "seconds": self.started.elapsed().as_secs(),
             "sessions_opened": load(&self.totals.opened),

@@ -22,6 +22,7 @@ use protocol::link::{Ack, Hello, Memory, frame, wish};
 use protocol::native::Request;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamSynchronize;
+use protocol::version::Version;
 use test_kit::channel::{self, in_a_file};
 use test_kit::link::welcome;
 use test_kit::native_client::{NativeClient, create_channel};
@@ -141,7 +142,7 @@ fn a_program_sends_commands_and_data_and_sleeps_for_answers() {
 }
 
 #[test]
-fn status_tells_of_sessions_and_counters() {
+fn the_status_shows_sessions_and_counters() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let mut channel = Client::open(&daemon.native());
@@ -166,7 +167,7 @@ fn status_tells_of_sessions_and_counters() {
 }
 
 #[test]
-fn what_makes_no_sense_is_answered_and_nothing_else_happens() {
+fn malformed_requests_are_refused_and_affect_nothing_else() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let mut bystander = Client::open(&daemon.native());
@@ -177,7 +178,12 @@ fn what_makes_no_sense_is_answered_and_nothing_else_happens() {
     let native = NativeClient::connect(&daemon.native()).unwrap();
     let cases: [(Request, &[&OwnedFd], Answer, &str); 13] = [
         (Request { magic: 1, ..good }, &[&file], Answer::Invalid, "rGPUnatv"),
-        (Request { version: 9, ..good }, &[&file], Answer::Version, "version 9"),
+        (
+            Request { version: Version { major: 9, minor: 1 }, ..good },
+            &[&file],
+            Answer::Version,
+            "version 9.1",
+        ),
         (Request { kind: 77, ..good }, &[&file], Answer::Unsupported, "77"),
         (good, &[], Answer::Invalid, "one file descriptor"),
         (good, &[&file, &file], Answer::Invalid, "one file descriptor"),
@@ -221,7 +227,7 @@ fn a_lost_session_closes_its_clients_connection_and_wakes_its_sleepers() {
 }
 
 #[test]
-fn a_client_that_spoils_its_doorbell_spoils_only_its_own() {
+fn a_client_that_breaks_its_doorbell_affects_only_itself() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let channel = Client::open(&daemon.native());
@@ -239,7 +245,7 @@ fn a_client_that_spoils_its_doorbell_spoils_only_its_own() {
 }
 
 #[test]
-fn a_client_in_a_servers_queue_finds_its_place_in_its_channel_and_then_its_session() {
+fn a_waiting_client_finds_its_position_in_its_channel_and_then_its_session() {
     let server = FakeServer::start(Behavior { queue: &[5, 4], ..Behavior::default() });
     let daemon = Daemon::serving(&server);
     let (_native, view) = ask_patiently(&daemon.native());
@@ -250,7 +256,7 @@ fn a_client_in_a_servers_queue_finds_its_place_in_its_channel_and_then_its_sessi
 }
 
 #[test]
-fn a_client_that_waits_in_vain_is_told_why_and_one_that_leaves_is_taken_out_of_the_queue() {
+fn a_waiting_client_learns_why_it_is_refused_and_leaves_the_queue_when_it_disconnects() {
     let refusal = Some((Answer::NoResources, "nobody is served here"));
     let server = FakeServer::start(Behavior { queue: &[1], answer: refusal, ..Behavior::default() });
     // A refusal that follows at once: the answer may be the queue's or the refusal's, and the channel says the rest.
@@ -271,7 +277,7 @@ fn a_client_that_waits_in_vain_is_told_why_and_one_that_leaves_is_taken_out_of_t
 }
 
 #[test]
-fn without_a_server_the_client_is_told_which_one_is_missing() {
+fn without_a_server_the_client_is_told_its_address() {
     let daemon = Daemon::start(&["--server", "tcp:127.0.0.1:1"]);
     let (native, _view) = ask(&daemon.native(), 0);
     let (answer, reason, _) = native.response().unwrap().unwrap();
@@ -281,7 +287,7 @@ fn without_a_server_the_client_is_told_which_one_is_missing() {
 }
 
 #[test]
-fn the_limit_on_clients_is_said() {
+fn a_client_beyond_the_limit_is_told_the_limit() {
     let server = FakeServer::good();
     let daemon = Daemon::start(&["--server", &server.address.to_string(), "--max-channels", "1"]);
     let first = Client::open(&daemon.native());
@@ -326,7 +332,7 @@ fn stuck_server(path: &Path) {
 }
 
 #[test]
-fn a_server_that_never_lets_go_does_not_keep_the_daemon() {
+fn a_server_that_never_releases_memory_does_not_block_the_daemon() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.sock");
     stuck_server(&path);
@@ -343,7 +349,7 @@ fn a_server_that_never_lets_go_does_not_keep_the_daemon() {
 }
 
 #[test]
-fn after_kill_dash_nine_the_next_daemon_takes_the_sockets_over_but_not_from_a_living_one() {
+fn a_daemon_takes_over_sockets_of_a_killed_one_but_not_of_a_running_one() {
     let server = FakeServer::good();
     let mut daemon = Daemon::serving(&server);
     let mut other = daemon.again(&["--server", &server.address.to_string()]);
@@ -396,7 +402,7 @@ fn clients_that_come_and_go_leave_nothing_behind() {
 }
 
 #[test]
-fn systemds_socket_is_served_and_left_in_place() {
+fn a_socket_from_systemd_is_served_and_left_in_place() {
     let server = FakeServer::good();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("activated.sock");

@@ -374,7 +374,7 @@ fn a_wake_waits_for_a_buffer_and_is_delivered_once() {
 }
 
 #[test]
-fn whatever_is_malformed_is_answered_and_the_device_goes_on() {
+fn malformed_requests_are_answered_and_the_device_continues() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(1);
@@ -453,7 +453,7 @@ fn a_malformed_command_ends_its_channel_and_no_other() {
 }
 
 #[test]
-fn a_request_that_takes_long_holds_up_no_other() {
+fn a_slow_request_delays_no_other() {
     let server = FakeServer::start(Behavior { hold_data: true, ..Behavior::default() });
     let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
@@ -527,7 +527,7 @@ fn a_channel_that_waited_learns_how_it_ended() {
 }
 
 #[test]
-fn a_reset_ends_every_channel_and_the_device_starts_anew() {
+fn a_reset_ends_every_channel_and_the_device_can_be_used_again() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let mut guest = Guest::connect(&daemon);
@@ -544,7 +544,7 @@ fn a_reset_ends_every_channel_and_the_device_starts_anew() {
 }
 
 #[test]
-fn new_memory_does_not_disturb_sessions_in_the_old_one() {
+fn a_new_memory_table_does_not_disturb_running_sessions() {
     let daemon = Daemon::serving(&FakeServer::good());
     let mut guest = Guest::connect(&daemon);
     let mut channel = guest.create(0);
@@ -558,7 +558,7 @@ fn new_memory_does_not_disturb_sessions_in_the_old_one() {
 }
 
 #[test]
-fn a_vmm_that_vanishes_takes_its_sessions_along_and_the_next_one_is_served() {
+fn sessions_end_with_their_vmm_and_the_next_vmm_is_served() {
     let server = FakeServer::good();
     let daemon = Daemon::serving(&server);
     let once = |daemon: &Daemon| {

@@ -117,6 +117,18 @@ impl Call {
         Ok(sink)
     }
 
+    /// Writes `bytes` to the command's next piece of output if they fit there.
+    pub fn write_if_it_fits(&mut self, room: HostOut, bytes: &[u8]) -> Result<(), Status> {
+        if bytes.len() as u64 > room.0.len {
+            return Ok(());
+        }
+        match self.output(room)? {
+            Sink::Mapped(mapped) => mapped.write(0, bytes),
+            Sink::Outgoing(outgoing) => outgoing.write(bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
+        }
+        Ok(())
+    }
+
     /// What publishes errors to the client.
     pub fn errors(&self) -> Errors {
         Errors::new(Arc::clone(&self.client))

@@ -6,17 +6,25 @@
 //!
 //! The dispatcher's thread makes all of these calls, one at a time. None of them may wait for work on the device.
 
+use std::borrow::Cow;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
 use protocol::Status;
 use protocol::handle::{ContextId, StreamId, TicketId};
+use protocol::ops::array::{ArrayShape, Resource, Sampling, View};
+use protocol::ops::copy::Pitched;
 use protocol::ops::device::{DeviceInfoReply, PeerInfoReply};
 use protocol::ops::event::{EventElapsedReply, EventSynchronizeReply};
-use protocol::ops::launch::LaunchAttribute;
+use protocol::ops::launch::{Launch, LaunchAttribute};
 use protocol::ops::memory::{HostMap, HostMirror, HostMirrorReply};
+use protocol::ops::module::{
+    JitOption, ModuleGetGlobalReply, OccupancyAvailableShared, OccupancyMaxActiveBlocks,
+    OccupancyMaxActiveClusters, OccupancyMaxPotentialClusterSize,
+};
 use protocol::ops::stream::MemoryOp;
+use protocol::ops::texture::{TensorMapIm2col, TensorMapReplaceAddress, TensorMapTiled};
 use protocol::ops::{Answer, MayBlock};
 
 use super::Unavailable;
@@ -24,11 +32,22 @@ use super::beside::Beside;
 use super::call::Call;
 use super::output::Output;
 use super::quota::Quota;
+use super::rows::Rows;
 use super::space::{Mapping, Space};
 use super::streams::Streams;
 
 /// The devices of one session.
-pub trait Gpu: GpuMemory + GpuHostMemory + GpuStreams + Sized + Send {
+pub trait Gpu:
+    GpuMemory
+    + GpuHostMemory
+    + GpuStreams
+    + GpuModules
+    + GpuArrays
+    + GpuTensorMaps
+    + GpuGreenContexts
+    + Sized
+    + Send
+{
     /// The backend's name: `cuda` or `software`.
     const NAME: &'static str;
 
@@ -44,8 +63,8 @@ pub trait Gpu: GpuMemory + GpuHostMemory + GpuStreams + Sized + Send {
     /// A client has come. Called once, before its first command; perhaps from another thread than [`warm`](Gpu::warm) was.
     fn begin(&mut self, client: &Arc<dyn Client>);
 
-    /// See [`Backend::may_wait`](super::Backend::may_wait).
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool;
+    /// Whether the driver's call for a command may wait now, for what its entry says that it may wait for. `is_first_launch` says of a launch whether it is the first of its function.
+    fn may_wait(&self, may_block: MayBlock, is_first_launch: impl FnOnce() -> bool) -> bool;
 
     /// What other threads may use, for those.
     fn beside(&self) -> &Arc<Self::Beside>;
@@ -127,9 +146,6 @@ pub trait Gpu: GpuMemory + GpuHostMemory + GpuStreams + Sized + Send {
         Err(Status::NOT_SUPPORTED)
     }
 
-    /// Whether there are modules.
-    fn has_modules(&self) -> bool;
-
     /// Called before the calls for which NVIDIA's driver may wait until the device is idle, so that a backend can imitate that for tests.
     fn before_waiting_call(&mut self, _streams: &Streams<Self::Stream>, _device: u32) -> Result<(), Status> {
         Ok(())
@@ -176,8 +192,10 @@ pub trait GpuMemory {
         Ok(())
     }
 
-    /// Whether `len` bytes from `address`, outside all windows, are a variable of a module on a device.
-    fn has_variable(&self, address: u64, len: u64, device: u32) -> bool;
+    /// Whether `len` bytes from `address`, outside all windows, are memory on a device that the session need not know of: a variable that the client has not asked for.
+    fn knows(&self, _address: u64, _len: u64, _device: u32) -> bool {
+        false
+    }
 
     /// Reserves addresses of [`SPACE`](protocol::ops::memory::SPACE).
     fn reserve(&mut self, address: u64, size: u64) -> Result<(), Status>;
@@ -432,4 +450,382 @@ pub trait GpuStreams {
     fn query_event(&mut self, _context: ContextId, _event: &Self::Event) -> Result<bool, Status> {
         Err(Status::NOT_SUPPORTED)
     }
+}
+
+/// One end of a copy that concerns an array. It lies inside.
+pub enum CopyEnd<'a, A> {
+    /// A box in an array that has its memory.
+    Array {
+        /// The array.
+        array: &'a A,
+        /// Its shape.
+        shape: &'a ArrayShape,
+        /// Where the box begins: byte of a row, row, slice.
+        at: [u64; 3],
+    },
+    /// Rows of memory.
+    Memory {
+        /// Where they are.
+        memory: &'a Pitched,
+        /// The device through which they are reached.
+        device: u32,
+    },
+}
+
+/// What a texture is of.
+pub enum TextureSource<'a, G: GpuArrays + ?Sized> {
+    /// An array, or a level of a mipmapped one.
+    Array {
+        /// The array.
+        array: &'a G::Array,
+        /// Its shape.
+        shape: &'a ArrayShape,
+    },
+    /// A mipmapped array.
+    Mipmapped {
+        /// The array.
+        array: &'a G::Mipmapped,
+        /// The shape of its first level.
+        shape: &'a ArrayShape,
+        /// How many levels it has.
+        levels: u32,
+    },
+    /// Memory of the session's.
+    Memory {
+        /// As the client describes it.
+        resource: &'a Resource,
+        /// Its rows.
+        memory: Rows,
+        /// Whether it has one dimension.
+        is_linear: bool,
+    },
+}
+
+/// An array of either kind.
+pub enum AnyArray<'a, G: GpuArrays + ?Sized> {
+    /// One that has elements of its own, or a level.
+    Plain(&'a G::Array),
+    /// A mipmapped one.
+    Mipmapped(&'a G::Mipmapped),
+}
+
+/// Arrays, textures and surfaces. Contexts were entered.
+pub trait GpuArrays: GpuStreams {
+    /// An array, or a level of a mipmapped one.
+    type Array: Send;
+    /// A mipmapped array.
+    type Mipmapped: Send;
+
+    /// Bytes that an array of this shape takes, with so many levels; 0 levels: it is not mipmapped.
+    ///
+    /// # Errors
+    /// Whatever the GPU says of a shape that its arrays cannot have.
+    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64, Status>;
+
+    /// Makes an array that takes `bytes`; none yet if its memory is mapped later.
+    fn make_array(
+        &mut self,
+        context: ContextId,
+        shape: &ArrayShape,
+        bytes: u64,
+    ) -> Result<Self::Array, Status>;
+
+    /// The same for a mipmapped array.
+    fn make_mipmapped(
+        &mut self,
+        context: ContextId,
+        shape: &ArrayShape,
+        levels: u32,
+        bytes: u64,
+    ) -> Result<Self::Mipmapped, Status>;
+
+    /// A level of a mipmapped array whose first level has this shape. It goes with the mipmapped array.
+    fn array_level(
+        &mut self,
+        context: ContextId,
+        array: &Self::Mipmapped,
+        shape: &ArrayShape,
+        level: u32,
+    ) -> Result<Self::Array, Status>;
+
+    /// An array that is no level is out of the session's table. The client has waited for the work that uses it.
+    fn destroy_array(&mut self, context: ContextId, array: Self::Array) -> Result<(), Status>;
+
+    /// The same for a mipmapped array.
+    fn destroy_mipmapped(&mut self, context: ContextId, array: Self::Mipmapped) -> Result<(), Status>;
+
+    /// Enqueues a copy of a box that is not empty.
+    fn copy_array(
+        &self,
+        cx: &Call,
+        place: &Self::Place,
+        src: &CopyEnd<'_, Self::Array>,
+        dst: &CopyEnd<'_, Self::Array>,
+        extent: [u64; 3],
+    ) -> Result<(), Status>;
+
+    /// Makes a texture; the number by which kernels know it.
+    fn make_texture(
+        &self,
+        context: ContextId,
+        source: &TextureSource<'_, Self>,
+        sampling: &Sampling,
+        view: Option<&View>,
+    ) -> Result<u64, Status>;
+
+    /// A texture is out of the session's table.
+    fn destroy_texture(&mut self, context: ContextId, device: u32, texture: u64) -> Result<(), Status>;
+
+    /// Makes a surface; the number by which kernels know it.
+    fn make_surface(
+        &self,
+        context: ContextId,
+        array: &Self::Array,
+        shape: &ArrayShape,
+    ) -> Result<u64, Status>;
+
+    /// A surface is out of the session's table.
+    fn destroy_surface(&mut self, context: ContextId, device: u32, surface: u64) -> Result<(), Status>;
+
+    /// The context of a texture or a surface is gone.
+    fn forget_texture(&mut self, _device: u32, _handle: u64) {}
+
+    /// Texels that a texture of linear memory can have.
+    fn linear_width(&mut self, device: u32, format: u32, channels: u32) -> Result<u64, Status>;
+
+    /// Bytes, and their alignment, of the memory that an array of so many levels needs.
+    fn array_requirements(
+        &self,
+        context: ContextId,
+        device: u32,
+        array: AnyArray<'_, Self>,
+        shape: &ArrayShape,
+        levels: u32,
+    ) -> Result<(u64, u64), Status>;
+}
+
+/// Tensor maps. Contexts were entered, and the lists of a request have the lengths that its rank says.
+pub trait GpuTensorMaps {
+    /// `cuTensorMapEncodeTiled`.
+    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128], Status>;
+
+    /// `cuTensorMapEncodeIm2col`.
+    fn tensor_map_im2col(&self, _op: &TensorMapIm2col) -> Result<[u8; 128], Status> {
+        Err(Status::NOT_SUPPORTED)
+    }
+
+    /// `cuTensorMapReplaceAddress`.
+    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status>;
+}
+
+/// Green contexts, and the parts of devices that they have.
+pub trait GpuGreenContexts: GpuStreams {
+    /// A part of a device, a value.
+    type Part: Clone + PartialEq + Send;
+    /// A descriptor of parts.
+    type PartDescriptor: Send;
+    /// A green context.
+    type Green: Send;
+
+    /// A part as the client sees it: its kind, 0 for none, and what its kind tells.
+    fn tell_part(part: &Self::Part) -> (u32, [u32; 3]);
+
+    /// All of a device that is of a kind.
+    fn device_part(&mut self, device: u32, kind: u32) -> Result<Self::Part, Status>;
+
+    /// All of a green context that is of a kind.
+    fn green_part(&mut self, green: &Self::Green, kind: u32) -> Result<Self::Part, Status>;
+
+    /// Splits a part: how many groups of at least `least` there are, these groups, and what is left. `groups` is how many are wanted at most; `None` asks only how many there would be.
+    fn split_part(
+        &mut self,
+        part: &Self::Part,
+        groups: Option<u32>,
+        flags: u32,
+        least: u32,
+    ) -> Result<(u32, Vec<Self::Part>, Self::Part), Status>;
+
+    /// Describes parts together.
+    fn describe_parts(&mut self, parts: Vec<Self::Part>) -> Result<Self::PartDescriptor, Status>;
+
+    /// Makes a green context.
+    fn make_green(
+        &mut self,
+        device: u32,
+        descriptor: &Self::PartDescriptor,
+        flags: u32,
+    ) -> Result<Self::Green, Status>;
+
+    /// A green context is out of the session's table, and has no streams.
+    fn destroy_green(&mut self, device: u32, green: Self::Green) -> Result<(), Status>;
+
+    /// The device of a green context is about to be reset. Its streams are forgotten.
+    fn forget_green(&mut self, green: Self::Green);
+
+    /// Makes a stream in a green context.
+    fn green_stream(
+        &mut self,
+        id: StreamId,
+        device: u32,
+        green: &Self::Green,
+        priority: i32,
+    ) -> Result<Self::Stream, Status>;
+}
+
+/// What came of a module's load.
+pub struct Loaded<M, F> {
+    /// The module and its functions, in the order of its table; or the status that the image is refused with.
+    pub module: Result<(M, Vec<F>), Status>,
+    /// Whether a kernel of it may print.
+    pub prints: bool,
+    /// What the compiler says: its messages, its errors.
+    pub logs: [String; 2],
+}
+
+/// An input of the linker.
+pub struct LinkInput<'a> {
+    /// `CUjitInputType`, one that exists.
+    pub kind: u32,
+    /// Its bytes. PTX ends in a NUL.
+    pub data: Vec<u8>,
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// Its options.
+    pub options: &'a [JitOption],
+}
+
+/// Modules, their functions and variables, launches, and the linker. Contexts were entered.
+pub trait GpuModules: GpuStreams {
+    /// A module.
+    type Module: Send;
+    /// A function of a module.
+    type Function: Send;
+    /// A linker at work.
+    type Link: Send;
+    /// A place in a stream for a launch.
+    type LaunchPlace;
+    /// Most bytes of an image.
+    const MAX_IMAGE: u64;
+
+    /// Loads an image.
+    fn load_module(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        image: Vec<u8>,
+        options: &[JitOption],
+    ) -> Result<Loaded<Self::Module, Self::Function>, Status>;
+
+    /// The wire form of a module's [`FunctionTable`](protocol::ops::module::FunctionTable).
+    fn function_table<'a>(
+        module: &'a Self::Module,
+        functions: impl Iterator<Item = &'a Self::Function>,
+    ) -> Cow<'a, [u8]>
+    where
+        Self::Function: 'a;
+
+    /// A module is out of the session's table. Its kernels may still run.
+    fn unload_module(
+        &mut self,
+        streams: &mut Streams<Self::Stream>,
+        context: ContextId,
+        device: u32,
+        module: Self::Module,
+        functions: Vec<Self::Function>,
+    ) -> Result<(), Status>;
+
+    /// A variable of a module.
+    fn module_global(
+        &mut self,
+        context: ContextId,
+        module: &Self::Module,
+        name: &str,
+    ) -> Result<ModuleGetGlobalReply, Status>;
+
+    /// Sets an attribute of a function.
+    fn set_function_attribute(
+        &mut self,
+        context: ContextId,
+        function: &mut Self::Function,
+        attribute: u32,
+        value: i32,
+    ) -> Result<(), Status>;
+
+    /// A function's attributes, by number from 0.
+    fn function_attributes(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+    ) -> Result<Vec<i32>, Status>;
+
+    /// `cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags`.
+    fn max_active_blocks(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveBlocks,
+    ) -> Result<i32, Status>;
+
+    /// `cuOccupancyAvailableDynamicSMemPerBlock`.
+    fn available_shared(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyAvailableShared,
+    ) -> Result<u64, Status>;
+
+    /// `cuOccupancyMaxActiveClusters`.
+    fn max_active_clusters(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxActiveClusters,
+    ) -> Result<i32, Status>;
+
+    /// `cuOccupancyMaxPotentialClusterSize`.
+    fn max_cluster_size(
+        &mut self,
+        context: ContextId,
+        function: &Self::Function,
+        op: &OccupancyMaxPotentialClusterSize,
+    ) -> Result<i32, Status>;
+
+    /// As [`enter_stream`](GpuStreams::enter_stream), for a launch: the most frequent of all operations.
+    fn enter_to_launch(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<Self::Stream>,
+        id: StreamId,
+    ) -> Result<Self::LaunchPlace, Status>;
+
+    /// Enqueues a launch of a function of the place's context. The stream in `op` says nothing.
+    fn launch(
+        &mut self,
+        place: &Self::LaunchPlace,
+        function: &mut Self::Function,
+        op: &Launch<'_>,
+    ) -> Result<(), Status>;
+
+    /// Makes a linker.
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Self::Link, Status>;
+
+    /// Adds an input: its result and what the linker has said until now, messages and errors.
+    fn link_add(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+        input: LinkInput<'_>,
+    ) -> Result<(Status, [String; 2]), Status>;
+
+    /// Links, if that is not done yet; answers as [`link_add`](GpuModules::link_add).
+    fn link_complete(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        link: &mut Self::Link,
+    ) -> Result<(Status, [String; 2]), Status>;
+
+    /// The image that came of it.
+    fn link_image(link: &Self::Link) -> Option<&[u8]>;
 }

@@ -34,8 +34,8 @@ use protocol::ops::MayBlock;
 
 use self::quota::Quota;
 use self::session::Session;
-use crate::cli::{Backend as Choice, Backing};
-use crate::share::Broker;
+use crate::config::{Backend as Choice, Backing};
+use crate::cuda_ipc::Broker;
 
 /// What a worker runs its session on.
 pub trait Backend: protocol::ops::Driver<Call> + Send {

@@ -20,7 +20,7 @@ use super::call::Call;
 use super::cuda::{self, nvml::Nvidia};
 use super::quota::Quota;
 use super::software::nvml::Devices;
-use crate::cli::{Backend, Backing};
+use crate::config::{Backend, Backing};
 
 /// The devices of one session, as NVML describes them. Errors are statuses of NVML's own.
 pub trait Answers: Send {

@@ -10,7 +10,7 @@ use protocol::Status;
 use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
 use super::quota::{Charge, Quota};
-use crate::share::Token;
+use crate::cuda_ipc::Token;
 
 /// Memories, and reservations, of a session at most.
 const MOST: usize = 1 << 17;

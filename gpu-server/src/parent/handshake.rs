@@ -1,4 +1,4 @@
-//! The first message of a connection, and where the connection goes.
+//! The first message of a connection, which decides where the connection goes.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 
 use host_bridge::framing::send_frame;
 use nix::sys::socket::{MsgFlags, Shutdown, send, shutdown};
-use protocol::VERSION;
 use protocol::device::{Answer, text, untext};
-use protocol::link::{Hello, MAGIC, Welcome, frame, purpose, wish};
-use zerocopy::{FromZeros, IntoBytes};
+use protocol::link::{BadGreeting, Hello, MAGIC, Welcome, frame, greeting, purpose, wish};
+use protocol::version::{Mismatch, OURS};
+use zerocopy::IntoBytes;
 
 use super::queue::{Parked, join};
 use super::{Server, Token};
-use crate::ipc::{Kind, ToWorker, Transport};
-use crate::share::random_token;
+use crate::cuda_ipc::random_token;
+use crate::worker_protocol::{Kind, ToWorker, Transport};
 
-/// A client has this long to say hello.
+/// How long a client may take to send its hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// Data connections of a session, if the client has no wish; and at most.
+/// Data connections of a session: the default, and the maximum.
 const DATA_CONNECTIONS: (u32, u32) = (4, 16);
 
 /// A connection.
@@ -56,13 +56,13 @@ impl Control {
         }
     }
 
-    /// Sends a welcome, or an error if the client has left so much unread that there is no room for it. Never blocks.
-    pub(super) fn say(&self, welcome: &Welcome) -> io::Result<()> {
+    /// Sends a welcome. Never blocks: if the client has left so much unread that there is no room, this is an error.
+    pub(super) fn send_welcome(&self, welcome: &Welcome) -> io::Result<()> {
         let bytes = welcome.as_bytes();
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         match send(self.as_fd().as_raw_fd(), bytes, flags)? {
             n if n == bytes.len() => Ok(()),
-            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read what it is told")),
+            _ => Err(io::Error::new(io::ErrorKind::WouldBlock, "the client does not read")),
         }
     }
 
@@ -74,29 +74,35 @@ impl Control {
         }
     }
 
-    /// Tells the client that its session is over, in place of a worker that cannot.
+    /// Tells the client that its session is over, on behalf of a worker that no longer can.
     pub(super) fn bye(&self, reason: &str) {
-        // The client may be gone too, or read nothing any more: then the closed connection tells it.
+        // If the client is gone or does not read, it learns of the end by the closed connection.
         let _ = self.limit(None, Some(Duration::from_secs(1)));
         let _ = send_frame(self.as_fd(), frame::BYE, &[reason.as_bytes()], &[]);
     }
 
-    /// Ends the connection, also for a thread that reads from it.
+    /// Closes the connection for both sides, which also wakes a thread that reads from it.
     pub(super) fn shut_down(&self) {
         // It may be closed already.
         let _ = shutdown(self.as_fd().as_raw_fd(), Shutdown::Both);
     }
 }
 
-/// A refusal: what, and why.
+/// A refusal: the answer and the reason.
 pub(super) struct Refused(pub(super) Answer, pub(super) String);
 
-/// Serves one new connection as far as its handshake goes. `heard` is called once the client has said hello, or will not.
+/// Performs the handshake of a new connection. Calls `heard` when the client has sent its hello or failed to.
 pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str, heard: impl FnOnce()) {
     let hello = hello(connection);
     heard();
     let hello = match hello {
-        Ok(hello) => hello,
+        Ok(Ok(hello)) => hello,
+        Ok(Err(mismatch)) => {
+            let reason = mismatch.describe("the client speaks", "this server speaks");
+            // Who the client is stands in a part of its hello that another version may have elsewhere.
+            refuse(connection, peer, "", "", &Refused(Answer::Version, reason));
+            return;
+        }
         Err(e) => {
             tracing::info!(peer, "connection closed in its handshake: {e}");
             return;
@@ -112,19 +118,20 @@ pub(super) fn serve(server: &Arc<Server>, connection: &Arc<Control>, peer: &str,
     }
 }
 
-/// Tells a client why it gets no session.
+/// Tells a client why it is refused.
 pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &str, refused: &Refused) {
     let Refused(answer, reason) = refused;
     tracing::info!(peer, client, program, "refused: {reason}");
     // The client may be gone already.
-    let _ = connection.say(&welcome(*answer, [0; 16], 0, reason));
+    let _ = connection.send_welcome(&welcome(*answer, [0; 16], 0, reason));
 }
 
-fn hello(connection: &Control) -> io::Result<Hello> {
+/// Reads a client's hello. The inner error is a refusal that the client is told.
+fn hello(connection: &Control) -> io::Result<Result<Hello, Mismatch>> {
     let deadline = Instant::now() + HELLO_WITHIN;
-    let mut hello = Hello::new_zeroed();
+    let mut bytes = [0; size_of::<Hello>()];
     let mut at = 0;
-    while at < size_of::<Hello>() {
+    loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::Error::new(
@@ -133,7 +140,7 @@ fn hello(connection: &Control) -> io::Result<Hello> {
             ));
         }
         connection.limit(Some(left), Some(HELLO_WITHIN))?;
-        match connection.read(&mut hello.as_mut_bytes()[at..]) {
+        match connection.read(&mut bytes[at..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(n) => at += n,
             Err(e)
@@ -143,25 +150,18 @@ fn hello(connection: &Control) -> io::Result<Hello> {
                 ) => {}
             Err(e) => return Err(e),
         }
-        if at >= 8 && hello.magic != MAGIC {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak rgpu"));
-        }
-        // Another version's hello may be shorter: it is answered as soon as its version is known.
-        if at >= 12 && hello.version != VERSION {
-            break;
+        match greeting(&bytes[..at], &OURS) {
+            Ok(None) => {}
+            Ok(Some((hello, _))) => return Ok(Ok(hello)),
+            Err(BadGreeting::Version(mismatch)) => return Ok(Err(mismatch)),
+            Err(BadGreeting::Magic(_)) => {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak rgpu"));
+            }
         }
     }
-    Ok(hello)
 }
 
 fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
-    if hello.version != VERSION {
-        let reason = format!(
-            "the client speaks version {} of rgpu, this server speaks version {VERSION}: install the same release on both",
-            hello.version
-        );
-        return Err(Refused(Answer::Version, reason));
-    }
     match (connection, hello.purpose) {
         (Control::Tcp(_), purpose::CONTROL | purpose::DATA | purpose::VERBS)
         | (Control::Local(_), purpose::LOCAL) => Ok(()),
@@ -172,12 +172,13 @@ fn check(connection: &Control, hello: &Hello) -> Result<(), Refused> {
     }
 }
 
-/// A welcome, or a refusal.
+/// A welcome or a refusal, as a message.
 pub(super) fn welcome(answer: Answer, token: Token, data_connections: u32, reason: &str) -> Welcome {
     Welcome {
         magic: MAGIC,
-        version: VERSION,
+        version: OURS.version(),
         status: answer as u32,
+        fingerprint: OURS.fingerprint(),
         token,
         data_connections,
         ahead: 0,
@@ -192,15 +193,15 @@ fn route_data(server: &Server, connection: &Control, hello: &Hello) -> Result<()
     let worker = worker.ok_or_else(unknown)?;
     let failed = |e: io::Error| Refused(Answer::NoResources, format!("the session's worker is gone: {e}"));
     connection.limit(None, None).map_err(failed)?;
-    // The answer goes first: once the worker has the connection, it may send data on it.
-    connection.say(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
+    // The answer is sent first: once the worker has the connection, it may send data on it.
+    connection.send_welcome(&welcome(Answer::Ok, hello.token, 0, "")).map_err(failed)?;
     if let Err(e) = worker.send(&ToWorker::Data, connection.as_fd()) {
-        tracing::debug!("a data connection for a worker that is gone: {e}");
+        tracing::debug!("a data connection came for a worker that is gone: {e}");
     }
     Ok(())
 }
 
-/// Puts a session's client into the queue, where it is served at once if a worker is ready.
+/// Puts a client into the queue. It is served at once if a worker is ready.
 fn open_session(
     server: &Server,
     connection: &Arc<Control>,
@@ -208,7 +209,7 @@ fn open_session(
     peer: &str,
 ) -> Result<(), Refused> {
     let failed = |what: &str, e: io::Error| Refused(Answer::NoResources, format!("{what}: {e}"));
-    let token = random_token().map_err(|e| failed("no random numbers", e))?;
+    let token = random_token().map_err(|e| failed("cannot read random numbers", e))?;
     let (transport, data_connections) = match &**connection {
         Control::Local(_) => (Transport::Local, 0),
         Control::Tcp(_) if hello.purpose == purpose::VERBS => {

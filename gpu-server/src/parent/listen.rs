@@ -15,10 +15,10 @@ use host_bridge::framing::Address;
 use super::Server;
 use super::handshake::{self, Control};
 
-/// Connections whose first message is awaited, at most. When more come, the one that has been silent for longest is closed.
+/// Maximum number of connections that have not sent their first message. When more come, the oldest of them is closed.
 const MAX_HANDSHAKES: usize = 512;
 
-/// Connections whose first message is awaited, by number, in the order in which they came.
+/// Connections that have not sent their first message, by number, in order of arrival.
 static SILENT: Mutex<BTreeMap<u64, Arc<Control>>> = Mutex::new(BTreeMap::new());
 
 /// Socket files of this daemon, removed when it ends.
@@ -28,13 +28,13 @@ pub(super) struct Files(Vec<PathBuf>);
 impl Drop for Files {
     fn drop(&mut self) {
         for path in &self.0 {
-            // Removed by somebody else: as good.
+            // Another process may have removed it.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// The addresses, for people.
+/// The addresses, for display.
 pub(super) fn addresses(all: &[Address]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
@@ -73,15 +73,15 @@ pub(super) fn start(server: &Arc<Server>, files: &mut Files) -> anyhow::Result<(
     Ok(())
 }
 
-/// Binds a Unix socket, in place of one that nobody listens at any more.
+/// Binds a Unix socket, replacing a stale one.
 pub(super) fn bind_unix(path: &Path, files: &mut Files) -> anyhow::Result<UnixListener> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)
-            .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+            .with_context(|| format!("cannot create the folder {}", folder.display()))?;
     }
     if path.exists() {
         if UnixStream::connect(path).is_ok() {
-            anyhow::bail!("cannot listen at {}: another process does", path.display());
+            anyhow::bail!("cannot listen at {}: another process does already", path.display());
         }
         std::fs::remove_file(path).with_context(|| format!("cannot replace {}", path.display()))?;
     }
@@ -97,8 +97,8 @@ fn admit(server: &Arc<Server>, accepted: std::io::Result<Control>, peer: impl Fn
     let connection = match accepted {
         Ok(connection) => connection,
         Err(e) => {
-            tracing::warn!("accepting a connection: {e}");
-            // Out of descriptors, most likely: time for some to be closed.
+            tracing::warn!("cannot accept a connection: {e}");
+            // Most likely the process is out of descriptors. Some may be closed meanwhile.
             std::thread::sleep(Duration::from_millis(100));
             return;
         }
@@ -111,7 +111,7 @@ fn admit(server: &Arc<Server>, accepted: std::io::Result<Control>, peer: impl Fn
     });
     if let Err(e) = shaken {
         heard(number);
-        tracing::warn!("no thread for a handshake: {e}");
+        tracing::warn!("cannot start a thread for a handshake: {e}");
     }
 }
 
@@ -119,13 +119,13 @@ fn silent() -> MutexGuard<'static, BTreeMap<u64, Arc<Control>>> {
     SILENT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes a connection among those whose first message is awaited; its number there.
+/// Adds a connection to [`SILENT`] and returns its number.
 fn await_hello(connection: &Arc<Control>) -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut silent = silent();
     silent.insert(number, Arc::clone(connection));
-    // A client of rgpu says hello at once, so the oldest is one that only takes up room. Its thread ends with its connection.
+    // A client of rgpu sends its hello at once, so the oldest connection is not one. Its thread ends with its connection.
     if silent.len() > MAX_HANDSHAKES
         && let Some((_, oldest)) = silent.pop_first()
     {

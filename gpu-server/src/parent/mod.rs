@@ -1,12 +1,12 @@
-//! The daemon: listens, admits, and gives each session to a worker.
+//! The daemon: accepts connections, admits sessions, and gives each session to a worker.
 //!
-//! - [`listen`]: sockets and accepting;
-//! - [`handshake`]: the first message of a connection, and what becomes of it;
+//! - [`listen`]: listening sockets;
+//! - [`handshake`]: the first message of a connection;
 //! - [`queue`]: clients that wait for a worker;
 //! - [`pool`]: worker processes, from their start to their end;
-//! - [`status`]: what `rgpuctl status` shows.
+//! - [`status`]: the status for `rgpuctl status`.
 //!
-//! It never touches a device, nor a byte of a session after its handshake: what a client or a worker does wrong cannot reach another.
+//! The daemon never touches a device, nor any byte of a session after its handshake. What one client or worker does wrong cannot affect another.
 
 mod handshake;
 mod listen;
@@ -25,17 +25,17 @@ use nix::sys::signal::{SigSet, Signal};
 use self::handshake::Control;
 use self::pool::{Managed, Pool, Stage, Worker};
 use self::queue::Nudge;
-use crate::cli::Serve;
-use crate::ipc::{Counters, Kind};
-use crate::share::{Shares, Token};
+use crate::config::Serve;
+use crate::cuda_ipc::{Shares, Token};
+use crate::worker_protocol::{Counters, Kind};
 
 /// The daemon's state.
 struct Server {
     options: Serve,
     state: Mutex<State>,
-    /// Notified at every change of the state that somebody may wait for.
+    /// Notified whenever the state changes.
     changed: Condvar,
-    /// Wakes the thread of the queue.
+    /// Wakes the queue's thread.
     nudge: Nudge,
 }
 
@@ -43,15 +43,15 @@ struct Server {
 struct State {
     /// Workers for sessions that use devices.
     gpu: Pool,
-    /// Workers for sessions that only ask NVML's questions.
+    /// Workers for sessions that only query NVML.
     nvml: Pool,
-    /// Every worker process, by its id.
+    /// Every worker process, by process id.
     workers: HashMap<u32, Managed>,
     /// By the worker's process id.
     sessions: HashMap<u32, Session>,
     tokens: HashMap<Token, Arc<Worker>>,
     shares: Shares,
-    /// What workers serve, once one was ready: backend, devices.
+    /// The backend and devices that workers serve, once one has been ready.
     serving: Option<(String, Vec<String>)>,
     /// Why nothing can be served at all.
     fatal: Option<String>,
@@ -88,11 +88,11 @@ struct Session {
     since: Instant,
     counters: Counters,
     token: Token,
-    /// To tell the client why, if the worker cannot any more.
+    /// For telling the client why its session ended if the worker no longer can.
     control: Arc<Control>,
-    /// The worker has the connection. Before that, the client can still be given to another.
+    /// Whether the worker has the connection. Before that, the client can still be given to another worker.
     begun: bool,
-    /// The worker has said that the session is over.
+    /// Whether the worker has reported the session's end.
     ended: bool,
 }
 
@@ -106,7 +106,7 @@ impl Server {
     }
 }
 
-/// `rgpu-server`'s version and host, for people.
+/// The version and host of this `rgpu-server`, for display.
 pub fn server_name() -> String {
     format!("rgpu-server {} on {}", env!("CARGO_PKG_VERSION"), host_name())
 }
@@ -125,7 +125,7 @@ pub fn init_log(filter: &str) {
     });
     let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_target(false);
-    // A descriptor of its own: a worker's standard error becomes its client's. In tests several logs may come: the first stays.
+    // The log gets a descriptor of its own, because a worker's standard error becomes its client's. In tests, where several logs are started, the first one stays.
     let _ = match std::io::stderr().as_fd().try_clone_to_owned() {
         Ok(own) => log.with_writer(std::sync::Arc::new(std::fs::File::from(own))).try_init(),
         Err(_) => log.with_writer(std::io::stderr).try_init(),
@@ -138,10 +138,10 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
     let mut ending = SigSet::empty();
     ending.add(Signal::SIGTERM);
     ending.add(Signal::SIGINT);
-    // Before any thread is made, so that all of them leave these signals to this one.
+    // Before any thread starts: all threads inherit the mask, so that only this one gets the signals.
     ending.thread_block().context("blocking signals")?;
 
-    // Shared memory of many sessions, and in the software backend every piece of memory, is a descriptor.
+    // Each session's shared memory needs descriptors; in the software backend, so does each allocation.
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(soft, hard)| setrlimit(Resource::RLIMIT_NOFILE, soft.max(hard.min(1 << 16)), hard));
@@ -166,28 +166,28 @@ pub fn main(options: Serve) -> anyhow::Result<()> {
             state = watched.changed.wait(state).unwrap_or_else(|e| e.into_inner());
         }
         drop(state);
-        // Wakes the main thread, which waits for a signal.
+        // Wakes the main thread, which waits for this signal.
         let _ = nix::sys::signal::kill(nix::unistd::getpid(), Signal::SIGTERM);
     })?;
     let signal = ending.wait().context("waiting for a signal")?;
     if let Some(fatal) = server.lock().fatal.clone() {
         bail!(fatal);
     }
-    tracing::info!("{signal}: no new sessions; waiting for those that run");
+    tracing::info!("{signal}: accepting no new sessions; waiting for the running ones to end");
     drain(&server);
     drop(files);
     Ok(())
 }
 
-/// Lets sessions end by themselves for a while, then ends them. Workers without a session are killed at once: whoever asked for them is refused, and nobody waits for contexts
-/// that are still being made.
+/// Gives sessions time to end by themselves, then ends them. Workers without a session are killed at once: clients that wait for them are refused, and no context that is still being
+/// created is waited for.
 fn drain(server: &Server) {
     let mut state = server.lock();
     state.draining = true;
     let unused: Vec<_> = state.workers.values().filter(|managed| managed.stage != Stage::Serving).collect();
     unused.iter().for_each(|managed| managed.worker.kill());
     if !unused.is_empty() {
-        tracing::info!("killed {} workers that had no session", unused.len());
+        tracing::info!("killed {} workers without a session", unused.len());
     }
     for kind in Kind::ALL {
         state.pool_mut(kind).idle.clear();
@@ -213,13 +213,13 @@ fn drain(server: &Server) {
     let state = server.lock();
     let running = state.sessions.values().filter(|session| !session.ended).count();
     if running > 0 {
-        tracing::warn!("ending {running} sessions that still run");
-        // Each tells its client before it goes.
+        tracing::warn!("ending {running} sessions that are still running");
+        // Each worker tells its client before it exits.
         state.workers.values().for_each(|managed| managed.worker.hang_up());
         wait(state, Duration::from_secs(2));
     } else {
         drop(state);
     }
-    // Workers whose session is over have nothing left to do but to end, which takes the driver its time.
+    // Workers whose session has ended only have to exit, which takes the driver some time.
     server.lock().workers.values().for_each(|managed| managed.worker.kill());
 }

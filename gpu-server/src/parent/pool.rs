@@ -1,4 +1,4 @@
-//! Worker processes: started ahead of need, watched until they end.
+//! Worker processes: the daemon starts them ahead of need and watches them until they end.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,18 +15,19 @@ use nix::unistd::Pid;
 
 use super::queue::{self, Parked};
 use super::{Server, State};
-use crate::cli::Serve;
-use crate::ipc::{self, FromWorker, Kind, ToWorker};
-use crate::share::{Refusal, Reply, Shared, Token, origin};
+use crate::config::Serve;
+use crate::cuda_ipc::{Refusal, Reply, Shared, Token, origin};
+use crate::worker_protocol::{self, FromWorker, Kind, ToWorker};
 
-/// After a worker failed to prepare, the next is tried after this long, doubled for each failure in a row up to [`MOST`].
-const FIRST: Duration = Duration::from_millis(250);
-const MOST: Duration = Duration::from_secs(10);
-/// After so many failures in a row, whoever waits is refused.
+/// How long to wait after a worker failed to start. Doubled for each failure in a row, up to [`MAX_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause after a failure.
+const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// After this many failures in a row, waiting clients are refused.
 pub(super) const GIVE_UP: u32 = 5;
-/// On a device without memory for another context, the next is tried after this long, or when a session ends.
-const FULL: Duration = Duration::from_secs(1);
-/// Bytes of device memory that a context takes, with some to spare: 530 MiB on an H100.
+/// How long to wait before the next try on a device without memory for another context. The end of a session shortens it.
+const FULL_PAUSE: Duration = Duration::from_secs(1);
+/// Device memory that a context takes, in bytes, with a margin. On an H100 it is 530 MiB.
 const CONTEXT: u64 = 640 << 20;
 
 /// A worker process.
@@ -36,10 +37,10 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// One that is no process, and never reads what it is sent.
+    /// A worker for tests, without a process, that never reads its messages.
     #[cfg(test)]
-    pub(super) fn made_up(pid: u32) -> Arc<Worker> {
-        let (socket, other_end) = ipc::pair().unwrap();
+    pub(super) fn fake(pid: u32) -> Arc<Worker> {
+        let (socket, other_end) = worker_protocol::pair().unwrap();
         std::mem::forget(other_end);
         Arc::new(Worker { pid, socket })
     }
@@ -49,42 +50,42 @@ impl Worker {
         self.pid
     }
 
-    /// Answers one of its requests.
+    /// Answers one of the worker's requests.
     fn answer(&self, request: u64, reply: Reply, fd: Option<&OwnedFd>) {
         let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
-        // A worker that is gone is seen by its watcher.
-        let _ = ipc::send(self.socket.as_fd(), &ToWorker::Reply { request, reply }, &fds);
+        // The watcher notices when the worker is gone.
+        let _ = worker_protocol::send(self.socket.as_fd(), &ToWorker::Reply { request, reply }, &fds);
     }
 
-    /// Sends it a message with a descriptor.
+    /// Sends a message with a descriptor.
     pub(super) fn send(&self, message: &ToWorker, fd: BorrowedFd<'_>) -> io::Result<()> {
-        ipc::send(self.socket.as_fd(), message, &[fd])
+        worker_protocol::send(self.socket.as_fd(), message, &[fd])
     }
 
-    /// Closes the connection to it: it then ends by itself, its session told.
+    /// Closes the connection to the worker, which then tells its session and exits.
     pub(super) fn hang_up(&self) {
         // It may have ended already.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Write);
     }
 
-    /// Ends it at once.
+    /// Kills the worker.
     pub(super) fn kill(&self) {
-        // Called with the state's lock held and the worker in its table: it has not been waited for, so the id is still its own.
+        // The caller holds the state's lock, and the worker is in the table: it has not been waited for, so the process id is still its own.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
     }
 }
 
-/// A worker process and how far it has come.
+/// A worker process and its stage.
 pub(super) struct Managed {
     pub(super) worker: Arc<Worker>,
     kind: Kind,
     pub(super) stage: Stage,
 }
 
-/// How far a worker has come. It never goes back.
+/// The stages of a worker, which it goes through in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// It prepares.
+    /// It is starting.
     Starting,
     /// It is, or was, ready for a session.
     Idle,
@@ -97,29 +98,29 @@ pub(super) enum Stage {
 pub(super) struct Pool {
     /// Ready for a session.
     pub(super) idle: VecDeque<Arc<Worker>>,
-    /// Waiting for one of these, in the order in which they came.
+    /// Clients that wait for a worker, in order of arrival.
     pub(super) queue: VecDeque<Parked>,
-    /// Workers that prepare.
+    /// Number of workers that are starting.
     pub(super) starting: usize,
-    /// Sessions that had a worker, ever.
+    /// Number of sessions that have begun.
     pub(super) begun: u64,
-    /// When a session began or a worker became ready last.
+    /// When a session last began or a worker last became ready.
     pub(super) moved: Option<Instant>,
-    /// Workers that failed to prepare, one after the other.
+    /// Number of workers in a row that failed to start.
     pub(super) failures: u32,
-    /// Workers that failed to prepare, ever.
+    /// Number of workers that failed to start.
     pub(super) failed: u64,
-    /// Why the last of them did.
+    /// Why the last one failed.
     pub(super) last_failure: String,
-    /// The device had no memory for another context when one was last made: what else is running has it.
+    /// Whether the device had no memory for another context at the last try.
     full: bool,
-    /// No worker is started before.
+    /// No worker is started before this time.
     not_before: Option<Instant>,
-    /// Bytes that were free on the device when the last worker became ready, if nothing has ended since.
+    /// Free bytes on the device when the last worker became ready, if no worker has ended since.
     free: Option<u64>,
 }
 
-/// Keeps the pools filled from now on. Every worker is started by the one thread that this makes, because the kernel ends them when that thread ends.
+/// Starts the thread that keeps the pools filled. That thread starts every worker, because the kernel kills a worker when the thread that started it ends.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     std::thread::Builder::new()
@@ -162,16 +163,16 @@ fn keep(server: &Arc<Server>) {
     }
 }
 
-/// What is to be done for a pool.
+/// The next step for a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// Start a worker now.
     Start(Kind),
-    /// One is needed, but not started before then.
+    /// A worker is needed, but may not start before this time.
     At(Instant),
 }
 
-/// A worker that can start now comes before one that has to wait.
+/// The next step for all pools. A worker that can start now comes before one that has to wait.
 fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Option<Next> {
     let all: Vec<Next> =
         Kind::ALL.into_iter().filter_map(|kind| next(state, options, kind, cores, now)).collect();
@@ -185,7 +186,7 @@ fn next_of_all(state: &State, options: &Serve, cores: usize, now: Instant) -> Op
     })
 }
 
-/// As many workers as clients wait for, and the spare ones; no more at a time than there are cores, nor than the device has memory for.
+/// The next step for one pool: it needs a worker for each waiting client and the spare ones. At most as many start at the same time as there are cores, and as fit into the device's memory.
 fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) -> Option<Next> {
     if state.draining || state.fatal.is_some() {
         return None;
@@ -199,7 +200,7 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
     if pool.idle.len() + pool.starting >= pool.queue.len() + spare {
         return None;
     }
-    // After a failure, or on a device that is full, one worker at a time tries.
+    // After a failure, or on a full device, one worker at a time is tried.
     let careful = pool.failures > 0 || pool.full;
     let fit = pool.free.map_or(usize::MAX, |free| usize::try_from(free / CONTEXT).unwrap_or(usize::MAX));
     let most = if careful { 1 } else { cores.min(fit.max(1)) };
@@ -213,15 +214,16 @@ fn next(state: &State, options: &Serve, kind: Kind, cores: usize, now: Instant) 
 }
 
 impl Pool {
-    /// A worker could not be started, or died before it was ready.
+    /// A worker could not be started or died before it was ready.
     fn fail(&mut self, now: Instant, why: String) {
         self.failed += 1;
         self.last_failure = why;
         if self.full {
-            self.not_before = Some(now + FULL);
+            self.not_before = Some(now + FULL_PAUSE);
         } else {
             self.failures = self.failures.saturating_add(1);
-            self.not_before = Some(now + FIRST.saturating_mul(1 << self.failures.min(10)).min(MOST));
+            self.not_before =
+                Some(now + FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(MAX_PAUSE));
         }
     }
 
@@ -234,7 +236,7 @@ impl Pool {
 }
 
 fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
-    let (ours, theirs) = ipc::pair().context("a socket pair")?;
+    let (ours, theirs) = worker_protocol::pair().context("creating a socket pair")?;
     let child = spawn(server, &theirs)?;
     drop(theirs);
     let worker = Arc::new(Worker { pid: child.id(), socket: ours });
@@ -251,22 +253,22 @@ fn start_one(server: &Arc<Server>, kind: Kind) -> anyhow::Result<()> {
     let watching = std::thread::Builder::new()
         .name("rgpu-watch".into())
         .spawn(move || watch(&watcher, &watched, child))
-        .context("a thread for a worker");
+        .context("starting a thread for a worker");
     if let Err(e) = watching {
-        // Nobody would notice its end. It ends by itself, as its socket is closed.
+        // No thread would notice its end. It exits by itself when its socket is closed.
         server.lock().workers.remove(&worker.pid);
         return Err(e);
     }
     let prepare = ToWorker::Prepare { kind, options: server.options.worker.clone() };
-    // A worker that is gone already is seen by its watcher.
-    let _ = ipc::send(worker.socket.as_fd(), &prepare, &[]);
+    // The watcher notices when the worker is gone.
+    let _ = worker_protocol::send(worker.socket.as_fd(), &prepare, &[]);
     Ok(())
 }
 
 fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
     let fd = socket.as_raw_fd();
     let parent = nix::unistd::getpid();
-    // The file that this process was started from, even if another has taken its name since.
+    // The executable that this process was started from, even if the file has been replaced since.
     let mut command = Command::new("/proc/self/exe");
     command
         .arg0("rgpu-server")
@@ -279,13 +281,13 @@ fn spawn(server: &Server, socket: &OwnedFd) -> anyhow::Result<Child> {
     let before_exec = move || {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         SigSet::empty().thread_set_mask()?;
-        // SAFETY: plain system call on a descriptor that this process holds open.
+        // SAFETY: a plain system call on a descriptor that this process holds open.
         if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        // What the driver maps by itself, managed variables among it, must be free in the client as well: programs have theirs at the top of the addresses, so a worker's
-        // lie at the bottom (personality(2), setarch(8) -L). Where it is refused they are where they would be.
-        // SAFETY: plain system call.
+        // What the driver maps by itself, such as managed variables, needs addresses that are free in the client, too. Programs map at the top of the address space, so a worker
+        // maps at the bottom (personality(2), setarch(8) -L). If the call is refused, the usual layout remains.
+        // SAFETY: a plain system call.
         unsafe { libc::personality(libc::ADDR_COMPAT_LAYOUT as libc::c_ulong) };
         // The daemon may have died before the request above.
         if nix::unistd::getppid() != parent {
@@ -309,16 +311,16 @@ fn describe(status: ExitStatus) -> String {
     }
 }
 
-/// Follows a worker from its start to its end.
+/// Receives a worker's messages until it ends.
 fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
     let pid = worker.pid;
     let mut broken = None;
     loop {
-        let (message, fds) = match ipc::receive::<FromWorker>(worker.socket.as_fd()) {
+        let (message, fds) = match worker_protocol::receive::<FromWorker>(worker.socket.as_fd()) {
             Ok(Some((message, fds))) => (message, fds),
             Ok(None) => break,
             Err(e) => {
-                tracing::warn!(worker = pid, "bad message from a worker: {e}");
+                tracing::warn!(worker = pid, "invalid message from a worker: {e}");
                 break;
             }
         };
@@ -326,9 +328,9 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
         match message {
             FromWorker::Ready { backend, devices, free } => match become_ready(&mut state, worker) {
                 Ok(kind) => {
-                    tell_serving(&mut state, backend, devices);
+                    log_devices(&mut state, backend, devices);
                     state.pool_mut(kind).succeed(Instant::now(), free);
-                    let keep = take_in(&mut state, &server.options, worker, kind);
+                    let keep = keep_idle(&mut state, &server.options, worker, kind);
                     drop(state);
                     if keep {
                         queue::serve(server, kind);
@@ -343,11 +345,11 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
             FromWorker::Failed { reason, full } => {
                 let first = state.serving.is_none();
                 if let Some(kind) = state.starting(pid) {
-                    tracing::error!(worker = pid, "a worker cannot prepare: {reason}");
+                    tracing::error!(worker = pid, "a worker cannot start: {reason}");
                     if first && kind == Kind::Gpu {
                         state.fatal = Some(reason.clone());
                     }
-                    // Without another session on the device, waiting for memory would be in vain.
+                    // Memory can only become free when another session or worker on the device ends.
                     let others = state.sessions.values().any(|session| session.kind == Kind::Gpu)
                         || !state.gpu.idle.is_empty();
                     state.pool_mut(kind).full = full && others;
@@ -398,12 +400,12 @@ fn watch(server: &Arc<Server>, worker: &Arc<Worker>, mut child: Child) {
     let ended = child.wait();
     let how = ended.as_ref().map_or_else(|e| e.to_string(), |status| describe(*status));
     let clean = ended.is_ok_and(|status| status.success());
-    bury(&mut server.lock(), pid, clean, &how, broken);
+    remove_worker(&mut server.lock(), pid, clean, &how, broken);
     server.changed.notify_all();
     server.nudge.nudge();
 }
 
-/// A worker says that it is ready. Only one that was preparing can be: any other is not to be trusted with a session, least of all with a second one.
+/// A worker reports that it is ready. Only a worker that is starting may do so; another one must not get a session, let alone a second one.
 fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, String> {
     match state.workers.get_mut(&worker.pid) {
         Some(managed) if managed.stage == Stage::Starting => {
@@ -414,22 +416,22 @@ fn become_ready(state: &mut State, worker: &Worker) -> Result<Kind, String> {
         }
         Some(managed) => {
             let stage = managed.stage;
-            tracing::error!(worker = worker.pid, ?stage, "a worker says again that it is ready: killed");
-            Err("said twice that it was ready".into())
+            tracing::error!(worker = worker.pid, ?stage, "a worker reported twice that it is ready; killed");
+            Err("reported twice that it is ready".into())
         }
-        None => Err("is not known".into()),
+        None => Err("is unknown".into()),
     }
 }
 
-fn tell_serving(state: &mut State, backend: String, devices: Vec<String>) {
+fn log_devices(state: &mut State, backend: String, devices: Vec<String>) {
     if state.serving.is_none() {
-        tracing::info!("serving {} device(s) by {backend}: {}", devices.len(), devices.join(", "));
+        tracing::info!("serving {} device(s) with {backend}: {}", devices.len(), devices.join(", "));
         state.serving = Some((backend, devices));
     }
 }
 
-/// Keeps a worker that is ready, unless nobody needs it: those whom it was started for may have left.
-fn take_in(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
+/// Keeps a worker that is ready, unless no client needs it any more.
+fn keep_idle(state: &mut State, options: &Serve, worker: &Arc<Worker>, kind: Kind) -> bool {
     let draining = state.draining;
     let pool = state.pool_mut(kind);
     let spare = match kind {
@@ -453,11 +455,11 @@ fn share(state: &mut State, pid: u32, what: Shared, fd: Option<OwnedFd>) -> Repl
     match state.shares.add(pid, origin, what, fd) {
         Ok(Ok(token)) => Reply::Shared(token),
         Ok(Err(refusal)) => {
-            tracing::warn!(worker = pid, "a session shares more than can be kept");
+            tracing::warn!(worker = pid, "a session has reached its maximum of shared objects");
             Reply::Refused(refusal)
         }
         Err(e) => {
-            tracing::error!("no random numbers: {e}");
+            tracing::error!("cannot read random numbers: {e}");
             Reply::Refused(Refusal::Full)
         }
     }
@@ -467,20 +469,20 @@ fn open(state: &State, pid: u32, token: &Token) -> (Reply, Option<Arc<OwnedFd>>)
     match origin_of(state, pid).and_then(|origin| state.shares.find(token, pid, &origin)) {
         Some((what, fd, own)) => (Reply::Opened { what, own }, fd),
         None => {
-            tracing::info!(worker = pid, "asked for something shared that this client has not");
+            tracing::info!(worker = pid, "a session asked for a shared object that its client does not have");
             (Reply::Refused(Refusal::Unknown), None)
         }
     }
 }
 
-fn bury(state: &mut State, pid: u32, clean: bool, how: &str, broken: Option<String>) {
+fn remove_worker(state: &mut State, pid: u32, clean: bool, how: &str, broken: Option<String>) {
     let starting = state.starting(pid);
     let kind = state.workers.remove(&pid).map_or(Kind::Gpu, |managed| managed.kind);
-    state.shares.forget(pid);
+    state.shares.remove_all_of(pid);
     let draining = state.draining;
     let pool = state.pool_mut(kind);
     pool.idle.retain(|w| w.pid != pid);
-    // Its memory is free again.
+    // The worker's device memory is free again.
     pool.free = None;
     if starting.is_some() {
         pool.starting -= 1;
@@ -488,7 +490,7 @@ fn bury(state: &mut State, pid: u32, clean: bool, how: &str, broken: Option<Stri
             pool.fail(Instant::now(), broken.unwrap_or_else(|| format!("it {how}")));
         }
     } else if pool.full {
-        // A session has ended, or a worker: there may be room now.
+        // There may be room now.
         pool.not_before = None;
     }
     let Some(session) = state.sessions.remove(&pid).filter(|session| session.begun) else {
@@ -506,18 +508,20 @@ fn bury(state: &mut State, pid: u32, clean: bool, how: &str, broken: Option<Stri
         let (client, program) = (&session.client, &session.program);
         tracing::error!(worker = pid, client, program, seconds, "session lost: its worker {how}");
         let reason = format!("the worker of this session on {} {how}", super::host_name());
-        // In a thread of its own: the client may take its time, and the state is locked.
+        // On a thread of its own, because the client may be slow and the state is locked.
         let control = session.control;
         let farewell =
             std::thread::Builder::new().name("rgpu-bye".into()).spawn(move || control.bye(&reason));
         if farewell.is_err() {
-            tracing::debug!("no thread to tell a client; it learns by its closed connection");
+            tracing::debug!(
+                "cannot start a thread to tell a client; it learns of the end by its closed connection"
+            );
         }
     }
 }
 
 impl State {
-    /// What a worker is for, while it prepares.
+    /// The kind of a worker that is starting.
     fn starting(&self, pid: u32) -> Option<Kind> {
         self.workers.get(&pid).filter(|managed| managed.stage == Stage::Starting).map(|managed| managed.kind)
     }
@@ -543,12 +547,12 @@ mod tests {
 
     fn waiting(state: &mut State, count: usize, kind: Kind) {
         for _ in 0..count {
-            state.pool_mut(kind).queue.push_back(Parked::made_up());
+            state.pool_mut(kind).queue.push_back(Parked::fake());
         }
     }
 
     fn starting_worker(state: &mut State, pid: u32, kind: Kind) -> Arc<Worker> {
-        let worker = Worker::made_up(pid);
+        let worker = Worker::fake(pid);
         let managed = Managed { worker: Arc::clone(&worker), kind, stage: Stage::Starting };
         state.workers.insert(pid, managed);
         state.pool_mut(kind).starting += 1;
@@ -556,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_workers_start_as_clients_wait_for_and_the_spare_ones() {
+    fn a_worker_starts_for_each_waiting_client_and_each_spare_one() {
         let (mut state, now) = (State::default(), Instant::now());
         waiting(&mut state, 32, Kind::Gpu);
         assert_eq!(started(&mut state, &options(&["--workers=2"]), Kind::Gpu, 64, now), 34);
@@ -569,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_server_makes_one_worker_ready_and_no_spare_one() {
+    fn a_private_server_keeps_one_worker_ready_until_its_first_session() {
         let (mut state, now) = (State::default(), Instant::now());
         let options = options(&["--workers=0", "--first-workers=1"]);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 8, now), 1);
@@ -588,19 +592,19 @@ mod tests {
     }
 
     #[test]
-    fn after_a_failure_workers_start_one_at_a_time_and_later_and_later() {
+    fn after_failures_workers_start_one_at_a_time_with_growing_pauses() {
         let (mut state, mut now) = (State::default(), Instant::now());
         let options = options(&[]);
         waiting(&mut state, 8, Kind::Gpu);
         let mut pause = Duration::ZERO;
         for failure in 1..8 {
             starting_worker(&mut state, failure, Kind::Gpu);
-            bury(&mut state, failure, false, "exited", None);
+            remove_worker(&mut state, failure, false, "exited", None);
             let Some(Next::At(when)) = next(&state, &options, Kind::Gpu, 16, Instant::now()) else {
                 panic!("no pause after {failure} failures")
             };
             let longer = when.saturating_duration_since(Instant::now());
-            assert!(longer > pause || longer > MOST / 2);
+            assert!(longer > pause || longer > MAX_PAUSE / 2);
             (pause, now) = (longer, when);
             assert_eq!(started(&mut state, &options, Kind::Gpu, 16, now), 1);
             state.gpu.starting = 0;
@@ -610,10 +614,10 @@ mod tests {
     }
 
     #[test]
-    fn nvml_does_not_wait_for_the_pause_after_a_failure() {
+    fn a_pause_of_gpu_workers_does_not_delay_nvml_workers() {
         let (mut state, options) = (State::default(), options(&[]));
         starting_worker(&mut state, 1, Kind::Gpu);
-        bury(&mut state, 1, false, "exited", None);
+        remove_worker(&mut state, 1, false, "exited", None);
         let now = Instant::now();
         assert!(matches!(next_of_all(&state, &options, 16, now), Some(Next::At(_))));
         waiting(&mut state, 1, Kind::Nvml);
@@ -621,23 +625,23 @@ mod tests {
     }
 
     #[test]
-    fn a_full_device_is_tried_again_when_something_ends() {
+    fn a_full_device_is_tried_again_when_a_worker_ends() {
         let (mut state, options) = (State::default(), options(&[]));
         waiting(&mut state, 8, Kind::Gpu);
         starting_worker(&mut state, 1, Kind::Gpu);
         state.gpu.full = true;
-        bury(&mut state, 1, true, "exited", Some("no memory for its context".into()));
+        remove_worker(&mut state, 1, true, "exited", Some("no memory for its context".into()));
         assert_eq!(state.gpu.failures, 0);
         let now = Instant::now();
         assert!(matches!(next(&state, &options, Kind::Gpu, 16, now), Some(Next::At(_))));
         let other = starting_worker(&mut state, 2, Kind::Gpu);
         become_ready(&mut state, &other).unwrap();
-        bury(&mut state, 2, true, "exited", None);
+        remove_worker(&mut state, 2, true, "exited", None);
         assert_eq!(started(&mut state, &options, Kind::Gpu, 16, now), 1);
     }
 
     #[test]
-    fn a_worker_is_ready_once() {
+    fn a_worker_may_report_ready_only_once() {
         let mut state = State::default();
         let worker = starting_worker(&mut state, 7, Kind::Gpu);
         assert_eq!(become_ready(&mut state, &worker), Ok(Kind::Gpu));
@@ -648,19 +652,19 @@ mod tests {
             managed.stage = Stage::Serving;
         }
         assert!(become_ready(&mut state, &worker).is_err());
-        assert!(become_ready(&mut state, &Worker::made_up(8)).is_err());
+        assert!(become_ready(&mut state, &Worker::fake(8)).is_err());
         assert_eq!((state.gpu.starting, state.gpu.idle.len()), (0, 0));
     }
 
     #[test]
-    fn a_worker_that_nobody_waits_for_any_more_is_sent_home() {
+    fn a_ready_worker_that_no_client_needs_is_dismissed() {
         let (mut state, options) = (State::default(), options(&["--workers=1"]));
         let workers: Vec<_> = (0..3).map(|pid| starting_worker(&mut state, pid, Kind::Gpu)).collect();
         let kept: Vec<bool> = workers
             .iter()
             .map(|worker| {
                 become_ready(&mut state, worker).unwrap();
-                take_in(&mut state, &options, worker, Kind::Gpu)
+                keep_idle(&mut state, &options, worker, Kind::Gpu)
             })
             .collect();
         assert_eq!(kept, [true, false, false]);

@@ -1,14 +1,14 @@
-//! Clients that wait for a worker: parked connections, served in the order in which they came.
+//! The queue of clients that wait for a worker, served in order of arrival.
 //!
 //! ```text
-//!  handshake ── join ──▶ queue ── serve ──▶ worker          (by whichever thread adds a client or a worker)
+//!  handshake ── join ──▶ queue ── serve ──▶ worker          (on the thread that adds a client or a worker)
 //!                          │
-//!                    rgpu-queue: tells each client its place once a second, drops those that hung up,
-//!                                and refuses when nothing has gone on for too long
+//!                    rgpu-queue: tells each client its position once a second, drops clients that hung up,
+//!                                and refuses clients when nothing has happened for too long
 //! ```
 //!
-//! A parked connection costs a descriptor and no thread. Nothing is read from it until its worker does. What is sent to it is sent under the state's lock and without blocking,
-//! so a place never follows the welcome.
+//! A waiting connection costs a descriptor and no thread. Only its worker reads from it. Messages to it are sent under the state's lock and without blocking, so a position is never
+//! sent after the welcome.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -25,9 +25,9 @@ use protocol::link::Welcome;
 use super::handshake::{Control, Refused, refuse, welcome};
 use super::pool::{GIVE_UP, Stage, Worker};
 use super::{Server, Session, State, Token};
-use crate::ipc::{Counters, Kind, ToWorker, Transport};
+use crate::worker_protocol::{Counters, Kind, ToWorker, Transport};
 
-/// How often waiting clients are told their place.
+/// How often waiting clients are told their position.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
 /// A client that waits for a worker.
@@ -40,19 +40,19 @@ pub(super) struct Parked {
     pub(super) transport: Transport,
     pub(super) data_connections: u32,
     pub(super) token: Token,
-    /// The client understands messages about its place in the queue.
+    /// Whether the client understands messages about its position in the queue.
     pub(super) may_wait: bool,
     pub(super) since: Instant,
-    /// When it was last told its place.
+    /// When it was last told its position.
     pub(super) told: Option<Instant>,
-    /// How many workers had failed when it came.
+    /// The number of workers that had failed when it came.
     pub(super) failures: u64,
 }
 
 #[cfg(test)]
 impl Parked {
-    /// One of nobody.
-    pub(super) fn made_up() -> Parked {
+    /// A client for tests.
+    pub(super) fn fake() -> Parked {
         let (connection, _) = std::os::unix::net::UnixStream::pair().unwrap();
         Parked {
             connection: Arc::new(Control::Local(connection)),
@@ -81,12 +81,12 @@ impl Nudge {
     }
 
     pub(super) fn nudge(&self) {
-        // The only failure is a counter at its end, in which case the thread is awake.
+        // Writing fails only when the counter is at its maximum. Then the thread is awake.
         let _ = self.0.write(1);
     }
 }
 
-/// Puts a client at the end of the queue, and serves it if a worker is ready for it.
+/// Puts a client at the end of the queue and serves it if a worker is ready.
 pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<(), Refused> {
     {
         let mut state = server.lock();
@@ -94,11 +94,11 @@ pub(super) fn join(server: &Server, kind: Kind, mut parked: Parked) -> Result<()
             return Err(shutting_down());
         }
         let most = server.options.max_sessions;
-        // Those that wait will be sessions, so no more may wait than may begin.
+        // A client that waits will become a session, so both count.
         let taken = state.sessions.values().filter(|session| session.kind == kind).count()
             + state.pool(kind).queue.len();
         if taken >= most {
-            let reason = format!("the server already has its {most} sessions (--max-sessions)");
+            let reason = format!("the server has its maximum of {most} sessions (--max-sessions)");
             return Err(Refused(Answer::NoResources, reason));
         }
         let pool = state.pool_mut(kind);
@@ -150,18 +150,18 @@ pub(super) fn serve(server: &Server, kind: Kind) {
         };
         let sent = worker.send(&session, parked.connection.as_fd());
         let mut state = server.lock();
-        // A worker that has died meanwhile has taken its entry with it.
-        let stands = sent.is_ok()
+        // If the worker has died meanwhile, its session has been removed.
+        let begun = sent.is_ok()
             && state.sessions.get_mut(&worker.pid()).is_some_and(|s| {
                 s.begun = true;
                 true
             });
-        if stands {
+        if begun {
             drop(state);
             begin(&worker, &parked);
             continue;
         }
-        tracing::debug!(worker = worker.pid(), "a ready worker was gone");
+        tracing::debug!(worker = worker.pid(), "a ready worker is gone");
         state.sessions.remove(&worker.pid());
         state.tokens.remove(&parked.token);
         state.sessions_begun -= 1;
@@ -195,14 +195,14 @@ fn begin(worker: &Worker, parked: &Parked) {
     let Parked { peer, client, program, pid, .. } = parked;
     tracing::info!(peer, client, program, pid, worker = worker.pid(), "session begins");
     let welcome = welcome(Answer::Ok, parked.token, parked.data_connections, "");
-    if let Err(e) = parked.connection.say(&welcome) {
-        tracing::debug!(peer, client, program, "a client cannot be welcomed: {e}");
-        // The worker notices, and ends.
+    if let Err(e) = parked.connection.send_welcome(&welcome) {
+        tracing::debug!(peer, client, program, "cannot send a client its welcome: {e}");
+        // The worker notices and ends.
         parked.connection.shut_down();
     }
 }
 
-/// Starts the thread that looks after those who wait.
+/// Starts the queue's thread.
 pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
     let server = Arc::clone(server);
     std::thread::Builder::new()
@@ -210,14 +210,14 @@ pub(super) fn start(server: &Arc<Server>) -> anyhow::Result<()> {
         .spawn(move || {
             loop {
                 let gone = wait(&server);
-                look_after(&server, &gone, Instant::now());
+                update(&server, &gone, Instant::now());
             }
         })
         .context("starting the queue")?;
     Ok(())
 }
 
-/// Sleeps until a parked connection is closed, a second has passed for those who wait, or somebody nudges. Returns the closed ones.
+/// Sleeps until a waiting connection is closed, it is time to tell clients their position, or another thread nudges. Returns the closed connections.
 fn wait(server: &Server) -> Vec<Arc<Control>> {
     let parked: Vec<Arc<Control>> = {
         let state = server.lock();
@@ -228,7 +228,7 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
             .collect()
     };
     let mut watched = vec![PollFd::new(server.nudge.0.as_fd(), PollFlags::POLLIN)];
-    // What a client may send already is the worker's to read. nix has no name for this event.
+    // Not POLLIN: what a client sends early is for its worker to read. nix has no name for this event.
     let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
     watched.extend(parked.iter().map(|c| PollFd::new(c.as_fd(), hung_up)));
     let limit = if parked.is_empty() {
@@ -239,25 +239,25 @@ fn wait(server: &Server) -> Vec<Arc<Control>> {
     match poll(&mut watched, limit) {
         Ok(_) | Err(Errno::EINTR) => {}
         Err(e) => {
-            tracing::error!("watching the clients that wait: {e}");
+            tracing::error!("cannot watch the waiting clients: {e}");
             std::thread::sleep(TELL_EVERY);
         }
     }
     let closed: Vec<bool> =
         watched[1..].iter().map(|w| w.revents().is_none_or(|events| !events.is_empty())).collect();
     drop(watched);
-    // Nudges that came together count as one.
+    // This takes all nudges at once.
     let _ = server.nudge.0.read();
     parked.into_iter().zip(closed).filter(|(_, closed)| *closed).map(|(parked, _)| parked).collect()
 }
 
-/// Drops those that are gone, refuses those that wait in vain, and tells the others their place.
-fn look_after(server: &Server, gone: &[Arc<Control>], now: Instant) {
+/// Drops clients that are gone, refuses clients that have waited too long, and tells the others their position.
+fn update(server: &Server, gone: &[Arc<Control>], now: Instant) {
     let mut state = server.lock();
     let draining = state.draining;
     let waited = state.gpu.queue.len() + state.nvml.queue.len();
     for kind in Kind::ALL {
-        let held = held_up(&state, kind);
+        let failure = last_failure(&state, kind);
         let patience = Duration::from_secs(server.options.wait_seconds);
         let pool = state.pool_mut(kind);
         let mut kept = VecDeque::with_capacity(pool.queue.len());
@@ -273,7 +273,7 @@ fn look_after(server: &Server, gone: &[Arc<Control>], now: Instant) {
             } else if pool.failures >= GIVE_UP && pool.failed > parked.failures && pool.starting == 0 {
                 Some(Refused(Answer::NoResources, crashing(pool.failures, &pool.last_failure)))
             } else if now.saturating_duration_since(since) >= patience {
-                Some(Refused(Answer::NoResources, in_vain(patience, kept.len(), &held)))
+                Some(Refused(Answer::NoResources, waited_too_long(patience, kept.len(), &failure)))
             } else {
                 None
             };
@@ -281,11 +281,12 @@ fn look_after(server: &Server, gone: &[Arc<Control>], now: Instant) {
                 refuse(connection, peer, client, program, &refused);
                 continue;
             }
-            let due = parked.told.is_none_or(|told| now.saturating_duration_since(told) >= TELL_EVERY);
-            if parked.may_wait && due {
-                let place = place(kept.len());
-                if let Err(e) = connection.say(&place) {
-                    tracing::info!(peer, client, program, "leaves the queue: {e}");
+            let time_to_tell =
+                parked.told.is_none_or(|told| now.saturating_duration_since(told) >= TELL_EVERY);
+            if parked.may_wait && time_to_tell {
+                let position = position(kept.len());
+                if let Err(e) = connection.send_welcome(&position) {
+                    tracing::info!(peer, client, program, "dropped from the queue: {e}");
                     continue;
                 }
                 parked.told = Some(now);
@@ -300,7 +301,7 @@ fn look_after(server: &Server, gone: &[Arc<Control>], now: Instant) {
     }
 }
 
-fn place(ahead: usize) -> Welcome {
+fn position(ahead: usize) -> Welcome {
     Welcome { ahead: u32::try_from(ahead).unwrap_or(u32::MAX), ..welcome(Answer::Waiting, [0; 16], 0, "") }
 }
 
@@ -312,19 +313,19 @@ fn crashing(failures: u32, why: &str) -> String {
     format!("the last {failures} workers could not be started: {why}; see the log of rgpu-server")
 }
 
-fn in_vain(patience: Duration, before: usize, held: &str) -> String {
+fn waited_too_long(patience: Duration, before: usize, failure: &str) -> String {
     format!(
-        "no worker became ready within {} s (--wait-seconds), and {before} sessions that came before wait too{held}",
+        "no worker became ready within {} s (--wait-seconds), and {before} earlier sessions are waiting, too{failure}",
         patience.as_secs()
     )
 }
 
-/// What is known about why there is no worker.
-fn held_up(state: &State, kind: Kind) -> String {
+/// The last reason why a worker could not be started, as the end of a sentence.
+fn last_failure(state: &State, kind: Kind) -> String {
     let pool = state.pool(kind);
     match pool.last_failure.as_str() {
         "" => String::new(),
-        why => format!("; the last worker that could not be started: {why}"),
+        why => format!("; the last worker could not be started: {why}"),
     }
 }
 
@@ -335,13 +336,13 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     fn server(flags: &[&str]) -> Arc<Server> {
-        Arc::new(Server::new(crate::cli::Serve::from_flags(flags)).unwrap())
+        Arc::new(Server::new(crate::config::Serve::from_flags(flags)).unwrap())
     }
 
     fn client(server: &Server, number: u32) -> Result<UnixStream, String> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let connection = Arc::new(Control::Local(theirs));
-        let parked = Parked { connection, pid: number, token: [number as u8; 16], ..Parked::made_up() };
+        let parked = Parked { connection, pid: number, token: [number as u8; 16], ..Parked::fake() };
         join(server, Kind::Gpu, parked).map(|()| ours).map_err(|Refused(_, reason)| reason)
     }
 
@@ -351,15 +352,15 @@ mod tests {
     }
 
     fn ready(server: &Server, pid: u32) {
-        server.lock().gpu.idle.push_back(Worker::made_up(pid));
+        server.lock().gpu.idle.push_back(Worker::fake(pid));
         serve(server, Kind::Gpu);
     }
 
     #[test]
-    fn clients_are_served_in_the_order_in_which_they_came_and_told_their_place() {
+    fn clients_are_served_in_order_of_arrival_and_told_their_position() {
         let server = server(&["--max-sessions", "9"]);
         let clients: Vec<UnixStream> = (0..8).map(|number| client(&server, number).unwrap()).collect();
-        look_after(&server, &[], Instant::now());
+        update(&server, &[], Instant::now());
         for (place, client) in (0..).zip(&clients) {
             assert_eq!(heard(client), (Answer::Waiting, place, String::new()));
         }
@@ -379,33 +380,33 @@ mod tests {
         drop(clients.next());
         let gone = wait(&server);
         assert_eq!(gone.len(), 1);
-        look_after(&server, &gone, Instant::now());
+        update(&server, &gone, Instant::now());
         for (place, client) in (0..).zip(clients) {
             assert_eq!(heard(&client), (Answer::Waiting, place, String::new()));
         }
     }
 
     #[test]
-    fn a_client_that_reads_nothing_leaves_the_queue_in_the_end() {
+    fn a_client_that_reads_nothing_is_dropped_from_the_queue() {
         let server = server(&["--wait-seconds", "1000000"]);
         let _client = client(&server, 0).unwrap();
         let mut now = Instant::now();
         while !server.lock().gpu.queue.is_empty() {
             now += TELL_EVERY;
-            look_after(&server, &[], now);
+            update(&server, &[], now);
         }
         assert!(server.lock().sessions.is_empty());
     }
 
     #[test]
-    fn clients_wait_while_others_are_served_and_are_refused_when_nothing_goes_on() {
+    fn clients_are_refused_only_when_no_session_begins_for_too_long() {
         let server = server(&["--wait-seconds", "60"]);
         let begun = Instant::now();
         let clients: Vec<UnixStream> = (0..3).map(|number| client(&server, number).unwrap()).collect();
         server.lock().gpu.moved = Some(begun + Duration::from_secs(50));
-        look_after(&server, &[], begun + Duration::from_secs(100));
+        update(&server, &[], begun + Duration::from_secs(100));
         assert_eq!(server.lock().gpu.queue.len(), 3);
-        look_after(&server, &[], begun + Duration::from_secs(111));
+        update(&server, &[], begun + Duration::from_secs(111));
         assert!(server.lock().gpu.queue.is_empty());
         heard(&clients[0]);
         let (answer, _, reason) = heard(&clients[0]);
@@ -414,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_that_fail_again_and_again_end_in_a_refusal_that_says_why() {
+    fn clients_are_refused_with_the_reason_when_workers_keep_failing() {
         let server = server(&[]);
         let waits = client(&server, 0).unwrap();
         {
@@ -424,18 +425,18 @@ mod tests {
             state.gpu.last_failure = "it was killed by signal 11".into();
         }
         let late = client(&server, 1).unwrap();
-        look_after(&server, &[], Instant::now());
+        update(&server, &[], Instant::now());
         let (answer, _, reason) = heard(&waits);
         assert!(answer == Answer::NoResources && reason.contains("killed by signal 11"), "{reason}");
-        // One that comes later waits until a worker has failed for it, too.
+        // A later client waits until another worker has failed.
         assert_eq!(heard(&late).0, Answer::Waiting);
         server.lock().gpu.failed += 1;
-        look_after(&server, &[], Instant::now());
+        update(&server, &[], Instant::now());
         assert_eq!(heard(&late).0, Answer::NoResources);
     }
 
     #[test]
-    fn no_more_wait_than_may_be_served() {
+    fn waiting_clients_count_against_the_session_limit() {
         let server = server(&["--max-sessions", "1"]);
         let _first = client(&server, 0).unwrap();
         assert!(client(&server, 1).unwrap_err().contains("--max-sessions"));

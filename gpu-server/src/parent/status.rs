@@ -1,4 +1,4 @@
-//! The status socket: each connection gets one JSON object and is closed.
+//! The status socket: it sends one JSON object to each connection and closes it.
 
 use std::io::Write;
 use std::path::Path;
@@ -10,7 +10,7 @@ use serde_json::json;
 use super::listen::{Files, bind_unix};
 use super::{Server, Session};
 
-/// Serves the status at `path` from now on.
+/// Starts serving the status at `path`.
 pub(super) fn start(server: &Arc<Server>, path: &Path, files: &mut Files) -> anyhow::Result<()> {
     let listener = bind_unix(path, files)?;
     let server = Arc::clone(server);
@@ -19,7 +19,7 @@ pub(super) fn start(server: &Arc<Server>, path: &Path, files: &mut Files) -> any
             match stream {
                 Ok(mut stream) => {
                     let text = format!("{:#}\n", describe(&server));
-                    // Who asked may be gone, or not read.
+                    // The client may be gone, or may not read.
                     let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
                     let _ = stream.write_all(text.as_bytes());
                 }

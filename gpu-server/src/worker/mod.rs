@@ -1,10 +1,10 @@
-//! A worker: one process, one session.
+//! A worker: a process that serves one session.
 //!
-//! It makes its first device ready (unless it is for NVML's questions), tells the daemon, waits for a session, executes it to its end, and exits: whatever a session leaves behind
-//! goes with the process.
+//! It prepares its first device (unless it is for NVML queries), tells the daemon, waits for a session, executes it to its end, and exits. Whatever a session leaves behind ends with
+//! the process.
 
-mod ahead;
-mod held;
+mod host_waits;
+mod read_ahead;
 mod session;
 
 use std::net::TcpStream;
@@ -23,23 +23,23 @@ use host_bridge::verbs::Settings;
 
 use protocol::trace::RECORDER;
 
-use crate::cli;
+use crate::config;
+use crate::cuda_ipc::Broker;
 use crate::driver::quota::Quota;
 use crate::driver::{self, Beside};
-use crate::ipc::{self, Counters, FromWorker, Kind, ToWorker, Transport};
-use crate::share::Broker;
+use crate::worker_protocol::{self, Counters, FromWorker, Kind, ToWorker, Transport};
 
-/// How often the daemon is told of a session's counters while they change.
+/// How often changed counters are reported to the daemon.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
-/// How long the dispatcher may be in a call of the driver's once its session is over.
+/// How long the dispatcher may stay in a driver call after its session has ended.
 const LAST_CALL: Duration = Duration::from_secs(5);
 
-/// Numbers that the dispatcher writes and the reporter reads.
+/// What the dispatcher and the reporter share.
 #[derive(Debug)]
 pub struct Shared {
     commands: AtomicU64,
     quota: Quota,
-    /// Raised by the reporter when nothing has changed, lowered by the dispatcher at the next command.
+    /// Set by the reporter when no counter has changed, cleared by the dispatcher at the next command.
     resting: AtomicBool,
     /// The session is over.
     over: AtomicBool,
@@ -68,7 +68,7 @@ impl Shared {
         self.reporter.get().inspect(|reporter| reporter.unpark());
     }
 
-    /// The reporter's thread: tells `report` of the counters while they change, and sleeps while they do not. Returns when the session is over.
+    /// The reporter's loop: calls `report` while counters change and sleeps while they do not. Returns when the session has ended.
     fn report(&self, client: &dyn Client, mut report: impl FnMut(Counters)) {
         let _ = self.reporter.set(std::thread::current());
         let mut last = Counters::default();
@@ -79,7 +79,7 @@ impl Shared {
                 last = now;
                 report(now);
             } else if self.resting.swap(true, Ordering::Relaxed) {
-                // Raised a second ago already, so whoever has executed a command since has seen it.
+                // Set at least a second ago, so a dispatcher that has executed a command since has seen it.
                 while self.resting.load(Ordering::Relaxed) && !self.over.load(Ordering::SeqCst) {
                     std::thread::park();
                 }
@@ -100,14 +100,14 @@ impl Shared {
 }
 
 /// Runs the worker.
-pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
+pub fn main(arguments: &config::Worker) -> anyhow::Result<()> {
     crate::parent::init_log(&arguments.log);
-    // Standard error is about to be the client's; what goes wrong here is for the log.
+    // Standard error will be the client's, so panics go to the log.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
-    // SAFETY: the daemon started this process with that descriptor, for this purpose alone.
+    // SAFETY: the daemon started this process with this descriptor open, and nothing else in the process uses it.
     let daemon = unsafe { OwnedFd::from_raw_fd(arguments.fd) };
-    let Some((ToWorker::Prepare { kind, options }, _)) = ipc::receive(daemon.as_fd())? else {
-        bail!("a worker is started by the daemon, which tells it what to prepare");
+    let Some((ToWorker::Prepare { kind, options }, _)) = worker_protocol::receive(daemon.as_fd())? else {
+        bail!("a worker can only be started by the daemon");
     };
     let quota = Quota::new("device memory", options.memory_limit);
     let made = driver::make(&options.backing, quota.clone()).and_then(|mut backend| {
@@ -117,23 +117,24 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
     let (mut backend, free) = match made {
         Ok(made) => made,
         Err(driver::Unavailable { reason, full }) => {
-            ipc::send(daemon.as_fd(), &FromWorker::Failed { reason, full }, &[])?;
+            worker_protocol::send(daemon.as_fd(), &FromWorker::Failed { reason, full }, &[])?;
             return Ok(());
         }
     };
     let ready = FromWorker::Ready { backend: backend.name().into(), devices: backend.devices(), free };
-    ipc::send(daemon.as_fd(), &ready, &[])?;
+    worker_protocol::send(daemon.as_fd(), &ready, &[])?;
     let polling = options.poll_us.map_or_else(Polling::default, |us| {
         let most = Duration::from_micros(us.min(10_000_000));
         Polling { most, while_due: most }
     });
 
-    let Some((ToWorker::Session { transport, program, client: name }, fds)) = ipc::receive(daemon.as_fd())?
+    let Some((ToWorker::Session { transport, program, client: name }, fds)) =
+        worker_protocol::receive(daemon.as_fd())?
     else {
-        // The daemon is gone, or does not need this worker any more.
+        // The daemon is gone or no longer needs this worker.
         return Ok(());
     };
-    let connection = fds.into_iter().next().context("a session without its connection")?;
+    let connection = fds.into_iter().next().context("the daemon sent a session without its connection")?;
     let _span = tracing::info_span!("session", client = %name, program = %program).entered();
     let daemon = Arc::new(daemon);
     let shared = Arc::new(Shared::new(quota));
@@ -161,8 +162,12 @@ pub fn main(arguments: &cli::Worker) -> anyhow::Result<()> {
             "session ended"
         ),
     }
-    ipc::send(daemon.as_fd(), &FromWorker::Ended { lost: lost.map(|l| l.reason), counters }, &[])?;
-    // What still runs (a kernel that does not end, a thread in the driver) ends with the process; nothing is left to be saved.
+    worker_protocol::send(
+        daemon.as_fd(),
+        &FromWorker::Ended { lost: lost.map(|l| l.reason), counters },
+        &[],
+    )?;
+    // Whatever still runs, such as an endless kernel or a thread in the driver, ends with the process. There is nothing to save.
     std::process::exit(0)
 }
 
@@ -193,7 +198,7 @@ fn begin(
     }
 }
 
-/// Listens to the daemon (data connections; its end is ours), reports to it, and ends the process if nobody else can.
+/// Starts two threads: one receives the daemon's messages and loses the session when the daemon is gone; the other reports counters, and ends the process if the dispatcher cannot.
 fn watch(
     daemon: &Arc<OwnedFd>,
     tcp: Option<Arc<TcpClient>>,
@@ -207,13 +212,13 @@ fn watch(
     let listener = Arc::clone(client);
     std::thread::Builder::new().name("rgpu-daemon".into()).spawn(move || {
         loop {
-            match ipc::receive::<ToWorker>(socket.as_fd()) {
+            match worker_protocol::receive::<ToWorker>(socket.as_fd()) {
                 Ok(Some((ToWorker::Data, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
                         (Some(tcp), Some(fd)) => {
                             tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string())
                         }
-                        _ => Err("a data connection that this session cannot use".into()),
+                        _ => Err("this session cannot use a data connection".into()),
                     };
                     if let Err(e) = added {
                         listener.lose(&e);
@@ -235,18 +240,18 @@ fn watch(
     let over = Arc::clone(&shared);
     client.when_over(Box::new(move || over.end()));
     std::thread::Builder::new().name("rgpu-report".into()).spawn(move || {
-        // A daemon that is gone is noticed by the thread above.
+        // The thread above notices when the daemon is gone.
         shared.report(&*client, |counters| {
-            drop(ipc::send(socket.as_fd(), &FromWorker::Counters(counters), &[]))
+            drop(worker_protocol::send(socket.as_fd(), &FromWorker::Counters(counters), &[]))
         });
-        // The dispatcher sees the end as well and ends the process, unless it is in a call of the driver's that waits for a stream. One that waits for the client waits in vain now;
-        // one whose kernel does not end would keep this process, and its device memory, for ever.
+        // The dispatcher notices the end, too, and ends the process, unless it is in a driver call that waits for a stream. If the stream waits for the client, releasing it ends the call.
+        // If its kernel never ends, the call would keep this process and its device memory forever.
         beside.release();
         std::thread::sleep(LAST_CALL);
-        tracing::warn!("the session is over, and a call of the driver's does not return: ending without it");
+        tracing::warn!("the session has ended but a driver call does not return; exiting without it");
         let (lost, counters) = (None, shared.counters(&*client));
         // The daemon may be gone.
-        let _ = ipc::send(socket.as_fd(), &FromWorker::Ended { lost, counters }, &[]);
+        let _ = worker_protocol::send(socket.as_fd(), &FromWorker::Ended { lost, counters }, &[]);
         std::process::exit(0)
     })?;
     Ok(())

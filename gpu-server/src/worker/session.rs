@@ -1,4 +1,4 @@
-//! The dispatcher: takes commands in order and executes them, but for those of streams that wait for the client ([`super::held`]).
+//! The dispatcher: takes commands in order and executes them, but for those of streams that wait for the client ([`super::host_waits`]).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use protocol::ops::{self, Class, Malformed, Op, OpInfo, Outcome, dispatch};
 use protocol::trace::{RECORDER, Stage};
 
 use super::Shared;
-use super::ahead::Ahead;
-use super::held::{Held, Verdict};
+use super::host_waits::{Held, Verdict};
+use super::read_ahead::Ahead;
 use crate::driver::{Backend, Call, Errors};
-use crate::ipc::Kind;
+use crate::worker_protocol::Kind;
 
-/// Executes a session to its end. `Some`: why it was lost.
+/// Executes a session to its end. Returns why it was lost, if it was.
 pub fn run(
     commands: &mut dyn Commands,
     client: &Arc<dyn Client>,

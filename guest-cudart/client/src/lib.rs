@@ -37,7 +37,7 @@ pub mod staging;
 pub mod thread;
 
 pub use log;
-pub use protocol::{Status, VERSION, channel, data, handle, ops, wire};
+pub use protocol::{Status, VERSION, Version, channel, data, handle, ops, wire};
 
 /// Locks a mutex even if a thread panicked while holding it: no code here leaves shared state inconsistent.
 pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {

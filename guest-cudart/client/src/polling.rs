@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use protocol::polling;
+
 /// How long a thread polls before it sleeps.
 ///
 /// For ring space and progress: briefly. For a reply: as long as polling has recently succeeded, up to
@@ -19,9 +21,6 @@ pub(crate) struct Poll {
     max_long_pollers: usize,
 }
 
-/// The longest poll of threads beyond that number.
-const BRIEF: Duration = Duration::from_micros(50);
-
 /// Counts a thread as polling until dropped.
 pub(crate) struct PollingThread<'p>(&'p AtomicUsize);
 
@@ -33,25 +32,20 @@ impl Drop for PollingThread<'_> {
 
 impl Poll {
     pub(crate) fn from_environment() -> Poll {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = polling::processors();
         let asked = std::env::var("RGPU_POLL_US").ok().and_then(|value| value.trim().parse().ok());
         Poll::new(cores, asked)
     }
 
     fn new(cores: usize, asked_us: Option<u64>) -> Poll {
-        let usual = match cores {
-            1 => 0,
-            2 | 3 => 20,
-            4..8 => 50,
-            _ => 10_000,
-        };
-        let most = Duration::from_micros(asked_us.unwrap_or(usual).min(1_000_000));
+        let usual = polling::CLIENT_REPLY.on(cores);
+        let most = asked_us.map_or(usual, |us| Duration::from_micros(us.min(1_000_000)));
         Poll {
             most,
-            brief: most.min(BRIEF),
+            brief: most.min(polling::CLIENT_BRIEF.on(cores)),
             now_ns: AtomicU32::new(most.as_nanos() as u32),
             polling: AtomicUsize::new(0),
-            max_long_pollers: (cores / 4).max(1),
+            max_long_pollers: polling::long_polls(cores),
         }
     }
 
@@ -82,7 +76,7 @@ mod tests {
         let poll = Poll::new(16, None);
         let held: Vec<_> = (0..4).map(|_| poll.begin()).collect();
         assert!(held.iter().all(|(limit, _)| *limit == Duration::from_millis(10)));
-        assert_eq!(poll.begin().0, BRIEF);
+        assert_eq!(poll.begin().0, polling::CLIENT_BRIEF.on(16));
         drop(held);
         assert_eq!(poll.begin().0, Duration::from_millis(10));
     }

@@ -33,6 +33,7 @@ use protocol::link::wish;
 use protocol::ops::context::DeviceOutput;
 use protocol::ops::{Op, SyncOp, decode_reply, encode};
 use protocol::trace::{RECORDER, Stage};
+use protocol::version::OURS;
 
 /// How often a sleeping thread checks that the host side is alive.
 pub(crate) const LIVENESS_CHECK: Duration = Duration::from_millis(250);
@@ -41,6 +42,8 @@ pub(crate) const LIVENESS_CHECK: Duration = Duration::from_millis(250);
 pub struct Session {
     port: Box<dyn Port>,
     geometry: Geometry,
+    /// Minor number of the version that the session speaks.
+    minor: u16,
     header: &'static Header,
     progress: &'static Progress,
     producer: Mutex<Producer<'static>>,
@@ -199,7 +202,13 @@ impl Session {
         });
         port.connect()?;
         queue::wait(header, &*port)?;
-        // SAFETY: the geometry max_long_pollers the arena inside the mapping.
+        let (version, fingerprint) = header.session_version();
+        let version = OURS.agree(version, fingerprint).map_err(|mismatch| PortError::Refused {
+            path: port.path().to_owned(),
+            what: "another version of rgpu",
+            reason: mismatch.describe("the host speaks", "these libraries speak"),
+        })?;
+        // SAFETY: the geometry places the arena inside the mapping.
         let arena = Arena::new(unsafe { base.add(geometry.arena_offset) }, geometry.arena_size);
         Ok(Box::leak(Box::new(Session {
             header,
@@ -214,6 +223,7 @@ impl Session {
             output_printed: AtomicU64::new(0),
             output_lock: Mutex::new(()),
             geometry,
+            minor: version.minor,
             port,
         })))
     }
@@ -305,6 +315,10 @@ impl Session {
     #[inline]
     fn record<'a, T: Op<'a>>(&self, op: &T, slot: u16) -> Result<u64, Status> {
         self.check()?;
+        // Decided at compile time for an operation that every version has.
+        if T::INFO.since > 0 && T::INFO.since > self.minor {
+            return Err(Status::NOT_SUPPORTED);
+        }
         let push = |buffer: &mut Vec<u8>| {
             buffer.clear();
             encode(op, buffer);

@@ -9,7 +9,9 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
+
+use protocol::polling;
 
 use crate::lock;
 
@@ -17,8 +19,6 @@ use crate::lock;
 const LONG: usize = 256 << 10;
 /// Size in bytes of a part, the unit that threads take.
 const PART: usize = 64 << 10;
-/// How long a helper polls for the next job before it sleeps.
-const LINGER: Duration = Duration::from_micros(100);
 /// The most helper threads; more do not increase memory throughput.
 const MOST_HELPERS: usize = 7;
 
@@ -75,13 +75,13 @@ static HELPERS: OnceLock<Helpers> = OnceLock::new();
 /// How many helpers a machine with `cores` processors can spare; the program needs some, and so does the
 /// worker if it runs on the same machine.
 fn helpers_for(cores: usize) -> usize {
-    (cores / 2).saturating_sub(1).min(MOST_HELPERS)
+    polling::copy_threads(cores).min(MOST_HELPERS)
 }
 
 fn helpers() -> &'static Helpers {
     static START: std::sync::Once = std::sync::Once::new();
     let helpers = HELPERS.get_or_init(|| {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = polling::processors();
         let asked =
             std::env::var("RGPU_COPY_THREADS").ok().and_then(|value| value.trim().parse::<usize>().ok());
         let count = asked.map_or_else(|| helpers_for(cores), |threads| threads.saturating_sub(1).min(63));
@@ -99,10 +99,11 @@ fn helpers() -> &'static Helpers {
 fn help() {
     let Some(helpers) = HELPERS.get() else { return };
     let mut seen = 0;
+    let poll = polling::CLIENT_COPY_THREAD.here();
     loop {
         // The parts of one transfer arrive shortly after each other.
         let begin = Instant::now();
-        while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < LINGER {
+        while helpers.given.load(Ordering::Acquire) == seen && begin.elapsed() < poll {
             std::hint::spin_loop();
         }
         let job = {

@@ -6,13 +6,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use protocol::device::{Answer, Response};
+use protocol::schema::Shape;
+use protocol::version::{Speaks, VERSION};
+use protocol::wire::{Reader, Wire, WireError, Writer};
 use rgpu_client::Status;
 use rgpu_client::channel::Geometry;
 use rgpu_client::counters::COUNTERS;
 use rgpu_client::handle::StreamId;
-use rgpu_client::ops::Op;
 use rgpu_client::ops::memory::{MemFree, MemGetInfo};
 use rgpu_client::ops::stream::{StreamMark, StreamSynchronize};
+use rgpu_client::ops::{Op, OpInfo};
 use rgpu_client::port;
 use rgpu_client::session::{Purpose, Session};
 use test_kit::native_host::{NativeHost, Next};
@@ -288,6 +291,45 @@ fn a_refusal_gives_the_reason() {
             && line.contains("tcp:10.0.0.9:9700: connection refused"),
         "{line}"
     );
+}
+
+/// The session speaks the older version, and the client omits what that lacks.
+#[test]
+fn an_operation_newer_than_the_host_is_not_supported_and_never_sent() {
+    #[derive(PartialEq, Debug)]
+    struct Newer;
+    impl<'a> Wire<'a> for Newer {
+        const SHAPE: Shape = Shape::Struct { name: "Newer", fields: &[] };
+        fn put(&self, _w: &mut Writer<'_>) {}
+        fn get(_r: &mut Reader<'a>) -> Result<Self, WireError> {
+            Ok(Newer)
+        }
+    }
+    impl<'a> Op<'a> for Newer {
+        const INFO: OpInfo = OpInfo { opcode: 0x7777, since: VERSION.minor + 1, ..StreamMark::INFO };
+    }
+    let (sent, seen) = std::sync::mpsc::channel();
+    let host = NativeHost::start(ok(), move |_, record, _| {
+        sent.send(record.opcode).unwrap();
+        Next::GoOn
+    });
+    let session = session(&host, 1 << 20);
+    assert_eq!(session.append(&Newer), Err(Status::NOT_SUPPORTED));
+    session.append(&StreamMark { stream: StreamId(1) }).unwrap();
+    assert_eq!(seen.recv_timeout(Duration::from_secs(60)), Ok(StreamMark::INFO.opcode));
+}
+
+#[test]
+fn a_host_of_another_version_or_build_is_refused_by_name() {
+    static FINGERPRINTS: [u64; 1] = [1];
+    for (major, word) in [(VERSION.major + 1, "version 3.0"), (VERSION.major, "different sources")] {
+        let speaks = Speaks::new(major, &FINGERPRINTS);
+        let host = NativeHost::speaking(speaks, ok(), |_, _, _| Next::GoOn);
+        let geometry = Geometry::with_arena(1 << 20);
+        let port = port::at_socket(&host.socket, geometry.size).unwrap();
+        let line = Session::over(port, geometry, Purpose::Compute).err().unwrap().line();
+        assert!(line.contains(word) && line.contains(&format!("version {VERSION}")), "{line}");
+    }
 }
 
 #[test]

@@ -1,9 +1,27 @@
 //! libcuda.so.1: the CUDA driver API over an rgpu session.
 //!
-//! It knows CUDA, and nothing of how bytes travel: that is `client`. Names, arguments and meanings of the exported functions are those of NVIDIA's "CUDA Driver API"
-//! manual; what is said here of each is only what the manual does not say.
+//! This crate knows CUDA. How bytes travel is the business of `client`. The exported functions have the names, arguments and meanings that NVIDIA's "CUDA Driver API" manual
+//! gives them; comments here say only what the manual does not.
 //!
-//! Handles are opaque words ([`client::handles`]); enumerations are plain integers, since a program may pass any number.
+//! The crate has eight chapters. A chapter uses only those above it in this list (`tests/chapters.rs` checks that, docs/decisions/0029 gives the reasons):
+//!
+//! - [`abi`]: structures of `cuda.h`, argument types, status codes, and the macro that exports functions;
+//! - `process`: the session and its devices, contexts, and the state of their streams;
+//! - `streams`: streams and events by handle, and what a capture forbids;
+//! - `memory`: device, pinned, managed, virtual and pooled memory, and how bytes travel;
+//! - `code`: images, modules, libraries, functions;
+//! - `work`: what is put on a stream: copies, fills, launches, host functions, memory operations;
+//! - `graph`: graphs, their instances, and recording into them;
+//! - `api`: the exported functions, one module for each chapter of the manual.
+//!
+//! ```text
+//!  cuMemcpyAsync ─▶ api::copies ─▶ work::copy ─▶ memory::transfer ─▶ process::stream ─▶ client::session ─▶ the ring
+//!                        └─▶ graph::recording, while the stream is being captured
+//! ```
+//!
+//! To add a function, write it into its module in `api`, take its name off `api/unsupported.rs`, and see that `exports/libcuda.txt` and `api/get_proc_address/table.rs` name it.
+//!
+//! Handles are opaque words ([`client::handles`]). Enumerations are plain integers, since a program may pass any number.
 
 #![allow(non_snake_case, non_camel_case_types, reason = "the names are CUDA's")]
 #![allow(
@@ -24,6 +42,6 @@ mod process;
 mod streams;
 mod work;
 
-/// Tells this libcuda from NVIDIA's, for whoever wants to know.
+/// A symbol that NVIDIA's libcuda does not have. Its value is rgpu's wire version.
 #[unsafe(no_mangle)]
-pub static rgpu_libcuda: u32 = client::VERSION;
+pub static rgpu_libcuda: client::Version = client::VERSION;

@@ -60,7 +60,8 @@ fn defined() -> BTreeMap<String, Vec<String>> {
     for text in &texts {
         for (at, _) in text.match_indices("\napi! {") {
             let block = text[at..].split("\n}").next().unwrap_or_default();
-            let items = block.match_indices("\n    fn ").chain(block.match_indices("\n    alias "));
+            let openings = ["\n    fn ", "\n    unsafe fn ", "\n    alias "];
+            let items = openings.into_iter().flat_map(|opening| block.match_indices(opening));
             for (at, opening) in items {
                 let item = &block[at + opening.len()..];
                 let open = item.find('(').expect("arguments");
@@ -80,18 +81,22 @@ fn defined() -> BTreeMap<String, Vec<String>> {
     all
 }
 
+/// How the types of arguments begin that are pointers in C.
+const POINTERS: [&str; 7] = ["*", "Option<", "Out<", "In<", "InOut<", "Array<", "OutArray<"];
+
 /// What C's argument may be where Rust's is this. A handle is a word here, and so is a size.
 fn fits(rust: &str, c: Class) -> bool {
     match rust {
         "usize" => matches!(c, Class::Pointer | Class::Integer(8)),
-        "u64" | "i64" => c == Class::Integer(8),
-        "u32" | "i32" => c == Class::Integer(4),
+        "u64" | "i64" | "Count" => c == Class::Integer(8),
+        "u32" | "i32" | "Count<u32>" => c == Class::Integer(4),
         "u16" => c == Class::Integer(2),
         "u8" => c == Class::Integer(1),
         "f32" => c == Class::Float(4),
         "MemLocation" => c == Class::Record(size_of::<types::MemLocation>()),
         "IpcHandle" => c == Class::Record(size_of::<types::IpcHandle>()),
-        _ if rust.starts_with('*') || rust.starts_with("Option<") => c == Class::Pointer,
+        "Text" => c == Class::Pointer,
+        _ if POINTERS.iter().any(|kind| rust.starts_with(kind)) => c == Class::Pointer,
         _ => panic!("an argument of type {rust}"),
     }
 }
@@ -139,6 +144,9 @@ fn a_difference_is_seen() {
         ("u64", Class::Pointer),
         ("u32", Class::Integer(8)),
         ("*mut u32", Class::Integer(8)),
+        ("Out<u32>", Class::Integer(8)),
+        ("Text", Class::Record(8)),
+        ("Count<u32>", Class::Integer(8)),
         ("usize", Class::Record(8)),
         ("MemLocation", Class::Integer(8)),
         ("f32", Class::Integer(4)),

@@ -43,6 +43,6 @@ mod state;
 mod system;
 mod unsupported;
 
-/// Distinguishes this library from NVIDIA's.
+/// Distinguishes this library from NVIDIA's. Its value is the version of the wire.
 #[unsafe(no_mangle)]
-pub static rgpu_libnvml: u32 = client::VERSION;
+pub static rgpu_libnvml: client::Version = client::VERSION;

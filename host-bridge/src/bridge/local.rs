@@ -1,5 +1,5 @@
-//! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the doorbell and reads the ring by itself; what is left
-//! here is a Unix socket on which regions come and go, and whose end says that the worker is gone.
+//! Transport `local`: the server is on this host. It gets the descriptors of the client's memory and of the doorbell and reads the ring itself. What remains
+//! here is a Unix socket on which regions are added and removed, and whose end says that the worker is gone.
 //!
 //! A worker that has died, or has closed its socket, touches the client's memory no more: its mappings went with it. That is what `unregister_region` and
 //! `close` wait for where the worker does not acknowledge first.
@@ -70,7 +70,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Who waits for an acknowledgement, in the order of the requests sent.
+    /// The calls that wait for an acknowledgement, in the order of the requests sent.
     waiters: VecDeque<Waiter>,
     /// Set by `close`.
     asked: Option<String>,
@@ -258,7 +258,7 @@ impl Shared {
                     });
                 }
                 Ok(Some(other)) => tracing::warn!(%server, "the worker sent a frame of unknown kind {other}"),
-                // Only now has the worker let go of the memory.
+                // Only now does the worker hold no memory any more.
                 Ok(None) => {
                     return goodbye
                         .unwrap_or_else(|| format!("the worker of the server at {server} is gone"));
@@ -336,7 +336,7 @@ impl Transport for Local {
 impl Drop for Local {
     fn drop(&mut self) {
         if self.close("closed", Duration::ZERO) == Closed::StillHeld {
-            // The thread keeps the memory mapped, through `shared`, until the worker has let go.
+            // The thread keeps the memory mapped, through `shared`, until the worker has unmapped it.
             tracing::warn!(server = %self.shared.session.server, "the worker still holds the client's memory");
         }
     }

@@ -1,4 +1,4 @@
-//! The bridge's end of a session: it carries one channel to one server, by one of several transports.
+//! The bridge's end of a session: it connects one channel to one server, over one of several transports.
 //!
 //! ```text
 //!  vhost-rgpu ──▶ Session ──▶ dyn Transport ─┬─ tcp    a relay thread takes records off the ring and moves bulk data
@@ -9,16 +9,15 @@
 //!
 //! In reading order:
 //! - [`session`]: [`Session`], what a daemon holds for each channel, and how it is configured;
-//! - [`state`]: what session and transport share; the only code that writes into a channel on loss;
+//! - [`state`]: what session and transport share; the only code that writes into a channel when a session is lost;
 //! - `relay`: the rules of a session whose server is elsewhere, without I/O, and the loop that carries them out;
 //! - [`tcp`] and [`verbs`]: what carries a relay's bytes; [`local`]: a server of this host, which needs no relay;
 //! - [`polling`], [`counters`]: small parts.
 //!
-//! Whatever a client does wrong ends its own session, with a reason that a person can read, and no other.
+//! Whatever a client does wrong ends its own session, with a readable reason, and no other session.
 
 pub mod counters;
 pub mod local;
-pub mod polling;
 mod relay;
 pub mod session;
 pub mod state;
@@ -83,9 +82,9 @@ pub enum RegionError {
         held: u64,
         /// Regions that the session has registered.
         count: usize,
-        /// Bytes at most.
+        /// The most bytes.
         limit: u64,
-        /// Regions at most.
+        /// The most regions.
         max_count: usize,
     },
     /// The memory is not the client's.
@@ -112,9 +111,9 @@ pub enum RegionError {
 /// How a [`Transport::close`] ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Closed {
-    /// Nobody touches the client's memory any more.
+    /// Nothing accesses the client's memory any more.
     Released,
-    /// The other side has not let go in the time given; the memory must stay as it is until a later `close` says otherwise.
+    /// The other side did not release the memory in the given time. It must stay as it is until a later `close` returns [`Released`](Closed::Released).
     StillHeld,
 }
 
@@ -142,10 +141,10 @@ pub trait Transport: Send + Sync + std::fmt::Debug {
     /// Forgets a region. Returns when neither this process nor the server touches it any more: records that the client appended before the call are
     /// forwarded first, and transfers under way are finished. A record that names the region after that is malformed.
     ///
-    /// On a session that is over this returns `Ok` at once, or when the server has let go.
+    /// On a session that is over this returns `Ok` at once, or once the server has released the memory.
     fn unregister_region(&self, id: u32) -> Result<(), RegionError>;
 
-    /// Ends the session, with `reason` in words for the server and for the client's sleeping threads. Idempotent. Waits at most `patience` for the other side to let
-    /// go of the client's memory.
+    /// Ends the session, with `reason` in words for the server and for the client's sleeping threads. Idempotent. Waits at most `patience` for the other side to release
+    /// the client's memory.
     fn close(&self, reason: &str, patience: Duration) -> Closed;
 }

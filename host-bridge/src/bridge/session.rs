@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
-use protocol::VERSION;
 use protocol::channel::{Header, State};
 use protocol::device::{Answer, text, untext};
-use protocol::link::{Hello, MAGIC, wish};
+use protocol::link::{BadGreeting, Hello, MAGIC, wish};
+use protocol::polling;
+use protocol::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
 use super::local::{self, Local};
 use super::state::{ChannelMemory, SessionState, Wakeup};
 use super::tcp::{self, Tcp, receive_welcome};
 use super::verbs::{self, Verbs};
-use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport, polling};
+use super::{Capabilities, Closed, Counters, RegionError, RegionMemory, Transport};
 use crate::framing::Address;
 use crate::verbs::{Settings, VerbsError};
 
@@ -79,13 +80,13 @@ pub struct SessionConfig {
     pub server: Address,
     /// What carries the session.
     pub transport: TransportKind,
-    /// Name of the virtual machine or host, for people and for the server's admission.
+    /// Name of the virtual machine or host, for display and for the server's admission.
     pub client: String,
     /// Longest time to poll for work before sleeping.
     pub poll: Duration,
     /// Data connections to ask for.
     pub data_connections: u32,
-    /// Whether each data connection gets threads of its own for long pieces of data (transport `tcp`).
+    /// Whether each data connection gets threads of its own for long chunks of data (transport `tcp`).
     pub io_threads: bool,
     /// Longest time to wait for a connection.
     pub connect_timeout: Duration,
@@ -93,9 +94,9 @@ pub struct SessionConfig {
     pub handshake_timeout: Duration,
     /// A server silent for longer is lost.
     pub silence: Duration,
-    /// Bytes that one session may register at most; 0: no limit.
+    /// The most bytes that one session may register; 0: no limit.
     pub max_registered: u64,
-    /// Regions that one session may register at most.
+    /// The most regions that one session may register.
     pub max_regions: usize,
     /// How to use verbs, for that transport.
     pub verbs: Settings,
@@ -108,9 +109,9 @@ impl SessionConfig {
             transport: TransportKind::default_for(&server),
             server,
             client: client.to_owned(),
-            poll: polling::default_bound(polling::cores()),
+            poll: polling::RELAY.here(),
             data_connections: 4,
-            io_threads: polling::cores() >= 4,
+            io_threads: polling::processors() >= polling::SPARE,
             connect_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(15),
             silence: Duration::from_secs(10),
@@ -132,17 +133,13 @@ pub enum ConnectError {
         /// The system's answer.
         source: io::Error,
     },
-    /// The server speaks another version.
-    #[error(
-        "the server at {server} speaks version {theirs} of rgpu, this host speaks version {ours}: install the same release on both"
-    )]
+    /// The server's version does not fit.
+    #[error("{}", .mismatch.describe(&format!("the server at {server} speaks"), "this host speaks"))]
     Version {
         /// Its address.
         server: String,
-        /// The server's version.
-        theirs: u32,
-        /// This host's.
-        ours: u32,
+        /// Why.
+        mismatch: Mismatch,
     },
     /// The server refused.
     #[error("the server at {server} refused the session: {reason}")]
@@ -199,6 +196,8 @@ impl ConnectError {
 /// What a server's welcome says.
 #[derive(Debug)]
 pub(super) struct Handshake {
+    /// The version that this host and the server speak.
+    pub(super) version: Version,
     pub(super) token: [u8; 16],
     pub(super) data_connections: u32,
     pub(super) server: String,
@@ -206,10 +205,12 @@ pub(super) struct Handshake {
 
 /// The first message of a connection.
 pub(super) fn hello(config: &SessionConfig, channel: &ChannelMemory, purpose: u32, index: u32) -> Hello {
+    let speaks = OURS.at_most(channel.version);
     Hello {
         magic: MAGIC,
-        version: VERSION,
+        version: speaks.version(),
         purpose,
+        fingerprint: speaks.fingerprint(),
         token: [0; 16],
         index,
         pid: channel.pid,
@@ -328,24 +329,18 @@ pub(super) fn welcome_at_once(
 /// Receives the answer to a hello and judges it.
 fn welcome(config: &SessionConfig, socket: BorrowedFd<'_>, deadline: Instant) -> Result<Heard, ConnectError> {
     let server = config.server.to_string();
-    let welcome = match receive_welcome(socket, deadline) {
-        Ok(Some(welcome)) => welcome,
-        Ok(None) => {
-            let source =
-                io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer");
-            return Err(ConnectError::NoServer { server, source });
+    let (welcome, version) = match receive_welcome(socket, deadline) {
+        Ok(Ok(received)) => received,
+        Ok(Err(BadGreeting::Magic(magic))) => {
+            let what = format!("its answer begins with {magic:#x}; no rgpu-server listens there");
+            return Err(ConnectError::Protocol { server, what });
         }
+        Ok(Err(BadGreeting::Version(mismatch))) => return Err(ConnectError::Version { server, mismatch }),
         Err(source) => return Err(ConnectError::NoServer { server, source }),
     };
-    if welcome.magic != MAGIC {
-        let what = format!("its answer begins with {:#x}; no rgpu-server listens there", welcome.magic);
-        return Err(ConnectError::Protocol { server, what });
-    }
-    if welcome.version != VERSION {
-        return Err(ConnectError::Version { server, theirs: welcome.version, ours: VERSION });
-    }
     match Answer::from_number(welcome.status) {
         Answer::Ok => Ok(Heard::Welcome(Handshake {
+            version,
             token: welcome.token,
             data_connections: welcome.data_connections,
             server: printable(&welcome.server),
@@ -395,7 +390,7 @@ impl Prepared {
         Ok(Prepared { config: config.clone(), link, handshake })
     }
 
-    /// Begins the session. On success the channel's state is `READY`; on failure its memory is let go before this returns. `channel` is the one that was
+    /// Begins the session. On success the channel's state is `READY`; on failure its memory is released before this returns. `channel` is the one that was
     /// given to [`connect`](Self::connect).
     ///
     /// `wakeup` is how the client's threads are reached. `on_lost` is called once, with the reason, if the session ends against the caller's will, from one of
@@ -408,6 +403,8 @@ impl Prepared {
     ) -> Result<Session, ConnectError> {
         let Prepared { config, link, handshake } = self;
         let waited = channel.view.header().state() == State::Waiting;
+        let speaks = OURS.at_most(handshake.version).at_most(channel.version);
+        channel.view.header().set_session_version(speaks.version(), speaks.fingerprint());
         let session = Arc::new(SessionState::new(channel, config.server.to_string(), wakeup, on_lost));
         let transport: Box<dyn Transport> = match link {
             Link::Tcp(links) => Box::new(Tcp::start(&config, session.clone(), links)?),
@@ -541,7 +538,7 @@ impl Session {
         self.transport.capabilities()
     }
 
-    /// The transport's name, for people.
+    /// The transport's name, for display.
     pub fn transport(&self) -> TransportKind {
         self.kind
     }

@@ -9,6 +9,7 @@ use protocol::channel::{Header, State};
 use protocol::device::{Extent, untext};
 use protocol::link::wish;
 use protocol::trace::Recorder;
+use protocol::version::{OURS, Version};
 
 use super::Counters;
 use crate::memory::{ChannelView, Memories, MemoryError};
@@ -24,11 +25,13 @@ pub struct ChannelMemory {
     pub size: u64,
     /// The channel, contiguous.
     pub view: ChannelView,
-    /// Process id that the client gave, for people.
+    /// The version that the client and this host speak.
+    pub version: Version,
+    /// Process id that the client gave, for display.
     pub pid: u32,
-    /// Program's name that the client gave, for people.
+    /// Program name that the client gave, for display.
     pub program: String,
-    /// What session the client would like: bits of [`wish`](protocol::link::wish).
+    /// What kind of session the client asks for: bits of [`wish`](protocol::link::wish).
     pub wishes: u32,
     /// The doorbell of the session to come.
     pub doorbell: Arc<EventFd>,
@@ -42,7 +45,6 @@ impl ChannelMemory {
         // The name goes into logs: nothing in it may steer a terminal.
         let program: String =
             untext(&fields.program).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
-        let wishes = view.header().wishes();
         let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| MemoryError::Doorbell { source: e.into() })?;
         Ok(ChannelMemory {
@@ -50,9 +52,10 @@ impl ChannelMemory {
             extents,
             size,
             view,
+            version: OURS.at_most(fields.version).version(),
             pid: fields.pid,
             program,
-            wishes,
+            wishes: fields.wishes,
             doorbell: Arc::new(doorbell),
         })
     }
@@ -107,7 +110,7 @@ pub struct SessionState {
     pub doorbell: Arc<EventFd>,
     /// What was done so far.
     pub counters: Counters,
-    /// When commands came where, if somebody asks.
+    /// Per-command timestamps, for latency analysis.
     pub trace: Recorder,
     /// The server's address, for messages.
     pub server: String,
@@ -223,7 +226,7 @@ pub struct Waker<'c> {
 }
 
 impl Waker<'_> {
-    /// Wakes who sleeps on the word at `offset` of the channel.
+    /// Wakes the threads that sleep on the word at `offset` of the channel.
     pub fn wake(&mut self, offset: u64) {
         match self.session.wakeup {
             Wakeup::Futex => {

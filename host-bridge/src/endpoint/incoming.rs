@@ -5,10 +5,10 @@
 //! ```
 //!
 //! A reader thread for each connection reads a chunk's header, asks the command's [`Landing`] for room, and receives straight into it. No chunk waits in a connection for its
-//! stream to go on, or all that stands behind it would wait as well, and perhaps the very thing that lets the stream go on. So the bridge sends what there is room for:
+//! stream to go on: everything behind it would wait as well, perhaps even what the stream waits for. So the bridge sends what there is room for:
 //! - what was **granted**: a landing says how far it has room ([`Incoming::land`]), and as room comes free, how far then ([`Grants`]);
 //! - a little of each piece **eagerly**, so that short data need not wait for a grant. Where a command's turn has not come, or where its landing has no room yet, eager
-//!   bytes are set aside in memory; the session's eager bytes are bounded ([`EAGER`]), and a bridge that goes beyond is no bridge of ours.
+//!   bytes are set aside in memory; the session's eager bytes are bounded ([`EAGER`]), and exceeding the bound is a protocol violation.
 //!
 //! A bridge that sends more than it may, without saying that it is eager, waits: in its connection.
 
@@ -23,29 +23,24 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 use protocol::link::{DataGrant, DataHeader, EAGER, EAGER_FLAG, EAGER_PIECE, MAX_DATA};
+use protocol::polling;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::Lost;
-use crate::bridge::polling::cores;
 use crate::shared::SharedBytes;
 
 /// How long eager bytes wait in their connection for a command that is about to be executed, before they are set aside: setting aside costs a copy.
 const BRIEFLY: Duration = Duration::from_millis(1);
-/// How long a connection's thread looks for its next piece, and for the command of the one that it has, before it sleeps; not at all where that would take a processor from
-/// those that it waits for. The pieces of one transfer come one soon after the other.
-const LINGER: Duration = Duration::from_micros(50);
-/// Processors from which on it does.
-const MANY: usize = 8;
-
+/// How long a connection's thread polls for its next chunk, and for the command of the one that it has, before it sleeps. The chunks of one transfer come soon after one another.
 fn linger() -> Duration {
     static TIME: OnceLock<Duration> = OnceLock::new();
-    *TIME.get_or_init(|| if cores() >= MANY { LINGER } else { Duration::ZERO })
+    *TIME.get_or_init(|| polling::DATA_CONNECTION.here())
 }
 
-/// Pieces of data that a bridge may have asked for ahead of their commands' turn.
+/// Runs of data that a bridge may have asked for ahead of their commands' turn.
 const MAX_ASKED: usize = 1 << 16;
 
-/// Where a command's incoming bytes go. Called from the connections' reader threads and from whoever grants, from several at once.
+/// Where a command's incoming bytes go. Called by the connections' reader threads and by threads that grant, at the same time.
 pub trait Landing: Send + Sync {
     /// Room for bytes from `offset` of the data on, at least 1 and at most `len` of them, all of them granted. Never waits. `None`: nobody wants them any more.
     ///
@@ -65,7 +60,7 @@ pub(super) trait Bridge: Send + Sync {
     fn grant(&self, grant: DataGrant);
     /// So many eager bytes have found their place.
     fn placed(&self, bytes: u64);
-    /// It has done what no correct bridge does.
+    /// It has violated the protocol.
     fn wrong(&self, what: &str);
 }
 
@@ -240,7 +235,7 @@ struct QueueState {
     /// Room given out, by offset.
     filling: HashMap<u64, Box<[u8]>>,
     chunks: VecDeque<Chunk>,
-    /// Whoever takes chunks waits for one.
+    /// A thread waits for a chunk.
     waited_for: bool,
     over: bool,
 }
@@ -288,7 +283,7 @@ pub(super) struct Inbox {
     changed: Condvar,
     /// Commands up to this have been executed: what they did not ask for, nobody will.
     executed: AtomicU64,
-    /// Who would learn of an execution: threads that wait for one, and pieces kept for commands whose turn has not come. Each is counted before it looks, and the dispatcher
+    /// What an execution may concern: threads that wait for one, and pieces kept for commands whose turn has not come. Each is counted before it looks, and the dispatcher
     /// looks after it has executed, so one sees the other.
     waiting: AtomicUsize,
     bridge: OnceLock<Weak<dyn Bridge>>,
@@ -439,7 +434,7 @@ impl Inbox {
         self.place_aside(key);
     }
 
-    /// The bridge has data of this piece that it may not send before it is granted. It says so before it sends the command, because whoever executes that may read nothing further
+    /// The bridge has data of this piece that it may not send before it is granted. It says so before it sends the command, because the server may read nothing further while it executes that
     /// until the data is there. The error is what the bridge has done wrong.
     pub(super) fn ask(&self, key: (u64, u32)) -> Result<(), String> {
         let mut state = self.lock();
@@ -520,7 +515,7 @@ impl Inbox {
         }
     }
 
-    /// The session is over: everybody who waits for data, or with data, goes.
+    /// The session is over: all threads that wait for data, or with data, return.
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.over = true;
@@ -748,7 +743,7 @@ impl Expected {
         let end = header.offset.checked_add(header.len.into());
         if end.is_none_or(|end| end > self.len) || self.announced > self.len {
             let text = format!(
-                "command {}, piece {}: {} bytes at {} where {} were due in all",
+                "command {}, piece {}: {} bytes at {} where {} were expected in all",
                 header.seq, header.piece, header.len, header.offset, self.len
             );
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
@@ -763,7 +758,7 @@ fn look_for_some(stream: &TcpStream) {
     while begun.elapsed() < linger() {
         match recv(stream.as_raw_fd(), &mut [0], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
             Err(nix::Error::EAGAIN | nix::Error::EINTR) => std::hint::spin_loop(),
-            // Something, or an end: whoever receives will see.
+            // Something, or the end: the next receive will tell.
             _ => return,
         }
     }

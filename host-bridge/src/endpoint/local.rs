@@ -1,7 +1,7 @@
 //! The worker's end of a `local` session: the client's memory is mapped, the ring is read in place.
 //!
 //! One control thread serves the bridge's socket (regions come and go; its end is the session's end). The dispatcher reads the ring, and sleeps on the
-//! doorbell. Whoever writes an answer wakes its thread: by futex for a process on this host, by the wake eventfd for a guest.
+//! doorbell. The thread that writes a reply wakes the client's: by futex for a process on this host, by the wake eventfd for a guest.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,12 +26,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::patience::{Answers, Patience};
 use super::region::{Regions, Released};
-use super::wake::{self, Bell, Watch};
+use super::wake::{self, StopEvent, Watch};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{recv_frame, send_frame, split_struct, with_causes};
 use crate::memory::{ChannelView, Memories, RingReader};
 
-/// Records taken between two looks at who waits for room or for progress, while there is more to take.
+/// Records taken, while there are more, between two checks whether client threads wait for room or progress.
 const BATCH: u32 = 32;
 /// Executed commands after which the client is told even while there is more to do; a command that has read data of the client's is told of at once.
 const TELL: u64 = 16;
@@ -61,7 +61,7 @@ pub struct LocalClient {
     end: OnceLock<Option<Lost>>,
     /// Held while the session is being ended.
     ending: Mutex<()>,
-    stop: Bell,
+    stop: StopEvent,
     read: AtomicU64,
     written: AtomicU64,
     /// The last command executed, and whether one has read data since the client was last told. The dispatcher's alone.
@@ -78,16 +78,16 @@ enum Waker {
 }
 
 impl Waker {
-    /// Wakes who sleeps on the word at `offset` of the channel: a word of the header, or of a slot that exists.
+    /// Wakes the threads that sleep on the word at `offset` of the channel: a word of the header, or of a slot that exists.
     fn word(&self, view: &ChannelView, offset: usize) {
         match self {
             // SAFETY: the offset is that of a word of the channel, which is mapped.
             Waker::Futex => unsafe { wake::futex_wake_all(view.base().add(offset).as_ptr().cast()) },
-            Waker::Event(event) => wake::ring(event),
+            Waker::Event(event) => wake::signal(event),
         }
     }
 
-    /// Wakes who sleeps until the progress area changes, if anybody does.
+    /// Wakes the threads that sleep until the progress area changes, if there are any.
     fn progress(&self, view: &ChannelView) {
         if view.header().progress_sleep.take() {
             self.word(view, Header::PROGRESS_SLEEP_OFFSET as usize);
@@ -102,7 +102,7 @@ impl LocalCommands {
         let kind = recv_frame(socket.as_fd(), &mut body, &mut fds)
             .map_err(|e| Lost::new(format!("waiting for the channel's memory: {e}")))?;
         if kind != Some(frame::ATTACH) {
-            return Err(Lost::new(format!("frame of kind {kind:?} where ATTACH was due")));
+            return Err(Lost::new(format!("frame of kind {kind:?} where ATTACH was expected")));
         }
         let attached = match attach(&body, fds) {
             Ok(attached) => attached,
@@ -113,7 +113,7 @@ impl LocalCommands {
             }
         };
         let failed = |e: io::Error| Lost::new(format!("preparing a session: {e}"));
-        let stop = Bell::new().map_err(failed)?;
+        let stop = StopEvent::new().map_err(failed)?;
         let control = socket.try_clone().map_err(failed)?;
         let (view, memories, doorbell, waker) = attached;
         let watch = Watch::new(doorbell, &stop).map_err(failed)?;
@@ -182,7 +182,7 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
     let futex = fixed.flags & ATTACH_FUTEX != 0;
     let wanted = memories.len() + if futex { 1 } else { 2 };
     if fds.len() != wanted || !rest.is_empty() {
-        return Err(invalid(format!("ATTACH with {} descriptors where {wanted} were due", fds.len())));
+        return Err(invalid(format!("ATTACH with {} descriptors where {wanted} were expected", fds.len())));
     }
     let mut fds = fds.into_iter();
     let files: Vec<(Memory, OwnedFd)> = memories.into_iter().zip(fds.by_ref()).collect();
@@ -193,7 +193,7 @@ fn attach(body: &[u8], fds: Vec<OwnedFd>) -> Result<Attached, (Answer, Lost)> {
     };
     let memories = Memories::map(files).map_err(|e| invalid(with_causes(&e)))?;
     let view = memories.view(&extents, fixed.size).map_err(|e| match e {
-        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version { .. }) => {
+        crate::memory::MemoryError::Geometry(protocol::channel::GeometryError::Version(_)) => {
             (Answer::Version, Lost::new(with_causes(&e)))
         }
         e => invalid(with_causes(&e)),
@@ -332,7 +332,7 @@ impl LocalClient {
         let (fixed, rest) = split_struct::<RegionAdd>(body).map_err(|e| e.to_string())?;
         let (extents, _) = list::<Extent>(rest, fixed.extent_count)?;
         let own = fixed.flags & REGION_OWN_MEMORY != 0;
-        let pieces = if own {
+        let runs = if own {
             let file = fds.pop().ok_or("a region with its own memory, but no descriptor")?;
             let begin = extents.iter().map(|e| e.addr).min().unwrap_or(0) & !4095;
             let end = extents.iter().map(|e| e.addr.saturating_add(e.len)).max().unwrap_or(0);
@@ -342,8 +342,8 @@ impl LocalClient {
         } else {
             self.memories.resolve(&extents, fixed.size)
         };
-        let pieces = pieces.map_err(|e| with_causes(&e))?;
-        if self.regions.add(fixed.region, pieces, fixed.flags & REGION_READ_ONLY != 0) {
+        let runs = runs.map_err(|e| with_causes(&e))?;
+        if self.regions.add(fixed.region, runs, fixed.flags & REGION_READ_ONLY != 0) {
             Ok(())
         } else {
             Err(format!("region {} is in use", fixed.region))
@@ -367,7 +367,7 @@ impl LocalClient {
 
     fn finish(&self, end: Option<Lost>) {
         if self.end.set(end).is_ok() {
-            self.stop.ring();
+            self.stop.raise();
             self.farewell.call();
         }
     }
@@ -462,7 +462,7 @@ impl Client for LocalClient {
     fn nothing_sent(&self, _seq: u64) {}
 
     fn lose(&self, reason: &str) {
-        // Under the lock, so that whoever finds the session lost, and ends the process over it, does so after the client was told.
+        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
         let _one = self.ending.lock().unwrap_or_else(|e| e.into_inner());
         if self.end.get().is_some() {
             return;

@@ -1,4 +1,4 @@
-//! A worker's end of a session: where its commands come from, and where its answers, its progress and its data go.
+//! A worker's end of a session: where its commands come from, and where its replies, progress and data go.
 //!
 //! ```text
 //!   dispatcher ──▶ Commands::next        records in order, one fetch each
@@ -8,11 +8,11 @@
 //! ```
 //!
 //! - [`local`]: the client's memory is mapped here and the ring is read in place;
-//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`ring`]);
+//! - [`verbs`]: as `tcp`, over InfiniBand or RoCE; bulk data comes into slots whose order is known ahead ([`planned_slots`]);
 //! - [`tcp`]: records and small answers cross one connection, bulk data several others ([`incoming`], [`outgoing`]); `stream`: the records and answers of both.
 //!
-//! A worker is written against [`Commands`] and [`Client`] alone; the one difference that it must know is that data is
-//! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only it knows how its device reads each.
+//! A worker uses [`Commands`] and [`Client`] only. The one difference that it must know is that data is
+//! [`Source::Mapped`], [`Source::Incoming`] or [`Source::Placed`], because only the worker knows how its device reads each.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,14 +22,15 @@ use protocol::Status;
 use protocol::channel::Record;
 use protocol::data::HostRange;
 use protocol::link::ProgressUpdate;
+use protocol::polling;
 use thiserror::Error;
 
 pub mod incoming;
 pub mod local;
 pub mod outgoing;
 mod patience;
+pub mod planned_slots;
 pub mod region;
-pub mod ring;
 mod stream;
 pub mod tcp;
 pub mod verbs;
@@ -38,12 +39,12 @@ mod wake;
 pub use incoming::{Chunk, ChunkQueue, Grants, Incoming, Landing};
 pub use local::LocalCommands;
 pub use outgoing::{Lent, Outgoing};
+pub use planned_slots::{Arrivals, Placed, PlacedChunk};
 pub use region::{Mapped, Region};
-pub use ring::{Arrivals, Placed, PlacedChunk};
 pub use tcp::{TcpClient, TcpCommands};
 pub use verbs::{VerbsClient, VerbsCommands};
 
-/// The session is over, against somebody's will. The text says why, for a person.
+/// The session was lost: it ended though neither side asked for that. The text says why.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{reason}")]
 pub struct Lost {
@@ -58,7 +59,7 @@ impl Lost {
     }
 }
 
-/// Where a dispatcher gets its commands. Used by one thread.
+/// Where a dispatcher gets its commands. One thread uses it.
 pub trait Commands: Send {
     /// The next record, its body (padding included) in `body`. Waits for one: polls for the configured time, then sleeps.
     ///
@@ -69,15 +70,15 @@ pub trait Commands: Send {
     fn try_next(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, Lost>;
 }
 
-/// A session's client, as every thread of a worker may use it. Nothing here fails because of the client: once it is gone, calls do nothing.
+/// A session's client. Every thread of a worker may use it. No call fails because of the client: once it is gone, calls do nothing.
 pub trait Client: Send + Sync {
-    /// Answers the `sync` command `seq` in its reply slot. A payload longer than [`protocol::channel::MAX_PAYLOAD`] is an error of the caller and answered
+    /// Answers the `sync` command `seq` in its reply slot. A payload longer than [`protocol::channel::MAX_PAYLOAD`] is the caller's error and becomes
     /// `CUDA_ERROR_UNKNOWN`. A slot that does not exist ends the session.
     ///
     /// Everything published before by the same thread is visible to the client before the answer is.
     fn reply(&self, seq: u64, slot: u16, status: Status, payload: &[u8]);
 
-    /// Writes words of the progress area, in order, and wakes who waits for them. The indices are the caller's to get right; wrong ones are left out.
+    /// Writes words of the progress area, in order, and wakes the threads that wait for them. Words with a wrong index are left out.
     fn publish(&self, updates: &[ProgressUpdate]);
 
     /// The dispatcher has executed the command `seq`. May reach the client later than this, but before the dispatcher sleeps in [`Commands::next`].
@@ -104,11 +105,11 @@ pub trait Client: Send + Sync {
     /// Ends the session with a reason, which the client sees. [`Commands::next`] returns it too.
     fn lose(&self, reason: &str);
 
-    /// Ends the session's traffic: everybody who waits in here is let go.
+    /// Ends the session's traffic: all threads that wait in here return.
     fn close(&self);
 
-    /// Has `then` be called once the session is over, whoever ends it, also while the dispatcher is not in [`Commands::next`]. It is called by the thread that ends the session, so it
-    /// must not block; at once, if the session is over already. To be called once.
+    /// Calls `then` once the session is over, also while the dispatcher is not in [`Commands::next`]; at once if it is over already. The thread that ends the session makes the call, so
+    /// `then` must not block. To be called once.
     fn when_over(&self, _then: Box<dyn FnOnce() + Send>) {}
 
     /// Whether data comes and goes in chunks rather than through mapped memory.
@@ -131,7 +132,7 @@ pub trait Client: Send + Sync {
     /// Has `arrivals` be told of what comes into [`staging`](Self::staging), and asked for what of it is not needed any more. Called once, before the first command is executed.
     fn watch(&self, _arrivals: Arc<dyn Arrivals>) {}
 
-    /// Has the transport send straight out of the `len` bytes at `at`, when [`Outgoing::send`] is given some of them. Without this they are copied first. Called once at most.
+    /// Lets the transport send straight out of the `len` bytes at `at` when [`Outgoing::send`] is given some of them. Without this they are copied first. Called at most once.
     ///
     /// # Safety
     /// The memory stays mapped as long as the client lives.
@@ -177,7 +178,7 @@ impl Farewell {
     }
 }
 
-/// Memory of the transport's in which incoming data lies. See [`ring`].
+/// Memory of the transport's in which incoming data lies. See [`planned_slots`].
 #[derive(Debug, Clone, Copy)]
 pub struct StagingArea {
     /// Its first byte, at the beginning of a page.
@@ -208,23 +209,18 @@ pub enum Sink {
     Outgoing(Outgoing),
 }
 
-/// How long ends poll before they sleep.
+/// How long a worker's threads poll before they sleep.
 #[derive(Debug, Clone, Copy)]
 pub struct Polling {
     /// The longest time for which [`Commands::next`] polls an empty ring or a silent connection.
     pub most: Duration,
-    /// The same while an answer is due, so that the client is going to call again (`local`, `tcp`).
+    /// The same while the client waits for a reply, and will probably call again soon (`local`, `tcp`).
     pub while_due: Duration,
 }
 
-/// With at least so many processors, a thread that polls for long stands in nobody's way.
-const MANY: usize = 8;
-
 impl Default for Polling {
-    /// 50 µs, or 5 µs on a machine with two CPUs or fewer, where polling takes time from whoever is waited for; 10 ms while an answer is due on one with eight or more.
+    /// What suits this machine's number of processors.
     fn default() -> Self {
-        let cpus = crate::bridge::polling::cores();
-        let most = Duration::from_micros(if cpus <= 2 { 5 } else { 50 });
-        Polling { most, while_due: if cpus >= MANY { Duration::from_millis(10) } else { most } }
+        Polling { most: polling::DISPATCHER.here(), while_due: polling::DISPATCHER_REPLY_DUE.here() }
     }
 }

@@ -30,7 +30,7 @@ struct OutboxState {
 
 struct Connection {
     stream: TcpStream,
-    /// Held by who sends: chunks leave whole.
+    /// Held while sending, so that chunks leave whole.
     turn: Mutex<()>,
 }
 
@@ -71,7 +71,7 @@ impl Outbox {
         (!state.over).then(|| Arc::clone(&state.connections[lane % state.connections.len()]))
     }
 
-    /// Closes the connections; whoever sends or receives on them, or waits for them, is let go.
+    /// Closes the connections. Threads that send or receive on them, or wait for them, return.
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.over = true;

@@ -1,16 +1,16 @@
-//! How long a dispatcher looks for its next command before it sleeps.
+//! How long a dispatcher polls for its next command before it sleeps.
 //!
 //! To be woken takes a thread tens of microseconds, and more than a hundred on a virtual machine whose processors have been idle for a while. A program that waits for its device
-//! calls again as soon as it has its answer, so while an answer is due the dispatcher looks for longer, where there are processors to spare: as long as that program's own thread
-//! and the worker's completer do. Without that each copy of some milliseconds would begin late by the time of a waking.
+//! calls again as soon as it has its answer, so while a reply is outstanding the dispatcher polls for longer, where there are processors to spare: as long as that program's own thread
+//! and the worker's completer do. Otherwise each copy of some milliseconds would begin late by the time of a wake-up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Polling;
-use crate::bridge::polling::PollTime;
+use protocol::polling::PollTime;
 
-/// Answers that are due to a session's client. Counted by the dispatcher, which takes commands, and by whoever answers them.
+/// Replies that a session's client waits for. Counted by the dispatcher, which takes commands, and by the threads that answer them.
 #[derive(Debug, Default)]
 pub(super) struct Answers {
     asked: AtomicU32,
@@ -37,15 +37,15 @@ impl Answers {
 #[derive(Debug)]
 pub(super) struct Patience {
     most: Duration,
-    /// While an answer is due. Follows whether that pays.
+    /// The time while a reply is outstanding. It adapts to whether polling pays.
     while_due: PollTime,
 }
 
-/// One time of looking.
+/// One round of polling.
 #[derive(Debug)]
 pub(super) struct Looking {
     begun: Instant,
-    /// Since this moment nothing is due.
+    /// Since this moment no reply is outstanding.
     since: Instant,
     given: u32,
     preempted: i64,
@@ -56,7 +56,7 @@ impl Patience {
         Patience { most: polling.most, while_due: PollTime::new(polling.while_due.max(polling.most)) }
     }
 
-    /// Begins to look.
+    /// Begins to poll.
     pub(super) fn begin(&self, answers: &Answers) -> Looking {
         let now = Instant::now();
         let given = answers.given.load(Ordering::Relaxed);
@@ -74,7 +74,7 @@ impl Patience {
         now - looking.since < self.most || (now - looking.begun < self.while_due.get() && answers.are_due())
     }
 
-    /// The end of a time of looking; `found`: a command came. A thread that lost its processor meanwhile stood in somebody's way, whatever it found.
+    /// Ends a round of polling; `found`: a command came. If the thread lost its processor meanwhile, another thread needed it, and polling did not pay.
     pub(super) fn end(&mut self, looking: &Looking, found: bool) {
         if looking.begun.elapsed() <= self.most {
             return;

@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use crate::memory::{ChannelView, Pieces};
+use crate::memory::{ChannelView, Runs};
 use crate::shared::SharedBytes;
 
 /// A memory that commands can name: the arena, or a registered region.
 ///
-/// A driver may attach its own registration of the memory ([`Region::registration`]); it is dropped before the memory is let go, when the
-/// region was removed and nobody uses it any more, by the thread that removes the region: it may wait for the device.
+/// A driver may attach its own registration of the memory ([`Region::registration`]); it is dropped before the memory is unmapped, once the
+/// region was removed and no command uses it, by the thread that removes the region: it may wait for the device.
 pub struct Region {
     /// Dropped first.
     registration: OnceLock<Box<dyn Any + Send + Sync>>,
@@ -23,7 +23,7 @@ pub struct Region {
 }
 
 enum Memory {
-    Pieces(Pieces),
+    Runs(Runs),
     Arena(Arc<ChannelView>),
 }
 
@@ -41,7 +41,7 @@ impl Region {
     /// Bytes in all.
     pub fn size(&self) -> usize {
         match &self.memory {
-            Memory::Pieces(pieces) => pieces.size(),
+            Memory::Runs(runs) => runs.size(),
             Memory::Arena(view) => view.geometry().arena_size,
         }
     }
@@ -54,7 +54,7 @@ impl Region {
     /// The contiguous runs that make up `len` bytes from `offset`; all inside the region, or `None`.
     pub fn runs(&self, offset: u64, len: u64) -> Option<Vec<(NonNull<u8>, usize)>> {
         match &self.memory {
-            Memory::Pieces(pieces) => pieces.range(offset, len).map(Iterator::collect),
+            Memory::Runs(runs) => runs.range(offset, len).map(Iterator::collect),
             Memory::Arena(view) => {
                 view.arena(offset, len).map(|run| if run.1 > 0 { vec![run] } else { Vec::new() })
             }
@@ -70,7 +70,7 @@ impl Region {
     }
 }
 
-/// A range of a region, held for a command: the region is not let go before this is dropped.
+/// A range of a region in use by a command. The region stays mapped until this is dropped.
 #[derive(Debug)]
 pub struct Mapped {
     /// For a source: dropped first, it counts the source as read.
@@ -78,13 +78,13 @@ pub struct Mapped {
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
-    /// Dropped last; who removes the region learns by that that it is not used here.
+    /// Dropped last: tells the thread that removes the region that this command does not use it any more.
     _use: Sender<Infallible>,
 }
 
 // SAFETY: the pointers refer to shared mappings that `region` keeps, usable from any thread.
 unsafe impl Send for Mapped {}
-// SAFETY: as above; the structure itself is never changed.
+// SAFETY: the structure is never changed after it was made.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -165,7 +165,7 @@ impl Shared {
     }
 }
 
-/// A region that was removed. Dropping it lets the memory go, unless a command still uses it; then that one does.
+/// A region that was removed. Dropping it unmaps the memory, unless a command still uses it; then the last such command does.
 pub(super) struct Leaving {
     _region: Arc<Region>,
     /// Disconnected once no command uses the region.
@@ -192,12 +192,12 @@ impl Regions {
     }
 
     /// Adds a region; false: the id is in use.
-    pub(super) fn add(&self, id: u32, pieces: Pieces, read_only: bool) -> bool {
+    pub(super) fn add(&self, id: u32, runs: Runs, read_only: bool) -> bool {
         let mut regions = self.lock();
         if regions.contains_key(&id) {
             return false;
         }
-        regions.insert(id, Shared::new(Memory::Pieces(pieces), read_only));
+        regions.insert(id, Shared::new(Memory::Runs(runs), read_only));
         true
     }
 

@@ -53,7 +53,11 @@ impl Records {
             )));
         }
         if record.seq != self.seq + 1 {
-            return Err(Lost::new(format!("record with seq {} where {} was due", record.seq, self.seq + 1)));
+            return Err(Lost::new(format!(
+                "record with seq {} where {} was expected",
+                record.seq,
+                self.seq + 1
+            )));
         }
         body.clear();
         body.extend_from_slice(&rest[RECORD_HEADER..size]);
@@ -119,7 +123,7 @@ mod tests {
     #[test]
     fn what_is_no_record_is_said() {
         for (bytes, words) in [
-            (record(2, 0), "seq 2 where 1 was due"),
+            (record(2, 0), "seq 2 where 1 was expected"),
             (record(1, 0)[..8].to_vec(), "no record"),
             (record(1, 8), "a size of"),
             (record(1, 16)[..RECORD_HEADER].to_vec(), "a size of"),

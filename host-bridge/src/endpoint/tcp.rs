@@ -2,7 +2,7 @@
 //!
 //! The dispatcher reads the control connection itself, polling before it sleeps. While it executes a command it reads nothing, and a command may take until its stream has its data: so
 //! nothing that a command needs may come behind it on that connection. Every thread may send on it, whole frames under a lock. A bridge that waits for
-//! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keeper thread does. In an idle session both
+//! something asks whether we are there ([`frame::ALIVE`]); the dispatcher answers, and while it is busy with a long command a keep-alive thread does. In an idle session both
 //! sleep, and what notices a bridge that is gone is the connection's keepalive.
 
 use std::io::{self, Read, Write};
@@ -17,6 +17,7 @@ use protocol::Status;
 use protocol::channel::{NO_SLOT, Record};
 use protocol::data::HostRange;
 use protocol::link::{DataAsk, DataGrant, DataSent, ProgressUpdate, frame};
+use protocol::polling::DISPATCHER_REPLY_DUE_TCP;
 use protocol::trace::{RECORDER, Stage};
 use zerocopy::IntoBytes;
 
@@ -24,7 +25,7 @@ use super::incoming::{Bridge, Inbox};
 use super::outgoing::{Outbox, Outgoing};
 use super::patience::{Answers, Patience};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
-use super::wake::{self, Bell};
+use super::wake::{self, StopEvent};
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source};
 use crate::framing::{FrameReader, split_struct, watch_peer};
 
@@ -32,8 +33,6 @@ use crate::framing::{FrameReader, split_struct, watch_peer};
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// While the dispatcher is busy and nothing else is sent, the bridge is told this often that we are there.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// The dispatcher looks for commands no longer than this while an answer is due: the processors that would look have data to move.
-const WHILE_DUE: Duration = Duration::from_micros(300);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 512;
 
@@ -56,15 +55,15 @@ pub struct TcpClient {
     outbox: Arc<Outbox>,
     executed: AtomicU64,
     end: OnceLock<Option<Lost>>,
-    stop: Bell,
-    keeper: Keeper,
+    stop: StopEvent,
+    keep_alive: KeepAlive,
     answers: Answers,
     farewell: Farewell,
 }
 
-/// When the keeper is needed. See [`TcpClient::keep_alive`].
+/// When the keep-alive thread is needed. See [`TcpClient::keep_alive`].
 #[derive(Default)]
-struct Keeper {
+struct KeepAlive {
     /// Whether the session is over.
     over: Mutex<bool>,
     changed: Condvar,
@@ -72,11 +71,11 @@ struct Keeper {
     busy: AtomicBool,
     /// How often the dispatcher has woken.
     wakes: AtomicU64,
-    /// The keeper sleeps until the dispatcher is busy.
+    /// The keep-alive thread sleeps until the dispatcher is busy.
     parked: AtomicBool,
 }
 
-impl Keeper {
+impl KeepAlive {
     fn lock(&self) -> MutexGuard<'_, bool> {
         self.over.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -91,7 +90,7 @@ impl Keeper {
         self.wakes.fetch_add(1, Ordering::Relaxed);
         self.busy.store(true, Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) {
-            // Through the lock, so that the keeper is not between its look and its sleep.
+            // Through the lock, so that the keep-alive thread is not between its look and its sleep.
             drop(self.lock());
             self.changed.notify_all();
         }
@@ -150,7 +149,7 @@ impl TcpCommands {
         control.set_nodelay(true)?;
         control.set_write_timeout(Some(SEND_TIMEOUT))?;
         watch_peer(&control);
-        let stop = Bell::new()?;
+        let stop = StopEvent::new()?;
         let now = Instant::now();
         let client = Arc::new_cyclic(|this| TcpClient {
             this: this.clone(),
@@ -162,19 +161,22 @@ impl TcpCommands {
             executed: AtomicU64::new(0),
             end: OnceLock::new(),
             stop,
-            keeper: Keeper { busy: AtomicBool::new(true), ..Keeper::default() },
+            keep_alive: KeepAlive { busy: AtomicBool::new(true), ..KeepAlive::default() },
             answers: Answers::default(),
             farewell: Farewell::default(),
         });
         let bridge: Weak<dyn Bridge> = Weak::<TcpClient>::clone(&client.this);
         client.inbox.tell(bridge);
         let kept = Arc::clone(&client);
-        std::thread::Builder::new().name("rgpu-keeper".into()).spawn(move || kept.keep_alive())?;
+        std::thread::Builder::new().name("rgpu-alive".into()).spawn(move || kept.keep_alive())?;
         let commands = TcpCommands {
             client: Arc::clone(&client),
             reader: FrameReader::new(),
             records: Records::default(),
-            patience: Patience::new(Polling { while_due: polling.while_due.min(WHILE_DUE), ..polling }),
+            patience: Patience::new(Polling {
+                while_due: polling.while_due.min(DISPATCHER_REPLY_DUE_TCP.here()),
+                ..polling
+            }),
         };
         Ok((commands, client))
     }
@@ -251,9 +253,9 @@ impl TcpCommands {
             self.patience.end(&looking, false);
             self.client.flush_executed();
             let fds = [self.client.control.as_fd(), self.client.stop.as_fd()];
-            self.client.keeper.rest();
+            self.client.keep_alive.rest();
             let woken = wake::readable(&fds, None);
-            self.client.keeper.wake();
+            self.client.keep_alive.wake();
             woken.map_err(|e| End::Lost(Lost::new(format!("waiting for commands: {e}"))))?;
         }
     }
@@ -353,11 +355,11 @@ impl TcpClient {
         self.send(|sending| put(&mut sending.buffer, frame::ALIVE, &[]));
     }
 
-    /// The keeper's thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
+    /// The keep-alive thread: answers for a dispatcher that is busy with one command for long, and may be asked meanwhile.
     fn keep_alive(&self) {
         let mut seen = 0;
-        while self.keeper.wait(&mut seen) {
-            if self.keeper.busy.load(Ordering::SeqCst) {
+        while self.keep_alive.wait(&mut seen) {
+            if self.keep_alive.busy.load(Ordering::SeqCst) {
                 self.send(|sending| {
                     if sending.last.elapsed() >= ALIVE_EVERY {
                         put(&mut sending.buffer, frame::ALIVE, &[]);
@@ -371,8 +373,8 @@ impl TcpClient {
         if self.end.set(end).is_err() {
             return false;
         }
-        self.keeper.end();
-        self.stop.ring();
+        self.keep_alive.end();
+        self.stop.raise();
         self.inbox.close();
         self.outbox.close();
         self.farewell.call();
@@ -441,7 +443,7 @@ impl Client for TcpClient {
     }
 
     fn lose(&self, reason: &str) {
-        // Under the lock, so that whoever finds the session lost, and ends the process over it, does so after the client was told.
+        // Under the lock, so that a thread that finds the session lost, and ends the process, does so after the client was told.
         let whole = self.sending.lock().unwrap_or_else(|e| e.into_inner());
         if self.finish(Some(Lost::new(reason))) {
             let mut farewell = Vec::new();

@@ -8,17 +8,17 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Wakes whoever polls it. Stays raised: it says that something has ended.
+/// Says that something has ended: wakes the threads that poll it, and stays raised.
 #[derive(Debug)]
-pub(super) struct Bell(EventFd);
+pub(super) struct StopEvent(EventFd);
 
-impl Bell {
-    pub(super) fn new() -> io::Result<Bell> {
+impl StopEvent {
+    pub(super) fn new() -> io::Result<StopEvent> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Bell(EventFd::from_value_and_flags(0, flags)?))
+        Ok(StopEvent(EventFd::from_value_and_flags(0, flags)?))
     }
 
-    pub(super) fn ring(&self) {
+    pub(super) fn raise(&self) {
         // A full counter means that it is raised already.
         let _ = self.0.write(1);
     }
@@ -29,12 +29,12 @@ impl Bell {
 }
 
 /// Adds 1 to an eventfd that somebody else made.
-pub(super) fn ring(fd: &OwnedFd) {
+pub(super) fn signal(fd: &OwnedFd) {
     // A full counter, or a peer that is gone: nobody is left to wake.
     let _ = nix::unistd::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Waits for a doorbell that somebody else holds too, or for a [`Bell`].
+/// Waits for a doorbell that another process holds too, or for a [`StopEvent`].
 ///
 /// A native client holds the doorbell as well and may do with it what it likes: read it, so that its count is gone before we look, or make it a blocking one, so
 /// that reading it would hang. So it is watched for the moment at which somebody writes it (edge-triggered), and never read.
@@ -45,14 +45,14 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub(super) fn new(doorbell: OwnedFd, stop: &Bell) -> io::Result<Watch> {
+    pub(super) fn new(doorbell: OwnedFd, stop: &StopEvent) -> io::Result<Watch> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&doorbell, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0))?;
         epoll.add(stop.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
         Ok(Watch { epoll, _doorbell: doorbell })
     }
 
-    /// Waits until the doorbell rings or the bell is raised. May return early.
+    /// Waits until the doorbell rings or the event is raised. May return early.
     pub(super) fn wait(&self) -> io::Result<()> {
         match self.epoll.wait(&mut [EpollEvent::empty(); 2], EpollTimeout::NONE) {
             Ok(_) | Err(nix::Error::EINTR) => Ok(()),
@@ -98,20 +98,20 @@ mod tests {
     #[test]
     fn a_doorbell_that_its_client_empties_and_makes_blocking_still_wakes() {
         let doorbell: OwnedFd = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK).unwrap().into();
-        let stop = Bell::new().unwrap();
+        let stop = StopEvent::new().unwrap();
         let watch = Watch::new(doorbell.try_clone().unwrap(), &stop).unwrap();
         nix::fcntl::fcntl(&doorbell, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..100 {
                 let waiting = scope.spawn(|| watch.wait().unwrap());
-                ring(&doorbell);
+                signal(&doorbell);
                 nix::unistd::read(&doorbell, &mut [0; 8]).unwrap();
-                // An edge that came and went before the wait began is not seen, and need not be: who sleeps looks for work first.
+                // An edge that came and went before the wait began is not seen, and need not be: a thread looks for work before it sleeps.
                 while !waiting.is_finished() {
-                    ring(&doorbell);
+                    signal(&doorbell);
                 }
             }
-            stop.ring();
+            stop.raise();
             watch.wait().unwrap();
         });
     }

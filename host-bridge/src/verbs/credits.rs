@@ -1,10 +1,10 @@
-//! Who may send how much: a receiver that is never not ready.
+//! Credits: how much each side may send, so that the receiver is always ready.
 //!
 //! Each side posts receives on every queue before the peer can send, and the peer counts them as credits: one for each message (queue 0) or write with
 //! immediate data (the other queues). A receive that was used is posted again first, and then announced, in the header of the next message that goes the
-//! other way. When half of a queue's receives wait to be announced and no message goes, an empty one is sent.
+//! other way. When half of a queue's receives wait to be announced and no message is sent, an empty one is.
 //!
-//! The last credit of queue 0 is kept for such an empty message. So it cannot happen that both sides have nothing left to announce with: who spends its last
+//! The last credit of queue 0 is kept for such an empty message. So it cannot happen that both sides have nothing left to announce with: the side that spends its last
 //! credit gives the peer at least half a queue's worth.
 
 use protocol::link::MAX_QUEUES;
@@ -19,7 +19,7 @@ pub(super) const LEAST_RECEIVES: u32 = 16;
 pub(super) struct Credits {
     /// Receives that the peer has ready for us.
     have: [u32; MAX_QUEUES],
-    /// What it posts at most.
+    /// The most receives that it posts.
     theirs: u32,
     /// Receives of ours, posted again and not yet announced.
     owed: [u16; MAX_QUEUES],
@@ -67,7 +67,7 @@ impl Credits {
         if self.hold { self.withheld += 1 } else { self.used(0) }
     }
 
-    /// Holds the peer's stream off, or lets it go on.
+    /// Holds the peer's stream off, or ends that.
     pub(super) fn hold(&mut self, hold: bool) {
         self.hold = hold;
         if !hold {

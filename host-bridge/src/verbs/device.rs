@@ -21,7 +21,7 @@ pub struct Device {
 
 // SAFETY: libibverbs allows every call on a context from any thread.
 unsafe impl Send for Device {}
-// SAFETY: as above.
+// SAFETY: its calls may be made at the same time, too.
 unsafe impl Sync for Device {}
 
 /// The port's address and path, as a peer must know them.
@@ -43,7 +43,7 @@ pub struct Port {
     pub traffic_class: u8,
 }
 
-/// What the device can do at most.
+/// The device's limits.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Work requests in a queue.
@@ -284,7 +284,7 @@ impl Device {
         &self.port
     }
 
-    /// What the device can do at most.
+    /// The device's limits.
     pub fn limits(&self) -> Limits {
         self.limits
     }

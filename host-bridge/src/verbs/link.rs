@@ -30,7 +30,7 @@ use crate::framing::SendBuffer;
 /// How long the completion that says why a link broke is waited for once another says that it did.
 const CAUSE: Duration = Duration::from_millis(20);
 
-/// Bytes of a message at most, header included: a reply with its largest payload fits.
+/// The most bytes of a message, header included: a reply with its largest payload fits.
 const MESSAGE: usize = 8192;
 /// Bytes of a message's header.
 const HEADER: usize = size_of::<MessageHeader>();
@@ -97,7 +97,7 @@ enum Posted {
 struct Queue {
     pair: QueuePair,
     posted: VecDeque<Posted>,
-    /// Requests at once at most.
+    /// The most requests under way.
     depth: usize,
     /// Position of the next request; the front of `posted` is at `next - posted.len()`.
     next: u64,
@@ -156,7 +156,7 @@ pub struct Link {
     out: SendBuffer,
     /// Queue of the last write.
     turn: usize,
-    /// Bytes of a message to the peer at most.
+    /// The most bytes of a message to the peer.
     message: usize,
     counts: Counts,
 }
@@ -283,7 +283,7 @@ impl Unconnected {
         }
     }
 
-    /// Connects to the peer's queue pairs. Queues that the peer does not have are let go.
+    /// Connects to the peer's queue pairs. Queues that the peer does not have are dropped.
     pub fn connect(mut self, peer: &Queues) -> Result<Link, VerbsError> {
         check_peer(peer)?;
         let port = self.domain.device().port();
@@ -354,7 +354,7 @@ impl Link {
         self.queues.len() - 1
     }
 
-    /// Writes under way on all queues together at most.
+    /// The most writes under way on all queues together.
     pub fn most_under_way(&self) -> usize {
         self.queues[1..].iter().map(|queue| queue.depth).sum()
     }
@@ -440,7 +440,7 @@ impl Link {
         Ok(())
     }
 
-    /// Holds the peer's stream off, or lets it go on: for when more of it has come than is worked off. What was under way still comes. Writes are not held off.
+    /// Holds the peer's stream off, or ends that: for when it sends faster than its frames can be acted on. What is under way still comes. Writes are not held off.
     pub fn hold(&mut self, hold: bool) {
         self.credits.hold(hold);
     }
@@ -586,7 +586,9 @@ impl Link {
                 let due = self.counts.received as u32;
                 if header.number != due {
                     let number = header.number;
-                    return Err(VerbsError::Peer(format!("message {number} came where {due} was due")).into());
+                    return Err(
+                        VerbsError::Peer(format!("message {number} came where {due} was expected")).into()
+                    );
                 }
                 self.credits.grant(&header.credits)?;
                 self.counts.received += 1;

@@ -1,4 +1,4 @@
-//! Protection domains, and memory registered in them.
+//! Protection domains, and the memory registered in them.
 
 use std::ffi::c_void;
 use std::io;
@@ -13,7 +13,7 @@ use super::VerbsError;
 use super::device::Device;
 use super::sys::{self, Library, Sge, number};
 
-/// What belongs together: queue pairs reach the memory of their own domain only. Each session has one of its own.
+/// A protection domain. Queue pairs reach the memory of their own domain only, and each session has its own domain.
 #[derive(Debug)]
 pub struct Domain {
     pd: NonNull<sys::Pd>,
@@ -23,7 +23,7 @@ pub struct Domain {
 
 // SAFETY: libibverbs allows every call on a domain from any thread.
 unsafe impl Send for Domain {}
-// SAFETY: as above.
+// SAFETY: it allows them at the same time, too.
 unsafe impl Sync for Domain {}
 
 impl std::fmt::Debug for Library {
@@ -32,7 +32,7 @@ impl std::fmt::Debug for Library {
     }
 }
 
-/// Who may do what with registered memory, besides the local device reading it.
+/// What may be done with registered memory, besides the local device reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// The local device reads it: a source.
@@ -139,9 +139,9 @@ pub struct Registration {
     domain: Arc<Domain>,
 }
 
-// SAFETY: only read, and deregistered once; libibverbs allows both from any thread.
+// SAFETY: libibverbs allows a registration to be dropped by any thread.
 unsafe impl Send for Registration {}
-// SAFETY: as above.
+// SAFETY: nothing changes it while it is shared: its keys are only read.
 unsafe impl Sync for Registration {}
 
 impl Registration {

@@ -9,7 +9,7 @@
 //! In reading order:
 //! - [`device`]: which device, port and address;
 //! - [`memory`]: protection domains and registered memory; [`region`]: a client's scattered memory as one registration;
-//! - [`queue`]: queue pairs and completion queues; [`credits`]: who may send how much;
+//! - [`queue`]: queue pairs and completion queues; [`credits`]: how much each side may send;
 //! - [`link`]: all of that as one connection with messages and writes;
 //! - [`sys`]: the C library's types, and its functions found at run time.
 //!
@@ -76,11 +76,11 @@ pub struct Settings {
 pub const QUEUE_PAIRS: u32 = 2;
 /// Requests under way on each of them that a client asks for.
 pub const DEPTH: u32 = 128;
-/// Queue pairs for data at most.
+/// The most queue pairs for data.
 pub const MOST_QUEUE_PAIRS: u32 = MAX_QUEUES as u32 - 1;
-/// Requests under way on a queue pair at most.
+/// The most requests under way on a queue pair.
 const DEEPEST: u32 = 1 << 14;
-/// Requests under way that a server accepts, unless told otherwise: the deepest queues that the papers measure. Each costs it two receives, one of 8 KiB.
+/// Requests under way that a server accepts unless configured otherwise: the deepest queues that published measurements use. Each costs it two receives, one of 8 KiB.
 pub const MOST_DEPTH: u32 = 256;
 
 impl Default for Settings {

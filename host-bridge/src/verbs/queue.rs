@@ -16,7 +16,7 @@ use super::sys::{
     number,
 };
 
-/// Completions taken by one poll at most.
+/// The most completions that one poll takes.
 pub(super) const POLL_BATCH: usize = 32;
 
 /// A completion queue with the descriptor on which to wait for it.
@@ -32,7 +32,7 @@ pub(super) struct Completions {
 
 // SAFETY: libibverbs allows every call on a completion queue from any thread.
 unsafe impl Send for Completions {}
-// SAFETY: as above.
+// SAFETY: it allows them at the same time, too.
 unsafe impl Sync for Completions {}
 
 fn lacks(what: &str) -> VerbsError {
@@ -155,7 +155,7 @@ pub(super) struct QueuePair {
 
 // SAFETY: libibverbs allows every call on a queue pair from any thread.
 unsafe impl Send for QueuePair {}
-// SAFETY: as above.
+// SAFETY: it allows them at the same time, too.
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {

@@ -70,9 +70,9 @@ struct Mapping {
     _share: Share<'static>,
 }
 
-// SAFETY: plain shared memory without an owner thread; `at` is only read.
+// SAFETY: the mapping belongs to no thread, and only `drop` unmaps it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: `at` is never changed, and nothing here reads or writes through it.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
@@ -82,22 +82,22 @@ impl Drop for Mapping {
     }
 }
 
-/// One page-aligned piece of a file, and where it goes.
+/// One page-aligned range of a file, and where it goes.
 #[derive(Debug, PartialEq, Eq)]
-struct Piece {
+struct FileRange {
     memory: usize,
     file_offset: u64,
     len: u64,
 }
 
 /// Cuts extents into whole pages of files, neighbours taken together; the offset of the first byte in the first page comes along.
-fn pieces(
+fn ranges(
     memories: &[protocol::link::Memory],
     extents: &[Extent],
     size: u64,
-) -> Result<(Vec<Piece>, u64), VerbsError> {
+) -> Result<(Vec<FileRange>, u64), VerbsError> {
     let wrong = |why: String| VerbsError::Region { size, why };
-    let mut pieces: Vec<Piece> = Vec::new();
+    let mut ranges: Vec<FileRange> = Vec::new();
     let (mut lead, mut sum) = (0, 0u64);
     let used: Vec<&Extent> = extents.iter().filter(|e| e.len > 0).collect();
     for (index, extent) in used.iter().enumerate() {
@@ -124,21 +124,21 @@ fn pieces(
             lead = start % PAGE;
         }
         let (from, to) = (start / PAGE * PAGE, end.next_multiple_of(PAGE));
-        match pieces.last_mut() {
-            Some(piece) if piece.memory == memory && piece.file_offset + piece.len == from => {
-                piece.len += to - from
+        match ranges.last_mut() {
+            Some(range) if range.memory == memory && range.file_offset + range.len == from => {
+                range.len += to - from
             }
-            _ => pieces.push(Piece { memory, file_offset: from, len: to - from }),
+            _ => ranges.push(FileRange { memory, file_offset: from, len: to - from }),
         }
         sum += extent.len;
     }
-    match (sum == size, pieces.len()) {
+    match (sum == size, ranges.len()) {
         (false, _) => Err(wrong(format!("its extents have {sum:#x} bytes"))),
         (_, 0) => Err(wrong("it is empty".into())),
         (_, n) if n > MAX_MAPPINGS => Err(wrong(format!(
-            "it lies in {n} pieces, more than {MAX_MAPPINGS}; huge pages in the guest make fewer"
+            "it lies in {n} ranges, more than {MAX_MAPPINGS}; huge pages in the guest make fewer"
         ))),
-        _ => Ok((pieces, lead)),
+        _ => Ok((ranges, lead)),
     }
 }
 
@@ -152,15 +152,15 @@ impl RegisteredRegion {
         read_only: bool,
     ) -> Result<RegisteredRegion, VerbsError> {
         let (described, files): (Vec<_>, Vec<_>) = memories.files().unzip();
-        let (pieces, lead) = pieces(&described, extents, size)?;
-        let share = Share::take(&MAPPINGS, pieces.len()).ok_or_else(|| VerbsError::Region {
+        let (ranges, lead) = ranges(&described, extents, size)?;
+        let share = Share::take(&MAPPINGS, ranges.len()).ok_or_else(|| VerbsError::Region {
             size,
             why: format!(
-                "it lies in {} pieces, and with those of the other regions here that makes more than {MOST_MAPPINGS}",
-                pieces.len()
+                "it lies in {} ranges, and with those of the other regions here that makes more than {MOST_MAPPINGS}",
+                ranges.len()
             ),
         })?;
-        let total: u64 = pieces.iter().map(|p| p.len).sum();
+        let total: u64 = ranges.iter().map(|p| p.len).sum();
         let failed =
             |e: nix::Error| VerbsError::call(&format!("mapping {total:#x} bytes of a region"), e.into());
         let length = usize::try_from(total)
@@ -179,9 +179,9 @@ impl RegisteredRegion {
         .map_err(failed)?;
         let mapping = Mapping { at: at.cast(), len: length.get(), _share: share };
         let mut offset = 0;
-        for piece in &pieces {
+        for range in &ranges {
             let target = NonZeroUsize::new(mapping.at.as_ptr() as usize + offset);
-            let Some(length) = NonZeroUsize::new(piece.len as usize) else { continue };
+            let Some(length) = NonZeroUsize::new(range.len as usize) else { continue };
             let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             // SAFETY: inside the reservation (the lengths add up to its size), which nothing else uses yet.
             unsafe {
@@ -190,8 +190,8 @@ impl RegisteredRegion {
                     length,
                     protection,
                     MapFlags::MAP_SHARED | MapFlags::MAP_FIXED,
-                    files[piece.memory].as_fd(),
-                    piece.file_offset as i64,
+                    files[range.memory].as_fd(),
+                    range.file_offset as i64,
                 )
             }
             .map_err(failed)?;
@@ -235,19 +235,19 @@ mod tests {
         protocol::link::Memory { addr: 0x10_0000, size: 0x10000, file_offset: 0 },
     ];
 
-    fn cut(extents: &[(u64, u64)]) -> Result<(Vec<Piece>, u64), VerbsError> {
+    fn cut(extents: &[(u64, u64)]) -> Result<(Vec<FileRange>, u64), VerbsError> {
         let extents: Vec<Extent> =
             extents.iter().map(|(addr, len)| Extent { addr: *addr, len: *len }).collect();
         let size = extents.iter().map(|e| e.len).sum();
-        pieces(&MEMORIES, &extents, size)
+        ranges(&MEMORIES, &extents, size)
     }
 
     #[test]
     fn neighbouring_pages_become_one_mapping() {
-        let (pieces, lead) =
+        let (ranges, lead) =
             cut(&[(0x2010, 0xff0), (0x3000, 0x1000), (0x10_0000, 0x1000), (0x5000, 0x20)]).unwrap();
-        let piece = |memory, file_offset, len| Piece { memory, file_offset, len };
-        assert_eq!(pieces, [piece(0, 0x3000, 0x2000), piece(1, 0, 0x1000), piece(0, 0x6000, 0x1000)]);
+        let range = |memory, file_offset, len| FileRange { memory, file_offset, len };
+        assert_eq!(ranges, [range(0, 0x3000, 0x2000), range(1, 0, 0x1000), range(0, 0x6000, 0x1000)]);
         assert_eq!(lead, 0x10);
     }
 

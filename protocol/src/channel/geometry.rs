@@ -4,113 +4,134 @@ use super::ring::Cursors;
 use super::sleep::SleepFlag;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use super::{HEADER_SIZE, MAGIC, MAX_RECORD, PROGRESS_SIZE, REASON_SIZE, SLOT_SIZE};
-use crate::VERSION;
+use crate::schema::{Layout, layout_of, layouts, numbered};
+use crate::version::{Mismatch, OURS, Version};
 use thiserror::Error;
 
-/// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in bytes.
-#[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    zerocopy::FromBytes,
-    zerocopy::IntoBytes,
-    zerocopy::Immutable,
-    zerocopy::KnownLayout,
-)]
-#[repr(C)]
-pub struct HeaderFields {
-    /// [`MAGIC`].
-    pub magic: u64,
-    /// [`VERSION`].
-    pub version: u32,
-    /// Process id of the client, in its own namespace; for people.
-    pub pid: u32,
-    /// The whole channel.
-    pub size: u64,
-    /// Offset of the ring.
-    pub ring_offset: u32,
-    /// Size of the ring: a power of two.
-    pub ring_size: u32,
-    /// Offset of the reply slots.
-    pub slots_offset: u32,
-    /// Number of reply slots, 1 to 65535.
-    pub slot_count: u32,
-    /// Offset of the progress area.
-    pub progress_offset: u32,
-    /// Size of the progress area: [`PROGRESS_SIZE`].
-    pub progress_size: u32,
-    /// Offset of the arena.
-    pub arena_offset: u32,
-    /// Size of the arena.
-    pub arena_size: u32,
-    /// Name of the client's program, NUL-padded; for people.
-    pub program: [u8; 40],
+layouts! {
+    /// What the client writes at offset 0 before it connects, little-endian. All offsets and sizes are in bytes.
+    pub struct HeaderFields {
+        /// [`MAGIC`].
+        pub magic: u64,
+        /// The client's version. Magic and version lie here in every version.
+        pub version: Version,
+        /// Process id of the client, in its own namespace; for display.
+        pub pid: u32,
+        /// The whole channel.
+        pub size: u64,
+        /// Offset of the ring.
+        pub ring_offset: u32,
+        /// Size of the ring: a power of two.
+        pub ring_size: u32,
+        /// Offset of the reply slots.
+        pub slots_offset: u32,
+        /// Number of reply slots, 1 to 65534.
+        pub slot_count: u32,
+        /// Offset of the progress area.
+        pub progress_offset: u32,
+        /// Size of the progress area: [`PROGRESS_SIZE`].
+        pub progress_size: u32,
+        /// Offset of the arena.
+        pub arena_offset: u32,
+        /// Size of the arena.
+        pub arena_size: u32,
+        /// Name of the client's program, NUL-padded; for display.
+        pub program: [u8; 40],
+        /// Bits of [`wish`](crate::link::wish).
+        pub wishes: u32,
+        /// Zero.
+        pub reserved: u32,
+        /// The fingerprint of `version`.
+        pub fingerprint: u64,
+        /// Zero.
+        pub reserved_end: [u8; 16],
+    }
 }
 
 /// The header page as it lies in shared memory.
 #[repr(C, align(4096))]
 #[derive(Debug)]
 pub struct Header {
-    fields: [AtomicU64; 12],
-    /// Offset 0x60. Bits of [`wish`](crate::link::wish). Written by the client before it connects.
-    wishes: AtomicU32,
-    _to_state: [AtomicU32; 7],
-    /// Offset 0x80. [`State`], by number. Written by the host side.
+    /// [`HeaderFields`], written by the client before it connects.
+    fields: [AtomicU64; size_of::<HeaderFields>() / 8],
+    /// [`State`], by number. Written by the host side.
     state: AtomicU32,
-    /// Offset 0x84. In [`State::Waiting`]: sessions that the server serves before this one. Written by the host side.
+    /// In [`State::Waiting`]: sessions that the server serves before this one. Written by the host side.
     ahead: AtomicU32,
-    _to_tail: [AtomicU32; 30],
-    /// Offset 0x100. Bytes ever appended to the ring. Written by the client.
+    /// The version that the session speaks, as the two `u16`s of a [`Version`]. Written by the host side before [`State::Ready`].
+    session_version: AtomicU32,
+    _to_session_fingerprint: AtomicU32,
+    /// The fingerprint of `session_version`, as the host side knows it.
+    session_fingerprint: AtomicU64,
+    _to_tail: [AtomicU64; 13],
+    /// Bytes ever appended to the ring. Written by the client.
     tail: AtomicU64,
     _to_head: [AtomicU64; 15],
-    /// Offset 0x180. Bytes ever taken from the ring. Written by the host side.
+    /// Bytes ever taken from the ring. Written by the host side.
     head: AtomicU64,
     _to_host_sleep: [AtomicU64; 15],
-    /// Offset 0x200. The host side sleeps until the doorbell rings.
+    /// The host side sleeps until the doorbell rings.
     pub host_sleep: SleepFlag,
     _to_ring_sleep: [AtomicU32; 31],
-    /// Offset 0x280. A client thread sleeps until there is room in the ring.
+    /// A client thread sleeps until there is room in the ring.
     pub ring_sleep: SleepFlag,
     _to_progress_sleep: [AtomicU32; 31],
-    /// Offset 0x300. A client thread sleeps until something in the progress area changes.
+    /// A client thread sleeps until something in the progress area changes.
     pub progress_sleep: SleepFlag,
     _to_alive: [AtomicU32; 31],
-    /// Offset 0x380. Raised by the host side at each doorbell of a guest's device.
+    /// Increased by the host side at each doorbell of a guest's device.
     alive: AtomicU32,
     _to_reason: [AtomicU32; 31 + 256],
-    /// Offset 0x800. Why the session was lost, or the name of the server that it waits for: UTF-8, NUL-terminated. Written by the host side before the state.
+    /// Why the session was lost, or the name of the server that it waits for: UTF-8, NUL-terminated. Written by the host side before the state.
     reason: [AtomicU64; REASON_SIZE / 8],
     _end: [AtomicU64; 224],
 }
 
+impl Header {
+    pub(super) const LAYOUT: Layout = layout_of!(Header {
+        fields: HeaderFields,
+        state: u32,
+        ahead: u32,
+        session_version: Version,
+        session_fingerprint: u64,
+        tail: u64,
+        head: u64,
+        host_sleep: u32,
+        ring_sleep: u32,
+        progress_sleep: u32,
+        alive: u32,
+        reason: [u8; REASON_SIZE],
+    });
+}
+
 #[cfg(not(loom))]
 const _: () = {
-    assert!(size_of::<Header>() == HEADER_SIZE && size_of::<HeaderFields>() == 96);
-    assert!(std::mem::offset_of!(Header, wishes) == 0x60);
-    assert!(std::mem::offset_of!(Header, state) == 0x80);
+    assert!(size_of::<Header>() == HEADER_SIZE && size_of::<HeaderFields>() == 0x80);
+    assert!(std::mem::offset_of!(Header, state) as u64 == Header::STATE_OFFSET);
+    assert!(std::mem::offset_of!(Header, session_version) == 0x88);
+    assert!(std::mem::offset_of!(Header, session_fingerprint) == 0x90);
     assert!(std::mem::offset_of!(Header, tail) == 0x100);
     assert!(std::mem::offset_of!(Header, head) == 0x180);
     assert!(std::mem::offset_of!(Header, host_sleep) == 0x200);
-    assert!(std::mem::offset_of!(Header, ring_sleep) == 0x280);
-    assert!(std::mem::offset_of!(Header, progress_sleep) == 0x300);
+    assert!(std::mem::offset_of!(Header, ring_sleep) as u64 == Header::RING_SLEEP_OFFSET);
+    assert!(std::mem::offset_of!(Header, progress_sleep) as u64 == Header::PROGRESS_SLEEP_OFFSET);
     assert!(std::mem::offset_of!(Header, alive) == 0x380);
     assert!(std::mem::offset_of!(Header, reason) == 0x800);
 };
 
-/// Where a session stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum State {
-    /// Not connected yet.
-    New = 0,
-    /// Commands are being taken.
-    Ready = 1,
-    /// Over, against the client's will; the reason stands in the header.
-    Lost = 2,
-    /// In a server's queue; how many sessions come first, and the server's name, stand in the header. Only for a client that [may wait](crate::link::wish::MAY_WAIT).
-    Waiting = 3,
+numbered! {
+    /// The state of a session.
+    pub enum State {
+        /// Not connected yet.
+        New = 0,
+        /// Commands are being taken.
+        Ready = 1,
+        /// Over, against the client's will; the header has the reason.
+        Lost = 2,
+        /// In a server's queue; the header has the number of sessions that come first, and the server's name. Only for a client that
+        /// [may wait](crate::link::wish::MAY_WAIT).
+        Waiting = 3,
+    }
 }
 
 impl Header {
@@ -121,7 +142,7 @@ impl Header {
     /// Writes the header's fields. Client, before it connects.
     #[cfg(not(loom))]
     pub fn write_fields(&self, fields: &HeaderFields) {
-        let words: [u64; 12] = zerocopy::transmute!(*fields);
+        let words: [u64; size_of::<HeaderFields>() / 8] = zerocopy::transmute!(*fields);
         for (to, from) in self.fields.iter().zip(words) {
             to.store(from, Ordering::Relaxed);
         }
@@ -130,32 +151,25 @@ impl Header {
     /// Copies the fields out, each byte once.
     #[cfg(not(loom))]
     pub fn read_fields(&self) -> HeaderFields {
-        let words: [u64; 12] = std::array::from_fn(|i| self.fields[i].load(Ordering::Relaxed));
+        let words: [u64; size_of::<HeaderFields>() / 8] =
+            std::array::from_fn(|i| self.fields[i].load(Ordering::Relaxed));
         zerocopy::transmute!(words)
     }
 
-    /// The session's state. A number that is none counts as [`State::Lost`].
+    /// The session's state. An unknown number counts as [`State::Lost`].
     #[inline]
     pub fn state(&self) -> State {
-        match self.state.load(Ordering::Acquire) {
-            0 => State::New,
-            1 => State::Ready,
-            3 => State::Waiting,
-            _ => State::Lost,
-        }
+        State::with_number(self.state.load(Ordering::Acquire)).unwrap_or(State::Lost)
     }
 
-    /// Says what session the client would like: bits of [`wish`](crate::link::wish). Client, before it connects.
+    /// Changes [`HeaderFields::wishes`]. Client, before it connects.
+    #[cfg(not(loom))]
     pub fn set_wishes(&self, wishes: u32) {
-        self.wishes.store(wishes, Ordering::Relaxed);
+        self.write_fields(&HeaderFields { wishes, ..self.read_fields() });
     }
 
-    /// What session the client would like: bits of [`wish`](crate::link::wish).
-    pub fn wishes(&self) -> u32 {
-        self.wishes.load(Ordering::Relaxed)
-    }
-
-    /// Publishes [`State::Waiting`] with the session's place in the queue of the server of that name. Host side; it then wakes who sleeps on the state.
+    /// Publishes [`State::Waiting`] with the session's place in the queue of the server of that name. Host side, which then wakes those who sleep on
+    /// the state.
     pub fn set_waiting(&self, server: &str, ahead: u32) {
         if self.state() != State::Waiting {
             self.write_text(server);
@@ -169,12 +183,24 @@ impl Header {
         self.ahead.load(Ordering::Relaxed)
     }
 
+    /// Writes the version that the session speaks, and the fingerprint by which the host side knows it. Host side, before [`State::Ready`].
+    pub fn set_session_version(&self, version: Version, fingerprint: u64) {
+        self.session_version.store(zerocopy::transmute!(version), Ordering::Relaxed);
+        self.session_fingerprint.store(fingerprint, Ordering::Relaxed);
+    }
+
+    /// The version that the session speaks, and its fingerprint. Client, in [`State::Ready`].
+    pub fn session_version(&self) -> (Version, u64) {
+        let version: Version = zerocopy::transmute!(self.session_version.load(Ordering::Relaxed));
+        (version, self.session_fingerprint.load(Ordering::Relaxed))
+    }
+
     /// Publishes [`State::Ready`]. Host side.
     pub fn set_ready(&self) {
         self.state.store(State::Ready as u32, Ordering::Release);
     }
 
-    /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). Host side; it then wakes every sleeper.
+    /// Publishes [`State::Lost`] with a reason (cut to [`REASON_SIZE`] − 1 bytes). Host side, which then wakes every sleeper.
     pub fn set_lost(&self, reason: &str) {
         self.write_text(reason);
         self.state.store(State::Lost as u32, Ordering::Release);
@@ -189,17 +215,18 @@ impl Header {
         }
     }
 
-    /// Whether the ring holds records that the host side has not taken. A hint, for one who passes doorbells on: a hostile client can make it say anything.
+    /// Whether the ring holds records that the host side has not taken. Good enough for passing doorbells on, and no more: a hostile client can make it
+    /// return anything.
     pub fn has_records(&self) -> bool {
         self.tail.load(Ordering::Acquire) != self.head.load(Ordering::Acquire)
     }
 
-    /// Says that a doorbell has been heard. Host side, for a guest that may be asking whether anybody is there.
+    /// Acknowledges a doorbell. Host side, for a guest that may be asking whether the host is still there.
     pub fn raise_alive(&self) {
         self.alive.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A number that changes after each doorbell of a guest, as long as the host side is there. Client.
+    /// A number that changes after each doorbell of a guest while the host side is there. Client.
     pub fn alive(&self) -> u32 {
         self.alive.load(Ordering::Relaxed)
     }
@@ -208,8 +235,7 @@ impl Header {
     pub fn reason(&self) -> String {
         let bytes: Vec<u8> =
             self.reason.iter().flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).collect();
-        let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
-        String::from_utf8_lossy(&bytes[..end]).into_owned()
+        crate::device::untext(&bytes)
     }
 
     /// Offset of the state in the channel, for a wait on it.
@@ -218,8 +244,6 @@ impl Header {
     pub const RING_SLEEP_OFFSET: u64 = 0x280;
     /// Offset of [`Header::progress_sleep`] in the channel, for a wait on it.
     pub const PROGRESS_SLEEP_OFFSET: u64 = 0x300;
-    /// Offset of [`Header::host_sleep`] in the channel.
-    pub const HOST_SLEEP_OFFSET: u64 = 0x200;
 }
 
 /// Where the parts of a channel lie: the checked copy of its header. Offsets and sizes in bytes.
@@ -246,19 +270,12 @@ pub struct Geometry {
 /// Why a channel's header was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GeometryError {
-    /// The magic is wrong: whoever wrote this is no rgpu library.
+    /// The magic is wrong: no rgpu library has written this.
     #[error("the channel header does not begin with rGPUchan but with {0:#x}")]
     Magic(u64),
-    /// Another version.
-    #[error(
-        "the guest's libraries speak version {theirs} of rgpu, this host speaks version {ours}: install the same release on both"
-    )]
-    Version {
-        /// The client's.
-        theirs: u32,
-        /// This crate's.
-        ours: u32,
-    },
+    /// The client's version does not fit.
+    #[error("{}", .0.describe("the guest's libraries speak", "this host speaks"))]
+    Version(Mismatch),
     /// A part is misplaced.
     #[error(
         "channel header: {part} at {offset:#x}, {size:#x} bytes, is not a valid place in a channel of {channel:#x} bytes"
@@ -276,12 +293,16 @@ pub enum GeometryError {
 }
 
 impl Geometry {
-    /// The usual channel: 1 MiB ring, 64 reply slots, and an arena of `arena_size` bytes (a multiple of 4096).
+    /// Size of the ring that libraries choose, in bytes.
+    pub const RING_SIZE: usize = 1 << 20;
+    /// Number of reply slots that libraries choose.
+    pub const SLOT_COUNT: usize = 64;
+
+    /// The usual channel: [`RING_SIZE`](Self::RING_SIZE), [`SLOT_COUNT`](Self::SLOT_COUNT), and an arena of `arena_size` bytes (a multiple of 4096).
     pub fn with_arena(arena_size: usize) -> Geometry {
         let ring_offset = HEADER_SIZE;
-        let ring_size = 1 << 20;
+        let (ring_size, slot_count) = (Self::RING_SIZE, Self::SLOT_COUNT);
         let slots_offset = ring_offset + ring_size;
-        let slot_count = 64;
         let progress_offset = (slots_offset + slot_count * SLOT_SIZE).next_multiple_of(4096);
         let arena_offset = progress_offset + PROGRESS_SIZE;
         Geometry {
@@ -296,14 +317,11 @@ impl Geometry {
         }
     }
 
-    /// What the client writes into the header for this geometry.
+    /// What a client of this build writes into the header for this geometry. It has no wishes.
     pub fn fields(&self, pid: u32, program: &str) -> HeaderFields {
-        let mut name = [0; 40];
-        let n = program.len().min(39);
-        name[..n].copy_from_slice(&program.as_bytes()[..n]);
         HeaderFields {
             magic: MAGIC,
-            version: VERSION,
+            version: OURS.version(),
             pid,
             size: self.size as u64,
             ring_offset: self.ring_offset as u32,
@@ -314,19 +332,21 @@ impl Geometry {
             progress_size: PROGRESS_SIZE as u32,
             arena_offset: self.arena_offset as u32,
             arena_size: self.arena_size as u32,
-            program: name,
+            program: crate::device::text(program),
+            wishes: 0,
+            reserved: 0,
+            fingerprint: OURS.fingerprint(),
+            reserved_end: [0; 16],
         }
     }
 
     /// Checks a header's fields against the size of the memory that was really given. Parts must lie inside it, behind the header, in order,
-    /// page-aligned (the reply slots: 64-byte-aligned), without overlap.
+    /// page-aligned (the reply slots: 64-byte-aligned), without overlap. The client's version must be one that this build can speak.
     pub fn check(fields: &HeaderFields, memory: u64) -> Result<Geometry, GeometryError> {
         if fields.magic != MAGIC {
             return Err(GeometryError::Magic(fields.magic));
         }
-        if fields.version != VERSION {
-            return Err(GeometryError::Version { theirs: fields.version, ours: VERSION });
-        }
+        OURS.agree(fields.version, fields.fingerprint).map_err(GeometryError::Version)?;
         let mut end = HEADER_SIZE as u64;
         let mut part = |part, offset: u32, size: u64, align: u64, sane: bool| {
             let offset = u64::from(offset);
@@ -387,19 +407,56 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_refused_by_name() {
+    fn another_major_version_is_refused_with_both_named() {
         let geometry = Geometry::with_arena(0);
-        let fields = HeaderFields { version: 99, ..geometry.fields(7, "x") };
-        let error = Geometry::check(&fields, geometry.size as u64).unwrap_err();
-        assert!(error.to_string().contains("version 99"), "{error}");
+        let theirs = Version { major: 99, minor: 3 };
+        let fields = HeaderFields { version: theirs, ..geometry.fields(7, "x") };
+        let error = Geometry::check(&fields, geometry.size as u64).unwrap_err().to_string();
+        assert!(
+            error.contains("version 99.3") && error.contains(&format!("version {}", crate::VERSION)),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn libraries_built_from_other_sources_are_refused_and_newer_ones_are_not() {
+        let geometry = Geometry::with_arena(0);
+        let ours = geometry.fields(7, "x");
+        let other = HeaderFields { fingerprint: !ours.fingerprint, ..ours };
+        let error = Geometry::check(&other, geometry.size as u64).unwrap_err().to_string();
+        assert!(error.contains("different sources"), "{error}");
+        // Newer libraries judge for themselves, by what the host writes into the header.
+        let version = Version { minor: ours.version.minor + 1, ..ours.version };
+        assert_eq!(Geometry::check(&HeaderFields { version, ..other }, geometry.size as u64), Ok(geometry));
+    }
+
+    #[test]
+    fn the_sessions_version_reaches_the_client() {
+        let page = Page::zeroed();
+        let header = page.header();
+        let version = Version { major: 2, minor: 9 };
+        header.set_session_version(version, 0x1234_5678_9abc_def0);
+        assert_eq!(header.session_version(), (version, 0x1234_5678_9abc_def0));
+    }
+
+    #[repr(C, align(4096))]
+    struct Page([AtomicU64; HEADER_SIZE / 8]);
+
+    impl Page {
+        fn zeroed() -> Box<Page> {
+            Box::new(Page(std::array::from_fn(|_| AtomicU64::new(0))))
+        }
+
+        fn header(&self) -> &Header {
+            // SAFETY: a page has a header's size and alignment. Both are made of atomics alone, so any bytes are valid and shared writes are fine.
+            unsafe { &*std::ptr::from_ref(self).cast::<Header>() }
+        }
     }
 
     #[test]
     fn a_lost_session_says_why() {
-        let page = vec![0u64; 1024];
-        let at = page.as_ptr().align_offset(4096);
-        // SAFETY: zeroed, 4096-aligned, a page long, and outlives `header`; all fields are atomics.
-        let header = unsafe { &*page.as_ptr().add(at).cast::<Header>() };
+        let page = Page::zeroed();
+        let header = page.header();
         assert_eq!(header.state(), State::New);
         header.set_lost("the server at 10.0.0.1:9700 closed the connection");
         assert_eq!(header.state(), State::Lost);

@@ -14,11 +14,12 @@
 //!    └────────────┘
 //! ```
 //!
-//! Either side may be absent or hostile at any time. The host side holds every rule by itself: it takes the [`Geometry`] once,
-//! checks it, and never again reads a size or an offset from shared memory. The client trusts its host.
+//! Either side may be absent or hostile at any time. The host side enforces every rule itself: it takes the [`Geometry`] once, checks it, and never
+//! again reads a size or an offset from shared memory. The client trusts its host.
 //!
-//! **Sleeping.** Every wait in the channel is the same: [`SleepFlag`], or the state word of a reply slot. Who waits polls for a while, says that it
-//! will sleep, looks once more, sleeps; who changes something asks whether anyone sleeps, and only then wakes.
+//! **Sleeping.** Every wait in the channel works the same way, by a [`SleepFlag`] or by the state word of a reply slot: the waiting thread polls for a
+//! while, announces that it will sleep, checks once more, and sleeps. A thread that changes something asks whether another one sleeps, and only then
+//! wakes it.
 
 mod geometry;
 #[cfg(all(test, loom))]
@@ -31,9 +32,21 @@ pub(crate) mod sync;
 
 pub use geometry::{Geometry, GeometryError, Header, HeaderFields, State};
 pub use progress::{ErrorWord, Progress};
-pub use ring::{Consumer, Full, PAD, Position, Producer, Record, RecordError, RingMemory};
+pub use ring::{Consumer, Full, PAD, Position, Producer, Record, RecordError, RecordHeader, RingMemory};
 pub use sleep::SleepFlag;
 pub use slots::{Completion, ReplySlot, SlotState};
+
+use crate::schema::Layout;
+
+/// How the channel's parts lie in memory.
+pub const LAYOUTS: &[Layout] = &[
+    geometry::LAYOUTS[0],
+    Header::LAYOUT,
+    ring::LAYOUTS[0],
+    ReplySlot::LAYOUT,
+    Progress::LAYOUT,
+    ErrorWord::LAYOUT,
+];
 
 /// The bytes `rGPUchan`, little-endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"rGPUchan");
@@ -43,19 +56,19 @@ pub const HEADER_SIZE: usize = 4096;
 pub const RECORD_HEADER: usize = 16;
 /// Longest record, header included, in bytes: a quarter of the smallest ring.
 pub const MAX_RECORD: usize = 64 * 1024;
-/// Reply slot number of a record that wants no reply.
+/// Reply slot of a record that is not answered.
 pub const NO_SLOT: u16 = 0xffff;
 /// Bytes of a reply slot: its words on one cache line, then the payload.
 pub const SLOT_SIZE: usize = 64 + MAX_PAYLOAD;
-/// Bytes of payload in a reply at most.
+/// Most bytes of payload in a reply.
 pub const MAX_PAYLOAD: usize = if cfg!(loom) { 8 } else { 4096 };
 /// Bytes of the progress area.
 pub const PROGRESS_SIZE: usize = 64 * 1024;
-/// Devices of a session at most.
+/// Most devices of a session.
 pub const MAX_DEVICES: u32 = 32;
-/// Contexts of a session at most, primary ones included.
+/// Most contexts of a session, primary ones included.
 pub const MAX_CONTEXTS: u32 = 64;
-/// Streams of a session at most, default ones included.
+/// Most streams of a session, default ones included.
 pub const MAX_STREAMS: u32 = ((PROGRESS_SIZE - 4096) / 8) as u32;
-/// Bytes of the text that says why a session was lost, NUL included.
+/// Bytes of the reason for which a session was lost, NUL included.
 pub const REASON_SIZE: usize = 256;

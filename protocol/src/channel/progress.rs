@@ -1,10 +1,10 @@
-//! The progress area: what the host side publishes without being asked.
+//! The progress area: what the host side publishes on its own.
 //!
 //! | offset | what |
 //! |---|---|
 //! | 0x000 | `released` u64: of every command with `seq` up to this, the source data has been read (arena may be reused) |
 //! | 0x008 | `executed` u64: every command with `seq` up to this has been executed by the server |
-//! | 0x010 | `output` u64: bytes that kernels have printed so far, see `device_output` |
+//! | 0x010 | `output` u64: bytes that kernels have printed so far (the `device_output` operation fetches them) |
 //! | 0x040 | [`MAX_CONTEXTS`] error words of 16 bytes: u32 status (0: none), u32 flags (bit 0: sticky), u64 seq of the command that failed, 0 if unknown |
 //! | 0x1000 | [`MAX_STREAMS`] stream words u64: `seq` of the last publishing command that the stream has completed |
 
@@ -12,6 +12,7 @@ use super::sync::{AtomicU32, AtomicU64, Ordering};
 use super::{MAX_CONTEXTS, MAX_STREAMS};
 use crate::Status;
 use crate::handle::{ContextId, StreamId};
+use crate::schema::{Layout, layout_of};
 
 /// The progress area as it lies in shared memory. All of it is written by the host side, except that a client zeroes the word of a stream that
 /// it is about to create.
@@ -25,6 +26,20 @@ pub struct Progress {
     errors: [ErrorWord; MAX_CONTEXTS as usize],
     _to_streams: [AtomicU64; (4096 - 64 - 16 * MAX_CONTEXTS as usize) / 8],
     streams: [AtomicU64; MAX_STREAMS as usize],
+}
+
+impl Progress {
+    pub(super) const LAYOUT: Layout = layout_of!(Progress {
+        released: u64,
+        executed: u64,
+        output: u64,
+        errors: [ErrorWord; MAX_CONTEXTS as usize],
+        streams: [u64; MAX_STREAMS as usize],
+    });
+}
+
+impl ErrorWord {
+    pub(super) const LAYOUT: Layout = layout_of!(ErrorWord { status: u32, flags: u32, seq: u64 });
 }
 
 #[cfg(not(loom))]
@@ -53,7 +68,7 @@ impl ErrorWord {
         })
     }
 
-    /// Publishes an error. The first one stays: a context's later errors follow from it. Host side.
+    /// Publishes an error. The first one stays, because a context's later errors follow from it. Host side.
     pub fn set(&self, status: Status, sticky: bool, seq: u64) {
         if self.status.load(Ordering::Relaxed) == 0 {
             self.flags.store(sticky.into(), Ordering::Relaxed);
@@ -62,7 +77,7 @@ impl ErrorWord {
         }
     }
 
-    /// Takes the error away: the client when it has returned one that is not sticky, the host side when a context is reset.
+    /// Clears the error: the client after it returned one that is not sticky, the host side when a context is reset.
     pub fn clear(&self) {
         self.status.store(0, Ordering::Release);
     }
@@ -78,7 +93,7 @@ impl Progress {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Host side; never goes back.
+    /// Host side. Never decreases.
     pub fn set_released(&self, seq: u64) {
         self.released.store(seq, Ordering::Release);
     }
@@ -88,7 +103,7 @@ impl Progress {
         self.executed.load(Ordering::Acquire)
     }
 
-    /// Host side; never goes back.
+    /// Host side. Never decreases.
     pub fn set_executed(&self, seq: u64) {
         self.executed.store(seq, Ordering::Release);
     }
@@ -99,17 +114,17 @@ impl Progress {
         self.output.load(Ordering::Acquire)
     }
 
-    /// Host side; never goes back.
+    /// Host side. Never decreases.
     pub fn set_output(&self, bytes: u64) {
         self.output.store(bytes, Ordering::Release);
     }
 
-    /// The error word of a context, if there can be such a context.
+    /// The error word of a context; `None` for an id out of range.
     pub fn error(&self, context: ContextId) -> Option<&ErrorWord> {
         self.errors.get(context.0 as usize)
     }
 
-    /// The word of a stream, if there can be such a stream.
+    /// The word of a stream; `None` for an id out of range.
     #[inline]
     pub fn stream(&self, stream: StreamId) -> Option<&AtomicU64> {
         self.streams.get(stream.0 as usize)

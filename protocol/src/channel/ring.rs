@@ -1,19 +1,20 @@
 //! The command ring: a byte ring with one producer at a time and one consumer.
 //!
-//! A record is a 16-byte header and a body, together a multiple of 16 bytes, never split at the wrap: a record that would be is preceded by
-//! padding ([`PAD`]) to the ring's end.
+//! A record is a 16-byte header and a body, together a multiple of 16 bytes. It is never split at the ring's end: padding ([`PAD`]) fills the rest of
+//! the ring before a record that would be.
 //!
 //! ```text
 //! 0        4          6            8      16
 //! │size u32│opcode u16│reply_slot  │seq u64│ body, zero-padded to a multiple of 16
 //! ```
 //!
-//! `tail` and `head` count bytes for ever; their difference is what the ring holds. The consumer copies a record out once, by atomic loads,
-//! and judges the copy: what the producer writes meanwhile can spoil that record's content and nothing else.
+//! `tail` and `head` count bytes for ever; their difference is what the ring holds. The consumer copies a record out once, by atomic loads, and checks
+//! the copy. A producer that writes meanwhile can spoil that record's content and nothing else.
 
 use super::geometry::Header;
 use super::sync::{AtomicU64, Ordering};
 use super::{MAX_RECORD, RECORD_HEADER};
+use crate::schema::layouts;
 use thiserror::Error;
 
 /// Opcode of padding.
@@ -29,7 +30,7 @@ impl<'m> RingMemory<'m> {
     /// A ring over `words`, whose number is a power of two.
     ///
     /// # Panics
-    /// When it is not: the caller has it from a checked geometry.
+    /// If it is not. The caller has it from a checked geometry.
     pub fn new(words: &'m [AtomicU64]) -> Self {
         assert!(words.len().is_power_of_two());
         RingMemory { words }
@@ -55,13 +56,13 @@ pub(super) struct Cursors<'m> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Full;
 
-/// The client's end. Its users take turns: the caller holds a lock.
+/// The client's end. It has one user at a time: the caller holds a lock.
 #[derive(Debug)]
 pub struct Producer<'m> {
     cursors: Cursors<'m>,
     memory: RingMemory<'m>,
     tail: u64,
-    /// The consumer's cursor as last seen: read again only when the ring seems full.
+    /// The consumer's cursor as last seen. Read again only when the ring seems full.
     head: u64,
     seq: u64,
 }
@@ -84,7 +85,7 @@ impl<'m> Producer<'m> {
     /// Appends a record and publishes it; returns its `seq`. The caller then asks [`Header::host_sleep`] whether to ring the doorbell.
     ///
     /// # Panics
-    /// When the record is longer than [`MAX_RECORD`]: callers put long data elsewhere.
+    /// If the record is longer than [`MAX_RECORD`]. Callers put long data elsewhere.
     #[inline]
     pub fn push(&mut self, opcode: u16, reply_slot: u16, body: &[u8]) -> Result<u64, Full> {
         let size = (RECORD_HEADER + body.len()).next_multiple_of(16);
@@ -133,6 +134,22 @@ impl<'m> Producer<'m> {
     }
 }
 
+layouts! {
+    /// The first 16 bytes of a record, as they stand in the ring and in a link frame.
+    pub struct RecordHeader {
+        /// Bytes of the record, header included.
+        pub size: u32,
+        /// The operation; [`PAD`]: padding.
+        pub opcode: u16,
+        /// Where the reply goes, or [`super::NO_SLOT`].
+        pub reply_slot: u16,
+        /// Its place in the session's order.
+        pub seq: u64,
+    }
+}
+
+const _: () = assert!(size_of::<RecordHeader>() == RECORD_HEADER);
+
 /// A record's header, as copied out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
@@ -145,29 +162,20 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record's 16 bytes as they stand in the ring and in a link frame, for a record of `size` bytes in all.
+    /// The header's bytes, for a record of `size` bytes in all.
     pub fn to_bytes(&self, size: u32) -> [u8; RECORD_HEADER] {
-        let mut bytes = [0; RECORD_HEADER];
-        bytes[0..4].copy_from_slice(&size.to_le_bytes());
-        bytes[4..6].copy_from_slice(&self.opcode.to_le_bytes());
-        bytes[6..8].copy_from_slice(&self.reply_slot.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.seq.to_le_bytes());
-        bytes
+        let Record { opcode, reply_slot, seq } = *self;
+        zerocopy::transmute!(RecordHeader { size, opcode, reply_slot, seq })
     }
 
     /// The reverse: the record's header and its size.
     pub fn from_bytes(bytes: &[u8; RECORD_HEADER]) -> (Record, u32) {
-        let [s0, s1, s2, s3, o0, o1, r0, r1, seq @ ..] = *bytes;
-        let record = Record {
-            opcode: u16::from_le_bytes([o0, o1]),
-            reply_slot: u16::from_le_bytes([r0, r1]),
-            seq: u64::from_le_bytes(seq),
-        };
-        (record, u32::from_le_bytes([s0, s1, s2, s3]))
+        let RecordHeader { size, opcode, reply_slot, seq } = zerocopy::transmute!(*bytes);
+        (Record { opcode, reply_slot, seq }, size)
     }
 }
 
-/// What no correct producer does. It ends the session.
+/// Something that no correct producer does. It ends the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RecordError {
     /// The cursor says that the ring holds more than it can, or less than nothing, or a part of 16 bytes.
@@ -180,7 +188,7 @@ pub enum RecordError {
         /// The ring's size.
         size: u64,
     },
-    /// A record's size is none.
+    /// A record's size is impossible.
     #[error(
         "record {after} + 1: size {size:#x} is not a multiple of 16 from 16 to what the ring holds ({available:#x})"
     )]
@@ -189,13 +197,13 @@ pub enum RecordError {
         after: u64,
         /// The size as read.
         size: u32,
-        /// Bytes that it could have had at most.
+        /// Most bytes that it could have.
         available: u64,
     },
     /// `seq` did not count up by one.
-    #[error("record with seq {found} where {expected} was due")]
+    #[error("record with seq {found} where {expected} was expected")]
     Seq {
-        /// The seq that was due.
+        /// The seq that was expected.
         expected: u64,
         /// The seq found.
         found: u64,
@@ -240,24 +248,24 @@ impl<'m> Consumer<'m> {
         Position { head: self.head, seq: self.seq }
     }
 
-    /// Whether the producer has appended something that was not taken yet. Says yes to a nonsensical cursor too: [`pop`](Self::pop) will name it.
+    /// Whether the producer has appended something that was not taken yet. True for a nonsensical cursor too, which [`pop`](Self::pop) then reports.
     #[inline]
     pub fn has_work(&self) -> bool {
         self.cursors.tail.load(Ordering::Acquire) != self.head
     }
 
-    /// Whether half of the ring is free, so that a producer that waits for room is to be woken. Woken for each record that was taken, it would fill that place and
-    /// wait again, at the price of a system call for each; half a ring is work for much longer than it takes to wake. An empty ring always has room: nobody who asks
-    /// before it sleeps leaves a producer asleep.
+    /// Whether half of the ring is free, so that a producer that waits for room should be woken. If it were woken for each record that is taken, it would
+    /// fill that place and wait again, at the price of a system call each time. Half a ring is work for much longer than a wake-up takes. An empty ring
+    /// always has room, so a consumer that asks before it sleeps never leaves a producer asleep.
     #[inline]
     pub fn has_room(&self) -> bool {
         self.cursors.tail.load(Ordering::Acquire).wrapping_sub(self.head) <= self.memory.size() / 2
     }
 
-    /// Copies the next record out: its header is returned and `body` filled with its body, padding included. `None`: the ring is empty.
+    /// Copies the next record out: returns its header and fills `body` with its body, padding included. `None`: the ring is empty.
     ///
-    /// The record's place in the ring is free at once. After one call or several the caller asks, if the ring [has room](Self::has_room), [`Header::ring_sleep`] whether to
-    /// wake the client.
+    /// The record's place in the ring is free at once. After one or more calls, if the ring [has room](Self::has_room), the caller asks
+    /// [`Header::ring_sleep`] whether to wake the client.
     #[inline]
     pub fn pop(&mut self, body: &mut Vec<u8>) -> Result<Option<Record>, RecordError> {
         loop {
@@ -372,11 +380,11 @@ mod tests {
         fn what_goes_in_comes_out(records in proptest::collection::vec((1u16.., proptest::collection::vec(any::<u8>(), 0..200)), 1..300)) {
             let ring = Ring::new(1024);
             let (mut producer, mut consumer) = ring.ends();
-            let mut due = std::collections::VecDeque::new();
+            let mut expected = std::collections::VecDeque::new();
             let mut body = Vec::new();
-            let mut take = |due: &mut std::collections::VecDeque<(u64, u16, Vec<u8>)>, consumer: &mut Consumer<'_>| {
+            let mut take = |expected: &mut std::collections::VecDeque<(u64, u16, Vec<u8>)>, consumer: &mut Consumer<'_>| {
                 let record = consumer.pop(&mut body).unwrap();
-                let Some((seq, opcode, sent)) = due.pop_front() else { return record.is_none() };
+                let Some((seq, opcode, sent)) = expected.pop_front() else { return record.is_none() };
                 let padded = sent.len().next_multiple_of(16);
                 record == Some(Record { opcode, reply_slot: 3, seq }) && body[..sent.len()] == sent[..] && body.len() == padded
                     && body[sent.len()..].iter().all(|b| *b == 0)
@@ -385,15 +393,15 @@ mod tests {
                 let seq = loop {
                     match producer.push(opcode, 3, &sent) {
                         Ok(seq) => break seq,
-                        Err(Full) => prop_assert!(take(&mut due, &mut consumer)),
+                        Err(Full) => prop_assert!(take(&mut expected, &mut consumer)),
                     }
                 };
-                due.push_back((seq, opcode, sent));
+                expected.push_back((seq, opcode, sent));
             }
-            while !due.is_empty() {
-                prop_assert!(take(&mut due, &mut consumer));
+            while !expected.is_empty() {
+                prop_assert!(take(&mut expected, &mut consumer));
             }
-            prop_assert!(take(&mut due, &mut consumer) && !consumer.has_work());
+            prop_assert!(take(&mut expected, &mut consumer) && !consumer.has_work());
         }
 
         /// Whatever a hostile producer writes, the consumer answers with a record or an error, never reads outside, and does not loop.

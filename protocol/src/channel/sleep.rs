@@ -1,21 +1,20 @@
-//! One word by which a sleeper says that it sleeps.
+//! The word by which a sleeping thread asks to be woken.
 
 use super::sync::{AtomicU32, Ordering, fence};
 
-/// 1 while someone sleeps, or is about to; 0 otherwise.
+/// 1 while a thread sleeps or is about to; 0 otherwise.
 ///
-/// Sleeper: [`announce`](Self::announce); look once more for what it waits for; sleep while the word is 1
-/// ([`ASLEEP`](Self::ASLEEP)); or [`cancel`](Self::cancel) when there is something after all.
-/// Waker: make the change visible; then, if [`take`](Self::take), wake.
+/// Sleeper: [`announce`](Self::announce), check once more for the thing it waits for, then sleep while the word is 1 ([`ASLEEP`](Self::ASLEEP)), or
+/// [`cancel`](Self::cancel) if there is something after all. Waker: make the change visible, then wake if [`take`](Self::take) returns true.
 ///
-/// Both sides put a full fence between their write and their read, so one of the two always sees the other: a wake-up is never lost. Several may
+/// Both sides put a full fence between their write and their read, so one of the two always sees the other and no wake-up is lost. Several threads may
 /// sleep on one word; all are woken.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct SleepFlag(AtomicU32);
 
 impl SleepFlag {
-    /// The word's value while someone sleeps.
+    /// The word's value while a thread sleeps.
     pub const ASLEEP: u32 = 1;
 
     #[cfg(loom)]
@@ -23,25 +22,25 @@ impl SleepFlag {
         SleepFlag(AtomicU32::new(0))
     }
 
-    /// Says that the caller is about to sleep. It must look once more before it does.
+    /// Announces that the caller is about to sleep. It must check once more before it does.
     pub fn announce(&self) {
         self.0.store(Self::ASLEEP, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Says that the caller does not sleep. For a word with a single sleeper; where several share it, leave it: a spurious wake-up is harmless.
+    /// Takes the announcement back. Only for a word with a single sleeper. Where several share it, leave it: a spurious wake-up is harmless.
     pub fn cancel(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 
-    /// Whether someone sleeps and the caller is the one to wake. To be asked after the change was published.
+    /// Whether a thread sleeps and the caller has to wake it. Call this after publishing the change.
     #[inline]
     pub fn take(&self) -> bool {
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::AcqRel) != 0
     }
 
-    /// Whether the word still says that someone sleeps.
+    /// Whether the word still says that a thread sleeps.
     pub fn is_asleep(&self) -> bool {
         self.0.load(Ordering::Acquire) != 0
     }

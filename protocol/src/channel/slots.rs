@@ -1,24 +1,25 @@
 //! Reply slots: where a thread waits for the answer to its `sync` operation.
 //!
-//! One word carries the whole hand-over: a waiter that goes to sleep says so in the state itself, so that the host side learns of it by the very
-//! exchange that completes the slot.
+//! One word is enough for the whole hand-over: a waiter that goes to sleep says so in the state, and the host side learns of it by the exchange that
+//! completes the slot.
 
 use super::MAX_PAYLOAD;
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::Status;
+use crate::schema::{Layout, layout_of, numbered};
 
-/// The state word of a slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum SlotState {
-    /// Nobody's.
-    Free = 0,
-    /// A request is under way.
-    Pending = 1,
-    /// A request is under way and its thread sleeps.
-    Sleeping = 2,
-    /// The answer is there.
-    Done = 3,
+numbered! {
+    /// The state word of a slot.
+    pub enum SlotState {
+        /// Unused.
+        Free = 0,
+        /// A request is under way.
+        Pending = 1,
+        /// A request is under way and its thread sleeps.
+        Sleeping = 2,
+        /// The answer is there.
+        Done = 3,
+    }
 }
 
 /// A slot as it lies in shared memory.
@@ -34,10 +35,20 @@ pub struct ReplySlot {
     payload: [AtomicU64; MAX_PAYLOAD / 8],
 }
 
+impl ReplySlot {
+    pub(super) const LAYOUT: Layout = layout_of!(ReplySlot {
+        state: SlotState,
+        status: u32,
+        len: u32,
+        seq: u64,
+        payload: [u8; MAX_PAYLOAD],
+    });
+}
+
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<ReplySlot>() == super::SLOT_SIZE);
 
-/// What became of a request.
+/// The answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
     /// Its status.
@@ -65,7 +76,7 @@ impl ReplySlot {
         self.state.store(SlotState::Pending as u32, Ordering::Relaxed);
     }
 
-    /// Whether the answer is there, to be taken. Client.
+    /// Whether the answer is there. Client.
     pub fn is_done(&self) -> bool {
         self.state.load(Ordering::Acquire) == SlotState::Done as u32
     }
@@ -87,7 +98,7 @@ impl ReplySlot {
         Some(Completion { status, len })
     }
 
-    /// Says that the waiting thread is about to sleep while the word at the slot's offset is [`SlotState::Sleeping`]. False: the answer is there.
+    /// Announces that the waiting thread is about to sleep while the word at the slot's offset is [`SlotState::Sleeping`]. False: the answer is there.
     pub fn announce_sleep(&self) -> bool {
         let (pending, sleeping) = (SlotState::Pending as u32, SlotState::Sleeping as u32);
         match self.state.compare_exchange(pending, sleeping, Ordering::AcqRel, Ordering::Acquire) {
@@ -98,7 +109,7 @@ impl ReplySlot {
 
     /// Writes an answer and publishes it. True: its thread sleeps; wake it. Host side.
     ///
-    /// A payload over [`MAX_PAYLOAD`] is cut; servers check before.
+    /// A payload over [`MAX_PAYLOAD`] is cut; servers check first.
     pub fn complete(&self, seq: u64, status: Status, payload: &[u8]) -> bool {
         let payload = &payload[..payload.len().min(MAX_PAYLOAD)];
         for (word, bytes) in self.payload.iter().zip(payload.chunks(8)) {
@@ -112,7 +123,7 @@ impl ReplySlot {
         self.state.swap(SlotState::Done as u32, Ordering::AcqRel) == SlotState::Sleeping as u32
     }
 
-    /// Answers the slot with `status` if a request is under way in it: what the host side does with every slot when a session is lost. True: wake it.
+    /// Answers the slot with `status` if a request is under way in it. The host side does this with every slot when a session is lost. True: wake it.
     pub fn abandon(&self, status: Status) -> bool {
         let state = self.state.load(Ordering::Acquire);
         if state != SlotState::Pending as u32 && state != SlotState::Sleeping as u32 {

@@ -13,9 +13,13 @@ use crate::wire::Bytes;
 /// Bytes of one device's window.
 pub const WINDOW_SIZE: u64 = 1 << 40;
 
-/// First address of the window of device `ordinal`: above what address sanitizers take, and for any machine that there is below where a worker's own mappings begin.
+/// First address of the window of device 0. Address sanitizers use lower addresses, and the mappings of a worker's process begin higher on every
+/// machine.
+pub const FIRST_WINDOW: u64 = 0x1100_0000_0000;
+
+/// First address of the window of device `ordinal`.
 pub const fn window(ordinal: u32) -> u64 {
-    0x1100_0000_0000 + ordinal as u64 * WINDOW_SIZE
+    FIRST_WINDOW + ordinal as u64 * WINDOW_SIZE
 }
 
 /// Bytes of a window for memory that is a device's alone. Memory backed behind them is managed memory: the client has the same addresses.

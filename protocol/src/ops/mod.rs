@@ -28,6 +28,7 @@
 
 use crate::data::DataUse;
 use crate::handle::Handle;
+use crate::schema::{Field, Hash, Shape};
 use crate::status::Status;
 use crate::wire::{Reader, Wire, WireError, Writer};
 
@@ -119,6 +120,8 @@ pub struct OpInfo {
     pub opcode: u16,
     /// The method's name, for logs and traces.
     pub name: &'static str,
+    /// The minor version in which it appeared. A peer of an older version does not know it.
+    pub since: u16,
     /// Whether it is answered.
     pub class: Class,
     /// Which commands it keeps its order with.
@@ -131,15 +134,37 @@ pub struct OpInfo {
     pub hold: Hold,
     /// Whether its records can name bulk data outside themselves. A relay need not look into the others.
     pub carries_data: bool,
-    /// The request's fields in wire order: name and type.
-    pub request: &'static [(&'static str, &'static str)],
+    /// The request's fields in wire order.
+    pub request: &'static [Field],
     /// The reply's fields in wire order; empty for an `async` operation.
-    pub reply: &'static [(&'static str, &'static str)],
+    pub reply: &'static [Field],
     /// Decodes a record's body and shows each piece of bulk data that it names.
     pub visit_data: VisitData,
     /// Decodes a record's body and shows each stream and event that it names.
     pub visit_handles: VisitHandles,
 }
+
+impl OpInfo {
+    /// Adds all that peers must agree on to a fingerprint.
+    pub(crate) const fn hash(&self, hash: Hash) -> Hash {
+        let facts =
+            [self.class as u64, self.order as u64, self.may_block as u64, self.lane as u64, self.hold as u64];
+        let mut hash = hash.number(self.opcode as u64).text(self.name);
+        let mut at = 0;
+        while at < facts.len() {
+            hash = hash.number(facts[at]);
+            at += 1;
+        }
+        hash.fields(self.request).fields(self.reply)
+    }
+}
+
+/// The structures that travel as bulk data of an operation.
+pub const DATA_SHAPES: &[Shape] = &[
+    <module::FunctionTable as Wire<'_>>::SHAPE,
+    <graph::GraphNodes as Wire<'_>>::SHAPE,
+    <graph::GraphParts as Wire<'_>>::SHAPE,
+];
 
 /// See [`OpInfo::visit_data`].
 pub type VisitData = fn(body: &[u8], visit: &mut dyn FnMut(DataUse)) -> Result<(), WireError>;
@@ -232,7 +257,7 @@ macro_rules! ops {
         $(
             $(#[$meta:meta])*
             $class:ident $opcode:literal $method:ident: $name:ident $(<$lt:lifetime>)?
-                [order $order:ident, may_block $may_block:ident, lane $lane:ident $(, hold $hold:ident)?]
+                [order $order:ident, may_block $may_block:ident, lane $lane:ident $(, hold $hold:ident)? $(, since $since:literal)?]
             {
                 $($(#[$fmeta:meta])* $field:ident: $ty:ty),* $(,)?
             } $(-> $reply:ident { $($(#[$rmeta:meta])* $rfield:ident: $rty:ty),* $(,)? })?
@@ -245,7 +270,7 @@ macro_rules! ops {
             }
 
             ops!(@op $class $opcode $method $name ($($lt)?)
-                [$order $may_block $lane $($hold)?] [$($field: $ty),*] [$($($rfield: $rty),*)?]);
+                [$order $may_block $lane [$($hold)?] [$($since)?]] [$($($rfield: $rty),*)?]);
             ops!(@reply $name ($($lt)?) $($reply { $($(#[$rmeta])* $rfield: $rty),* })?);
         )*
 
@@ -291,20 +316,24 @@ macro_rules! ops {
     };
     (
         @info $class:ident $opcode:literal $method:ident $name:ident
-        [$order:ident $may_block:ident $lane:ident $($hold:ident)?]
-        [$($field:ident: $ty:ty),*] [$($rfield:ident: $rty:ty),*]
+        [$order:ident $may_block:ident $lane:ident [$($hold:ident)?] [$($since:literal)?]]
+        [$($rfield:ident: $rty:ty),*]
     ) => {
         $crate::ops::OpInfo {
             opcode: $opcode,
             name: stringify!($method),
+            since: 0 $(+ $since)?,
             class: ops!(@class $class),
             order: $crate::ops::Order::$order,
             may_block: $crate::ops::MayBlock::$may_block,
             lane: $crate::ops::Lane::$lane,
             hold: ops!(@hold $($hold)?),
             carries_data: <$name as $crate::wire::Wire>::CARRIES_DATA,
-            request: &[$((stringify!($field), stringify!($ty))),*],
-            reply: &[$((stringify!($rfield), stringify!($rty))),*],
+            request: <$name as $crate::wire::Wire>::SHAPE.fields(),
+            reply: &[$($crate::schema::Field {
+                name: stringify!($rfield),
+                shape: <$rty as $crate::wire::Wire>::SHAPE,
+            }),*],
             visit_data: |body, visit| {
                 let mut reader = $crate::wire::Reader::new(body);
                 let op = <$name as $crate::wire::Wire>::get(&mut reader)?;
@@ -385,10 +414,8 @@ macro_rules! chapters {
             rows.iter().find(|row| row.opcode == opcode)
         }
 
-        /// Every row of the table, chapter by chapter.
-        pub fn all() -> impl Iterator<Item = &'static OpInfo> {
-            [$($module::ROWS),*].into_iter().flatten()
-        }
+        /// The table, by chapter.
+        pub const CHAPTERS: &[&[OpInfo]] = &[$($module::ROWS),*];
 
         /// Decodes and executes one record. The bytes of a reply are appended to `reply`.
         pub fn dispatch<C, D: Driver<C> + ?Sized>(
@@ -422,6 +449,11 @@ chapters! {
     0x0d green GreenOps;
 }
 
+/// Every row of the table, chapter by chapter.
+pub fn all() -> impl Iterator<Item = &'static OpInfo> {
+    CHAPTERS.iter().copied().flatten()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -439,7 +471,8 @@ mod tests {
     #[test]
     fn every_operation_that_keeps_the_order_of_streams_names_one_or_an_event() {
         for row in all().filter(|row| row.order == Order::Streams) {
-            let named = row.request.iter().any(|(_, ty)| matches!(*ty, "StreamId" | "EventId"));
+            let named =
+                row.request.iter().any(|field| matches!(&*field.shape.to_string(), "StreamId" | "EventId"));
             assert!(named, "{} keeps the order of streams and names none", row.name);
         }
     }

@@ -8,6 +8,7 @@
 //! Numbers are stable and never reused. Statuses are `nvmlReturn_t`.
 
 use crate::ops::ops;
+use crate::schema::Hash;
 use crate::wire::Bytes;
 
 /// Most bytes of an answer.
@@ -94,9 +95,28 @@ pub struct Query {
     pub arguments: usize,
     /// What it writes.
     pub output: Output,
+    /// The minor version of the wire in which it appeared.
+    pub since: u16,
 }
 
 impl Query {
+    /// Adds all that peers must agree on to a fingerprint.
+    pub(crate) const fn hash(&self, hash: Hash) -> Hash {
+        let (kind, size) = match self.output {
+            Output::Text => (0, 0),
+            Output::Block(size) => (1, size),
+            Output::Words(count) => (2, count),
+            Output::List(size) => (3, size),
+            Output::Struct(version) => (4, version as usize),
+            Output::Fields => (5, 0),
+        };
+        hash.number(self.number as u64)
+            .text(self.function)
+            .number(self.arguments as u64)
+            .number(kind)
+            .number(size as u64)
+    }
+
     /// The question with a number.
     pub fn by_number(number: u32) -> Option<&'static Query> {
         QUERIES.binary_search_by_key(&number, |query| query.number).ok().map(|at| &QUERIES[at])
@@ -104,11 +124,16 @@ impl Query {
 }
 
 macro_rules! queries {
-    ($($number:literal $name:ident = $function:literal $arguments:literal $output:expr;)*) => {
+    ($($number:literal $name:ident = $function:literal $arguments:literal $output:expr $(, since $since:literal)?;)*) => {
         $(
             #[doc = concat!("`", $function, "`.")]
-            pub const $name: &Query =
-                &Query { number: $number, function: $function, arguments: $arguments, output: $output };
+            pub const $name: &Query = &Query {
+                number: $number,
+                function: $function,
+                arguments: $arguments,
+                output: $output,
+                since: 0 $(+ $since)?,
+            };
         )*
         /// All questions, by number.
         pub const QUERIES: &[Query] = &[$(*$name),*];

@@ -1,4 +1,4 @@
-//! The process that measures: a program of the CUDA driver API, which does not know whose libcuda it was given.
+//! The measuring process: an ordinary program of the CUDA driver API that works with any libcuda.
 
 use std::ffi::{CString, c_void};
 use std::time::{Duration, Instant};
@@ -7,30 +7,27 @@ use anyhow::{Context, Result, ensure};
 use cudarc::driver::result::{self, ctx, device, module, primary_ctx, stream};
 use cudarc::driver::sys::{self, CUdeviceptr, CUfunction, CUstream};
 
-/// Each figure is taken from as many calls as fit into this, within [`CALLS`].
+/// Each figure is measured over as many calls as fit into this time, within [`CALLS`].
 const TIME: Duration = Duration::from_millis(300);
-/// The fewest and the most calls for a figure.
+/// The minimum and the maximum number of calls for a figure.
 const CALLS: (usize, usize) = (5, 2000);
-/// Launches between two synchronisations: far fewer than a device queues, so that none waits for room.
+/// Launches between two synchronizations. A device queue holds many more, so none of them blocks.
 const BATCH: usize = 200;
-/// A kernel that does nothing, for every GPU that CUDA 12 and later know.
+/// A kernel that does nothing, for every GPU that CUDA 12 and later support.
 const KERNEL: &str =
     ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry nothing()\n{\n\tret;\n}\n";
 
-/// Measures everything, copies up to `largest` bytes, a line on stdout for each figure.
+/// Measures everything, with copies of up to `largest` bytes, and prints a line on stdout for each figure.
 pub fn measure(largest: u64) -> Result<()> {
     let largest = usize::try_from(largest).context("copies of this size do not fit into memory")?;
     // SAFETY: loading libcuda runs its initializers, which this process trusts as every CUDA program does.
     let present = unsafe { sys::is_culib_present() };
-    ensure!(
-        present,
-        "no libcuda.so.1 can be loaded: neither rgpu's guest libraries nor a driver are installed here"
-    );
+    ensure!(present, "cannot load libcuda.so.1: neither rgpu's guest libraries nor a driver is installed");
     let begin = Instant::now();
     result::init().context("cuInit")?;
     let device = device::get(0).context("there is no GPU 0")?;
     // SAFETY: the device comes from `device::get`; its primary context is kept to the end of the process.
-    let context = unsafe { primary_ctx::retain(device) }.context("cannot make a context")?;
+    let context = unsafe { primary_ctx::retain(device) }.context("cannot create a context")?;
     // SAFETY: the context was just made.
     unsafe { ctx::set_current(context) }.context("cannot use the context")?;
     let gpu = Gpu::new()?;
@@ -60,7 +57,7 @@ impl Gpu {
         let nothing = unsafe { module::get_function(module, name) }.context("cannot find the kernel")?;
         Ok(Gpu {
             nothing,
-            stream: stream::create(stream::StreamKind::NonBlocking).context("cannot make a stream")?,
+            stream: stream::create(stream::StreamKind::NonBlocking).context("cannot create a stream")?,
         })
     }
 
@@ -138,13 +135,13 @@ impl Memory {
         Ok(Memory(pointer.with_context(|| format!("cannot allocate {size} bytes on the GPU"))?))
     }
 
-    /// `from` is no longer than this memory: all callers cut it to that.
+    /// `from` must not be longer than this memory.
     fn write(&self, from: &[u8]) -> Result<()> {
         // SAFETY: the device memory is as large as `from`, by the contract above.
         unsafe { result::memcpy_htod_sync(self.0, from) }.context("cannot copy to the device")
     }
 
-    /// `to` is no longer than this memory.
+    /// `to` must not be longer than this memory.
     fn read(&self, to: &mut [u8]) -> Result<()> {
         // SAFETY: the device memory is as large as `to`, by the contract above.
         unsafe { result::memcpy_dtoh_sync(to, self.0) }.context("cannot copy to the host")
@@ -214,7 +211,7 @@ fn report(name: &str, unit: &str, mut values: Vec<f64>) {
     println!("{name}\t{unit}\t{median:.4}\t{low:.4}\t{high:.4}");
 }
 
-/// Bytes that no earlier run had: SplitMix64, started by the clock.
+/// Bytes that differ from every earlier run: SplitMix64, seeded with the time.
 fn random(size: usize) -> Vec<u8> {
     let seed = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

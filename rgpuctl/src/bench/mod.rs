@@ -1,8 +1,8 @@
-//! `rgpuctl bench`: what calls cost and what copies carry on this installation, as a program sees it.
+//! `rgpuctl bench`: measures the latency of calls and the bandwidth of copies on this installation, as a program sees them.
 //!
 //! ```text
 //!  rgpuctl bench ──▶ rgpuctl bench --measure   a client of rgpu: its libcuda comes first in LD_LIBRARY_PATH
-//!                └─▶ rgpuctl bench --measure   with --native: whatever libcuda this machine has
+//!                └─▶ rgpuctl bench --measure   with --native: the libcuda that this machine has
 //! ```
 //!
 //! The measuring process is an ordinary program of the driver API ([`measure`]), and the same for both.
@@ -21,38 +21,38 @@ use serde_json::{Map, Value, json};
 use crate::daemon::{describe, end_with_parent};
 use crate::session::{Session, Target};
 
-/// Measure what calls cost and what copies carry on this installation.
+/// Measure the latency of calls and the bandwidth of copies on this installation.
 ///
-/// Latencies in microseconds, copies in GB/s: the median, and the 10th and 90th percentile. The data of every copy is
-/// random and compared with what comes back; a difference fails the run.
+/// Prints latencies in microseconds and copies in GB/s: the median, and the 10th and 90th percentile. Copies carry random
+/// data that is compared with what comes back; a difference fails the run.
 ///
-/// Without --server, a private server is started, on this machine's GPU or on a GPU in software.
+/// Without --server, a private server is started that uses this machine's GPU or a GPU in software.
 #[derive(Args)]
 #[command(after_long_help = "Examples:
-  rgpuctl bench --server gpu7.example               this host against a GPU server on the network
-  rgpuctl bench --native                            beside this machine's own GPU, with the ratio to it
-  rgpuctl bench --installed                         inside a guest, or wherever programs find rgpu by themselves")]
+  rgpuctl bench --server gpu7.example               with a GPU server on the network
+  rgpuctl bench --native                            also with this machine's own GPU, with the ratio to it
+  rgpuctl bench --installed                         inside a guest, or wherever rgpu is installed for all programs")]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
-    /// Start nothing: measure with the libcuda and the environment that programs have here, as inside a guest
+    /// Start no daemon: use the libcuda and the environment that programs have here, as inside a guest
     #[arg(long, conflicts_with_all = ["server", "backend", "transport", "log_dir", "native"])]
     installed: bool,
-    /// Measure NVIDIA's driver on this machine too, and show the ratio to it
+    /// Also measure NVIDIA's driver on this machine, and show the ratio to it
     #[arg(long)]
     native: bool,
-    /// The largest copy, in MiB
+    /// Size of the largest copy, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=4096))]
     largest: u64,
-    /// One JSON object instead of a table
+    /// Print one JSON object instead of a table
     #[arg(long)]
     json: bool,
-    /// Be the process that measures.
+    /// Be the measuring process.
     #[arg(long, hide = true)]
     measure: bool,
 }
 
-/// Takes away the line of progress.
+/// Erases the line of progress.
 const ERASE: &str = "\r\x1b[K";
 
 /// One line of the measuring process.
@@ -91,21 +91,21 @@ pub fn bench(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the measuring process to its end; says on stderr how far it is.
+/// Runs the measuring process to its end. Shows progress on stderr.
 fn run(
     largest: u64,
     way: &str,
     environment: impl FnOnce(&mut Command) -> Result<()>,
 ) -> Result<Vec<Measurement>> {
-    let own = std::env::current_exe().context("cannot tell where rgpuctl lies")?;
+    let own = std::env::current_exe().context("cannot find rgpuctl's own path")?;
     let mut command = Command::new(own);
     command.args(["bench", "--measure", "--largest", &largest.to_string()]).stdout(Stdio::piped());
     environment(&mut command)?;
     end_with_parent(&mut command, Signal::SIGKILL);
-    let mut child = command.spawn().context("cannot start the process that measures")?;
+    let mut child = command.spawn().context("cannot start the measuring process")?;
     let terminal = std::io::stderr().is_terminal();
     let mut measurements = Vec::new();
-    for line in BufReader::new(child.stdout.take().context("a pipe was asked for")?).lines() {
+    for line in BufReader::new(child.stdout.take().context("the measuring process has no output")?).lines() {
         let measurement = parse(&line.context("cannot read the measurements")?)?;
         if terminal {
             eprint!("{ERASE}{way}: {}", measurement.name);
@@ -115,17 +115,17 @@ fn run(
     if terminal {
         eprint!("{ERASE}");
     }
-    let status = child.wait().context("cannot wait for the process that measures")?;
+    let status = child.wait().context("cannot wait for the measuring process")?;
     if !status.success() {
-        bail!("{way}: measuring failed ({}); its reason is above", describe(status));
+        bail!("{way}: the measurement failed ({}); the reason is above", describe(status));
     }
     Ok(measurements)
 }
 
 fn parse(line: &str) -> Result<Measurement> {
     let words: Vec<&str> = line.split('\t').collect();
-    let [name, unit, median, low, high] = words[..] else { bail!("{line:?} is no measurement") };
-    let number = |word: &str| word.parse().with_context(|| format!("{line:?} is no measurement"));
+    let [name, unit, median, low, high] = words[..] else { bail!("{line:?} is not a measurement") };
+    let number = |word: &str| word.parse().with_context(|| format!("{line:?} is not a measurement"));
     Ok(Measurement {
         name: name.to_owned(),
         unit: unit.to_owned(),
@@ -144,7 +144,7 @@ fn object(ways: &[(&str, Vec<Measurement>)]) -> Value {
     Value::Object(ways.iter().map(|(name, all)| ((*name).to_owned(), way(all))).collect())
 }
 
-/// A line for each measurement: the first way's figures, and beside them the others' with the ratio of the first to them.
+/// A line for each measurement: the figures of the first way, then those of each other way with the ratio of the first to it.
 fn table(ways: &[(&str, Vec<Measurement>)]) -> String {
     let Some(((name, first), others)) = ways.split_first() else { return String::new() };
     let mut text = format!("{:<28}{:>24}", "", name);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_measurement_is_refused() {
+    fn a_line_that_is_not_a_measurement_is_refused() {
         assert_eq!(parse("launch\tµs\t2\t1\t4").unwrap(), one(2.0)[0]);
         assert!(parse("launch\tµs\t2\t1").is_err());
         assert!(parse("launch\tµs\ttwo\t1\t4").is_err());

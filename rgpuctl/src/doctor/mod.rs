@@ -1,7 +1,7 @@
-//! `rgpuctl doctor`: what is missing on this machine, in words, with the command that mends it.
+//! `rgpuctl doctor`: checks this machine's setup and suggests fixes.
 //!
-//! Each check looks at one thing and answers with a [`Finding`]. Which checks run depends on where this is: in a
-//! guest that has an rgpu device, or on a host.
+//! Each check looks at one thing and returns a [`Finding`]. Which checks run depends on whether this is a guest with an
+//! rgpu device or a host.
 
 mod rdma;
 
@@ -18,14 +18,14 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::daemon::read_status;
 
-/// Find what is missing here for rgpu, and the command that mends it.
+/// Check this machine's setup and suggest fixes.
 ///
-/// In a guest: the device, its driver, permissions, and which CUDA libraries a program would get. On a host: QEMU,
-/// KVM, the daemons and their sockets, the server, the GPU and its driver. The exit status is 1 when something that
-/// rgpu cannot do without is missing.
+/// In a guest: the device, its driver, permissions, and the CUDA libraries that a program would load. On a host: QEMU,
+/// KVM, the daemons and their sockets, the server, the GPU and its driver. The exit status is 1 if something is missing
+/// that rgpu needs.
 #[derive(Args)]
 pub struct Arguments {
-    /// Also try to reach this GPU server: HOST:PORT
+    /// Also check that this GPU server can be reached: HOST:PORT
     #[arg(long, value_name = "HOST:PORT")]
     server: Option<String>,
     #[command(flatten)]
@@ -35,17 +35,17 @@ pub struct Arguments {
 /// What a check found.
 #[derive(Debug, PartialEq, Eq)]
 enum Finding {
-    /// As it should be.
+    /// Correct.
     Good(String),
     /// Worth knowing; only some uses of rgpu need it.
     Note(String, Option<String>),
-    /// Missing or wrong; with the command or the step that mends it.
+    /// Missing or wrong, with a command or step that fixes it.
     Wrong(String, String),
 }
 
 use Finding::{Good, Note, Wrong};
 
-/// Prints every finding; fails if something is wrong.
+/// Prints every finding. Fails if something is wrong.
 pub fn doctor(arguments: &Arguments) -> ExitCode {
     let in_guest = has_device() || Path::new("/dev/rgpu0").exists();
     let mut findings = Vec::new();
@@ -75,13 +75,13 @@ pub fn doctor(arguments: &Arguments) -> ExitCode {
     }
     let wrong = findings.iter().filter(|finding| matches!(finding, Wrong(..))).count();
     match wrong {
-        0 => println!("Nothing is missing."),
-        _ => println!("{wrong} of {} checks found something to mend.", findings.len()),
+        0 => println!("Everything that rgpu needs is here."),
+        _ => println!("{wrong} of {} checks found a problem.", findings.len()),
     }
     if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Whether a virtio device of rgpu's type (38) is on the bus.
+/// Whether there is a virtio device of rgpu's type (38).
 fn has_device() -> bool {
     let Ok(devices) = std::fs::read_dir("/sys/bus/virtio/devices") else { return false };
     devices
@@ -105,7 +105,7 @@ fn device_node() -> Finding {
     if !node.exists() {
         return Wrong(
             "/dev/rgpu0 does not exist".into(),
-            "dmesg | grep rgpu says why the driver did not take the device; a device of another version is refused there"
+            "dmesg | grep rgpu shows why the driver did not accept the device, for example because of its version"
                 .into(),
         );
     }
@@ -113,28 +113,28 @@ fn device_node() -> Finding {
         Ok(()) => Good("/dev/rgpu0 can be opened".into()),
         Err(_) => Wrong(
             "/dev/rgpu0 cannot be opened by this user".into(),
-            "chmod 666 /dev/rgpu0, or for good: install the driver's udev rule and join its group".into(),
+            "chmod 666 /dev/rgpu0; or permanently: install the driver's udev rule and join its group".into(),
         ),
     }
 }
 
 fn qemu() -> Finding {
-    let step = "install QEMU 10.2 or newer (Debian 13: apt install -t trixie-backports qemu-system-x86); qemu-configs/README.md lists what each version takes";
+    let step = "install QEMU 10.2 or newer (Debian 13: apt install -t trixie-backports qemu-system-x86); qemu-configs/README.md lists what each version supports";
     let Ok(output) = Command::new("qemu-system-x86_64").arg("--version").output() else {
-        return Note("QEMU is not installed; only guests need it".into(), Some(step.into()));
+        return Note("QEMU is not installed; it is needed only for guests".into(), Some(step.into()));
     };
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     match qemu_version(&text) {
         Some(version) if version >= (10, 2) => {
-            Good(format!("QEMU {}.{} can give a guest an rgpu device", version.0, version.1))
+            Good(format!("QEMU {}.{} supports rgpu devices", version.0, version.1))
         }
         Some((major, minor)) => Note(
             format!(
-                "QEMU {major}.{minor} has no vhost-user-test-device-pci that a user may create; only guests need it"
+                "QEMU {major}.{minor} does not let a user create a vhost-user-test-device-pci; it is needed only for guests"
             ),
             Some(step.into()),
         ),
-        None => Note("qemu-system-x86_64 does not tell its version".into(), Some(step.into())),
+        None => Note("cannot read the version of qemu-system-x86_64".into(), Some(step.into())),
     }
 }
 
@@ -148,8 +148,8 @@ fn qemu_version(text: &str) -> Option<(u32, u32)> {
 fn kvm() -> Finding {
     let node = Path::new("/dev/kvm");
     if !node.exists() {
-        return Note("there is no /dev/kvm: guests would be emulated, which is slow".into(), Some(
-            "modprobe kvm_intel or kvm_amd; inside a virtual machine, nested virtualisation must be allowed by its host".into(),
+        return Note("there is no /dev/kvm, so guests would be emulated, which is slow".into(), Some(
+            "modprobe kvm_intel or kvm_amd; inside a virtual machine, its host must allow nested virtualization".into(),
         ));
     }
     match access(node, AccessFlags::R_OK | AccessFlags::W_OK) {
@@ -164,7 +164,7 @@ fn kvm() -> Finding {
 fn gpu() -> Finding {
     if !Path::new("/dev/nvidiactl").exists() {
         return Note(
-            "there is no NVIDIA GPU with a loaded driver here; only rgpu-server --backend cuda needs one"
+            "there is no NVIDIA GPU with a loaded driver; it is needed only for rgpu-server --backend cuda"
                 .into(),
             None,
         );
@@ -177,7 +177,7 @@ fn gpu() -> Finding {
             Some("install NVIDIA's driver 580 or newer".into()),
         ),
         None => Note(
-            "an NVIDIA GPU is here, but /proc/driver/nvidia/version does not tell its driver's version"
+            "there is an NVIDIA GPU, but its driver's version cannot be read from /proc/driver/nvidia/version"
                 .into(),
             None,
         ),
@@ -198,11 +198,11 @@ fn daemon(name: &str) -> Finding {
     match read_status(&socket) {
         Ok(_) => Good(format!("{program} is running and answers at {}", socket.display())),
         Err(_) if socket.exists() => Wrong(
-            format!("{program} left its socket {} but does not answer there", socket.display()),
-            format!("systemctl restart {program}; journalctl -u {program} says why it ended"),
+            format!("{program} does not answer at its socket {}", socket.display()),
+            format!("systemctl restart {program}; journalctl -u {program} shows why it ended"),
         ),
         Err(_) => Note(
-            format!("{program} does not run as a service here; `rgpuctl run` starts its own"),
+            format!("{program} does not run as a service; `rgpuctl run` starts its own"),
             Some(format!("for guests and containers: systemctl enable --now {program}")),
         ),
     }
@@ -215,49 +215,50 @@ fn native_socket() -> Finding {
     };
     let shown = format!("{origin}{}", path.display());
     match UnixStream::connect(&path) {
-        Ok(_) => Good(format!("{shown}: a program on this host can reach vhost-rgpu there")),
+        Ok(_) => Good(format!("{shown}: programs on this host can reach vhost-rgpu")),
         Err(error) if origin.is_empty() && error.kind() == std::io::ErrorKind::NotFound => {
-            Note(format!("{shown} does not exist: a program on this host needs `rgpuctl run`"), None)
+            Note(format!("{shown} does not exist: start programs on this host with `rgpuctl run`"), None)
         }
         Err(error) => Wrong(
-            format!("{shown}, where nothing can be reached: {error}"),
+            format!("{shown} cannot be reached: {error}"),
             "start vhost-rgpu with --native-socket, or correct RGPU_SOCKET".into(),
         ),
     }
 }
 
-/// Pinned memory counts against this limit, in a guest as on a host.
+/// Pinned memory counts against this limit, in guests and on hosts.
 fn memory_lock() -> Finding {
     const ENOUGH: u64 = 1 << 30;
     match getrlimit(Resource::RLIMIT_MEMLOCK) {
         Ok((soft, _)) if soft >= ENOUGH || nix::unistd::geteuid().is_root() => {
-            Good("programs here may pin memory".into())
+            Good("programs may pin memory".into())
         }
         Ok((soft, _)) => Note(
-            format!("programs here may pin only {} KiB; more falls back to copies", soft >> 10),
+            format!("programs may pin only {} KiB; larger allocations fall back to copies", soft >> 10),
             Some(
-                "ulimit -l unlimited, or for good: LimitMEMLOCK=infinity or /etc/security/limits.conf".into(),
+                "ulimit -l unlimited; or permanently: LimitMEMLOCK=infinity or /etc/security/limits.conf"
+                    .into(),
             ),
         ),
         Err(error) => Note(format!("the limit of locked memory cannot be read: {error}"), None),
     }
 }
 
-/// Which file a program would load as `name`, and whether it is rgpu's.
+/// Checks which file a program would load as `name`, and whether it is rgpu's.
 fn library(name: &str, needed: bool) -> Finding {
-    let step = "put rgpu's library folder first in LD_LIBRARY_PATH, or name it in /etc/ld.so.conf.d/ and run ldconfig; `rgpuctl run` does this for one program";
+    let step = "put rgpu's library folder first in LD_LIBRARY_PATH, or add it to /etc/ld.so.conf.d/ and run ldconfig; `rgpuctl run` does this for one program";
     let wrong = |text: String| if needed { Wrong(text, step.into()) } else { Note(text, None) };
     let Some(path) = which_library(name) else {
-        return wrong(format!("a program finds no {name} here"));
+        return wrong(format!("programs cannot find {name}"));
     };
     match std::fs::read(&path) {
         Ok(bytes) if contains(&bytes, b"RGPU_LOG") => Good(format!("{name} is rgpu's: {}", path.display())),
-        Ok(_) => wrong(format!("{name} is not rgpu's here but {}", path.display())),
+        Ok(_) => wrong(format!("{name} is {}, which is not rgpu's", path.display())),
         Err(error) => wrong(format!("{} cannot be read: {error}", path.display())),
     }
 }
 
-/// Where the loader looks last, without being told, on distributions of either kind.
+/// The loader's default folders, on Debian and on Fedora.
 const LAST_FOLDERS: [&str; 6] =
     ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib"];
 
@@ -288,21 +289,18 @@ fn in_loader_cache(cache: &str, name: &str) -> Option<PathBuf> {
 fn server(address: &str) -> Finding {
     let bare = address.strip_prefix("tcp:").unwrap_or(address);
     let step = format!(
-        "on the server: rgpu-server --listen tcp:0.0.0.0:PORT; and let {bare} through any firewall between"
+        "start rgpu-server --listen tcp:0.0.0.0:PORT on the server, and allow {bare} in every firewall on the way"
     );
     let addresses: Vec<_> = match bare.to_socket_addrs() {
         Ok(addresses) => addresses.collect(),
         Err(error) => {
-            return Wrong(
-                format!("{bare} is no address that can be looked up: {error}"),
-                "name it as HOST:PORT".into(),
-            );
+            return Wrong(format!("cannot look up {bare}: {error}"), "give it as HOST:PORT".into());
         }
     };
     let mut last = "it has no address".to_owned();
     for address in addresses {
         match TcpStream::connect_timeout(&address, Duration::from_secs(3)) {
-            Ok(_) => return Good(format!("something listens at {bare} ({address})")),
+            Ok(_) => return Good(format!("a server listens at {bare} ({address})")),
             Err(error) => last = error.to_string(),
         }
     }
@@ -318,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_from_what_programs_print() {
+    fn versions_are_parsed() {
         assert_eq!(
             qemu_version("QEMU emulator version 11.1.3 (Debian 1:11.1.3+ds-1~bpo13+1)\n"),
             Some((11, 1))
@@ -337,8 +335,8 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_is_not_there_is_wrong_and_named() {
-        // Port 1 of this machine: nothing listens there.
+    fn an_unreachable_server_is_named() {
+        // Nothing listens at port 1 of this machine.
         match server("127.0.0.1:1") {
             Wrong(text, step) => {
                 assert!(text.contains("127.0.0.1:1") && step.contains("rgpu-server"), "{text} {step}")

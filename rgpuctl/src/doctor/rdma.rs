@@ -1,6 +1,6 @@
-//! What transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
+//! Checks what transport `verbs` needs on a host: library, device, port, address, MTU, locked memory.
 //!
-//! Everything is read from sysfs and proc, so that it can be asked without RDMA's own tools, and tested on made-up trees.
+//! Everything is read from sysfs and proc, so the checks need no RDMA tools and can be tested with fake file trees.
 
 use std::fs;
 use std::net::Ipv6Addr;
@@ -10,14 +10,14 @@ use host_bridge::verbs::Settings;
 
 use super::Finding::{self, Good, Note, Wrong};
 
-/// The MTUs of InfiniBand, in bytes.
+/// The MTUs of InfiniBand and RoCE, in bytes.
 const MTUS: [u32; 5] = [256, 512, 1024, 2048, 4096];
-/// What RoCE's headers take of an interface's MTU, in bytes, as the kernel reckons it.
+/// Bytes of an interface's MTU that the kernel reserves for RoCE's headers.
 const HEADERS: u32 = 96;
-/// Below this a daemon cannot even register the memory of one session.
+/// Bytes of locked memory that a daemon needs for one session.
 const LOCKED: u64 = 1 << 30;
 
-/// The checks. `root` is `/`, `library` where the loader finds libibverbs. None: there is no RDMA here and nobody asked for it.
+/// Runs the checks. `root` is `/`, `library` is the path of libibverbs. Returns nothing if there is no RDMA device and none was asked for.
 pub fn check(root: &Path, choice: &Settings, library: Option<PathBuf>) -> Vec<Finding> {
     let mut devices = names(&root.join("sys/class/infiniband"));
     devices.sort();
@@ -25,8 +25,8 @@ pub fn check(root: &Path, choice: &Settings, library: Option<PathBuf>) -> Vec<Fi
         return match &choice.device {
             None => Vec::new(),
             Some(name) => vec![Wrong(
-                format!("there is no RDMA device {name}, nor any other: /sys/class/infiniband is empty"),
-                "load the card's driver (mlx5_ib, irdma, bnxt_re …), or for RoCE in software: rdma link add rxe0 type rxe netdev INTERFACE; a virtual function that is bound to vfio-pci is a guest's"
+                format!("there is no RDMA device {name}, and no other either: /sys/class/infiniband is empty"),
+                "load the card's driver (mlx5_ib, irdma, bnxt_re …), or for RoCE in software: rdma link add rxe0 type rxe netdev INTERFACE; a virtual function bound to vfio-pci belongs to a guest"
                     .into(),
             )],
         };
@@ -43,13 +43,13 @@ pub fn check(root: &Path, choice: &Settings, library: Option<PathBuf>) -> Vec<Fi
         Some(name) => {
             findings.push(Wrong(
                 format!("there is no RDMA device {name}; this host has {}", devices.join(", ")),
-                format!("name one that is there: --rdma-device {}", devices[0]),
+                format!("choose an existing one: --rdma-device {}", devices[0]),
             ));
             Vec::new()
         }
         None => devices.clone(),
     };
-    // Of several, which one is meant is not known: a port that is down is then worth a note only.
+    // With several devices it is unknown which one will be used, so a port that is down is only worth a note.
     let certain = chosen.len() == 1;
     for name in &chosen {
         let port = Port { root, device: name, number: choice.port };
@@ -85,26 +85,26 @@ impl Port<'_> {
         read(device.join("ports").join(self.number.to_string()).join(name))
     }
 
-    /// Where packets go from here, in words, or what is in the way.
+    /// Describes the port, or what is wrong with it.
     fn check(&self, choice: &Settings) -> Finding {
         let Port { root, device, number } = *self;
         let mut ports = names(&root.join("sys/class/infiniband").join(device).join("ports"));
         ports.sort();
         if !ports.contains(&number.to_string()) {
             return Wrong(
-                format!("RDMA device {device} has no port {number}, but {}", ports.join(", ")),
-                "set --rdma-port (`port` of a section `rdma`) to one that is there".into(),
+                format!("RDMA device {device} has no port {number}, only {}", ports.join(", ")),
+                "set --rdma-port (`rdma.port`) to an existing port".into(),
             );
         }
         let ethernet = self.file("link_layer").as_deref() == Some("Ethernet");
         let state = self.file("state").unwrap_or_default();
-        // As in `4: ACTIVE`; `ACTIVE_DEFER` passes packets, too.
+        // For example `4: ACTIVE`. `ACTIVE_DEFER` passes packets, too.
         let (_, word) = state.split_once(": ").unwrap_or(("", "unknown"));
         if !word.starts_with("ACTIVE") {
             let step = if ethernet {
                 "check the cable, and `ip link set INTERFACE up`"
             } else {
-                "check the cable; INIT or ARMED means that no subnet manager runs (opensm, or the switch's)"
+                "check the cable; INIT or ARMED means that no subnet manager is running (opensm, or in the switch)"
             };
             return Wrong(format!("port {number} of RDMA device {device} is {word}"), step.into());
         }
@@ -122,7 +122,7 @@ impl Port<'_> {
         };
         let folder = root.join("sys/class/infiniband").join(device).join("device/physfn");
         let function = if folder.exists() { ", a virtual function" } else { "" };
-        let firewall = if ethernet { "; a firewall must pass UDP port 4791" } else { "" };
+        let firewall = if ethernet { "; firewalls must allow UDP port 4791" } else { "" };
         Good(format!("RDMA device {device} port {number}{function}: active, {path}{mtu}{firewall}"))
     }
 
@@ -135,7 +135,7 @@ impl Port<'_> {
         };
         let table: Vec<_> = (0..=u8::MAX).filter_map(entry).collect();
         let step = || {
-            "give the port's network interface an IP address (ip addr add …); --rdma-gid-index (`gid_index` of a section `rdma`) names an entry of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
+            "give the port's network interface an IP address (ip addr add …); --rdma-gid-index (`rdma.gid_index`) is an index of `show_gids` or /sys/class/infiniband/*/ports/*/gids".to_owned()
         };
         if let Some(index) = index {
             let Some((_, gid, kind)) = table.iter().find(|entry| entry.0 == index) else {
@@ -151,9 +151,9 @@ impl Port<'_> {
             if kind == "IB/RoCE v1" && self.file("link_layer").as_deref() == Some("Ethernet") {
                 return Err(Wrong(
                     format!(
-                        "GID {index} of {device} port {number} is RoCE v1, which no router passes and many cards no longer speak"
+                        "GID {index} of {device} port {number} is RoCE v1, which routers do not forward and many cards no longer support"
                     ),
-                    "leave --rdma-gid-index (`gid_index`) out: a RoCE v2 entry is then chosen".into(),
+                    "omit --rdma-gid-index (`rdma.gid_index`): a RoCE v2 entry is then chosen".into(),
                 ));
             }
             return Ok(format!("GID {index} ({gid})"));
@@ -176,13 +176,13 @@ impl Port<'_> {
         }
     }
 
-    /// The MTU in words. Only RoCE's can be seen in sysfs: it follows the interface's.
+    /// Describes the MTU. sysfs has it only for RoCE, where it follows from the interface's.
     fn mtu(&self, ethernet: bool, wanted: Option<u32>) -> Result<String, Finding> {
         let (device, number) = (self.device, self.number);
         if let Some(wanted) = wanted.filter(|wanted| !MTUS.contains(wanted)) {
             return Err(Wrong(
-                format!("{wanted} is no MTU of InfiniBand or RoCE"),
-                "it is 256, 512, 1024, 2048 or 4096".into(),
+                format!("{wanted} is not an MTU of InfiniBand or RoCE"),
+                "use 256, 512, 1024, 2048 or 4096".into(),
             ));
         }
         let interface = self.file("gid_attrs/ndevs/0").filter(|_| ethernet);
@@ -194,27 +194,27 @@ impl Port<'_> {
         match wanted {
             Some(wanted) if wanted > most => Err(Wrong(
                 format!(
-                    "an MTU of {wanted}: port {number} of {device} can do {most}, since its interface {interface} has MTU {bytes}"
+                    "MTU {wanted} is too large: port {number} of {device} supports {most}, because its interface {interface} has MTU {bytes}"
                 ),
-                format!("ip link set {interface} mtu {}, here and on everything between", wanted + 104),
+                format!("ip link set {interface} mtu {}, here and on every hop", wanted + 104),
             )),
             _ => Ok(format!(", MTU {} of {most} (interface {interface}: {bytes})", wanted.unwrap_or(most))),
         }
     }
 }
 
-/// The files through which a process reaches the devices.
+/// Checks the device files.
 fn device_files(root: &Path) -> Option<Finding> {
     let there = names(&root.join("dev/infiniband")).iter().any(|name| name.starts_with("uverbs"));
     (!there).then(|| {
         Wrong(
-            "/dev/infiniband has no uverbs file, so no process reaches the RDMA devices".into(),
-            "modprobe ib_uverbs; in a container: pass /dev/infiniband through".into(),
+            "/dev/infiniband has no uverbs file, so processes cannot use the RDMA devices".into(),
+            "modprobe ib_uverbs; in a container: pass /dev/infiniband in".into(),
         )
     })
 }
 
-/// Whether the running daemons of this name may register memory.
+/// Checks whether a running daemon with this name may register memory.
 fn locked_memory(root: &Path, daemon: &str) -> Option<Finding> {
     const IPC_LOCK: u64 = 1 << 14;
     let proc = root.join("proc");
@@ -234,7 +234,7 @@ fn locked_memory(root: &Path, daemon: &str) -> Option<Finding> {
     }
     Some(Wrong(
         format!(
-            "{daemon} (process {process}) may lock only {} KiB of memory, and RDMA locks all that it uses",
+            "{daemon} (process {process}) may lock only {} KiB of memory, and RDMA locks all memory that it uses",
             bytes >> 10
         ),
         format!(
@@ -247,11 +247,11 @@ fn locked_memory(root: &Path, daemon: &str) -> Option<Finding> {
 mod tests {
     use super::*;
 
-    /// A made-up host.
+    /// The file tree of a fake host.
     struct Tree(PathBuf);
 
     impl Tree {
-        /// One with an active RoCE device.
+        /// A host with an active RoCE device.
         fn new(name: &str) -> Tree {
             let root = std::env::temp_dir().join(format!("rgpuctl-rdma-{name}-{}", std::process::id()));
             let _ = fs::remove_dir_all(&root);
@@ -292,7 +292,7 @@ mod tests {
             check(&self.0, &choice, Some("/lib/libibverbs.so.1".into()))
         }
 
-        /// The one thing that is wrong.
+        /// The only finding that is wrong.
         fn wrong(&self, change: impl FnOnce(&mut Settings)) -> (String, String) {
             let findings = self.check(change);
             let wrong: Vec<_> = findings
@@ -322,33 +322,33 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_rdma_is_no_matter_unless_asked() {
+    fn a_host_without_rdma_is_fine_unless_a_device_is_given() {
         let tree = Tree(std::env::temp_dir().join("rgpuctl-rdma-none"));
         assert!(tree.check(|_| {}).is_empty());
         assert!(tree.wrong(|c| c.device = Some("mlx5_0".into())).0.contains("mlx5_0"));
     }
 
     #[test]
-    fn a_wrong_name_is_answered_with_the_right_ones() {
+    fn an_unknown_device_is_answered_with_the_existing_ones() {
         let (text, _) = Tree::new("name").wrong(|c| c.device = Some("mlx4_0".into()));
         assert!(text.contains("mlx4_0") && text.contains("has mlx5_0"), "{text}");
     }
 
     #[test]
-    fn a_wrong_port_is_named() {
+    fn an_unknown_port_is_named() {
         let (text, _) = Tree::new("port").wrong(|c| c.port = 2);
-        assert!(text.contains("no port 2, but 1"), "{text}");
+        assert!(text.contains("no port 2, only 1"), "{text}");
     }
 
     #[test]
-    fn a_port_that_is_down_is_wrong_when_it_is_the_one() {
+    fn a_port_that_is_down_is_wrong_if_it_is_the_only_one() {
         let tree = Tree::new("down");
         tree.device("mlx5_0", "1: DOWN");
         assert!(tree.wrong(|_| {}).0.contains("is DOWN"));
         tree.put("sys/class/infiniband/mlx5_0/ports/1/link_layer", "InfiniBand");
         tree.put("sys/class/infiniband/mlx5_0/ports/1/state", "2: INIT");
         assert!(tree.wrong(|_| {}).1.contains("subnet manager"));
-        // With another that is up it may be meant to be down.
+        // With another device that is up, it may be down on purpose.
         tree.device("mlx5_1", "4: ACTIVE");
         let findings = tree.check(|_| {});
         assert!(
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn gids_that_cannot_be_used_are_told_apart() {
+    fn each_kind_of_unusable_gid_has_its_own_message() {
         let tree = Tree::new("gid");
         assert!(tree.wrong(|c| c.gid_index = Some(7)).0.contains("in use: 0, 1"));
         assert!(tree.wrong(|c| c.gid_index = Some(2)).0.contains("is empty"));
@@ -368,12 +368,12 @@ mod tests {
     }
 
     #[test]
-    fn an_mtu_that_the_interface_cannot_carry_is_wrong() {
+    fn an_mtu_beyond_the_interfaces_is_wrong() {
         let tree = Tree::new("mtu");
-        assert!(tree.wrong(|c| c.mtu = Some(1500)).0.contains("no MTU"));
+        assert!(tree.wrong(|c| c.mtu = Some(1500)).0.contains("not an MTU"));
         tree.put("sys/class/net/eth0/mtu", "1500");
         let (text, step) = tree.wrong(|c| c.mtu = Some(4096));
-        assert!(text.contains("can do 1024") && step.contains("eth0 mtu 4200"), "{text} {step}");
+        assert!(text.contains("supports 1024") && step.contains("eth0 mtu 4200"), "{text} {step}");
         assert!(tree.check(|c| c.mtu = Some(1024)).iter().all(|f| matches!(f, Good(_))));
     }
 

@@ -20,6 +20,7 @@ use protocol::device::{Answer, Extent, text, untext};
 use protocol::handle::*;
 use protocol::link::*;
 use protocol::ops::{self, Op, SyncOp, decode_reply};
+use protocol::version::OURS;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::channel::{Channel, in_a_file};
@@ -29,8 +30,9 @@ use crate::{PATIENCE, arena, until};
 pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
     Hello {
         magic: MAGIC,
-        version: protocol::VERSION,
+        version: OURS.version(),
         purpose,
+        fingerprint: OURS.fingerprint(),
         token,
         index,
         pid: std::process::id(),
@@ -45,8 +47,9 @@ pub fn hello(purpose: u32, token: [u8; 16], index: u32) -> Hello {
 pub fn welcome(answer: Answer, reason: &str) -> Welcome {
     Welcome {
         magic: MAGIC,
-        version: protocol::VERSION,
+        version: OURS.version(),
         status: answer as u32,
+        fingerprint: OURS.fingerprint(),
         token: [0; 16],
         data_connections: 0,
         ahead: 0,

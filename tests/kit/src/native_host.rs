@@ -14,6 +14,7 @@ use protocol::channel::{Header, Position, Record};
 use protocol::device::{Answer, Extent, Response, request};
 use protocol::link::Memory;
 use protocol::native::{MAGIC, Request};
+use protocol::version::{OURS, Speaks};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::native_client::send_packet;
@@ -94,6 +95,15 @@ impl NativeHost {
         answer: Response,
         each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
     ) -> NativeHost {
+        NativeHost::speaking(OURS, answer, each)
+    }
+
+    /// The same, for a host of this version.
+    pub fn speaking(
+        speaks: Speaks<'static>,
+        answer: Response,
+        each: impl FnMut(&Host, Record, &[u8]) -> Next + Send + 'static,
+    ) -> NativeHost {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("native.sock");
         let listener =
@@ -103,7 +113,7 @@ impl NativeHost {
         let thread = std::thread::spawn(move || {
             let connection = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC).unwrap();
             // SAFETY: `accept4` has just made this descriptor; nothing else owns it.
-            serve(&unsafe { OwnedFd::from_raw_fd(connection) }, &answer, each);
+            serve(&unsafe { OwnedFd::from_raw_fd(connection) }, speaks, &answer, each);
         });
         NativeHost { socket: path, _folder: folder, thread: Some(thread) }
     }
@@ -130,7 +140,12 @@ fn receive(connection: &OwnedFd) -> Option<(Request, Option<OwnedFd>)> {
     }
 }
 
-fn serve(connection: &OwnedFd, answer: &Response, mut each: impl FnMut(&Host, Record, &[u8]) -> Next) {
+fn serve(
+    connection: &OwnedFd,
+    speaks: Speaks<'static>,
+    answer: &Response,
+    mut each: impl FnMut(&Host, Record, &[u8]) -> Next,
+) {
     let (request, file) = receive(connection).expect("a request");
     assert_eq!(
         (request.magic, request.version, request.kind),
@@ -146,6 +161,7 @@ fn serve(connection: &OwnedFd, answer: &Response, mut each: impl FnMut(&Host, Re
     let doorbell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).unwrap();
     let doorbell_fd = doorbell.as_fd().try_clone_to_owned().unwrap();
     if answer.status == Answer::Ok as u32 {
+        host.0.header().set_session_version(speaks.version(), speaks.fingerprint());
         host.0.header().set_ready();
         send_packet(connection, answer.as_bytes(), &[&doorbell_fd]).unwrap();
     } else {

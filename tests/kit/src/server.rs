@@ -16,6 +16,7 @@ use protocol::link::*;
 use protocol::ops::Op;
 use protocol::ops::copy::{MemcpyDtoH, MemcpyHtoD};
 use protocol::ops::stream::StreamMark;
+use protocol::version::{OURS, Speaks};
 use protocol::wire::{Reader, Wire};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -25,8 +26,8 @@ use crate::link::welcome;
 /// How a fake server differs from one that behaves.
 #[derive(Debug, Clone, Default)]
 pub struct Behavior {
-    /// The version that it answers with.
-    pub version: Option<u32>,
+    /// The version and fingerprint that it answers with.
+    pub speaks: Option<Speaks<'static>>,
     /// Its answer to a hello, with the reason.
     pub answer: Option<(Answer, &'static str)>,
     /// It first tells a client that may wait these positions in its queue.
@@ -180,7 +181,8 @@ impl Shared {
         }
         let (answer, reason) = self.behavior.answer.unwrap_or((Answer::Ok, ""));
         let mut welcome = Welcome { token, data_connections: hello.index, ..welcome(answer, reason) };
-        welcome.version = self.behavior.version.unwrap_or(welcome.version);
+        let speaks = self.behavior.speaks.unwrap_or(OURS);
+        (welcome.version, welcome.fingerprint) = (speaks.version(), speaks.fingerprint());
         if hello.purpose == purpose::CONTROL && hello.wishes & wish::MAY_WAIT != 0 {
             for ahead in self.behavior.queue {
                 let place = Welcome { status: Answer::Waiting as u32, ahead: *ahead, ..welcome };

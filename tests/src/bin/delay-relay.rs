@@ -1,4 +1,4 @@
-//! A TCP relay that adds delay, so that one machine can stand in for two that are far apart.
+//! A TCP relay that adds delay, so that one machine can simulate two that are far apart.
 //!
 //! ```text
 //!  client ──▶ reader ──▶ queue of (time due, bytes) ──▶ writer ──▶ server      and the same back
@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use clap::Parser;
 
-/// Bytes that one read takes at most.
+/// Maximum bytes of one read.
 const CHUNK: usize = 256 << 10;
-/// Chunks on their way in one direction of one connection: up to 1 GiB, more than any window.
+/// Maximum number of chunks in flight in one direction of a connection: up to 1 GiB, more than any window.
 const IN_FLIGHT: usize = 4096;
 /// The writer sleeps until this long before a chunk is due and spins for the rest, because a sleep ends late.
 const SPIN: Duration = Duration::from_micros(100);
@@ -26,7 +26,7 @@ const SPIN: Duration = Duration::from_micros(100);
 /// Relay TCP connections and add delay to them.
 #[derive(Parser)]
 struct Arguments {
-    /// Address to accept connections at
+    /// Address to accept connections on
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: SocketAddr,
     /// Address to connect them to
@@ -37,7 +37,7 @@ struct Arguments {
     rtt_us: u64,
 }
 
-/// Bytes, and when they are due at the other side.
+/// Bytes, and when they are to be delivered.
 type Parcel = (Instant, Vec<u8>);
 
 fn main() -> ExitCode {
@@ -56,7 +56,7 @@ fn relay(arguments: &Arguments) -> Result<()> {
         .with_context(|| format!("cannot listen at {}", arguments.listen))?;
     for client in listener.incoming() {
         let client = client.context("cannot accept a connection")?;
-        // A server that is not there yet refuses this client only.
+        // If the server is not running yet, only this client is affected.
         match TcpStream::connect(arguments.to) {
             Ok(server) => {
                 one_way(&client, &server, delay)?;

@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The GPU and the processors, as far as this machine tells.
+/// The GPU and the processors of this machine.
 fn machine() -> String {
     let query = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
     let gpu = Command::new("nvidia-smi").args(query).output().map_or_else(

@@ -1,4 +1,4 @@
-//! Measures what calls cost and what copies carry, natively and through rgpu, and writes the figures down.
+//! Measures the latency of calls and the bandwidth of copies, natively and through rgpu, and writes the results to files.
 //!
 //! ```text
 //!  for each repetition:  bench natively, bench over local, bench over tcp      one process each, interleaved
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 const USAGE: &str = "usage: rgpu-bench [--device cuda|software] [--repetitions N] [--out FOLDER] [--compare OLD.json] [--ways native,local,tcp]";
 
-/// One process may take this long.
+/// How long one process may take.
 const LIMIT: Duration = Duration::from_secs(240);
 
 struct Options {
@@ -203,12 +203,12 @@ fn monotonic_ns() -> i64 {
 /// A line of the program: `name size median low high`.
 fn measurement(line: &str) -> Result<(String, f64)> {
     let words: Vec<&str> = line.split_whitespace().collect();
-    let [name, size, median, _, _] = words[..] else { bail!("{line:?} is no measurement") };
+    let [name, size, median, _, _] = words[..] else { bail!("{line:?} is not a measurement") };
     let name = match size {
         _ if !name.starts_with("pinned") && !name.starts_with("pageable") => name.to_owned(),
         size => format!("{name}/{size}"),
     };
-    Ok((name, median.parse().with_context(|| format!("{line:?} is no measurement"))?))
+    Ok((name, median.parse().with_context(|| format!("{line:?} is not a measurement"))?))
 }
 
 fn figure((name, mut values): (String, Vec<f64>)) -> (String, Figure) {
@@ -304,7 +304,7 @@ fn table(results: &Results) -> String {
     text
 }
 
-/// What moved by more than both runs' own spread.
+/// Figures that changed by more than the spread of both runs.
 fn compare(old: &Results, new: &Results) -> String {
     let mut text = "\nWhat moved, against the older run, by more than either run's spread:\n\n".to_owned();
     let mut moved = 0;
@@ -396,7 +396,7 @@ fn plot(title: &str, results: &Results, families: &[&str]) -> String {
     svg + "</svg>\n"
 }
 
-/// The GPU and the processors, as far as this machine tells.
+/// The GPU and the processors of this machine.
 fn machine() -> String {
     let query = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
     let gpu = Command::new("nvidia-smi").args(query).output().map_or_else(
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_lies_outside_both_spreads_has_moved() {
+    fn only_a_change_outside_both_spreads_counts() {
         let old = results("tcp", "launch", [1.0, 2.0, 3.0]);
         assert!(compare(&old, &results("tcp", "launch", [2.5, 3.5, 4.5])).contains("nothing"));
         assert!(compare(&old, &results("tcp", "launch", [3.5, 4.0, 4.5])).contains("× 2.00"));

@@ -1,5 +1,5 @@
-//! What the tests of hostility and of faults share: both daemons with all their sockets, programs beside them, and an
-//! account of what the daemons hold.
+//! Support for the tests with hostile peers and with faults: both daemons with all their sockets, programs that run at
+//! the same time, and the daemons' resources.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -32,13 +32,15 @@ pub enum Transport {
 
 pub const TRANSPORTS: [Transport; 2] = [Transport::Local, Transport::Tcp];
 
-/// Waits until `condition` gives no more complaint.
+/// Waits until `condition` succeeds.
 pub fn eventually(mut condition: impl FnMut() -> Result<()>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match condition() {
             Ok(()) => return Ok(()),
-            Err(error) if Instant::now() > deadline => return Err(error.context("it did not come about")),
+            Err(error) if Instant::now() > deadline => {
+                return Err(error.context("the condition did not come true"));
+            }
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     }
@@ -67,7 +69,7 @@ impl Rig {
         Self::through(name, server, bridge, Ok)
     }
 
-    /// The same, where `link` gives the port at which the bridge over TCP finds the server that listens at another.
+    /// The same. `link` maps the server's port to the port that the bridge over TCP connects to.
     pub fn through(
         name: &str,
         server: &[&str],
@@ -122,7 +124,7 @@ impl Rig {
         Ok(())
     }
 
-    /// Ends a transport's bridge without warning and starts it again.
+    /// Kills a transport's bridge and starts it again.
     pub fn restart_bridge(&mut self, transport: Transport) -> Result<()> {
         let server = match transport {
             Transport::Local => format!("unix:{}", self.server_socket().display()),
@@ -150,7 +152,7 @@ impl Rig {
         outcome.verdict(name).map(drop).with_context(|| format!("over {transport:?}"))
     }
 
-    /// What all daemons hold once no session is under way, the pool of workers is full again, and what ends is over.
+    /// The resources of all daemons once no session is left, the pool of workers is full again, and nothing changes any more.
     pub fn idle_holdings(&self) -> Result<Vec<Holdings>> {
         let mut last: Vec<Holdings> = Vec::new();
         let mut same = 0;
@@ -161,7 +163,7 @@ impl Rig {
                 now.len() == last.len() && now.iter().zip(&last).all(|(a, b)| a.counts() == b.counts());
             same = if unchanged { same + 1 } else { 0 };
             last = now;
-            ensure!(same > 40, "the daemons are not at rest: {last:?}");
+            ensure!(same > 40, "the daemons do not settle: {last:?}");
             Ok(())
         })?;
         Ok(last)
@@ -184,8 +186,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Waits until nothing of a session is left: as many descriptors, threads, mappings and processes as in `before`,
-    /// no session, the workers ready; and no memory beyond a bound.
+    /// Waits until nothing of a session is left: no session, no more descriptors, threads, mappings and processes than in
+    /// `before`, the workers ready, and no more memory than a bound.
     pub fn check_left_nothing(&self, before: &[Holdings]) -> Result<()> {
         eventually(|| {
             self.check_idle()?;
@@ -259,7 +261,7 @@ pub fn program(socket: &Path, name: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// A program under way, killed when dropped.
+/// A running program, killed when dropped.
 pub struct Running {
     pub child: Child,
     /// Kept open: a program that writes to a closed pipe is killed.
@@ -297,7 +299,7 @@ impl Running {
         Ok(())
     }
 
-    /// Waits for its own end; gives its exit status and what it wrote on standard error.
+    /// Waits until it ends by itself. Returns its exit status and its standard error.
     pub fn ended(mut self) -> Result<(Option<i32>, String)> {
         let deadline = Instant::now() + PATIENCE;
         while self.child.try_wait()?.is_none() {
@@ -324,7 +326,7 @@ impl Drop for Running {
     }
 }
 
-/// A program that has worked, and waits for its standard input to be closed.
+/// A program that has done some work and now waits until its standard input is closed.
 pub struct Idle(Child);
 
 impl Idle {
@@ -345,7 +347,7 @@ impl Idle {
         self.0.id()
     }
 
-    /// Lets it work again, and requires that it passes.
+    /// Lets it continue, and requires that it passes.
     pub fn passes(mut self) -> Result<()> {
         drop(self.0.stdin.take());
         let mut text = String::new();
@@ -363,7 +365,7 @@ impl Drop for Idle {
     }
 }
 
-/// What a daemon holds.
+/// A daemon's resources.
 #[derive(Debug)]
 pub struct Holdings {
     pub descriptors: usize,
@@ -376,7 +378,7 @@ pub struct Holdings {
     pub resident: u64,
 }
 
-/// By how much a daemon's resident memory may have grown: what its allocator keeps for the next time, in KiB.
+/// By how much a daemon's resident memory may grow, in KiB: its allocator keeps some freed memory.
 const GROWTH: u64 = 24 << 10;
 
 impl Holdings {
@@ -415,7 +417,7 @@ impl Holdings {
     }
 }
 
-/// Well-behaved programs that run over and over, over both transports, while something else happens.
+/// Well-behaved programs that run in a loop over both transports while a test does something else.
 pub struct Bystanders {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<usize>>>,
@@ -437,7 +439,11 @@ impl Bystanders {
                 while runs == 0 || !stop.load(Ordering::Relaxed) {
                     let outcome: Outcome = programs::run(&mut program(&socket, name)?, programs::LIMIT)?;
                     outcome.verdict(name).with_context(|| format!("a bystander over {transport:?}"))?;
-                    ensure!(outcome.stderr.is_empty(), "a bystander was told: {}", outcome.stderr);
+                    ensure!(
+                        outcome.stderr.is_empty(),
+                        "a bystander printed on standard error: {}",
+                        outcome.stderr
+                    );
                     runs += 1;
                 }
                 Ok(runs)
@@ -446,7 +452,7 @@ impl Bystanders {
         Ok(Self { stop, threads })
     }
 
-    /// Lets them end, and requires that each has passed every time.
+    /// Stops them, and requires that every run has passed.
     pub fn check(self) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads {

@@ -4,7 +4,7 @@
 //!   network fills slot (round n) ─ host word = n ─▶ stream: wait(host ≥ n), copy to device, write(gpu = n) ─▶ the network may fill it again
 //! ```
 //!
-//! It is [`super::staging`]'s order of things, but which chunk comes into which slot is the transport's rule ([`host_bridge::endpoint::ring`]), known before the data is there. So
+//! It is [`super::staging`]'s order of things, but which chunk comes into which slot is the transport's rule ([`host_bridge::endpoint::planned_slots`]), known before the data is there. So
 //! all device work of an upload is enqueued at once, and no CPU touches the bytes.
 
 use std::sync::Arc;

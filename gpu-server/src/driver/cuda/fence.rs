@@ -5,7 +5,7 @@
 //!              Completer::when(word, seq, end)   ───────▶  completer polls its words, calls `end`
 //! ```
 //!
-//! The completer sleeps while nothing is awaited, after a look around of [`idle_poll`]: a program that synchronizes again and again does not pay for waking it. While
+//! The completer sleeps while nothing is awaited, after polling for [`COMPLETER_IDLE`]: a program that synchronizes again and again does not pay for waking it. While
 //! something is awaited, it polls; when nothing comes for a while it naps between polls, and asks each context concerned whether it has failed: then everything
 //! awaited there ends with the context's error.
 
@@ -16,37 +16,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use protocol::Status;
+use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
 
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 use crate::driver::output::Output;
 
 /// Words in all: streams, staging slots and tickets.
 const WORDS: usize = 16 << 10;
-/// How long the completer looks for something new to wait for before it sleeps: not at all where there are too few processors.
-fn idle_poll() -> Duration {
-    match std::thread::available_parallelism().map_or(1, usize::from) {
-        1 | 2 => Duration::ZERO,
-        3..8 => Duration::from_micros(20),
-        _ => Duration::from_micros(100),
-    }
-}
-
-/// How long the completer polls at full speed after something happened, while a stream is awaited: as long as a large copy takes where processors are plentiful, for
-/// each nap is a part of that copy's time.
-fn busy_poll() -> Duration {
-    match std::thread::available_parallelism().map_or(1, usize::from) {
-        1 | 2 => Duration::from_micros(50),
-        3..8 => Duration::from_micros(300),
-        _ => Duration::from_millis(10),
-    }
-}
-
-/// Then naps this long between polls, and after [`LONG`] this much longer.
+/// After polling for [`COMPLETER_BUSY`] it naps this long between polls, and after [`LONG`] this much longer.
 const NAP: Duration = Duration::from_micros(20);
 const LONG_NAP: Duration = Duration::from_micros(100);
 const LONG: Duration = Duration::from_millis(10);
-/// The same for a session over the network, where the processors that would poll have data to move.
-const BUSY_OVER_NETWORK: Duration = Duration::from_micros(300);
 /// Asks contexts for errors this often while nothing happens.
 const HEALTH: Duration = Duration::from_millis(1);
 
@@ -373,7 +353,8 @@ impl Completer {
         let mut ready: Vec<Awaited> = Vec::new();
         let mut moved = Instant::now();
         let mut asked = moved;
-        let (idle, busy) = (idle_poll(), busy_poll());
+        let (idle, busy) = (COMPLETER_IDLE.here(), COMPLETER_BUSY.here());
+        let over_network_busy = busy.min(COMPLETER_BUSY_NETWORK.here());
         while !self.over.load(Ordering::Acquire) {
             if awaited.is_empty() {
                 let since = Instant::now();
@@ -403,7 +384,7 @@ impl Completer {
             if ready.is_empty() {
                 let quiet = moved.elapsed();
                 let over_network = self.over_network.load(Ordering::Relaxed);
-                if quiet > if over_network { busy.min(BUSY_OVER_NETWORK) } else { busy } {
+                if quiet > if over_network { over_network_busy } else { busy } {
                     if asked.elapsed() > HEALTH {
                         ask_all(&awaited, api, self.output.get().map(|output| &**output));
                         asked = Instant::now();

@@ -121,7 +121,10 @@ impl Session<Cuda> {
     ) -> Result<(), Status> {
         match work {
             Work::Empty => Ok(()),
-            Work::Launch(op) => self.launch_at(cx, context, stream, op),
+            Work::Launch(op) => {
+                let function = self.modules.to_launch(cx, op.function)?;
+                self.gpu.launch_at(context, stream, function, op)
+            }
             Work::Memset(op) => self.memset_at(context, stream, op),
             Work::Copy(op) => self.copy_at(context, stream, op),
             Work::Copy3D(op) => self.copy_3d_at(context, stream, op),
@@ -180,7 +183,7 @@ impl Session<Cuda> {
                 }
                 work => {
                     if let Work::Launch(launch) = &work {
-                        let function = self.function_handle(cx, launch.function)?;
+                        let function = self.modules.to_launch(cx, launch.function)?.handle;
                         // A capture is no time to load it.
                         // SAFETY: a live function.
                         unsafe { self.api.function_load(function) }?;

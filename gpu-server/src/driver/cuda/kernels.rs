@@ -1,12 +1,10 @@
 //! Modules, functions, launches.
 
-use std::cell::Cell;
+use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_void};
 
-use host_bridge::endpoint::Sink;
 use protocol::Status;
-use protocol::handle::{ContextId, FunctionId};
-use protocol::ops::Answer;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 use protocol::wire::{Wire, Writer};
@@ -15,16 +13,16 @@ use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttrib
 
 use super::Cuda;
 use super::api::{Api, CUfunction, CUlaunchConfig, CUmodule, CUstream};
+use super::link::Link;
+use super::streams::CudaStream;
 use crate::driver::call::Call;
+use crate::driver::gpu::{GpuModules, LinkInput, Loaded};
 use crate::driver::output::may_print;
-use crate::driver::ranges::Ranges;
-use crate::driver::session::Session;
+use crate::driver::streams::Streams;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 const POINTER_IS_MANAGED: u32 = 8;
 
-/// Bytes of an image at most.
-pub(super) const MAX_IMAGE: u64 = 4 << 30;
 /// Function attributes are told for modules of up to this many functions, since a function must be loaded before its attributes can be asked for.
 const TELL_ATTRIBUTES: usize = 16;
 /// Number of function attributes.
@@ -43,24 +41,25 @@ const ERROR_LOG: u32 = 5;
 const ERROR_LOG_SIZE: u32 = 6;
 
 /// A loaded module.
-pub(super) struct LoadedModule {
-    pub(super) context: u32,
+pub struct CudaModule {
     handle: CUmodule,
-    functions: Vec<Function>,
     /// The function table's wire form.
     table: Vec<u8>,
-    /// Variables that the client has asked for.
-    pub(super) globals: Ranges,
 }
 
-struct Function {
-    handle: CUfunction,
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for CudaModule {}
+
+/// A function of a module.
+pub struct CudaFunction {
+    pub(super) handle: CUfunction,
     params: Vec<Param>,
     /// Whether it may call `printf`.
     prints: bool,
-    /// Whether it has been launched: with the first launch the driver loads its code, which may wait for the device.
-    launched: Cell<bool>,
 }
+
+// SAFETY: the driver API takes handles from any thread.
+unsafe impl Send for CudaFunction {}
 
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
@@ -102,7 +101,7 @@ fn function_attributes(api: &Api, handle: CUfunction) -> Result<Vec<i32>, Status
     Ok(std::iter::once(first).chain((1..ATTRIBUTES).map_while(|number| read(number).ok())).collect())
 }
 
-fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), Status> {
+fn functions(api: &Api, module: CUmodule) -> Result<(Vec<CudaFunction>, Vec<u8>), Status> {
     let mut count = 0;
     // SAFETY: writes one integer.
     unsafe { api.module_count(&mut count, module) }?;
@@ -116,12 +115,7 @@ fn functions(api: &Api, module: CUmodule) -> Result<(Vec<Function>, Vec<u8>), St
     let mut table = FunctionTable { functions: Vec::with_capacity(handles.len()) };
     for handle in handles {
         let info = describe(api, handle, tell)?;
-        functions.push(Function {
-            handle,
-            params: info.params.clone(),
-            prints: true,
-            launched: Cell::new(false),
-        });
+        functions.push(CudaFunction { handle, params: info.params.clone(), prints: true });
         table.functions.push(info);
     }
     let mut bytes = Vec::new();
@@ -171,22 +165,6 @@ impl Logs {
     }
 }
 
-/// Writes `bytes` to the command's output if they fit.
-pub(super) fn write_if_it_fits(
-    cx: &mut Call,
-    room: protocol::data::HostOut,
-    bytes: &[u8],
-) -> Result<(), Status> {
-    if bytes.len() as u64 > room.0.len {
-        return Ok(());
-    }
-    match cx.output(room)? {
-        Sink::Mapped(mapped) => mapped.write(0, bytes),
-        Sink::Outgoing(outgoing) => outgoing.write(bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
-    }
-    Ok(())
-}
-
 /// Where an image stops; the driver reads to an end that it finds in the image itself, so one that says that it is longer than what came is refused.
 fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
     let word =
@@ -214,48 +192,8 @@ fn whole(mut image: Vec<u8>) -> Result<Vec<u8>, Status> {
 }
 
 impl Cuda {
-    /// Whether a launch, of which this is the body, is the first of its function.
-    pub(super) fn is_first_launch(&self, body: &[u8]) -> bool {
-        let Some(id) = body.first_chunk::<8>().map(|id| FunctionId(u64::from_le_bytes(*id))) else {
-            return false;
-        };
-        let module = self.modules.get(&id.module().0);
-        let function = module.and_then(|module| module.functions.get(id.index() as usize));
-        function.is_some_and(|function| !function.launched.get())
-    }
-
-    /// The driver's handle of a function.
-    pub(super) fn function_handle(&self, cx: &mut Call, id: FunctionId) -> Result<CUfunction, Status> {
-        self.function(cx, id).map(|function| function.handle)
-    }
-
-    fn function(&self, cx: &mut Call, id: FunctionId) -> Result<&Function, Status> {
-        let module = self.modules.get(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        module.functions.get(id.index() as usize).ok_or(Status::INVALID_HANDLE)
-    }
-
-    fn set_attribute(
-        &mut self,
-        cx: &mut Call,
-        function: FunctionId,
-        attribute: u32,
-        value: i32,
-    ) -> Result<(), Status> {
-        let handle = self.function(cx, function)?.handle;
-        self.enter_context(cx.context)?;
-        // SAFETY: a live function.
-        let set = unsafe {
-            match attribute {
-                CACHE_CONFIG => self.api.function_cache_config(handle, value as u32),
-                attribute => self.api.function_set_attribute(handle, attribute, value),
-            }
-        };
-        self.note(cx.context, set)
-    }
-
     fn load(
-        &mut self,
+        &self,
         context: ContextId,
         options: &[JitOption],
         image: &[u8],
@@ -281,30 +219,66 @@ impl Cuda {
         }
         Ok((self.note(context, loaded).map(|()| module), texts))
     }
-}
 
-impl ModuleOps<Call> for Session<Cuda> {
-    fn module_load<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: ModuleLoad<'a>,
-    ) -> Result<Answer<ModuleLoadReply>, Status> {
-        cx.context = op.context;
-        if self.modules.contains_key(&op.module.0) {
-            return Err(Status::INVALID_HANDLE);
+    /// Launches on a stream of the current context, which is also the function's.
+    pub(super) fn launch_at(
+        &self,
+        context: ContextId,
+        stream: CUstream,
+        function: &CudaFunction,
+        op: &Launch<'_>,
+    ) -> Result<(), Status> {
+        let mut attributes = launch_attributes(&op.attributes)?;
+        if function.prints {
+            self.completer.may_print();
         }
-        let image = whole(cx.input(op.image)?.collect(MAX_IMAGE)?)?;
-        self.enter_context(op.context)?;
-        let (loaded, [info_log, error_log]) = self.load(op.context, &op.options, &image)?;
-        let handle = match loaded {
-            Ok(handle) => handle,
-            Err(Status(result)) => {
-                let (info_size, prints) = (0, false);
-                return Ok(Answer::Now(ModuleLoadReply { result, info_size, prints, info_log, error_log }));
+        let (mut few, mut many) = ([std::ptr::null_mut::<c_void>(); FEW], Vec::new());
+        let pointers = match few.get_mut(..function.params.len()) {
+            Some(few) => few,
+            None => {
+                many.resize(function.params.len(), std::ptr::null_mut());
+                &mut many[..]
             }
         };
+        for (pointer, param) in pointers.iter_mut().zip(&function.params) {
+            let (offset, size) = (param.offset as usize, param.size as usize);
+            let bytes = offset
+                .checked_add(size)
+                .and_then(|end| op.params.get(offset..end))
+                .ok_or(Status::INVALID_VALUE)?;
+            *pointer = bytes.as_ptr().cast_mut().cast();
+        }
+        let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
+        // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
+        // which the driver copies before it returns.
+        let launched =
+            unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
+        self.note(context, launched)
+    }
+}
+
+impl GpuModules for Cuda {
+    type Module = CudaModule;
+    type Function = CudaFunction;
+    type Link = Link;
+    type LaunchPlace = (CUstream, ContextId);
+    const MAX_IMAGE: u64 = 4 << 30;
+
+    fn load_module(
+        &mut self,
+        context: ContextId,
+        device: u32,
+        image: Vec<u8>,
+        options: &[JitOption],
+    ) -> Result<Loaded<CudaModule, CudaFunction>, Status> {
+        let image = whole(image)?;
+        let (loaded, logs) = self.load(context, options, &image)?;
+        let handle = match loaded {
+            Ok(handle) => handle,
+            Err(status) => return Ok(Loaded { module: Err(status), prints: false, logs }),
+        };
         let described = functions(self.api, handle);
-        let (mut functions, table) = match self.note(op.context, described) {
+        let (mut functions, table) = match self.note(context, described) {
             Ok(described) => described,
             Err(status) => {
                 // SAFETY: loaded above, known to nobody.
@@ -312,180 +286,191 @@ impl ModuleOps<Call> for Session<Cuda> {
                 return Err(status);
             }
         };
-        let device = self.device(self.context(op.context)?.device)?.handle;
+        let device = self.device(device)?.handle;
         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, …MINOR
         let [major, minor] =
             [75, 76].map(|number| super::attribute(self.api, device, number).unwrap_or(0) as u32);
         let prints = may_print(&image, (major, minor));
         // A kernel that nobody looked at counts as one that may print.
         functions.iter_mut().for_each(|function| function.prints = prints.unwrap_or(true));
-        let prints = prints.unwrap_or(false);
-        let info_size = table.len() as u64;
-        let written = write_if_it_fits(cx, op.info, &table);
-        let loaded =
-            LoadedModule { context: op.context.0, handle, functions, table, globals: Ranges::default() };
-        self.modules.insert(op.module.0, loaded);
-        written?;
-        Ok(Answer::Now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log }))
+        Ok(Loaded {
+            module: Ok((CudaModule { handle, table }, functions)),
+            prints: prints.unwrap_or(false),
+            logs,
+        })
     }
 
-    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {
-        self.create_link(cx, &op).map(|()| Answer::Now(LinkCreateReply {}))
+    fn function_table<'a>(
+        module: &'a CudaModule,
+        _functions: impl Iterator<Item = &'a CudaFunction>,
+    ) -> Cow<'a, [u8]> {
+        Cow::Borrowed(&module.table)
     }
 
-    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Result<Answer<LinkAddReply>, Status> {
-        self.add_to_link(cx, op).map(Answer::Now)
-    }
-
-    fn link_complete(
+    fn unload_module(
         &mut self,
-        cx: &mut Call,
-        op: LinkComplete,
-    ) -> Result<Answer<LinkCompleteReply>, Status> {
-        self.complete_link(cx, op).map(Answer::Now)
-    }
-
-    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result<(), Status> {
-        self.destroy_link(cx, &op)
-    }
-
-    fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {
-        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        write_if_it_fits(cx, op.info, &module.table)?;
-        Ok(Answer::Now(ModuleInfoReply { info_size: module.table.len() as u64 }))
-    }
-
-    fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result<(), Status> {
-        let module = self.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        self.enter_context(cx.context)?;
+        _streams: &mut Streams<CudaStream>,
+        context: ContextId,
+        _device: u32,
+        module: CudaModule,
+        _functions: Vec<CudaFunction>,
+    ) -> Result<(), Status> {
         // The driver waits for the context's work, which goes on by itself: no stream waits for the client now (`may_wait`).
-        // SAFETY: a module of that context, out of the table.
+        // SAFETY: a module of that context, out of the session's table.
         let unloaded = unsafe { self.api.module_unload(module.handle) };
-        self.note(cx.context, unloaded)
+        self.note(context, unloaded)
     }
 
-    fn module_get_global<'a>(
+    fn module_global(
         &mut self,
-        cx: &mut Call,
-        op: ModuleGetGlobal<'a>,
-    ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
-        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        let handle = module.handle;
-        let name = CString::new(op.name).map_err(|_| Status::INVALID_VALUE)?;
-        self.enter_context(cx.context)?;
+        context: ContextId,
+        module: &CudaModule,
+        name: &str,
+    ) -> Result<ModuleGetGlobalReply, Status> {
+        let name = CString::new(name).map_err(|_| Status::INVALID_VALUE)?;
         let (mut address, mut size) = (0, 0);
         // SAFETY: a live module; writes two integers.
-        let found = unsafe { self.api.module_global(&mut address, &mut size, handle, name.as_ptr()) };
-        self.note(cx.context, found)?;
+        let found = unsafe { self.api.module_global(&mut address, &mut size, module.handle, name.as_ptr()) };
+        self.note(context, found)?;
         let mut managed = 0u32;
         // SAFETY: this attribute is an int.
         let asked = unsafe {
             self.api.pointer_attribute(std::ptr::from_mut(&mut managed).cast(), POINTER_IS_MANAGED, address)
         };
-        self.note(cx.context, asked)?;
-        if let Some(module) = self.modules.get_mut(&op.module.0) {
-            // Known already when it is asked for again.
-            module.globals.insert(address, size as u64, ());
-        }
-        Ok(Answer::Now(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 }))
+        self.note(context, asked)?;
+        Ok(ModuleGetGlobalReply { address, size: size as u64, managed: managed != 0 })
     }
 
-    fn function_set_attribute(
+    fn set_function_attribute(
         &mut self,
-        cx: &mut Call,
-        op: FunctionSetAttribute,
-    ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
-        self.set_attribute(cx, op.function, op.attribute, op.value)?;
-        Ok(Answer::Now(FunctionSetAttributeReply {}))
-    }
-
-    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result<(), Status> {
-        self.set_attribute(cx, op.function, op.attribute, op.value)
+        context: ContextId,
+        function: &mut CudaFunction,
+        attribute: u32,
+        value: i32,
+    ) -> Result<(), Status> {
+        let handle = function.handle;
+        // SAFETY: a live function.
+        let set = unsafe {
+            match attribute {
+                CACHE_CONFIG => self.api.function_cache_config(handle, value as u32),
+                attribute => self.api.function_set_attribute(handle, attribute, value),
+            }
+        };
+        self.note(context, set)
     }
 
     fn function_attributes(
         &mut self,
-        cx: &mut Call,
-        op: FunctionAttributes,
-    ) -> Result<Answer<FunctionAttributesReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
-        let read = function_attributes(self.api, handle);
-        let attributes = self.note(cx.context, read)?;
-        Ok(Answer::Now(FunctionAttributesReply { attributes }))
+        context: ContextId,
+        function: &CudaFunction,
+    ) -> Result<Vec<i32>, Status> {
+        let read = function_attributes(self.api, function.handle);
+        self.note(context, read)
     }
 
-    fn occupancy_max_active_blocks(
+    fn max_active_blocks(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxActiveBlocks,
-    ) -> Result<Answer<OccupancyMaxActiveBlocksReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
+        context: ContextId,
+        function: &CudaFunction,
+        op: &OccupancyMaxActiveBlocks,
+    ) -> Result<i32, Status> {
         let size = i32::try_from(op.block_size).map_err(|_| Status::INVALID_VALUE)?;
-        let mut blocks = 0;
+        let (mut blocks, handle) = (0, function.handle);
         // SAFETY: a live function; writes one integer.
         let read =
             unsafe { self.api.occupancy(&mut blocks, handle, size, op.dynamic_shared as usize, op.flags) };
-        self.note(cx.context, read)?;
-        Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks }))
+        self.note(context, read).map(|()| blocks)
     }
 
-    fn occupancy_available_shared(
+    fn available_shared(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyAvailableShared,
-    ) -> Result<Answer<OccupancyAvailableSharedReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
+        context: ContextId,
+        function: &CudaFunction,
+        op: &OccupancyAvailableShared,
+    ) -> Result<u64, Status> {
         let number = |n: u32| i32::try_from(n).map_err(|_| Status::INVALID_VALUE);
+        let (blocks, size) = (number(op.blocks)?, number(op.block_size)?);
         let mut bytes = 0;
         // SAFETY: a live function; writes one number.
-        let read = unsafe {
-            self.api.occupancy_available_shared(
-                &mut bytes,
-                handle,
-                number(op.blocks)?,
-                number(op.block_size)?,
-            )
-        };
-        self.note(cx.context, read)?;
-        Ok(Answer::Now(OccupancyAvailableSharedReply { bytes: bytes as u64 }))
+        let read = unsafe { self.api.occupancy_available_shared(&mut bytes, function.handle, blocks, size) };
+        self.note(context, read).map(|()| bytes as u64)
     }
 
-    fn occupancy_max_active_clusters(
+    fn max_active_clusters(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxActiveClusters,
-    ) -> Result<Answer<OccupancyMaxActiveClustersReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
+        context: ContextId,
+        function: &CudaFunction,
+        op: &OccupancyMaxActiveClusters,
+    ) -> Result<i32, Status> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
         let mut clusters = 0;
         // SAFETY: a live function, a description whose attributes outlive the call; writes one integer.
-        let read = unsafe { self.api.occupancy_clusters(&mut clusters, handle, &config) };
-        self.note(cx.context, read)?;
-        Ok(Answer::Now(OccupancyMaxActiveClustersReply { clusters }))
+        let read = unsafe { self.api.occupancy_clusters(&mut clusters, function.handle, &config) };
+        self.note(context, read).map(|()| clusters)
     }
 
-    fn occupancy_max_potential_cluster_size(
+    fn max_cluster_size(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxPotentialClusterSize,
-    ) -> Result<Answer<OccupancyMaxPotentialClusterSizeReply>, Status> {
-        let handle = self.function(cx, op.function)?.handle;
-        self.enter_context(cx.context)?;
+        context: ContextId,
+        function: &CudaFunction,
+        op: &OccupancyMaxPotentialClusterSize,
+    ) -> Result<i32, Status> {
         let mut attributes = launch_attributes(&op.attributes)?;
         let config = config(op.grid, op.block, op.dynamic_shared, std::ptr::null_mut(), &mut attributes);
         let mut size = 0;
-        // SAFETY: as above.
-        let read = unsafe { self.api.occupancy_cluster_size(&mut size, handle, &config) };
-        self.note(cx.context, read)?;
-        Ok(Answer::Now(OccupancyMaxPotentialClusterSizeReply { size }))
+        // SAFETY: a live function, a description whose attributes outlive the call; writes one integer.
+        let read = unsafe { self.api.occupancy_cluster_size(&mut size, function.handle, &config) };
+        self.note(context, read).map(|()| size)
+    }
+
+    #[inline]
+    fn enter_to_launch(
+        &mut self,
+        cx: &mut Call,
+        streams: &mut Streams<CudaStream>,
+        id: StreamId,
+    ) -> Result<(CUstream, ContextId), Status> {
+        self.enter_briefly(cx, streams, id)
+    }
+
+    #[inline]
+    fn launch(
+        &mut self,
+        (stream, context): &(CUstream, ContextId),
+        function: &mut CudaFunction,
+        op: &Launch<'_>,
+    ) -> Result<(), Status> {
+        self.launch_at(*context, *stream, function, op)
+    }
+
+    fn make_link(&mut self, context: ContextId, options: &[JitOption]) -> Result<Link, Status> {
+        self.start_link(context, options)
+    }
+
+    fn link_add(
+        &mut self,
+        context: ContextId,
+        _device: u32,
+        link: &mut Link,
+        input: LinkInput<'_>,
+    ) -> Result<(Status, [String; 2]), Status> {
+        let (added, logs) = link.add(input)?;
+        Ok((self.note(context, added).err().unwrap_or(Status::SUCCESS), logs))
+    }
+
+    fn link_complete(
+        &mut self,
+        context: ContextId,
+        _device: u32,
+        link: &mut Link,
+    ) -> Result<(Status, [String; 2]), Status> {
+        let (completed, logs) = link.complete();
+        Ok((self.note(context, completed).err().unwrap_or(Status::SUCCESS), logs))
+    }
+
+    fn link_image(link: &Link) -> Option<&[u8]> {
+        link.image()
     }
 }
 
@@ -543,57 +528,6 @@ fn config(
         hStream: stream,
         attrs: attributes.as_mut_ptr(),
         numAttrs: attributes.len() as u32,
-    }
-}
-
-impl LaunchOps<Call> for Session<Cuda> {
-    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        self.ensure_stream(op.stream)?;
-        let (stream, context) = self.gpu.enter_briefly(cx, &mut self.streams, op.stream)?;
-        self.launch_at(cx, context, stream, &op)
-    }
-}
-
-impl Cuda {
-    /// Launches on a stream of the current context.
-    pub(super) fn launch_at(
-        &self,
-        cx: &mut Call,
-        context: ContextId,
-        stream: CUstream,
-        op: &Launch<'_>,
-    ) -> Result<(), Status> {
-        let mut attributes = launch_attributes(&op.attributes)?;
-        let function = self.function(cx, op.function)?;
-        function.launched.set(true);
-        if function.prints {
-            self.completer.may_print();
-        }
-        if cx.context != context {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let (mut few, mut many) = ([std::ptr::null_mut::<c_void>(); FEW], Vec::new());
-        let pointers = match few.get_mut(..function.params.len()) {
-            Some(few) => few,
-            None => {
-                many.resize(function.params.len(), std::ptr::null_mut());
-                &mut many[..]
-            }
-        };
-        for (pointer, param) in pointers.iter_mut().zip(&function.params) {
-            let (offset, size) = (param.offset as usize, param.size as usize);
-            let bytes = offset
-                .checked_add(size)
-                .and_then(|end| op.params.get(offset..end))
-                .ok_or(Status::INVALID_VALUE)?;
-            *pointer = bytes.as_ptr().cast_mut().cast();
-        }
-        let config = config(op.grid, op.block, op.dynamic_shared, stream, &mut attributes);
-        // SAFETY: live handles of the current context; as many pointers as the function has parameters, each to as many bytes as that parameter has,
-        // which the driver copies before it returns.
-        let launched =
-            unsafe { self.api.launch(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()) };
-        self.note(context, launched)
     }
 }
 

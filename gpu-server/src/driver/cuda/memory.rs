@@ -90,10 +90,6 @@ impl GpuMemory for Cuda {
         move || unsafe { api.memory_unmap(address, size as usize) }
     }
 
-    fn has_variable(&self, address: u64, len: u64, _device: u32) -> bool {
-        self.modules.values().any(|module| module.globals.holds(address, len))
-    }
-
     fn reserve(&mut self, address: u64, size: u64) -> Result<(), Status> {
         self.enter_context(ContextId(0))?;
         let mut at = 0;

@@ -27,7 +27,6 @@ mod stream_memory;
 mod streams;
 mod texture;
 
-use std::collections::HashMap;
 use std::ffi::CStr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -41,12 +40,9 @@ use protocol::ops::device::*;
 use protocol::ops::memory::{WINDOW_SIZE, window};
 
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
-use self::array::Arrays;
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
 use self::graph::Graphs;
-use self::green::Greens;
-use self::kernels::LoadedModule;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::CudaStream;
@@ -88,12 +84,8 @@ pub struct Cuda {
     /// Windows of addresses, and how many of them are reserved: all, once there was a context.
     windows: u32,
     windows_reserved: u32,
-    modules: Ids<LoadedModule>,
-    links: HashMap<u32, link::Link>,
     graphs: Graphs,
-    greens: Greens,
     drafts: conditional::Drafts,
-    arrays: Arrays,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -217,12 +209,8 @@ impl Cuda {
             home: None,
             resets: false,
             home_goes: false,
-            modules: Ids::default(),
-            links: HashMap::new(),
             graphs: Graphs::default(),
-            greens: Greens::default(),
             drafts: conditional::Drafts::default(),
-            arrays: Arrays::default(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -630,11 +618,8 @@ impl Gpu for Cuda {
 
     fn forget_context(&mut self, context: ContextId) {
         let context = context.0;
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
-        self.arrays.forget(context);
         self.current = None;
     }
 
@@ -660,7 +645,6 @@ impl Gpu for Cuda {
 
     fn reset(&mut self, device: u32) -> Result<(), Status> {
         self.contexts.remove(&device);
-        self.forget_greens(device);
         if self.resets {
             // SAFETY: everything of the device is forgotten.
             unsafe { self.api.primary_reset(self.device(device)?.handle) }?;
@@ -704,15 +688,11 @@ impl Gpu for Cuda {
         unsafe { self.api.peer_disable(peer) }
     }
 
-    fn has_modules(&self) -> bool {
-        !self.modules.is_empty()
-    }
-
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
+    fn may_wait(&self, may_block: MayBlock, is_first_launch: impl FnOnce() -> bool) -> bool {
         match may_block {
             MayBlock::Never | MayBlock::Stream => false,
             MayBlock::Context => true,
-            MayBlock::FirstLaunch => self.is_first_launch(body),
+            MayBlock::FirstLaunch => is_first_launch(),
         }
     }
 

@@ -27,7 +27,9 @@ impl<G: Gpu> Session<G> {
     fn forget_context(&mut self, context: ContextId) {
         self.streams.retain(|_, stream| stream.context != context);
         self.events.retain(|_, event| event.context != context);
+        self.modules.forget_context(context);
         self.gpu.forget_context(context);
+        self.forget_arrays(context);
         self.forget_host_views(context.0);
     }
 }
@@ -63,7 +65,7 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
     ) -> Result<Answer<SelectDevicesReply>, Status> {
         let untouched = self.streams.is_empty()
             && self.events.is_empty()
-            && !self.gpu.has_modules()
+            && self.modules.is_empty()
             && self.made_contexts.is_empty()
             && self.has_no_memory();
         if !untouched {
@@ -136,6 +138,7 @@ impl<G: Gpu> ContextOps<Call> for Session<G> {
                 let _ = self.gpu.destroy_context(*context);
             }
         }
+        self.forget_greens(op.device);
         self.gpu.reset(op.device)?;
         // After the reset: a kernel that still ran would have found its memory gone.
         self.unback_all(op.device);

@@ -7,14 +7,13 @@ use protocol::ops::Answer;
 use protocol::ops::memory::*;
 
 use super::{Session, now};
+use crate::cuda_ipc::{Broker, Shared, Token};
 use crate::driver::beside::{self, Beside};
 use crate::driver::call::Call;
 use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
-use crate::share::Token;
-use crate::share::{Broker, Shared};
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
@@ -81,7 +80,9 @@ impl<G: Gpu> Session<G> {
             }
             None if self.space.has_reserved(address, 1) => self.space.reached_by(address, len, home),
             None => {
-                let reached = self.gpu.has_variable(address, len, home) || self.is_host_view(address, len);
+                let reached = self.modules.has_variable(address, len)
+                    || self.is_host_view(address, len)
+                    || self.gpu.knows(address, len, home);
                 reached.then_some(home)
             }
         };

@@ -4,12 +4,18 @@
 //!
 //! - [`context`]: devices and contexts; [`stream`]: streams and events;
 //! - [`memory`]: the windows of device memory, [`space`](super::space) and what shares memory with other sessions;
+//! - [`module`]: modules, their functions, launches, and the linker;
+//! - [`array`]: arrays, textures and surfaces; [`texture`]: tensor maps; [`green`]: green contexts;
 //! - [`nvml`]: NVML's questions.
 
+mod array;
 mod context;
+mod green;
 mod memory;
+mod module;
 mod nvml;
 mod stream;
+mod texture;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,9 +32,12 @@ use super::quota::Quota;
 use super::space::Space;
 use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
-use crate::share::Broker;
+use crate::cuda_ipc::Broker;
 
+use self::array::Arrays;
+use self::green::Greens;
 use self::memory::{HostView, Window};
+use self::module::Modules;
 use self::stream::Event;
 
 /// See the module.
@@ -47,6 +56,9 @@ pub struct Session<G: Gpu> {
     made_contexts: HashMap<u32, u32>,
     pub(super) streams: Streams<G::Stream>,
     events: Ids<Event<G::Event>>,
+    pub(super) modules: Modules<G>,
+    arrays: Arrays<G>,
+    greens: Greens<G>,
     /// Answers NVML's questions, which need none of the rest.
     nvml: Management,
 }
@@ -64,6 +76,9 @@ impl<G: Gpu> Session<G> {
             made_contexts: HashMap::new(),
             streams: Streams::default(),
             events: Ids::default(),
+            modules: Modules::default(),
+            arrays: Arrays::default(),
+            greens: Greens::default(),
             nvml,
         }
     }
@@ -108,7 +123,7 @@ where
     }
 
     fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
-        self.gpu.may_wait(may_block, body)
+        self.gpu.may_wait(may_block, || self.modules.is_first_launch(body))
     }
 
     fn beside(&self) -> Arc<dyn Beside> {

@@ -2,17 +2,17 @@
 
 use protocol::Status;
 use protocol::channel::{MAX_CONTEXTS, MAX_STREAMS};
-use protocol::handle::{ContextId, EventId, GreenId, StreamId};
+use protocol::handle::{ContextId, EventId, StreamId};
 use protocol::ops::Answer;
 use protocol::ops::event::*;
 use protocol::ops::stream::*;
 
 use super::{Session, now};
+use crate::cuda_ipc::Token;
 use crate::driver::beside::Beside;
 use crate::driver::call::Call;
 use crate::driver::gpu::Gpu;
 use crate::driver::streams::Stream;
-use crate::share::Token;
 
 /// An event of the client's. `E`: the GPU's.
 pub(super) struct Event<E> {
@@ -35,7 +35,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Checks that a stream may be made under this number.
-    fn check_new_stream(&self, id: StreamId) -> Result<(), Status> {
+    pub(super) fn check_new_stream(&self, id: StreamId) -> Result<(), Status> {
         let free = (MAX_CONTEXTS..MAX_STREAMS).contains(&id.0) && !self.streams.contains_key(&id.0);
         if free { Ok(()) } else { Err(Status::INVALID_HANDLE) }
     }
@@ -44,28 +44,6 @@ impl<G: Gpu> Session<G> {
     pub(in crate::driver) fn enter(&mut self, cx: &mut Call, id: StreamId) -> Result<G::Place, Status> {
         self.ensure_stream(id)?;
         self.gpu.enter_stream(cx, &mut self.streams, id)
-    }
-
-    /// Takes in a stream that was made in a green context.
-    pub(in crate::driver) fn add_green_stream(
-        &mut self,
-        id: StreamId,
-        green: GreenId,
-        device: u32,
-        native: G::Stream,
-    ) {
-        let stream = Stream { context: ContextId(device), green: Some(green), native };
-        self.streams.insert(id.0, stream);
-    }
-
-    /// Checks that a green context may have a stream under this number.
-    pub(in crate::driver) fn may_have_green_stream(&self, id: StreamId) -> Result<(), Status> {
-        self.check_new_stream(id)
-    }
-
-    /// Whether a green context has streams.
-    pub(in crate::driver) fn has_stream_of(&self, green: GreenId) -> bool {
-        self.streams.values().any(|stream| stream.green == Some(green))
     }
 }
 

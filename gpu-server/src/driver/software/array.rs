@@ -1,25 +1,18 @@
 //! Arrays, textures and surfaces: elements row after row in memory of the device's own, which no client can name; levels of a mipmapped array one after the other.
 
-use std::collections::HashMap;
-
 use protocol::Status;
-use protocol::handle::{ArrayId, ContextId};
-use protocol::ops::Answer;
+use protocol::handle::ContextId;
 use protocol::ops::array::*;
-use protocol::ops::copy::{CopyOps, MemcpyDtoD3D, Pitched};
-use software_gpu::{AddressMode, ChannelFormat, Image, Sampler};
+use protocol::ops::copy::Pitched;
+use software_gpu::{AddressMode, ChannelFormat, Gpu, Image, Sampler};
 
+use super::streams::Place;
+use super::transfer::{box_copy, enqueue_checked};
 use super::{Software, code};
 use crate::driver::call::Call;
-use crate::driver::quota::Charge;
+use crate::driver::gpu::{AnyArray, CopyEnd, GpuArrays, TextureSource};
 use crate::driver::rows::Rows;
-use crate::driver::session::Session;
 
-/// `CUresourcetype`.
-const OF_ARRAY: u32 = 0;
-const OF_MIPMAPPED: u32 = 1;
-const OF_LINEAR: u32 = 2;
-const OF_ROWS: u32 = 3;
 /// `CU_TRSF_…`.
 const READ_AS_INTEGER: u32 = 1;
 const NORMALIZED_COORDINATES: u32 = 2;
@@ -35,37 +28,22 @@ const MAP_ALIGN: u64 = 64 << 10;
 /// Texels of a texture of linear memory: what CUDA reports for every GPU of today.
 const MAX_LINEAR: u64 = 1 << 28;
 
-/// What a session has of this chapter.
-#[derive(Default)]
-pub(super) struct Arrays {
-    arrays: HashMap<u32, Array>,
-    /// Context of each texture and surface; each is of one device only.
-    handles: HashMap<(u32, u64), u32>,
-}
-
-struct Array {
-    context: u32,
-    device: u32,
-    shape: ArrayShape,
+/// The memory of an array, or of a level of a mipmapped one.
+pub struct Elements {
+    gpu: Gpu,
     address: u64,
-    /// Of memory that is its own: a level has none, nor does an array whose memory is mapped later.
-    charge: Option<Charge>,
-    kind: Kind,
+    /// Whether it goes with this: a level's goes with its mipmapped array, and an array whose memory is mapped later has none.
+    own: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Plain,
-    /// Of so many levels; a bit for each that has a name.
-    Mipmapped {
-        levels: u32,
-        named: u64,
-    },
-    /// A level of the mipmapped array of this name.
-    Level {
-        of: u32,
-        level: u32,
-    },
+impl Drop for Elements {
+    fn drop(&mut self) {
+        if self.own
+            && let Err(error) = self.gpu.free(self.address)
+        {
+            tracing::warn!("an array's memory: {error}");
+        }
+    }
 }
 
 /// Bytes before a level of a mipmapped array; before the one after the last: of all of it.
@@ -75,88 +53,44 @@ fn before_level(shape: &ArrayShape, level: u32) -> Option<u64> {
     })
 }
 
-impl Arrays {
-    /// Whether there is room for one more, of whatever kind.
-    fn may_grow(&self) -> Result<(), Status> {
-        let full = self.arrays.len() >= MOST || self.handles.len() >= MOST;
-        if full { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
-    }
-
-    fn get(&self, id: ArrayId) -> Result<&Array, Status> {
-        self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
-    }
-
-    /// An array that has elements of its own.
-    fn plain(&self, id: ArrayId) -> Result<&Array, Status> {
-        let array = self.get(id)?;
-        if matches!(array.kind, Kind::Mipmapped { .. }) { Err(Status::INVALID_HANDLE) } else { Ok(array) }
-    }
+/// Bytes of a row, rows, and slices of a shape that an array has.
+fn extent(shape: &ArrayShape) -> [u64; 3] {
+    shape.extent().unwrap_or_default()
 }
 
-impl Array {
-    /// Bytes of a row, rows, and slices.
-    fn extent(&self) -> [u64; 3] {
-        // Checked when the array was made.
-        self.shape.extent().unwrap_or_default()
+impl Elements {
+    fn new(gpu: &Gpu, shape: &ArrayShape, bytes: u64) -> Result<Elements, Status> {
+        if bytes > gpu.properties().total_memory {
+            return Err(Status::OUT_OF_MEMORY);
+        }
+        let own = shape.flags & flag::DEFERRED_MAPPING == 0;
+        let address = if own { gpu.allocate(bytes).map_err(|e| code(&e))? } else { 0 };
+        Ok(Elements { gpu: gpu.clone(), address, own })
     }
 
-    /// A level of a mipmapped array.
-    fn level(&self, of: u32, level: u32) -> Result<Array, Status> {
-        let Kind::Mipmapped { levels, .. } = self.kind else { return Err(Status::INVALID_HANDLE) };
-        if level >= levels {
-            return Err(Status::INVALID_VALUE);
-        }
-        let before = before_level(&self.shape, level).ok_or(Status::INVALID_VALUE)?;
-        Ok(Array {
-            shape: self.shape.level(level),
-            address: self.address + before,
-            charge: None,
-            kind: Kind::Level { of, level },
-            context: self.context,
-            device: self.device,
-        })
+    /// A level of a mipmapped array whose elements these are.
+    fn level(&self, shape: &ArrayShape, level: u32) -> Result<Elements, Status> {
+        let before = before_level(shape, level).ok_or(Status::INVALID_VALUE)?;
+        Ok(Elements { gpu: self.gpu.clone(), address: self.address + before, own: false })
     }
 
-    /// A box in it as memory, if it lies inside.
-    fn memory(&self, at: [u64; 3], extent: [u64; 3]) -> Result<Pitched, Status> {
-        if self.shape.flags & flag::DEFERRED_MAPPING != 0 {
+    /// What textures and surfaces look at.
+    fn image(&self, shape: &ArrayShape) -> Result<Image, Status> {
+        if shape.flags & flag::DEFERRED_MAPPING != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let whole = self.extent();
-        let inside = (0..3).all(|d| at[d].checked_add(extent[d]).is_some_and(|end| end <= whole[d]));
-        if !inside {
-            return Err(Status::INVALID_VALUE);
-        }
-        let (pitch, slice) = (whole[0], whole[0] * whole[1]);
-        Ok(Pitched { address: self.address + at[2] * slice + at[1] * pitch + at[0], pitch, slice })
-    }
-
-    /// What textures and surfaces of it look at: its levels, or its only one.
-    fn images(&self) -> Result<Vec<Image>, Status> {
-        match self.kind {
-            Kind::Mipmapped { levels, .. } => {
-                (0..levels).map(|level| self.level(0, level)?.image()).collect()
-            }
-            _ => Ok(vec![self.image()?]),
-        }
-    }
-
-    fn image(&self) -> Result<Image, Status> {
-        if self.shape.flags & flag::DEFERRED_MAPPING != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let [pitch, rows, slices] = self.extent();
-        let layered = self.shape.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
+        let [pitch, rows, slices] = extent(shape);
+        let layered = shape.flags & (flag::LAYERED | flag::CUBEMAP) != 0;
         let (planes, layers) = if layered { (1, slices) } else { (slices, 1) };
         let size = |n: u64| u32::try_from(n).map_err(|_| Status::INVALID_VALUE);
         Ok(Image {
             address: self.address,
-            size: [size(self.shape.width)?, size(rows)?, size(planes)?],
+            size: [size(shape.width)?, size(rows)?, size(planes)?],
             layers: size(layers)?,
             row_pitch: pitch,
             slice_pitch: pitch * rows,
-            format: format(self.shape.format)?,
-            channels: self.shape.channels,
+            format: format(shape.format)?,
+            channels: shape.channels,
         })
     }
 }
@@ -286,235 +220,172 @@ fn sampler(s: &Sampling, format: ChannelFormat, mipmapped: bool) -> Result<Sampl
     })
 }
 
+/// What a texture is of: one level, or several.
+fn images(source: &TextureSource<'_, Software>) -> Result<Vec<Image>, Status> {
+    match source {
+        TextureSource::Array { array, shape } => Ok(vec![array.image(shape)?]),
+        TextureSource::Mipmapped { array, shape, levels } => {
+            (0..*levels).map(|level| array.level(shape, level)?.image(&shape.level(level))).collect()
+        }
+        TextureSource::Memory { resource: r, memory, .. } => {
+            let size = |n: u64| u32::try_from(n).map_err(|_| Status::INVALID_VALUE);
+            Ok(vec![Image {
+                address: r.address,
+                size: [size(r.width)?, size(memory.height)?, 1],
+                layers: 1,
+                row_pitch: memory.pitch,
+                slice_pitch: memory.pitch.saturating_mul(memory.height),
+                format: format(r.format)?,
+                channels: r.channels,
+            }])
+        }
+    }
+}
+
 impl Software {
-    /// A context's arrays are gone, and all that was made of them.
-    pub(super) fn forget_arrays(&mut self, context: u32) {
-        let gone: Vec<Array> =
-            self.arrays.arrays.extract_if(|_, a| a.context == context).map(|(_, a)| a).collect();
-        for array in gone {
-            self.free(&array);
-        }
-        let handles: Vec<(u32, u64)> =
-            self.arrays.handles.extract_if(|_, of| *of == context).map(|(handle, _)| handle).collect();
-        for (device, handle) in handles {
-            if let Ok(device) = self.device(device) {
-                // Made here; nothing else destroys it.
-                let _ = device.gpu.destroy_texture(handle);
+    fn gpu_of_context(&self, context: ContextId) -> Result<&Gpu, Status> {
+        self.device(self.context(context)?.device).map(|device| &device.gpu)
+    }
+
+    /// One end of a copy as memory.
+    fn as_memory(
+        &self,
+        end: &CopyEnd<'_, Elements>,
+        extent_of_copy: [u64; 3],
+    ) -> Result<(Gpu, Rows), Status> {
+        match end {
+            CopyEnd::Array { array, shape, at } => {
+                let [pitch, rows, _] = extent(shape);
+                let slice = pitch * rows;
+                let address = array.address + at[2] * slice + at[1] * pitch + at[0];
+                Ok((array.gpu.clone(), Rows::of(&Pitched { address, pitch, slice }, extent_of_copy)))
+            }
+            CopyEnd::Memory { memory, device } => {
+                Ok((self.device(*device)?.gpu.clone(), Rows::of(memory, extent_of_copy)))
             }
         }
     }
 
-    fn free(&self, array: &Array) {
-        if array.charge.is_none() {
-            return;
-        }
-        if let Ok(device) = self.device(array.device)
-            && let Err(error) = device.gpu.free(array.address)
-        {
-            tracing::warn!("an array's memory: {error}");
-        }
+    fn destroy_handle(&self, device: u32, handle: u64) -> Result<(), Status> {
+        self.device(device)?.gpu.destroy_texture(handle).map_err(|e| code(&e))
     }
 }
 
-impl Session<Software> {
-    /// What a texture is of: one level, or several.
-    fn images(&self, context: ContextId, r: &Resource) -> Result<Vec<Image>, Status> {
-        let device = self.context(context)?.device;
-        match r.kind {
-            OF_ARRAY | OF_MIPMAPPED => {
-                let array = self.arrays.get(r.array)?;
-                if array.context != context.0 {
-                    return Err(Status::INVALID_HANDLE);
-                }
-                if matches!(array.kind, Kind::Mipmapped { .. }) != (r.kind == OF_MIPMAPPED) {
-                    return Err(Status::INVALID_VALUE);
-                }
-                array.images()
-            }
-            OF_LINEAR | OF_ROWS => {
-                let shape = ArrayShape {
-                    width: r.width,
-                    height: r.height,
-                    depth: 0,
-                    format: r.format,
-                    channels: r.channels,
-                    flags: 0,
-                };
-                let [row, rows, _] = shape.extent().ok_or(Status::INVALID_VALUE)?;
-                let pitch = if r.kind == OF_LINEAR { row } else { r.pitch };
-                let span =
-                    Rows { at: r.address, pitch, slice: 0, width: row, height: rows, depth: 1 }.sizes()?.1;
-                self.checked(r.address, span, device)?;
-                let size = |n: u64| u32::try_from(n).map_err(|_| Status::INVALID_VALUE);
-                Ok(vec![Image {
-                    address: r.address,
-                    size: [size(r.width)?, size(rows)?, 1],
-                    layers: 1,
-                    row_pitch: pitch,
-                    slice_pitch: pitch.saturating_mul(rows),
-                    format: format(r.format)?,
-                    channels: r.channels,
-                }])
-            }
-            _ => Err(Status::INVALID_VALUE),
-        }
-    }
+impl GpuArrays for Software {
+    type Array = Elements;
+    type Mipmapped = Elements;
 
-    fn end_handle(&mut self, cx: &mut Call, handle: u64) -> Result<(), Status> {
-        let found = self.arrays.handles.iter().find(|((_, known), _)| *known == handle);
-        let (key, context) = found.map(|(key, context)| (*key, *context)).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(context);
-        self.arrays.handles.remove(&key);
-        self.device(key.0)?.gpu.destroy_texture(handle).map_err(|e| code(&e))
-    }
-}
-
-impl ArrayOps<Call> for Session<Software> {
-    fn array_create(&mut self, cx: &mut Call, op: ArrayCreate) -> Result<Answer<ArrayCreateReply>, Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        self.arrays.may_grow()?;
-        if self.arrays.arrays.contains_key(&op.array.0)
-            || op.shape.flags & !flag::KNOWN != 0
-            || op.levels > op.shape.most_levels()
-            || !op.shape.is_whole_cubes()
-        {
+    fn array_bytes(&self, shape: &ArrayShape, levels: u32) -> Result<u64, Status> {
+        if !shape.is_whole_cubes() {
             return Err(Status::INVALID_VALUE);
         }
-        format(op.shape.format)?;
-        let (kind, bytes) = match op.levels {
-            0 => (Kind::Plain, op.shape.bytes()),
-            levels => (Kind::Mipmapped { levels, named: 0 }, before_level(&op.shape, levels)),
-        };
-        let bytes = bytes.ok_or(Status::INVALID_VALUE)?;
-        let charge = self.quota.charge(bytes)?;
-        let gpu = &self.device(device)?.gpu;
-        if bytes > gpu.properties().total_memory {
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        let deferred = op.shape.flags & flag::DEFERRED_MAPPING != 0;
-        let (address, charge) =
-            if deferred { (0, None) } else { (gpu.allocate(bytes).map_err(|e| code(&e))?, Some(charge)) };
-        let array = Array { context: op.context.0, device, shape: op.shape, address, charge, kind };
-        self.arrays.arrays.insert(op.array.0, array);
-        Ok(Answer::Now(ArrayCreateReply {}))
+        format(shape.format)?;
+        let bytes = if levels == 0 { shape.bytes() } else { before_level(shape, levels) };
+        bytes.ok_or(Status::INVALID_VALUE)
     }
 
-    fn array_level(&mut self, cx: &mut Call, op: ArrayLevel) -> Result<Answer<ArrayLevelReply>, Status> {
-        self.arrays.may_grow()?;
-        if self.arrays.arrays.contains_key(&op.array.0) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let whole = self.arrays.arrays.get_mut(&op.mipmapped.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(whole.context);
-        let level = whole.level(op.mipmapped.0, op.level)?;
-        // A level has one name: so there are no more names than levels.
-        let Kind::Mipmapped { named, .. } = &mut whole.kind else { return Err(Status::INVALID_HANDLE) };
-        if *named >> op.level & 1 != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        *named |= 1 << op.level;
-        self.arrays.arrays.insert(op.array.0, level);
-        Ok(Answer::Now(ArrayLevelReply {}))
+    fn make_array(&mut self, context: ContextId, shape: &ArrayShape, bytes: u64) -> Result<Elements, Status> {
+        Elements::new(self.gpu_of_context(context)?, shape, bytes)
     }
 
-    fn array_destroy(&mut self, cx: &mut Call, op: ArrayDestroy) -> Result<(), Status> {
-        cx.context = ContextId(self.arrays.get(op.array)?.context);
-        let array = self.arrays.arrays.remove(&op.array.0).ok_or(Status::INVALID_HANDLE)?;
-        if let Kind::Level { of, level } = array.kind
-            && let Some(Array { kind: Kind::Mipmapped { named, .. }, .. }) = self.arrays.arrays.get_mut(&of)
-        {
-            *named &= !(1 << level);
-        }
-        self.free(&array);
-        // Its levels go with it.
-        self.arrays
-            .arrays
-            .retain(|_, level| !matches!(level.kind, Kind::Level { of, .. } if of == op.array.0));
+    fn make_mipmapped(
+        &mut self,
+        context: ContextId,
+        shape: &ArrayShape,
+        _levels: u32,
+        bytes: u64,
+    ) -> Result<Elements, Status> {
+        Elements::new(self.gpu_of_context(context)?, shape, bytes)
+    }
+
+    fn array_level(
+        &mut self,
+        _context: ContextId,
+        array: &Elements,
+        shape: &ArrayShape,
+        level: u32,
+    ) -> Result<Elements, Status> {
+        array.level(shape, level)
+    }
+
+    fn destroy_array(&mut self, _context: ContextId, _array: Elements) -> Result<(), Status> {
         Ok(())
     }
 
-    fn memcpy_array(&mut self, cx: &mut Call, op: MemcpyArray) -> Result<(), Status> {
-        let memory = |end: &ArrayPlace| match end.array {
-            Some(id) => self.arrays.plain(id)?.memory(end.at, op.extent),
-            None => Ok(end.memory.clone()),
-        };
-        let (src, dst) = (memory(&op.src)?, memory(&op.dst)?);
-        self.memcpy_dtod_3d(cx, MemcpyDtoD3D { stream: op.stream, dst, src, extent: op.extent })
+    fn destroy_mipmapped(&mut self, _context: ContextId, _array: Elements) -> Result<(), Status> {
+        Ok(())
     }
 
-    fn texture_create(
-        &mut self,
-        cx: &mut Call,
-        op: TextureCreate,
-    ) -> Result<Answer<TextureCreateReply>, Status> {
-        cx.context = op.context;
-        self.arrays.may_grow()?;
-        let mut images = self.images(op.context, &op.resource)?;
-        if let Some(view) = &op.view {
-            // Memory is not viewed otherwise than it is described.
-            if !matches!(op.resource.kind, OF_ARRAY | OF_MIPMAPPED) {
-                return Err(Status::INVALID_VALUE);
+    fn copy_array(
+        &self,
+        cx: &Call,
+        place: &Place,
+        src: &CopyEnd<'_, Elements>,
+        dst: &CopyEnd<'_, Elements>,
+        extent: [u64; 3],
+    ) -> Result<(), Status> {
+        let (from, source) = self.as_memory(src, extent)?;
+        let (to, target) = self.as_memory(dst, extent)?;
+        let work = box_copy(from, source, to, target)?;
+        enqueue_checked(place, cx.seq, move |_| work())
+    }
+
+    fn make_texture(
+        &self,
+        context: ContextId,
+        source: &TextureSource<'_, Software>,
+        sampling: &Sampling,
+        view: Option<&View>,
+    ) -> Result<u64, Status> {
+        let mut all = images(source)?;
+        if let Some(view) = view {
+            match source {
+                TextureSource::Array { shape, .. } | TextureSource::Mipmapped { shape, .. } => {
+                    all = viewed(&all, shape, view)?;
+                }
+                // Memory is not viewed otherwise than it is described.
+                TextureSource::Memory { .. } => return Err(Status::INVALID_VALUE),
             }
-            images = viewed(&images, &self.arrays.get(op.resource.array)?.shape, view)?;
         }
-        let format = images.first().ok_or(Status::INVALID_VALUE)?.format;
-        let sampler = sampler(&op.sampling, format, op.resource.kind == OF_MIPMAPPED)?;
-        let device = self.context(op.context)?.device;
-        let texture =
-            self.device(device)?.gpu.create_mipmapped_texture(&images, sampler).map_err(|e| code(&e))?;
-        self.arrays.handles.insert((device, texture), op.context.0);
-        Ok(Answer::Now(TextureCreateReply { texture }))
+        let format = all.first().ok_or(Status::INVALID_VALUE)?.format;
+        let sampler = sampler(sampling, format, matches!(source, TextureSource::Mipmapped { .. }))?;
+        self.gpu_of_context(context)?.create_mipmapped_texture(&all, sampler).map_err(|e| code(&e))
     }
 
-    fn texture_destroy(&mut self, cx: &mut Call, op: TextureDestroy) -> Result<(), Status> {
-        self.end_handle(cx, op.texture)
+    fn destroy_texture(&mut self, _context: ContextId, device: u32, texture: u64) -> Result<(), Status> {
+        self.destroy_handle(device, texture)
     }
 
-    fn surface_create(
-        &mut self,
-        cx: &mut Call,
-        op: SurfaceCreate,
-    ) -> Result<Answer<SurfaceCreateReply>, Status> {
-        cx.context = op.context;
-        self.arrays.may_grow()?;
-        let array = self.arrays.plain(op.array)?;
-        if array.context != op.context.0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        let (image, device) = (array.image()?, array.device);
-        let surface = self.device(device)?.gpu.create_surface(image).map_err(|e| code(&e))?;
-        self.arrays.handles.insert((device, surface), op.context.0);
-        Ok(Answer::Now(SurfaceCreateReply { surface }))
+    fn make_surface(&self, _context: ContextId, array: &Elements, shape: &ArrayShape) -> Result<u64, Status> {
+        array.gpu.create_surface(array.image(shape)?).map_err(|e| code(&e))
     }
 
-    fn surface_destroy(&mut self, cx: &mut Call, op: SurfaceDestroy) -> Result<(), Status> {
-        self.end_handle(cx, op.surface)
+    fn destroy_surface(&mut self, _context: ContextId, device: u32, surface: u64) -> Result<(), Status> {
+        self.destroy_handle(device, surface)
     }
 
-    fn texture_linear_width(
-        &mut self,
-        _cx: &mut Call,
-        op: TextureLinearWidth,
-    ) -> Result<Answer<TextureLinearWidthReply>, Status> {
-        self.device(op.device)?;
-        format(op.format)?;
-        Ok(Answer::Now(TextureLinearWidthReply { width: MAX_LINEAR }))
+    fn forget_texture(&mut self, device: u32, handle: u64) {
+        // A device that was reset has none.
+        let _ = self.destroy_handle(device, handle);
+    }
+
+    fn linear_width(&mut self, _device: u32, texels: u32, _channels: u32) -> Result<u64, Status> {
+        format(texels)?;
+        Ok(MAX_LINEAR)
     }
 
     fn array_requirements(
-        &mut self,
-        cx: &mut Call,
-        op: ArrayRequirements,
-    ) -> Result<Answer<ArrayRequirementsReply>, Status> {
-        let array = self.arrays.get(op.array)?;
-        cx.context = ContextId(array.context);
-        if array.shape.flags & flag::DEFERRED_MAPPING == 0 {
+        &self,
+        _context: ContextId,
+        _device: u32,
+        _array: AnyArray<'_, Software>,
+        shape: &ArrayShape,
+        levels: u32,
+    ) -> Result<(u64, u64), Status> {
+        if shape.flags & flag::DEFERRED_MAPPING == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        let levels = if let Kind::Mipmapped { levels, .. } = array.kind { levels } else { 1 };
-        let size = before_level(&array.shape, levels).and_then(|n| n.checked_next_multiple_of(MAP_ALIGN));
-        let size = size.ok_or(Status::INVALID_VALUE)?;
-        Ok(Answer::Now(ArrayRequirementsReply { size, alignment: MAP_ALIGN }))
+        let size = before_level(shape, levels).and_then(|n| n.checked_next_multiple_of(MAP_ALIGN));
+        Ok((size.ok_or(Status::INVALID_VALUE)?, MAP_ALIGN))
     }
 }

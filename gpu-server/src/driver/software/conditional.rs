@@ -9,6 +9,7 @@ use protocol::handle::{ContextId, GraphId};
 use protocol::ops::graph::{GraphNode, GraphParts, conditional};
 use software_gpu::{Function, Gpu, LaunchConfig, Result};
 
+use super::kernels::prepare;
 use super::streams::{Place, Word};
 use super::transfer::Again;
 use super::{Software, code};
@@ -154,7 +155,8 @@ impl Session<Software> {
                 steps.push(match work(node)? {
                     Work::Empty => continue,
                     Work::Launch(op) => {
-                        let (function, config) = self.prepare(cx, place.context, &op)?;
+                        cx.context = place.context;
+                        let (function, config) = prepare(self.modules.to_launch(cx, op.function)?, &op)?;
                         Step::Kernel(function, config, op.params.to_vec())
                     }
                     Work::Memset(op) => Step::Data(self.fill_work(place.device, &op)?),

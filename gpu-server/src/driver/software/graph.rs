@@ -46,10 +46,8 @@ impl Session<Software> {
     /// Checks what a node names as far as it can be before it is launched.
     fn check_node(&mut self, cx: &mut Call, context: ContextId, node: &GraphNode) -> Result<(), Status> {
         if let Work::Launch(launch) = graph::work(node)? {
-            self.find_function(cx, launch.function)?;
-            if cx.context != context {
-                return Err(Status::INVALID_HANDLE);
-            }
+            cx.context = context;
+            self.modules.to_launch(cx, launch.function)?;
         }
         Ok(())
     }

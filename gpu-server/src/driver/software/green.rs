@@ -1,17 +1,13 @@
 //! Green contexts. Their parts are counted, and their streams are streams as others are: a kernel may use more multiprocessors than its part has, as CUDA allows (and does, with MPS and with
 //! dynamic parallelism), never fewer.
 
-use std::collections::HashMap;
-
 use protocol::Status;
-use protocol::handle::{ContextId, GreenId};
-use protocol::ops::Answer;
-use protocol::ops::green::*;
+use protocol::handle::{ContextId, StreamId};
+use protocol::ops::green::MAX_GROUPS;
 
 use super::Software;
-use crate::driver::call::Call;
-use crate::driver::parts::{Parts, may_have};
-use crate::driver::session::Session;
+use super::streams::SoftwareStream;
+use crate::driver::gpu::GpuGreenContexts;
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: u32 = 1;
@@ -21,17 +17,9 @@ const DEFAULT_STREAM: u32 = 1;
 const INVALID_KIND: Status = Status(914);
 const INVALID_CONFIGURATION: Status = Status(915);
 
-/// What a session has of them.
-#[derive(Default)]
-pub(super) struct Greens {
-    parts: Parts<Sm>,
-    descriptors: HashMap<u32, Sm>,
-    contexts: HashMap<u32, Sm>,
-}
-
 /// Multiprocessors of a device.
 #[derive(Clone, PartialEq)]
-struct Sm {
+pub struct Sm {
     device: u32,
     first: u32,
     count: u32,
@@ -39,70 +27,49 @@ struct Sm {
     split: bool,
 }
 
-impl Greens {
-    fn tell(&mut self, sm: Sm) -> Result<Part, Status> {
-        let count = sm.count;
-        Ok(match count {
-            0 => Part { number: 0, kind: 0, sm: [0; 3] },
-            _ => Part { number: self.parts.number(sm)?, kind: SM, sm: [count, 1, 1] },
-        })
+impl GpuGreenContexts for Software {
+    type Part = Sm;
+    type PartDescriptor = Sm;
+    type Green = Sm;
+
+    fn tell_part(part: &Sm) -> (u32, [u32; 3]) {
+        if part.count == 0 { (0, [0; 3]) } else { (SM, [part.count, 1, 1]) }
     }
 
-    pub(super) fn forget(&mut self, device: u32) {
-        self.contexts.retain(|_, sm| sm.device != device);
-    }
-}
-
-impl Software {
-    fn green(&self, id: GreenId) -> Result<&Sm, Status> {
-        self.greens.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
-    }
-}
-
-impl GreenOps<Call> for Session<Software> {
-    fn part_get(&mut self, cx: &mut Call, op: PartGet) -> Result<Answer<PartGetReply>, Status> {
-        cx.context = ContextId(op.device);
-        let count = self.device(op.device)?.gpu.properties().multiprocessors;
-        if op.kind != SM {
+    fn device_part(&mut self, device: u32, kind: u32) -> Result<Sm, Status> {
+        if kind != SM {
             return Err(INVALID_KIND);
         }
-        let sm = match op.green {
-            None => Sm { device: op.device, first: 0, count, split: false },
-            Some(green) => Sm { split: false, ..self.green(green)?.clone() },
-        };
-        Ok(Answer::Now(PartGetReply { part: self.greens.tell(sm)? }))
+        let count = self.device(device)?.gpu.properties().multiprocessors;
+        Ok(Sm { device, first: 0, count, split: false })
     }
 
-    fn part_split(&mut self, _cx: &mut Call, op: PartSplit) -> Result<Answer<PartSplitReply>, Status> {
-        let sm = self.greens.parts.get(op.part)?.clone();
-        let wanted = op.groups.unwrap_or(MAX_GROUPS);
-        if sm.split || op.flags > 3 {
+    fn green_part(&mut self, green: &Sm, kind: u32) -> Result<Sm, Status> {
+        if kind == SM { Ok(Sm { split: false, ..green.clone() }) } else { Err(INVALID_KIND) }
+    }
+
+    fn split_part(
+        &mut self,
+        sm: &Sm,
+        groups: Option<u32>,
+        flags: u32,
+        least: u32,
+    ) -> Result<(u32, Vec<Sm>, Sm), Status> {
+        if sm.split || flags > 3 {
             return Err(INVALID_CONFIGURATION);
         }
-        if op.least > sm.count || wanted > MAX_GROUPS {
+        if least > sm.count {
             return Err(Status::INVALID_VALUE);
         }
-        let each = op.least.max(1);
-        let count = (sm.count / each).min(wanted);
-        let part = |n: u32, count| Sm { first: sm.first + n * each, count, split: true, ..sm };
-        let mut groups = Vec::new();
-        if op.groups.is_some() {
-            for n in 0..count {
-                groups.push(self.greens.tell(part(n, each))?);
-            }
-        }
-        let rest = self.greens.tell(part(count, sm.count - count * each))?;
-        Ok(Answer::Now(PartSplitReply { count, groups, rest }))
+        let each = least.max(1);
+        let count = (sm.count / each).min(groups.unwrap_or(MAX_GROUPS));
+        let part = |n: u32, count| Sm { first: sm.first + n * each, count, split: true, ..sm.clone() };
+        let wanted = if groups.is_some() { count } else { 0 };
+        let all = (0..wanted).map(|n| part(n, each)).collect();
+        Ok((count, all, part(count, sm.count - count * each)))
     }
 
-    fn part_describe(
-        &mut self,
-        _cx: &mut Call,
-        op: PartDescribe,
-    ) -> Result<Answer<PartDescribeReply>, Status> {
-        let greens = &mut self.greens;
-        may_have(&greens.descriptors, op.descriptor.0)?;
-        let parts = greens.parts.all(&op.parts)?;
+    fn describe_parts(&mut self, parts: Vec<Sm>) -> Result<Sm, Status> {
         let mut all = parts.first().cloned().ok_or(Status::INVALID_VALUE)?;
         for (n, part) in parts.iter().enumerate().skip(1) {
             let apart = |other: &Sm| {
@@ -113,42 +80,29 @@ impl GreenOps<Call> for Session<Software> {
             }
             all.count += part.count;
         }
-        greens.descriptors.insert(op.descriptor.0, all);
-        Ok(Answer::Now(PartDescribeReply {}))
+        Ok(all)
     }
 
-    fn green_create(&mut self, cx: &mut Call, op: GreenCreate) -> Result<Answer<GreenCreateReply>, Status> {
-        cx.context = ContextId(op.device);
-        self.device(op.device)?;
-        may_have(&self.greens.contexts, op.green.0)?;
-        let sm = self.greens.descriptors.get(&op.descriptor.0).ok_or(Status::INVALID_VALUE)?;
-        if sm.device != op.device || op.flags != DEFAULT_STREAM {
+    fn make_green(&mut self, device: u32, descriptor: &Sm, flags: u32) -> Result<Sm, Status> {
+        if descriptor.device != device || flags != DEFAULT_STREAM {
             return Err(Status::INVALID_VALUE);
         }
-        let sm = sm.clone();
-        self.greens.contexts.insert(op.green.0, sm);
-        Ok(Answer::Now(GreenCreateReply {}))
+        Ok(descriptor.clone())
     }
 
-    fn green_destroy(
-        &mut self,
-        cx: &mut Call,
-        op: GreenDestroy,
-    ) -> Result<Answer<GreenDestroyReply>, Status> {
-        cx.context = ContextId(self.green(op.green)?.device);
-        if self.has_stream_of(op.green) {
-            return Err(Status::INVALID_VALUE);
-        }
-        self.greens.contexts.remove(&op.green.0);
-        Ok(Answer::Now(GreenDestroyReply {}))
-    }
-
-    fn green_stream(&mut self, cx: &mut Call, op: GreenStream) -> Result<(), Status> {
-        let device = self.green(op.green)?.device;
-        cx.context = ContextId(device);
-        self.may_have_green_stream(op.stream)?;
-        let stream = self.new_stream(op.stream, ContextId(device), device, false)?;
-        self.add_green_stream(op.stream, op.green, device, stream);
+    fn destroy_green(&mut self, _device: u32, _green: Sm) -> Result<(), Status> {
         Ok(())
+    }
+
+    fn forget_green(&mut self, _green: Sm) {}
+
+    fn green_stream(
+        &mut self,
+        id: StreamId,
+        device: u32,
+        _green: &Sm,
+        _priority: i32,
+    ) -> Result<SoftwareStream, Status> {
+        self.new_stream(id, ContextId(device), device, false)
     }
 }

@@ -1,19 +1,21 @@
 //! Modules, their functions and variables, and launches.
 
-use host_bridge::endpoint::Sink;
+use std::borrow::Cow;
+
 use protocol::Status;
-use protocol::handle::{ContextId, FunctionId};
-use protocol::ops::Answer;
+use protocol::handle::{ContextId, StreamId};
 use protocol::ops::launch::*;
 use protocol::ops::module::*;
 use protocol::wire::{Wire, Writer};
 use software_gpu::{Function, LaunchConfig};
 
-use super::{Software, code};
+use super::link::{self, Link};
+use super::streams::{Place, SoftwareStream};
+use super::{Software, code, streams};
 use crate::driver::call::Call;
-use crate::driver::gpu::Gpu as _;
+use crate::driver::gpu::{GpuModules, GpuStreams, LinkInput, Loaded};
 use crate::driver::output::may_print;
-use crate::driver::session::Session;
+use crate::driver::streams::Streams;
 
 /// Bytes of an image at most.
 pub(super) const MAX_IMAGE: u64 = 1 << 30;
@@ -37,14 +39,8 @@ const INVALID_CLUSTER_SIZE: Status = Status(912);
 /// In place of an attribute: `cuFuncSetCacheConfig`.
 const CACHE_CONFIG: u32 = 0x1_0000;
 
-/// A loaded module.
-pub(super) struct LoadedModule {
-    pub(super) context: u32,
-    module: software_gpu::Module,
-    functions: Vec<LoadedFunction>,
-}
-
-struct LoadedFunction {
+/// A function of a module.
+pub struct LoadedFunction {
     function: Function,
     /// Registers of a thread, as they are told.
     registers: u32,
@@ -141,38 +137,53 @@ impl LoadedFunction {
     }
 }
 
-impl LoadedModule {
-    fn table(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        let table =
-            FunctionTable { functions: self.functions.iter().map(LoadedFunction::describe).collect() };
-        table.put(&mut Writer(&mut bytes));
-        bytes
-    }
+/// What a launch's attributes ask for, as far as it means anything here.
+#[derive(Default)]
+struct Asked {
+    cooperative: bool,
+    cluster: Option<[u32; 3]>,
 }
 
-/// Writes `bytes` to the command's output if they fit.
-pub(super) fn write_if_it_fits(
-    cx: &mut Call,
-    room: protocol::data::HostOut,
-    bytes: &[u8],
-) -> Result<(), Status> {
-    if bytes.len() as u64 > room.0.len {
-        return Ok(());
+/// Reads a launch's attributes. Hints are left out; what would change the result is refused.
+fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
+    let mut asked = Asked::default();
+    for attribute in attributes {
+        let word =
+            |i: usize| attribute.value[i * 4..].first_chunk::<4>().map_or(0, |b| u32::from_le_bytes(*b));
+        match attribute.id {
+            // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            2 => asked.cooperative = word(0) != 0,
+            // CLUSTER_DIMENSION
+            4 => asked.cluster = Some([0, 1, 2].map(word)),
+            // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic serialization, priority, memory
+            // synchronization domains, preferred cluster, shared memory carveout.
+            0 | 1 | 3 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
+            _ => return Err(Status::NOT_SUPPORTED),
+        }
     }
-    match cx.output(room)? {
-        Sink::Mapped(mapped) => mapped.write(0, bytes),
-        Sink::Outgoing(outgoing) => outgoing.write(bytes).map_err(|_| Status::DEVICE_UNAVAILABLE)?,
+    Ok(asked)
+}
+
+/// A launch, checked as far as the function itself tells.
+pub(super) fn prepare(
+    function: &LoadedFunction,
+    op: &Launch<'_>,
+) -> Result<(Function, LaunchConfig), Status> {
+    let asked = asked(&op.attributes)?;
+    if op.dynamic_shared > function.dynamic_limit {
+        return Err(Status::INVALID_VALUE);
     }
-    Ok(())
+    let config = LaunchConfig {
+        grid: op.grid,
+        block: op.block,
+        dynamic_shared: op.dynamic_shared,
+        cooperative: asked.cooperative,
+        cluster: function.clusters(asked.cluster)?,
+    };
+    Ok((function.function.clone(), config))
 }
 
 impl Software {
-    /// Whether there is such a function; the call's context is its own from here on.
-    pub(super) fn find_function(&mut self, cx: &mut Call, id: FunctionId) -> Result<(), Status> {
-        self.function(cx, id).map(|_| ())
-    }
-
     /// A kernel is launched: its context's stacks are as large as it needs them from then on.
     fn grow_stack(&mut self, context: ContextId, stack: u64) {
         if let Some(context) = self.contexts.get_mut(&context.0)
@@ -182,16 +193,92 @@ impl Software {
             context.limits.insert(STACK_SIZE, stack);
         }
     }
+}
 
-    fn set_attribute(
+impl GpuModules for Software {
+    type Module = software_gpu::Module;
+    type Function = LoadedFunction;
+    type Link = Link;
+    type LaunchPlace = Place;
+    const MAX_IMAGE: u64 = MAX_IMAGE;
+
+    fn load_module(
         &mut self,
-        cx: &mut Call,
-        id: FunctionId,
+        _context: ContextId,
+        device: u32,
+        image: Vec<u8>,
+        options: &[JitOption],
+    ) -> Result<Loaded<software_gpu::Module, LoadedFunction>, Status> {
+        let gpu = self.device(device)?.gpu.clone();
+        let parts = link::unpack(&image).unwrap_or_else(|| vec![&image]);
+        let module = match gpu.link_module(&parts) {
+            Ok(module) => module,
+            Err(error) => {
+                tracing::warn!("module refused: {error}");
+                let logs = [String::new(), link::told(&error)];
+                return Ok(Loaded { module: Err(code(&error)), prints: false, logs });
+            }
+        };
+        let usual = gpu.properties().shared_per_block;
+        let most_registers = link::most_registers(&image, options);
+        let mut functions = Vec::with_capacity(module.functions().len());
+        for info in module.functions() {
+            let function = module.function(&info.name).map_err(|e| code(&e))?;
+            let dynamic_limit = usual.saturating_sub(info.shared_bytes);
+            functions.push(LoadedFunction::new(function, info.registers.min(most_registers), dynamic_limit));
+        }
+        let error_log = link::told_of_kernels(module.functions());
+        for reason in module.functions().iter().filter_map(|kernel| kernel.unsupported.as_ref()) {
+            tracing::info!("a module was loaded without all of its kernels: {reason}");
+        }
+        let capability = gpu.properties().compute_capability;
+        let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
+        Ok(Loaded { module: Ok((module, functions)), prints, logs: [String::new(), error_log] })
+    }
+
+    fn function_table<'a>(
+        _module: &'a software_gpu::Module,
+        functions: impl Iterator<Item = &'a LoadedFunction>,
+    ) -> Cow<'a, [u8]> {
+        let mut bytes = Vec::new();
+        FunctionTable { functions: functions.map(LoadedFunction::describe).collect() }
+            .put(&mut Writer(&mut bytes));
+        Cow::Owned(bytes)
+    }
+
+    fn unload_module(
+        &mut self,
+        streams: &mut Streams<SoftwareStream>,
+        _context: ContextId,
+        device: u32,
+        module: software_gpu::Module,
+        functions: Vec<LoadedFunction>,
+    ) -> Result<(), Status> {
+        // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
+        let gpu = self.device(device)?.gpu.clone();
+        let streams = self.streams_of_device(streams, device);
+        streams::after_all(&gpu, &streams, move |_| drop((module, functions)));
+        Ok(())
+    }
+
+    fn module_global(
+        &mut self,
+        _context: ContextId,
+        module: &software_gpu::Module,
+        name: &str,
+    ) -> Result<ModuleGetGlobalReply, Status> {
+        let global = module.global(name).map_err(|e| code(&e))?;
+        Ok(ModuleGetGlobalReply { address: global.address, size: global.size, managed: global.managed })
+    }
+
+    fn set_function_attribute(
+        &mut self,
+        _context: ContextId,
+        function: &mut LoadedFunction,
         attribute: u32,
         value: i32,
     ) -> Result<(), Status> {
         let most = self.devices.first().map_or(0, |d| d.gpu.properties().shared_per_block_optin);
-        let function = self.function(cx, id)?;
         match attribute {
             MAX_DYNAMIC_SHARED => {
                 let fixed = function.function.info().shared_bytes;
@@ -220,251 +307,81 @@ impl Software {
         Ok(())
     }
 
-    fn function(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut LoadedFunction, Status> {
-        let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        module.functions.get_mut(id.index() as usize).ok_or(Status::INVALID_HANDLE)
-    }
-}
-
-impl ModuleOps<Call> for Session<Software> {
-    fn module_load<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: ModuleLoad<'a>,
-    ) -> Result<Answer<ModuleLoadReply>, Status> {
-        cx.context = op.context;
-        let device = self.context(op.context)?.device;
-        if self.modules.contains_key(&op.module.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        let image = cx.input(op.image)?.collect(MAX_IMAGE)?;
-        self.gpu.before_waiting_call(&self.streams, device)?;
-        let gpu = self.device(device)?.gpu.clone();
-        let parts = super::link::unpack(&image).unwrap_or_else(|| vec![&image]);
-        let module = match gpu.link_module(&parts) {
-            Ok(module) => module,
-            Err(error) => {
-                tracing::warn!("module refused: {error}");
-                let (info_size, prints, info_log) = (0, false, String::new());
-                let (Status(result), error_log) = (code(&error), super::link::told(&error));
-                return Ok(Answer::Now(ModuleLoadReply { result, info_size, prints, info_log, error_log }));
-            }
-        };
-        let usual = gpu.properties().shared_per_block;
-        let most_registers = super::link::most_registers(&image, &op.options);
-        let mut functions = Vec::with_capacity(module.functions().len());
-        for info in module.functions() {
-            let function = module.function(&info.name).map_err(|e| code(&e))?;
-            let dynamic_limit = usual.saturating_sub(info.shared_bytes);
-            functions.push(LoadedFunction::new(function, info.registers.min(most_registers), dynamic_limit));
-        }
-        let error_log = super::link::told_of_kernels(module.functions());
-        for reason in module.functions().iter().filter_map(|kernel| kernel.unsupported.as_ref()) {
-            tracing::info!("a module was loaded without all of its kernels: {reason}");
-        }
-        let loaded = LoadedModule { context: op.context.0, module, functions };
-        let table = loaded.table();
-        write_if_it_fits(cx, op.info, &table)?;
-        self.modules.insert(op.module.0, loaded);
-        let capability = gpu.properties().compute_capability;
-        let prints = parts.iter().any(|part| may_print(part, capability) == Some(true));
-        let (info_size, info_log) = (table.len() as u64, String::new());
-        Ok(Answer::Now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log }))
-    }
-
-    fn link_create(&mut self, cx: &mut Call, op: LinkCreate) -> Result<Answer<LinkCreateReply>, Status> {
-        self.create_link(cx, &op).map(|()| Answer::Now(LinkCreateReply {}))
-    }
-
-    fn link_add<'a>(&mut self, cx: &mut Call, op: LinkAdd<'a>) -> Result<Answer<LinkAddReply>, Status> {
-        self.add_to_link(cx, op).map(Answer::Now)
-    }
-
-    fn link_complete(
-        &mut self,
-        cx: &mut Call,
-        op: LinkComplete,
-    ) -> Result<Answer<LinkCompleteReply>, Status> {
-        self.complete_link(cx, op).map(Answer::Now)
-    }
-
-    fn link_destroy(&mut self, cx: &mut Call, op: LinkDestroy) -> Result<(), Status> {
-        self.destroy_link(cx, &op)
-    }
-
-    fn module_info(&mut self, cx: &mut Call, op: ModuleInfo) -> Result<Answer<ModuleInfoReply>, Status> {
-        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        let table = module.table();
-        write_if_it_fits(cx, op.info, &table)?;
-        Ok(Answer::Now(ModuleInfoReply { info_size: table.len() as u64 }))
-    }
-
-    fn module_unload(&mut self, cx: &mut Call, op: ModuleUnload) -> Result<(), Status> {
-        let module = self.modules.remove(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        // Kernels that still run hold what they need of it, but for its variables: those go when the context's work so far is done.
-        let device = self.context(cx.context)?.device;
-        self.gpu.before_waiting_call(&self.streams, device)?;
-        let gpu = self.device(device)?.gpu.clone();
-        super::streams::after_all(&gpu, &self.gpu.streams_of_device(&self.streams, device), move |_| {
-            drop(module)
-        });
-        Ok(())
-    }
-
-    fn module_get_global<'a>(
-        &mut self,
-        cx: &mut Call,
-        op: ModuleGetGlobal<'a>,
-    ) -> Result<Answer<ModuleGetGlobalReply>, Status> {
-        let module = self.modules.get(&op.module.0).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(module.context);
-        let global = module.module.global(op.name).map_err(|e| code(&e))?;
-        Ok(Answer::Now(ModuleGetGlobalReply {
-            address: global.address,
-            size: global.size,
-            managed: global.managed,
-        }))
-    }
-
-    fn function_set_attribute(
-        &mut self,
-        cx: &mut Call,
-        op: FunctionSetAttribute,
-    ) -> Result<Answer<FunctionSetAttributeReply>, Status> {
-        self.set_attribute(cx, op.function, op.attribute, op.value)?;
-        Ok(Answer::Now(FunctionSetAttributeReply {}))
-    }
-
-    fn function_preset(&mut self, cx: &mut Call, op: FunctionPreset) -> Result<(), Status> {
-        self.set_attribute(cx, op.function, op.attribute, op.value)
-    }
-
     fn function_attributes(
         &mut self,
-        cx: &mut Call,
-        op: FunctionAttributes,
-    ) -> Result<Answer<FunctionAttributesReply>, Status> {
-        let function = self.function(cx, op.function)?;
-        let attributes = (0..).map_while(|number| function.attribute(number)).collect();
-        Ok(Answer::Now(FunctionAttributesReply { attributes }))
+        _context: ContextId,
+        function: &LoadedFunction,
+    ) -> Result<Vec<i32>, Status> {
+        Ok((0..).map_while(|number| function.attribute(number)).collect())
     }
 
-    fn occupancy_max_active_blocks(
+    fn max_active_blocks(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxActiveBlocks,
-    ) -> Result<Answer<OccupancyMaxActiveBlocksReply>, Status> {
-        let function = self.function(cx, op.function)?;
+        _context: ContextId,
+        function: &LoadedFunction,
+        op: &OccupancyMaxActiveBlocks,
+    ) -> Result<i32, Status> {
         let dynamic = u32::try_from(op.dynamic_shared).map_err(|_| Status::INVALID_VALUE)?;
         if op.block_size == 0 || dynamic > 1 << 30 {
             return Err(Status::INVALID_VALUE);
         }
         let fits = op.block_size <= function.function.info().max_threads;
-        let blocks = if fits { function.function.max_active_blocks(op.block_size, dynamic) } else { 0 };
-        Ok(Answer::Now(OccupancyMaxActiveBlocksReply { blocks: blocks as i32 }))
+        Ok(if fits { function.function.max_active_blocks(op.block_size, dynamic) as i32 } else { 0 })
     }
 
-    fn occupancy_available_shared(
+    fn available_shared(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyAvailableShared,
-    ) -> Result<Answer<OccupancyAvailableSharedReply>, Status> {
-        let function = self.function(cx, op.function)?;
+        _context: ContextId,
+        function: &LoadedFunction,
+        op: &OccupancyAvailableShared,
+    ) -> Result<u64, Status> {
         if op.block_size == 0 || op.block_size > function.function.info().max_threads {
             return Err(Status::INVALID_VALUE);
         }
         let left = function.function.available_shared(op.blocks, op.block_size);
-        let bytes = left.ok_or(Status::INVALID_VALUE)?.min(function.dynamic_limit);
-        Ok(Answer::Now(OccupancyAvailableSharedReply { bytes: bytes.into() }))
+        Ok(left.ok_or(Status::INVALID_VALUE)?.min(function.dynamic_limit).into())
     }
 
-    fn occupancy_max_active_clusters(
+    fn max_active_clusters(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxActiveClusters,
-    ) -> Result<Answer<OccupancyMaxActiveClustersReply>, Status> {
+        _context: ContextId,
+        function: &LoadedFunction,
+        op: &OccupancyMaxActiveClusters,
+    ) -> Result<i32, Status> {
         let asked = asked(&op.attributes)?;
-        let function = self.function(cx, op.function)?;
         let size = function.clusters(asked.cluster)?.unwrap_or([1; 3]).iter().product::<u32>();
         let resident = function.resident(op.block, op.dynamic_shared);
         // One worker runs all blocks of a cluster, so that one cluster always fits if one block does.
         let clusters = if resident == 0 { 0 } else { (resident / size.max(1)).max(1) };
-        Ok(Answer::Now(OccupancyMaxActiveClustersReply { clusters: clusters as i32 }))
+        Ok(clusters as i32)
     }
 
-    fn occupancy_max_potential_cluster_size(
+    fn max_cluster_size(
         &mut self,
-        cx: &mut Call,
-        op: OccupancyMaxPotentialClusterSize,
-    ) -> Result<Answer<OccupancyMaxPotentialClusterSizeReply>, Status> {
-        let function = self.function(cx, op.function)?;
+        _context: ContextId,
+        function: &LoadedFunction,
+        op: &OccupancyMaxPotentialClusterSize,
+    ) -> Result<i32, Status> {
         let resident = function.resident(op.block, op.dynamic_shared);
-        let size = if resident == 0 { 0 } else { function.max_cluster() };
-        Ok(Answer::Now(OccupancyMaxPotentialClusterSizeReply { size: size as i32 }))
+        Ok(if resident == 0 { 0 } else { function.max_cluster() as i32 })
     }
-}
 
-/// What a launch's attributes ask for, as far as it means anything here.
-#[derive(Default)]
-struct Asked {
-    cooperative: bool,
-    cluster: Option<[u32; 3]>,
-}
-
-/// Reads a launch's attributes. Hints are left out; what would change the result is refused.
-fn asked(attributes: &[LaunchAttribute]) -> Result<Asked, Status> {
-    let mut asked = Asked::default();
-    for attribute in attributes {
-        let word =
-            |i: usize| attribute.value[i * 4..].first_chunk::<4>().map_or(0, |b| u32::from_le_bytes(*b));
-        match attribute.id {
-            // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            2 => asked.cooperative = word(0) != 0,
-            // CLUSTER_DIMENSION
-            4 => asked.cluster = Some([0, 1, 2].map(word)),
-            // IGNORE, and hints: access policy, synchronization policy, cluster scheduling, programmatic serialization, priority, memory
-            // synchronization domains, preferred cluster, shared memory carveout.
-            0 | 1 | 3 | 5 | 6 | 8 | 9 | 10 | 11 | 14 => {}
-            _ => return Err(Status::NOT_SUPPORTED),
-        }
-    }
-    Ok(asked)
-}
-
-impl Software {
-    /// A launch in a context, checked as far as the context's own tables tell.
-    pub(super) fn prepare(
+    fn enter_to_launch(
         &mut self,
         cx: &mut Call,
-        context: ContextId,
-        op: &Launch<'_>,
-    ) -> Result<(Function, LaunchConfig), Status> {
-        let asked = asked(&op.attributes)?;
-        let function = self.function(cx, op.function)?;
-        if cx.context != context {
-            return Err(Status::INVALID_HANDLE);
-        }
-        if op.dynamic_shared > function.dynamic_limit {
-            return Err(Status::INVALID_VALUE);
-        }
-        let config = LaunchConfig {
-            grid: op.grid,
-            block: op.block,
-            dynamic_shared: op.dynamic_shared,
-            cooperative: asked.cooperative,
-            cluster: function.clusters(asked.cluster)?,
-        };
-        Ok((function.function.clone(), config))
+        streams: &mut Streams<SoftwareStream>,
+        id: StreamId,
+    ) -> Result<Place, Status> {
+        self.enter_stream(cx, streams, id)
     }
-}
 
-impl LaunchOps<Call> for Session<Software> {
-    fn launch<'a>(&mut self, cx: &mut Call, op: Launch<'a>) -> Result<(), Status> {
-        let place = self.enter(cx, op.stream)?;
-        let (function, config) = self.prepare(cx, place.context, &op)?;
+    fn launch(
+        &mut self,
+        place: &Place,
+        function: &mut LoadedFunction,
+        op: &Launch<'_>,
+    ) -> Result<(), Status> {
+        let (function, config) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
         place.stream.launch(&function, config, op.params).map_err(|e| {
             match e {
@@ -473,5 +390,32 @@ impl LaunchOps<Call> for Session<Software> {
             }
             code(&e)
         })
+    }
+
+    fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link, Status> {
+        Ok(Link::new(options))
+    }
+
+    fn link_add(
+        &mut self,
+        _context: ContextId,
+        device: u32,
+        link: &mut Link,
+        input: LinkInput<'_>,
+    ) -> Result<(Status, [String; 2]), Status> {
+        Ok(link.add_input(&self.device(device)?.gpu, input))
+    }
+
+    fn link_complete(
+        &mut self,
+        _context: ContextId,
+        device: u32,
+        link: &mut Link,
+    ) -> Result<(Status, [String; 2]), Status> {
+        Ok(link.complete(&self.device(device)?.gpu))
+    }
+
+    fn link_image(link: &Link) -> Option<&[u8]> {
+        link.image()
     }
 }

@@ -2,18 +2,15 @@
 //! told when they are lowered.
 
 use protocol::Status;
-use protocol::handle::ContextId;
 use protocol::ops::module::*;
 
 use object::{Object, ObjectSection};
 use software_gpu::{Error, FunctionInfo, Unsupported};
 
-use super::kernels::{MAX_IMAGE, write_if_it_fits};
-use super::{Software, code};
-use crate::driver::call::Call;
+use super::code;
+use super::kernels::MAX_IMAGE;
+use crate::driver::gpu::LinkInput;
 
-/// Linkers of a session at most.
-const MOST: usize = 256;
 /// Inputs of a linker at most.
 const INPUTS: usize = 1024;
 /// Characters of what is said of an input.
@@ -30,8 +27,7 @@ const REGISTERS: std::ops::Range<usize> = 48..52;
 const MAX_REGISTERS: u32 = 0;
 
 /// A linker at work.
-pub(super) struct Link {
-    pub(super) context: u32,
+pub struct Link {
     registers: u32,
     inputs: Vec<Vec<u8>>,
     bytes: u64,
@@ -146,11 +142,58 @@ pub(super) fn told_of_kernels(kernels: &[FunctionInfo]) -> String {
 }
 
 impl Link {
-    /// Says why an input is refused, or the whole.
-    fn refuse(&mut self, status: Status, name: &str, why: &str) -> u32 {
+    /// A linker with these options.
+    pub(super) fn new(options: &[JitOption]) -> Link {
+        let (inputs, error_log) = (Vec::new(), String::new());
+        Link { registers: allowed(options), inputs, bytes: 0, error_log, image: None }
+    }
+
+    /// Notes why an input is refused, or the whole.
+    fn refuse(&mut self, status: Status, name: &str, why: &str) -> Status {
         tracing::warn!("linker: {name}: {why}");
         self.error_log = why.to_owned();
-        status.0
+        status
+    }
+
+    fn logs(&self) -> [String; 2] {
+        [String::new(), self.error_log.clone()]
+    }
+
+    /// Takes an input in: its result, and the logs until now.
+    pub(super) fn add_input(
+        &mut self,
+        gpu: &software_gpu::Gpu,
+        input: LinkInput<'_>,
+    ) -> (Status, [String; 2]) {
+        let result = match self.add(gpu, input.kind, input.data) {
+            Ok(()) => Status::SUCCESS,
+            Err((status, why)) => self.refuse(status, input.name, &why),
+        };
+        (result, self.logs())
+    }
+
+    /// Links, if that is not done yet: the result, and the logs until now.
+    pub(super) fn complete(&mut self, gpu: &software_gpu::Gpu) -> (Status, [String; 2]) {
+        let mut result = Status::SUCCESS;
+        if self.image.is_none() {
+            let inputs: Vec<&[u8]> = self.inputs.iter().map(Vec::as_slice).collect();
+            let linked = if inputs.is_empty() { Ok(None) } else { gpu.link_module(&inputs).map(Some) };
+            match linked {
+                Ok(Some(_)) => {
+                    let mut image = pack(&self.inputs);
+                    image[REGISTERS].copy_from_slice(&self.registers.to_le_bytes());
+                    self.image = Some(image);
+                }
+                Ok(None) => result = self.refuse(Status::INVALID_VALUE, "the whole", "there is no input"),
+                Err(error) => result = self.refuse(code(&error), "the whole", &told(&error)),
+            }
+        }
+        (result, self.logs())
+    }
+
+    /// The image that came of it.
+    pub(super) fn image(&self) -> Option<&[u8]> {
+        self.image.as_deref()
     }
 
     /// Takes an input in. `Err`: why not.
@@ -187,90 +230,6 @@ impl Link {
         }
         self.bytes = bytes;
         self.inputs.extend(taken);
-        Ok(())
-    }
-}
-
-impl Software {
-    fn link(&mut self, cx: &mut Call, id: u32) -> Result<&mut Link, Status> {
-        let link = self.links.get_mut(&id).ok_or(Status::INVALID_HANDLE)?;
-        cx.context = ContextId(link.context);
-        Ok(link)
-    }
-
-    /// The GPU that a linker's image is for.
-    fn gpu_of_link(&mut self, cx: &mut Call, id: u32) -> Result<software_gpu::Gpu, Status> {
-        let context = ContextId(self.link(cx, id)?.context);
-        let device = self.context(context)?.device;
-        Ok(self.device(device)?.gpu.clone())
-    }
-
-    pub(super) fn create_link(&mut self, cx: &mut Call, op: &LinkCreate) -> Result<(), Status> {
-        cx.context = op.context;
-        self.context(op.context)?;
-        if self.links.contains_key(&op.link.0) {
-            return Err(Status::INVALID_HANDLE);
-        }
-        if self.links.len() >= MOST {
-            return Err(Status::OUT_OF_MEMORY);
-        }
-        let (inputs, error_log) = (Vec::new(), String::new());
-        let registers = allowed(&op.options);
-        let link = Link { context: op.context.0, registers, inputs, bytes: 0, error_log, image: None };
-        self.links.insert(op.link.0, link);
-        Ok(())
-    }
-
-    pub(super) fn add_to_link(&mut self, cx: &mut Call, op: LinkAdd<'_>) -> Result<LinkAddReply, Status> {
-        if op.kind > jit_input::LAST {
-            return Err(Status::INVALID_VALUE);
-        }
-        let mut data = cx.input(op.data)?.collect(MAX_IMAGE)?;
-        if op.kind == jit_input::PTX && data.last() != Some(&0) {
-            data.push(0);
-        }
-        let gpu = self.gpu_of_link(cx, op.link.0)?;
-        let link = self.link(cx, op.link.0)?;
-        let added = link.add(&gpu, op.kind, data);
-        let result = added.map_or_else(|(status, why)| link.refuse(status, op.name, &why), |()| 0);
-        Ok(LinkAddReply { result, info_log: String::new(), error_log: link.error_log.clone() })
-    }
-
-    pub(super) fn complete_link(
-        &mut self,
-        cx: &mut Call,
-        op: LinkComplete,
-    ) -> Result<LinkCompleteReply, Status> {
-        let gpu = self.gpu_of_link(cx, op.link.0)?;
-        let link = self.link(cx, op.link.0)?;
-        let mut result = 0;
-        if link.image.is_none() {
-            let inputs: Vec<&[u8]> = link.inputs.iter().map(Vec::as_slice).collect();
-            let linked = if inputs.is_empty() { Ok(None) } else { gpu.link_module(&inputs).map(Some) };
-            match linked {
-                Ok(Some(_)) => {
-                    let mut image = pack(&link.inputs);
-                    image[REGISTERS].copy_from_slice(&link.registers.to_le_bytes());
-                    link.image = Some(image);
-                }
-                Ok(None) => result = link.refuse(Status::INVALID_VALUE, "the whole", "there is no input"),
-                Err(error) => result = link.refuse(code(&error), "the whole", &told(&error)),
-            }
-        }
-        let error_log = link.error_log.clone();
-        let image = link.image.take();
-        let size = image.as_ref().map_or(0, |image| image.len() as u64);
-        let written = image.as_ref().map_or(Ok(()), |image| write_if_it_fits(cx, op.image, image));
-        self.link(cx, op.link.0)?.image = image;
-        written?;
-        Ok(LinkCompleteReply { result, size, info_log: String::new(), error_log })
-    }
-
-    pub(super) fn destroy_link(&mut self, cx: &mut Call, op: &LinkDestroy) -> Result<(), Status> {
-        // One that is unknown has gone with its context.
-        if let Some(link) = self.links.remove(&op.link.0) {
-            cx.context = ContextId(link.context);
-        }
         Ok(())
     }
 }

@@ -114,7 +114,7 @@ impl GpuMemory for Software {
         self.gpu(device)?.release(address).map(|_| ()).map_err(|e| code(&e))
     }
 
-    fn has_variable(&self, address: u64, len: u64, device: u32) -> bool {
+    fn knows(&self, address: u64, len: u64, device: u32) -> bool {
         let found = self.gpu(device).ok().and_then(|gpu| gpu.allocation(address));
         found.is_some_and(|(start, size)| len <= size - (address - start))
     }

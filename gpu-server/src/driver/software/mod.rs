@@ -39,10 +39,8 @@ use protocol::ops::MayBlock;
 use protocol::ops::device::*;
 use software_gpu::{Gpu, GpuConfig};
 
-use self::array::Arrays;
 use self::imitate::Delays;
 pub use self::imitate::Imitate;
-use self::kernels::LoadedModule;
 use self::mirror::{Granules, Reach};
 use self::stream_memory::Bell;
 use self::streams::SoftwareStream;
@@ -53,7 +51,7 @@ use super::output::{self, Output};
 use super::session::Session;
 use super::space::Space;
 use super::streams::Streams;
-use crate::cli::Backing;
+use crate::config::Backing;
 
 /// The name of every device.
 const NAME: &str = "rgpu software GPU";
@@ -66,14 +64,10 @@ pub struct Software {
     output: Arc<Output>,
     errors: Option<Errors>,
     contexts: HashMap<u32, Context>,
-    modules: HashMap<u32, LoadedModule>,
-    links: HashMap<u32, link::Link>,
-    arrays: Arrays,
     /// What mirrors take.
     granules: Granules,
     beside: Arc<Reach>,
     graphs: graph::Graphs,
-    greens: green::Greens,
     drafts: conditional::Drafts,
     /// Rung by memory operations of streams.
     bell: Arc<Bell>,
@@ -170,13 +164,9 @@ impl Software {
             output,
             errors: None,
             contexts,
-            modules: HashMap::new(),
-            links: HashMap::new(),
-            arrays: Arrays::default(),
             granules: Granules::default(),
             beside: Arc::default(),
             graphs: graph::Graphs::default(),
-            greens: green::Greens::default(),
             drafts: conditional::Drafts::default(),
             bell: Arc::default(),
             imitate: backing.software_imitate,
@@ -232,7 +222,7 @@ impl driver::Gpu for Software {
         self.errors = Some(Errors::new(Arc::clone(client)));
     }
 
-    fn may_wait(&self, may_block: MayBlock, _body: &[u8]) -> bool {
+    fn may_wait(&self, may_block: MayBlock, _is_first_launch: impl FnOnce() -> bool) -> bool {
         self.imitate.waiting_calls && may_block == MayBlock::Context
     }
 
@@ -297,9 +287,6 @@ impl driver::Gpu for Software {
 
     fn forget_context(&mut self, context: ContextId) {
         let context = context.0;
-        self.modules.retain(|_, module| module.context != context);
-        self.links.retain(|_, link| link.context != context);
-        self.forget_arrays(context);
         self.graphs.retain(|_, graph| graph.context != context);
         self.drafts.forget_context(context);
     }
@@ -327,7 +314,6 @@ impl driver::Gpu for Software {
 
     fn reset(&mut self, device: u32) -> Result<(), Status> {
         self.contexts.insert(device, Context::new(device));
-        self.greens.forget(device);
         Ok(())
     }
 
@@ -349,10 +335,6 @@ impl driver::Gpu for Software {
             self.device(device)?.gpu.set_heap_limit(value);
         }
         Ok(())
-    }
-
-    fn has_modules(&self) -> bool {
-        !self.modules.is_empty()
     }
 
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {

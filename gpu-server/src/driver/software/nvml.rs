@@ -9,7 +9,7 @@ use protocol::ops::nvml::{self, FIELD_SIZE, MAX_FIELDS, NvmlPair, NvmlQuery, Out
 use software_gpu::{GpuConfig, Properties};
 
 use super::{DRIVER_VERSION, NAME, numbers, properties};
-use crate::cli::Backing;
+use crate::config::Backing;
 use crate::driver::nvml::Answers;
 use crate::driver::quota::Quota;
 
@@ -414,7 +414,7 @@ mod tests {
 
     fn devices() -> Devices {
         let line = "rgpu-server --backend software --software-memory 1G --software-devices 2 --devices 1,0";
-        let backing = crate::cli::Arguments::parse_from(line.split(' ')).serve.worker.backing;
+        let backing = crate::config::Arguments::parse_from(line.split(' ')).serve.worker.backing;
         Devices::new(&backing, Quota::new("device memory", 1 << 29)).unwrap()
     }
 

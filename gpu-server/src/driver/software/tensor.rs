@@ -1,13 +1,11 @@
 //! Tensor maps: those in tiles, without interleaving, that fill what is outside with zeros. What else CUDA knows is refused.
 
 use protocol::Status;
-use protocol::ops::Answer;
 use protocol::ops::texture::*;
 use software_gpu::TensorMap;
 
 use super::Software;
-use crate::driver::call::Call;
-use crate::driver::session::Session;
+use crate::driver::gpu::GpuTensorMaps;
 
 /// Of `CUtensorMapDataType`: the first that is flushed or rounded when it is copied, and the last that there is.
 const FIRST_ROUNDED: u32 = 10;
@@ -16,14 +14,8 @@ const LAST_TYPE: u32 = 15;
 const SWIZZLE_128: u32 = 3;
 const LAST_SWIZZLE: u32 = 6;
 
-impl TextureOps<Call> for Session<Software> {
-    fn tensor_map_tiled(
-        &mut self,
-        cx: &mut Call,
-        op: TensorMapTiled,
-    ) -> Result<Answer<TensorMapTiledReply>, Status> {
-        cx.context = op.context;
-        self.context(op.context)?;
+impl GpuTensorMaps for Software {
+    fn tensor_map_tiled(&self, op: &TensorMapTiled) -> Result<[u8; 128], Status> {
         let t = &op.tensor;
         let rank = t.sizes.len();
         let mut map = TensorMap {
@@ -36,11 +28,7 @@ impl TextureOps<Call> for Session<Software> {
             steps: [1; 5],
             swizzle: t.swizzle,
         };
-        let whole = (1..=map.sizes.len()).contains(&rank)
-            && t.strides.len() == rank - 1
-            && t.steps.len() == rank
-            && op.box_sizes.len() == rank;
-        if !whole || t.data_type > LAST_TYPE || t.interleave > 2 || t.swizzle > LAST_SWIZZLE || t.fill > 1 {
+        if t.data_type > LAST_TYPE || t.interleave > 2 || t.swizzle > LAST_SWIZZLE || t.fill > 1 {
             return Err(Status::INVALID_VALUE);
         }
         if t.data_type >= FIRST_ROUNDED || t.interleave != 0 || t.swizzle > SWIZZLE_128 || t.fill != 0 {
@@ -50,19 +38,11 @@ impl TextureOps<Call> for Session<Software> {
         map.strides[..rank - 1].copy_from_slice(&t.strides);
         map.tile[..rank].copy_from_slice(&op.box_sizes);
         map.steps[..rank].copy_from_slice(&t.steps);
-        let map = map.encode().map_err(|_| Status::INVALID_VALUE)?;
-        Ok(Answer::Now(TensorMapTiledReply { map }))
+        map.encode().map_err(|_| Status::INVALID_VALUE)
     }
 
-    fn tensor_map_replace_address(
-        &mut self,
-        cx: &mut Call,
-        op: TensorMapReplaceAddress,
-    ) -> Result<Answer<TensorMapReplaceAddressReply>, Status> {
-        cx.context = op.context;
-        self.context(op.context)?;
+    fn tensor_map_replace_address(&self, op: &TensorMapReplaceAddress) -> Result<[u8; 128], Status> {
         let map = TensorMap::decode(&op.map).ok_or(Status::INVALID_VALUE)?;
-        let map = TensorMap { address: op.address, ..map }.encode().map_err(|_| Status::INVALID_VALUE)?;
-        Ok(Answer::Now(TensorMapReplaceAddressReply { map }))
+        TensorMap { address: op.address, ..map }.encode().map_err(|_| Status::INVALID_VALUE)
     }
 }

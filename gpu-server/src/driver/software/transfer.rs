@@ -280,25 +280,10 @@ impl Session<Software> {
 
     pub(super) fn box_work(&self, device: u32, op: &MemcpyDtoD3D) -> std::result::Result<Again, Status> {
         let (source, target) = (Rows::of(&op.src, op.extent), Rows::of(&op.dst, op.extent));
-        let (packed, from_span) = source.sizes()?;
-        let (_, to_span) = target.sizes()?;
+        let ((_, from_span), (_, to_span)) = (source.sizes()?, target.sizes()?);
         let from = self.checked(source.at, from_span, device)?;
         let to = self.checked(target.at, to_span, device)?;
-        Ok(Box::new(move || {
-            let width = source.width.max(1);
-            let mut at = 0;
-            while at < packed {
-                let (row, y, z) = (at / width, at / width % source.height, at / width / source.height);
-                debug_assert!(row < source.height * source.depth);
-                let (a, b) = (
-                    source.at + z * source.slice + y * source.pitch,
-                    target.at + z * target.slice + y * target.pitch,
-                );
-                from.copy_to(a, &to, b, width)?;
-                at += width;
-            }
-            Ok(())
-        }))
+        box_copy(from, source, to, target)
     }
 
     pub(super) fn fill_work(&self, device: u32, op: &Memset) -> std::result::Result<Again, Status> {
@@ -314,4 +299,23 @@ impl Session<Software> {
             (Plane { addr: op.dst, pitch }, op.value, op.element, op.width, op.height);
         Ok(Box::new(move || gpu.fill_2d(plane, value, element, width, height)))
     }
+}
+
+/// The copy of a box between two devices' memory, row by row. Both boxes have the same rows.
+pub(super) fn box_copy(from: Gpu, source: Rows, to: Gpu, target: Rows) -> std::result::Result<Again, Status> {
+    let (packed, _) = source.sizes()?;
+    Ok(Box::new(move || {
+        let width = source.width.max(1);
+        let mut at = 0;
+        while at < packed {
+            let (y, z) = (at / width % source.height, at / width / source.height);
+            let (a, b) = (
+                source.at + z * source.slice + y * source.pitch,
+                target.at + z * target.slice + y * target.pitch,
+            );
+            from.copy_to(a, &to, b, width)?;
+            at += width;
+        }
+        Ok(())
+    }))
 }

@@ -1,4 +1,4 @@
-//! abi::result
+//! What functions come to: status codes, and how a failed or unsupported function answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

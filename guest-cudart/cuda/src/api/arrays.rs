@@ -2,45 +2,37 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{Array3DDescriptor, ArrayDescriptor, Requirements};
-use crate::memory::array;
-use crate::memory::array::{ARRAYS, Array, End, MIPMAPPED, Mipmapped};
+use crate::memory::array::{self, ARRAYS, Array, End, MIPMAPPED, Mipmapped};
 use crate::memory::stream_ordered;
-use crate::process::driver::driver;
-use crate::process::{context, driver};
+use crate::process::context;
+use crate::process::driver::{self, driver};
 use crate::work::copy::{Copier, Mode};
 use client::handle::ArrayId;
 use client::ops::array::{ArrayCreate, ArrayDestroy, ArrayLevel, ArrayRequirements, ArrayShape, flag};
 use client::{Status, lock};
 
-pub(crate) unsafe fn create(to: *mut usize, desc: &Array3DDescriptor) -> Result {
-    non_null(to)?;
+fn create(to: Out<usize>, desc: &Array3DDescriptor) -> Result {
+    to.required()?;
     let (driver, context) = context::ready()?;
     let shape = array::shape(context, desc, false)?;
     let id = array::new_id();
     driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels: 0 })?;
     let made = ARRAYS.insert(Arc::new(Array { id, context, shape, level_of: None }));
-    // SAFETY: not NULL; the program says that it may be written.
-    unsafe { put(to, made.ok_or(Status::OUT_OF_MEMORY)?) }
+    to.put(made.ok_or(Status::OUT_OF_MEMORY)?)
 }
 
-pub(crate) fn requirements(id: ArrayId, shape: &ArrayShape, device: i32, to: *mut Requirements) -> Result {
-    non_null(to)?;
+pub(crate) fn requirements(id: ArrayId, shape: &ArrayShape, device: i32, to: Out<Requirements>) -> Result {
+    to.required()?;
     driver::device(device)?;
     // An array that has memory needs none.
     if shape.flags & flag::DEFERRED_MAPPING == 0 {
         return Err(Status::INVALID_VALUE);
     }
     let found = driver()?.session.call(&ArrayRequirements { array: id })?;
-    // SAFETY: not NULL; the program says that it may be written.
-    unsafe {
-        put(
-            to,
-            Requirements { size: found.size as usize, alignment: found.alignment as usize, reserved: [0; 4] },
-        )
-    }
+    to.put(Requirements { size: found.size as usize, alignment: found.alignment as usize, reserved: [0; 4] })
 }
 
 pub(crate) fn described(shape: &ArrayShape) -> Array3DDescriptor {
@@ -56,15 +48,15 @@ pub(crate) fn described(shape: &ArrayShape) -> Array3DDescriptor {
 }
 
 api! {
-    fn cuArrayCreate_v2(array: *mut usize, desc: *const ArrayDescriptor) {
-        non_null(desc)?;
-        let d = *desc;
+    fn cuArrayCreate_v2(array: Out<usize>, desc: In<ArrayDescriptor>) {
+        desc.required()?;
+        let d = desc.get()?;
         create(array, &Array3DDescriptor { width: d.width, height: d.height, depth: 0, format: d.format, channels: d.channels, flags: 0 })
     }
 
-    fn cuArray3DCreate_v2(array: *mut usize, desc: *const Array3DDescriptor) {
-        non_null(desc)?;
-        create(array, &*desc)
+    fn cuArray3DCreate_v2(array: Out<usize>, desc: In<Array3DDescriptor>) {
+        desc.required()?;
+        create(array, &desc.get()?)
     }
 
     fn cuArrayDestroy(handle: usize) {
@@ -79,37 +71,37 @@ api! {
         driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
     }
 
-    fn cuArrayGetDescriptor_v2(desc: *mut ArrayDescriptor, array: usize) {
-        non_null(desc)?;
+    fn cuArrayGetDescriptor_v2(desc: Out<ArrayDescriptor>, array: usize) {
+        desc.required()?;
         let d = described(&array::of(array)?.shape);
-        put(desc, ArrayDescriptor { width: d.width, height: d.height, format: d.format, channels: d.channels })
+        desc.put(ArrayDescriptor { width: d.width, height: d.height, format: d.format, channels: d.channels })
     }
 
-    fn cuArray3DGetDescriptor_v2(desc: *mut Array3DDescriptor, array: usize) {
-        non_null(desc)?;
-        put(desc, described(&array::of(array)?.shape))
+    fn cuArray3DGetDescriptor_v2(desc: Out<Array3DDescriptor>, array: usize) {
+        desc.required()?;
+        desc.put(described(&array::of(array)?.shape))
     }
 
-    fn cuArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
+    fn cuArrayGetMemoryRequirements(to: Out<Requirements>, array: usize, device: i32) {
         let array = array::of(array)?;
         requirements(array.id, &array.shape, device, to)
     }
 
-    fn cuMipmappedArrayCreate(array: *mut usize, desc: *const Array3DDescriptor, levels: u32) {
-        non_null(array)?;
-        non_null(desc)?;
+    fn cuMipmappedArrayCreate(array: Out<usize>, desc: In<Array3DDescriptor>, levels: u32) {
+        array.required()?;
+        desc.required()?;
         let (driver, context) = context::ready()?;
-        let shape = array::shape(context, &*desc, true)?;
+        let shape = array::shape(context, &desc.get()?, true)?;
         // More levels than halvings are as many as there are.
         let levels = levels.clamp(1, shape.most_levels());
         let id = array::new_id();
         driver.session.call(&ArrayCreate { context: context.id, array: id, shape: shape.clone(), levels })?;
         let made = MIPMAPPED.insert(Arc::new(Mipmapped { id, context, shape, levels, told: Mutex::default() }));
-        put(array, made.ok_or(Status::OUT_OF_MEMORY)?)
+        array.put(made.ok_or(Status::OUT_OF_MEMORY)?)
     }
 
-    fn cuMipmappedArrayGetLevel(level: *mut usize, array: usize, index: u32) {
-        non_null(level)?;
+    fn cuMipmappedArrayGetLevel(level: Out<usize>, array: usize, index: u32) {
+        level.required()?;
         let driver = driver()?;
         let whole = array::mipmapped(array)?;
         if index >= whole.levels {
@@ -117,14 +109,14 @@ api! {
         }
         let mut told = lock(&whole.told);
         if let Some((_, handle)) = told.iter().find(|(of, _)| *of == index) {
-            return put(level, *handle);
+            return level.put(*handle);
         }
         let id = array::new_id();
         driver.session.call(&ArrayLevel { mipmapped: whole.id, level: index, array: id })?;
         let array = Array { id, context: whole.context, shape: whole.shape.level(index), level_of: Some(Arc::downgrade(&whole)) };
         let handle = ARRAYS.insert(Arc::new(array)).ok_or(Status::OUT_OF_MEMORY)?;
         told.push((index, handle));
-        put(level, handle)
+        level.put(handle)
     }
 
     fn cuMipmappedArrayDestroy(handle: usize) {
@@ -138,33 +130,39 @@ api! {
         driver.session.append(&ArrayDestroy { array: array.id }).map(|_| ())
     }
 
-    fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, array: usize, device: i32) {
+    fn cuMipmappedArrayGetMemoryRequirements(to: Out<Requirements>, array: usize, device: i32) {
         let array = array::mipmapped(array)?;
         requirements(array.id, &array.shape, device, to)
     }
 
-    fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, true)
+    unsafe fn cuMemcpyHtoA_v2 / cuMemcpyHtoA_v2_ptds(array: usize, offset: usize, host: usize, bytes: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, true) }
     }
 
-    fn cuMemcpyHtoAAsync_v2 / cuMemcpyHtoAAsync_v2_ptsz(array: usize, offset: usize, host: usize, bytes: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, true)
+    unsafe fn cuMemcpyHtoAAsync_v2 / cuMemcpyHtoAAsync_v2_ptsz(array: usize, offset: usize, host: usize, bytes: usize, stream: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, true) }
     }
 
-    fn cuMemcpyAtoH_v2 / cuMemcpyAtoH_v2_ptds(host: usize, array: usize, offset: usize, bytes: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, false)
+    unsafe fn cuMemcpyAtoH_v2 / cuMemcpyAtoH_v2_ptds(host: usize, array: usize, offset: usize, bytes: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, host as u64, bytes, false) }
     }
 
-    fn cuMemcpyAtoHAsync_v2 / cuMemcpyAtoHAsync_v2_ptsz(host: usize, array: usize, offset: usize, bytes: usize, stream: usize) |pt| {
-        Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, false)
+    unsafe fn cuMemcpyAtoHAsync_v2 / cuMemcpyAtoHAsync_v2_ptsz(host: usize, array: usize, offset: usize, bytes: usize, stream: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(stream, pt, Mode::Async)?.row(array, offset, host as u64, bytes, false) }
     }
 
-    fn cuMemcpyDtoA_v2 / cuMemcpyDtoA_v2_ptds(array: usize, offset: usize, device: u64, bytes: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, true)
+    unsafe fn cuMemcpyDtoA_v2 / cuMemcpyDtoA_v2_ptds(array: usize, offset: usize, device: u64, bytes: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, true) }
     }
 
-    fn cuMemcpyAtoD_v2 / cuMemcpyAtoD_v2_ptds(device: u64, array: usize, offset: usize, bytes: usize) |pt| {
-        Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, false)
+    unsafe fn cuMemcpyAtoD_v2 / cuMemcpyAtoD_v2_ptds(device: u64, array: usize, offset: usize, bytes: usize) |pt| {
+        // SAFETY: the host's memory is as long as the program says.
+        unsafe { Copier::new(0, pt, Mode::Sync)?.row(array, offset, device, bytes, false) }
     }
 
     fn cuMemcpyAtoA_v2 / cuMemcpyAtoA_v2_ptds(dst: usize, dst_offset: usize, src: usize, src_offset: usize, bytes: usize) |pt| {

@@ -3,28 +3,27 @@
 use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{CtxCreateParams, ExecAffinityParam};
 use crate::api::teardown;
 use crate::memory::managed::shared_blocks;
 use crate::memory::stream_ordered;
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::device_attributes::attr;
-use crate::process::driver::driver;
-use crate::process::{context, driver, host_calls};
+use crate::process::driver::{self, driver};
+use crate::process::host_calls;
 use crate::streams::capture_rules;
 use client::{Status, lock, session};
 
 /// `CU_EXEC_AFFINITY_TYPE_SM_COUNT`.
 pub(crate) const EXEC_AFFINITY_SM_COUNT: u32 = 0;
 
-pub(crate) fn create(pctx: *mut usize, flags: u32, dev: i32) -> Result {
-    non_null(pctx)?;
+pub(crate) fn create(pctx: Out<usize>, flags: u32, dev: i32) -> Result {
+    pctx.required()?;
     let context = context::make(driver()?, driver::device(dev)?.ordinal, flags)?;
     context::push(context);
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(pctx, context.handle) }
+    pctx.put(context.handle)
 }
 
 /// Waits for all work of a context, on the program's behalf.
@@ -37,8 +36,8 @@ pub(crate) fn wait_for(context: &'static Context) -> Result {
 }
 
 api! {
-    fn cuCtxCreate_v4(pctx: *mut usize, params: *const CtxCreateParams, flags: u32, dev: i32) {
-        if let Some(params) = params.as_ref()
+    fn cuCtxCreate_v4(pctx: Out<usize>, params: In<CtxCreateParams>, flags: u32, dev: i32) {
+        if let Some(params) = params.optional()
             && (params.numExecAffinityParams != 0 || !params.cigParams.is_null())
         {
             return Err(Status::NOT_SUPPORTED);
@@ -46,17 +45,17 @@ api! {
         create(pctx, flags, dev)
     }
 
-    fn cuCtxCreate_v3(pctx: *mut usize, params: *mut c_void, count: i32, flags: u32, dev: i32) {
+    fn cuCtxCreate_v3(pctx: Out<usize>, params: *mut c_void, count: i32, flags: u32, dev: i32) {
         if count != 0 && !params.is_null() {
             return Err(Status::NOT_SUPPORTED);
         }
         create(pctx, flags, dev)
     }
 
-    fn cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32) {
+    fn cuCtxCreate_v2(pctx: Out<usize>, flags: u32, dev: i32) {
         create(pctx, flags, dev)
     }
-    alias cuCtxCreate = cuCtxCreate_v2(pctx: *mut usize, flags: u32, dev: i32);
+    alias cuCtxCreate = cuCtxCreate_v2(pctx: Out<usize>, flags: u32, dev: i32);
 
     fn cuCtxDestroy_v2(ctx: usize) {
         teardown::destroy(ctx)
@@ -69,66 +68,64 @@ api! {
     }
     alias cuCtxPushCurrent = cuCtxPushCurrent_v2(ctx: usize);
 
-    fn cuCtxPopCurrent_v2(pctx: *mut usize) {
+    fn cuCtxPopCurrent_v2(pctx: Out<usize>) {
         driver()?;
         let popped = context::pop().ok_or(Status::INVALID_CONTEXT)?;
-        if !pctx.is_null() {
-            put(pctx, popped)?;
-        }
+        pctx.put_if_wanted(popped);
         Ok(())
     }
-    alias cuCtxPopCurrent = cuCtxPopCurrent_v2(pctx: *mut usize);
+    alias cuCtxPopCurrent = cuCtxPopCurrent_v2(pctx: Out<usize>);
 
     fn cuCtxSetCurrent(ctx: usize) {
         driver()?;
         context::set_current(ctx)
     }
 
-    fn cuCtxGetCurrent(pctx: *mut usize) {
+    fn cuCtxGetCurrent(pctx: Out<usize>) {
         driver()?;
-        put(pctx, context::current_handle())
+        pctx.put(context::current_handle())
     }
 
-    fn cuCtxGetDevice(device: *mut i32) {
+    fn cuCtxGetDevice(device: Out<i32>) {
         if session::forked() {
             return Err(Status::NOT_INITIALIZED);
         }
-        put(device, context::current()?.device as i32)
+        device.put(context::current()?.device as i32)
     }
 
-    fn cuCtxGetDevice_v2(device: *mut i32, ctx: usize) {
-        put(device, context::of(ctx)?.device as i32)
+    fn cuCtxGetDevice_v2(device: Out<i32>, ctx: usize) {
+        device.put(context::of(ctx)?.device as i32)
     }
 
-    fn cuCtxGetFlags(flags: *mut u32) {
+    fn cuCtxGetFlags(flags: Out<u32>) {
         /// `CU_CTX_MAP_HOST`, which NVIDIA's driver tells of primary contexts alone.
         const MAP_HOST: u32 = 8;
         let context = context::current()?;
-        put(flags, context.flags.load(Ordering::Relaxed) | if context.is_primary() { MAP_HOST } else { 0 })
+        flags.put(context.flags.load(Ordering::Relaxed) | if context.is_primary() { MAP_HOST } else { 0 })
     }
 
-    fn cuCtxGetExecAffinity(param: *mut ExecAffinityParam, kind: u32) {
-        non_null(param)?;
+    fn cuCtxGetExecAffinity(param: Out<ExecAffinityParam>, kind: u32) {
+        param.required()?;
         if kind != EXEC_AFFINITY_SM_COUNT {
             return Err(Status::INVALID_VALUE);
         }
         // No context is limited to a part of its device: such are MPS's.
         let processors = driver::device(context::current()?.device as i32)?.attribute(attr::MULTIPROCESSOR_COUNT);
-        put(param, ExecAffinityParam { kind, processors: processors as u32 })
+        param.put(ExecAffinityParam { kind, processors: processors as u32 })
     }
 
     fn cuCtxSetFlags(flags: u32) {
         context::current()?.set_flags(flags)
     }
 
-    fn cuCtxGetId(ctx: usize, id: *mut u64) {
+    fn cuCtxGetId(ctx: usize, id: Out<u64>) {
         let (context, green) = context::and_green_of(ctx)?;
-        put(id, green.map_or(context.unique, |green| green.unique))
+        id.put(green.map_or(context.unique, |green| green.unique))
     }
 
-    fn cuCtxGetApiVersion(ctx: usize, version: *mut u32) {
+    fn cuCtxGetApiVersion(ctx: usize, version: Out<u32>) {
         context::of(ctx)?;
-        put(version, 3020)
+        version.put(3020)
     }
 
     fn cuCtxSynchronize() {
@@ -139,8 +136,8 @@ api! {
         wait_for(context::of(ctx)?)
     }
 
-    fn cuCtxGetCacheConfig(config: *mut u32) {
-        put(config, context::current()?.cache_config.load(Ordering::Relaxed))
+    fn cuCtxGetCacheConfig(config: Out<u32>) {
+        config.put(context::current()?.cache_config.load(Ordering::Relaxed))
     }
 
     fn cuCtxSetCacheConfig(config: u32) {
@@ -152,10 +149,10 @@ api! {
         Ok(())
     }
 
-    fn cuCtxGetSharedMemConfig(config: *mut u32) {
+    fn cuCtxGetSharedMemConfig(config: Out<u32>) {
         // Four bytes, on every device since Maxwell.
         context::current()?;
-        put(config, 1)
+        config.put(1)
     }
 
     fn cuCtxSetSharedMemConfig(config: u32) {
@@ -166,15 +163,11 @@ api! {
         context::current().map(|_| ())
     }
 
-    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+    fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
         let context = context::current()?;
         let range = driver::device(context.device as i32)?.info.stream_priorities;
-        if !least.is_null() {
-            put(least, range[0])?;
-        }
-        if !greatest.is_null() {
-            put(greatest, range[1])?;
-        }
+        least.put_if_wanted(range[0]);
+        greatest.put_if_wanted(range[1]);
         Ok(())
     }
 
@@ -183,12 +176,12 @@ api! {
         context::current().map(|_| ())
     }
 
-    fn cuCtxAttach(pctx: *mut usize, flags: u32) {
+    fn cuCtxAttach(pctx: Out<usize>, flags: u32) {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
         let context = context::current()?;
-        put(pctx, context::current_handle())?;
+        pctx.put(context::current_handle())?;
         *lock(&context.attached) += 1;
         Ok(())
     }

@@ -1,9 +1,8 @@
 //! Limits of contexts.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::Result;
-use crate::process::context;
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::limits::LAST;
 use client::Status;
 use client::ops::context::{ContextGetLimit, ContextSetLimit};
@@ -20,11 +19,11 @@ pub(crate) fn set(context: &'static Context, limit: u32, value: u64) -> Result {
 }
 
 api! {
-    fn cuCtxGetLimit(value: *mut usize, limit: u32) {
-        non_null(value)?;
+    fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
+        value.required()?;
         let (driver, context) = context::ready()?;
         let ask = || driver.session.call(&ContextGetLimit { context: context.id, limit }).map(|reply| reply.value);
-        put(value, context.limits.get(limit, ask)? as usize)
+        value.put(context.limits.get(limit, ask)? as usize)
     }
 
     fn cuCtxSetLimit(limit: u32, value: usize) {

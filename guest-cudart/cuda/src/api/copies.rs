@@ -1,6 +1,6 @@
 //! Copies.
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::In;
 use crate::abi::result::Result;
 use crate::abi::types::memory_type::{DEVICE, HOST};
 use crate::abi::types::{Memcpy2D, Memcpy3D};
@@ -8,24 +8,11 @@ use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::memory::address::is_device;
 use crate::process::capture::Capture;
-use crate::process::context;
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::driver;
 use crate::work::copy::{Copier, Mode};
 use crate::work::copy_boxes;
 use client::Status;
-
-unsafe fn copy_2d(copier: Copier, copy: *const Memcpy2D) -> Result {
-    non_null(copy)?;
-    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
-    unsafe { copy_box(&copier, &Memcpy3D::from(&*copy), false) }
-}
-
-unsafe fn copy_3d(copier: Copier, copy: *const Memcpy3D, peer: bool) -> Result {
-    non_null(copy)?;
-    // SAFETY: not NULL, and the program says that it may be read; what it describes is the program's to vouch for.
-    unsafe { copy_box(&copier, &*copy, peer) }
-}
 
 /// Puts a copy on the copier's stream, or into the graph that it is captured into.
 ///
@@ -150,58 +137,78 @@ fn peers(dst: usize, src: usize) -> Result<[&'static Context; 2]> {
 }
 
 api! {
-    fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: *const Memcpy2D) |pt| {
-        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    unsafe fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds(copy: In<Memcpy2D>) |pt| {
+        let copier = Copier::new(0, pt, Mode::Sync)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
-    fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: *const Memcpy2D) |pt| {
-        copy_2d(Copier::new(0, pt, Mode::Sync)?, copy)
+    unsafe fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds(copy: In<Memcpy2D>) |pt| {
+        let copier = Copier::new(0, pt, Mode::Sync)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
-    fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: *const Memcpy2D, stream: usize) |pt| {
-        copy_2d(Copier::new(stream, pt, Mode::Async)?, copy)
+    unsafe fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz(copy: In<Memcpy2D>, stream: usize) |pt| {
+        let copier = Copier::new(stream, pt, Mode::Async)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &Memcpy3D::from(&copy.get()?), false) }
     }
 
-    fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: *const Memcpy3D) |pt| {
-        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, false)
+    unsafe fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds(copy: In<Memcpy3D>) |pt| {
+        let copier = Copier::new(0, pt, Mode::Sync)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &copy.get()?, false) }
     }
 
-    fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
-        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, false)
+    unsafe fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz(copy: In<Memcpy3D>, stream: usize) |pt| {
+        let copier = Copier::new(stream, pt, Mode::Async)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &copy.get()?, false) }
     }
 
-    fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: *const Memcpy3D) |pt| {
-        copy_3d(Copier::new(0, pt, Mode::Sync)?, copy, true)
+    unsafe fn cuMemcpy3DPeer / cuMemcpy3DPeer_ptds(copy: In<Memcpy3D>) |pt| {
+        let copier = Copier::new(0, pt, Mode::Sync)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &copy.get()?, true) }
     }
 
-    fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: *const Memcpy3D, stream: usize) |pt| {
-        copy_3d(Copier::new(stream, pt, Mode::Async)?, copy, true)
+    unsafe fn cuMemcpy3DPeerAsync / cuMemcpy3DPeerAsync_ptsz(copy: In<Memcpy3D>, stream: usize) |pt| {
+        let copier = Copier::new(stream, pt, Mode::Async)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { copy_box(&copier, &copy.get()?, true) }
     }
 }
 
 api! {
-    fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
-        unified(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    unsafe fn cuMemcpy / cuMemcpy_ptds(dst: u64, src: u64, len: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { unified(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
-    fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
-        unified(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    unsafe fn cuMemcpyAsync / cuMemcpyAsync_ptsz(dst: u64, src: u64, len: usize, stream: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { unified(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 
-    fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
-        to_device(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    unsafe fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds(dst: u64, src: *const u8, len: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { to_device(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
-    fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
-        to_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    unsafe fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz(dst: u64, src: *const u8, len: usize, stream: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { to_device(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 
-    fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
-        to_host(&Copier::new(0, pt, Mode::Sync)?, dst, src, len)
+    unsafe fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds(dst: *mut u8, src: u64, len: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { to_host(&Copier::new(0, pt, Mode::Sync)?, dst, src, len) }
     }
 
-    fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
-        to_host(&Copier::new(stream, pt, Mode::Async)?, dst, src, len)
+    unsafe fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz(dst: *mut u8, src: u64, len: usize, stream: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { to_host(&Copier::new(stream, pt, Mode::Async)?, dst, src, len) }
     }
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds(dst: u64, src: u64, len: usize) |pt| {

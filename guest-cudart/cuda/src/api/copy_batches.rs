@@ -1,6 +1,8 @@
-//! Batches of copies. Nothing is said of the order of a batch's copies, so they are put on the stream one behind the other; all are checked before the first is.
+//! Batches of copies.
+//!
+//! CUDA defines no order among a batch's copies, so they go on the stream one after the other. All are checked before the first one is enqueued.
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, Memcpy3DBatchOp, Memcpy3DOperand, MemcpyAttributes, memory_type};
 use crate::memory::{array, pending_writes};
@@ -19,27 +21,9 @@ mod order {
 
 /// `CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`, a hint.
 const PREFER_OVERLAP: u32 = 1;
-
 /// `CUmemcpy3DOperandType`.
 const POINTER: u32 = 1;
-
 const ARRAY: u32 = 2;
-
-/// Where a program is told which copy is at fault.
-struct Fault(*mut usize);
-
-impl Fault {
-    /// Tells it, if it wants to know.
-    ///
-    /// # Safety
-    /// The place is NULL or may be written.
-    unsafe fn tell(&self, index: usize) {
-        if !self.0.is_null() {
-            // SAFETY: as the caller says.
-            unsafe { self.0.write(index) };
-        }
-    }
-}
 
 /// A checked copy, and when its source may be read.
 struct Copy {
@@ -136,45 +120,42 @@ fn are_beginnings(first: &[usize], count: usize) -> bool {
         && first.last().is_some_and(|last| *last < count)
 }
 
+/// Puts a batch of copies of bytes in a row on a stream; `fault` is told which copy is at fault.
+///
+/// # Safety
+/// `attributes` and `first` have `attribute_count` entries. As [`Copy::run`].
 unsafe fn lines(
-    dsts: *const u64,
-    srcs: *const u64,
-    sizes: *const usize,
-    count: usize,
-    attributes: *const MemcpyAttributes,
-    first: *const usize,
+    copies: [Array<u64>; 2],
+    sizes: Array<usize>,
+    count: Count,
+    attributes: Array<MemcpyAttributes>,
+    first: Array<usize>,
     attribute_count: usize,
-    fault: Fault,
-    handle: usize,
-    per_thread: bool,
+    fault: Option<Out<usize>>,
+    copier: impl FnOnce() -> Result<Copier>,
 ) -> Result {
-    // SAFETY: the program gives arrays of the lengths that it says, and memory as its copies describe it.
-    unsafe {
-        fault.tell(usize::MAX);
-        let copier = copier(handle, per_thread)?;
-        if count == 0 || attribute_count == 0 || attribute_count > count {
-            return Err(Status::INVALID_VALUE);
-        }
-        non_null(dsts)?;
-        non_null(srcs)?;
-        non_null(sizes)?;
-        non_null(attributes)?;
-        non_null(first)?;
-        let attributes = std::slice::from_raw_parts(attributes, attribute_count);
-        let first = std::slice::from_raw_parts(first, attribute_count);
-        if !are_beginnings(first, count) {
-            return Err(Status::INVALID_VALUE);
-        }
-        let mut copies = Vec::new();
-        for i in 0..count {
-            let of = attributes_of(attributes, first, i).ok_or(Status::INVALID_VALUE)?;
-            let (dst, src, len) = (*dsts.add(i), *srcs.add(i), *sizes.add(i));
-            let copy = check_hints(of.srcAccessOrder, of.flags)
-                .and_then(|()| Copy::new(&copier, line(dst, src, len), of.srcAccessOrder));
-            copies.push(copy.inspect_err(|_| fault.tell(i))?);
-        }
-        run(&copier, &copies)
+    let tell = |index| fault.iter().for_each(|fault| fault.put_if_wanted(index));
+    tell(usize::MAX);
+    let copier = copier()?;
+    if count.get() == 0 || attribute_count == 0 || attribute_count > count.get() {
+        return Err(Status::INVALID_VALUE);
     }
+    let [dsts, srcs] = copies;
+    let (dsts, srcs, sizes) = (dsts.entries(count)?, srcs.entries(count)?, sizes.entries(count)?);
+    // SAFETY: as the caller says.
+    let (attributes, first) = unsafe { (attributes.first(attribute_count)?, first.first(attribute_count)?) };
+    if !are_beginnings(first, count.get()) {
+        return Err(Status::INVALID_VALUE);
+    }
+    let mut copies = Vec::new();
+    for (i, ((dst, src), len)) in dsts.iter().zip(srcs).zip(sizes).enumerate() {
+        let of = attributes_of(attributes, first, i).ok_or(Status::INVALID_VALUE)?;
+        let copy = check_hints(of.srcAccessOrder, of.flags)
+            .and_then(|()| Copy::new(&copier, line(*dst, *src, *len), of.srcAccessOrder));
+        copies.push(copy.inspect_err(|_| tell(i))?);
+    }
+    // SAFETY: as the caller says.
+    unsafe { run(&copier, &copies) }
 }
 
 /// One side of a box: what the description of a copy says of it.
@@ -262,54 +243,59 @@ fn cuboid(op: &Memcpy3DBatchOp) -> Result<Memcpy3D> {
     })
 }
 
+/// The same for copies of boxes.
+///
+/// # Safety
+/// As [`Copy::run`].
 unsafe fn boxes(
-    count: usize,
-    ops: *const Memcpy3DBatchOp,
-    fault: Fault,
+    count: Count,
+    ops: Array<Memcpy3DBatchOp>,
+    fault: Option<Out<usize>>,
     flags: u64,
-    handle: usize,
-    per_thread: bool,
+    copier: impl FnOnce() -> Result<Copier>,
 ) -> Result {
-    // SAFETY: as in `lines`.
-    unsafe {
-        fault.tell(usize::MAX);
-        let copier = copier(handle, per_thread)?;
-        if count == 0 || flags != 0 {
-            return Err(Status::INVALID_VALUE);
-        }
-        non_null(ops)?;
-        let mut copies = Vec::new();
-        for (i, op) in std::slice::from_raw_parts(ops, count).iter().enumerate() {
-            let copy = cuboid(op).and_then(|copy| Copy::new(&copier, copy, op.srcAccessOrder));
-            copies.push(copy.inspect_err(|_| fault.tell(i))?);
-        }
-        run(&copier, &copies)
+    let tell = |index| fault.iter().for_each(|fault| fault.put_if_wanted(index));
+    tell(usize::MAX);
+    let copier = copier()?;
+    if count.get() == 0 || flags != 0 {
+        return Err(Status::INVALID_VALUE);
     }
+    let mut copies = Vec::new();
+    for (i, op) in ops.entries(count)?.iter().enumerate() {
+        let copy = cuboid(op).and_then(|copy| Copy::new(&copier, copy, op.srcAccessOrder));
+        copies.push(copy.inspect_err(|_| tell(i))?);
+    }
+    // SAFETY: as the caller says.
+    unsafe { run(&copier, &copies) }
 }
 
 api! {
-    fn cuMemcpyBatchAsync_v2 / cuMemcpyBatchAsync_v2_ptsz(
-        dsts: *const u64, srcs: *const u64, sizes: *const usize, count: usize, attributes: *const MemcpyAttributes,
-        first: *const usize, attribute_count: usize, stream: usize
+    unsafe fn cuMemcpyBatchAsync_v2 / cuMemcpyBatchAsync_v2_ptsz(
+        dsts: Array<u64>, srcs: Array<u64>, sizes: Array<usize>, count: Count, attributes: Array<MemcpyAttributes>,
+        first: Array<usize>, attribute_count: usize, stream: usize
     ) |pt| {
-        lines(dsts, srcs, sizes, count, attributes, first, attribute_count, Fault(std::ptr::null_mut()), stream, pt)
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { lines([dsts, srcs], sizes, count, attributes, first, attribute_count, None, || copier(stream, pt)) }
     }
 
-    fn cuMemcpyBatchAsync / cuMemcpyBatchAsync_ptsz(
-        dsts: *const u64, srcs: *const u64, sizes: *const usize, count: usize, attributes: *const MemcpyAttributes,
-        first: *const usize, attribute_count: usize, fault: *mut usize, stream: usize
+    unsafe fn cuMemcpyBatchAsync / cuMemcpyBatchAsync_ptsz(
+        dsts: Array<u64>, srcs: Array<u64>, sizes: Array<usize>, count: Count, attributes: Array<MemcpyAttributes>,
+        first: Array<usize>, attribute_count: usize, fault: Out<usize>, stream: usize
     ) |pt| {
-        lines(dsts, srcs, sizes, count, attributes, first, attribute_count, Fault(fault), stream, pt)
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { lines([dsts, srcs], sizes, count, attributes, first, attribute_count, Some(fault), || copier(stream, pt)) }
     }
 
-    fn cuMemcpy3DBatchAsync_v2 / cuMemcpy3DBatchAsync_v2_ptsz(count: usize, ops: *const Memcpy3DBatchOp, flags: u64, stream: usize) |pt| {
-        boxes(count, ops, Fault(std::ptr::null_mut()), flags, stream, pt)
+    unsafe fn cuMemcpy3DBatchAsync_v2 / cuMemcpy3DBatchAsync_v2_ptsz(count: Count, ops: Array<Memcpy3DBatchOp>, flags: u64, stream: usize) |pt| {
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { boxes(count, ops, None, flags, || copier(stream, pt)) }
     }
 
-    fn cuMemcpy3DBatchAsync / cuMemcpy3DBatchAsync_ptsz(
-        count: usize, ops: *const Memcpy3DBatchOp, fault: *mut usize, flags: u64, stream: usize
+    unsafe fn cuMemcpy3DBatchAsync / cuMemcpy3DBatchAsync_ptsz(
+        count: Count, ops: Array<Memcpy3DBatchOp>, fault: Out<usize>, flags: u64, stream: usize
     ) |pt| {
-        boxes(count, ops, Fault(fault), flags, stream, pt)
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { boxes(count, ops, Some(fault), flags, || copier(stream, pt)) }
     }
 }
 

@@ -1,21 +1,20 @@
-//! Devices: everything was asked for once, in `cuInit`.
+//! Initialization, devices and their primary contexts. `cuInit` has asked the server for everything that these functions answer.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 use std::sync::atomic::Ordering;
 
-use crate::abi::arguments::put;
+use crate::abi::arguments::{Out, Text, non_null};
 use crate::abi::result::Result;
 use crate::abi::types::DevProp;
 use crate::api::teardown;
 use crate::process::device_attributes::attr;
-use crate::process::driver;
-use crate::process::driver::{device, driver};
+use crate::process::driver::{self, device, driver};
 use client::Status;
 
 /// Writes text with its NUL, cut to `len` bytes.
 unsafe fn put_text(to: *mut c_char, len: i32, text: &str) -> Result {
     let len = usize::try_from(len).ok().filter(|len| *len > 0).ok_or(Status::INVALID_VALUE)?;
-    crate::abi::arguments::non_null(to)?;
+    non_null(to)?;
     let n = text.len().min(len - 1);
     // SAFETY: the program says that `len` bytes may be written at `to`; n + 1 ≤ len.
     unsafe {
@@ -57,57 +56,58 @@ api! {
         driver::init().map(|_| ())
     }
 
-    fn cuDriverGetVersion(version: *mut i32) {
+    fn cuDriverGetVersion(version: Out<i32>) {
         // Answered before `cuInit` and without a server: the version of the API that this library has.
-        put(version, driver().map_or(crate::process::driver::API_VERSION, |driver| driver.version))
+        version.put(driver().map_or(crate::process::driver::API_VERSION, |driver| driver.version))
     }
 
-    fn cuDeviceGet(device: *mut i32, ordinal: i32) {
-        crate::abi::arguments::non_null(device)?;
+    fn cuDeviceGet(device: Out<i32>, ordinal: i32) {
+        device.required()?;
         driver::device(ordinal)?;
-        put(device, ordinal)
+        device.put(ordinal)
     }
 
-    fn cuDeviceGetCount(count: *mut i32) {
+    fn cuDeviceGetCount(count: Out<i32>) {
         let driver = driver()?;
-        put(count, driver.devices.len() as i32)
+        count.put(driver.devices.len() as i32)
     }
 
-    fn cuDeviceGetName(name: *mut c_char, len: i32, dev: i32) {
-        put_text(name, len, &device(dev)?.info.name)
+    unsafe fn cuDeviceGetName(name: *mut c_char, len: i32, dev: i32) {
+        // SAFETY: room for as many bytes as the length says, by CUDA's manual.
+        unsafe { put_text(name, len, &device(dev)?.info.name) }
     }
 
-    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], dev: i32) {
-        put(uuid, device(dev)?.info.uuid)
+    fn cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, dev: i32) {
+        uuid.put(device(dev)?.info.uuid)
     }
-    alias cuDeviceGetUuid = cuDeviceGetUuid_v2(uuid: *mut [u8; 16], dev: i32);
+    alias cuDeviceGetUuid = cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, dev: i32);
 
-    fn cuDeviceGetLuid(luid: *mut c_char, mask: *mut u32, dev: i32) {
+    fn cuDeviceGetLuid(luid: *mut c_char, mask: Out<u32>, dev: i32) {
         // A name that only Windows gives to devices.
         let _ = (luid, mask);
         device(dev)?;
         Err(Status::NOT_SUPPORTED)
     }
 
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, dev: i32) {
+    fn cuDeviceTotalMem_v2(bytes: Out<usize>, dev: i32) {
         let total = device(dev)?.info.total_memory;
-        put(bytes, total as usize)
+        bytes.put(total as usize)
     }
 
-    fn cuDeviceGetAttribute(value: *mut i32, attribute: u32, dev: i32) {
-        crate::abi::arguments::non_null(value)?;
+    fn cuDeviceGetAttribute(value: Out<i32>, attribute: u32, dev: i32) {
+        value.required()?;
         let device = device(dev)?;
         let found = device.attributes.get(attribute as usize).copied().flatten();
         if found.is_none() {
             client::log::debug(format_args!("device attribute {attribute} is not known to the server"));
         }
-        put(value, found.ok_or(Status::INVALID_VALUE)?)
+        value.put(found.ok_or(Status::INVALID_VALUE)?)
     }
 
-    fn cuDeviceGetProperties(prop: *mut DevProp, dev: i32) {
+    fn cuDeviceGetProperties(prop: Out<DevProp>, dev: i32) {
         let d = device(dev)?;
         let three = |first: usize| [d.attribute(first), d.attribute(first + 1), d.attribute(first + 2)];
-        put(prop, DevProp {
+        prop.put(DevProp {
             maxThreadsPerBlock: d.attribute(attr::MAX_THREADS_PER_BLOCK),
             maxThreadsDim: three(attr::MAX_BLOCK_DIM_X),
             maxGridSize: three(attr::MAX_GRID_DIM_X),
@@ -121,40 +121,41 @@ api! {
         })
     }
 
-    fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, dev: i32) {
+    fn cuDeviceComputeCapability(major: Out<i32>, minor: Out<i32>, dev: i32) {
         let device = device(dev)?;
-        crate::abi::arguments::non_null(minor)?;
-        put(major, device.attribute(attr::COMPUTE_CAPABILITY_MAJOR))?;
-        put(minor, device.attribute(attr::COMPUTE_CAPABILITY_MINOR))
+        minor.required()?;
+        major.put(device.attribute(attr::COMPUTE_CAPABILITY_MAJOR))?;
+        minor.put(device.attribute(attr::COMPUTE_CAPABILITY_MINOR))
     }
 
-    fn cuDeviceGetPCIBusId(text: *mut c_char, len: i32, dev: i32) {
-        put_text(text, len, &pci_bus_id(&device(dev)?.info.pci))
+    unsafe fn cuDeviceGetPCIBusId(text: *mut c_char, len: i32, dev: i32) {
+        // SAFETY: room for as many bytes as the length says, by CUDA's manual.
+        unsafe { put_text(text, len, &pci_bus_id(&device(dev)?.info.pci)) }
     }
 
-    fn cuDeviceGetByPCIBusId(dev: *mut i32, text: *const c_char) {
-        crate::abi::arguments::non_null(dev)?;
-        crate::abi::arguments::non_null(text)?;
+    fn cuDeviceGetByPCIBusId(dev: Out<i32>, text: Text) {
+        dev.required()?;
+        text.required()?;
         let driver = driver()?;
-        let wanted = CStr::from_ptr(text).to_str().ok().and_then(parse_pci_bus_id).ok_or(Status::INVALID_VALUE)?;
+        let wanted = text.get()?.to_str().ok().and_then(parse_pci_bus_id).ok_or(Status::INVALID_VALUE)?;
         let found = driver.devices.iter().find(|device| device.info.pci == wanted).ok_or(Status::INVALID_DEVICE)?;
-        put(dev, found.ordinal as i32)
+        dev.put(found.ordinal as i32)
     }
 
-    fn cuDeviceGetExecAffinitySupport(value: *mut i32, kind: u32, dev: i32) {
+    fn cuDeviceGetExecAffinitySupport(value: Out<i32>, kind: u32, dev: i32) {
         device(dev)?;
         if kind != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        put(value, 0)
+        value.put(0)
     }
 
-    fn cuDevicePrimaryCtxRetain(context: *mut usize, dev: i32) {
-        crate::abi::arguments::non_null(context)?;
+    fn cuDevicePrimaryCtxRetain(context: Out<usize>, dev: i32) {
+        context.required()?;
         let device = device(dev)?;
         driver()?.session.check()?;
         device.primary.retain();
-        put(context, device.primary.handle)
+        context.put(device.primary.handle)
     }
 
     fn cuDevicePrimaryCtxRelease_v2(dev: i32) {
@@ -173,11 +174,11 @@ api! {
     }
     alias cuDevicePrimaryCtxSetFlags = cuDevicePrimaryCtxSetFlags_v2(dev: i32, flags: u32);
 
-    fn cuDevicePrimaryCtxGetState(dev: i32, flags: *mut u32, active: *mut i32) {
+    fn cuDevicePrimaryCtxGetState(dev: i32, flags: Out<u32>, active: Out<i32>) {
         let primary = device(dev)?.primary;
-        crate::abi::arguments::non_null(active)?;
-        put(flags, primary.flags.load(Ordering::Relaxed))?;
-        put(active, primary.is_alive().into())
+        active.required()?;
+        flags.put(primary.flags.load(Ordering::Relaxed))?;
+        active.put(primary.is_alive().into())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use crate::abi::arguments::put;
+use crate::abi::arguments::Out;
 use client::Status;
 
 /// Every code of `cuda.h` 13.0, in order.
@@ -115,13 +115,13 @@ fn entry(code: u32) -> Option<&'static (u32, &'static CStr, &'static CStr)> {
 }
 
 api! {
-    fn cuGetErrorName(code: u32, text: *mut *const c_char) {
-        put(text, entry(code).map_or(std::ptr::null(), |entry| entry.1.as_ptr()))?;
+    fn cuGetErrorName(code: u32, text: Out<*const c_char>) {
+        text.put(entry(code).map_or(std::ptr::null(), |entry| entry.1.as_ptr()))?;
         entry(code).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 
-    fn cuGetErrorString(code: u32, text: *mut *const c_char) {
-        put(text, entry(code).map_or(std::ptr::null(), |entry| entry.2.as_ptr()))?;
+    fn cuGetErrorString(code: u32, text: Out<*const c_char>) {
+        text.put(entry(code).map_or(std::ptr::null(), |entry| entry.2.as_ptr()))?;
         entry(code).map(|_| ()).ok_or(Status::INVALID_VALUE)
     }
 }

@@ -2,17 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::{Result, code};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::memory::managed::shared_blocks;
 use crate::process::device_attributes::attr;
-use crate::process::driver::driver;
-use crate::process::ids;
-use crate::process::{capture, context, driver, host_calls, stream};
-use crate::streams::event::{DISABLE_TIMING, EVENTS, INTERPROCESS};
-use crate::streams::{event, stream_table};
+use crate::process::driver::{self, driver};
+use crate::process::{capture, context, host_calls, ids, stream};
+use crate::streams::event::{self, DISABLE_TIMING, EVENTS, INTERPROCESS};
+use crate::streams::stream_table;
 use client::ops::event::{EventDestroy, EventElapsed};
 use client::{Status, lock};
 
@@ -48,8 +47,8 @@ pub(crate) fn record(handle: usize, stream: usize, per_thread: bool, flags: u32)
     Ok(())
 }
 
-pub(crate) fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Result {
-    non_null(milliseconds)?;
+pub(crate) fn elapsed(milliseconds: Out<f32>, start: usize, end: usize) -> Result {
+    milliseconds.required()?;
     let (start, end) = (event::of(start)?, event::of(end)?);
     let driver = driver()?;
     driver.session.check()?;
@@ -77,13 +76,12 @@ pub(crate) fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Resul
             reply.milliseconds
         }
     };
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(milliseconds, time) }
+    milliseconds.put(time)
 }
 
 api! {
-    fn cuEventCreate(event: *mut usize, flags: u32) {
-        non_null(event)?;
+    fn cuEventCreate(event: Out<usize>, flags: u32) {
+        event.required()?;
         if flags & !7 != 0 || flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
             return Err(Status::INVALID_VALUE);
         }
@@ -92,7 +90,7 @@ api! {
         if flags & INTERPROCESS != 0 && device.attribute(attr::IPC_EVENT_SUPPORTED) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        put(event, EVENTS.insert(Arc::new(event::make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
+        event.put(EVENTS.insert(Arc::new(event::make(driver, context, flags)?)).ok_or(Status::OUT_OF_MEMORY)?)
     }
 
     fn cuEventDestroy_v2(event: usize) {
@@ -150,8 +148,8 @@ api! {
         result
     }
 
-    fn cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize) {
+    fn cuEventElapsedTime(milliseconds: Out<f32>, start: usize, end: usize) {
         elapsed(milliseconds, start, end)
     }
-    alias cuEventElapsedTime_v2 = cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize);
+    alias cuEventElapsedTime_v2 = cuEventElapsedTime(milliseconds: Out<f32>, start: usize, end: usize);
 }

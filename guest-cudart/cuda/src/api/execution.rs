@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::In;
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{LaunchAttr, LaunchConfig};
 use crate::code::library;
@@ -15,8 +15,7 @@ use crate::memory::{managed, pinned};
 use crate::process::device_attributes::attr;
 use crate::process::stream;
 use crate::streams::{event, stream_table};
-use crate::work::launch;
-use crate::work::launch::{Shape, launch_attr};
+use crate::work::launch::{self, Shape, launch_attr};
 use client::Status;
 use client::ops::launch::{Launch, LaunchAttribute};
 
@@ -106,29 +105,31 @@ pub(crate) fn cooperative() -> Vec<LaunchAttribute> {
 }
 
 api! {
-    fn cuLaunchKernel / cuLaunchKernel_ptsz(
+    unsafe fn cuLaunchKernel / cuLaunchKernel_ptsz(
         function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
         params: *const *const c_void, extra: *const *mut c_void
     ) |pt| {
-        launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra)
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { launch(function, Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared }, stream, pt, Vec::new(), params, extra) }
     }
 
-    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
-        config: *const LaunchConfig, function: usize, params: *const *const c_void, extra: *const *mut c_void
+    unsafe fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz(
+        config: In<LaunchConfig>, function: usize, params: *const *const c_void, extra: *const *mut c_void
     ) |pt| {
         static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(config)?;
-        let c = *config;
+        config.required()?;
+        let c = config.get()?;
         let shape = Shape { grid: c.grid, block: c.block, shared: c.sharedMemBytes };
-        let attributes = launch::attributes(&c)?;
-        let events = events(&c)?;
+        // SAFETY: the array has as many attributes as the program says.
+        let (attributes, events) = unsafe { (launch::attributes(&c)?, events(&c)?) };
         if attributes.iter().any(|attribute| attribute.id == launch_attr::COOPERATIVE && attribute.value[0] != 0) {
             let (driver, context, _lent) = stream_table::ready_on(c.hStream)?;
             let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
             crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shape.shared)?;
         }
         if events.is_empty() {
-            return launch(function, shape, c.hStream, pt, attributes, params, extra);
+            // SAFETY: as CUDA's manual has it, which the program vouches for.
+            return unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) };
         }
         let (driver, context, _lent) = stream_table::ready_on(c.hStream)?;
         let stream = stream_table::any(driver, context, c.hStream, pt)?;
@@ -136,11 +137,12 @@ api! {
             return refuse_form("a captured launch that records an event", &SAID);
         }
         let events = events.into_iter().map(event::of).collect::<Result<Vec<_>>>()?;
-        launch(function, shape, c.hStream, pt, attributes, params, extra)?;
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { launch(function, shape, c.hStream, pt, attributes, params, extra) }?;
         events.iter().try_for_each(|event| event::record_on(driver, event, stream.clone()))
     }
 
-    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
+    unsafe fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz(
         function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const c_void
     ) |pt| {
         let (driver, context, _lent) = stream_table::ready_on(stream)?;
@@ -150,6 +152,7 @@ api! {
         }
         let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
         crate::api::occupancy::check_cooperative(device, function, &shape.grid, &shape.block, shared)?;
-        launch(function, shape, stream, pt, cooperative(), params, std::ptr::null())
+        // SAFETY: as CUDA's manual has it, which the program vouches for.
+        unsafe { launch(function, shape, stream, pt, cooperative(), params, std::ptr::null()) }
     }
 }

@@ -3,28 +3,23 @@
 use std::ffi::c_char;
 use std::sync::Weak;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::Result;
 use crate::code::library;
 use client::Status;
 use client::ops::module::Param;
 
-pub(crate) unsafe fn put_param(param: &Param, offset: *mut usize, size: *mut usize) -> Result {
-    non_null(offset)?;
-    // SAFETY: checked not to be NULL; the program says that they may be written.
-    unsafe {
-        put(offset, param.offset as usize)?;
-        if !size.is_null() {
-            put(size, param.size as usize)?;
-        }
-    }
+/// Tells where a parameter is, and its size if the program wants it.
+pub(crate) fn put_param(param: &Param, offset: Out<usize>, size: Out<usize>) -> Result {
+    offset.put(param.offset as usize)?;
+    size.put_if_wanted(param.size as usize);
     Ok(())
 }
 
 api! {
-    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: usize) {
-        non_null(value)?;
-        put(value, library::of(function)?.get(number)?)
+    fn cuFuncGetAttribute(value: Out<i32>, number: u32, function: usize) {
+        value.required()?;
+        value.put(library::of(function)?.get(number)?)
     }
 
     fn cuFuncSetAttribute(function: usize, number: u32, value: i32) {
@@ -41,27 +36,27 @@ api! {
         if config > 2 { Err(Status::INVALID_VALUE) } else { Ok(()) }
     }
 
-    fn cuFuncGetModule(module: *mut usize, function: usize) {
-        non_null(module)?;
+    fn cuFuncGetModule(module: Out<usize>, function: usize) {
+        module.required()?;
         let function = library::of(function)?;
         let found = function.module.get().and_then(Weak::upgrade).or_else(|| library::module_of(&function));
-        put(module, found.ok_or(Status::INVALID_HANDLE)?.handle()?)
+        module.put(found.ok_or(Status::INVALID_HANDLE)?.handle()?)
     }
 
-    fn cuFuncGetName(name: *mut *const c_char, function: usize) {
+    fn cuFuncGetName(name: Out<*const c_char>, function: usize) {
         // The text lives as long as the module is loaded, as CUDA says.
-        put(name, library::of(function)?.name.as_ptr())
+        name.put(library::of(function)?.name.as_ptr())
     }
 
-    fn cuFuncGetParamInfo(function: usize, index: usize, offset: *mut usize, size: *mut usize) {
+    fn cuFuncGetParamInfo(function: usize, index: usize, offset: Out<usize>, size: Out<usize>) {
         let function = library::of(function)?;
         put_param(function.param(index)?, offset, size)
     }
 
-    fn cuFuncIsLoaded(loaded: *mut u32, function: usize) {
-        non_null(loaded)?;
+    fn cuFuncIsLoaded(loaded: Out<u32>, function: usize) {
+        loaded.required()?;
         library::of(function)?;
-        put(loaded, 1)
+        loaded.put(1)
     }
 
     fn cuFuncLoad(function: usize) {

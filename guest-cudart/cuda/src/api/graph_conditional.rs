@@ -1,6 +1,6 @@
 //! Conditions of graphs.
 
-use crate::abi::arguments::put;
+use crate::abi::arguments::Out;
 use crate::abi::result::Result;
 use crate::graph::{Graph, instance};
 use crate::process::context;
@@ -30,8 +30,8 @@ pub(crate) fn create(graph: &Graph, ctx: usize, default: u32, flags: u32) -> Res
 }
 
 api! {
-    fn cuGraphConditionalHandleCreate(handle: *mut u64, graph: usize, ctx: usize, default: u32, flags: u32) {
-        crate::abi::arguments::non_null(handle)?;
-        put(handle, create(&*crate::graph::of(graph)?, ctx, default, flags)?)
+    fn cuGraphConditionalHandleCreate(handle: Out<u64>, graph: usize, ctx: usize, default: u32, flags: u32) {
+        handle.required()?;
+        handle.put(create(&*crate::graph::of(graph)?, ctx, default, flags)?)
     }
 }

@@ -1,44 +1,54 @@
 //! Looking at graphs: nodes, edges, a drawing.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, OsStr, c_char};
+use std::ffi::OsStr;
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{InOut, Out, OutArray, Text};
 use crate::abi::result::{Result, code};
 use crate::graph::node_work::Work;
 use crate::graph::{Edge, EdgeData, Graph, node, of};
 use client::{Status, log};
 
 /// Where handles are told, and which.
-type Place<T> = (*mut usize, fn(&T) -> usize);
+type Place<'a, T> = (OutArray<'a, usize>, fn(&T) -> usize);
 
-/// Writes as many of `found` as there is room for, zeros behind them, and their number; only the number when there is no place.
-unsafe fn list<T: Copy>(found: &[T], to: &[Place<T>], count: *mut usize) -> Result {
-    non_null(count)?;
-    // SAFETY: not NULL; the program gives room for as many handles as it says, in each place that is not NULL.
-    unsafe {
-        if to.iter().all(|(to, _)| to.is_null()) {
-            return put(count, found.len());
-        }
-        let room = *count;
-        for (to, handle) in to.iter().filter(|(to, _)| !to.is_null()) {
-            for i in 0..room {
-                put(to.add(i), found.get(i).map_or(0, handle))?;
-            }
-        }
-        put(count, room.min(found.len()))
+/// Writes as many of `found` as there is room for, and zeros behind them.
+///
+/// # Safety
+/// There is room for `room` values, unless `to` is NULL.
+unsafe fn fill<T: Copy + Default>(to: OutArray<T>, found: impl Iterator<Item = T>, room: usize) -> Result {
+    // SAFETY: as the caller says.
+    unsafe { to.put(found.chain(std::iter::repeat(T::default())).take(room)) }
+}
+
+/// Tells as many of `found` as there is room for, and their number; only the number when there is no place.
+///
+/// # Safety
+/// Each place that is not NULL has room for as many handles as `count` says.
+unsafe fn list<T: Copy>(found: &[T], to: &[Place<'_, T>], count: InOut<usize>) -> Result {
+    let room = count.get()?;
+    if to.iter().all(|(to, _)| to.is_null()) {
+        return count.put(found.len());
     }
+    for (to, handle) in to.iter().filter(|(to, _)| !to.is_null()) {
+        // SAFETY: as the caller says.
+        unsafe { fill(*to, found.iter().map(handle), room) }?;
+    }
+    count.put(room.min(found.len()))
 }
 
 /// Handles of the nodes that `which` picks.
+///
+/// # Safety
+/// As of [`list`].
 unsafe fn picked(
     graph: &Arc<Graph>,
     which: impl Fn(&[Edge]) -> bool,
-    to: *mut usize,
-    count: *mut usize,
+    to: OutArray<usize>,
+    count: InOut<usize>,
 ) -> Result {
     let mut ids = Vec::new();
     graph.each(|id, node| {
@@ -47,7 +57,7 @@ unsafe fn picked(
         }
     });
     let handles: Result<Vec<usize>> = ids.into_iter().map(|id| Graph::node(graph, id)).collect();
-    // SAFETY: as the program says.
+    // SAFETY: as the caller says.
     unsafe { list(&handles?, &[(to, |handle| *handle)], count) }
 }
 
@@ -72,49 +82,71 @@ fn edges(graph: &Arc<Graph>, which: impl Fn(u64, u64) -> bool) -> Result<Vec<Nam
 }
 
 /// Tells edges. Without a place for their data, those that have some are not told.
-unsafe fn tell(found: &[Named], to: &[Place<Named>], data: *mut EdgeData, count: *mut usize) -> Result {
-    non_null(count)?;
+///
+/// # Safety
+/// As of [`list`], and of the place for data.
+unsafe fn tell(
+    found: &[Named],
+    to: &[Place<'_, Named>],
+    data: OutArray<EdgeData>,
+    count: InOut<usize>,
+) -> Result {
+    let room = count.get()?;
     let wanted = to.iter().any(|(to, _)| !to.is_null());
     if wanted && data.is_null() && found.iter().any(|edge| edge.data != [0; 8]) {
         return Err(code::LOSSY_QUERY);
     }
-    // SAFETY: as the program says, in each place that is not NULL.
+    // SAFETY: as the caller says.
     unsafe {
         if wanted && !data.is_null() {
-            for i in 0..*count {
-                put(data.add(i), found.get(i).map_or([0; 8], |edge| edge.data))?;
-            }
+            fill(data, found.iter().map(|edge| edge.data), room)?;
         }
         list(found, to, count)
     }
 }
 
+/// # Safety
+/// As of [`list`].
 unsafe fn graph_edges(
     graph: usize,
-    from: *mut usize,
-    to: *mut usize,
-    data: *mut EdgeData,
-    count: *mut usize,
+    from: OutArray<usize>,
+    to: OutArray<usize>,
+    data: OutArray<EdgeData>,
+    count: InOut<usize>,
 ) -> Result {
     let found = edges(&of(graph)?, |_, _| true)?;
     if from.is_null() != to.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as the program says.
+    // SAFETY: as the caller says.
     unsafe { tell(&found, &[(from, |edge| edge.from), (to, |edge| edge.to)], data, count) }
 }
 
-unsafe fn dependencies(handle: usize, to: *mut usize, data: *mut EdgeData, count: *mut usize) -> Result {
+/// # Safety
+/// As of [`list`].
+unsafe fn dependencies(
+    handle: usize,
+    to: OutArray<usize>,
+    data: OutArray<EdgeData>,
+    count: InOut<usize>,
+) -> Result {
     let (graph, id) = node(handle)?;
     let found = edges(&graph, |_, to| to == id)?;
-    // SAFETY: as the program says.
+    // SAFETY: as the caller says.
     unsafe { tell(&found, &[(to, |edge| edge.from)], data, count) }
 }
 
-unsafe fn dependents(handle: usize, to: *mut usize, data: *mut EdgeData, count: *mut usize) -> Result {
+/// # Safety
+/// As of [`list`].
+unsafe fn dependents(
+    handle: usize,
+    to: OutArray<usize>,
+    data: OutArray<EdgeData>,
+    count: InOut<usize>,
+) -> Result {
     let (graph, id) = node(handle)?;
     let found = edges(&graph, |from, _| from == id)?;
-    // SAFETY: as the program says.
+    // SAFETY: as the caller says.
     unsafe { tell(&found, &[(to, |edge| edge.to)], data, count) }
 }
 
@@ -238,49 +270,57 @@ fn draw(graph: &Arc<Graph>, flags: u32, numbers: &mut HashMap<u64, usize>, out: 
 }
 
 api! {
-    fn cuGraphGetNodes(graph: usize, nodes: *mut usize, count: *mut usize) {
-        picked(&of(graph)?, |_| true, nodes, count)
+    unsafe fn cuGraphGetNodes(graph: usize, nodes: OutArray<usize>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { picked(&of(graph)?, |_| true, nodes, count) }
     }
 
-    fn cuGraphGetRootNodes(graph: usize, nodes: *mut usize, count: *mut usize) {
-        picked(&of(graph)?, |before| before.is_empty(), nodes, count)
+    unsafe fn cuGraphGetRootNodes(graph: usize, nodes: OutArray<usize>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { picked(&of(graph)?, |before| before.is_empty(), nodes, count) }
     }
 
-    fn cuGraphGetEdges(graph: usize, from: *mut usize, to: *mut usize, count: *mut usize) {
-        graph_edges(graph, from, to, std::ptr::null_mut(), count)
+    unsafe fn cuGraphGetEdges(graph: usize, from: OutArray<usize>, to: OutArray<usize>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { graph_edges(graph, from, to, OutArray::NULL, count) }
     }
 
-    fn cuGraphGetEdges_v2(graph: usize, from: *mut usize, to: *mut usize, data: *mut EdgeData, count: *mut usize) {
-        graph_edges(graph, from, to, data, count)
+    unsafe fn cuGraphGetEdges_v2(graph: usize, from: OutArray<usize>, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { graph_edges(graph, from, to, data, count) }
     }
 
-    fn cuGraphNodeGetDependencies(node: usize, to: *mut usize, count: *mut usize) {
-        dependencies(node, to, std::ptr::null_mut(), count)
+    unsafe fn cuGraphNodeGetDependencies(node: usize, to: OutArray<usize>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { dependencies(node, to, OutArray::NULL, count) }
     }
 
-    fn cuGraphNodeGetDependencies_v2(node: usize, to: *mut usize, data: *mut EdgeData, count: *mut usize) {
-        dependencies(node, to, data, count)
+    unsafe fn cuGraphNodeGetDependencies_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { dependencies(node, to, data, count) }
     }
 
-    fn cuGraphNodeGetDependentNodes(node: usize, to: *mut usize, count: *mut usize) {
-        dependents(node, to, std::ptr::null_mut(), count)
+    unsafe fn cuGraphNodeGetDependentNodes(node: usize, to: OutArray<usize>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { dependents(node, to, OutArray::NULL, count) }
     }
 
-    fn cuGraphNodeGetDependentNodes_v2(node: usize, to: *mut usize, data: *mut EdgeData, count: *mut usize) {
-        dependents(node, to, data, count)
+    unsafe fn cuGraphNodeGetDependentNodes_v2(node: usize, to: OutArray<usize>, data: OutArray<EdgeData>, count: InOut<usize>) {
+        // SAFETY: room for as many as the count says, by CUDA's manual.
+        unsafe { dependents(node, to, data, count) }
     }
 
-    fn cuGraphNodeGetType(node: usize, kind: *mut u32) {
-        put(kind, crate::graph::work_of(node)?.kind())
+    fn cuGraphNodeGetType(node: usize, kind: Out<u32>) {
+        kind.put(crate::graph::work_of(node)?.kind())
     }
 
-    fn cuGraphDebugDotPrint(graph: usize, path: *const c_char, flags: u32) {
+    fn cuGraphDebugDotPrint(graph: usize, path: Text, flags: u32) {
         let graph = of(graph)?;
-        non_null(path)?;
+        path.required()?;
         let mut out = String::from("digraph dot {\n");
         draw(&graph, flags, &mut HashMap::new(), &mut out);
         out.push_str("}\n");
-        let path = OsStr::from_bytes(CStr::from_ptr(path).to_bytes());
+        let path = OsStr::from_bytes(path.get()?.to_bytes());
         std::fs::write(path, out).map_err(|error| {
             log::warn(format_args!("a graph's drawing in {}: {error}", path.display()));
             Status::INVALID_VALUE

@@ -1,10 +1,10 @@
-//! The functions of the API that instantiate graphs, launch and change instances.
+//! Instantiating graphs, and launching and changing instances.
 
 use std::ffi::c_char;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, InOut, Out};
 use crate::abi::result::{Result, code, refuse_form};
 use crate::abi::types::{
     BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, InstantiateParams, KernelNodeParams,
@@ -83,60 +83,60 @@ fn set(handle: usize, node: usize, work: Result<Work>) -> Result {
     })
 }
 
-unsafe fn apply(handle: usize, graph: usize, info: *mut UpdateResultInfo) -> Result {
-    non_null(info)?;
+fn apply(handle: usize, graph: usize, info: Out<UpdateResultInfo>) -> Result {
+    info.required()?;
     let (driver, exec) = exec(handle)?;
     let graph = of(graph)?;
     let (result, node, from) = match exec.update(driver, &graph) {
         Ok(()) => (update::SUCCESS, 0, 0),
         Err(why) => why,
     };
-    // SAFETY: not NULL; the program says that it may be written.
-    unsafe { put(info, UpdateResultInfo { result, errorNode: node, errorFromNode: from }) }?;
+    info.put(UpdateResultInfo { result, errorNode: node, errorFromNode: from })?;
     if result == update::SUCCESS { Ok(()) } else { Err(code::GRAPH_EXEC_UPDATE_FAILURE) }
 }
 
 api! {
-    fn cuGraphInstantiate(made: *mut usize, graph: usize, error: *mut usize, log: *mut c_char, size: usize) {
-        non_null(made)?;
-        if !error.is_null() {
-            put(error, 0)?;
+    fn cuGraphInstantiate(made: Out<usize>, graph: usize, error: Out<usize>, log: Out<c_char>, size: usize) {
+        made.required()?;
+        error.put_if_wanted(0);
+        if size != 0 {
+            log.put_if_wanted(0);
         }
-        if !log.is_null() && size != 0 {
-            put(log, 0)?;
-        }
-        put(made, instantiate(graph, 0)?)
+        made.put(instantiate(graph, 0)?)
     }
-    alias cuGraphInstantiate_v2 = cuGraphInstantiate(made: *mut usize, graph: usize, error: *mut usize, log: *mut c_char, size: usize);
+    alias cuGraphInstantiate_v2 = cuGraphInstantiate(made: Out<usize>, graph: usize, error: Out<usize>, log: Out<c_char>, size: usize);
 
-    fn cuGraphInstantiateWithFlags(made: *mut usize, graph: usize, flags: u64) {
-        non_null(made)?;
+    fn cuGraphInstantiateWithFlags(made: Out<usize>, graph: usize, flags: u64) {
+        made.required()?;
         if flags & flag::UPLOAD != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        put(made, instantiate(graph, flags)?)
+        made.put(instantiate(graph, flags)?)
     }
 
-    fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz(made: *mut usize, graph: usize, params: *mut InstantiateParams) |pt| {
-        non_null(made)?;
-        non_null(params)?;
-        (*params).error_node = 0;
+    fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz(made: Out<usize>, graph: usize, params: InOut<InstantiateParams>) |pt| {
+        made.required()?;
+        let mut p = params.get()?;
         // Until it is otherwise.
-        (*params).result = answer::ERROR;
-        let handle = instantiate(graph, (*params).flags).inspect_err(|_| {
+        (p.error_node, p.result) = (0, answer::ERROR);
+        params.put(p)?;
+        let handle = instantiate(graph, p.flags).inspect_err(|_| {
             if of(graph).is_ok_and(|graph| conditional::has_unused(&graph)) {
-                (*params).result = answer::UNUSED_CONDITION;
+                p.result = answer::UNUSED_CONDITION;
             }
-        })?;
-        if (*params).flags & flag::UPLOAD != 0 {
-            upload(handle, (*params).stream, pt).inspect_err(|_| drop(EXECS.remove(handle)))?;
+        });
+        params.put(p)?;
+        let handle = handle?;
+        if p.flags & flag::UPLOAD != 0 {
+            upload(handle, p.stream, pt).inspect_err(|_| drop(EXECS.remove(handle)))?;
         }
-        (*params).result = answer::SUCCESS;
-        put(made, handle)
+        p.result = answer::SUCCESS;
+        params.put(p)?;
+        made.put(handle)
     }
 
-    fn cuGraphExecGetFlags(handle: usize, flags: *mut u64) {
-        put(flags, exec(handle)?.1.flags)
+    fn cuGraphExecGetFlags(handle: usize, flags: Out<u64>) {
+        flags.put(exec(handle)?.1.flags)
     }
 
     fn cuGraphUpload / cuGraphUpload_ptsz(handle: usize, stream: usize) |pt| {
@@ -152,41 +152,43 @@ api! {
         EXECS.remove(handle).map(drop).ok_or(Status::INVALID_VALUE)
     }
 
-    fn cuGraphExecUpdate_v2(handle: usize, graph: usize, info: *mut UpdateResultInfo) {
+    fn cuGraphExecUpdate_v2(handle: usize, graph: usize, info: Out<UpdateResultInfo>) {
         apply(handle, graph, info)
     }
 
-    fn cuGraphExecUpdate(handle: usize, graph: usize, node: *mut usize, result: *mut u32) {
-        non_null(result)?;
+    fn cuGraphExecUpdate(handle: usize, graph: usize, node: Out<usize>, result: Out<u32>) {
+        result.required()?;
         let mut info = UpdateResultInfo { result: 0, errorNode: 0, errorFromNode: 0 };
-        let applied = apply(handle, graph, &mut info);
-        put(result, info.result)?;
-        if !node.is_null() {
-            put(node, info.errorNode)?;
-        }
+        let applied = apply(handle, graph, Out::from(&mut info));
+        result.put(info.result)?;
+        node.put_if_wanted(info.errorNode);
         applied
     }
 
-    fn cuGraphExecKernelNodeSetParams(handle: usize, node: usize, p: *const KernelNodeParams1) {
-        non_null(p)?;
-        set(handle, node, node_description::kernel(&KernelNodeParams::from(&*p)))
+    unsafe fn cuGraphExecKernelNodeSetParams(handle: usize, node: usize, p: In<KernelNodeParams1>) {
+        p.required()?;
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::kernel(In::from(&KernelNodeParams::from(&p.get()?))) };
+        set(handle, node, work)
     }
 
-    fn cuGraphExecKernelNodeSetParams_v2(handle: usize, node: usize, p: *const KernelNodeParams) {
-        set(handle, node, node_description::kernel(p))
+    unsafe fn cuGraphExecKernelNodeSetParams_v2(handle: usize, node: usize, p: In<KernelNodeParams>) {
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::kernel(p) };
+        set(handle, node, work)
     }
 
-    fn cuGraphExecMemcpyNodeSetParams(handle: usize, node: usize, p: *const Memcpy3D, ctx: usize) {
+    fn cuGraphExecMemcpyNodeSetParams(handle: usize, node: usize, p: In<Memcpy3D>, ctx: usize) {
         context::of(ctx)?;
-        set(handle, node, Work::copy(driver()?, p))
+        set(handle, node, Work::copy(driver()?, &p.get()?))
     }
 
-    fn cuGraphExecMemsetNodeSetParams(handle: usize, node: usize, p: *const MemsetNodeParams, ctx: usize) {
+    fn cuGraphExecMemsetNodeSetParams(handle: usize, node: usize, p: In<MemsetNodeParams>, ctx: usize) {
         context::of(ctx)?;
-        set(handle, node, Work::fill(driver()?, p))
+        set(handle, node, Work::fill(driver()?, &p.get()?))
     }
 
-    fn cuGraphExecHostNodeSetParams(handle: usize, node: usize, p: *const HostNodeParams) {
+    fn cuGraphExecHostNodeSetParams(handle: usize, node: usize, p: In<HostNodeParams>) {
         set(handle, node, node_description::host(p))
     }
 
@@ -194,8 +196,10 @@ api! {
         set(handle, node, node_description::child(part))
     }
 
-    fn cuGraphExecBatchMemOpNodeSetParams(handle: usize, node: usize, p: *const BatchMemOpNodeParams) {
-        set(handle, node, node_description::words(p))
+    unsafe fn cuGraphExecBatchMemOpNodeSetParams(handle: usize, node: usize, p: In<BatchMemOpNodeParams>) {
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::words(p) };
+        set(handle, node, work)
     }
 
     fn cuGraphExecEventRecordNodeSetEvent(handle: usize, node: usize, event: usize) {
@@ -206,16 +210,18 @@ api! {
         set(handle, node, node_description::waited(event))
     }
 
-    fn cuGraphExecNodeSetParams(handle: usize, node: usize, p: *mut GraphNodeParams) {
+    unsafe fn cuGraphExecNodeSetParams(handle: usize, node: usize, p: In<GraphNodeParams>) {
         work_of(node)?;
-        set(handle, node, node_description::described(p))
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::described(p) };
+        set(handle, node, work)
     }
 
     fn cuGraphNodeSetEnabled(handle: usize, node: usize, enabled: u32) {
         exec(handle)?.1.enabled(node, Some(enabled != 0)).map(|_| ())
     }
 
-    fn cuGraphNodeGetEnabled(handle: usize, node: usize, enabled: *mut u32) {
-        put(enabled, exec(handle)?.1.enabled(node, None)?.into())
+    fn cuGraphNodeGetEnabled(handle: usize, node: usize, enabled: Out<u32>) {
+        enabled.put(exec(handle)?.1.enabled(node, None)?.into())
     }
 }

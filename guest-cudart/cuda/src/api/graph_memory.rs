@@ -5,8 +5,7 @@ use std::ffi::c_void;
 use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
 use crate::memory::{graph_chunks, stream_ordered};
-use crate::process::driver;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{self, Driver, driver};
 use client::Status;
 
 /// Memory that graphs of a device have and do not use goes back: a question about it.
@@ -16,19 +15,22 @@ pub(crate) fn device(device: i32) -> Result<(&'static Driver, u32)> {
 }
 
 api! {
-    fn cuDeviceGetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
+    unsafe fn cuDeviceGetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
         non_null(value)?;
         let (_, device) = device(dev)?;
         // CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, …_HIGH, …_RESERVED_MEM_CURRENT, …_HIGH
         let bytes = *graph_chunks::figures(device).get(attribute as usize).ok_or(Status::INVALID_VALUE)?;
-        put(value.cast(), bytes)
+        // SAFETY: not NULL, and of the attributes' type, as CUDA's manual gives it: 64 bits.
+        unsafe { put(value.cast(), bytes) }
     }
 
-    fn cuDeviceSetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
+    unsafe fn cuDeviceSetGraphMemAttribute(dev: i32, attribute: u32, value: *mut c_void) {
         non_null(value)?;
         let (_, device) = device(dev)?;
+        // SAFETY: not NULL, and of the attributes' type, as CUDA's manual gives it: 64 bits.
+        let bytes = unsafe { value.cast::<u64>().read() };
         // The two high-water marks can only be set to 0.
-        if !matches!(attribute, 1 | 3) || value.cast::<u64>().read() != 0 {
+        if !matches!(attribute, 1 | 3) || bytes != 0 {
             return Err(Status::INVALID_VALUE);
         }
         graph_chunks::reset_high(device, attribute == 3);

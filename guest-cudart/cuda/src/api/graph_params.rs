@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{
     AttrValue, BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, KernelNodeParams1,
@@ -52,41 +52,45 @@ fn set_attributes(handle: usize, change: impl FnOnce(&Kernel) -> Vec<LaunchAttri
 }
 
 api! {
-    fn cuGraphKernelNodeGetParams(node: usize, p: *mut KernelNodeParams1) {
+    fn cuGraphKernelNodeGetParams(node: usize, p: Out<KernelNodeParams1>) {
         let KernelNodeParams { func, grid, block, sharedMemBytes, kernelParams, extra, kern, .. } = kernel(node)?.describe();
         // The older form knows no kernels.
         let func = if func != 0 { func } else { crate::code::library::function_of(kern)? };
-        put(p, KernelNodeParams1 { func, grid, block, sharedMemBytes, kernelParams, extra })
+        p.put(KernelNodeParams1 { func, grid, block, sharedMemBytes, kernelParams, extra })
     }
 
-    fn cuGraphKernelNodeGetParams_v2(node: usize, p: *mut KernelNodeParams) {
-        put(p, kernel(node)?.describe())
+    fn cuGraphKernelNodeGetParams_v2(node: usize, p: Out<KernelNodeParams>) {
+        p.put(kernel(node)?.describe())
     }
 
-    fn cuGraphKernelNodeSetParams(node: usize, p: *const KernelNodeParams1) {
-        non_null(p)?;
-        replace(node, node_description::kernel(&KernelNodeParams::from(&*p)))
+    unsafe fn cuGraphKernelNodeSetParams(node: usize, p: In<KernelNodeParams1>) {
+        p.required()?;
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::kernel(In::from(&KernelNodeParams::from(&p.get()?))) };
+        replace(node, work)
     }
 
-    fn cuGraphKernelNodeSetParams_v2(node: usize, p: *const KernelNodeParams) {
-        replace(node, node_description::kernel(p))
+    unsafe fn cuGraphKernelNodeSetParams_v2(node: usize, p: In<KernelNodeParams>) {
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::kernel(p) };
+        replace(node, work)
     }
 
-    fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: *mut AttrValue) {
+    fn cuGraphKernelNodeGetAttribute(node: usize, attribute: u32, value: Out<AttrValue>) {
         let kernel = kernel(node)?;
         if !is_known(attribute) {
             return Err(Status::INVALID_VALUE);
         }
         let found = kernel.attributes.iter().find(|found| found.id == attribute);
-        put(value, AttrValue(found.map_or([0; 64], |found| found.value)))
+        value.put(AttrValue(found.map_or([0; 64], |found| found.value)))
     }
 
-    fn cuGraphKernelNodeSetAttribute(node: usize, attribute: u32, value: *const AttrValue) {
-        non_null(value)?;
+    fn cuGraphKernelNodeSetAttribute(node: usize, attribute: u32, value: In<AttrValue>) {
+        value.required()?;
         if !is_known(attribute) {
             return Err(Status::INVALID_VALUE);
         }
-        let value = (*value).0;
+        let value = value.get()?.0;
         set_attributes(node, |kernel| {
             let mut all = kernel.attributes.clone();
             all.retain(|other| other.id != attribute);
@@ -100,49 +104,49 @@ api! {
         set_attributes(to, |_| from.attributes.clone())
     }
 
-    fn cuGraphMemcpyNodeGetParams(node: usize, p: *mut Memcpy3D) {
+    fn cuGraphMemcpyNodeGetParams(node: usize, p: Out<Memcpy3D>) {
         match work_of(node)? {
-            Work::Copy(copy) => put(p, copy),
+            Work::Copy(copy) => p.put(copy),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuGraphMemcpyNodeSetParams(node: usize, p: *const Memcpy3D) {
-        replace(node, Work::copy(driver()?, p))
+    fn cuGraphMemcpyNodeSetParams(node: usize, p: In<Memcpy3D>) {
+        replace(node, Work::copy(driver()?, &p.get()?))
     }
 
-    fn cuGraphMemsetNodeGetParams(node: usize, p: *mut MemsetNodeParams) {
+    fn cuGraphMemsetNodeGetParams(node: usize, p: Out<MemsetNodeParams>) {
         match work_of(node)? {
-            Work::Fill(fill) => put(p, fill),
+            Work::Fill(fill) => p.put(fill),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuGraphMemsetNodeSetParams(node: usize, p: *const MemsetNodeParams) {
-        replace(node, Work::fill(driver()?, p))
+    fn cuGraphMemsetNodeSetParams(node: usize, p: In<MemsetNodeParams>) {
+        replace(node, Work::fill(driver()?, &p.get()?))
     }
 
-    fn cuGraphHostNodeGetParams(node: usize, p: *mut HostNodeParams) {
+    fn cuGraphHostNodeGetParams(node: usize, p: Out<HostNodeParams>) {
         match work_of(node)? {
-            Work::Host(function, data) => put(p, HostNodeParams { function: Some(function), userData: data.0 }),
+            Work::Host(function, data) => p.put(HostNodeParams { function: Some(function), userData: data.0 }),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuGraphHostNodeSetParams(node: usize, p: *const HostNodeParams) {
+    fn cuGraphHostNodeSetParams(node: usize, p: In<HostNodeParams>) {
         replace(node, node_description::host(p))
     }
 
-    fn cuGraphChildGraphNodeGetGraph(node: usize, graph: *mut usize) {
+    fn cuGraphChildGraphNodeGetGraph(node: usize, graph: Out<usize>) {
         match work_of(node)? {
-            Work::Child(child) => put(graph, Graph::handle(&child)?),
+            Work::Child(child) => graph.put(Graph::handle(&child)?),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuGraphBatchMemOpNodeGetParams(node: usize, p: *mut BatchMemOpNodeParams) {
+    fn cuGraphBatchMemOpNodeGetParams(node: usize, p: Out<BatchMemOpNodeParams>) {
         match work_of(node)? {
-            Work::Words(words) => put(p, BatchMemOpNodeParams {
+            Work::Words(words) => p.put(BatchMemOpNodeParams {
                 ctx: crate::graph::node(node)?.0.context.handle,
                 count: words.given.len() as u32,
                 // As long as the node stays as it is.
@@ -153,13 +157,15 @@ api! {
         }
     }
 
-    fn cuGraphBatchMemOpNodeSetParams(node: usize, p: *const BatchMemOpNodeParams) {
-        replace(node, node_description::words(p))
+    unsafe fn cuGraphBatchMemOpNodeSetParams(node: usize, p: In<BatchMemOpNodeParams>) {
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::words(p) };
+        replace(node, work)
     }
 
-    fn cuGraphEventRecordNodeGetEvent(node: usize, event: *mut usize) {
+    fn cuGraphEventRecordNodeGetEvent(node: usize, event: Out<usize>) {
         match work_of(node)? {
-            Work::Record(found) => put(event, found),
+            Work::Record(found) => event.put(found),
             _ => Err(Status::INVALID_VALUE),
         }
     }
@@ -168,9 +174,9 @@ api! {
         replace(node, node_description::recorded(event))
     }
 
-    fn cuGraphEventWaitNodeGetEvent(node: usize, event: *mut usize) {
+    fn cuGraphEventWaitNodeGetEvent(node: usize, event: Out<usize>) {
         match work_of(node)? {
-            Work::Wait(found) => put(event, found),
+            Work::Wait(found) => event.put(found),
             _ => Err(Status::INVALID_VALUE),
         }
     }
@@ -179,9 +185,9 @@ api! {
         replace(node, node_description::waited(event))
     }
 
-    fn cuGraphMemAllocNodeGetParams(node: usize, p: *mut MemAllocNodeParams) {
+    fn cuGraphMemAllocNodeGetParams(node: usize, p: Out<MemAllocNodeParams>) {
         let Work::Alloc(memory) = work_of(node)? else { return Err(Status::INVALID_VALUE) };
-        put(p, MemAllocNodeParams {
+        p.put(MemAllocNodeParams {
             poolProps: MemPoolProps {
                 allocType: 1,
                 handleTypes: 0,
@@ -198,15 +204,17 @@ api! {
         })
     }
 
-    fn cuGraphMemFreeNodeGetParams(node: usize, address: *mut u64) {
+    fn cuGraphMemFreeNodeGetParams(node: usize, address: Out<u64>) {
         match work_of(node)? {
-            Work::Free(found) => put(address, found),
+            Work::Free(found) => address.put(found),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuGraphNodeSetParams(node: usize, p: *mut GraphNodeParams) {
+    unsafe fn cuGraphNodeSetParams(node: usize, p: In<GraphNodeParams>) {
         work_of(node)?;
-        replace(node, node_description::described(p))
+        // SAFETY: what the structure leads to is as CUDA's manual says, which the program vouches for.
+        let work = unsafe { node_description::described(p) };
+        replace(node, work)
     }
 }

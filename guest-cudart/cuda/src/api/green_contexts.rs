@@ -1,26 +1,25 @@
-//! Green contexts: contexts that have a part of their device.
+//! Green contexts and partitions of a device.
 //!
-//! What is in one is in the device's primary context: memory, modules, events. Its own are its streams, and its default stream, which a thread uses whose current context it is.
+//! The objects in a green context (memory, modules, events) belong to the device's primary context. Only its streams are its own, among them the default stream of threads that have it current.
 //!
-//! A part of a device is a structure that programs copy about ([`DevResource`]). Ours holds the number by which the server knows the part, which keeps what its driver made.
+//! A program copies [`DevResource`] structures around freely. Ours hold the number under which the server knows the partition; the server keeps what its driver made.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, In, InOut, Out, OutArray};
 use crate::abi::result::{Result, code};
 use crate::abi::types::DevResource;
 use crate::api::teardown;
-use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
+use crate::process::context::{self, Context};
+use crate::process::driver::{self, Driver, driver};
 use crate::process::fences;
 use crate::process::green::{ANY, GREENS, Green};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::process::{context, driver};
-use crate::streams::event::Event;
-use crate::streams::green_gates::{GATES, Whole};
-use crate::streams::{event, green_gates, stream_table};
+use crate::streams::event::{self, Event};
+use crate::streams::green_gates::{self, GATES, Whole};
+use crate::streams::stream_table;
 use client::handle::{DescriptorId, GreenId};
 use client::ops::green::{GreenCreate, GreenDestroy, MAX_GROUPS, PartDescribe, PartGet, PartSplit};
 use client::{Status, lock};
@@ -102,28 +101,25 @@ fn wait_all(driver: &Driver, (context, green): Whole, event: &Event) -> Result {
     Ok(())
 }
 
-fn part(to: *mut DevResource, device: u32, green: Option<GreenId>, kind: u32) -> Result {
-    non_null(to)?;
+fn part(to: Out<DevResource>, device: u32, green: Option<GreenId>, kind: u32) -> Result {
+    to.required()?;
     if kind != SM {
         return Err(code::INVALID_RESOURCE_TYPE);
     }
     let reply = driver()?.session.call(&PartGet { device, green, kind })?;
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(to, DevResource::holding(&reply.part)) }
+    to.put(DevResource::holding(&reply.part))
 }
 
-unsafe fn split(
-    groups: *mut DevResource,
-    count: *mut u32,
-    input: *const DevResource,
-    rest: *mut DevResource,
+fn split(
+    groups: OutArray<DevResource>,
+    count: InOut<u32>,
+    input: In<DevResource>,
+    rest: Out<DevResource>,
     flags: u32,
     least: u32,
 ) -> Result {
     let driver = driver()?;
-    // SAFETY: NULL, or the program's to be read.
-    let (input, wanted) = unsafe { (input.as_ref(), count.as_ref()) };
-    let (input, wanted) = (input.ok_or(Status::INVALID_VALUE)?, *wanted.ok_or(Status::INVALID_VALUE)?);
+    let (input, wanted) = (input.get()?, count.get()?);
     if input.kind != SM {
         return Err(code::INVALID_RESOURCE_TYPE);
     }
@@ -133,28 +129,22 @@ unsafe fn split(
     if reply.groups.len() > wanted.unwrap_or(0) as usize {
         return Err(Status::UNKNOWN);
     }
-    for (place, group) in reply.groups.iter().enumerate() {
-        // SAFETY: the program says that there is room for as many as it wants, and there are no more.
-        unsafe { groups.add(place).write(DevResource::holding(group)) };
+    if !groups.is_null() {
+        // SAFETY: there is room for as many as `count` says, by CUDA's manual, and there are no more.
+        unsafe { groups.put(reply.groups.iter().map(DevResource::holding)) }?;
     }
-    // SAFETY: the program's to be written, where it is not NULL.
-    unsafe {
-        if !rest.is_null() {
-            rest.write(DevResource::holding(&reply.rest));
-        }
-        put(count, reply.count)
-    }
+    rest.put_if_wanted(DevResource::holding(&reply.rest));
+    count.put(reply.count)
 }
 
-unsafe fn describe(to: *mut usize, parts: *const DevResource, count: u32) -> Result {
+fn describe(to: Out<usize>, parts: Array<DevResource>, count: Count<u32>) -> Result {
     let driver = driver()?;
-    non_null(to)?;
-    non_null(parts)?;
-    if count == 0 || count > MAX_GROUPS {
+    to.required()?;
+    parts.required()?;
+    if count.get() == 0 || count.get() > MAX_GROUPS as usize {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: the program says that there are as many.
-    let parts = unsafe { std::slice::from_raw_parts(parts, count as usize) };
+    let parts = parts.entries(count)?;
     if parts.iter().any(|part| part.kind != SM) {
         return Err(code::INVALID_RESOURCE_TYPE);
     }
@@ -163,13 +153,12 @@ unsafe fn describe(to: *mut usize, parts: *const DevResource, count: u32) -> Res
     driver.session.call(&PartDescribe { descriptor, parts })?;
     let mut all = lock(&DESCRIPTORS);
     all.push(descriptor);
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(to, all.len()) }
+    to.put(all.len())
 }
 
-fn create(to: *mut usize, descriptor: usize, dev: i32, flags: u32) -> Result {
+fn create(to: Out<usize>, descriptor: usize, dev: i32, flags: u32) -> Result {
     let driver = driver()?;
-    non_null(to)?;
+    to.required()?;
     let device = driver::device(dev)?;
     let found = descriptor.checked_sub(1).and_then(|place| lock(&DESCRIPTORS).get(place).copied());
     let descriptor = found.ok_or(Status::INVALID_VALUE)?;
@@ -193,8 +182,7 @@ fn create(to: *mut usize, descriptor: usize, dev: i32, flags: u32) -> Result {
     let handle = GREENS.insert(green.clone()).ok_or(Status::OUT_OF_MEMORY)?;
     green.handle.get_or_init(|| handle);
     ANY.store(true, Ordering::Release);
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(to, handle) }
+    to.put(handle)
 }
 
 fn destroy(handle: usize) -> Result {
@@ -213,31 +201,31 @@ fn destroy(handle: usize) -> Result {
 }
 
 api! {
-    fn cuDeviceGetDevResource(device: i32, resource: *mut DevResource, kind: u32) {
+    fn cuDeviceGetDevResource(device: i32, resource: Out<DevResource>, kind: u32) {
         part(resource, driver::device(device)?.ordinal, None, kind)
     }
 
-    fn cuCtxGetDevResource(ctx: usize, resource: *mut DevResource, kind: u32) {
+    fn cuCtxGetDevResource(ctx: usize, resource: Out<DevResource>, kind: u32) {
         let (context, green) = context::and_green_of(ctx)?;
         part(resource, context.device, green.map(|green| green.id), kind)
     }
 
-    fn cuGreenCtxGetDevResource(ctx: usize, resource: *mut DevResource, kind: u32) {
+    fn cuGreenCtxGetDevResource(ctx: usize, resource: Out<DevResource>, kind: u32) {
         let (_, green) = of(ctx)?;
         part(resource, green.context.device, Some(green.id), kind)
     }
 
     fn cuDevSmResourceSplitByCount(
-        groups: *mut DevResource, count: *mut u32, input: *const DevResource, rest: *mut DevResource, flags: u32, least: u32
+        groups: OutArray<DevResource>, count: InOut<u32>, input: In<DevResource>, rest: Out<DevResource>, flags: u32, least: u32
     ) {
         split(groups, count, input, rest, flags, least)
     }
 
-    fn cuDevResourceGenerateDesc(descriptor: *mut usize, resources: *mut DevResource, count: u32) {
+    fn cuDevResourceGenerateDesc(descriptor: Out<usize>, resources: Array<DevResource>, count: Count<u32>) {
         describe(descriptor, resources, count)
     }
 
-    fn cuGreenCtxCreate(ctx: *mut usize, descriptor: usize, dev: i32, flags: u32) {
+    fn cuGreenCtxCreate(ctx: Out<usize>, descriptor: usize, dev: i32, flags: u32) {
         create(ctx, descriptor, dev, flags)
     }
 
@@ -245,17 +233,17 @@ api! {
         destroy(ctx)
     }
 
-    fn cuCtxFromGreenCtx(pctx: *mut usize, ctx: usize) {
+    fn cuCtxFromGreenCtx(pctx: Out<usize>, ctx: usize) {
         let (_, green) = of(ctx)?;
-        put(pctx, green.convert())
+        pctx.put(green.convert())
     }
 
-    fn cuGreenCtxGetId(ctx: usize, id: *mut u64) {
+    fn cuGreenCtxGetId(ctx: usize, id: Out<u64>) {
         let green = if ctx == 0 { context::current_green().ok_or(Status::INVALID_CONTEXT)? } else { of(ctx)?.1 };
-        put(id, green.unique)
+        id.put(green.unique)
     }
 
-    fn cuGreenCtxStreamCreate(stream: *mut usize, ctx: usize, flags: u32, priority: i32) {
+    fn cuGreenCtxStreamCreate(stream: Out<usize>, ctx: usize, flags: u32, priority: i32) {
         const NON_BLOCKING: u32 = 1;
         let (driver, green) = of(ctx)?;
         driver.session.check()?;
@@ -263,12 +251,13 @@ api! {
         if flags != NON_BLOCKING {
             return Err(Status::INVALID_VALUE);
         }
-        stream_table::create_in(green.context, Some(green), stream, flags, priority)
+        stream.required()?;
+        stream.put(stream_table::create_in(green.context, Some(green), flags, priority)?)
     }
 
-    fn cuStreamGetGreenCtx(stream: usize, ctx: *mut usize) {
+    fn cuStreamGetGreenCtx(stream: usize, ctx: Out<usize>) {
         let (_, stream) = stream_table::ask(stream, false)?;
-        put(ctx, stream.green().map_or(0, |green| green.handle()))
+        ctx.put(stream.green().map_or(0, |green| green.handle()))
     }
 
     fn cuGreenCtxRecordEvent(ctx: usize, event: usize) {

@@ -6,8 +6,7 @@ use crate::abi::types::{Data, HostFn, StreamCallback};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::streams::{capture_rules, stream_table};
-use crate::work::host_function;
-use crate::work::host_function::Function;
+use crate::work::host_function::{self, Function};
 use client::Status;
 
 api! {

@@ -1,12 +1,11 @@
-//! Memory and events shared between processes: a handle is 64 bytes that name something for every process of the same client.
+//! CUDA IPC: memory and events shared between processes of the same client, by handles of 64 bytes.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::types::IpcHandle;
-use crate::memory::stream_ordered;
-use crate::memory::{address, virtual_memory};
+use crate::memory::{address, stream_ordered, virtual_memory};
 use crate::process::context;
 use crate::process::driver::driver;
 use crate::streams::event;
@@ -14,7 +13,6 @@ use client::ops::memory::PieceExport;
 use client::{Status, lock};
 
 const MAGIC: [u8; 8] = *b"rgpu:ipc";
-
 const EVENT_MAGIC: [u8; 8] = *b"rgpu:evt";
 
 /// What a handle of memory says: the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.
@@ -48,24 +46,24 @@ impl Name {
 static OPENED: Mutex<BTreeMap<Name, (u64, u32)>> = Mutex::new(BTreeMap::new());
 
 api! {
-    fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: usize) {
-        non_null(handle)?;
+    fn cuIpcGetEventHandle(handle: Out<IpcHandle>, event: usize) {
+        handle.required()?;
         let token = event::export(driver()?, event)?;
         let mut bytes = [0; 64];
         bytes[..8].copy_from_slice(&EVENT_MAGIC);
         bytes[8..24].copy_from_slice(&token);
-        put(handle, IpcHandle(bytes))
+        handle.put(IpcHandle(bytes))
     }
 
-    fn cuIpcOpenEventHandle(event: *mut usize, handle: IpcHandle) {
-        non_null(event)?;
+    fn cuIpcOpenEventHandle(event: Out<usize>, handle: IpcHandle) {
+        event.required()?;
         let (driver, context) = context::ready()?;
         let token = handle.0.strip_prefix(&EVENT_MAGIC).and_then(|rest| rest.first_chunk::<16>());
-        put(event, event::import(driver, context, *token.ok_or(Status::INVALID_VALUE)?)?)
+        event.put(event::import(driver, context, *token.ok_or(Status::INVALID_VALUE)?)?)
     }
 
-    fn cuIpcGetMemHandle(handle: *mut IpcHandle, dptr: u64) {
-        non_null(handle)?;
+    fn cuIpcGetMemHandle(handle: Out<IpcHandle>, dptr: u64) {
+        handle.required()?;
         let (driver, _) = context::ready()?;
         let found = address::find(driver, dptr).ok_or(Status::INVALID_VALUE)?;
         if !found.is_exportable(driver) {
@@ -74,11 +72,11 @@ api! {
         virtual_memory::share(driver)?;
         let reply = driver.session.call(&PieceExport { address: found.base })?;
         let offset = found.base.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
-        put(handle, Name { token: reply.token, offset, size: found.size }.handle())
+        handle.put(Name { token: reply.token, offset, size: found.size }.handle())
     }
 
-    fn cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32) {
-        non_null(dptr)?;
+    fn cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32) {
+        dptr.required()?;
         let (driver, _) = context::ready()?;
         // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag there is, and must be given.
         if flags != 1 {
@@ -88,15 +86,15 @@ api! {
         let mut opened = lock(&OPENED);
         if let Some((address, times)) = opened.get_mut(&name) {
             *times += 1;
-            return put(dptr, *address);
+            return dptr.put(*address);
         }
         virtual_memory::share(driver)?;
         let address = virtual_memory::open(driver, name.token, name.offset, name.size, false)?;
         opened.insert(name, (address, 1));
-        put(dptr, address)
+        dptr.put(address)
     }
 
-    alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: *mut u64, handle: IpcHandle, flags: u32);
+    alias cuIpcOpenMemHandle = cuIpcOpenMemHandle_v2(dptr: Out<u64>, handle: IpcHandle, flags: u32);
 
     fn cuIpcCloseMemHandle(dptr: u64) {
         let (driver, context) = context::ready()?;

@@ -1,10 +1,10 @@
-//! Launches as they were before CUDA 4: a function's block, shared memory and parameters are set beforehand, one by one, and kept with it.
+//! Launches in the form that CUDA had before version 4: the block, the shared memory and each parameter are set on the function first.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex};
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::{Array, Count};
 use crate::abi::result::Result;
 use crate::api::execution;
 use crate::code::library;
@@ -32,17 +32,13 @@ fn set(handle: usize, change: impl FnOnce(&mut Set) -> Result) -> Result {
 }
 
 /// Sets bytes of the parameters.
-unsafe fn put(handle: usize, offset: i32, from: *const c_void, len: usize) -> Result {
+fn put(handle: usize, offset: i32, bytes: &[u8]) -> Result {
     let offset = usize::try_from(offset).map_err(|_| Status::INVALID_VALUE)?;
-    let end = offset.checked_add(len).filter(|end| *end <= MOST).ok_or(Status::INVALID_VALUE)?;
-    if len > 0 {
-        non_null(from)?;
-    }
+    let end = offset.checked_add(bytes.len()).filter(|end| *end <= MOST).ok_or(Status::INVALID_VALUE)?;
     set(handle, |set| {
         let size = set.parameters.len().max(end);
         set.parameters.resize(size, 0);
-        // SAFETY: the program gives as many bytes as it says; the target has room for them.
-        unsafe { std::ptr::copy_nonoverlapping(from.cast(), set.parameters[offset..end].as_mut_ptr(), len) };
+        set.parameters[offset..end].copy_from_slice(bytes);
         Ok(())
     })
 }
@@ -95,15 +91,15 @@ api! {
     }
 
     fn cuParamSeti(function: usize, offset: i32, value: u32) {
-        put(function, offset, std::ptr::from_ref(&value).cast(), 4)
+        put(function, offset, &value.to_ne_bytes())
     }
 
     fn cuParamSetf(function: usize, offset: i32, value: f32) {
-        put(function, offset, std::ptr::from_ref(&value).cast(), 4)
+        put(function, offset, &value.to_ne_bytes())
     }
 
-    fn cuParamSetv(function: usize, offset: i32, value: *mut c_void, bytes: u32) {
-        put(function, offset, value, bytes as usize)
+    fn cuParamSetv(function: usize, offset: i32, value: Array<u8>, bytes: Count<u32>) {
+        put(function, offset, value.entries(bytes)?)
     }
 
     fn cuLaunch(function: usize) {

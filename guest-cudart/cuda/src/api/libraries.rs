@@ -1,43 +1,48 @@
 //! Libraries and kernels.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{c_char, c_void};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Out, OutArray, Text};
+use crate::abi::result::Result;
 use crate::api::functions::put_param;
+use crate::api::modules::put_variable;
 use crate::code::function::func;
-use crate::code::image::read_file;
+use crate::code::image::{self, read_file};
 use crate::code::jit_options::Jit;
-use crate::code::library::{KERNELS, LIBRARIES};
-use crate::code::{image, library};
+use crate::code::library::{self, KERNELS, LIBRARIES};
 use crate::process::context;
 use crate::process::driver::driver;
 use client::{Status, lock};
 
 api! {
-    fn cuLibraryLoadData(
-        to: *mut usize, code: *const c_void, options: *const u32, values: *const *mut c_void, count: u32,
+    unsafe fn cuLibraryLoadData(
+        to: Out<usize>, code: *const c_void, options: *const u32, values: *const *mut c_void, count: u32,
         library_options: *const u32, library_values: *const *mut c_void, library_count: u32
     ) {
         // Both library options are promises of the program's about its image, which is copied here; the universal function table is
         // nvcc's own and has no meaning for a remote device.
         let _ = (library_options, library_values, library_count);
-        non_null(to)?;
+        to.required()?;
         driver()?.session.check()?;
-        let jit = Jit::parse(count, options, values)?;
-        library::new_library(to, &image::bytes(code)?, jit)
+        // SAFETY: as many options as the count says, by CUDA's manual.
+        let jit = unsafe { Jit::parse(count, options, values) }?;
+        // SAFETY: the program gives a whole image.
+        to.put(library::new_library(&unsafe { image::bytes(code) }?, jit)?)
     }
 
-    fn cuLibraryLoadFromFile(
-        to: *mut usize, name: *const c_char, options: *const u32, values: *const *mut c_void, count: u32,
+    unsafe fn cuLibraryLoadFromFile(
+        to: Out<usize>, name: Text, options: *const u32, values: *const *mut c_void, count: u32,
         library_options: *const u32, library_values: *const *mut c_void, library_count: u32
     ) {
         let _ = (library_options, library_values, library_count);
-        non_null(to)?;
-        non_null(name)?;
+        to.required()?;
+        name.required()?;
         driver()?.session.check()?;
-        let jit = Jit::parse(count, options, values)?;
-        let bytes = read_file(CStr::from_ptr(name))?;
-        library::new_library(to, &image::bytes(bytes.as_ptr().cast())?, jit)
+        // SAFETY: as many options as the count says, by CUDA's manual.
+        let jit = unsafe { Jit::parse(count, options, values) }?;
+        let bytes = read_file(name.get()?)?;
+        // SAFETY: a whole file, with a NUL behind it in case it is text.
+        to.put(library::new_library(&unsafe { image::bytes(bytes.as_ptr().cast()) }?, jit)?)
     }
 
     fn cuLibraryUnload(handle: usize) {
@@ -54,62 +59,62 @@ api! {
         Ok(())
     }
 
-    fn cuLibraryGetKernel(to: *mut usize, handle: usize, name: *const c_char) {
-        non_null(to)?;
-        non_null(name)?;
+    fn cuLibraryGetKernel(to: Out<usize>, handle: usize, name: Text) {
+        to.required()?;
+        name.required()?;
         let (driver, library) = library::library(handle)?;
-        let name = CStr::from_ptr(name);
+        let name = name.get()?;
         if library.anywhere(driver)?.function(name).is_none() {
             return Err(Status::NOT_FOUND);
         }
-        put(to, library.kernel(name)?.handle)
+        to.put(library.kernel(name)?.handle)
     }
 
-    fn cuLibraryGetKernelCount(count: *mut u32, handle: usize) {
+    fn cuLibraryGetKernelCount(count: Out<u32>, handle: usize) {
         let (driver, library) = library::library(handle)?;
-        put(count, library.anywhere(driver)?.functions.len() as u32)
+        count.put(library.anywhere(driver)?.functions.len() as u32)
     }
 
-    fn cuLibraryEnumerateKernels(kernels: *mut usize, count: u32, handle: usize) {
-        non_null(kernels)?;
+    unsafe fn cuLibraryEnumerateKernels(kernels: OutArray<usize>, count: u32, handle: usize) {
+        kernels.required()?;
         let (driver, library) = library::library(handle)?;
         let module = library.anywhere(driver)?;
-        for (i, function) in module.functions.iter().take(count as usize).enumerate() {
-            put(kernels.add(i), library.kernel(&function.name)?.handle)?;
-        }
-        Ok(())
+        let named = module.functions.iter().take(count as usize);
+        let handles = named.map(|function| Ok(library.kernel(&function.name)?.handle)).collect::<Result<Vec<_>>>()?;
+        // SAFETY: room for as many as the count says, by CUDA's manual, and there are no more.
+        unsafe { kernels.put(handles) }
     }
 
-    fn cuLibraryGetModule(to: *mut usize, handle: usize) {
-        non_null(to)?;
+    fn cuLibraryGetModule(to: Out<usize>, handle: usize) {
+        to.required()?;
         let (driver, library) = library::library(handle)?;
-        put(to, library.in_context(driver, context::current()?)?.handle()?)
+        to.put(library.in_context(driver, context::current()?)?.handle()?)
     }
 
-    fn cuLibraryGetGlobal(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
-        non_null(name)?;
-        library::variable(handle, CStr::from_ptr(name))?.put(address, size)
+    fn cuLibraryGetGlobal(address: Out<u64>, size: Out<usize>, handle: usize, name: Text) {
+        name.required()?;
+        put_variable(library::variable(handle, name.get()?)?, address, size)
     }
 
-    fn cuKernelGetFunction(to: *mut usize, handle: usize) {
-        non_null(to)?;
-        put(to, library::function_of(handle)?)
+    fn cuKernelGetFunction(to: Out<usize>, handle: usize) {
+        to.required()?;
+        to.put(library::function_of(handle)?)
     }
 
-    fn cuKernelGetLibrary(to: *mut usize, handle: usize) {
+    fn cuKernelGetLibrary(to: Out<usize>, handle: usize) {
         let (_, kernel) = library::kernel(handle)?;
-        put(to, kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?.handle)
+        to.put(kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?.handle)
     }
 
-    fn cuKernelGetName(name: *mut *const c_char, handle: usize) {
+    fn cuKernelGetName(name: Out<*const c_char>, handle: usize) {
         // The text lives as long as the library is loaded, as CUDA says.
-        put(name, library::kernel(handle)?.1.name.as_ptr())
+        name.put(library::kernel(handle)?.1.name.as_ptr())
     }
 
-    fn cuKernelGetAttribute(value: *mut i32, number: u32, handle: usize, dev: i32) {
-        non_null(value)?;
+    fn cuKernelGetAttribute(value: Out<i32>, number: u32, handle: usize, dev: i32) {
+        value.required()?;
         let (driver, kernel) = library::kernel(handle)?;
-        put(value, kernel.get(driver, dev, number)?)
+        value.put(kernel.get(driver, dev, number)?)
     }
 
     fn cuKernelSetAttribute(number: u32, value: i32, handle: usize, dev: i32) {
@@ -125,7 +130,7 @@ api! {
         kernel.set(driver, dev, func::CACHE_CONFIG, config as i32)
     }
 
-    fn cuKernelGetParamInfo(handle: usize, index: usize, offset: *mut usize, size: *mut usize) {
+    fn cuKernelGetParamInfo(handle: usize, index: usize, offset: Out<usize>, size: Out<usize>) {
         let (driver, kernel) = library::kernel(handle)?;
         let library = kernel.library.upgrade().ok_or(Status::INVALID_HANDLE)?;
         let module = library.anywhere(driver)?;

@@ -2,11 +2,11 @@
 
 use std::ffi::c_void;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, non_null, put};
 use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
-use crate::memory::managed::advice::{Advice, CPU, NO_PLACE, NOWHERE, Place, location};
-use crate::memory::managed::{advice, lend};
+use crate::memory::managed::advice::{self, Advice, CPU, NO_PLACE, NOWHERE, Place, location};
+use crate::memory::managed::lend;
 use crate::memory::managed_advice;
 use crate::process::context;
 use crate::streams::stream_table;
@@ -40,7 +40,10 @@ pub(crate) fn prefetch(
 }
 
 /// One attribute of a range.
-pub(crate) unsafe fn attribute(data: *mut c_void, size: usize, number: u32, found: &[Advice]) -> Result {
+///
+/// # Safety
+/// `size` bytes may be written at `data`.
+unsafe fn attribute(data: *mut c_void, size: usize, number: u32, found: &[Advice]) -> Result {
     non_null(data)?;
     // An attribute that not all bytes share is none.
     let common = |of: &dyn Fn(&Advice) -> Place| {
@@ -64,7 +67,7 @@ pub(crate) unsafe fn attribute(data: *mut c_void, size: usize, number: u32, foun
             let everywhere = |device: &&i32| found.iter().all(|a| a.accessed_by.contains(device));
             let mut devices = found.first().into_iter().flat_map(|a| &a.accessed_by).filter(everywhere);
             for i in 0..size / 4 {
-                // SAFETY: the program says that `size` bytes may be written.
+                // SAFETY: inside the `size` bytes.
                 unsafe { data.cast::<i32>().add(i).write(devices.next().copied().unwrap_or(NOWHERE)) };
             }
             return Ok(());
@@ -79,47 +82,28 @@ pub(crate) unsafe fn attribute(data: *mut c_void, size: usize, number: u32, foun
     if size != 4 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: four bytes, as the program says.
+    // SAFETY: four bytes, which is their size.
     unsafe { put(data.cast::<i32>(), value) }
 }
 
-/// The arrays of a batch: each range, and the place that goes with it. The places' indices say from which range on each is meant.
-pub(crate) unsafe fn batch(
-    dptrs: *const u64,
-    sizes: *const usize,
-    count: usize,
-    places: *const MemLocation,
-    from: *const usize,
-    place_count: usize,
-    mut each: impl FnMut(u64, usize, Option<MemLocation>) -> Result,
-) -> Result {
-    if count == 0 {
+/// The ranges of a batch.
+fn ranges(dptrs: Array<u64>, sizes: Array<usize>, count: Count) -> Result<Vec<(u64, usize)>> {
+    if count.get() == 0 {
         return Err(Status::INVALID_VALUE);
     }
-    non_null(dptrs)?;
-    non_null(sizes)?;
-    let mut at = 0;
-    for i in 0..count {
-        // SAFETY: the program gives arrays of these lengths.
-        unsafe {
-            while at + 1 < place_count && *from.add(at + 1) <= i {
-                at += 1;
-            }
-            let place = (place_count > 0).then(|| *places.add(at));
-            each(*dptrs.add(i), *sizes.add(i), place)?;
-        }
-    }
-    Ok(())
+    Ok(dptrs.entries(count)?.iter().copied().zip(sizes.entries(count)?.iter().copied()).collect())
 }
 
+/// Prefetches each range to the place that goes with it: `from` says from which range on each place is meant.
+///
 /// # Safety
-/// The arrays are as long as is said of them.
-pub(crate) unsafe fn prefetch_batch(
-    dptrs: *const u64,
-    sizes: *const usize,
-    count: usize,
-    places: *const MemLocation,
-    from: *const usize,
+/// `places` and `from` have `place_count` entries.
+unsafe fn prefetch_batch(
+    dptrs: Array<u64>,
+    sizes: Array<usize>,
+    count: Count,
+    places: Array<MemLocation>,
+    from: Array<usize>,
     place_count: usize,
     flags: u64,
     stream: usize,
@@ -128,14 +112,16 @@ pub(crate) unsafe fn prefetch_batch(
     if place_count == 0 || flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    non_null(places)?;
-    non_null(from)?;
-    // SAFETY: as the caller says; NULL was found above.
-    unsafe {
-        batch(dptrs, sizes, count, places, from, place_count, |address, size, place| {
-            prefetch(address, size, place.ok_or(Status::INVALID_VALUE)?, 0, stream, per_thread)
-        })
+    // SAFETY: as the caller says.
+    let (places, from) = unsafe { (places.first(place_count)?, from.first(place_count)?) };
+    let mut at = 0;
+    for (i, (address, size)) in ranges(dptrs, sizes, count)?.into_iter().enumerate() {
+        while from.get(at + 1).is_some_and(|first| *first <= i) {
+            at += 1;
+        }
+        prefetch(address, size, places[at], 0, stream, per_thread)?;
     }
+    Ok(())
 }
 
 api! {
@@ -155,44 +141,45 @@ api! {
         prefetch(address, count, to, flags, stream, pt)
     }
 
-    fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz(
-        dptrs: *const u64, sizes: *const usize, count: usize, places: *const MemLocation, from: *const usize, place_count: usize, flags: u64, stream: usize
+    unsafe fn cuMemPrefetchBatchAsync / cuMemPrefetchBatchAsync_ptsz(
+        dptrs: Array<u64>, sizes: Array<usize>, count: Count, places: Array<MemLocation>, from: Array<usize>, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt)
+        // SAFETY: as many places as their count says, by CUDA's manual.
+        unsafe { prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt) }
     }
 
-    fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: *const u64, sizes: *const usize, count: usize, flags: u64, stream: usize) |pt| {
+    fn cuMemDiscardBatchAsync / cuMemDiscardBatchAsync_ptsz(dptrs: Array<u64>, sizes: Array<usize>, count: Count, flags: u64, stream: usize) |pt| {
         let (driver, context) = context::ready()?;
         stream_table::plain(driver, context, stream, pt)?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
         // What the bytes are afterwards is not defined: that they stay is allowed.
-        batch(dptrs, sizes, count, std::ptr::null(), std::ptr::null(), 0, |address, size, _| {
-            managed_advice::ranged(driver, address, size).map(|_| ())
-        })
+        let mut ranges = ranges(dptrs, sizes, count)?.into_iter();
+        ranges.try_for_each(|(address, size)| managed_advice::ranged(driver, address, size).map(|_| ()))
     }
 
-    fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz(
-        dptrs: *const u64, sizes: *const usize, count: usize, places: *const MemLocation, from: *const usize, place_count: usize, flags: u64, stream: usize
+    unsafe fn cuMemDiscardAndPrefetchBatchAsync / cuMemDiscardAndPrefetchBatchAsync_ptsz(
+        dptrs: Array<u64>, sizes: Array<usize>, count: Count, places: Array<MemLocation>, from: Array<usize>, place_count: usize, flags: u64, stream: usize
     ) |pt| {
-        prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt)
+        // SAFETY: as many places as their count says, by CUDA's manual.
+        unsafe { prefetch_batch(dptrs, sizes, count, places, from, place_count, flags, stream, pt) }
     }
 
-    fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, number: u32, address: u64, count: usize) {
-        attribute(data, size, number, &managed_advice::advice_on(address, count)?)
+    unsafe fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, number: u32, address: u64, count: usize) {
+        // SAFETY: as many bytes as the size says, by CUDA's manual.
+        unsafe { attribute(data, size, number, &managed_advice::advice_on(address, count)?) }
     }
 
-    fn cuMemRangeGetAttributes(data: *const *mut c_void, sizes: *const usize, numbers: *const u32, attributes: usize, address: u64, count: usize) {
+    unsafe fn cuMemRangeGetAttributes(data: Array<*mut c_void>, sizes: Array<usize>, numbers: Array<u32>, attributes: Count, address: u64, count: usize) {
         let found = managed_advice::advice_on(address, count)?;
-        if attributes == 0 {
+        if attributes.get() == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        non_null(data)?;
-        non_null(sizes)?;
-        non_null(numbers)?;
-        for i in 0..attributes {
-            attribute(*data.add(i), *sizes.add(i), *numbers.add(i), &found)?;
+        let (data, sizes, numbers) = (data.entries(attributes)?, sizes.entries(attributes)?, numbers.entries(attributes)?);
+        for ((data, size), number) in data.iter().zip(sizes).zip(numbers) {
+            // SAFETY: as many bytes as the size says, by CUDA's manual.
+            unsafe { attribute(*data, *size, *number, &found) }?;
         }
         Ok(())
     }

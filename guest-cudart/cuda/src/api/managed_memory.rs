@@ -1,11 +1,9 @@
 //! Managed memory.
 
-use std::ffi::{CStr, c_char};
-
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Out, Text};
+use crate::api::modules::put_variable;
 use crate::code::library;
-use crate::memory::address;
-use crate::memory::stream_ordered;
+use crate::memory::{address, stream_ordered};
 use crate::process::{capture, context};
 use crate::streams::stream_table;
 use client::Status;
@@ -14,20 +12,20 @@ use client::Status;
 pub(crate) const ATTACH: [u32; 3] = [1, 2, 4];
 
 api! {
-    fn cuMemAllocManaged(dptr: *mut u64, size: usize, flags: u32) {
-        non_null(dptr)?;
+    fn cuMemAllocManaged(dptr: Out<u64>, size: usize, flags: u32) {
+        dptr.required()?;
         let (driver, context) = context::ready()?;
         // Attached to all streams, or to none yet; SINGLE is for cuStreamAttachMemAsync.
         if size == 0 || !matches!(flags, 1 | 2) {
             return Err(Status::INVALID_VALUE);
         }
         capture::unsafe_call()?;
-        put(dptr, stream_ordered::alloc_managed(driver, context, size as u64, 0)?)
+        dptr.put(stream_ordered::alloc_managed(driver, context, size as u64, 0)?)
     }
 
-    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, handle: usize, name: *const c_char) {
-        non_null(name)?;
-        library::managed_variable(handle, CStr::from_ptr(name))?.put(address, size)
+    fn cuLibraryGetManaged(address: Out<u64>, size: Out<usize>, handle: usize, name: Text) {
+        name.required()?;
+        put_variable(library::managed_variable(handle, name.get()?)?, address, size)
     }
 
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz(handle: usize, dptr: u64, length: usize, flags: u32) |pt| {

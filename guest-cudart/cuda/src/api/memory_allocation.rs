@@ -1,15 +1,14 @@
 //! Device memory.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::Result;
 use crate::memory::{
     address, device_memory, graph_memory, host_pool, managed, pool, pool_export, stream_ordered,
     virtual_memory,
 };
-use crate::process::context::Context;
-use crate::process::driver::Driver;
-use crate::process::driver::driver;
-use crate::process::{capture, context};
+use crate::process::capture;
+use crate::process::context::{self, Context};
+use crate::process::driver::{Driver, driver};
 use client::ops::memory::{MemFree, MemGetInfo};
 use client::{Status, lock};
 
@@ -25,35 +24,31 @@ fn free_to_pool(driver: &'static Driver, context: &'static Context, address: u64
 }
 
 api! {
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+    fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
         let (driver, context) = context::ready()?;
         let device = driver.devices.get(context.device as usize).ok_or(Status::INVALID_DEVICE)?;
         stream_ordered::collect(driver);
         let reply = driver.session.call(&MemGetInfo { device: device.ordinal })?;
         // What is backed and free here is free to the program.
         let spare = lock(&device.memory).free_bytes() + lock(&device.managed).free_bytes();
-        if !free.is_null() {
-            put(free, (reply.free + spare).min(reply.total) as usize)?;
-        }
-        if !total.is_null() {
-            put(total, reply.total as usize)?;
-        }
+        free.put_if_wanted((reply.free + spare).min(reply.total) as usize);
+        total.put_if_wanted(reply.total as usize);
         Ok(())
     }
 
-    fn cuMemAlloc_v2(dptr: *mut u64, size: usize) {
-        non_null(dptr)?;
+    fn cuMemAlloc_v2(dptr: Out<u64>, size: usize) {
+        dptr.required()?;
         let (driver, context) = context::ready()?;
         if size == 0 {
             return Err(Status::INVALID_VALUE);
         }
         capture::unsafe_call()?;
-        put(dptr, stream_ordered::alloc(driver, context, context.device, size as u64, 0)?)
+        dptr.put(stream_ordered::alloc(driver, context, context.device, size as u64, 0)?)
     }
 
-    fn cuMemAllocPitch_v2(dptr: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
-        non_null(dptr)?;
-        non_null(pitch)?;
+    fn cuMemAllocPitch_v2(dptr: Out<u64>, pitch: Out<usize>, width: usize, height: usize, element: u32) {
+        dptr.required()?;
+        pitch.required()?;
         let (driver, context) = context::ready()?;
         if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
             return Err(Status::INVALID_VALUE);
@@ -62,8 +57,8 @@ api! {
         let row = width.checked_next_multiple_of(PITCH).ok_or(Status::INVALID_VALUE)?;
         let size = row.checked_mul(height).ok_or(Status::OUT_OF_MEMORY)?;
         let address = stream_ordered::alloc(driver, context, context.device, size as u64, 0)?;
-        put(pitch, row)?;
-        put(dptr, address)
+        pitch.put(row)?;
+        dptr.put(address)
     }
 
     fn cuMemFree_v2(dptr: u64) {
@@ -109,16 +104,12 @@ api! {
         Ok(())
     }
 
-    fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, dptr: u64) {
+    fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, dptr: u64) {
         let driver = driver()?;
         context::current()?;
         let found = address::find(driver, dptr).ok_or(Status::NOT_FOUND)?;
-        if !base.is_null() {
-            put(base, found.base)?;
-        }
-        if !size.is_null() {
-            put(size, found.size as usize)?;
-        }
+        base.put_if_wanted(found.base);
+        size.put_if_wanted(found.size as usize);
         Ok(())
     }
 }

@@ -3,33 +3,32 @@
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{MemAccessDesc, MemLocation, MemPoolProps};
 use crate::graph::recording;
-use crate::memory::host_pool::HostPool;
-use crate::memory::managed::advice;
-use crate::memory::managed::advice::Place;
+use crate::memory::host_pool::{self, HostPool};
+use crate::memory::managed::advice::{self, Place};
 use crate::memory::pool::{
-    CURRENT, LIMIT_STEP, LOCATION_DEVICE, LOCATION_HOST, LOCATION_NONE, MANAGED, PINNED, POOLS, Pool,
+    self, CURRENT, LIMIT_STEP, LOCATION_DEVICE, LOCATION_HOST, LOCATION_NONE, MANAGED, PINNED, POOLS, Pool,
 };
-use crate::memory::pool_export::{FABRIC, POSIX_FD};
-use crate::memory::{host_pool, pool, pool_export, stream_ordered};
+use crate::memory::pool_export::{self, FABRIC, POSIX_FD};
+use crate::memory::stream_ordered;
+use crate::process::context;
 use crate::process::device_attributes::attr;
-use crate::process::driver::driver;
-use crate::process::{context, driver};
+use crate::process::driver::{self, driver};
 use crate::streams::stream_table;
 use client::{Status, lock};
 
 pub(crate) fn alloc(
-    dptr: *mut u64,
+    dptr: Out<u64>,
     size: usize,
     pool: Option<usize>,
     handle: usize,
     per_thread: bool,
 ) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
-    non_null(dptr)?;
+    dptr.required()?;
     let (driver, context) = context::ready()?;
     let stream = stream_table::any(driver, context, handle, per_thread)?;
     let pool_handle = match pool {
@@ -38,8 +37,7 @@ pub(crate) fn alloc(
     };
     let (_, pool) = pool::own(pool_handle)?;
     if size == 0 {
-        // SAFETY: checked above not to be NULL; the program says that it may be written.
-        return unsafe { put(dptr, 0) };
+        return dptr.put(0);
     }
     stream_ordered::collect(driver);
     if let Some(capture) = stream.capture() {
@@ -47,15 +45,13 @@ pub(crate) fn alloc(
             return refuse_form("an allocation of a pool that is not in device memory in a graph", &SAID);
         }
         let address = recording::allocate(&capture, driver, &stream, pool.device, size as u64)?;
-        // SAFETY: as below.
-        return unsafe { put(dptr, address) };
+        return dptr.put(address);
     }
     pool.take(size as u64)?;
     if let Some(host) = &pool.host {
         let address = host_pool::alloc(driver, (pool_handle, &pool), host, &stream, size as u64)
             .inspect_err(|_| pool.give_back(size as u64))?;
-        // SAFETY: as below.
-        return unsafe { put(dptr, address) };
+        return dptr.put(address);
     }
     let address =
         match stream_ordered::reuse(driver, &stream, pool.home(stream.context), size as u64, pool_handle) {
@@ -63,8 +59,7 @@ pub(crate) fn alloc(
             None => stream_ordered::alloc_for_pool(driver, stream.context, size as u64, pool_handle, &pool)
                 .inspect_err(|_| pool.give_back(size as u64))?,
         };
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(dptr, address) }
+    dptr.put(address)
 }
 
 /// Bytes that a pool may hold at most; 0: as many as there are.
@@ -78,21 +73,13 @@ pub(crate) fn managed_place(location: MemLocation) -> Result<Place> {
     if location.kind == LOCATION_NONE { Ok((LOCATION_NONE, 0)) } else { advice::place(location) }
 }
 
-pub(crate) unsafe fn named_place(location: *const MemLocation) -> Result<Place> {
-    non_null(location)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    managed_place(unsafe { *location })
-}
-
 /// Whether a location is the host, whichever part of it.
-pub(crate) unsafe fn is_host(location: *const MemLocation) -> Result<bool> {
+fn is_host(location: MemLocation) -> Result<bool> {
     driver()?;
-    non_null(location)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    Ok(unsafe { *location }.kind == LOCATION_HOST)
+    Ok(location.kind == LOCATION_HOST)
 }
 
-pub(crate) unsafe fn set_current(device: i32, pool: usize) -> Result {
+fn set_current(device: i32, pool: usize) -> Result {
     driver::device(device)?;
     let (_, found) = pool::own(pool)?;
     if found.host.is_some() {
@@ -111,16 +98,10 @@ pub(crate) unsafe fn set_current(device: i32, pool: usize) -> Result {
 }
 
 /// Gives access to pinned memory of the host: all have it, and it cannot be taken away.
-///
-/// # Safety
-/// `map` may be read for `count` descriptions.
-pub(crate) unsafe fn give_host_access(pool: &HostPool, map: *const MemAccessDesc, count: usize) -> Result {
+fn give_host_access(pool: &HostPool, map: &[MemAccessDesc]) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
     let mut devices = Vec::new();
-    for i in 0..count {
-        non_null(map)?;
-        // SAFETY: as the caller says.
-        let access = unsafe { *map.add(i) };
+    for access in map {
         match access.location.kind {
             LOCATION_HOST => {}
             LOCATION_DEVICE => devices.push(driver::device(access.location.id)?.ordinal),
@@ -135,11 +116,11 @@ pub(crate) unsafe fn give_host_access(pool: &HostPool, map: *const MemAccessDesc
 }
 
 api! {
-    fn cuMemAllocAsync / cuMemAllocAsync_ptsz(dptr: *mut u64, size: usize, stream: usize) |pt| {
+    fn cuMemAllocAsync / cuMemAllocAsync_ptsz(dptr: Out<u64>, size: usize, stream: usize) |pt| {
         alloc(dptr, size, None, stream, pt)
     }
 
-    fn cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz(dptr: *mut u64, size: usize, pool: usize, stream: usize) |pt| {
+    fn cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz(dptr: Out<u64>, size: usize, pool: usize, stream: usize) |pt| {
         alloc(dptr, size, Some(pool), stream, pt)
     }
 
@@ -155,79 +136,79 @@ api! {
         stream_ordered::free_in_order(driver, dptr, stream)
     }
 
-    fn cuDeviceGetDefaultMemPool(pool: *mut usize, dev: i32) {
-        non_null(pool)?;
-        put(pool, pool::default_pool(dev)?)
+    fn cuDeviceGetDefaultMemPool(pool: Out<usize>, dev: i32) {
+        pool.required()?;
+        pool.put(pool::default_pool(dev)?)
     }
 
-    fn cuDeviceGetMemPool(pool: *mut usize, dev: i32) {
-        non_null(pool)?;
+    fn cuDeviceGetMemPool(pool: Out<usize>, dev: i32) {
+        pool.required()?;
         driver::device(dev)?;
-        put(pool, pool::current_pool(dev)?)
+        pool.put(pool::current_pool(dev)?)
     }
 
     fn cuDeviceSetMemPool(dev: i32, pool: usize) {
         set_current(dev, pool)
     }
 
-    fn cuMemGetDefaultMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
-        non_null(pool)?;
+    fn cuMemGetDefaultMemPool(pool: Out<usize>, place: In<MemLocation>, kind: u32) {
+        pool.required()?;
         match kind {
-            PINNED if is_host(place)? => put(pool, pool::host_pools()?.0),
-            PINNED => put(pool, pool::default_pool(pool::location(place)?)?),
-            MANAGED => put(pool, pool::managed_pools(named_place(place)?)?.0),
+            PINNED if is_host(place.get()?)? => pool.put(pool::host_pools()?.0),
+            PINNED => pool.put(pool::default_pool(pool::location(place.get()?)?)?),
+            MANAGED => pool.put(pool::managed_pools(managed_place(place.get()?)?)?.0),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuMemGetMemPool(pool: *mut usize, place: *const MemLocation, kind: u32) {
-        non_null(pool)?;
+    fn cuMemGetMemPool(pool: Out<usize>, place: In<MemLocation>, kind: u32) {
+        pool.required()?;
         match kind {
-            PINNED if is_host(place)? => {
+            PINNED if is_host(place.get()?)? => {
                 let (default, chosen) = pool::host_pools()?;
-                put(pool, if POOLS.get(chosen).is_some() { chosen } else { default })
+                pool.put(if POOLS.get(chosen).is_some() { chosen } else { default })
             }
-            PINNED => put(pool, pool::current_pool(pool::location(place)?)?),
+            PINNED => pool.put(pool::current_pool(pool::location(place.get()?)?)?),
             MANAGED => {
-                let (default, chosen) = pool::managed_pools(named_place(place)?)?;
-                put(pool, if POOLS.get(chosen).is_some() { chosen } else { default })
+                let (default, chosen) = pool::managed_pools(managed_place(place.get()?)?)?;
+                pool.put(if POOLS.get(chosen).is_some() { chosen } else { default })
             }
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuMemSetMemPool(place: *const MemLocation, kind: u32, pool: usize) {
+    fn cuMemSetMemPool(place: In<MemLocation>, kind: u32, pool: usize) {
         match kind {
-            PINNED if is_host(place)? => pool::set_host(pool),
-            PINNED if pool::own(pool)?.1.managed.is_none() => set_current(pool::location(place)?, pool),
-            MANAGED => pool::set_managed(named_place(place)?, pool),
+            PINNED if is_host(place.get()?)? => pool::set_host(pool),
+            PINNED if pool::own(pool)?.1.managed.is_none() => set_current(pool::location(place.get()?)?, pool),
+            MANAGED => pool::set_managed(managed_place(place.get()?)?, pool),
             _ => Err(Status::INVALID_VALUE),
         }
     }
 
-    fn cuMemPoolCreate(pool: *mut usize, props: *const MemPoolProps) {
+    fn cuMemPoolCreate(pool: Out<usize>, props: In<MemPoolProps>) {
         static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(pool)?;
-        non_null(props)?;
+        pool.required()?;
+        props.required()?;
         let driver = driver()?;
-        let props = *props;
+        let props = props.get()?;
         if props.allocType == MANAGED {
             let place = managed_place(props.location)?;
             if props.handleTypes != 0 {
                 return Err(Status::INVALID_VALUE);
             }
-            return put(pool, pool::insert(Pool { limit: limit(&props), ..Pool::managed(place) })?);
+            return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::managed(place) })?);
         }
         if props.allocType != PINNED {
             return Err(Status::INVALID_VALUE);
         }
-        if is_host(&raw const props.location)? {
+        if is_host(props.location)? {
             if props.handleTypes != 0 {
                 return refuse_form("a memory pool of the host's for other processes", &SAID);
             }
-            return put(pool, pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
+            return pool.put(pool::insert(Pool { limit: limit(&props), ..Pool::on_host() })?);
         }
-        let device = pool::location(&raw const props.location)? as u32;
+        let device = pool::location(props.location)? as u32;
         let device = driver.devices.get(device as usize).ok_or(Status::INVALID_DEVICE)?;
         if props.handleTypes & !(POSIX_FD | FABRIC) != 0 {
             return Err(Status::INVALID_VALUE);
@@ -238,7 +219,7 @@ api! {
         }
         let name = if props.handleTypes == 0 { None } else { Some(pool_export::new_name()?) };
         let made = Pool { name, limit: limit(&props), ..Pool::new(device.ordinal) };
-        put(pool, pool::insert(made)?)
+        pool.put(pool::insert(made)?)
     }
 
     fn cuMemPoolDestroy(pool: usize) {
@@ -263,53 +244,63 @@ api! {
         lock(&device.memory).trim(keep as u64, driver).map(|_| ())
     }
 
-    fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
+    unsafe fn cuMemPoolSetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
         let (_, pool) = pool::own(pool)?;
         non_null(value)?;
+        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int for the kinds of reuse.
+        let number = || unsafe { value.cast::<i32>().read() };
+        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: 64 bits for all others.
+        let bytes = || unsafe { value.cast::<u64>().read() };
         match attribute {
-            1..=3 => pool.reuse[attribute as usize - 1].store(value.cast::<i32>().read(), Ordering::Relaxed),
-            4 => pool.threshold.store(value.cast::<u64>().read(), Ordering::Relaxed),
+            1..=3 => pool.reuse[attribute as usize - 1].store(number(), Ordering::Relaxed),
+            4 => pool.threshold.store(bytes(), Ordering::Relaxed),
             // The two high-water marks can only be set to 0.
-            6 | 8 if value.cast::<u64>().read() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
+            6 | 8 if bytes() == 0 => pool.used_high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed),
             _ => return Err(Status::INVALID_VALUE),
         }
         Ok(())
     }
 
-    fn cuMemPoolGetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
+    unsafe fn cuMemPoolGetAttribute(pool: usize, attribute: u32, value: *mut c_void) {
         let (_, found) = pool::own(pool)?;
         non_null(value)?;
-        match attribute {
-            1..=3 => put(value.cast(), found.reuse[attribute as usize - 1].load(Ordering::Relaxed)),
-            4 => put(value.cast(), found.threshold.load(Ordering::Relaxed)),
+        let bytes = match attribute {
+            1..=3 => {
+                let reuse = found.reuse[attribute as usize - 1].load(Ordering::Relaxed);
+                // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int.
+                return unsafe { put(value.cast(), reuse) };
+            }
+            4 => found.threshold.load(Ordering::Relaxed),
             // What is reserved for a pool is what is used: the rest is the device's.
-            5 => put(value.cast(), found.used.load(Ordering::Relaxed) + found.idle()),
-            7 => put(value.cast(), found.used.load(Ordering::Relaxed)),
-            6 | 8 => put(value.cast(), found.used_high.load(Ordering::Relaxed)),
-            _ => Err(Status::INVALID_VALUE),
-        }
+            5 => found.used.load(Ordering::Relaxed) + found.idle(),
+            7 => found.used.load(Ordering::Relaxed),
+            6 | 8 => found.used_high.load(Ordering::Relaxed),
+            _ => return Err(Status::INVALID_VALUE),
+        };
+        // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: 64 bits.
+        unsafe { put(value.cast(), bytes) }
     }
 
-    fn cuMemPoolSetAccess(pool: usize, map: *const MemAccessDesc, count: usize) {
+    fn cuMemPoolSetAccess(pool: usize, map: Array<MemAccessDesc>, count: Count) {
         let (_, pool) = pool::of(pool)?;
         if let Some(host) = &pool.host {
-            return give_host_access(host, map, count);
+            return give_host_access(host, map.entries(count)?);
         }
-        pool::check_access(pool.device, map, count)
+        pool::check_access(pool.device, map.entries(count)?)
     }
 
-    fn cuMemPoolGetAccess(flags: *mut u32, pool: usize, place: *const MemLocation) {
+    fn cuMemPoolGetAccess(flags: Out<u32>, pool: usize, place: In<MemLocation>) {
         let (_, pool) = pool::of(pool)?;
         if pool.managed.is_some() {
             // As NVIDIA's driver says of them: access is not given, it is everybody's.
-            non_null(place)?;
-            return put(flags, 0);
+            place.required()?;
+            return flags.put(0);
         }
         if let Some(host) = &pool.host {
-            let told = is_host(place)? || host.is_told(pool::location(place)? as u32);
-            return put(flags, if told { 3 } else { 0 });
+            let told = is_host(place.get()?)? || host.is_told(pool::location(place.get()?)? as u32);
+            return flags.put(if told { 3 } else { 0 });
         }
-        let device = pool::location(place)?;
-        put(flags, if device == pool.device as i32 { 3 } else { 0 })
+        let device = pool::location(place.get()?)?;
+        flags.put(if device == pool.device as i32 { 3 } else { 0 })
     }
 }

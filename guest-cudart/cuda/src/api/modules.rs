@@ -1,13 +1,13 @@
 //! Modules.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_void;
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Out, OutArray, Text};
 use crate::abi::result::Result;
 use crate::code::jit_options::Jit;
-use crate::code::module::{MODULES, Module};
-use crate::code::{image, library, module};
+use crate::code::module::{self, MODULES, Module, Variable};
+use crate::code::{image, library};
 use crate::process::context;
 use crate::process::driver::{Driver, driver};
 use client::Status;
@@ -17,34 +17,44 @@ pub(crate) fn of(handle: usize) -> Result<(&'static Driver, Arc<Module>)> {
     Ok((driver, MODULES.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
-pub(crate) unsafe fn load_data(module: *mut usize, image: *const c_void, jit: &Jit) -> Result {
-    non_null(module)?;
+unsafe fn load_data(module: Out<usize>, image: *const c_void, jit: &Jit) -> Result {
+    module.required()?;
     let (driver, context) = context::ready()?;
     // SAFETY: the program gives a whole image.
     let loaded = module::load(driver, context, &unsafe { image::bytes(image)? }, jit)?;
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(module, loaded.handle()?) }
+    module.put(loaded.handle()?)
+}
+
+/// Tells where a variable is, as far as the program wants to know.
+pub(crate) fn put_variable(variable: Variable, address: Out<u64>, size: Out<usize>) -> Result {
+    address.put_if_wanted(variable.address);
+    size.put_if_wanted(variable.size as usize);
+    Ok(())
 }
 
 api! {
-    fn cuModuleLoad(module: *mut usize, name: *const c_char) {
-        non_null(module)?;
-        non_null(name)?;
+    fn cuModuleLoad(module: Out<usize>, name: Text) {
+        module.required()?;
+        name.required()?;
         context::ready()?;
-        let bytes = image::read_file(CStr::from_ptr(name))?;
-        load_data(module, bytes.as_ptr().cast(), &Jit::default())
+        let bytes = image::read_file(name.get()?)?;
+        // SAFETY: a whole file, with a NUL behind it in case it is text.
+        unsafe { load_data(module, bytes.as_ptr().cast(), &Jit::default()) }
     }
 
-    fn cuModuleLoadData(module: *mut usize, image: *const c_void) {
-        load_data(module, image, &Jit::default())
+    unsafe fn cuModuleLoadData(module: Out<usize>, image: *const c_void) {
+        // SAFETY: the program gives a whole image.
+        unsafe { load_data(module, image, &Jit::default()) }
     }
 
-    fn cuModuleLoadDataEx(module: *mut usize, image: *const c_void, count: u32, options: *const u32, values: *const *mut c_void) {
-        load_data(module, image, &Jit::parse(count, options, values)?)
+    unsafe fn cuModuleLoadDataEx(module: Out<usize>, image: *const c_void, count: u32, options: *const u32, values: *const *mut c_void) {
+        // SAFETY: as many options as the count says, by CUDA's manual, and a whole image.
+        unsafe { load_data(module, image, &Jit::parse(count, options, values)?) }
     }
 
-    fn cuModuleLoadFatBinary(module: *mut usize, image: *const c_void) {
-        load_data(module, image, &Jit::default())
+    unsafe fn cuModuleLoadFatBinary(module: Out<usize>, image: *const c_void) {
+        // SAFETY: the program gives a whole image.
+        unsafe { load_data(module, image, &Jit::default()) }
     }
 
     fn cuModuleUnload(module: usize) {
@@ -58,39 +68,39 @@ api! {
         module.unload(driver)
     }
 
-    fn cuModuleGetLoadingMode(mode: *mut u32) {
+    fn cuModuleGetLoadingMode(mode: Out<u32>) {
         driver()?;
         // CU_MODULE_LAZY_LOADING: a runtime inside the program then loads a module when a kernel of it is first used, as NVIDIA's driver
         // has it do by default; and where the server's driver is NVIDIA's, it loads each function so.
-        put(mode, 2)
+        mode.put(2)
     }
 
-    fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) {
-        non_null(function)?;
-        non_null(name)?;
+    fn cuModuleGetFunction(function: Out<usize>, module: usize, name: Text) {
+        function.required()?;
+        name.required()?;
         let (_, module) = of(module)?;
-        let found = module.function(CStr::from_ptr(name)).ok_or(Status::NOT_FOUND)?;
-        put(function, found.handle(&module)?)
+        let found = module.function(name.get()?).ok_or(Status::NOT_FOUND)?;
+        function.put(found.handle(&module)?)
     }
 
-    fn cuModuleGetFunctionCount(count: *mut u32, module: usize) {
+    fn cuModuleGetFunctionCount(count: Out<u32>, module: usize) {
         let (_, module) = of(module)?;
-        put(count, module.functions.len() as u32)
+        count.put(module.functions.len() as u32)
     }
 
-    fn cuModuleEnumerateFunctions(functions: *mut usize, count: u32, module: usize) {
+    unsafe fn cuModuleEnumerateFunctions(functions: OutArray<usize>, count: u32, module: usize) {
         let (_, module) = of(module)?;
-        non_null(functions)?;
-        for (i, function) in module.functions.iter().take(count as usize).enumerate() {
-            put(functions.add(i), function.handle(&module)?)?;
-        }
-        Ok(())
+        functions.required()?;
+        let known = module.functions.iter().take(count as usize);
+        let handles = known.map(|function| function.handle(&module)).collect::<Result<Vec<_>>>()?;
+        // SAFETY: room for as many as the count says, by CUDA's manual, and there are no more.
+        unsafe { functions.put(handles) }
     }
 
-    fn cuModuleGetGlobal_v2(address: *mut u64, size: *mut usize, module: usize, name: *const c_char) {
-        non_null(name)?;
+    fn cuModuleGetGlobal_v2(address: Out<u64>, size: Out<usize>, module: usize, name: Text) {
+        name.required()?;
         let (driver, module) = of(module)?;
         driver.session.check()?;
-        module.global(driver, CStr::from_ptr(name))?.put(address, size)
+        put_variable(module.global(driver, name.get()?)?, address, size)
     }
 }

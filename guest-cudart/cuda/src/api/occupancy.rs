@@ -1,13 +1,12 @@
-//! Occupancy: how many blocks fit is the device's to say, once for each question; the search for a good block size is done here.
+//! Occupancy. The server says how many blocks fit, once for each question; the search for a good block size happens here.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{BlockToShared, LaunchConfig};
 use crate::code::function::{Function, func};
 use crate::code::library;
 use crate::process::device_attributes::attr;
-use crate::process::driver;
-use crate::process::driver::Device;
+use crate::process::driver::{self, Device};
 use crate::work::launch;
 use client::Status;
 use client::ops::module::{
@@ -47,16 +46,16 @@ pub(crate) fn check_cooperative(
 
 /// The block size with the most threads on a multiprocessor, largest first, as CUDA's own search goes: by warps, from the limit down.
 fn potential(
-    min_grid: *mut i32,
-    block_size: *mut i32,
+    min_grid: Out<i32>,
+    block_size: Out<i32>,
     handle: usize,
     to_shared: Option<BlockToShared>,
     shared: usize,
     limit: i32,
     flags: u32,
 ) -> Result {
-    non_null(min_grid)?;
-    non_null(block_size)?;
+    min_grid.required()?;
+    block_size.required()?;
     let function = library::of(handle)?;
     if limit < 0 {
         return Err(Status::INVALID_VALUE);
@@ -85,70 +84,69 @@ fn potential(
         }
         aligned -= warp;
     }
-    // SAFETY: checked above not to be NULL; the program says that they may be written.
-    unsafe {
-        put(block_size, best_size)?;
-        put(min_grid, best_blocks * device.attribute(attr::MULTIPROCESSOR_COUNT))
-    }
+    block_size.put(best_size)?;
+    min_grid.put(best_blocks * device.attribute(attr::MULTIPROCESSOR_COUNT))
 }
 
 api! {
-    fn cuOccupancyMaxActiveClusters(count: *mut i32, function: usize, config: *const LaunchConfig) {
-        non_null(count)?;
-        non_null(config)?;
-        let c = *config;
+    unsafe fn cuOccupancyMaxActiveClusters(count: Out<i32>, function: usize, config: In<LaunchConfig>) {
+        count.required()?;
+        config.required()?;
+        let c = config.get()?;
         let function = library::of(function)?;
         let request = OccupancyMaxActiveClusters {
             function: function.id,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
-            attributes: launch::attributes(&c)?,
+            // SAFETY: the array has as many attributes as the program says.
+            attributes: unsafe { launch::attributes(&c) }?,
         };
-        put(count, function.ask(&request, |reply| reply.clusters as u64)? as i32)
+        count.put(function.ask(&request, |reply| reply.clusters as u64)? as i32)
     }
 
-    fn cuOccupancyMaxPotentialClusterSize(size: *mut i32, function: usize, config: *const LaunchConfig) {
-        non_null(size)?;
-        non_null(config)?;
-        let c = *config;
+    unsafe fn cuOccupancyMaxPotentialClusterSize(size: Out<i32>, function: usize, config: In<LaunchConfig>) {
+        size.required()?;
+        config.required()?;
+        let c = config.get()?;
         let function = library::of(function)?;
         let request = OccupancyMaxPotentialClusterSize {
             function: function.id,
             grid: c.grid,
             block: c.block,
             dynamic_shared: c.sharedMemBytes,
-            attributes: launch::attributes(&c)?,
+            // SAFETY: the array has as many attributes as the program says.
+            attributes: unsafe { launch::attributes(&c) }?,
         };
-        put(size, function.ask(&request, |reply| reply.size as u64)? as i32)
+        size.put(function.ask(&request, |reply| reply.size as u64)? as i32)
     }
 
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(count: *mut i32, function: usize, block_size: i32, shared: usize) {
-        non_null(count)?;
-        put(count, blocks(&*library::of(function)?, block_size, shared, 0)?)
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(count: Out<i32>, function: usize, block_size: i32, shared: usize) {
+        count.required()?;
+        count.put(blocks(&*library::of(function)?, block_size, shared, 0)?)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-        count: *mut i32, function: usize, block_size: i32, shared: usize, flags: u32
+        count: Out<i32>, function: usize, block_size: i32, shared: usize, flags: u32
     ) {
-        non_null(count)?;
-        put(count, blocks(&*library::of(function)?, block_size, shared, flags)?)
+        count.required()?;
+        count.put(blocks(&*library::of(function)?, block_size, shared, flags)?)
     }
 
     fn cuOccupancyMaxPotentialBlockSize(
-        min_grid: *mut i32, block_size: *mut i32, function: usize, to_shared: Option<BlockToShared>, shared: usize, limit: i32
+        min_grid: Out<i32>, block_size: Out<i32>, function: usize, to_shared: Option<BlockToShared>, shared: usize, limit: i32
     ) {
         potential(min_grid, block_size, function, to_shared, shared, limit, 0)
     }
 
     fn cuOccupancyMaxPotentialBlockSizeWithFlags(
-        min_grid: *mut i32, block_size: *mut i32, function: usize, to_shared: Option<BlockToShared>, shared: usize, limit: i32, flags: u32
+        min_grid: Out<i32>, block_size: Out<i32>, function: usize, to_shared: Option<BlockToShared>, shared: usize, limit: i32, flags: u32
     ) {
         potential(min_grid, block_size, function, to_shared, shared, limit, flags)
     }
 
-    fn cuOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: usize, num_blocks: i32, block_size: i32) {
-        non_null(size)?;
+    fn cuOccupancyAvailableDynamicSMemPerBlock(size: Out<usize>, function: usize, num_blocks: i32, block_size: i32) {
+        size.required()?;
         let function = library::of(function)?;
         if num_blocks <= 0 || block_size <= 0 {
             return Err(Status::INVALID_VALUE);
@@ -156,6 +154,6 @@ api! {
         function.ready()?;
         let request =
             OccupancyAvailableShared { function: function.id, blocks: num_blocks as u32, block_size: block_size as u32 };
-        put(size, function.ask(&request, |reply| reply.bytes)? as usize)
+        size.put(function.ask(&request, |reply| reply.bytes)? as usize)
     }
 }

@@ -1,6 +1,6 @@
-//! Devices that reach each other's memory.
+//! Peer access between devices.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, Out, OutArray};
 use crate::abi::result::{Result, code};
 use crate::process::context;
 use crate::process::driver::{device, driver};
@@ -23,31 +23,27 @@ fn pair(
     Ok((driver, context, other))
 }
 
-/// Writes what `count` operations can do, of all that `known` tells.
-fn put_capabilities(to: *mut u32, operations: *const u32, count: u32, known: &[u32]) -> Result<()> {
-    non_null(to)?;
-    non_null(operations.cast_mut())?;
-    if count == 0 {
+/// Writes what some operations can do, of all that `known` tells.
+fn put_capabilities(to: OutArray<u32>, operations: Array<u32>, count: Count<u32>, known: &[u32]) -> Result {
+    to.required()?;
+    operations.required()?;
+    if count.get() == 0 {
         return Err(Status::INVALID_VALUE);
     }
-    for n in 0..count as usize {
-        // SAFETY: the caller gives so many operations, and room for so many answers.
-        let operation = unsafe { operations.add(n).read() };
-        let capabilities = known.get(operation as usize).ok_or(Status::INVALID_VALUE)?;
-        // SAFETY: as above.
-        unsafe { put(to.add(n), *capabilities) }?;
-    }
-    Ok(())
+    let of = |operation: &u32| known.get(*operation as usize).copied().ok_or(Status::INVALID_VALUE);
+    let found = operations.entries(count)?.iter().map(of).collect::<Result<Vec<u32>>>()?;
+    // SAFETY: room for as many answers as there are operations, by CUDA's manual.
+    unsafe { to.put(found) }
 }
 
 api! {
     // Memory of this machine's that a device of another uses is at both sides: nothing is atomic across (and neither attribute says so).
-    fn cuDeviceGetHostAtomicCapabilities(capabilities: *mut u32, operations: *const u32, count: u32, dev: i32) {
+    fn cuDeviceGetHostAtomicCapabilities(capabilities: OutArray<u32>, operations: Array<u32>, count: Count<u32>, dev: i32) {
         device(dev)?;
         put_capabilities(capabilities, operations, count, &[0; ATOMIC_OPERATIONS])
     }
 
-    fn cuDeviceGetP2PAtomicCapabilities(capabilities: *mut u32, operations: *const u32, count: u32, src: i32, dst: i32) {
+    fn cuDeviceGetP2PAtomicCapabilities(capabilities: OutArray<u32>, operations: Array<u32>, count: Count<u32>, src: i32, dst: i32) {
         let (a, b) = (device(src)?.ordinal, device(dst)?.ordinal);
         if a == b {
             return Err(Status::INVALID_DEVICE);
@@ -60,24 +56,24 @@ api! {
         put_capabilities(capabilities, operations, count, &known)
     }
 
-    fn cuDeviceCanAccessPeer(can: *mut i32, dev: i32, peer: i32) {
-        non_null(can)?;
+    fn cuDeviceCanAccessPeer(can: Out<i32>, dev: i32, peer: i32) {
+        can.required()?;
         let (a, b) = (device(dev)?.ordinal, device(peer)?.ordinal);
         if a == b {
-            return put(can, 0);
+            return can.put(0);
         }
-        put(can, driver()?.session.call(&PeerInfo { device: a, peer: b })?.can_access.into())
+        can.put(driver()?.session.call(&PeerInfo { device: a, peer: b })?.can_access.into())
     }
 
-    fn cuDeviceGetP2PAttribute(value: *mut i32, attribute: u32, src: i32, dst: i32) {
-        non_null(value)?;
+    fn cuDeviceGetP2PAttribute(value: Out<i32>, attribute: u32, src: i32, dst: i32) {
+        value.required()?;
         let (a, b) = (device(src)?.ordinal, device(dst)?.ordinal);
         if a == b {
             return Err(Status::INVALID_DEVICE);
         }
         let at = (attribute as usize).checked_sub(1).ok_or(Status::INVALID_VALUE)?;
         let reply = driver()?.session.call(&PeerInfo { device: a, peer: b })?;
-        put(value, *reply.attributes.get(at).ok_or(Status::INVALID_VALUE)?)
+        value.put(*reply.attributes.get(at).ok_or(Status::INVALID_VALUE)?)
     }
 
     fn cuCtxEnablePeerAccess(peer: usize, flags: u32) {

@@ -3,44 +3,42 @@
 use std::ffi::c_void;
 use std::sync::atomic::AtomicBool;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::{Result, code, refuse_form};
 use crate::memory::managed::mirror;
-use crate::memory::pinned::DEVICEMAP;
-use crate::memory::pinned_regions::{HostTag, REGIONS};
-use crate::memory::{host_mappings, host_pool, pinned, pinned_regions, stream_ordered};
+use crate::memory::pinned::{self, DEVICEMAP};
+use crate::memory::pinned_regions::{self, HostTag, REGIONS};
+use crate::memory::{host_mappings, host_pool, stream_ordered};
 use crate::process::context;
 use crate::process::driver::driver;
 use crate::process::ids::unique_id;
 use client::regions::RegisterError;
 use client::{Status, log};
 
-pub(crate) fn alloc(pp: *mut *mut c_void, size: usize, flags: u32) -> Result {
-    non_null(pp)?;
+pub(crate) fn alloc(pp: Out<*mut c_void>, size: usize, flags: u32) -> Result {
+    pp.required()?;
     let (driver, context) = context::ready()?;
     // PORTABLE, DEVICEMAP, WRITECOMBINED.
     if flags & !7 != 0 {
         return Err(Status::INVALID_VALUE);
     }
     if size == 0 {
-        // SAFETY: as below.
-        return unsafe { put(pp, std::ptr::null_mut()) };
+        return pp.put(std::ptr::null_mut());
     }
     let address = pinned::pin_new(driver, context, size, None, flags)?;
     if flags & DEVICEMAP != 0 {
         // Asked for by name, it is reached also by kernels that find its address in other memory.
         pinned::reach_at(driver, address as u64);
     }
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(pp, address as *mut c_void) }
+    pp.put(address as *mut c_void)
 }
 
 api! {
-    fn cuMemAllocHost_v2(pp: *mut *mut c_void, size: usize) {
+    fn cuMemAllocHost_v2(pp: Out<*mut c_void>, size: usize) {
         alloc(pp, size, 0)
     }
 
-    fn cuMemHostAlloc(pp: *mut *mut c_void, size: usize, flags: u32) {
+    fn cuMemHostAlloc(pp: Out<*mut c_void>, size: usize, flags: u32) {
         alloc(pp, size, flags)
     }
 
@@ -99,25 +97,25 @@ api! {
         REGIONS.remove(driver.session.port(), p as usize, false).map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
     }
 
-    fn cuMemHostGetFlags(flags: *mut u32, p: *mut c_void) {
+    fn cuMemHostGetFlags(flags: Out<u32>, p: *mut c_void) {
         driver()?;
         let (_, _, tag) = pinned_regions::find(p as u64).ok_or(Status::INVALID_VALUE)?;
         // With unified addressing all of it is mapped.
-        put(flags, tag.flags | DEVICEMAP)
+        flags.put(tag.flags | DEVICEMAP)
     }
 
-    fn cuMemHostGetDevicePointer_v2(dptr: *mut u64, p: *mut c_void, flags: u32) {
+    fn cuMemHostGetDevicePointer_v2(dptr: Out<u64>, p: *mut c_void, flags: u32) {
         static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(dptr)?;
+        dptr.required()?;
         let (driver, context) = context::ready()?;
         let found = pinned_regions::find(p as u64).filter(|_| flags == 0);
         let (base, size, _) = found.ok_or(Status::INVALID_VALUE)?;
         pinned::reach_at(driver, p as u64);
         if mirror::is_here(p as u64) {
-            return put(dptr, p as u64);
+            return dptr.put(p as u64);
         }
         match pinned::map(driver, context, base, size) {
-            Ok(()) => put(dptr, p as u64),
+            Ok(()) => dptr.put(p as u64),
             Err(Status::NOT_SUPPORTED) => refuse_form(
                 "cuMemHostGetDevicePointer of memory that cannot be mirrored for a GPU that does not share it",
                 &SAID,

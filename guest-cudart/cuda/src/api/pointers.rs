@@ -1,8 +1,8 @@
-//! What a pointer is.
+//! Unified addressing: the attributes of pointers.
 
 use std::ffi::c_void;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, non_null, put};
 use crate::abi::result::Result;
 use crate::memory::{address, device_memory, host_pool, managed, pinned, pinned_regions};
 use crate::process::driver::{Driver, driver};
@@ -111,26 +111,26 @@ unsafe fn attribute(driver: &Driver, data: *mut c_void, number: u32, pointer: u6
 }
 
 api! {
-    fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
+    unsafe fn cuPointerGetAttribute(data: *mut c_void, number: u32, pointer: u64) {
         let driver = driver()?;
         // CUDA answers "invalid value" for a pointer that it knows nothing of.
-        if attribute(driver, data, number, pointer)? { Ok(()) } else { Err(Status::INVALID_VALUE) }
+        // SAFETY: room for the attribute's own type, by CUDA's manual.
+        if unsafe { attribute(driver, data, number, pointer) }? { Ok(()) } else { Err(Status::INVALID_VALUE) }
     }
 
-    fn cuPointerGetAttributes(count: u32, numbers: *const u32, data: *const *mut c_void, pointer: u64) {
+    unsafe fn cuPointerGetAttributes(count: Count<u32>, numbers: Array<u32>, data: Array<*mut c_void>, pointer: u64) {
         let driver = driver()?;
-        if count == 0 {
+        if count.get() == 0 {
             return Err(Status::INVALID_VALUE);
         }
-        non_null(numbers)?;
-        non_null(data)?;
-        for i in 0..count as usize {
-            attribute(driver, *data.add(i), *numbers.add(i), pointer)?;
+        for (number, data) in numbers.entries(count)?.iter().zip(data.entries(count)?) {
+            // SAFETY: room for the attribute's own type, by CUDA's manual.
+            unsafe { attribute(driver, *data, *number, pointer) }?;
         }
         Ok(())
     }
 
-    fn cuPointerSetAttribute(value: *const c_void, number: u32, pointer: u64) {
+    unsafe fn cuPointerSetAttribute(value: *const c_void, number: u32, pointer: u64) {
         let driver = driver()?;
         non_null(value)?;
         // SYNC_MEMOPS is the only one that can be set.
@@ -140,7 +140,8 @@ api! {
         let found = address::find(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         let device = device_memory::device_of(driver, pointer).ok_or(Status::INVALID_VALUE)?;
         if let Some(tag) = lock(device.memory_of(pointer)).tag_mut(found.base) {
-            tag.sync_memops = value.cast::<u32>().read() != 0;
+            // SAFETY: not NULL, and of the attribute's type, as CUDA's manual gives it: an int.
+            tag.sync_memops = unsafe { value.cast::<u32>().read() } != 0;
         }
         Ok(())
     }

@@ -3,17 +3,17 @@
 use std::ffi::c_void;
 use std::os::fd::RawFd;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out, non_null, put};
 use crate::abi::types::PointerData;
-use crate::memory::pool::Pool;
-use crate::memory::pool_export::{IMPORTED, Imported, Name, POOL_MAGIC, POOLS, POSIX_FD};
-use crate::memory::{address, pool, pool_export, shared_descriptor, virtual_memory};
+use crate::memory::pool::{self, Pool};
+use crate::memory::pool_export::{self, IMPORTED, Imported, Name, POOL_MAGIC, POOLS, POSIX_FD};
+use crate::memory::{address, shared_descriptor, virtual_memory};
 use crate::process::driver::driver;
 use client::ops::memory::PieceExport;
 use client::{Status, lock};
 
 api! {
-    fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
+    unsafe fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: usize, kind: u32, flags: u64) {
         non_null(shareable)?;
         let (driver, pool) = pool::own(pool)?;
         if flags != 0 || kind != POSIX_FD {
@@ -22,11 +22,12 @@ api! {
         let name = pool.name.ok_or(Status::INVALID_VALUE)?;
         let device = driver.devices.get(pool.device as usize).ok_or(Status::INVALID_DEVICE)?;
         let fd = shared_descriptor::make(&POOL_MAGIC, &[name, device.info.uuid].concat())?;
-        put(shareable.cast::<RawFd>(), fd)
+        // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
+        unsafe { put(shareable.cast::<RawFd>(), fd) }
     }
 
-    fn cuMemPoolImportFromShareableHandle(pool: *mut usize, shareable: usize, kind: u32, flags: u64) {
-        non_null(pool)?;
+    fn cuMemPoolImportFromShareableHandle(pool: Out<usize>, shareable: usize, kind: u32, flags: u64) {
+        pool.required()?;
         let driver = driver()?;
         if flags != 0 || kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
@@ -42,11 +43,11 @@ api! {
             None => pool::insert(Pool::imported(device, *name))?,
         };
         pools.insert(*name, handle);
-        put(pool, handle)
+        pool.put(handle)
     }
 
-    fn cuMemPoolExportPointer(data: *mut PointerData, address: u64) {
-        non_null(data)?;
+    fn cuMemPoolExportPointer(data: Out<PointerData>, address: u64) {
+        data.required()?;
         let driver = driver()?;
         let found = address::find(driver, address).filter(|found| found.base == address && found.pool != 0);
         let found = found.ok_or(Status::INVALID_VALUE)?;
@@ -54,15 +55,15 @@ api! {
         virtual_memory::share(driver)?;
         let reply = driver.session.call(&PieceExport { address })?;
         let offset = address.checked_sub(reply.base).ok_or(Status::UNKNOWN)?;
-        put(data, Name { pool, token: reply.token, offset, size: found.size }.data())
+        data.put(Name { pool, token: reply.token, offset, size: found.size }.data())
     }
 
-    fn cuMemPoolImportPointer(address: *mut u64, pool: usize, data: *const PointerData) {
-        non_null(address)?;
-        non_null(data)?;
+    fn cuMemPoolImportPointer(address: Out<u64>, pool: usize, data: In<PointerData>) {
+        address.required()?;
+        data.required()?;
         let driver = driver()?;
         let (_, pool) = pool::of(pool)?;
-        let name = Name::of(&*data).filter(|name| pool.imported && pool.name == Some(name.pool));
+        let name = Name::of(&data.get()?).filter(|name| pool.imported && pool.name == Some(name.pool));
         let name = name.ok_or(Status::INVALID_VALUE)?;
         pool_export::collect(driver);
         virtual_memory::share(driver)?;
@@ -71,10 +72,10 @@ api! {
         // What is imported twice is at one address, and gone when it is freed once.
         let known = imported.iter().find(|(_, known)| known.name == name && known.leaving.is_none());
         if let Some((known, _)) = known {
-            return put(address, *known);
+            return address.put(*known);
         }
         let opened = virtual_memory::open(driver, name.token, name.offset, name.size, true)?;
         imported.insert(opened, Imported { name, context: device.primary, leaving: None });
-        put(address, opened)
+        address.put(opened)
     }
 }

@@ -1,6 +1,6 @@
-//! What has no chapter of its own: the profiler's switch, capture mode, flushes.
+//! The profiler's switches, and the capture mode of a thread.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::InOut;
 use crate::process::driver::driver;
 use crate::process::{capture, context};
 use client::Status;
@@ -14,14 +14,13 @@ api! {
         context::current().map(|_| ())
     }
 
-    fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) {
+    fn cuThreadExchangeStreamCaptureMode(mode: InOut<u32>) {
         driver()?;
-        non_null(mode)?;
-        let wanted = *mode;
+        let wanted = mode.get()?;
         if wanted > 2 {
             return Err(Status::INVALID_VALUE);
         }
         let before = capture::exchange_mode(wanted);
-        put(mode, before)
+        mode.put(before)
     }
 }

@@ -1,8 +1,8 @@
-//! Attributes of streams. The server's driver keeps them; here is kept what kernels that are captured on the stream have of them.
+//! Attributes of streams. The server's driver keeps them. The stream keeps a copy of those that its captured kernels inherit.
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::AttrValue;
 use crate::process::driver::Driver;
@@ -40,16 +40,16 @@ fn set(driver: &Driver, stream: &Arc<Stream>, id: u32, value: [u8; 64]) -> Resul
 }
 
 api! {
-    fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz(stream: usize, attribute: u32, value: *const AttrValue) |pt| {
-        non_null(value)?;
+    fn cuStreamSetAttribute / cuStreamSetAttribute_ptsz(stream: usize, attribute: u32, value: In<AttrValue>) |pt| {
+        value.required()?;
         let (driver, stream) = stream_table::ask(stream, pt)?;
-        set(driver, &stream, attribute, (*value).0)
+        set(driver, &stream, attribute, value.get()?.0)
     }
 
-    fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: *mut AttrValue) |pt| {
-        non_null(value)?;
+    fn cuStreamGetAttribute / cuStreamGetAttribute_ptsz(stream: usize, attribute: u32, value: Out<AttrValue>) |pt| {
+        value.required()?;
         let (driver, stream) = stream_table::ask(stream, pt)?;
-        put(value, AttrValue(get(driver, &stream, attribute)?))
+        value.put(AttrValue(get(driver, &stream, attribute)?))
     }
 
     fn cuStreamCopyAttributes / cuStreamCopyAttributes_ptsz(dst: usize, src: usize) |pt| {

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, Out};
 use crate::abi::result::{Result, code};
 use crate::abi::types::EdgeData;
-use crate::graph;
-use crate::graph::Graph;
 use crate::graph::recording::graph_of;
+use crate::graph::{self, Graph};
 use crate::process::capture::{Capture, RELAXED};
 use crate::process::driver::driver;
 use crate::process::{context, stream};
@@ -39,23 +38,16 @@ pub(crate) fn begin(
     Ok(())
 }
 
-pub(crate) fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result {
+pub(crate) fn end(handle: usize, per_thread: bool, graph: Out<usize>) -> Result {
     let (driver, context) = context::ready()?;
     // Whoever captures into a graph that is there need not be told of it; a graph of the capture's own is dropped then.
-    let tell = |handle: usize| {
-        if graph.is_null() {
-            Ok(())
-        } else {
-            // SAFETY: not NULL; the program says that it may be written.
-            unsafe { put(graph, handle) }
-        }
-    };
+    let tell = |handle: usize| graph.put_if_wanted(handle);
     let stream = stream_table::plain(driver, context, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
         // NVIDIA's driver was seen to end the capture all the same.
         capture.end();
-        tell(0)?;
+        tell(0);
         return Err(code::STREAM_CAPTURE_WRONG_THREAD);
     }
     if capture.origin != stream.unique() {
@@ -63,7 +55,7 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result 
         return Err(code::STREAM_CAPTURE_UNMATCHED);
     }
     capture.end();
-    tell(0)?;
+    tell(0);
     capture.check()?;
     // Every stream that joined has been waited for: the origin's next node would come behind all that they did.
     let behind = graph_of(&capture)?.ancestors(&capture.point(stream.unique()));
@@ -72,27 +64,30 @@ pub(crate) fn end(handle: usize, per_thread: bool, graph: *mut usize) -> Result 
         return Err(code::STREAM_CAPTURE_UNJOINED);
     }
     drop(added);
-    if graph.is_null() { Ok(()) } else { tell(Graph::handle(&graph_of(&capture)?)?) }
+    if !graph.is_null() {
+        tell(Graph::handle(&graph_of(&capture)?)?);
+    }
+    Ok(())
 }
 
-/// Where the capture's information goes; each place may be NULL.
-pub(crate) struct Told {
-    id: *mut u64,
-    graph: *mut usize,
-    dependencies: *mut *const usize,
-    edges: *mut *const EdgeData,
-    count: *mut usize,
+/// Where the capture's information goes. What is absent, or NULL, is not wanted.
+#[derive(Clone, Copy, Default)]
+struct Told<'a> {
+    id: Option<Out<'a, u64>>,
+    graph: Option<Out<'a, usize>>,
+    dependencies: Option<Out<'a, *const usize>>,
+    edges: Option<Out<'a, *const EdgeData>>,
+    count: Option<Out<'a, usize>>,
 }
 
-pub(crate) unsafe fn tell<T>(to: *mut T, value: T) {
-    if !to.is_null() {
-        // SAFETY: not NULL; the program says that it may be written.
-        unsafe { to.write(value) };
+fn tell<T>(to: Option<Out<T>>, value: T) {
+    if let Some(to) = to {
+        to.put_if_wanted(value);
     }
 }
 
-pub(crate) unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, told: &Told) -> Result {
-    non_null(status)?;
+fn info(handle: usize, per_thread: bool, status: Out<u32>, told: &Told<'_>) -> Result {
+    status.required()?;
     let stream = if handle > stream::PER_THREAD {
         // A thread may ask that has no current context.
         stream_table::ask(handle, per_thread)?.1
@@ -104,44 +99,32 @@ pub(crate) unsafe fn info(handle: usize, per_thread: bool, status: *mut u32, tol
         return Err(code::STREAM_CAPTURE_IMPLICIT);
     }
     let capture = stream.capture();
-    // SAFETY: the places are NULL or may be written, as the program says.
-    unsafe {
-        put(status, capture.as_ref().map_or(0, |capture| capture.status()))?;
-        let Some(capture) = capture.filter(|capture| capture.check().is_ok()) else { return Ok(()) };
-        tell(told.id, capture.id);
-        if !told.graph.is_null() {
-            put(told.graph, Graph::handle(&graph_of(&capture)?)?)?;
-        }
-        if !told.dependencies.is_null() || !told.count.is_null() {
-            let graph = graph_of(&capture)?;
-            let nodes: Result<Vec<usize>> =
-                capture.point(stream.unique()).into_iter().map(|node| Graph::node(&graph, node)).collect();
-            let mut kept = lock(&capture.told);
-            let nodes = nodes?;
-            *kept = (nodes.clone(), vec![[0; 8]; nodes.len()]);
-            tell(told.count, nodes.len());
-            tell(told.dependencies, kept.0.as_ptr());
-            tell(told.edges, kept.1.as_ptr());
-        }
+    status.put(capture.as_ref().map_or(0, |capture| capture.status()))?;
+    let Some(capture) = capture.filter(|capture| capture.check().is_ok()) else { return Ok(()) };
+    tell(told.id, capture.id);
+    if told.graph.is_some_and(|graph| !graph.is_null()) {
+        tell(told.graph, Graph::handle(&graph_of(&capture)?)?);
+    }
+    if told.dependencies.is_some_and(|to| !to.is_null()) || told.count.is_some_and(|to| !to.is_null()) {
+        let graph = graph_of(&capture)?;
+        let nodes = capture.point(stream.unique()).into_iter().map(|node| Graph::node(&graph, node));
+        let nodes = nodes.collect::<Result<Vec<usize>>>()?;
+        let mut kept = lock(&capture.told);
+        *kept = (nodes.clone(), vec![[0; 8]; nodes.len()]);
+        tell(told.count, nodes.len());
+        tell(told.dependencies, kept.0.as_ptr());
+        tell(told.edges, kept.1.as_ptr());
     }
     Ok(())
 }
 
-pub(crate) const NOWHERE: Told = Told {
-    id: std::ptr::null_mut(),
-    graph: std::ptr::null_mut(),
-    dependencies: std::ptr::null_mut(),
-    edges: std::ptr::null_mut(),
-    count: std::ptr::null_mut(),
-};
-
 /// `cuStreamUpdateCaptureDependencies`: what the stream's next node depends on, beside or instead of what it does already.
-pub(crate) unsafe fn update(
+fn update(
     handle: usize,
     per_thread: bool,
-    nodes: *const usize,
-    data: *const EdgeData,
-    count: usize,
+    nodes: Array<usize>,
+    data: Array<EdgeData>,
+    count: Count,
     flags: u32,
 ) -> Result {
     // CU_STREAM_ADD_CAPTURE_DEPENDENCIES and …_SET_….
@@ -152,8 +135,7 @@ pub(crate) unsafe fn update(
     let stream = stream_table::plain(driver, context::current()?, handle, per_thread)?;
     let capture = stream.capture().ok_or(code::ILLEGAL_STATE)?;
     capture.check()?;
-    // SAFETY: as many nodes, and as much data unless it is NULL, as the program says.
-    let edges = unsafe { graph::edges(&graph_of(&capture)?, nodes, data, count) }?;
+    let edges = graph::edges(&graph_of(&capture)?, nodes, data, count)?;
     let mut ends = lock(&capture.ends);
     let end = ends.entry(stream.unique()).or_default();
     if flags == 1 {
@@ -177,7 +159,7 @@ api! {
     }
 
     fn cuStreamBeginCaptureToGraph / cuStreamBeginCaptureToGraph_ptsz(
-        stream: usize, graph: usize, nodes: *const usize, edges: *const EdgeData, count: usize, mode: u32
+        stream: usize, graph: usize, nodes: Array<usize>, edges: Array<EdgeData>, count: Count, mode: u32
     ) |pt| {
         let graph = graph::of(graph)?;
         let before = graph::edges(&graph, nodes, edges, count)?;
@@ -185,38 +167,38 @@ api! {
     }
 
     fn cuStreamUpdateCaptureDependencies / cuStreamUpdateCaptureDependencies_ptsz(
-        stream: usize, nodes: *const usize, count: usize, flags: u32
+        stream: usize, nodes: Array<usize>, count: Count, flags: u32
     ) |pt| {
-        update(stream, pt, nodes, std::ptr::null(), count, flags)
+        update(stream, pt, nodes, Array::NULL, count, flags)
     }
 
     fn cuStreamUpdateCaptureDependencies_v2 / cuStreamUpdateCaptureDependencies_v2_ptsz(
-        stream: usize, nodes: *const usize, edges: *const EdgeData, count: usize, flags: u32
+        stream: usize, nodes: Array<usize>, edges: Array<EdgeData>, count: Count, flags: u32
     ) |pt| {
         update(stream, pt, nodes, edges, count, flags)
     }
 
-    fn cuStreamEndCapture / cuStreamEndCapture_ptsz(stream: usize, graph: *mut usize) |pt| {
+    fn cuStreamEndCapture / cuStreamEndCapture_ptsz(stream: usize, graph: Out<usize>) |pt| {
         end(stream, pt, graph)
     }
 
-    fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz(stream: usize, status: *mut u32) |pt| {
-        info(stream, pt, status, &NOWHERE)
+    fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz(stream: usize, status: Out<u32>) |pt| {
+        info(stream, pt, status, &Told::default())
     }
 
-    fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz(stream: usize, status: *mut u32, id: *mut u64) |pt| {
-        info(stream, pt, status, &Told { id, ..NOWHERE })
+    fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz(stream: usize, status: Out<u32>, id: Out<u64>) |pt| {
+        info(stream, pt, status, &Told { id: Some(id), ..Told::default() })
     }
 
     fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz(
-        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, dependencies: *mut *const usize, count: *mut usize
+        stream: usize, status: Out<u32>, id: Out<u64>, graph: Out<usize>, dependencies: Out<*const usize>, count: Out<usize>
     ) |pt| {
-        info(stream, pt, status, &Told { id, graph, dependencies, count, ..NOWHERE })
+        info(stream, pt, status, &Told { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: None, count: Some(count) })
     }
 
     fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz(
-        stream: usize, status: *mut u32, id: *mut u64, graph: *mut usize, dependencies: *mut *const usize, edges: *mut *const EdgeData, count: *mut usize
+        stream: usize, status: Out<u32>, id: Out<u64>, graph: Out<usize>, dependencies: Out<*const usize>, edges: Out<*const EdgeData>, count: Out<usize>
     ) |pt| {
-        info(stream, pt, status, &Told { id, graph, dependencies, edges, count })
+        info(stream, pt, status, &Told { id: Some(id), graph: Some(graph), dependencies: Some(dependencies), edges: Some(edges), count: Some(count) })
     }
 }

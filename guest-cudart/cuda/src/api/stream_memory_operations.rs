@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::abi::arguments::{Array, Count};
 use crate::abi::result::Result;
 use crate::abi::types::BatchMemOp;
 use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::streams::stream_table;
-use crate::work::memory_operation;
 use crate::work::memory_operation::Operations;
 use client::Status;
 use client::ops::stream::memory_op;
@@ -36,6 +36,15 @@ pub(crate) fn one(
     enqueue(handle, per_thread, &[op], first)
 }
 
+/// A program's array of operations.
+fn operations_of(given: Array<'_, BatchMemOp>, count: Count<u32>) -> Result<&[BatchMemOp]> {
+    given.required()?;
+    if count.get() > memory_op::MOST {
+        return Err(Status::INVALID_VALUE);
+    }
+    given.entries(count)
+}
+
 api! {
     fn cuStreamWaitValue32_v2 / cuStreamWaitValue32_v2_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
         one(memory_op::WAIT_32, stream, pt, address, value.into(), flags, false)
@@ -53,11 +62,11 @@ api! {
         one(memory_op::WRITE_64, stream, pt, address, value, flags, false)
     }
 
-    fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
+    fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz(stream: usize, count: Count<u32>, operations: Array<BatchMemOp>, flags: u32) |pt| {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        enqueue(stream, pt, memory_operation::slice(operations, count)?, false)
+        enqueue(stream, pt, operations_of(operations, count)?, false)
     }
 
     fn cuStreamWaitValue32 / cuStreamWaitValue32_ptsz(stream: usize, address: u64, value: u32, flags: u32) |pt| {
@@ -76,10 +85,10 @@ api! {
         one(memory_op::WRITE_64, stream, pt, address, value, flags, true)
     }
 
-    fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz(stream: usize, count: u32, operations: *const BatchMemOp, flags: u32) |pt| {
+    fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz(stream: usize, count: Count<u32>, operations: Array<BatchMemOp>, flags: u32) |pt| {
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
-        enqueue(stream, pt, memory_operation::slice(operations, count)?, true)
+        enqueue(stream, pt, operations_of(operations, count)?, true)
     }
 }

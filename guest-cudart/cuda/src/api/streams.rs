@@ -2,32 +2,33 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::abi::arguments::put;
+use crate::abi::arguments::Out;
 use crate::abi::result::{Result, code};
 use crate::graph::node_work::Work;
 use crate::graph::recording;
 use crate::memory::managed::shared_blocks;
 use crate::process::driver::driver;
 use crate::process::{context, green, host_calls};
-use crate::streams::stream_table::STREAMS;
-use crate::streams::{capture_rules, event, stream_table};
+use crate::streams::stream_table::{self, STREAMS};
+use crate::streams::{capture_rules, event};
 use client::Status;
 
 /// `CU_EVENT_WAIT_EXTERNAL`: in a capture, a node of its own. It says nothing elsewhere.
 pub(crate) const EXTERNAL: u32 = 1;
 
-pub(crate) fn create(stream: *mut usize, flags: u32, priority: i32) -> Result {
+pub(crate) fn create(stream: Out<usize>, flags: u32, priority: i32) -> Result {
     let (_, context) = context::ready()?;
     let green = if green::any() { context::current_green() } else { None };
-    stream_table::create_in(context, green, stream, flags, priority)
+    stream.required()?;
+    stream.put(stream_table::create_in(context, green, flags, priority)?)
 }
 
 api! {
-    fn cuStreamCreate(stream: *mut usize, flags: u32) {
+    fn cuStreamCreate(stream: Out<usize>, flags: u32) {
         create(stream, flags, 0)
     }
 
-    fn cuStreamCreateWithPriority(stream: *mut usize, flags: u32, priority: i32) {
+    fn cuStreamCreateWithPriority(stream: Out<usize>, flags: u32, priority: i32) {
         create(stream, flags, priority)
     }
 
@@ -44,30 +45,31 @@ api! {
     }
     alias cuStreamDestroy = cuStreamDestroy_v2(stream: usize);
 
-    fn cuStreamGetPriority / cuStreamGetPriority_ptsz(stream: usize, priority: *mut i32) |pt| {
-        put(priority, stream_table::ask(stream, pt)?.1.priority.load(Ordering::Acquire))
+    fn cuStreamGetPriority / cuStreamGetPriority_ptsz(stream: usize, priority: Out<i32>) |pt| {
+        priority.put(stream_table::ask(stream, pt)?.1.priority.load(Ordering::Acquire))
     }
 
-    fn cuStreamGetFlags / cuStreamGetFlags_ptsz(stream: usize, flags: *mut u32) |pt| {
-        put(flags, stream_table::ask(stream, pt)?.1.flags)
+    fn cuStreamGetFlags / cuStreamGetFlags_ptsz(stream: usize, flags: Out<u32>) |pt| {
+        flags.put(stream_table::ask(stream, pt)?.1.flags)
     }
 
-    fn cuStreamGetDevice / cuStreamGetDevice_ptsz(stream: usize, device: *mut i32) |pt| {
-        put(device, stream_table::ask(stream, pt)?.1.context.device as i32)
+    fn cuStreamGetDevice / cuStreamGetDevice_ptsz(stream: usize, device: Out<i32>) |pt| {
+        device.put(stream_table::ask(stream, pt)?.1.context.device as i32)
     }
 
-    fn cuStreamGetId / cuStreamGetId_ptsz(stream: usize, id: *mut u64) |pt| {
-        put(id, stream_table::ask(stream, pt)?.1.unique)
+    fn cuStreamGetId / cuStreamGetId_ptsz(stream: usize, id: Out<u64>) |pt| {
+        id.put(stream_table::ask(stream, pt)?.1.unique)
     }
 
-    fn cuStreamGetCtx / cuStreamGetCtx_ptsz(stream: usize, ctx: *mut usize) |pt| {
-        put(ctx, stream_table::ask(stream, pt)?.1.context_handle())
+    fn cuStreamGetCtx / cuStreamGetCtx_ptsz(stream: usize, ctx: Out<usize>) |pt| {
+        ctx.put(stream_table::ask(stream, pt)?.1.context_handle())
     }
 
-    fn cuStreamGetCtx_v2 / cuStreamGetCtx_v2_ptsz(stream: usize, ctx: *mut usize, green: *mut usize) |pt| {
+    fn cuStreamGetCtx_v2 / cuStreamGetCtx_v2_ptsz(stream: usize, ctx: Out<usize>, green: Out<usize>) |pt| {
         let (_, stream) = stream_table::ask(stream, pt)?;
-        put(ctx, stream.context.handle)?;
-        if green.is_null() { Ok(()) } else { put(green, stream.green().map_or(0, |green| green.handle())) }
+        ctx.put(stream.context.handle)?;
+        green.put_if_wanted(stream.green().map_or(0, |green| green.handle()));
+        Ok(())
     }
 
     fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz(stream: usize, handle: usize, flags: u32) |pt| {

@@ -1,8 +1,8 @@
-//! Tensor maps: encoded by the server's driver, since what it writes into one is its own affair.
+//! Tensor maps. The server's driver encodes them, because their format is private to it.
 
 use std::ffi::c_void;
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::{Array, InOut, Out};
 use crate::abi::result::Result;
 use crate::process::context;
 use client::Status;
@@ -12,42 +12,35 @@ use client::ops::texture::{Tensor, TensorMapIm2col, TensorMapReplaceAddress, Ten
 const MAX_RANK: u32 = 5;
 
 /// What a program says of a tensor.
-struct Said {
+struct Said<'a> {
     data_type: u32,
     rank: u32,
     address: *mut c_void,
-    sizes: *const u64,
-    strides: *const u64,
-    steps: *const u32,
+    sizes: Array<'a, u64>,
+    strides: Array<'a, u64>,
+    steps: Array<'a, u32>,
     interleave: u32,
     swizzle: u32,
     l2_promotion: u32,
     fill: u32,
 }
 
-unsafe fn list<T: Copy>(from: *const T, len: usize) -> Result<Vec<T>> {
-    if len == 0 {
-        return Ok(Vec::new());
-    }
-    non_null(from)?;
-    // SAFETY: the program gives `len` entries.
-    Ok(unsafe { std::slice::from_raw_parts(from, len) }.to_vec())
-}
-
-impl Said {
+impl Said<'_> {
+    /// # Safety
+    /// The lists are as long as the tensor has dimensions, the strides one shorter.
     unsafe fn read(&self) -> Result<Tensor> {
         if !(1..=MAX_RANK).contains(&self.rank) {
             return Err(Status::INVALID_VALUE);
         }
         let rank = self.rank as usize;
-        // SAFETY: the program gives lists as long as the tensor has dimensions, strides for all but the first.
+        // SAFETY: as the caller says.
         unsafe {
             Ok(Tensor {
                 data_type: self.data_type,
                 address: self.address as u64,
-                sizes: list(self.sizes, rank)?,
-                strides: list(self.strides, rank - 1)?,
-                steps: list(self.steps, rank)?,
+                sizes: self.sizes.first(rank)?.to_vec(),
+                strides: self.strides.first(rank - 1)?.to_vec(),
+                steps: self.steps.first(rank)?.to_vec(),
                 interleave: self.interleave,
                 swizzle: self.swizzle,
                 l2_promotion: self.l2_promotion,
@@ -58,39 +51,40 @@ impl Said {
 }
 
 api! {
-    fn cuTensorMapEncodeTiled(
-        map: *mut [u8; 128], data_type: u32, rank: u32, address: *mut c_void, sizes: *const u64, strides: *const u64, box_sizes: *const u32,
-        steps: *const u32, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
+    unsafe fn cuTensorMapEncodeTiled(
+        map: Out<[u8; 128]>, data_type: u32, rank: u32, address: *mut c_void, sizes: Array<u64>, strides: Array<u64>, box_sizes: Array<u32>,
+        steps: Array<u32>, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
-        non_null(map)?;
+        map.required()?;
         let (driver, context) = context::ready()?;
-        let tensor =
-            Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill }.read()?;
-        let box_sizes = list(box_sizes, rank as usize)?;
-        map.write(driver.session.call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map);
-        Ok(())
+        let said = Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
+        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        let tensor = unsafe { said.read() }?;
+        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        let box_sizes = unsafe { box_sizes.first(rank as usize) }?.to_vec();
+        map.put(driver.session.call(&TensorMapTiled { context: context.id, tensor, box_sizes })?.map)
     }
 
-    fn cuTensorMapEncodeIm2col(
-        map: *mut [u8; 128], data_type: u32, rank: u32, address: *mut c_void, sizes: *const u64, strides: *const u64, lower: *const i32,
-        upper: *const i32, channels: u32, pixels: u32, steps: *const u32, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
+    unsafe fn cuTensorMapEncodeIm2col(
+        map: Out<[u8; 128]>, data_type: u32, rank: u32, address: *mut c_void, sizes: Array<u64>, strides: Array<u64>, lower: Array<i32>,
+        upper: Array<i32>, channels: u32, pixels: u32, steps: Array<u32>, interleave: u32, swizzle: u32, l2_promotion: u32, fill: u32
     ) {
-        non_null(map)?;
+        map.required()?;
         let (driver, context) = context::ready()?;
-        let tensor =
-            Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill }.read()?;
+        let said = Said { data_type, rank, address, sizes, strides, steps, interleave, swizzle, l2_promotion, fill };
+        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        let tensor = unsafe { said.read() }?;
         let corners = (rank as usize).checked_sub(2).ok_or(Status::INVALID_VALUE)?;
-        let (lower, upper) = (list(lower, corners)?, list(upper, corners)?);
+        // SAFETY: the lists are as long as the tensor's rank says, by CUDA's manual.
+        let (lower, upper) = unsafe { (lower.first(corners)?.to_vec(), upper.first(corners)?.to_vec()) };
         let request = TensorMapIm2col { context: context.id, tensor, lower, upper, channels, pixels };
-        map.write(driver.session.call(&request)?.map);
-        Ok(())
+        map.put(driver.session.call(&request)?.map)
     }
 
-    fn cuTensorMapReplaceAddress(map: *mut [u8; 128], address: *mut c_void) {
-        non_null(map)?;
+    fn cuTensorMapReplaceAddress(map: InOut<[u8; 128]>, address: *mut c_void) {
+        let old = map.get()?;
         let (driver, context) = context::ready()?;
-        let request = TensorMapReplaceAddress { context: context.id, map: map.read(), address: address as u64 };
-        map.write(driver.session.call(&request)?.map);
-        Ok(())
+        let request = TensorMapReplaceAddress { context: context.id, map: old, address: address as u64 };
+        map.put(driver.session.call(&request)?.map)
     }
 }

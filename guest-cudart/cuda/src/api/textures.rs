@@ -1,13 +1,12 @@
 //! Texture and surface objects.
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out};
 use crate::abi::result::Result;
 use crate::abi::types::{ResourceDesc, TextureDesc, ViewDesc};
 use crate::memory::stream_ordered;
-use crate::memory::texture;
-use crate::memory::texture::{Made, OF_ARRAY, OF_LINEAR, OF_ROWS};
-use crate::process::driver::driver;
-use crate::process::{context, driver};
+use crate::memory::texture::{self, Made, OF_ARRAY, OF_LINEAR, OF_ROWS};
+use crate::process::context;
+use crate::process::driver::{self, driver};
 use client::ops::array::{
     Sampling, SurfaceCreate, SurfaceDestroy, TextureCreate, TextureDestroy, TextureLinearWidth, View,
 };
@@ -19,13 +18,13 @@ pub(crate) fn texture_of(handle: u64) -> Result<Made> {
 }
 
 api! {
-    fn cuTexObjectCreate(object: *mut u64, desc: *const ResourceDesc, texture: *const TextureDesc, view: *const ViewDesc) {
-        non_null(object)?;
-        non_null(desc)?;
-        non_null(texture)?;
+    fn cuTexObjectCreate(object: Out<u64>, desc: In<ResourceDesc>, texture: In<TextureDesc>, view: In<ViewDesc>) {
+        object.required()?;
+        desc.required()?;
+        texture.required()?;
         let (driver, context) = context::ready()?;
-        let (desc, texture) = (*desc, *texture);
-        let view = if view.is_null() { None } else { Some(*view) };
+        let (desc, texture) = (desc.get()?, texture.get()?);
+        let view = view.optional();
         let resource = texture::resource(driver, context, &desc)?;
         if view.is_some() && matches!(desc.kind, OF_LINEAR | OF_ROWS) {
             return Err(Status::INVALID_VALUE);
@@ -48,7 +47,7 @@ api! {
         });
         let made = driver.session.call(&TextureCreate { context: context.id, resource, sampling, view: seen })?;
         lock(texture::objects()).textures.insert(made.texture, Made { context, resource: desc, texture: Some(texture), view });
-        put(object, made.texture)
+        object.put(made.texture)
     }
 
     fn cuTexObjectDestroy(object: u64) {
@@ -59,33 +58,33 @@ api! {
         driver.session.append(&TextureDestroy { texture: object }).map(|_| ())
     }
 
-    fn cuTexObjectGetResourceDesc(desc: *mut ResourceDesc, object: u64) {
-        non_null(desc)?;
-        put(desc, texture_of(object)?.resource)
+    fn cuTexObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
+        desc.required()?;
+        desc.put(texture_of(object)?.resource)
     }
 
-    fn cuTexObjectGetTextureDesc(desc: *mut TextureDesc, object: u64) {
-        non_null(desc)?;
-        put(desc, texture_of(object)?.texture.ok_or(Status::INVALID_VALUE)?)
+    fn cuTexObjectGetTextureDesc(desc: Out<TextureDesc>, object: u64) {
+        desc.required()?;
+        desc.put(texture_of(object)?.texture.ok_or(Status::INVALID_VALUE)?)
     }
 
-    fn cuTexObjectGetResourceViewDesc(desc: *mut ViewDesc, object: u64) {
-        non_null(desc)?;
-        put(desc, texture_of(object)?.view.ok_or(Status::INVALID_VALUE)?)
+    fn cuTexObjectGetResourceViewDesc(desc: Out<ViewDesc>, object: u64) {
+        desc.required()?;
+        desc.put(texture_of(object)?.view.ok_or(Status::INVALID_VALUE)?)
     }
 
-    fn cuSurfObjectCreate(object: *mut u64, desc: *const ResourceDesc) {
-        non_null(object)?;
-        non_null(desc)?;
+    fn cuSurfObjectCreate(object: Out<u64>, desc: In<ResourceDesc>) {
+        object.required()?;
+        desc.required()?;
         let (driver, context) = context::ready()?;
-        let desc = *desc;
+        let desc = desc.get()?;
         if desc.kind != OF_ARRAY {
             return Err(Status::INVALID_VALUE);
         }
         let array = texture::resource(driver, context, &desc)?.array;
         let made = driver.session.call(&SurfaceCreate { context: context.id, array })?;
         lock(texture::objects()).surfaces.insert(made.surface, Made { context, resource: desc, texture: None, view: None });
-        put(object, made.surface)
+        object.put(made.surface)
     }
 
     fn cuSurfObjectDestroy(object: u64) {
@@ -96,17 +95,17 @@ api! {
         driver.session.append(&SurfaceDestroy { surface: object }).map(|_| ())
     }
 
-    fn cuSurfObjectGetResourceDesc(desc: *mut ResourceDesc, object: u64) {
-        non_null(desc)?;
+    fn cuSurfObjectGetResourceDesc(desc: Out<ResourceDesc>, object: u64) {
+        desc.required()?;
         driver()?;
         let made = lock(texture::objects()).surfaces.get(&object).copied().ok_or(Status::INVALID_VALUE)?;
-        put(desc, made.resource)
+        desc.put(made.resource)
     }
 
-    fn cuDeviceGetTexture1DLinearMaxWidth(width: *mut usize, format: u32, channels: u32, device: i32) {
-        non_null(width)?;
+    fn cuDeviceGetTexture1DLinearMaxWidth(width: Out<usize>, format: u32, channels: u32, device: i32) {
+        width.required()?;
         let device = driver::device(device)?.ordinal;
         let found = driver()?.session.call(&TextureLinearWidth { device, format, channels })?;
-        put(width, found.width as usize)
+        width.put(found.width as usize)
     }
 }

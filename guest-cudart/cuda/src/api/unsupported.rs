@@ -1,4 +1,4 @@
-//! Chapters of the API that are exported and refused: each name answers `CUDA_ERROR_NOT_SUPPORTED` and says so once. A chapter that is built moves to a file of its own.
+//! Functions that are exported and not supported: each answers `CUDA_ERROR_NOT_SUPPORTED` and logs one line. Functions that get supported move to the module of their chapter.
 
 /// Graphs: semaphores of other interfaces.
 mod graph {

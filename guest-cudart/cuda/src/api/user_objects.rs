@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::Out;
 use crate::abi::result::Result;
 use crate::abi::types::HostFn;
 use crate::graph::of;
@@ -21,9 +21,9 @@ pub(crate) fn some(count: u32) -> Result {
 }
 
 api! {
-    fn cuUserObjectCreate(to: *mut usize, value: *mut c_void, destroy: Option<HostFn>, count: u32, flags: u32) {
+    fn cuUserObjectCreate(to: Out<usize>, value: *mut c_void, destroy: Option<HostFn>, count: u32, flags: u32) {
         driver()?;
-        non_null(to)?;
+        to.required()?;
         some(count)?;
         // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC is not optional.
         if flags != 1 {
@@ -36,7 +36,7 @@ api! {
             handle: OnceLock::new(),
         });
         let handle = OBJECTS.insert(made.clone()).ok_or(Status::OUT_OF_MEMORY)?;
-        put(to, *made.handle.get_or_init(|| handle))
+        to.put(*made.handle.get_or_init(|| handle))
     }
 
     fn cuUserObjectRetain(handle: usize, count: u32) {

@@ -4,15 +4,13 @@ use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Array, Count, In, Out, non_null, put};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{AccessDesc, AllocationProp, MemLocation};
-use crate::memory::stream_ordered;
-use crate::memory::virtual_memory::{DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
-use crate::memory::{host_memory, shared_descriptor, virtual_memory};
+use crate::memory::virtual_memory::{self, DEVICE, Home, MAGIC, PINNED, POSIX_FD, Space};
+use crate::memory::{host_memory, shared_descriptor, stream_ordered};
 use crate::process::device_attributes::attr;
-use crate::process::driver;
-use crate::process::driver::driver;
+use crate::process::driver::{self, driver};
 use client::Status;
 use client::ops::memory::MemoryExport;
 
@@ -28,26 +26,26 @@ fn wanted(prop: &AllocationProp) -> Result<Option<&'static driver::Device>> {
 }
 
 api! {
-    fn cuMemAddressReserve(ptr: *mut u64, size: usize, alignment: usize, wish: u64, flags: u64) {
-        non_null(ptr)?;
+    fn cuMemAddressReserve(ptr: Out<u64>, size: usize, alignment: usize, wish: u64, flags: u64) {
+        ptr.required()?;
         let driver = driver()?;
         if flags != 0 {
             return Err(Status::INVALID_VALUE);
         }
         let address = virtual_memory::write().reserve(driver, size as u64, alignment as u64, wish)?;
-        put(ptr, address)
+        ptr.put(address)
     }
 
     fn cuMemAddressFree(ptr: u64, size: usize) {
         virtual_memory::write().free(driver()?, ptr, size as u64)
     }
 
-    fn cuMemCreate(handle: *mut u64, size: usize, prop: *const AllocationProp, flags: u64) {
+    fn cuMemCreate(handle: Out<u64>, size: usize, prop: In<AllocationProp>, flags: u64) {
         static SAID: AtomicBool = AtomicBool::new(false);
-        non_null(handle)?;
-        non_null(prop)?;
+        handle.required()?;
+        prop.required()?;
         let driver = driver()?;
-        let prop = *prop;
+        let prop = prop.get()?;
         let device = wanted(&prop)?;
         let size = size as u64;
         let granule = device.map_or_else(|| Space::granule(driver), |device| device.info.granule.max(1));
@@ -66,12 +64,12 @@ api! {
             if exportable {
                 return refuse_form("cuMemCreate of host memory for export", &SAID);
             }
-            return put(handle, virtual_memory::make_host(size, prop.location)? as u64);
+            return handle.put(virtual_memory::make_host(size, prop.location)? as u64);
         };
         if exportable && device.attribute(attr::HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == 0 {
             return Err(Status::NOT_SUPPORTED);
         }
-        put(handle, virtual_memory::make(driver, device.ordinal, size, prop.handle_types)? as u64)
+        handle.put(virtual_memory::make(driver, device.ordinal, size, prop.handle_types)? as u64)
     }
 
     fn cuMemRelease(handle: u64) {
@@ -110,12 +108,11 @@ api! {
         space.unmap(driver, ptr, size as u64)
     }
 
-    fn cuMemSetAccess(ptr: u64, size: usize, descs: *const AccessDesc, count: usize) {
-        non_null(descs)?;
+    fn cuMemSetAccess(ptr: u64, size: usize, descs: Array<AccessDesc>, count: Count) {
+        descs.required()?;
         let driver = driver()?;
         let mut space = virtual_memory::write();
-        for i in 0..count {
-            let desc = descs.add(i).read();
+        for desc in descs.entries(count)? {
             if !matches!(desc.flags, 0 | 1 | 3) {
                 return Err(Status::INVALID_VALUE);
             }
@@ -130,11 +127,11 @@ api! {
         Ok(())
     }
 
-    fn cuMemGetAccess(flags: *mut u64, location: *const MemLocation, ptr: u64) {
-        non_null(flags)?;
-        non_null(location)?;
+    fn cuMemGetAccess(flags: Out<u64>, location: In<MemLocation>, ptr: u64) {
+        flags.required()?;
+        location.required()?;
         driver()?;
-        let location = *location;
+        let location = location.get()?;
         let space = virtual_memory::read();
         let (_, mapping) = space
             .mappings
@@ -143,28 +140,28 @@ api! {
             .filter(|(start, mapping)| ptr - **start < mapping.size)
             .ok_or(Status::INVALID_VALUE)?;
         if location.kind != DEVICE {
-            return put(flags, mapping.host_access.into());
+            return flags.put(mapping.host_access.into());
         }
         let device = driver::device(location.id)?.ordinal as usize;
-        put(flags, mapping.access.get(device).copied().unwrap_or(0).into())
+        flags.put(mapping.access.get(device).copied().unwrap_or(0).into())
     }
 
-    fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const AllocationProp, option: u32) {
-        non_null(granularity)?;
-        non_null(prop)?;
+    fn cuMemGetAllocationGranularity(granularity: Out<usize>, prop: In<AllocationProp>, option: u32) {
+        granularity.required()?;
+        prop.required()?;
         let driver = driver()?;
         if option > 1 {
             return Err(Status::INVALID_VALUE);
         }
-        let device = wanted(&*prop)?;
-        put(granularity, device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
+        let device = wanted(&prop.get()?)?;
+        granularity.put(device.map_or_else(|| Space::granule(driver), |device| device.info.granule) as usize)
     }
 
-    fn cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) {
-        non_null(prop)?;
+    fn cuMemGetAllocationPropertiesFromHandle(prop: Out<AllocationProp>, handle: u64) {
+        prop.required()?;
         driver()?;
         let memory = virtual_memory::memory_of(handle as usize)?;
-        put(prop, AllocationProp {
+        prop.put(AllocationProp {
             kind: PINNED,
             handle_types: memory.handle_types,
             location: match &memory.home {
@@ -179,9 +176,9 @@ api! {
         })
     }
 
-    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *const c_void) {
+    fn cuMemRetainAllocationHandle(handle: Out<u64>, address: *const c_void) {
         let address = address as u64;
-        non_null(handle)?;
+        handle.required()?;
         driver()?;
         let space = virtual_memory::write();
         let (_, mapping) = space
@@ -191,10 +188,10 @@ api! {
             .filter(|(start, mapping)| address - **start < mapping.size && mapping.part.is_none())
             .ok_or(Status::INVALID_VALUE)?;
         mapping.memory.handles.fetch_add(1, Ordering::Relaxed);
-        put(handle, mapping.handle as u64)
+        handle.put(mapping.handle as u64)
     }
 
-    fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
+    unsafe fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: u32, flags: u64) {
         non_null(shareable)?;
         let driver = driver()?;
         let memory = virtual_memory::memory_of(handle as usize)?;
@@ -204,17 +201,18 @@ api! {
         let Home::Device(id, _) = memory.home else { return Err(Status::INVALID_VALUE) };
         virtual_memory::share(driver)?;
         let token = driver.session.call(&MemoryExport { memory: id })?.token;
-        put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?)
+        // SAFETY: not NULL, and room for a descriptor, as CUDA's manual has it of this kind of handle.
+        unsafe { put(shareable.cast::<RawFd>(), shared_descriptor::make(&MAGIC, &token)?) }
     }
 
-    fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32) {
-        non_null(handle)?;
+    fn cuMemImportFromShareableHandle(handle: Out<u64>, shareable: usize, kind: u32) {
+        handle.required()?;
         let driver = driver()?;
         if kind != POSIX_FD {
             return Err(Status::INVALID_VALUE);
         }
         let token = shared_descriptor::read(&MAGIC, shareable).ok_or(Status::INVALID_VALUE)?;
         virtual_memory::share(driver)?;
-        put(handle, virtual_memory::import(driver, token, POSIX_FD)?.0 as u64)
+        handle.put(virtual_memory::import(driver, token, POSIX_FD)?.0 as u64)
     }
 }

@@ -1,5 +1,4 @@
-//! Functions, and what is known of them: it came with the module, but for the attributes of a large module's functions, which come when the
-//! first of them is needed.
+//! Functions and their attributes. The attributes come with the module; those of a large module's functions come when the first of them is needed.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -10,8 +9,7 @@ use crate::abi::result::Result;
 use crate::code::module::Module;
 use crate::process::context::Context;
 use crate::process::device_attributes::attr;
-use crate::process::driver;
-use crate::process::driver::driver;
+use crate::process::driver::{self, driver};
 use client::handle::{FunctionId, ModuleId};
 use client::handles::Slab;
 use client::ops::module::{FunctionAttributes, FunctionInfo, FunctionPreset, FunctionSetAttribute, Param};

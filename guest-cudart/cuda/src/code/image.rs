@@ -19,11 +19,8 @@ use crate::abi::result::Result;
 use client::Status;
 
 const WRAPPER: u32 = 0x4662_43B1;
-
 const FAT_BINARY: u32 = 0xBA55_ED50;
-
 const ELF: u32 = u32::from_le_bytes(*b"\x7fELF");
-
 /// No image is larger: a length beyond it was read from something that is no image.
 const MOST: usize = 4 << 30;
 

@@ -4,15 +4,12 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
-use crate::abi::arguments::put;
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function, func};
 use crate::code::jit_options::Jit;
-use crate::code::module;
-use crate::code::module::{Module, Variable};
-use crate::process::context::Context;
-use crate::process::driver::{Driver, driver};
-use crate::process::{context, driver};
+use crate::code::module::{self, Module, Variable};
+use crate::process::context::{self, Context};
+use crate::process::driver::{self, Driver, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
@@ -261,7 +258,8 @@ pub(crate) fn kernel(handle: usize) -> Result<(&'static Driver, Arc<Kernel>)> {
     Ok((driver, KERNELS.get(handle).ok_or(Status::INVALID_HANDLE)?))
 }
 
-pub(crate) fn new_library(to: *mut usize, image: &[u8], jit: Jit) -> Result {
+/// Makes a library of an image; its handle.
+pub(crate) fn new_library(image: &[u8], jit: Jit) -> Result<usize> {
     let driver = driver()?;
     let mut made = None;
     let handle = LIBRARIES.insert_with(|handle| {
@@ -281,6 +279,5 @@ pub(crate) fn new_library(to: *mut usize, image: &[u8], jit: Jit) -> Result {
         LIBRARIES.remove(library.handle);
         return Err(status);
     }
-    // SAFETY: the callers have checked that it is not NULL; the program says that it may be written.
-    unsafe { put(to, library.handle) }
+    Ok(library.handle)
 }

@@ -15,10 +15,8 @@ use client::{Status, lock};
 
 /// Inputs up to this many bytes go inside the record.
 const INLINE: usize = 24 << 10;
-
 /// Room for an image that is asked for at first.
 pub(crate) const IMAGE: usize = 256 << 10;
-
 /// Bytes of an input's name that go along.
 const NAME: usize = 200;
 

@@ -5,7 +5,6 @@ use std::ffi::{CStr, CString};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::abi::arguments::put;
 use crate::abi::result::Result;
 use crate::code::function::{FUNCTIONS, Function};
 use crate::code::jit_options::Jit;
@@ -22,7 +21,6 @@ use client::{Status, lock, log};
 
 /// Images up to this many bytes go inside the record.
 const INLINE: usize = 24 << 10;
-
 /// Room for a function table that is asked for at first.
 const TABLE: usize = 64 << 10;
 
@@ -131,25 +129,6 @@ pub(crate) fn load(
         globals: Mutex::default(),
         handle: OnceLock::new(),
     }))
-}
-
-impl Variable {
-    /// Writes where it is through a program's pointers, of which either may be NULL.
-    ///
-    /// # Safety
-    /// What is not NULL may be written.
-    pub unsafe fn put(&self, address: *mut u64, size: *mut usize) -> Result {
-        // SAFETY: as the caller says.
-        unsafe {
-            if !address.is_null() {
-                put(address, self.address)?;
-            }
-            if !size.is_null() {
-                put(size, self.size as usize)?;
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Module {

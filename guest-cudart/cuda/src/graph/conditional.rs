@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::ConditionalNodeParams;
-use crate::graph::instance::Flat;
+use crate::graph::instance::{self, Flat};
 use crate::graph::node_work::Work;
-use crate::graph::{GRAPHS, Graph, Inner, instance};
+use crate::graph::{GRAPHS, Graph, Inner};
 use crate::process::driver::{Driver, driver};
 use client::handle::GraphId;
 use client::ops::graph::{
@@ -95,12 +95,7 @@ pub(crate) fn has_unused(graph: &Arc<Graph>) -> bool {
 }
 
 /// A conditional node, with empty graphs, whose handles are told.
-///
-/// # Safety
-/// The description may be read and written.
-pub(crate) unsafe fn described(graph: &Graph, p: *mut ConditionalNodeParams) -> Result<Work> {
-    // SAFETY: as the caller says.
-    let p = unsafe { &mut *p };
+pub(crate) fn described(graph: &Graph, p: &mut ConditionalNodeParams) -> Result<Work> {
     let driver = driver()?;
     let known = match p.kind {
         conditional::IF => p.size == 1 || p.size == 2,

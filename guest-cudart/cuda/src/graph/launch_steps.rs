@@ -16,9 +16,9 @@ use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
 use crate::streams::event;
 use crate::work::copy::{Copier, Mode};
+use crate::work::copy_boxes;
 use crate::work::fill::Fill;
-use crate::work::host_function::Function;
-use crate::work::{copy_boxes, host_function};
+use crate::work::host_function::{self, Function};
 use client::{Status, lock};
 
 /// Pinned memory beside a pageable side of a copy.

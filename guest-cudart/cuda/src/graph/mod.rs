@@ -2,11 +2,12 @@
 //! (docs/decisions/0006-graphs-live-in-the-client.md).
 //!
 //! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
-//! - [`work`]: what a node does, and how it is said to the server;
-//! - [`conditional`]: nodes whose conditions decide, of which the server hears before;
-//! - [`exec`]: instantiated graphs: launch and update;
-//! - `build`, `params`, `inspect`: the functions of the API that make nodes, read and change what they do, and look at graphs;
-//! - [`memory`], [`physical`]: allocations of graphs, and what backs them; [`object`]: what a graph keeps alive for the program.
+//! - [`node_work`]: what a node does, and how the server is told of it;
+//! - [`node_description`]: nodes from the structures in which a program describes them;
+//! - [`recording`]: nodes from what is put on a captured stream;
+//! - [`conditional`]: conditional nodes, which the server knows before the graph is instantiated;
+//! - [`instance`], [`launch_steps`]: instantiated graphs: launch and update;
+//! - [`user_object`]: what a graph keeps alive for the program. The memory of allocation nodes is in `memory::graph_memory`.
 
 pub(crate) mod conditional;
 pub(crate) mod instance;
@@ -20,7 +21,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::{Array, Count};
 use crate::abi::result::Result;
 pub(crate) use crate::abi::types::EdgeData;
 use crate::graph::conditional::Draft;
@@ -383,50 +384,36 @@ pub(crate) fn node(handle: usize) -> Result<(Arc<Graph>, u64)> {
     Ok((name.graph.upgrade().ok_or(Status::INVALID_VALUE)?, name.id))
 }
 
-/// The numbers of `count` nodes of a graph.
-///
-/// # Safety
-/// `handles` may be read for as many.
-pub(crate) unsafe fn nodes(graph: &Arc<Graph>, handles: *const usize, count: usize) -> Result<Vec<u64>> {
-    let mut ids = Vec::new();
-    for i in 0..count {
-        non_null(handles)?;
-        // SAFETY: as the caller says.
-        let (of, id) = node(unsafe { *handles.add(i) })?;
-        if !Arc::ptr_eq(&of, graph) {
-            return Err(Status::INVALID_VALUE);
-        }
-        ids.push(id);
-    }
-    Ok(ids)
+/// The numbers of some nodes of a graph.
+pub(crate) fn nodes(graph: &Arc<Graph>, handles: Array<usize>, count: Count) -> Result<Vec<u64>> {
+    let number = |handle: &usize| match node(*handle)? {
+        (of, id) if Arc::ptr_eq(&of, graph) => Ok(id),
+        _ => Err(Status::INVALID_VALUE),
+    };
+    handles.entries(count)?.iter().map(number).collect()
 }
 
-/// Dependencies on `count` nodes of a graph.
-///
-/// # Safety
-/// `handles` may be read for as many; so may `data`, unless it is NULL.
-pub(crate) unsafe fn edges(
+/// Dependencies on some nodes of a graph.
+pub(crate) fn edges(
     graph: &Arc<Graph>,
-    handles: *const usize,
-    data: *const EdgeData,
-    count: usize,
+    handles: Array<usize>,
+    data: Array<EdgeData>,
+    count: Count,
 ) -> Result<Vec<Edge>> {
-    // SAFETY: as the caller says.
-    let from = unsafe { nodes(graph, handles, count) }?;
-    // SAFETY: as above.
-    let data = |i| unsafe { edge_data(data, i) };
-    from.into_iter().enumerate().map(|(i, from)| Ok(Edge { from, data: data(i)? })).collect()
+    let from = nodes(graph, handles, count)?;
+    let data = edge_data(data, count, from.len())?;
+    Ok(from.into_iter().zip(data).map(|(from, data)| Edge { from, data }).collect())
 }
 
-/// Entry `i` of an array of edge data; zeros when there is no array.
-pub(crate) unsafe fn edge_data(data: *const EdgeData, i: usize) -> Result<EdgeData> {
+/// What is said of `len` dependencies; zeros when there is no array of data.
+pub(crate) fn edge_data(data: Array<EdgeData>, count: Count, len: usize) -> Result<Vec<EdgeData>> {
     if data.is_null() {
-        return Ok([0; 8]);
+        return Ok(vec![[0; 8]; len]);
     }
-    // SAFETY: not NULL; as long as the caller says.
-    let data = unsafe { *data.add(i) };
+    let data = data.entries(count)?;
     // CU_GRAPH_DEPENDENCY_TYPE_DEFAULT and …_PROGRAMMATIC; the rest is reserved.
-    if data[2] > 1 || data[3..] != [0; 5] { Err(Status::INVALID_VALUE) } else { Ok(data) }
+    let known = data.iter().all(|data| data[2] <= 1 && data[3..] == [0; 5]);
+    if known { Ok(data.to_vec()) } else { Err(Status::INVALID_VALUE) }
 }
 
 /// A node's work, by the node's handle.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::abi::arguments::non_null;
+use crate::abi::arguments::{In, InOut, non_null};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{
     BatchMemOpNodeParams, Data, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAllocNodeParams,
@@ -16,17 +16,19 @@ use crate::streams::event;
 use crate::work::memory_operation::Operations;
 use client::Status;
 
-pub(crate) unsafe fn kernel(p: *const KernelNodeParams) -> Result<Work> {
-    non_null(p)?;
-    let driver = driver()?;
-    // SAFETY: not NULL; what the program describes is its to vouch for.
-    Ok(Work::Kernel(Arc::new(unsafe { Kernel::described(driver, &*p, Vec::new()) }?)))
+/// A launch.
+///
+/// # Safety
+/// The structure leads to the kernel's parameters, as CUDA's manual has it.
+pub(crate) unsafe fn kernel(p: In<KernelNodeParams>) -> Result<Work> {
+    let p = p.get()?;
+    // SAFETY: as the caller says.
+    Ok(Work::Kernel(Arc::new(unsafe { Kernel::described(driver()?, &p, Vec::new()) }?)))
 }
 
-pub(crate) unsafe fn host(p: *const HostNodeParams) -> Result<Work> {
-    non_null(p)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    let p = unsafe { *p };
+/// A function of the program's.
+pub(crate) fn host(p: In<HostNodeParams>) -> Result<Work> {
+    let p = p.get()?;
     Ok(Work::Host(p.function.ok_or(Status::INVALID_VALUE)?, Data(p.userData)))
 }
 
@@ -44,70 +46,94 @@ pub(crate) fn waited(handle: usize) -> Result<Work> {
     Ok(Work::Wait(handle))
 }
 
-pub(crate) unsafe fn words(p: *const BatchMemOpNodeParams) -> Result<Work> {
-    non_null(p)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    let p = unsafe { *p };
+/// Memory operations.
+///
+/// # Safety
+/// The structure leads to as many operations as it says.
+pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
+    let p = p.get()?;
     if p.flags != 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: as many operations as the program says.
+    // SAFETY: as the caller says.
     let operations = unsafe { Operations::described(driver()?, p.ctx, p.paramArray, p.count) }?;
     Ok(Work::Words(Arc::new(operations)))
 }
 
 /// An allocation that is to come behind others: its address is told at once.
-pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], p: *mut MemAllocNodeParams) -> Result<Work> {
-    non_null(p)?;
+///
+/// # Safety
+/// The structure leads to as many descriptions of access as it says.
+pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNodeParams>) -> Result<Work> {
+    let mut p = to.get()?;
     let driver = driver()?;
-    // SAFETY: not NULL, and the program says that it may be read and written.
-    let p = unsafe { &mut *p };
     if p.poolProps.allocType != 1 || p.poolProps.handleTypes != 0 || p.bytesize == 0 {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: part of what was checked above.
-    let device = unsafe { pool::location(&raw const p.poolProps.location) }?;
-    // SAFETY: the program gives as many as it says.
-    unsafe { pool::check_access(device as u32, p.accessDescs, p.accessDescCount) }?;
+    let device = pool::location(p.poolProps.location)?;
+    if p.accessDescCount != 0 {
+        non_null(p.accessDescs)?;
+        // SAFETY: not NULL, and as many as the caller says.
+        let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
+        pool::check_access(device as u32, access)?;
+    }
     let memory = graph.allocate(driver, before, device as u32, p.bytesize as u64)?;
     p.dptr = memory.address;
+    to.put(p)?;
     Ok(Work::Alloc(memory))
 }
 
 /// A node of any kind.
-pub(crate) unsafe fn generic(graph: &Arc<Graph>, before: &[Edge], p: *mut GraphNodeParams) -> Result<Work> {
-    non_null(p)?;
+///
+/// # Safety
+/// The body holds the structure of the node's kind, which leads to what CUDA's manual says.
+pub(crate) unsafe fn generic(
+    graph: &Arc<Graph>,
+    before: &[Edge],
+    to: InOut<GraphNodeParams>,
+) -> Result<Work> {
+    let mut p = to.get()?;
+    let first = p.body[0];
+    let body: *mut u64 = p.body.as_mut_ptr();
     // SAFETY: the body begins with the structure of the node's kind, and is as large as the largest.
-    unsafe {
-        let body = (*p).body.as_mut_ptr();
-        match (*p).kind {
-            kind::MEM_ALLOC => alloc(graph, before, body.cast()),
-            kind::MEM_FREE => freed(*body),
-            kind::CONDITIONAL => conditional::described(graph, body.cast()),
-            _ => described(p),
+    let work = unsafe {
+        match p.kind {
+            kind::MEM_ALLOC => alloc(graph, before, InOut::from(&mut *body.cast())),
+            kind::MEM_FREE => freed(first),
+            kind::CONDITIONAL => conditional::described(graph, &mut *body.cast()),
+            _ => described(In::from(&p)),
         }
+    }?;
+    // These two kinds tell the program something.
+    if matches!(p.kind, kind::MEM_ALLOC | kind::CONDITIONAL) {
+        to.put(p)?;
     }
+    Ok(work)
 }
 
 /// What a node of a kind that has parameters to change does.
-pub(crate) unsafe fn described(p: *const GraphNodeParams) -> Result<Work> {
+///
+/// # Safety
+/// As of [`generic`].
+pub(crate) unsafe fn described(p: In<GraphNodeParams>) -> Result<Work> {
     static SAID: AtomicBool = AtomicBool::new(false);
-    non_null(p)?;
-    // SAFETY: as in `generic`.
+    let p = p.get()?;
+    let first = p.body[0];
+    let body = p.body.as_ptr();
+    // SAFETY: the body begins with the structure of the node's kind, and is as large as the largest.
     unsafe {
-        let body = (*p).body.as_ptr();
-        match (*p).kind {
-            kind::KERNEL => kernel(body.cast()),
+        match p.kind {
+            kind::KERNEL => kernel(In::from(&*body.cast())),
             // Flags and the context come first.
-            kind::MEMCPY => Work::copy(driver()?, body.add(2).cast()),
-            kind::MEMSET => Work::fill(driver()?, body.cast()),
-            kind::HOST => host(body.cast()),
-            kind::GRAPH => child(*body as usize),
+            kind::MEMCPY => Work::copy(driver()?, &*body.add(2).cast()),
+            kind::MEMSET => Work::fill(driver()?, &*body.cast()),
+            kind::HOST => host(In::from(&*body.cast())),
+            kind::GRAPH => child(first as usize),
             kind::EMPTY => Ok(Work::Empty),
-            kind::WAIT_EVENT => waited(*body as usize),
-            kind::EVENT_RECORD => recorded(*body as usize),
+            kind::WAIT_EVENT => waited(first as usize),
+            kind::EVENT_RECORD => recorded(first as usize),
             kind::MEM_ALLOC | kind::MEM_FREE | kind::CONDITIONAL => Err(Status::NOT_SUPPORTED),
-            kind::BATCH_MEM_OP => words(body.cast()),
+            kind::BATCH_MEM_OP => words(In::from(&*body.cast())),
             8 | 9 => refuse_form("a graph's node for semaphores", &SAID),
             _ => Err(Status::INVALID_VALUE),
         }

@@ -2,23 +2,20 @@
 
 use std::sync::Arc;
 
-use crate::abi::arguments::non_null;
 use crate::abi::result::Result;
 use crate::abi::types::{Data, HostFn, KernelNodeParams, Memcpy3D, MemsetNodeParams};
 use crate::code::function::Function;
-use crate::code::library;
-use crate::code::library::KERNELS;
+use crate::code::library::{self, KERNELS};
 use crate::graph::Graph;
 use crate::graph::conditional::Conditional;
-use crate::memory::graph_memory::GraphMemory;
-use crate::memory::{graph_memory, pinned};
-use crate::process::context;
-use crate::process::context::Context;
+use crate::memory::graph_memory::{self, GraphMemory};
+use crate::memory::pinned;
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
-use crate::work::copy_boxes::{OnDevice, Route};
+use crate::work::copy_boxes::{self, OnDevice, Route};
 use crate::work::fill::Fill;
+use crate::work::launch;
 use crate::work::memory_operation::Operations;
-use crate::work::{copy_boxes, launch};
 use client::Status;
 use client::handle::StreamId;
 use client::ops::Op;
@@ -231,20 +228,15 @@ impl Work {
     }
 
     /// A copy, checked as on a stream.
-    pub fn copy(driver: &Driver, copy: *const Memcpy3D) -> Result<Work> {
-        non_null(copy)?;
-        // SAFETY: not NULL; the callers pass what the program gave as a description.
-        let copy = copy_boxes::resolve(driver, unsafe { &*copy })?;
+    pub fn copy(driver: &Driver, copy: &Memcpy3D) -> Result<Work> {
+        let copy = copy_boxes::resolve(driver, copy)?;
         copy_boxes::route(driver, &copy)?;
         Ok(Work::Copy(copy))
     }
 
     /// A fill, checked as on a stream.
-    pub fn fill(driver: &Driver, fill: *const MemsetNodeParams) -> Result<Work> {
-        non_null(fill)?;
-        // SAFETY: as above.
-        let fill = unsafe { *fill };
-        Fill::of(driver, StreamId(0), &fill)?;
-        Ok(Work::Fill(fill))
+    pub fn fill(driver: &Driver, fill: &MemsetNodeParams) -> Result<Work> {
+        Fill::of(driver, StreamId(0), fill)?;
+        Ok(Work::Fill(*fill))
     }
 }

@@ -1,11 +1,11 @@
-//! Device memory: allocations of this process, placed here (see [`client::memory`]), and what of them a stream has yet to let go.
+//! What lies at an address: device memory, mapped memory, pinned memory that kernels use, or a module's variable.
 
 use std::sync::PoisonError;
 
 use crate::abi::result::Result;
-use crate::memory::device_memory::Found;
-use crate::memory::managed::mirror;
-use crate::memory::{device_memory, graph_memory, managed, pinned_regions, virtual_memory};
+use crate::memory::device_memory::{self, Found};
+use crate::memory::managed::{self, mirror};
+use crate::memory::{graph_memory, pinned_regions, virtual_memory};
 use crate::process::driver::Driver;
 use client::ops::memory::is_managed;
 use client::{Status, lock};

@@ -1,7 +1,4 @@
-//! Arrays and mipmapped arrays, and copies from and to them.
-//!
-//! Between an array and device memory, or two arrays, a copy is one operation. Between an array and the host there is device memory in between, which the stream gives
-//! back when it is done with it: so every form of host memory is copied as [`copy3d`](crate::copy3d) does it.
+//! Arrays and mipmapped arrays.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -9,8 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::Array3DDescriptor;
 use crate::process::context::Context;
-use crate::process::driver;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{self, Driver, driver};
 use client::Status;
 use client::handle::ArrayId;
 use client::handles::Slab;

@@ -1,4 +1,4 @@
-//! Device memory as the windows of addresses that each device has.
+//! Device memory: the windows of addresses of the devices, and placing an allocation in one.
 
 use std::sync::Mutex;
 

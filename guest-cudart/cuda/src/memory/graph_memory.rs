@@ -1,7 +1,7 @@
 //! Allocations of graphs.
 //!
 //! An allocation has its address from when its node is made: in a [`Segment`] of the graph, where allocations whose times do not overlap may have the same addresses. It is the program's, in CUDA's
-//! sense, from when a launch comes to the node until it is freed, by a node, in stream order or by `cuMemFree`; memory is there from a launch on ([`physical`]). What the program still has when the
+//! sense, from when a launch comes to the node until it is freed, by a node, in stream order or by `cuMemFree`; memory is there from a launch on ([`graph_chunks`]). What the program still has when the
 //! graph and its instance go stays until it is freed.
 
 use std::collections::{BTreeMap, HashSet};
@@ -10,8 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::abi::result::Result;
 use crate::memory::device_memory::Found;
-use crate::memory::graph_chunks;
-use crate::memory::graph_chunks::Segment;
+use crate::memory::graph_chunks::{self, Segment};
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::ids::unique_id;

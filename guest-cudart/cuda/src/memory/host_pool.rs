@@ -18,7 +18,6 @@ use client::{Status, lock};
 
 /// Bytes of free memory that a pool keeps whatever its threshold is.
 const KEPT: u64 = 64 << 20;
-
 /// Pieces are multiples of this, in bytes.
 const STEP: u64 = 4096;
 

@@ -5,8 +5,8 @@ use std::ops::Range;
 use crate::abi::result::Result;
 use crate::abi::types::MemLocation;
 use crate::memory::address;
-use crate::memory::managed::advice::{Advice, NO_PLACE, Place, location};
-use crate::memory::managed::{STATE, advice};
+use crate::memory::managed::STATE;
+use crate::memory::managed::advice::{self, Advice, NO_PLACE, Place, location};
 use crate::process::driver::{Driver, driver};
 use client::{Status, lock};
 

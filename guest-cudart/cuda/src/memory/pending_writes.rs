@@ -1,9 +1,8 @@
-//! What is still to be written in the program's memory, by work that is under way: results of copies, and whatever host functions do.
+//! Writes to the program's memory that are still to come: results of copies, and whatever host functions write.
 //!
-//! The bytes of a copy to the device may be read as soon as the host hears of it, not when its stream comes to it. Where something before it may
-//! still write these bytes, the server is told to have them read then and no sooner ([`HostIn::Late`]). A server that cannot (over `verbs`), and whoever reads the bytes here and now, waits for the
-//! stream first: late for a program whose host function waits in turn for the thread that makes the call, and right for all others. A stream that waits for a word of memory may well
-//! wait for that very thread, so behind such a wait the call gives up after a while, and says why.
+//! The server may read the source of a copy as soon as it receives the command, not when the stream reaches it. If something before the copy may still write those bytes, the command tells the server to read them only then ([`HostIn::Late`]). A server
+//! that cannot do that (over `verbs`), and code that reads the bytes in this process, wait for the stream first. That is late for a program whose host function waits for the thread that makes the call, and right for all others. A
+//! stream that waits for a word of memory may be waiting for that very thread, so behind such a wait the call gives up after a while and says why.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -35,7 +34,6 @@ static HOLDS: Mutex<Vec<(Arc<Stream>, u64)>> = Mutex::new(Vec::new());
 
 /// How long a copy waits for a stream that such a wait holds.
 const PATIENCE: Duration = Duration::from_secs(10);
-
 /// So many are kept before those that are done are looked for.
 const MANY: usize = 64;
 

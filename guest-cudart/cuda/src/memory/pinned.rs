@@ -1,8 +1,7 @@
-//! Pinned host memory.
+//! Pinned host memory that kernels reach.
 //!
-//! With unified addressing a kernel may be given the address of any pinned memory as it is, whatever the flags say (PyTorch does so with small arrays of pointers). A device that shares this
-//! process's memory has all of it mapped from the start. For one that does not, a piece is [mirrored](managed::pinned) when its address first appears where a kernel finds it: among a launch's
-//! parameters, or in the program's hands ([`reach`]).
+//! With unified addressing a kernel may receive the address of any pinned memory as it is, whatever its flags say (PyTorch does that with small arrays of pointers). A device that shares this process's memory has all pinned memory mapped from the start. For
+//! other devices, a piece is [mirrored](crate::memory::managed::mirror) when a kernel could first find its address: among the parameters of a launch, or when the program asks for its device pointer ([`reach`]).
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,20 +9,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::abi::result::Result;
 use crate::memory::managed::mirror;
-use crate::memory::pinned_regions::{CHANGING, HostTag, MAPPED, REGIONS};
-use crate::memory::{host_mappings, pending_writes, pinned_regions};
-use crate::process::context::Context;
+use crate::memory::pinned_regions::{self, CHANGING, HostTag, MAPPED, REGIONS};
+use crate::memory::{host_mappings, pending_writes};
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
+use crate::process::fences;
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;
-use crate::process::{context, fences};
 use client::data::HostOut;
 use client::ops::memory::{HostMap, HostUnmap};
 use client::{Status, lock, log};
 
 /// `CU_MEMHOSTALLOC_DEVICEMAP`.
 pub(crate) const DEVICEMAP: u32 = 2;
-
 /// `CU_MEMHOSTREGISTER_READ_ONLY`.
 const READ_ONLY: u32 = 8;
 

@@ -1,4 +1,4 @@
-//! The table of pinned host memory.
+//! The table of the process's pinned memory, and which of it kernels reach in place.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};

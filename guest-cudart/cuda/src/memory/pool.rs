@@ -7,32 +7,25 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::arguments::non_null;
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{MemAccessDesc, MemLocation};
 use crate::memory::host_pool::HostPool;
 use crate::memory::managed::advice::Place;
 use crate::process::context::Context;
-use crate::process::driver;
-use crate::process::driver::{Driver, driver};
+use crate::process::driver::{self, Driver, driver};
 use client::handles::Slab;
 use client::{Status, lock};
 
 /// `CU_MEM_LOCATION_TYPE_NONE`.
 pub(crate) const LOCATION_NONE: u32 = 0;
-
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub(crate) const LOCATION_DEVICE: u32 = 1;
-
 /// `CU_MEM_LOCATION_TYPE_HOST`.
 pub(crate) const LOCATION_HOST: u32 = 2;
-
 /// A pool's limit is rounded up to this, as NVIDIA's driver does it.
 pub(crate) const LIMIT_STEP: u64 = 32 << 20;
-
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
-
 /// `CU_MEM_ALLOCATION_TYPE_MANAGED`.
 pub(crate) const MANAGED: u32 = 2;
 
@@ -183,10 +176,7 @@ pub(crate) fn own(handle: usize) -> Result<(&'static Driver, Arc<Pool>)> {
 }
 
 /// The device that a location names.
-pub(crate) unsafe fn location(location: *const MemLocation) -> Result<i32> {
-    non_null(location)?;
-    // SAFETY: not NULL, and the program says that it may be read.
-    let location = unsafe { *location };
+pub(crate) fn location(location: MemLocation) -> Result<i32> {
     static SAID: AtomicBool = AtomicBool::new(false);
     if location.kind != LOCATION_DEVICE {
         return refuse_form("a memory pool that is not in device memory", &SAID);
@@ -233,15 +223,9 @@ pub(crate) fn set_host(pool: usize) -> Result {
 }
 
 /// Checks what access a program wants to give to memory of a device.
-///
-/// # Safety
-/// `map` may be read for `count` descriptions.
-pub(crate) unsafe fn check_access(device: u32, map: *const MemAccessDesc, count: usize) -> Result {
+pub(crate) fn check_access(device: u32, map: &[MemAccessDesc]) -> Result {
     static SAID: AtomicBool = AtomicBool::new(false);
-    for i in 0..count {
-        non_null(map)?;
-        // SAFETY: as the caller says.
-        let access = unsafe { *map.add(i) };
+    for access in map {
         if access.location.kind != LOCATION_DEVICE {
             return Err(Status::INVALID_VALUE);
         }

@@ -1,7 +1,7 @@
-//! Pools shared between processes: the name of a pool travels in a descriptor, that of an allocation in 64 bytes.
+//! Memory pools shared between processes: a pool's name travels in a descriptor, an allocation's in 64 bytes.
 //!
-//! To the server a pool is nothing: what a process opens is the piece of memory that holds the allocation, under the token that the server gave for it, as `cuIpcOpenMemHandle`
-//! does ([`vmm::open`]). The pool's own name, 128 random bits, ties an allocation to the pool that it was exported from.
+//! The server knows no pools. A process opens the piece of memory that holds the allocation, by the token that the server issued for it, as `cuIpcOpenMemHandle` does
+//! ([`virtual_memory::open`]). The pool's own name, 128 random bits, ties an allocation to the pool that it was exported from.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,11 +18,8 @@ use client::{Status, lock};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, `…_FABRIC`.
 pub(crate) const POSIX_FD: u32 = 1;
-
 pub(crate) const FABRIC: u32 = 8;
-
 pub(crate) const POOL_MAGIC: shared_descriptor::Magic = *b"rgpu:pol";
-
 const POINTER_MAGIC: [u8; 8] = *b"rgpu:ptr";
 
 /// What such data say: the pool, the token of the piece that holds the allocation, where in it the allocation begins, and its bytes.

@@ -1,4 +1,4 @@
-//! Descriptors that name something for other processes: files in memory with a few bytes in them, which pass through sockets and `fork` as any descriptor does.
+//! Descriptors that name something for other processes: small files in memory. They pass through sockets and `fork` like any descriptor.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};

@@ -1,15 +1,14 @@
-//! Memory that is given back when a stream has come to its free.
+//! Allocating and freeing in the order of streams: memory that a stream has freed is used again when the stream has come to the free.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::abi::result::Result;
-use crate::memory::managed_advice;
-use crate::memory::pool::Pool;
+use crate::memory::pool::{self, Pool};
 use crate::memory::{
-    address, device_memory, graph_chunks, graph_memory, host_pool, managed, pool, pool_export, virtual_memory,
+    address, device_memory, graph_chunks, graph_memory, host_pool, managed, managed_advice, pool_export,
+    virtual_memory,
 };
-use crate::process::context;
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::{Device, Driver, Tag, driver};
 use crate::process::ids::unique_id;
 use crate::process::stream::Stream;

@@ -14,11 +14,8 @@ use client::{Status, lock};
 
 /// `CUresourcetype`.
 pub(crate) const OF_ARRAY: u32 = 0;
-
 const OF_MIPMAPPED: u32 = 1;
-
 pub(crate) const OF_LINEAR: u32 = 2;
-
 pub(crate) const OF_ROWS: u32 = 3;
 
 /// What a texture or a surface was made of.

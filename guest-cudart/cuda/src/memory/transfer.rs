@@ -19,17 +19,14 @@ use client::session::Pending;
 
 /// Bytes that go inside the record: copied into the ring instead of the arena.
 pub(crate) const INLINE: usize = 8 << 10;
-
 /// Bytes that an answer holds.
 pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
 /// Chunks under way at once when much is copied to pageable memory.
 const DEPTH: usize = 4;
-
 /// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
 const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
 const MOST_CHUNK: usize = 8 << 20;
-
 /// The same towards the device, where nothing is waited for but room: smaller chunks are free again sooner.
 const MOST_CHUNK_TO_DEVICE: usize = 4 << 20;
 

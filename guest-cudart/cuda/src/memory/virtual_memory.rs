@@ -26,16 +26,12 @@ use client::ops::memory::{
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: u32 = 1;
-
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub(crate) const DEVICE: u32 = 1;
-
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub(crate) const POSIX_FD: u32 = 1;
-
 /// What a descriptor of exported memory begins with; a token follows.
 pub(crate) const MAGIC: shared_descriptor::Magic = *b"rgpu:mem";
-
 /// Addresses that are tried when the server's process has something else at those chosen.
 const ATTEMPTS: usize = 16;
 

@@ -1,6 +1,7 @@
-//! Stream capture. It happens in this process alone: what is put on a captured stream becomes a node of a graph that the server hears of when it is instantiated.
+//! The state of a stream capture.
 //!
-//! What has no place in a graph is refused on a captured stream, and invalidates the capture, as CUDA has it.
+//! Capturing happens in this process alone: work on a captured stream becomes a node of a graph, and the server hears of the graph when it is instantiated. Calls that have no place in a graph fail on a captured stream and
+//! invalidate the capture.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -16,10 +17,8 @@ use client::lock;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(crate) const RELAXED: u32 = 2;
-
 /// `CU_STREAM_CAPTURE_MODE_GLOBAL` and `…_THREAD_LOCAL`.
 const GLOBAL: u32 = 0;
-
 const THREAD_LOCAL: u32 = 1;
 
 thread_local! {

@@ -1,6 +1,6 @@
-//! Contexts: which one a thread uses, what is in one, and its deferred error.
+//! Contexts: the calling thread's stack of current contexts, what is known of a context's work, and its deferred error.
 //!
-//! Contexts are never freed: a few hundred bytes each, at most [`MAX_CONTEXTS`] of them at a time. So whoever still holds one finds it destroyed, not gone.
+//! A context is never freed: it takes a few hundred bytes, and there are at most [`MAX_CONTEXTS`](client::channel::MAX_CONTEXTS) at a time. A stale reference therefore finds a destroyed context, never a dangling one.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -11,12 +11,11 @@ use std::sync::{Arc, Mutex};
 use crate::abi::result::Result;
 use crate::process::driver::{Driver, driver};
 use crate::process::fences::Fences;
-use crate::process::green::Green;
-use crate::process::ids;
-use crate::process::ids::unique_id;
+use crate::process::green::{self, Green};
+use crate::process::host_calls;
+use crate::process::ids::{self, unique_id};
 use crate::process::limits::Limits;
 use crate::process::stream::Stream;
-use crate::process::{green, host_calls};
 use client::handle::ContextId;
 use client::handles::Slab;
 use client::ops::context::{ContextCreate, ContextSynchronize, PrimarySetFlags};

@@ -96,7 +96,7 @@ pub(crate) fn complete_attributes(attributes: &mut Vec<Option<i32>>) {
     }
     set(attr::INTEGRATED, 0);
     set(attr::COOPERATIVE_MULTI_DEVICE_LAUNCH, 0);
-    // In place, or by turns: see `host`.
+    // In place or mirrored: see `memory::pinned`.
     set(attr::CAN_MAP_HOST_MEMORY, 1);
     set(attr::UNIFIED_ADDRESSING, 1);
     set(attr::HOST_REGISTER_SUPPORTED, 1);

@@ -1,4 +1,4 @@
-//! The process's state: its session and its devices, from `cuInit` on.
+//! The process's session and its devices, which `cuInit` makes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,8 +12,8 @@ use client::handle::ContextId;
 use client::memory::{Backing, DeviceMemory};
 use client::ops::device::{DeviceInfo, DeviceInfoReply, SelectDevices, SessionInfo};
 use client::ops::memory::{MemGrow, MemShrink, is_managed};
-use client::session::Session;
-use client::{Status, lock, log, session};
+use client::session::{self, Session};
+use client::{Status, lock, log};
 
 /// Everything that exists once in a process.
 pub(crate) struct Driver {

@@ -1,12 +1,11 @@
-//! What a synchronous copy to the device promises, kept without waiting for it.
+//! Events of this library's own, and the fences that synchronous copies leave.
 //!
-//! Natively `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and its source has been read; what is put on any other stream afterwards then finds the
-//! bytes in place (NVIDIA's "API synchronization behavior"; measured for up to 128 KiB). Here such a copy is a record in the ring. Whoever could tell the difference finds none:
+//! Natively, `cudaMemcpy` from pageable memory returns when everything before it on its stream is done and its source has been read. Work that is put on any other stream afterwards finds the bytes in place (NVIDIA's "API synchronization
+//! behavior"; measured for up to 128 KiB). Here such a copy is just a record in the ring, and the call returns without waiting. These rules keep the difference invisible:
 //!
-//! - the host, where it can see what the device does, by pinned or managed memory, by functions of its own in a stream, or by what kernels print ([`host_sees`]): the copy is waited for, if other
-//!   work is before it;
-//! - who asks after an event or a stream that the promise covers: the question waits ([`Stream::has_promised`]);
-//! - work on a stream that is not behind the copy's by itself: an event is recorded after the copy, and that stream waits for it before its next work ([`respect`]). The host waits for nothing.
+//! - If the host can observe the device (pinned or managed memory, host functions in streams, kernels that print; [`host_sees`]), the copy waits for the work before it.
+//! - A query of an event or a stream that the promise covers waits ([`Stream::has_promised`]).
+//! - Work on a stream that is not already ordered behind the copy's stream waits on the device: an event is recorded after the copy, and the other stream waits for it ([`respect`]).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

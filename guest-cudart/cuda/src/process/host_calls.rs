@@ -1,4 +1,4 @@
-//! Which streams wait for this process: for a function of the program's that is being called, or for a word of memory.
+//! Which streams wait for this process: for a host function that is being called, or for a word of memory that the program writes.
 
 use std::cell::Cell;
 use std::sync::Mutex;

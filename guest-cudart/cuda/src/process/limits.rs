@@ -9,10 +9,8 @@ use client::{Status, lock};
 
 /// `CU_LIMIT_STACK_SIZE`.
 const STACK_SIZE: u32 = 0;
-
 /// The last `CUlimit`.
 pub(crate) const LAST: u32 = 9;
-
 /// `CUDA_ERROR_UNSUPPORTED_LIMIT`.
 const UNSUPPORTED: Status = Status(215);
 

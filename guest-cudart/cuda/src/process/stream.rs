@@ -1,23 +1,20 @@
-//! Streams.
+//! The state of a stream: how far its work is known to be done.
 //!
-//! What a stream has done is read from its progress word: it rises to the `seq` of the last publishing record (a mark, an event's record) that the stream has passed. A query
-//! appends a mark if work came after the last one, and from then on only reads memory.
-//!
-//! A destroyed stream's work still completes, and events recorded on it are still asked for. So the server hears of the destruction, and the stream's number is used again, only once its last
-//! mark was seen: until then it is kept in [`ENDING`].
+//! A stream's progress word tells what the stream has done: it rises to the `seq` of the last publishing record (a mark, or an event's record) that the stream has passed. A query appends a mark if
+//! there is work behind the last one. From then on it only reads memory.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::abi::result::Result;
-use crate::process::capture::Capture;
+use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
 use crate::process::driver::Driver;
 use crate::process::fences::Promise;
 use crate::process::green::Green;
 use crate::process::ids::unique_id;
-use crate::process::{capture, work_signal};
+use crate::process::work_signal;
 use client::handle::StreamId;
 use client::lock;
 use client::ops::Op;
@@ -26,10 +23,8 @@ use client::ops::stream::{StreamMark, StreamSynchronize};
 
 /// `CU_STREAM_LEGACY`.
 pub(crate) const LEGACY: usize = 1;
-
 /// `CU_STREAM_PER_THREAD`.
 pub(crate) const PER_THREAD: usize = 2;
-
 pub(crate) const NON_BLOCKING: u32 = 1;
 
 /// A stream.

@@ -1,4 +1,4 @@
-//! Tells the thread that compares memory which cannot be watched that work was put on a stream.
+//! Wakes the thread that compares pinned memory in partly owned pages when work is put on a stream.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use crate::abi::result::{Result, code, refuse_form};
-use crate::process::capture;
-use crate::process::capture::Capture;
+use crate::process::capture::{self, Capture};
 use crate::process::context::Context;
 use crate::process::stream::Stream;
 use client::lock;

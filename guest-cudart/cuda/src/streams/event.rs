@@ -41,17 +41,12 @@ pub(crate) fn wait(driver: &Driver, stream: &Stream, event: &Event) -> Result {
 }
 
 pub(crate) const DISABLE_TIMING: u32 = 2;
-
 pub(crate) const INTERPROCESS: u32 = 4;
-
 /// Between two questions after a shared event: nothing tells this process of what another has recorded.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
-
 const LAST_PAUSE: Duration = Duration::from_millis(1);
-
 /// Events since which the time to another is kept, for each event.
 const MOST_STARTS: usize = 4;
-
 /// After so many answers in a row that were of no use, it is not asked ahead any more.
 const MOST_MISSES: u32 = 3;
 

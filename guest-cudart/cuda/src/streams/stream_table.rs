@@ -1,10 +1,12 @@
-//! The streams that a program's handles name: making, finding and ending them.
+//! The streams that a program's handles name: making, finding and destroying them.
+//!
+//! The work of a destroyed stream still completes, and events recorded on it can still be queried. So the server learns of the destruction, and the stream's number is used again, only once its last mark has been seen. Until then the
+//! stream is kept in [`ENDING`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::abi::arguments::{non_null, put};
 use crate::abi::result::Result;
 use crate::process::context::Context;
 use crate::process::driver::{Driver, driver};
@@ -305,15 +307,13 @@ pub(crate) fn forget(driver: &Driver, context: &'static Context, with_server: bo
     legacy.synced.store(context.last_work(), Ordering::Release);
 }
 
-/// Makes a stream in a context, or in a green one of its.
+/// Makes a stream in a context, or in a green one of its; its handle.
 pub(crate) fn create_in(
     context: &'static Context,
     green: Option<Arc<Green>>,
-    stream: *mut usize,
     flags: u32,
     priority: i32,
-) -> Result {
-    non_null(stream)?;
+) -> Result<usize> {
     if flags & !NON_BLOCKING != 0 {
         return Err(Status::INVALID_VALUE);
     }
@@ -335,9 +335,7 @@ pub(crate) fn create_in(
         Some(green) => in_green(driver, green, priority)?,
     };
     green_gates::inherit(driver, &new)?;
-    let handle = STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)?;
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(stream, handle) }
+    STREAMS.insert(Arc::new(new)).ok_or(Status::OUT_OF_MEMORY)
 }
 
 /// The stream and its driver, for calls that ask about a stream and may be made in any context.

@@ -1,9 +1,12 @@
 //! Copies from and to arrays.
+//!
+//! A copy between an array and device memory, or between two arrays, is one operation. A copy between an array and the host goes through temporary device memory, which is freed in stream order, so that every kind of host memory
+//! is copied as [`copy_boxes`](crate::work::copy_boxes) does it.
 
 use crate::abi::result::Result;
-use crate::memory::address::is_device;
-use crate::memory::array::End;
-use crate::memory::{address, array, stream_ordered};
+use crate::memory::address::{self, is_device};
+use crate::memory::array::{self, End};
+use crate::memory::stream_ordered;
 use crate::streams::capture_rules;
 use crate::work::copy::Copier;
 use client::Status;

@@ -12,11 +12,11 @@
 use std::sync::Arc;
 
 use crate::abi::result::Result;
-use crate::memory::address::is_device;
-use crate::memory::managed::{Order, shared_blocks};
-use crate::memory::pinned_regions::REGIONS;
+use crate::memory::address::{self, is_device};
+use crate::memory::managed::{self, Order, shared_blocks};
+use crate::memory::pending_writes;
+use crate::memory::pinned_regions::{self, REGIONS};
 use crate::memory::transfer::{INLINE, MAX_INLINE_ANSWER, Transfer};
-use crate::memory::{address, managed, pending_writes, pinned_regions};
 use crate::process::capture::Capture;
 use crate::process::driver::Driver;
 use crate::process::fences;

@@ -6,11 +6,11 @@
 
 use crate::abi::result::Result;
 use crate::abi::types::{Memcpy3D, memory_type};
-use crate::memory::address::is_device;
-use crate::memory::array::End;
+use crate::memory::address::{self, is_device};
+use crate::memory::array::{self, End};
+use crate::memory::managed;
 use crate::memory::pinned_regions::REGIONS;
-use crate::memory::transfer::move_bytes;
-use crate::memory::{address, array, managed, transfer};
+use crate::memory::transfer::{self, move_bytes};
 use crate::process::context;
 use crate::process::driver::Driver;
 use crate::work::copy::{Copier, Mode};

@@ -1,7 +1,6 @@
-//! Functions of the program that are called in a stream's order: `cuLaunchHostFunc`, `cuStreamAddCallback`.
+//! Host functions in streams: `cuLaunchHostFunc`, `cuStreamAddCallback`, and functions of this library's own.
 //!
-//! Each is a mark, whose passing this process sees in the stream's progress word, followed by a wait of the stream for a ticket. A thread looks for marks
-//! that were passed, calls the function and signals the ticket.
+//! Each is a mark followed by a wait of the stream for a ticket. A thread watches the streams' progress words for marks that have been passed, calls the function and signals the ticket.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -10,12 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 
 use crate::abi::result::Result;
 use crate::abi::types::{HostFn, StreamCallback};
-use crate::memory::managed::shared_blocks;
-use crate::memory::{managed, pending_writes};
+use crate::memory::managed::{self, shared_blocks};
+use crate::memory::pending_writes;
 use crate::process::driver::{Driver, driver};
-use crate::process::host_calls::{CALLED, CALLING, STOPPED};
+use crate::process::host_calls::{self, CALLED, CALLING, STOPPED};
 use crate::process::stream::Stream;
-use crate::process::{context, fences, host_calls};
+use crate::process::{context, fences};
 use client::handle::TicketId;
 use client::ops::stream::{StreamHostSignal, StreamHostWait, StreamMark};
 use client::{Status, lock, log};

@@ -1,4 +1,4 @@
-//! Launches. What can be wrong with one is found here, before it is appended, with the code that CUDA gives.
+//! Launches. Errors in a launch are found here, before it is appended, and get the status code that CUDA gives.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicBool;

@@ -1,7 +1,7 @@
-//! Memory operations of streams: waiting for a word of memory, and writing one, in a stream's order.
+//! Memory operations of streams: waiting for a word of memory and writing one, in stream order.
 //!
-//! Words that the device reaches are the device's affair. Those of pinned memory that it does not reach (the GPU is in another machine, or is a software GPU) are this
-//! process's: a write is a function of its own in the stream's order; a wait holds the stream, as a host function does, until a thread here has seen its condition come true.
+//! The device handles words that it can reach. Words of pinned memory that it cannot reach (the GPU is in another machine, or is the software GPU) are handled by this process: a write is a function of the library's own in the stream's order. A wait
+//! holds the stream, as a host function does, until a thread here has seen the condition come true.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -11,15 +11,14 @@ use std::time::Duration;
 use crate::abi::arguments::non_null;
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::BatchMemOp;
-use crate::memory::managed::mirror;
-use crate::memory::{address, managed, pending_writes, pinned_regions};
+use crate::memory::managed::{self, mirror};
+use crate::memory::{address, pending_writes, pinned_regions};
+use crate::process::context;
 use crate::process::device_attributes::attr;
 use crate::process::driver::{Device, Driver};
-use crate::process::host_calls::WAITING;
+use crate::process::host_calls::{self, WAITING};
 use crate::process::stream::Stream;
-use crate::process::{context, host_calls};
-use crate::work::host_function;
-use crate::work::host_function::Function;
+use crate::work::host_function::{self, Function};
 use client::handle::{StreamId, TicketId};
 use client::ops::stream::{
     MemoryOp, StreamBatchMemOp, StreamHostSignal, StreamHostWait, StreamMark, memory_op,
@@ -28,10 +27,8 @@ use client::{Status, lock, log};
 
 /// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`, which only the first form of the functions knows: with a barrier it is done all the same.
 const NO_MEMORY_BARRIER: u32 = 1;
-
 /// Between two looks at a word of this process's: the first ones, and the later ones.
 const FIRST_NAP: Duration = Duration::from_micros(20);
-
 const LAST_NAP: Duration = Duration::from_millis(1);
 
 /// Operations as a program gave them, checked.

@@ -8,9 +8,9 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::mailbox::Mailbox;
 use super::{EndReason, Machine, Schedule};
-use crate::bridge::polling::PollTime;
 use crate::bridge::state::SessionState;
 use crate::framing::SendBuffer;
+use protocol::polling::PollTime;
 
 /// Moves a session's bytes between its [`Machine`] and the server. It knows connections, and no rules.
 ///
@@ -38,7 +38,7 @@ pub(in crate::bridge) trait Carrier<S: Schedule> {
     /// after [`arm`](Self::arm).
     fn wait(&mut self, machine: &mut Machine<'_, S>, timeout: Option<Duration>) -> Result<(), EndReason>;
 
-    /// Says for a person that the server has been silent for so long.
+    /// The message that the server has been silent for so many seconds.
     fn silent(&self, seconds: u64) -> String;
 
     /// Called again and again once a connection broke: looks for the server's farewell, which may still be on its way. [`EndReason::Bye`] has it; any other error says that none will come.

@@ -277,13 +277,13 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     /// The same for a server that writes by itself and names the lower half of the seq.
     pub(in crate::bridge) fn written_by_server(&mut self, low: u32, len: u32) -> Result<(), EndReason> {
+        let wrong = |what| EndReason::Server(format!("it wrote {len} bytes for command …{low:#x}, {what}"));
         let behind = u64::from((self.last_seq as u32).wrapping_sub(low));
-        match self.last_seq.checked_sub(behind) {
-            Some(seq) if len > 0 => self.downloads.received(seq, len.into()),
-            _ => Err(EndReason::Server(format!(
-                "it wrote {len} bytes for command …{low:#x}, which was not sent or expects none"
-            ))),
+        let seq = self.last_seq.checked_sub(behind).ok_or_else(|| wrong("which was not sent"))?;
+        if len == 0 {
+            return Err(wrong("which is no data"));
         }
+        self.downloads.received(seq, len.into())
     }
 
     /// Whether so much data is under way that polling for each part of it would be in vain.

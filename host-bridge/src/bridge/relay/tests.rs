@@ -30,10 +30,10 @@ use super::carrier::{Carrier, Wakeups, run};
 use super::mailbox::{Mailbox, Message};
 use super::regions::{ClientMemory, MemoryKey, Span};
 use super::{EndReason, Flows, Machine, Schedule, Slots};
-use crate::bridge::polling::PollTime;
 use crate::bridge::state::{ChannelMemory, SessionState, Wakeup};
 use crate::framing::{FrameReader, SendBuffer, split_struct};
 use crate::memory::Memories;
+use protocol::polling::PollTime;
 
 /// A generous limit on anything that is waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -201,7 +201,7 @@ struct Server {
     /// What the bridge has asked for ahead of its command.
     asked: HashSet<(u64, u32)>,
     keys: HashSet<u32>,
-    /// Pieces that go by grants: their length, and how much was granted.
+    /// Runs that go by grants: their length, and how much was granted.
     granting: BTreeMap<(u64, u32), (u64, u64)>,
     granted: HashMap<(u64, u32), u64>,
     /// Bytes received of each piece, and of each piece its length, once known.
@@ -1068,6 +1068,12 @@ fn copies_and_close<S: TestSchedule>() {
             }
             wait_for_answer(session, 0);
             assert_eq!(session.channel.view.progress().executed(), 3 * (round + 1));
+        }
+        // This server replies before it has all the data: what was sent is with it when the session ends.
+        let begin = Instant::now();
+        while session.channel.view.progress().released() < producer.last_seq() {
+            assert!(begin.elapsed() < PATIENCE, "the data is not sent");
+            std::thread::yield_now();
         }
         assert!(mailbox.post(Message::Close("enough".into())).is_ok());
     });

@@ -11,8 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a thread polls for its next task before it sleeps: the chunks of one transfer come soon after one another.
-const LINGER: Duration = Duration::from_micros(50);
+use protocol::polling;
 
 /// Tasks to do, and tasks done.
 struct Tasks<T> {
@@ -27,6 +26,8 @@ struct Shared<T> {
     todo: AtomicUsize,
     done: AtomicUsize,
     over: AtomicBool,
+    /// How long the thread polls for its next task before it sleeps.
+    poll: Duration,
 }
 
 /// See the module's text.
@@ -52,8 +53,14 @@ impl<T: Send + 'static> IoThread<T> {
     ) -> io::Result<IoThread<T>> {
         let tasks = Mutex::new(Tasks { todo: VecDeque::new(), done: VecDeque::new() });
         let (todo, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let shared =
-            Arc::new(Shared { tasks, came: Condvar::new(), todo, done, over: AtomicBool::new(false) });
+        let shared = Arc::new(Shared {
+            tasks,
+            came: Condvar::new(),
+            todo,
+            done,
+            over: AtomicBool::new(false),
+            poll: polling::RELAY_IO_THREAD.here(),
+        });
         let run = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             while let Some(mut task) = run.next() {
@@ -98,9 +105,10 @@ impl<T> Shared<T> {
 
     /// Waits for a task. `None`: there will be no more.
     fn next(&self) -> Option<T> {
+        // The chunks of one transfer come soon after one another.
         let begin = Instant::now();
         while self.todo.load(Ordering::Acquire) == 0 && !self.over.load(Ordering::Acquire) {
-            if begin.elapsed() >= LINGER {
+            if begin.elapsed() >= self.poll {
                 break;
             }
             std::hint::spin_loop();

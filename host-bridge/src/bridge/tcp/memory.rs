@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::socket::Gather;
 use crate::bridge::relay::{ClientMemory, Span};
 use crate::bridge::state::SessionState;
-use crate::memory::Pieces;
+use crate::memory::Runs;
 
 /// The arena, or a registered region.
 #[derive(Debug)]
@@ -13,14 +13,14 @@ pub(super) enum SocketMemory {
     /// The arena of this session's channel.
     Arena(Arc<SessionState>),
     /// A region.
-    Region { pieces: Pieces, read_only: bool },
+    Region { runs: Runs, read_only: bool },
 }
 
 impl ClientMemory for SocketMemory {
     fn size(&self) -> u64 {
         match self {
             SocketMemory::Arena(session) => session.channel.view.geometry().arena_size as u64,
-            SocketMemory::Region { pieces, .. } => pieces.size() as u64,
+            SocketMemory::Region { runs, .. } => runs.size() as u64,
         }
     }
 
@@ -39,8 +39,8 @@ pub(super) fn gather_span(span: &Span<SocketMemory>, at: u64, len: u64, gather: 
                 gather.push(at, len);
             }
         }
-        SocketMemory::Region { pieces, .. } => {
-            for (at, len) in pieces.range(at, len).into_iter().flatten() {
+        SocketMemory::Region { runs, .. } => {
+            for (at, len) in runs.range(at, len).into_iter().flatten() {
                 if !gather.push(at, len) {
                     break;
                 }

@@ -20,16 +20,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use protocol::link::{Hello, Welcome, purpose};
+use protocol::link::{BadGreeting, Hello, Welcome, purpose};
+use protocol::version::{OURS, Version};
 
 use self::carrier::TcpCarrier;
 use self::memory::SocketMemory;
-use super::polling::PollTime;
 use super::relay::{Flows, Machine, RelayHandle, run};
 use super::session::{Handshake, Turn, hello, welcome_at_once, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
-use crate::framing::{connect as dial, send_message};
+use crate::framing::{connect as dial, recv_greeting, send_message};
+use protocol::polling::PollTime;
 use zerocopy::IntoBytes;
 
 /// Most data connections that a server may ask for.
@@ -111,8 +112,8 @@ impl Transport for Tcp {
     }
 
     fn register_region(&self, id: u32, region: RegionMemory) -> Result<(), RegionError> {
-        let pieces = region.memories.resolve(&region.extents, region.size)?;
-        self.relay.register(id, SocketMemory::Region { pieces, read_only: region.read_only })
+        let runs = region.memories.resolve(&region.extents, region.size)?;
+        self.relay.register(id, SocketMemory::Region { runs, read_only: region.read_only })
     }
 
     fn unregister_region(&self, id: u32) -> Result<(), RegionError> {
@@ -124,17 +125,20 @@ impl Transport for Tcp {
     }
 }
 
-/// Reads a welcome with a deadline; used by both transports.
-pub(super) fn receive_welcome(socket: BorrowedFd<'_>, deadline: Instant) -> io::Result<Option<Welcome>> {
+/// Reads a welcome with a deadline, for all transports.
+pub(super) fn receive_welcome(
+    socket: BorrowedFd<'_>,
+    deadline: Instant,
+) -> io::Result<Result<(Welcome, Version), BadGreeting>> {
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let time = nix::sys::time::TimeVal::new(left.as_secs() as i64, i64::from(left.subsec_micros()));
     nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::ReceiveTimeout, &time)?;
     nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::SendTimeout, &time)?;
-    let result = crate::framing::recv_struct::<Welcome>(socket, &mut Vec::new());
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-            Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time"))
+    recv_greeting(socket, &OURS).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "no answer in time"),
+        io::ErrorKind::UnexpectedEof => {
+            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection without an answer")
         }
-        other => other,
-    }
+        _ => e,
+    })
 }

@@ -1,4 +1,4 @@
-//! A non-blocking stream socket and scattered pieces of client memory: the system calls of this transport.
+//! The system calls of this transport: a non-blocking stream socket, and scattered client memory for vectored calls.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -9,7 +9,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 
 use crate::framing::watch_peer;
 
-/// Runs in one system call at most.
+/// The most runs in one system call.
 const MAX_RUNS: usize = 64;
 
 /// Memory for one vectored call: some of our own, some of the client's. The kernel copies; an address that has become invalid gives an error and
@@ -96,7 +96,7 @@ impl Socket {
         Ok(nix::sys::socket::send(self.0.as_raw_fd(), bytes, nix::sys::socket::MsgFlags::MSG_NOSIGNAL)?)
     }
 
-    /// Waits until something can be received (`input`) or sent, or the connection is broken; a second at most.
+    /// Waits for at most a second until something can be received (`input`) or sent, or the connection is broken.
     pub(super) fn wait(&self, input: bool) -> io::Result<()> {
         let what = if input { PollFlags::POLLIN } else { PollFlags::POLLOUT };
         match poll(&mut [PollFd::new(self.0.as_fd(), what)], 1000u16) {
@@ -105,7 +105,7 @@ impl Socket {
         }
     }
 
-    /// Ends both directions at once, whoever else holds the descriptor.
+    /// Ends both directions at once, even if others hold the descriptor.
     pub(super) fn shut_down(&self) {
         let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
     }

@@ -23,13 +23,13 @@ use protocol::link::{GRANTED_SLOTS, Queues, SLOT_DATA, frame, purpose};
 use zerocopy::IntoBytes;
 
 use self::carrier::{DeviceMemory, VerbsCarrier};
-use super::polling::{PollTime, cores};
 use super::relay::{EndReason, Machine, RelayHandle, Slots, run};
 use super::session::{Handshake, Turn, hello, welcome_in_turn};
 use super::state::{ChannelMemory, SessionState};
 use super::{Capabilities, Closed, ConnectError, RegionError, RegionMemory, SessionConfig, Transport};
 use crate::framing::{connect as dial, recv_frame, send_frame, send_message, split_struct, watch_peer};
 use crate::verbs::{Device, Domain, Link, RegisteredRegion, Unconnected, VerbsError};
+use protocol::polling::{PollTime, processors};
 
 /// The connections of a session after the handshake.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Verbs {
             };
             let arena = arena.map(|registered| DeviceMemory::new(registered, false));
             let machine = Machine::new(session, arena, schedule, config.silence);
-            run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, cores()))
+            run(session, mailbox, machine, carrier, PollTime::giving_way(config.poll, processors()))
         })?;
         Ok(Verbs { relay, domain })
     }

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   messages ─▶ pump ─▶ records ─▶ dispatcher            any thread ─▶ link.out ─▶ messages
-//!   writes ───▶ slots, in turn ([`Ring`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
+//!   writes ───▶ slots, in turn ([`PlannedSlots`]) ─▶ the device  Outgoing::send, send_lent ─▶ writes into the client's pages
 //!   writes of granted data ─▶ slots of their own ─▶ pump ─▶ where they belong ([`Inbox`])
 //! ```
 //!
-//! The pump reads everything at once, whatever the dispatcher is at: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
+//! The pump reads everything at once, whatever the dispatcher is doing: the bridge holds records back when too many wait ([`COMMANDS_AHEAD`]).
 //!
 //! No CPU copies bulk data on this side where the driver does its part: the bridge writes a command's `In` data into slots that the driver's device reads ([`Placed`](super::Placed)), and what the device
 //! wrote into adopted memory ([`Client::adopt`]) or into a lent buffer ([`Outgoing::lend`]) goes out as it is. Other bytes are copied into such a buffer first, and counted
@@ -38,19 +38,19 @@ use zerocopy::IntoBytes;
 
 use super::incoming::{Bridge, Inbox};
 use super::outgoing::Outgoing;
-use super::ring::{Arrivals, Freed, Ring};
+use super::planned_slots::{Arrivals, Freed, PlannedSlots};
 use super::stream::{Records, check_slot, put, put_executed, put_reply};
-use super::wake::Bell;
+use super::wake::StopEvent;
 use super::{Client, Commands, Farewell, Lost, Polling, Sink, Source, StagingArea};
-use crate::bridge::polling::{PollTime, cores};
 use crate::framing::{FrameReader, recv_frame, send_frame, split_struct, watch_peer};
 use crate::verbs::{Access, Device, Domain, Link, Registration, Settings, Slab, Unconnected, VerbsError};
+use protocol::polling::{PollTime, processors};
 
 /// Bytes of a slot: half a MiB of data, and a page for the header before it.
 const SLOT_SIZE: u32 = (512 << 10) + 4096;
 /// Slots of a session that are used in turn. Those for granted data come behind them.
 const SLOTS: u32 = 48;
-/// Bytes of one write to the client at most, and of a buffer that is lent out.
+/// The most bytes of one write to the client, and the size of a buffer that is lent out.
 const CHUNK: usize = 512 << 10;
 /// Such buffers.
 const BUFFERS: usize = 16;
@@ -58,7 +58,7 @@ const BUFFERS: usize = 16;
 const SENDS: usize = 64;
 /// Writes longer than this are signalled each: their completion is nothing beside their transfer.
 const SIGNALLED: usize = 32 << 10;
-/// A bridge that takes or says nothing for this long before the session begins is lost.
+/// A bridge that neither takes nor sends anything for this long before the session begins is lost.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Executed commands after which the client is told even while there is more to do.
 const BATCH: u64 = 64;
@@ -78,17 +78,17 @@ pub struct VerbsClient {
     this: Weak<VerbsClient>,
     /// Dropped before the memory that it uses.
     engine: Mutex<Engine>,
-    /// Room has come: queues, credits, buffers. For who is counted in [`Engine::waiters`].
+    /// There is room: in queues, credits or buffers. For the threads counted in [`Engine::waiters`].
     room: Condvar,
     /// Memory of the driver's that writes may go out of directly.
     adopted: OnceLock<Registration>,
     buffers: Slab,
     slots: Slab,
     control: TcpStream,
-    /// Where the client is, for people.
+    /// The client's address, for messages.
     peer: String,
     slot_count: u32,
-    ring: Arc<Ring>,
+    ring: Arc<PlannedSlots>,
     /// Data that waits for grants.
     inbox: Arc<Inbox>,
     arrived: Mutex<Vec<u8>>,
@@ -104,7 +104,7 @@ pub struct VerbsClient {
     /// Somebody is ending the session.
     ending: AtomicBool,
     end: OnceLock<Option<Lost>>,
-    stop: Bell,
+    stop: StopEvent,
     farewell: Farewell,
 }
 
@@ -150,7 +150,7 @@ impl VerbsCommands {
         let mut body = Vec::new();
         let kind = recv_frame(control.as_fd(), &mut body, &mut Vec::new()).map_err(failed)?;
         if kind != Some(frame::QUEUES) {
-            return Err(Lost::new(format!("frame of kind {kind:?} where QUEUES was due")));
+            return Err(Lost::new(format!("frame of kind {kind:?} where QUEUES was expected")));
         }
         let peer = split_struct::<Queues>(&body).map_err(failed)?.0;
         let made = connect(&control, settings, &peer);
@@ -161,7 +161,7 @@ impl VerbsCommands {
             lost
         })?;
         control.set_nonblocking(true).map_err(failed)?;
-        let stop = Bell::new().map_err(failed)?;
+        let stop = StopEvent::new().map_err(failed)?;
         let peer = control.peer_addr().map_err(failed)?.to_string();
         let queues = link.data_queues();
         let engine = Engine {
@@ -186,7 +186,7 @@ impl VerbsCommands {
             let freed: Weak<dyn Freed> = this.clone();
             inbox.tell(this.clone());
             // SAFETY: a worker keeps its client, and so the slots, to its end, which comes after everything that reads them.
-            let ring = unsafe { Ring::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
+            let ring = unsafe { PlannedSlots::new(at, SLOT_SIZE as usize, SLOTS as usize, queues, freed) };
             VerbsClient {
                 this: this.clone(),
                 engine: Mutex::new(engine),
@@ -213,7 +213,7 @@ impl VerbsCommands {
                 farewell: Farewell::default(),
             }
         });
-        let poll = PollTime::giving_way(polling.most, cores());
+        let poll = PollTime::giving_way(polling.most, processors());
         let pump = Arc::clone(&client);
         let pump = std::thread::Builder::new()
             .name("rgpu-pump".into())
@@ -404,7 +404,7 @@ impl VerbsClient {
         }
         let _ = self.control.shutdown(Shutdown::Both);
         let _ = self.end.set(end);
-        self.stop.ring();
+        self.stop.raise();
         self.ring.close();
         self.inbox.close();
         // Under the locks, so that nobody misses it between a look and a wait.

@@ -14,12 +14,12 @@ use protocol::ops;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{Client, Engine, SEND, SLOT_SIZE, SLOTS, VerbsClient, lock};
-use crate::bridge::polling::PollTime;
 use crate::endpoint::stream::put;
 use crate::endpoint::wake;
 use crate::framing::split_struct;
 use crate::shared::SharedBytes;
 use crate::verbs::{DeviceEvent, Event, VerbsError};
+use protocol::polling::PollTime;
 
 /// How long the pump naps between looks at slots that a device reads.
 const NAP: Duration = Duration::from_micros(20);
@@ -65,7 +65,7 @@ impl VerbsClient {
                     helped = self.helped.load(Ordering::Relaxed);
                 }
                 Ok(false) if idle.get_or_insert_with(Instant::now).elapsed() < poll.get() => {
-                    // Now and then the lock is there for who has something to say.
+                    // Leaves the lock to threads that have something to send.
                     for _ in 0..if poll.gives_way() { 1 } else { 64 } {
                         poll.pause();
                     }
@@ -282,7 +282,7 @@ impl VerbsClient {
         planned
     }
 
-    /// Sleeps until something happens. Nothing is said meanwhile, nor expected: a bridge to which something is due asks whether we are there, and ends the session if it hears nothing;
+    /// Sleeps until something happens. Nothing is sent meanwhile, nor expected: a bridge that waits for something asks whether we are there, and ends the session if it hears nothing;
     /// one that is gone shows by its control connection, which the kernel watches.
     fn sleep(&self) -> Result<(), End> {
         let device = {

@@ -31,19 +31,14 @@ use client::{Status, lock, log};
 
 /// Bytes of a key or of a result at most. Larger ones are compiled each time.
 const LARGEST: usize = 64 << 20;
-
 /// Bytes of keys and results in memory at most.
 const IN_MEMORY: usize = 64 << 20;
-
 /// Bytes of files at most, unless `CUDA_CACHE_MAXSIZE` says otherwise.
 const IN_FILES: u64 = 1 << 30;
-
 /// The files are counted again after so many new ones.
 const COUNT_AFTER: u32 = 64;
-
 /// Before a file's key and result: these eight bytes, the two lengths, and the checksum of both, each 64 bits.
 const MAGIC: &[u8; 8] = b"rgpu:cc1";
-
 const HEAD: usize = 32;
 
 type Bytes = Arc<[u8]>;

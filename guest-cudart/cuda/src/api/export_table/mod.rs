@@ -10,14 +10,15 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicPtr;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{In, Out, non_null, put};
 use crate::abi::result::{Result, finish};
 use crate::api::export_table::integrity::{Question, Seen};
-use crate::process::context::Stored;
+use crate::process::context::{self, Stored};
 use crate::process::device_attributes::attr;
-use crate::process::{context, driver};
-use client::counters::Call;
-use client::{Status, counters, lock, log};
+use crate::process::driver;
+use crate::streams::stream_table;
+use client::counters::{self, Call};
+use client::{Status, lock, log};
 
 /// A slot: a size or an address.
 type Slot = *const c_void;
@@ -181,11 +182,15 @@ unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
 
 /// The number of a stream that was made: the default stream is no argument here.
 unsafe extern "C" fn stream_id(_ctx: usize, stream: usize, id: *mut u64) -> u32 {
-    if stream == 0 {
-        return Status::INVALID_VALUE.0;
-    }
-    // SAFETY: the same arguments, under the same terms.
-    unsafe { crate::api::streams::cuStreamGetId(stream, id) }
+    let result = (|| {
+        let unique = match stream {
+            0 => return Err(Status::INVALID_VALUE),
+            stream => stream_table::ask(stream, false)?.1.unique(),
+        };
+        // SAFETY: checked for NULL; the caller's own to vouch for.
+        unsafe { put(id, unique) }
+    })();
+    finish("stream id", result)
 }
 
 unsafe extern "C" fn stream_through(_ctx: usize, stream: usize, out: *mut usize, per_thread: u32) -> u32 {
@@ -280,21 +285,20 @@ fn find(guid: &[u8; 16]) -> Option<*const c_void> {
 }
 
 api! {
-    fn cuGetExportTable(table: *mut *const c_void, guid: *const [u8; 16]) {
+    fn cuGetExportTable(table: Out<*const c_void>, guid: In<[u8; 16]>) {
         static SAID: Mutex<Vec<[u8; 16]>> = Mutex::new(Vec::new());
-        non_null(table)?;
-        non_null(guid)?;
-        let guid = *guid;
+        table.required()?;
+        let guid = guid.get()?;
         let Some(found) = find(&guid) else {
             let mut said = lock(&SAID);
             if !said.contains(&guid) {
                 said.push(guid);
                 log::info(format_args!("cuGetExportTable: the table {:032X} is not known", u128::from_be_bytes(guid)));
             }
-            put(table, std::ptr::null())?;
+            table.put(std::ptr::null())?;
             return Err(Status::NOT_FOUND);
         };
-        put(table, found)
+        table.put(found)
     }
 }
 

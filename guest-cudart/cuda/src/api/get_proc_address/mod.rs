@@ -2,9 +2,9 @@
 //!
 //! A name stands for several functions, each since a version of CUDA and perhaps with a form for the per-thread default stream: `entry_table` has them all.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_void;
 
-use crate::abi::arguments::{non_null, put};
+use crate::abi::arguments::{Out, Text};
 use crate::abi::result::Result;
 use crate::api::get_proc_address::table::ENTRIES;
 use crate::process::driver::API_VERSION;
@@ -47,7 +47,6 @@ mod table;
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 1 is the legacy stream, 0 the default, which is that.
 const PER_THREAD: u64 = 2;
-
 /// The version since which there are forms for it.
 const PER_THREAD_SINCE: i32 = 7000;
 
@@ -79,38 +78,34 @@ fn find(name: &str, version: i32, flags: u64) -> (*const c_void, Query) {
     }
 }
 
-unsafe fn get(symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64) -> Result<Query> {
-    non_null(symbol)?;
-    non_null(pfn)?;
+fn get(symbol: Text, pfn: Out<*const c_void>, version: i32, flags: u64) -> Result<Query> {
+    symbol.required()?;
+    pfn.required()?;
     if version > crate::process::driver::driver().map_or(API_VERSION, |driver| driver.version)
         || flags & !3 != 0
     {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: the program gives a name that ends with NUL.
-    let name = unsafe { CStr::from_ptr(symbol) }.to_str().unwrap_or("");
+    let name = symbol.get()?.to_str().unwrap_or("");
     let (address, found) = find(name, version, flags);
     if found != Query::Success {
         client::log::debug(format_args!("cuGetProcAddress: {name:?} of version {version}: {found:?}"));
     }
-    // SAFETY: checked above not to be NULL; the program says that it may be written.
-    unsafe { put(pfn, address)? };
+    pfn.put(address)?;
     Ok(found)
 }
 
 api! {
     fn cuGetProcAddress_v2 / cuGetProcAddress_v2_ptsz(
-        symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64, status: *mut u32
+        symbol: Text, pfn: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>
     ) |pt| {
         let flags = if flags == 0 && pt { PER_THREAD } else { flags };
         let found = get(symbol, pfn, version, flags)?;
-        if !status.is_null() {
-            put(status, found as u32)?;
-        }
+        status.put_if_wanted(found as u32);
         Ok(())
     }
 
-    fn cuGetProcAddress(symbol: *const c_char, pfn: *mut *const c_void, version: i32, flags: u64) {
+    fn cuGetProcAddress(symbol: Text, pfn: Out<*const c_void>, version: i32, flags: u64) {
         match get(symbol, pfn, version, flags)? {
             Query::Success => Ok(()),
             _ => Err(Status::NOT_FOUND),

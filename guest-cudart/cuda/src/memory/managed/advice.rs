@@ -9,7 +9,6 @@ use client::Status;
 
 /// `CU_DEVICE_CPU`, `CU_DEVICE_INVALID`.
 pub(crate) const CPU: i32 = -1;
-
 pub(crate) const NOWHERE: i32 = -2;
 
 /// `CUmemLocationType`.

@@ -8,7 +8,6 @@ use std::ops::Range;
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 64 << 10;
-
 /// Blocks that are answered at once at most.
 const LONGEST: u64 = 64;
 

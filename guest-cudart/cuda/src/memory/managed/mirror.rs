@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::abi::result::Result;
 use crate::memory::managed::advice::Advised;
 use crate::memory::managed::blocks::{Answer, BLOCK, Blocks, Run};
-use crate::memory::managed::partial_pages::Edge;
-use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, partial_pages, shared_blocks};
+use crate::memory::managed::partial_pages::{self, Edge};
+use crate::memory::managed::{ORDER, Piece, STATE, State, page_faults, pages, shared_blocks};
 use crate::memory::pinned_regions::REGIONS;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
@@ -141,9 +141,7 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
 
 /// Bytes of one command to a mirror, and of one answer.
 const TO_MIRROR: usize = 8 << 10;
-
 const FROM_MIRROR: usize = client::channel::MAX_PAYLOAD - 64;
-
 /// Answers that are asked for at once.
 const AT_ONCE: usize = 16;
 

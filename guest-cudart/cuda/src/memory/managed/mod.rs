@@ -1,7 +1,7 @@
 //! Managed memory: one address for host and device, which take turns on it.
 //!
 //! It is device memory, in a part of the device's window of its own, and the same addresses are taken in this process. The device's memory is the home of every byte; the
-//! host has copies of what the program touched since the device worked last ([`blocks`]), made when it touches them ([`faults`]). Each launch takes the copies
+//! host has copies of what the program touched since the device worked last ([`blocks`]), made when it touches them ([`page_faults`]). Each launch takes the copies
 //! back first ([`before_work`]), each copy or fill those of its range ([`lend`]): changed ones go to the device, and all are absent from then on.
 //!
 //! ```text
@@ -11,9 +11,9 @@
 //!
 //! So a kernel runs at the speed of device memory, and whoever alternates pays for what was touched. Host and device do not use it at the same time
 //! (`CONCURRENT_MANAGED_ACCESS` is 0): an access of the host waits for the device. While the device waits for the host (for a host function, for a word that the program writes) nothing is waited for,
-//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`together`]).
+//! and the device gets everything back before it goes on ([`before_going_on`]). Where other streams may be at work meanwhile, both sides have the block at the same time ([`shared_blocks`]).
 //!
-//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`pinned`]), but that both sides may have it at the same time whenever the device works.
+//! Pinned memory that kernels use where the device does not share it is treated in the same way ([`mirror`]), but that both sides may have it at the same time whenever the device works.
 //!
 //! Variables (`__managed__`) are where the server's driver has put them; here their pages are treated in the same way.
 

@@ -9,9 +9,9 @@ use crate::memory::transfer::Transfer;
 use crate::process::driver::Driver;
 use crate::process::{context, host_calls};
 use crate::streams::stream_table;
-use client::counters::COUNTERS;
+use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
-use client::{Status, counters, lock, log};
+use client::{Status, lock, log};
 
 /// The thread that answers at once, where that can be. An access that has to wait for the device is another thread's: the device may wait for a host function, and
 /// that for the answer to an access of its own.

@@ -1,18 +1,16 @@
-//! Pinned memory in pages that other memory of the program's has a part in: such pages cannot be watched, so their words are compared.
+//! Pinned memory in pages that it shares with other memory of the program. Such pages cannot be watched, so their words are compared.
 //!
-//! A word that differs from what is known of both sides was changed by one of them, and goes to the other: what the program has changed before work of the device begins, what the device has
-//! changed before the program knows that work is over, and both every now and then while the device works. A word of 8 bytes is whole; the order of changes of several words is kept only between
-//! two comparisons.
+//! A word that differs from the last known value was changed by one side and is sent to the other: the program's changes before work of the device begins, the device's changes before the program learns that work is done, and both
+//! periodically while the device works. A word of 8 bytes is never torn. The order of changes to different words is kept only across comparisons.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::result::Result;
 use crate::memory::managed::{STATE, State, mirror, shared_blocks};
-use crate::process::context::Context;
+use crate::process::context::{self, Context};
 use crate::process::driver::Driver;
-use crate::process::work_signal::{EDGES, WORK};
-use crate::process::{context, work_signal};
+use crate::process::work_signal::{self, EDGES, WORK};
 use client::ops::memory::WordPatch;
 use client::{lock, log};
 

@@ -21,15 +21,13 @@ use crate::memory::managed::{STATE, State, page_faults, pages, partial_pages};
 use crate::memory::transfer::Transfer;
 use crate::process::context::Context;
 use crate::process::driver::Driver;
-use crate::process::work_signal;
-use crate::process::work_signal::CAME;
+use crate::process::work_signal::{self, CAME};
 use client::ops::memory::{HostPatch, MOST_PATCHES, WordPatch};
 use client::pages::{Fault, Pages};
 use client::{lock, log};
 
 /// What the host keeps a block for, at least.
 const WHILE: Duration = Duration::from_micros(100);
-
 /// Runs that the host has at once at most.
 const MOST: usize = 4;
 

@@ -8,7 +8,7 @@
 //! will lie is known when its command is executed, before the data is there: a driver tells its device to wait for a slot and to read it in place, and no CPU touches the bytes.
 //!
 //! A slot is counted in rounds: its first chunk is round 1, the next round 2. The bridge may write a slot's next round once it was told that the slot is free, which it is
-//! when the chunk in it has landed and was *passed*: read by whoever wanted it, or wanted by nobody. Slots become free in the chunks' order: one that a stream does not come to
+//! when the chunk in it has landed and was *passed*: read by the command that wanted it, or wanted by none. Slots become free in the chunks' order: one that a stream does not come to
 //! holds back those behind it, once the bridge has filled all the others. As with `tcp` that cannot deadlock, for a command's data never waits for that of a later one.
 //! (Data that is granted later than its command comes has slots of its own, [`protocol::link::GRANTED_SLOTS`], which are not counted here.)
 
@@ -23,9 +23,9 @@ use protocol::link::{DataHeader, SLOT_DATA, chunk_len};
 use super::Lost;
 use crate::shared::SharedBytes;
 
-/// Freed slots of which the bridge is told together.
+/// Number of freed slots that the bridge is told of together.
 const BATCH: u64 = 8;
-/// Pieces of data at most that commands name and the bridge owes; a bridge of ours stops well before.
+/// The most pieces of data that commands name and the bridge has not sent. Our own bridge stays far below.
 const MAX_OWED: usize = 1 << 18;
 
 /// A driver whose device waits for slots and reads them by itself.
@@ -40,13 +40,13 @@ pub trait Arrivals: Send + Sync {
     fn lost(&self);
 }
 
-/// Who is to be told when slots may have become free.
+/// Is told when slots may have become free.
 pub(super) trait Freed: Send + Sync {
     fn freed(&self);
 }
 
 /// See the module's text.
-pub(super) struct Ring {
+pub(super) struct PlannedSlots {
     at: NonNull<u8>,
     slot_size: usize,
     count: u64,
@@ -57,7 +57,7 @@ pub(super) struct Ring {
     device: OnceLock<Arc<dyn Arrivals>>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Pieces that no driver has asked for yet.
+    /// Runs that no driver has asked for yet.
     unasked: AtomicUsize,
     over: AtomicBool,
     /// Bytes landed.
@@ -65,13 +65,13 @@ pub(super) struct Ring {
     freed: Weak<dyn Freed>,
 }
 
-// SAFETY: `at` points to memory that its owner keeps as long as this; who uses which slot is the rounds' protocol.
-unsafe impl Send for Ring {}
-// SAFETY: as above.
-unsafe impl Sync for Ring {}
+// SAFETY: `at` points to memory that its owner keeps as long as this, and belongs to no thread.
+unsafe impl Send for PlannedSlots {}
+// SAFETY: the slots are accessed through `SharedBytes` and by the device only; everything else is atomic or locked.
+unsafe impl Sync for PlannedSlots {}
 
 struct State {
-    /// Pieces with chunks that have not landed, or that nobody has asked for, and those between them; in order.
+    /// Runs with chunks that have not landed, or that nobody has asked for, and those between them; in order.
     plan: VecDeque<Piece>,
     /// Number of the next piece's first chunk.
     next: u64,
@@ -107,7 +107,7 @@ impl Piece {
     }
 }
 
-impl Ring {
+impl PlannedSlots {
     /// `count` slots of `slot_size` bytes from `at` on, over `queues` queues.
     ///
     /// # Safety
@@ -118,7 +118,7 @@ impl Ring {
         count: usize,
         queues: usize,
         freed: Weak<dyn Freed>,
-    ) -> Arc<Ring> {
+    ) -> Arc<PlannedSlots> {
         let zeros = || (0..count).map(|_| AtomicU64::new(0)).collect();
         let state = State {
             plan: VecDeque::with_capacity(256),
@@ -130,7 +130,7 @@ impl Ring {
             abandoned: Vec::with_capacity(16),
             names: Vec::with_capacity(count),
         };
-        Arc::new(Ring {
+        Arc::new(PlannedSlots {
             at,
             slot_size,
             count: count as u64,
@@ -210,7 +210,7 @@ impl Ring {
         let due = piece.as_ref().map(|p| p.header(chunk));
         let (slot, round) = self.place(chunk);
         let (Some(piece), true) = (piece, due.is_some_and(|due| due == *header)) else {
-            return Err(format!("the bridge wrote {header:?} into slot {slot}, where {due:?} was due"));
+            return Err(format!("the bridge wrote {header:?} into slot {slot}, where {due:?} was expected"));
         };
         piece.landed += 1;
         state.arrived += 1;
@@ -224,7 +224,7 @@ impl Ring {
     }
 
     /// The data of a command that is being executed. `None`: no such data was announced.
-    pub(super) fn ask(self: &Arc<Ring>, seq: u64, piece: u32, len: u64) -> Option<Placed> {
+    pub(super) fn ask(self: &Arc<PlannedSlots>, seq: u64, piece: u32, len: u64) -> Option<Placed> {
         if len == 0 {
             return Some(Placed { ring: Arc::clone(self), first: 0, count: 0, chunk: 1, len: 0 });
         }
@@ -290,7 +290,7 @@ impl Ring {
         }
     }
 
-    /// The session is over: whoever waits for data is let go.
+    /// The session is over: threads that wait for data return.
     pub(super) fn close(&self) {
         self.over.store(true, Ordering::Release);
         // Under the lock, so that nobody is between a look and a wait.
@@ -302,9 +302,9 @@ impl Ring {
     }
 }
 
-/// Data that a command reads, in the transport's slots or on its way there. Dropped, it makes room for other data: whoever has not read it by then does not get it.
+/// Data that a command reads, in the transport's slots or on its way there. Dropped, it makes room for other data, read or not.
 pub struct Placed {
-    ring: Arc<Ring>,
+    ring: Arc<PlannedSlots>,
     first: u64,
     count: u64,
     chunk: u64,
@@ -328,7 +328,7 @@ pub struct PlacedChunk {
     pub at: NonNull<u8>,
     /// Their slot, and its round: see [`Arrivals`].
     pub slot: usize,
-    /// As above.
+    /// The slot's round: see [`Arrivals`].
     pub round: u64,
 }
 
@@ -362,7 +362,7 @@ impl Placed {
     ) -> Result<(), E> {
         for chunk in self.chunks() {
             self.wait(&chunk)?;
-            // SAFETY: the slots stay mapped as long as `self.ring` (see `Ring::new`), and only the peer's device writes them. A bridge that writes this one before it was told that it may
+            // SAFETY: the slots stay mapped as long as `self.ring` (see `PlannedSlots::new`), and only the peer's device writes them. A bridge that writes this one before it was told that it may
             // spoils its own session's data.
             let bytes = unsafe { SharedBytes::new(chunk.at, chunk.len) };
             read(chunk.offset, bytes)?;
@@ -420,19 +420,19 @@ mod tests {
         fn freed(&self) {}
     }
 
-    fn ring(count: usize) -> (Arc<Ring>, Vec<u8>) {
+    fn ring(count: usize) -> (Arc<PlannedSlots>, Vec<u8>) {
         let mut memory = vec![0u8; count * SLOT];
         let at = NonNull::new(memory.as_mut_ptr()).unwrap();
         let freed: Weak<dyn Freed> = Weak::<Nobody>::new();
         // SAFETY: the tests keep the memory as long as the ring.
-        (unsafe { Ring::new(at, SLOT, count, 1, freed) }, memory)
+        (unsafe { PlannedSlots::new(at, SLOT, count, 1, freed) }, memory)
     }
 
     fn header(seq: u64, offset: u64, len: u32) -> DataHeader {
         DataHeader { seq, offset, piece: 0, len }
     }
 
-    fn told(ring: &Ring) -> Vec<u32> {
+    fn told(ring: &PlannedSlots) -> Vec<u32> {
         let mut told = Vec::new();
         ring.take_free(|slots| told.extend_from_slice(slots));
         told
@@ -472,10 +472,10 @@ mod tests {
         {
             let (ring, _memory) = ring(2);
             ring.plan(1, 0, 10).unwrap();
-            assert!(ring.arrived(0, wrong).unwrap_err().contains("was due"));
+            assert!(ring.arrived(0, wrong).unwrap_err().contains("was expected"));
             let (early, _memory) = self::ring(2);
             early.arrived(0, wrong).unwrap();
-            assert!(early.plan(1, 0, 10).unwrap_err().contains("was due"));
+            assert!(early.plan(1, 0, 10).unwrap_err().contains("was expected"));
         }
     }
 

@@ -1,12 +1,12 @@
-//! What sessions of one client share: memory and events, under tokens that cannot be guessed.
+//! CUDA IPC: memory and events that sessions of one client share, named by tokens that cannot be guessed.
 //!
 //! ```text
 //!  worker A ── Share{what} + descriptor ──▶ parent: token ◀── Open{token} ── worker B
 //!           ◀────────── token ─────────────        └── what + descriptor ──▶
 //! ```
 //!
-//! A session may open what sessions of the same *origin* have shared: the same virtual machine, or the same host's native clients, over the same link ([`origin`]).
-//! A token lives until its owner takes it back or ends; what others have opened by then stays theirs, because they hold descriptors of their own.
+//! A session may open what sessions of the same *origin* have shared: the same virtual machine, or the native clients of the same host, over the same link ([`origin`]).
+//! A token is valid until its owner revokes it or ends. What other sessions have opened by then remains valid, because they hold descriptors of their own.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,20 +18,20 @@ use std::time::Duration;
 use protocol::Status;
 use serde::{Deserialize, Serialize};
 
-use crate::ipc::{self, FromWorker};
+use crate::worker_protocol::{self, FromWorker};
 
-/// Names what is shared.
+/// Names a shared object.
 pub type Token = [u8; 16];
 
-/// The daemon answers at once; this long without an answer means that it is gone.
+/// The daemon answers at once. After this long without an answer, it counts as gone.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// Things that one session may share at a time.
-pub const MOST_OF_SESSION: usize = 8192;
+/// Maximum number of objects that one session may share at a time.
+pub const MAX_OF_SESSION: usize = 8192;
 
-/// What is shared.
+/// A shared object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Shared {
-    /// Memory of a device; its descriptor comes along.
+    /// Device memory, with its descriptor.
     Memory {
         /// The device's number on this server, the same in every worker.
         device: u32,
@@ -42,7 +42,7 @@ pub enum Shared {
     Event {
         /// The device's number.
         device: u32,
-        /// The driver's own handle, where it has one; a descriptor comes along where not.
+        /// The driver's own handle, if it has one; otherwise the event comes with a descriptor.
         handle: Vec<u8>,
     },
 }
@@ -50,9 +50,9 @@ pub enum Shared {
 /// Why a token is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// It names nothing that this client may open.
+    /// It names no object that this client may open.
     Unknown,
-    /// The session, or the daemon, shares as much as it can.
+    /// The session, or the daemon, has reached its maximum of shared objects.
     Full,
 }
 
@@ -63,18 +63,18 @@ pub enum Reply {
     Shared(Token),
     /// To a request to open, with a descriptor if what is shared has one.
     Opened {
-        /// What it is.
+        /// The object.
         what: Shared,
-        /// Whether the asking session shares it itself.
+        /// Whether the session that opens it has shared it itself.
         own: bool,
     },
-    /// It is refused.
+    /// The request is refused.
     Refused(Refusal),
 }
 
 type Answered = (Reply, Option<OwnedFd>);
 
-/// A worker's way to the daemon.
+/// Sends a worker's requests to the daemon.
 pub struct Broker {
     daemon: Arc<OwnedFd>,
     state: Mutex<Waiting>,
@@ -88,7 +88,7 @@ struct Waiting {
 }
 
 impl Broker {
-    /// Over the socket to the daemon.
+    /// A broker that uses the socket to the daemon.
     pub fn new(daemon: Arc<OwnedFd>) -> Arc<Broker> {
         Arc::new(Broker { daemon, state: Mutex::default() })
     }
@@ -110,13 +110,13 @@ impl Broker {
             request
         };
         let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
-        let sent = ipc::send(self.daemon.as_fd(), &message(request), &fds);
+        let sent = worker_protocol::send(self.daemon.as_fd(), &message(request), &fds);
         let received = sent.ok().and_then(|()| answered.recv_timeout(ANSWER_WITHIN).ok());
         self.lock().asked.remove(&request);
         received.ok_or(Status::DEVICE_UNAVAILABLE)
     }
 
-    /// Shares something with the client's other sessions.
+    /// Shares an object with the client's other sessions.
     pub fn share(&self, what: Shared, fd: Option<&OwnedFd>) -> Result<Token, Status> {
         match self.ask(|request| FromWorker::Share { request, what }, fd)?.0 {
             Reply::Shared(token) => Ok(token),
@@ -125,7 +125,7 @@ impl Broker {
         }
     }
 
-    /// Opens what has been shared: what it is, its descriptor, and whether this session shares it itself. A token that names nothing for this client is `INVALID_VALUE`.
+    /// Opens a shared object. Returns the object, its descriptor, and whether this session has shared it itself. A token that names no object of this client gives `INVALID_VALUE`.
     pub fn open(&self, token: Token) -> Result<(Shared, Option<OwnedFd>, bool), Status> {
         match self.ask(|request| FromWorker::Open { request, token }, None)? {
             (Reply::Opened { what, own }, fd) => Ok((what, fd, own)),
@@ -135,22 +135,22 @@ impl Broker {
         }
     }
 
-    /// Takes a token back.
+    /// Revokes a token.
     pub fn unshare(&self, token: Token) {
-        // A daemon that is gone has forgotten it.
-        let _ = ipc::send(self.daemon.as_fd(), &FromWorker::Unshare { token }, &[]);
+        // A daemon that is gone has no tokens.
+        let _ = worker_protocol::send(self.daemon.as_fd(), &FromWorker::Unshare { token }, &[]);
     }
 
-    /// Hands on an answer of the daemon's.
+    /// Delivers an answer from the daemon.
     pub fn deliver(&self, request: u64, reply: Reply, fd: Option<OwnedFd>) {
         let asked = self.lock().asked.remove(&request);
         if let Some(asked) = asked {
-            // Whoever asked may have given up.
+            // The thread that asked may have given up.
             let _ = asked.send((reply, fd));
         }
     }
 
-    /// The daemon is gone: nobody waits for it any more.
+    /// Ends all waits because the daemon is gone.
     pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -158,13 +158,13 @@ impl Broker {
     }
 }
 
-/// Whose client a session is: what opens nothing of another's. `peer` is the link's other end as the daemon saw it, `client` the name that the bridge gave.
+/// The origin of a session. Sessions of different origins cannot open each other's objects. `peer` is the other end of the link as the daemon saw it, `client` is the name that the bridge gave.
 pub fn origin(peer: &str, client: &str) -> String {
     let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
     format!("{host}/{client}")
 }
 
-/// The daemon's table of what is shared.
+/// The daemon's table of shared objects.
 #[derive(Default)]
 pub struct Shares(HashMap<Token, Share>);
 
@@ -176,7 +176,7 @@ struct Share {
 }
 
 impl Shares {
-    /// Enters something; its new token.
+    /// Adds an object and returns its token.
     pub fn add(
         &mut self,
         owner: u32,
@@ -185,7 +185,7 @@ impl Shares {
         fd: Option<OwnedFd>,
     ) -> io::Result<Result<Token, Refusal>> {
         let of_owner = self.0.values().filter(|share| share.owner == owner).count();
-        if of_owner >= MOST_OF_SESSION || self.0.len() >= most_in_all() {
+        if of_owner >= MAX_OF_SESSION || self.0.len() >= max_total() {
             return Ok(Err(Refusal::Full));
         }
         let token = random_token()?;
@@ -193,7 +193,7 @@ impl Shares {
         Ok(Ok(token))
     }
 
-    /// Looks something up for a session of `origin`.
+    /// Looks an object up for a session of `origin`.
     pub fn find(
         &self,
         token: &Token,
@@ -204,21 +204,21 @@ impl Shares {
         Some((share.what.clone(), share.fd.clone(), share.owner == asker))
     }
 
-    /// A token is taken back by its owner; another's request does nothing.
+    /// Revokes a token at its owner's request. A request from another session does nothing.
     pub fn remove(&mut self, token: &Token, owner: u32) {
         if self.0.get(token).is_some_and(|share| share.owner == owner) {
             self.0.remove(token);
         }
     }
 
-    /// A session is over.
-    pub fn forget(&mut self, owner: u32) {
+    /// Removes every object of a session that has ended.
+    pub fn remove_all_of(&mut self, owner: u32) {
         self.0.retain(|_, share| share.owner != owner);
     }
 }
 
-/// Half of the descriptors that the daemon may have: the rest is for connections and workers.
-fn most_in_all() -> usize {
+/// Maximum number of shared objects: half of the descriptors that the daemon may have. The other half is for connections and workers.
+fn max_total() -> usize {
     nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE)
         .map_or(256, |(soft, _)| usize::try_from(soft / 2).unwrap_or(usize::MAX))
 }
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_ends_with_its_owner_and_by_its_owner_alone() {
+    fn only_its_owner_revokes_a_token() {
         let mut shares = Shares::default();
         let first = shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
         let second = shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
@@ -261,14 +261,14 @@ mod tests {
         assert!(shares.find(&first, 8, "a").is_some());
         shares.remove(&first, 7);
         assert!(shares.find(&first, 8, "a").is_none());
-        shares.forget(7);
+        shares.remove_all_of(7);
         assert!(shares.find(&second, 8, "a").is_none());
     }
 
     #[test]
-    fn a_session_cannot_share_without_bound() {
+    fn refused_beyond_the_maximum_of_a_session() {
         let mut shares = Shares::default();
-        let most = MOST_OF_SESSION.min(most_in_all());
+        let most = MAX_OF_SESSION.min(max_total());
         for _ in 0..most {
             shares.add(7, "a".into(), WHAT, None).unwrap().unwrap();
         }
@@ -276,8 +276,8 @@ mod tests {
     }
 
     #[test]
-    fn a_broker_whose_daemon_is_gone_waits_for_nothing() {
-        let (ours, theirs) = ipc::pair().unwrap();
+    fn requests_fail_at_once_when_the_daemon_is_gone() {
+        let (ours, theirs) = worker_protocol::pair().unwrap();
         let broker = Broker::new(Arc::new(ours));
         drop(theirs);
         broker.close();

@@ -1,13 +1,13 @@
-//! Streams that wait for the client, and the commands that wait with them.
+//! Streams that wait for the client, and the commands that are held back with them.
 //!
-//! A stream that waits for the client ([`StreamHostWait`]) goes on only with a later command of the same ring, and a device queue holds only so much: when it is full, the
-//! driver's call blocks, and the command that would release it is never read. So while a stream waits, only some hundred commands go on it ahead, few of them with data, and none
-//! that may wait for the device. After that its commands are **set aside**, and only its own: what the client does meanwhile on other streams may be
-//! just what it waits for before it lets this one go on.
+//! A stream that waits for the client ([`StreamHostWait`]) continues only after a later command of the same ring. A device queue has a limited size: when it is full, the driver's call
+//! blocks, and the command that would release the stream is never read. So while a stream waits, only a few hundred of its commands are enqueued ahead, few of them with data, and none
+//! that may wait for the device. Its further commands are **set aside**. Commands of other streams are executed, because the client may need their results before it releases this
+//! stream.
 //!
-//! Who waits is followed from stream to stream: by events, and by the order of a context's legacy default stream with its others. A command that touches a stream or
-//! an event of one that was set aside is set aside as well, behind it. One that makes, unmakes or changes something else (a module, a graph, a texture) keeps the order of the
-//! session: everything behind it waits for it. Only what can have no part in any of this (queries, device memory) goes ahead of that.
+//! Waiting spreads from stream to stream: by events, and by the order between a context's legacy default stream and its blocking streams. A command that uses a stream or an event of a
+//! command set aside is set aside behind it. A command that creates, destroys or changes another object (a module, a graph, a texture) keeps the order of the session, so everything behind
+//! it waits for it. Only commands without any order (queries, device memory) pass it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -18,26 +18,26 @@ use protocol::ops::stream::{StreamCreate, StreamDestroy, StreamHostSignal, Strea
 use protocol::ops::{self, Lane, MayBlock, Op, Order};
 use protocol::wire::Reader;
 
-/// Commands executed on a stream while it waits for the client; far fewer than a device queue holds.
+/// Maximum number of commands executed on a stream while it waits for the client. A device queue holds many more.
 const AHEAD: u32 = 256;
-/// Copies with data of the client's enqueued on streams that wait for it, all together: so many at a time find their staging buffers, and leave as many to others.
+/// Maximum number of copies with client data enqueued on all waiting streams together. This many find staging buffers and leave as many for other streams.
 const COPIES_AHEAD: u32 = 3;
-/// Bytes of commands that may be set aside. A client that goes beyond is held back, as by a full queue.
-const MOST_ASIDE: usize = 64 << 20;
+/// Maximum bytes of commands set aside. Beyond it the session blocks, as with a full queue.
+const MAX_ASIDE: usize = 64 << 20;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
-/// The order that a command keeps, and its lane. A command with an unknown opcode is refused when its turn in the session's order comes.
+/// A command's order and lane. A command with an unknown opcode keeps the session's order; it is refused when it is executed.
 fn order(opcode: u16) -> (Order, Lane) {
     ops::info(opcode).map_or((Order::Session, Lane::Main), |info| (info.order, info.lane))
 }
 
-/// Whether the driver may keep a command's call until its stream has come to it.
+/// Whether the driver call of a command may block until its stream has reached it.
 fn waits_for_its_stream(opcode: u16) -> bool {
     ops::info(opcode).is_some_and(|info| info.may_block == MayBlock::Stream)
 }
 
-/// Whether a command may take buffers between client and device.
+/// Whether a command may need staging buffers.
 fn moves_data(opcode: u16) -> bool {
     waits_for_its_stream(opcode) || ops::info(opcode).is_some_and(|info| info.carries_data)
 }
@@ -58,7 +58,7 @@ impl Touched {
     fn by(record: &Record, body: &[u8]) -> Touched {
         let mut touched = Touched::default();
         if let Some(info) = ops::info(record.opcode) {
-            // What does not decode is refused when it is executed.
+            // A command that cannot be decoded is refused when it is executed.
             let _ = (info.visit_handles)(body, &mut |handle| match handle {
                 Handle::Stream(stream) => touched.streams.push(stream),
                 Handle::Event(event) => touched.events.push(event),
@@ -76,56 +76,56 @@ impl Touched {
 #[derive(Default)]
 struct Waits {
     tickets: HashSet<TicketId>,
-    /// Commands executed on it since it began to wait, and those of them that move data.
+    /// Number of commands executed on it since it began to wait, and how many of them move data.
     ahead: u32,
     copies: u32,
 }
 
-/// What commands that were set aside touch.
+/// What the commands set aside use.
 #[derive(Default)]
 struct Blocked {
     streams: HashSet<StreamId>,
     events: HashSet<EventId>,
     /// Tickets that a stream will wait for.
     tickets: HashSet<TicketId>,
-    /// One that keeps the session's order is among them.
+    /// Whether one of them keeps the session's order.
     all: bool,
 }
 
-/// See the module's text.
+/// The streams that wait, and the commands set aside.
 #[derive(Default)]
 pub(super) struct Held {
-    /// Made streams that are ordered with the legacy default stream of their context: that stream.
+    /// Blocking streams, with the legacy default stream of their context.
     blocking: HashMap<StreamId, StreamId>,
     waits: HashMap<StreamId, Waits>,
-    /// What streams waited for when they were destroyed: their work still does.
+    /// Tickets of streams that were destroyed while they waited. Their work still waits.
     gone: HashSet<TicketId>,
-    /// Events that were recorded on a stream that waits, with what it waits for.
+    /// Events recorded on a waiting stream, with the stream's tickets at that time.
     events: HashMap<EventId, HashSet<TicketId>>,
     aside: VecDeque<(Record, Vec<u8>)>,
     aside_bytes: usize,
     blocked: Blocked,
-    /// Tickets that were signalled before the command to wait for them was executed.
+    /// Tickets that were signalled before the command that waits for them was executed.
     signalled: HashSet<TicketId>,
-    /// The last command that came.
+    /// `seq` of the last command that came.
     last: u64,
-    /// A stream has ceased to wait since commands were last taken from those set aside.
-    moved: bool,
+    /// Whether a stream has stopped waiting since commands were last taken from those set aside.
+    released: bool,
 }
 
-/// What is to become of a command that has come.
+/// What to do with a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It is to be executed now.
+    /// Execute it now.
     Execute,
     /// It was set aside.
     Aside,
-    /// It is done: it waited for what has come about already, or lets something go on that has not begun to wait.
+    /// Nothing: it waits for a ticket that has been signalled, or signals a ticket that no stream waits for yet.
     Done,
 }
 
 impl Held {
-    /// Judges the next command of the session. `may_wait`: executing it may wait for the device.
+    /// Decides what to do with the next command of the session. `may_wait` tells whether executing it may wait for the device.
     #[inline]
     pub(super) fn judge(&mut self, record: &Record, body: &[u8], may_wait: impl FnOnce() -> bool) -> Verdict {
         self.last = record.seq;
@@ -172,7 +172,7 @@ impl Held {
         self.aside.push_back((record, body));
     }
 
-    /// Whether a command waits for what was signalled already.
+    /// Whether a command waits for a ticket that has been signalled already.
     fn is_passed(&mut self, record: &Record, body: &[u8]) -> bool {
         let wait = decoded::<StreamHostWait>(record.opcode, body);
         wait.is_some_and(|op| self.signalled.remove(&op.ticket))
@@ -194,14 +194,14 @@ impl Held {
         }
     }
 
-    /// Whether a command that was set aside comes before whatever goes on this stream.
+    /// Whether a command set aside must come before any further command of this stream.
     fn is_blocked(&self, stream: StreamId) -> bool {
         !self.blocked.streams.is_empty()
             && (self.blocked.streams.contains(&stream)
                 || self.related(stream).any(|other| self.blocked.streams.contains(&other)))
     }
 
-    /// Streams with which all that goes on this one is ordered.
+    /// The streams with which all work of this one is ordered.
     fn related(&self, stream: StreamId) -> impl Iterator<Item = StreamId> {
         let legacy = stream.0 < MAX_CONTEXTS;
         let mine = self.blocking.get(&stream).copied();
@@ -210,8 +210,8 @@ impl Held {
         others.chain(mine)
     }
 
-    /// Whether a stream waits and has enough to do already. A copy that answers a waiting caller is never put behind what waits: NVIDIA's driver was seen to stay in that call until the stream
-    /// had gone on, and with it the dispatcher, whose answer the client needed for that.
+    /// Whether a stream waits and takes no further command ahead. A copy whose result a caller waits for is never enqueued behind a wait: NVIDIA's driver blocks in that call until the stream
+    /// continues. That would block the dispatcher, although the client may need its answers before it releases the stream.
     fn is_full(&self, stream: StreamId, opcode: u16) -> bool {
         let waits = self.waits.get(&stream);
         let waits = waits.or_else(|| self.related(stream).find_map(|other| self.waits.get(&other)));
@@ -221,7 +221,7 @@ impl Held {
             || (moves_data(opcode) && self.waits.values().map(|w| w.copies).sum::<u32>() >= COPIES_AHEAD)
     }
 
-    /// Follows a command that was executed; `done`: with success.
+    /// Records the effect of a command that was executed. `done` tells whether it succeeded.
     pub(super) fn executed(&mut self, record: &Record, body: &[u8], done: bool) {
         let opcode = record.opcode;
         if let Some(op) = decoded::<StreamCreate>(opcode, body)
@@ -229,7 +229,7 @@ impl Held {
         {
             self.blocking.insert(op.stream, StreamId(op.context.0));
         } else if let Some(op) = decoded::<StreamDestroy>(opcode, body) {
-            // What is still on it goes on; another stream may have its number now.
+            // The stream's pending work continues, and another stream may get its number.
             self.blocking.remove(&op.stream);
             if let Some(waits) = self.waits.remove(&op.stream) {
                 self.gone.extend(waits.tickets);
@@ -277,12 +277,12 @@ impl Held {
         self.waits.retain(|_, waits| !(waits.tickets.remove(&ticket) && waits.tickets.is_empty()));
         self.events.retain(|_, tickets| !(tickets.remove(&ticket) && tickets.is_empty()));
         let last_gone = self.gone.remove(&ticket) && self.gone.is_empty();
-        self.moved |= self.waits.len() < before || last_gone;
+        self.released |= self.waits.len() < before || last_gone;
     }
 
-    /// The commands that were set aside, in their order, if some of them may be executed now. Each is to be judged by [`Held::judge_aside`].
+    /// Takes the commands set aside, in order, if some of them may be executed now. Each must be given to [`Held::judge_aside`].
     pub(super) fn take(&mut self) -> Option<VecDeque<(Record, Vec<u8>)>> {
-        if !std::mem::take(&mut self.moved) || self.aside.is_empty() {
+        if !std::mem::take(&mut self.released) || self.aside.is_empty() {
             return None;
         }
         self.blocked = Blocked::default();
@@ -290,7 +290,7 @@ impl Held {
         Some(std::mem::take(&mut self.aside))
     }
 
-    /// Judges a command that was set aside, after all that were set aside before it. `Some`: it is to be executed now.
+    /// Decides again about a command that was set aside, after all earlier ones. `Some` if it must be executed now.
     pub(super) fn judge_aside(&mut self, record: Record, body: Vec<u8>, may_wait: bool) -> Option<Vec<u8>> {
         match self.judge_slowly(&record, &body, may_wait) {
             Verdict::Execute => return Some(body),
@@ -300,9 +300,9 @@ impl Held {
         None
     }
 
-    /// The first command that was set aside, if so many were that it must be executed now, whatever it waits for.
+    /// The first command set aside, if there are so many that it must be executed now, whatever it waits for.
     pub(super) fn take_surplus(&mut self) -> Option<(Record, Vec<u8>)> {
-        while self.aside_bytes >= MOST_ASIDE {
+        while self.aside_bytes >= MAX_ASIDE {
             let (record, body) = self.aside.pop_front()?;
             self.aside_bytes -= cost(&body);
             if let Some(op) = decoded::<StreamHostWait>(record.opcode, &body) {
@@ -315,14 +315,14 @@ impl Held {
         None
     }
 
-    /// All commands up to this have been executed. To be asked when none of those taken by [`Held::take`] is left to be judged.
+    /// All commands up to this `seq` have been executed. Call this only when no command taken by [`Held::take`] is left undecided.
     #[inline]
     pub(super) fn executed_upto(&self) -> u64 {
         self.aside.front().map_or(self.last, |(record, _)| record.seq - 1)
     }
 }
 
-/// Bytes that a command takes while it is set aside.
+/// Bytes that a command needs while it is set aside.
 fn cost(body: &[u8]) -> usize {
     body.len() + 64
 }
@@ -341,7 +341,7 @@ mod tests {
     use protocol::ops::stream::{StreamMark, StreamSynchronize};
     use std::collections::BTreeSet;
 
-    /// A dispatcher that executes nothing, but writes down what it would execute.
+    /// A dispatcher that only records what it would execute.
     #[derive(Default)]
     struct Fake {
         held: Held,
@@ -360,7 +360,7 @@ mod tests {
             self.push_one(op, false)
         }
 
-        /// As [`push`](Self::push), of one that the driver may keep until the device's work is done, whenever it is executed.
+        /// Like [`push`](Self::push), for a command whose driver call may wait for the device whenever it is executed.
         fn push_one<'a, T: Op<'a>>(&mut self, op: &T, may_wait: bool) -> u64 {
             let opcode = T::INFO.opcode;
             self.waiting_calls.extend(may_wait.then_some(opcode));
@@ -403,18 +403,18 @@ mod tests {
             self.push(&StreamHostSignal { ticket: TicketId(ticket) });
         }
 
-        fn did(&self, seq: u64) -> bool {
+        fn has_executed(&self, seq: u64) -> bool {
             self.executed.contains(&seq)
         }
     }
 
     #[test]
-    fn what_answers_a_fault_of_a_host_function_is_never_set_aside() {
+    fn answers_to_page_faults_are_never_set_aside() {
         let mut fake = Fake::default();
         let stream = fake.stream(100, NON_BLOCKING);
         fake.wait(stream, 1);
         fake.marks(stream, AHEAD + 1);
-        // It keeps the session's order, so that all that come later come after it.
+        // This one keeps the session's order, so later commands come after it.
         let unmap = fake.push(&HostUnmap { context: ContextId(0), address: 4096 });
         let read = fake.push(&HostRead { context: ContextId(0), address: 8192, len: 8 });
         assert!(!fake.executed.contains(&unmap) && fake.executed.contains(&read));
@@ -423,21 +423,21 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_waits_sets_its_own_commands_aside_and_no_others() {
+    fn only_commands_of_the_waiting_stream_are_set_aside() {
         let mut fake = Fake::default();
         let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
         fake.wait(held, 1);
         let last = fake.marks(held, AHEAD + 10);
-        assert!(!fake.did(last));
+        assert!(!fake.has_executed(last));
         let done = fake.marks(other, 3 * AHEAD);
-        assert!(fake.did(done));
+        assert!(fake.has_executed(done));
         assert!(fake.held.executed_upto() < last);
         fake.signal(1);
-        assert!(fake.did(last) && fake.held.executed_upto() == fake.seq);
+        assert!(fake.has_executed(last) && fake.held.executed_upto() == fake.seq);
     }
 
     #[test]
-    fn what_waits_goes_on_waiting_when_its_stream_is_destroyed() {
+    fn work_still_waits_after_its_stream_is_destroyed() {
         let mut fake = Fake::default();
         let held = fake.stream(100, NON_BLOCKING);
         fake.wait(held, 1);
@@ -445,13 +445,15 @@ mod tests {
         let before = fake.push_one(&ContextSynchronize { context }, true);
         fake.push(&StreamDestroy { stream: held });
         let after = fake.push_one(&ContextSynchronize { context }, true);
-        assert!(!fake.did(before) && !fake.did(after));
+        assert!(!fake.has_executed(before) && !fake.has_executed(after));
         fake.signal(1);
-        assert!(fake.did(before) && fake.did(after) && fake.held.executed_upto() == fake.seq);
+        assert!(
+            fake.has_executed(before) && fake.has_executed(after) && fake.held.executed_upto() == fake.seq
+        );
     }
 
     #[test]
-    fn a_copy_that_answers_a_caller_is_not_put_behind_what_waits() {
+    fn a_copy_whose_result_is_awaited_is_not_enqueued_behind_a_wait() {
         let mut fake = Fake::default();
         let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
         fake.wait(held, 1);
@@ -459,13 +461,13 @@ mod tests {
         let copy = |stream| MemcpyDtoHInline { stream, src: 0, len: 4 };
         let behind = fake.push(&copy(held));
         let beside = fake.push(&copy(other));
-        assert!(fake.did(ahead) && !fake.did(behind) && fake.did(beside));
+        assert!(fake.has_executed(ahead) && !fake.has_executed(behind) && fake.has_executed(beside));
         fake.signal(1);
-        assert!(fake.did(behind));
+        assert!(fake.has_executed(behind));
     }
 
     #[test]
-    fn waiting_passes_on_by_events_and_by_the_legacy_default_stream() {
+    fn waiting_spreads_by_events_and_by_the_legacy_default_stream() {
         let mut fake = Fake::default();
         let held = fake.stream(100, 0);
         let (by_event, by_legacy, free) =
@@ -478,13 +480,20 @@ mod tests {
         let on_legacy = fake.marks(StreamId(0), 2 * AHEAD);
         let on_blocking = fake.marks(by_legacy, 2 * AHEAD);
         let on_free = fake.marks(free, 2 * AHEAD);
-        assert!(!fake.did(on_event) && !fake.did(on_legacy) && !fake.did(on_blocking) && fake.did(on_free));
+        assert!(
+            !fake.has_executed(on_event)
+                && !fake.has_executed(on_legacy)
+                && !fake.has_executed(on_blocking)
+                && fake.has_executed(on_free)
+        );
         fake.signal(1);
-        assert!(fake.did(on_event) && fake.did(on_legacy) && fake.did(on_blocking));
+        assert!(
+            fake.has_executed(on_event) && fake.has_executed(on_legacy) && fake.has_executed(on_blocking)
+        );
     }
 
     #[test]
-    fn a_signal_before_its_wait_was_executed_is_not_lost() {
+    fn a_signal_that_comes_before_its_wait_is_not_lost() {
         let mut fake = Fake::default();
         let held = fake.stream(100, NON_BLOCKING);
         fake.wait(held, 1);
@@ -492,14 +501,14 @@ mod tests {
         let second = fake.wait(held, 2);
         let last = fake.marks(held, 10);
         fake.signal(2);
-        assert!(!fake.did(last));
+        assert!(!fake.has_executed(last));
         fake.signal(1);
-        // The second wait has nothing to wait for any more.
-        assert!(!fake.did(second) && fake.did(last));
+        // The second wait is not needed any more.
+        assert!(!fake.has_executed(second) && fake.has_executed(last));
     }
 
     #[test]
-    fn what_keeps_the_sessions_order_waits_for_what_was_set_aside_and_memory_does_not() {
+    fn commands_in_session_order_wait_for_those_set_aside_but_memory_does_not() {
         let mut fake = Fake::default();
         let (held, other) = (fake.stream(100, NON_BLOCKING), fake.stream(101, NON_BLOCKING));
         fake.wait(held, 1);
@@ -509,23 +518,23 @@ mod tests {
         let ahead = fake.marks(other, 1);
         let unload = fake.push(&ModuleUnload { module: ModuleId(1) });
         let behind = fake.marks(other, 1);
-        assert!(fake.did(memory) && fake.did(ahead));
-        assert!(!fake.did(look) && !fake.did(unload) && !fake.did(behind));
+        assert!(fake.has_executed(memory) && fake.has_executed(ahead));
+        assert!(!fake.has_executed(look) && !fake.has_executed(unload) && !fake.has_executed(behind));
         fake.signal(1);
-        assert!(fake.did(look) && fake.did(unload) && fake.did(behind));
+        assert!(fake.has_executed(look) && fake.has_executed(unload) && fake.has_executed(behind));
     }
 
     #[test]
-    fn what_is_set_aside_is_bounded() {
+    fn the_commands_set_aside_are_bounded() {
         let mut fake = Fake::default();
         let held = fake.stream(100, NON_BLOCKING);
         fake.wait(held, 1);
         let body = vec![0; 60_000];
-        for _ in 0..2 * MOST_ASIDE / body.len() {
+        for _ in 0..2 * MAX_ASIDE / body.len() {
             let src = protocol::data::HostIn::Inline(&body);
             fake.push(&protocol::ops::copy::MemcpyHtoD { stream: held, dst: 0, src });
         }
-        assert!(fake.held.aside_bytes < MOST_ASIDE);
+        assert!(fake.held.aside_bytes < MAX_ASIDE);
         fake.signal(1);
         assert_eq!(fake.executed.len() as u64, fake.seq);
     }
@@ -559,7 +568,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(40))]
         /// Stream 0 is the legacy default stream, 1 and 2 are ordered with it, 3 and 4 are not.
         #[test]
-        fn commands_of_one_stream_or_event_keep_their_order_and_all_are_executed_in_the_end(steps in steps()) {
+        fn commands_of_one_stream_or_event_keep_their_order_and_all_are_executed(steps in steps()) {
             let mut fake = Fake::default();
             let id = |s: u32| StreamId(if s == 0 { 0 } else { 100 + s });
             for s in 1..5 {
@@ -604,19 +613,19 @@ mod tests {
                     touched.entry(name).or_default().push(seq);
                 }
             }
-            let place: HashMap<u64, usize> = fake.executed.iter().enumerate().map(|(at, seq)| (*seq, at)).collect();
+            let position: HashMap<u64, usize> = fake.executed.iter().enumerate().map(|(at, seq)| (*seq, at)).collect();
             for seqs in touched.values() {
-                let places: Vec<usize> = seqs.iter().filter_map(|seq| place.get(seq).copied()).collect();
-                prop_assert!(places.is_sorted());
-                // And none is executed while an earlier one is set aside.
-                prop_assert!(seqs.iter().skip_while(|seq| place.contains_key(seq)).all(|seq| !place.contains_key(seq)));
+                let positions: Vec<usize> = seqs.iter().filter_map(|seq| position.get(seq).copied()).collect();
+                prop_assert!(positions.is_sorted());
+                // No command is executed while an earlier one of the same stream or event is set aside.
+                prop_assert!(seqs.iter().skip_while(|seq| position.contains_key(seq)).all(|seq| !position.contains_key(seq)));
             }
             for ticket in open {
                 fake.signal(ticket);
             }
             prop_assert!(fake.held.waits.is_empty() && fake.held.events.is_empty() && fake.held.signalled.is_empty());
             let executed: BTreeSet<u64> = fake.executed.iter().copied().collect();
-            // But for waits and signals that met before they were executed.
+            // A wait and its signal that met before they were executed are missing.
             let missing = (1..=fake.seq).filter(|seq| !executed.contains(seq)).count();
             prop_assert_eq!(fake.executed.len(), executed.len());
             prop_assert!(missing <= 2 * unexecuted.len());

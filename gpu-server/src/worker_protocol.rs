@@ -1,4 +1,4 @@
-//! Between the daemon and a worker: JSON messages, one a packet, descriptors alongside, on a socket pair that preserves packets.
+//! The protocol between the daemon and its workers: JSON messages with descriptors over a seqpacket socket pair, one message for each packet.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -7,24 +7,24 @@ use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, s
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::WorkerOptions;
-use crate::share::{Reply, Shared, Token};
+use crate::config::WorkerOptions;
+use crate::cuda_ipc::{Reply, Shared, Token};
 
-/// Bytes of a message at most.
+/// Maximum bytes of a message.
 const MAX_MESSAGE: usize = 64 * 1024;
 
 /// What a worker is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A session that uses devices. Its worker has a context of the first device when the session comes.
+    /// Sessions that use devices. The worker has a context on the first device before its session begins.
     Gpu,
-    /// A session that asks NVML's questions only. Its worker makes no context and refuses everything else.
+    /// Sessions that only query NVML. The worker creates no context and refuses every other operation.
     Nvml,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Kind; 2] = [Kind::Gpu, Kind::Nvml];
 
     /// Its name in the status.
@@ -36,28 +36,28 @@ impl Kind {
     }
 }
 
-/// From the daemon.
+/// Messages from the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// First message: what to make ready.
+    /// The first message: what to prepare.
     Prepare {
-        /// What for.
+        /// The sessions that the worker is for.
         kind: Kind,
         /// The daemon's options.
         options: WorkerOptions,
     },
     /// The session to serve, with its connection.
     Session {
-        /// What the connection is.
+        /// The kind of connection.
         transport: Transport,
-        /// The client's program, for the log.
+        /// Name of the client's program, for the log.
         program: String,
-        /// The client, for the log.
+        /// Name of the client, for the log.
         client: String,
     },
     /// A data connection of the session.
     Data,
-    /// The answer to a request about what sessions share, perhaps with a descriptor.
+    /// The answer to a `Share` or an `Open`, with a descriptor if the shared object has one.
     Reply {
         /// The request's number.
         request: u64,
@@ -86,56 +86,56 @@ pub enum Transport {
     Local,
 }
 
-/// From a worker.
+/// Messages from a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// Everything is made; a session may come.
+    /// The worker is ready for a session.
     Ready {
         /// `cuda` or `software`.
         backend: String,
         /// Names of the devices.
         devices: Vec<String>,
-        /// Bytes free on the device where it has made a context, if it has and knows.
+        /// Free bytes on the device on which the worker has created a context, if known.
         free: Option<u64>,
     },
-    /// It cannot serve.
+    /// The worker cannot serve.
     Failed {
         /// Why.
         reason: String,
-        /// The device has no memory left for its context.
+        /// Whether the reason is that the device has no memory left for a context.
         full: bool,
     },
-    /// Shares something with the client's other sessions; answered.
+    /// Shares an object with the client's other sessions. The daemon answers.
     Share {
         /// Number of the request.
         request: u64,
-        /// What; a descriptor may come along.
+        /// The object; it may come with a descriptor.
         what: Shared,
     },
-    /// Opens what another session has shared; answered.
+    /// Opens an object that a session has shared. The daemon answers.
     Open {
         /// Number of the request.
         request: u64,
-        /// Its token.
+        /// The object's token.
         token: Token,
     },
-    /// Takes a token back.
+    /// Revokes a token.
     Unshare {
         /// The token.
         token: Token,
     },
-    /// Of the running session.
+    /// Counters of the running session.
     Counters(Counters),
-    /// The session is over; the worker exits.
+    /// The session has ended, and the worker exits.
     Ended {
         /// Why it was lost, if it was.
         lost: Option<String>,
-        /// In the end.
+        /// The final counters.
         counters: Counters,
     },
 }
 
-/// What a session has done so far.
+/// Counters of a session.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Commands executed.
@@ -172,7 +172,7 @@ pub fn send<T: Serialize>(socket: BorrowedFd<'_>, message: &T, fds: &[BorrowedFd
     }
 }
 
-/// Receives a message. `Ok(None)`: the other end is closed.
+/// Receives a message. `Ok(None)` if the other end is closed.
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = nix::cmsg_space!([RawFd; 4]);
@@ -184,14 +184,14 @@ pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option
                 let mut fds = Vec::new();
                 for control in message.cmsgs().map_err(io::Error::from)? {
                     if let ControlMessageOwned::ScmRights(received) = control {
-                        // SAFETY: the kernel has just installed these descriptors for us; nobody else knows them.
+                        // SAFETY: the kernel has just installed these descriptors in this process, and nothing else owns them.
                         fds.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }
                 break (message.bytes, fds);
             }
             Err(nix::Error::EINTR) => {}
-            // The peer left something unread. The kernel says so once, before it gives out what the peer had sent.
+            // The peer closed its end with unread messages in it. The kernel reports this once, before it delivers what the peer had sent.
             Err(nix::Error::ECONNRESET) if !reset => reset = true,
             Err(nix::Error::ECONNRESET) => return Ok(None),
             Err(e) => return Err(e.into()),
@@ -228,11 +228,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_before_leaving_something_unread_arrives() {
+    fn messages_sent_before_the_peer_closed_with_unread_input_arrive() {
         let (a, b) = pair().unwrap();
         send(a.as_fd(), &ToWorker::Data, &[a.as_fd()]).unwrap();
         send(b.as_fd(), &FromWorker::Failed { reason: "last words".into(), full: false }, &[]).unwrap();
-        // Its end is closed with the first message still in it.
+        // This closes the end with the first message unread.
         drop(b);
         let (message, _) = receive::<FromWorker>(a.as_fd()).unwrap().unwrap();
         assert!(matches!(message, FromWorker::Failed { reason, .. } if reason == "last words"));

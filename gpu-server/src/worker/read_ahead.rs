@@ -1,14 +1,14 @@
-//! Commands read ahead while the dispatcher stays in one.
+//! Reads commands ahead while the dispatcher is blocked in one.
 //!
-//! The dispatcher reads a session's commands itself and executes each before it reads the next. The driver may keep it in a call until a stream has gone on that waits for the client, or a kernel
-//! that does; and what lets that one go on is a later command. So while there is anything of this kind ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
+//! The dispatcher reads a session's commands and executes each before it reads the next. A driver call may block until a stream or a kernel that waits for the client continues, and the command
+//! that releases it comes later. So while anything waits for the client ([`Beside::is_needed`]), the dispatcher lends its source of commands to a watcher before it executes one:
 //!
 //! ```text
-//!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (first what was read ahead)
-//!  watcher                     looks each millisecond: the same command still? reads ahead; executes what is served beside
+//!  dispatcher   next ─ lend ─ execute ────────────────────────── take back ─ next (commands read ahead come first)
+//!  watcher                     checks each millisecond: still the same command? then reads ahead and executes commands of the express lane
 //! ```
 //!
-//! All others keep their order and their turn. The watcher is started when it is first of use, and sleeps in a session where nothing happens.
+//! All other commands keep their order. The watcher is started when it is first needed, and sleeps while the session is idle.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,19 +23,19 @@ use protocol::channel::Record;
 use crate::driver::Beside;
 use crate::driver::beside::serve;
 
-/// How often the watcher looks.
+/// How often the watcher checks.
 const TICK: Duration = Duration::from_millis(1);
-/// Looks without a command, after which it sleeps until there is one.
+/// Number of checks without a command after which the watcher sleeps until there is one.
 const IDLE: u32 = 100;
-/// Bytes of commands that are read ahead at most. The client is held back then, as by a full queue.
-const MOST: usize = 64 << 20;
+/// Maximum bytes of commands read ahead. Beyond it the client is blocked, as with a full queue.
+const MAX_BYTES: usize = 64 << 20;
 
-/// A session's commands, and how many of them were read ahead.
+/// A session's commands, including those that were read ahead.
 pub(super) struct Source<'a> {
     commands: &'a mut dyn Commands,
     ahead: VecDeque<Next>,
     bytes: usize,
-    /// What came instead of a further command.
+    /// Why there is no further command.
     lost: Option<Lost>,
 }
 
@@ -53,7 +53,7 @@ impl Next {
 }
 
 impl Source<'_> {
-    /// The next record, its body in `body`, and whether it was executed already. As [`Commands::next`] otherwise.
+    /// Like [`Commands::next`], and tells whether the command has been executed already.
     #[inline]
     pub(super) fn next(&mut self, body: &mut Vec<u8>) -> Result<Option<(Record, bool)>, Lost> {
         if let Some(next) = self.ahead.pop_front() {
@@ -68,17 +68,17 @@ impl Source<'_> {
     }
 }
 
-/// The dispatcher's source, as both sides have it.
+/// The source of commands, shared by the dispatcher and the watcher.
 pub(super) struct Ahead<'a> {
     source: Mutex<Source<'a>>,
     client: Arc<dyn Client>,
     beside: Arc<dyn Beside>,
-    /// How often the source was lent.
+    /// How many times the source was lent.
     turns: AtomicU64,
-    /// The watcher sleeps until the source is lent.
+    /// Whether the watcher sleeps until the source is lent.
     resting: AtomicBool,
     over: AtomicBool,
-    /// Set with the first loan; empty if there is no thread to be had.
+    /// Set when the source is first lent; empty if no thread could be started.
     watcher: OnceLock<Option<Thread>>,
 }
 
@@ -99,25 +99,25 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// The source, taken back. Not lent while the guard lives.
+    /// Takes the source back. It is not lent while the guard exists.
     pub(super) fn source(&self) -> MutexGuard<'_, Source<'a>> {
         self.source.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether a command that stays in the driver's call may need one behind it.
+    /// Whether a command that is blocked in a driver call may need a later one.
     #[inline]
     pub(super) fn is_needed(&self) -> bool {
         self.beside.is_needed()
     }
 
-    /// Lends the source, which the caller does not hold, until it takes it back.
+    /// Lends the source until the caller takes it back. The caller must not hold it.
     pub(super) fn lend<'scope, 'env>(&'env self, scope: &'scope Scope<'scope, 'env>) {
-        // Both in one order with the watcher's: it sees this turn, or this sees that it rests.
+        // Sequentially consistent with the watcher's accesses: either it sees this turn, or this thread sees that it rests.
         self.turns.fetch_add(1, Ordering::SeqCst);
         let watcher = self.watcher.get_or_init(|| {
             let thread = Builder::new().name("rgpu-ahead".into()).spawn_scoped(scope, || self.watch());
             thread
-                .inspect_err(|e| tracing::error!("no thread to read commands ahead: {e}"))
+                .inspect_err(|e| tracing::error!("cannot start a thread to read commands ahead: {e}"))
                 .ok()
                 .map(|thread| thread.thread().clone())
         });
@@ -128,7 +128,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Has the watcher end when this is dropped, also by a panic: the session is over.
+    /// Ends the watcher when the returned guard is dropped, even by a panic.
     pub(super) fn ending(&self) -> Ending<'_, 'a> {
         Ending(self)
     }
@@ -166,9 +166,9 @@ impl<'a> Ahead<'a> {
     }
 
     fn read_ahead(&self, mut source: MutexGuard<'_, Source<'_>>) {
-        // What let a stream go on before it had begun to wait may be of use by now.
+        // A signal that came before its stream began to wait may be useful now.
         source.ahead.iter_mut().filter(|next| !next.served).for_each(|next| self.serve(next));
-        while source.lost.is_none() && source.bytes < MOST {
+        while source.lost.is_none() && source.bytes < MAX_BYTES {
             let mut body = Vec::new();
             match source.commands.try_next(&mut body) {
                 Ok(Some(record)) => {
@@ -183,7 +183,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Executes a command if it is one that is executed beside the dispatcher. One with which anything is wrong is left to that.
+    /// Executes a command if it belongs to the express lane. One that fails is left to the dispatcher.
     fn serve(&self, next: &mut Next) {
         let Next { record, body, served } = next;
         let Some(reply) = serve(&*self.beside, record, body) else { return };
@@ -194,7 +194,7 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// See [`Ahead::ending`].
+/// The guard of [`Ahead::ending`].
 pub(super) struct Ending<'e, 'a>(&'e Ahead<'a>);
 
 impl Drop for Ending<'_, '_> {
@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    /// Sixteen bytes of a mirror, and tickets that were signalled.
+    /// Sixteen bytes of mirrored memory, and the tickets that were signalled.
     struct Bytes {
         bytes: Mutex<[u8; 16]>,
         signals: Mutex<Sender<u64>>,
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_command_waits_for_is_executed_though_it_comes_behind() {
+    fn a_later_command_releases_the_blocked_one() {
         let (mut peer, mut queue, client) = Peer::new();
         let (beside, signalled) = beside(&[7]);
         let context = ContextId(0);
@@ -350,7 +350,7 @@ mod tests {
             let first = ahead.source().next(&mut body).expect("a session").expect("a command");
             assert_eq!((first.0.seq, first.1), (waits, false));
             ahead.lend(scope);
-            // Long after, so that the watcher has looked and found nothing.
+            // The watcher has checked several times and found nothing.
             std::thread::sleep(5 * TICK);
             let between = peer.mark();
             peer.send(&HostWrite { context, address: MIRROR + 8, bytes: &[5, 6] });
@@ -358,7 +358,7 @@ mod tests {
                 context,
                 words: vec![WordPatch { address: MIRROR, mask: 255, value: 9 }],
             });
-            // No mirror's: nobody but the dispatcher says so.
+            // Outside the mirror: left to the dispatcher.
             let wrong = peer.send(&HostWrite { context, address: MIRROR + 15, bytes: &[1, 2] });
             let unknown = peer.send(&StreamHostSignal { ticket: TicketId(8) });
             let read = peer.send(&HostRead { context, address: MIRROR, len: 16 });
@@ -367,7 +367,7 @@ mod tests {
             let (seq, payload) = peer.answers.recv_timeout(LONG).expect("an answer");
             assert_eq!(seq, read);
             assert_eq!(payload[4..], [9, 0, 0, 0, 0, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]);
-            // All have their turn, those that were executed as well.
+            // Every command is returned in order, including those executed already.
             let mut source = ahead.source();
             for seq in waits + 1..=peer.seq {
                 let (record, served) = source.next(&mut body).expect("a session").expect("a command");
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_come_in_their_order_whether_they_were_read_ahead_or_not() {
+    fn commands_keep_their_order_whether_read_ahead_or_not() {
         let (mut peer, mut queue, client) = Peer::new();
         let (beside, signalled) = beside(&[1, 2, 3]);
         let mut turns = 0;
@@ -403,7 +403,7 @@ mod tests {
                 ahead.lend(scope);
                 turns += 1;
                 if turns % 400 == 0 {
-                    // It stays in this one.
+                    // The dispatcher is blocked in this one.
                     std::thread::sleep(5 * TICK);
                 }
             }
