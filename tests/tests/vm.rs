@@ -385,7 +385,7 @@ fn a_guest_program_reports_a_lost_host_over_tcp() -> Result<()> {
     let Bed { mut host, machine } = a_lost_host_side_is_told("tcp")?;
     // Nobody answers the next program either, until the guest is started anew.
     let output = machine.run("device_list", LONG)?;
-    failed_saying(&output, &["/dev/rgpu0", "does not answer", "vhost-rgpu"])?;
+    failed_saying(&output, &["/dev/rgpu0", "does not respond", "vhost-rgpu"])?;
     machine.check_console()?;
     drop(machine);
     host.start_bridge()?;
