@@ -87,7 +87,8 @@ fn type_of(declaration: &str) -> String {
     }
 }
 
-/// The functions that a header declares with a type of result, each with its arguments' types. `defines`: for the preprocessor.
+/// The functions with a certain result type that a header declares, with their argument types. `defines` is for the
+/// preprocessor.
 pub fn prototypes(
     includes: &[PathBuf],
     header: &str,
@@ -112,7 +113,7 @@ pub fn prototypes(
     found
 }
 
-/// How each of these types travels, as the compiler has it.
+/// How the compiler passes each of these types.
 pub fn classes(
     includes: &[PathBuf],
     header: &str,
@@ -123,7 +124,7 @@ pub fn classes(
     let types: Vec<String> = types.into_iter().collect();
     let mut code = format!("#include <stdio.h>\n#include <{header}>\nint main(void) {{\n");
     for kind in &types {
-        // The type class is that of an expression, so an enumeration is an integer; nothing is evaluated.
+        // The type class is that of an expression, so an enumeration counts as an integer. Nothing is evaluated.
         writeln!(code, "printf(\"%d %zu\\n\", __builtin_classify_type(*(({kind} *)0)), sizeof({kind}));")
             .expect("a string grows");
     }

@@ -156,15 +156,6 @@ impl<T: Clone> Regions<T> {
             len: len as u64,
         })
     }
-
-    /// The addresses of memory allocated here whose owner's data `which` selects.
-    pub fn allocated_where(&self, which: impl Fn(&T) -> bool) -> Vec<usize> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-        map.iter()
-            .filter(|(_, region)| region.is_allocated() && which(&region.tag))
-            .map(|(address, _)| *address)
-            .collect()
-    }
 }
 
 impl<T: Clone> Default for Regions<T> {
