@@ -12,6 +12,7 @@
 mod bench;
 mod daemon;
 mod doctor;
+mod installation;
 mod run;
 mod session;
 mod status;

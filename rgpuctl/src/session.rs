@@ -13,7 +13,8 @@ use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::daemon::{Daemon, find, libraries, option};
+use crate::daemon::{Daemon, option};
+use crate::installation::{find, libraries};
 
 /// Which server to use, and how.
 #[derive(Args)]

@@ -11,7 +11,7 @@
 //! - [`gpu`]: what the session needs of a GPU, documented as a contract; [`cuda`] and [`software`] implement it, and contain only what differs;
 //! - [`quota`]: the owner of the session's memory limit;
 //! - what the session keeps its tables in: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management), [`streams`], [`parts`] (of devices),
-//!   [`drafts`] and [`graph`] (graphs as a client describes them), [`rows`] (boxes of rows in memory);
+//!   [`conditional`] and [`graph`] (graphs as a client describes them), [`rows`] (boxes of rows in memory);
 //! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
 //! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session.
 //!
@@ -22,8 +22,8 @@
 
 pub mod beside;
 pub mod call;
+pub mod conditional;
 pub mod cuda;
-pub mod drafts;
 pub mod gpu;
 pub mod graph;
 pub mod ids;

@@ -21,8 +21,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::credits::{Credits, LEAST_RECEIVES};
 use super::device::mtu_number;
-use super::memory::{Access, Domain, Segment, Slab};
 use super::queue::{Completions, Depth, POLL_BATCH, QueuePair, Target};
+use super::registration::{Access, Domain, Segment, Slab};
 use super::sys::{Library, SendWr, Sge, Wc, number};
 use super::{DEEPEST, Settings, VerbsError};
 use crate::framing::SendBuffer;

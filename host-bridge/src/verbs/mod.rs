@@ -16,13 +16,13 @@
 //! A device's context and domain belong to one session, so a key is good for that session's memory and on that session's queue pairs only. A registration is revoked
 //! before its memory goes, by the order in which things are dropped. Why the bindings are our own: `docs/decisions/0005-verbs-by-own-bindings.md`.
 
+pub mod client_memory;
 mod credits;
 pub mod device;
 mod error;
 pub mod link;
-pub mod memory;
 mod queue;
-pub mod region;
+pub mod registration;
 mod sys;
 
 use std::time::Duration;
@@ -31,11 +31,11 @@ use clap::{Args, value_parser};
 use protocol::link::MAX_QUEUES;
 use serde::{Deserialize, Serialize};
 
+pub use client_memory::RegisteredRegion;
 pub use device::{Device, DeviceEvent, Port};
 pub use error::VerbsError;
 pub use link::{Event, Link, Put, Unconnected};
-pub use memory::{Access, Domain, Registration, Segment, Slab};
-pub use region::RegisteredRegion;
+pub use registration::{Access, Domain, Registration, Segment, Slab};
 
 /// How to use verbs: one set of settings for both ends. `vhost-rgpu` and `rgpu-server` take them as the flags that their names here stand for (`--rdma-device`), `vhost-rgpu`
 /// also as keys of a section `rdma` of its configuration (`device`).

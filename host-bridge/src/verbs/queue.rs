@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::VerbsError;
 use super::device::{Device, Port, mtu_number, nonblocking};
-use super::memory::Domain;
+use super::registration::Domain;
 use super::sys::{
     self, AhAttr, Gid, GlobalRoute, Library, QpAttr, QpCap, QpInitAttr, RecvWr, SendWr, Sge, Wc, check,
     number,

@@ -10,12 +10,11 @@ use super::Cuda;
 use super::api::{Api, CUgraph, CUgraphNode, ConditionalNode};
 use super::graph::{Build, ServerGraph};
 use crate::driver::call::{Call, Reply, Result};
-use crate::driver::drafts;
 use crate::driver::graph::{MAX_GRAPH, read_parts};
 use crate::driver::session::Session;
 
 /// The drafts of a session.
-pub(super) type Drafts = drafts::Drafts<DraftGraph, CUgraphNode, ()>;
+pub(super) type Drafts = crate::driver::conditional::Drafts<DraftGraph, CUgraphNode, ()>;
 
 /// A draft's graph.
 pub(super) struct DraftGraph {

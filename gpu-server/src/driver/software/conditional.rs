@@ -14,12 +14,11 @@ use super::streams::{Place, Word};
 use super::transfer::Again;
 use super::{Software, code};
 use crate::driver::call::{Call, Errors};
-use crate::driver::drafts;
 use crate::driver::graph::{Work, work};
 use crate::driver::session::Session;
 
 /// The drafts of a session.
-pub(super) type Drafts = drafts::Drafts<(), (), Arc<Cell>>;
+pub(super) type Drafts = crate::driver::conditional::Drafts<(), (), Arc<Cell>>;
 
 /// A condition's word.
 pub(super) struct Cell {

@@ -6,10 +6,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::read_ahead::Streak;
+
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 64 << 10;
-/// Blocks that are answered at once at most.
-const LONGEST: u64 = 64;
 
 /// Bytes that lie in a row, whole blocks but for the last of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,24 +29,6 @@ pub(crate) enum Answer {
     Fetch(Run),
     /// Changes of what the host has.
     Allow(Run),
-}
-
-/// Faults that continue each other.
-#[derive(Debug, Default)]
-struct Streak {
-    next: u64,
-    len: u64,
-}
-
-impl Streak {
-    /// How many blocks to answer at block `at`.
-    fn longest(&self, at: u64) -> u64 {
-        if self.len > 0 && at == self.next { (self.len * 2).min(LONGEST) } else { 1 }
-    }
-
-    fn answered(&mut self, at: u64, len: u64) {
-        *self = Streak { next: at + len, len };
-    }
 }
 
 /// The blocks of a piece.

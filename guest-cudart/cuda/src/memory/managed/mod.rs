@@ -22,6 +22,7 @@ pub(crate) mod blocks;
 pub(crate) mod mirror;
 pub(crate) mod page_faults;
 pub(crate) mod partial_pages;
+mod read_ahead;
 pub(crate) mod shared_blocks;
 
 use std::cell::Cell;

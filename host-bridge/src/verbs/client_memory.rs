@@ -13,7 +13,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use protocol::device::Extent;
 
 use super::VerbsError;
-use super::memory::{Access, Domain, Registration};
+use super::registration::{Access, Domain, Registration};
 use crate::memory::{ChannelView, Memories};
 
 const PAGE: u64 = 4096;
