@@ -17,8 +17,8 @@ use std::sync::Arc;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use protocol::channel::{
-    Consumer, Geometry, GeometryError, HEADER_SIZE, Header, Position, Progress, Record, RecordError,
-    ReplySlot, RingMemory, SLOT_SIZE,
+    Consumer, Geometry, GeometryError, HEADER_SIZE, Header, HeaderFields, Position, Progress, Record,
+    RecordError, ReplySlot, RingMemory, SLOT_SIZE,
 };
 use protocol::device::Extent;
 use protocol::link::Memory;
@@ -255,8 +255,9 @@ impl Memories {
         }
         // SAFETY: the first page is mapped and page-aligned; `Header` is made of atomics alone and any bit pattern is valid.
         let header = unsafe { reserved.at.cast::<Header>().as_ref() };
-        let geometry = Geometry::check(&header.read_fields(), size)?;
-        Ok(ChannelView { reserved, geometry })
+        let fields = header.read_fields();
+        let geometry = Geometry::check(&fields, size)?;
+        Ok(ChannelView { reserved, geometry, fields })
     }
 }
 
@@ -333,9 +334,15 @@ impl Drop for Reserved {
 pub struct ChannelView {
     reserved: Reserved,
     geometry: Geometry,
+    fields: HeaderFields,
 }
 
 impl ChannelView {
+    /// The header's fields as they were checked. The client may change the header at any time.
+    pub fn fields(&self) -> &HeaderFields {
+        &self.fields
+    }
+
     /// Where the parts lie.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry

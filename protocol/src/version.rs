@@ -59,19 +59,19 @@ pub const NUMBERS: &[&[Numbers]] = &[
 ];
 
 macro_rules! limits {
-    ($($module:ident $(:: $rest:ident)+),* $(,)?) => {
+    ($($module:ident $(:: $rest:ident)+ $(since $since:literal)?),* $(,)?) => {
         Numbers {
             name: "limits",
             values: &[$(Number {
                 name: concat!(stringify!($module) $(, "::", stringify!($rest))+),
                 value: crate::$module $(:: $rest)+ as u64,
-                since: 0,
+                since: 0 $(+ $since)?,
             }),*],
         }
     };
 }
 
-/// Sizes, limits and addresses that both peers have compiled in.
+/// Sizes, limits and addresses that both peers have compiled in. One that a later minor version adds says so: `link::NEW since 1`.
 const LIMITS: Numbers = limits! {
     channel::MAGIC, channel::RECORD_HEADER, channel::MAX_RECORD, channel::NO_SLOT, channel::PAD, channel::SLOT_SIZE,
     channel::MAX_PAYLOAD, channel::PROGRESS_SIZE, channel::MAX_DEVICES, channel::MAX_CONTEXTS, channel::MAX_STREAMS,
@@ -101,7 +101,10 @@ const fn fingerprint(minor: u16) -> u64 {
     }
     let mut at = 0;
     while at < ops::DATA_SHAPES.len() {
-        hash = hash.fields(ops::DATA_SHAPES[at].fields());
+        let (since, shape) = &ops::DATA_SHAPES[at];
+        if *since <= minor {
+            hash = hash.fields(shape.fields());
+        }
         at += 1;
     }
     let mut at = 0;
@@ -175,7 +178,9 @@ impl<'a> Speaks<'a> {
     /// The same peer, speaking no newer version than this one: a relay that speaks for a client of that version.
     #[must_use]
     pub fn at_most(self, version: Version) -> Speaks<'a> {
-        Speaks { version: self.version.min(version), ..self }
+        let Version { major, minor } = self.version;
+        let minor = if version.major == major { minor.min(version.minor) } else { minor };
+        Speaks { version: Version { major, minor }, ..self }
     }
 
     /// Judges what a peer has said of itself. Returns the version that the two speak.
@@ -302,6 +307,14 @@ mod tests {
         fn peers_of_one_source_always_agree_on_the_older_version(a in 0usize..4, b in 0usize..4) {
             let older = Version { major: 2, minor: a.min(b) as u16 };
             prop_assert_eq!(meet(&peer(a), &peer(b)), (Ok(older), Ok(older)));
+        }
+
+        /// Whatever version a client claims, its relay claims one whose fingerprint it has.
+        #[test]
+        fn a_relay_has_the_fingerprint_of_what_it_says(major: u16, minor: u16, ours in 0usize..4) {
+            let relay = peer(ours).at_most(Version { major, minor });
+            prop_assert!(relay.version() <= peer(ours).version());
+            prop_assert_eq!(relay.fingerprint(), 10 + u64::from(relay.version().minor));
         }
 
         /// Whatever a peer says, the answer is a version that both have, or a refusal.

@@ -80,7 +80,7 @@ fn entries() -> Vec<String> {
         all.push(entry);
         row.request.iter().chain(row.reply).for_each(|field| structures(&field.shape, &mut found));
     }
-    ops::DATA_SHAPES.iter().for_each(|shape| structures(shape, &mut found));
+    ops::DATA_SHAPES.iter().for_each(|(_, shape)| structures(shape, &mut found));
     for (name, fields) in found {
         let mut entry = format!("structure {name}:\n");
         field_lines(&mut entry, fields, "");

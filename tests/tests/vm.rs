@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use protocol::link::{Hello, Welcome};
 use rgpu_tests::daemons::Daemon;
 use rgpu_tests::guest::{self, Holdings, Host, Options};
 use rgpu_tests::machine::{Builder, Machine, Output};
@@ -440,11 +441,11 @@ fn server_of_another_version() -> Result<u16> {
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let Ok(mut stream) = stream else { return };
-            let mut hello = [0; 144];
+            let mut hello = [0; size_of::<Hello>()];
             if stream.read_exact(&mut hello).is_err() {
                 continue;
             }
-            let mut welcome = [0; 360];
+            let mut welcome = [0; size_of::<Welcome>()];
             welcome[..8].copy_from_slice(&hello[..8]);
             welcome[8] = 99;
             // The other end may not care for more.
@@ -480,7 +481,10 @@ fn a_missing_part_is_reported_in_one_line() -> Result<()> {
         &["/dev/rgpu1", "no GPU server could be reached", "rgpu-server", &format!("127.0.0.1:{nobody}")],
     )?;
     let output = machine.run("RGPU_DEVICE=/dev/rgpu2 device_list", LONG)?;
-    failed_saying(&output, &["/dev/rgpu2", "version 99", "version 1", "install the same release"])?;
+    failed_saying(
+        &output,
+        &["/dev/rgpu2", "version 99", &format!("version {}", protocol::VERSION), "install the same release"],
+    )?;
 
     machine.check("chmod 600 /dev/rgpu0", LONG)?;
     let output = machine.run("su -s /bin/sh user -c device_list", LONG)?;

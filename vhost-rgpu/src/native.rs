@@ -69,6 +69,8 @@ impl Server {
             let server = self.clone();
             let spawned = std::thread::Builder::new().name(format!("native-{number}")).spawn(move || {
                 tracing::debug!("{who}: connected");
+                // Also if serving panics: a connection that stays in the table would count against the limit for ever.
+                let _forget = Forget(&server, number);
                 Connection {
                     server: &server,
                     socket: &socket,
@@ -78,7 +80,6 @@ impl Server {
                     channel: None,
                 }
                 .serve();
-                server.forget(number);
             });
             if let Err(e) = spawned {
                 tracing::error!("native socket: cannot start a thread for a client: {e}");
@@ -123,6 +124,15 @@ impl Server {
     fn forget(&self, number: u32) {
         self.connections.open.lock().unwrap_or_else(PoisonError::into_inner).0.remove(&number);
         self.connections.changed.notify_all();
+    }
+}
+
+/// Removes a connection from its server's table when dropped.
+struct Forget<'s>(&'s Server, u32);
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.0.forget(self.1);
     }
 }
 

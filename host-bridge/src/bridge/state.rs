@@ -41,21 +41,22 @@ impl ChannelMemory {
     /// Maps the extents as a channel and checks the header that the client has written there.
     pub fn new(memories: Memories, extents: Vec<Extent>, size: u64) -> Result<ChannelMemory, MemoryError> {
         let view = memories.view(&extents, size)?;
-        let fields = view.header().read_fields();
+        let fields = view.fields();
         // The name goes into logs: nothing in it may steer a terminal.
         let program: String =
             untext(&fields.program).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
         let doorbell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| MemoryError::Doorbell { source: e.into() })?;
+        let (version, pid, wishes) = (OURS.at_most(fields.version).version(), fields.pid, fields.wishes);
         Ok(ChannelMemory {
             memories,
             extents,
             size,
             view,
-            version: OURS.at_most(fields.version).version(),
-            pid: fields.pid,
+            version,
+            pid,
             program,
-            wishes: fields.wishes,
+            wishes,
             doorbell: Arc::new(doorbell),
         })
     }

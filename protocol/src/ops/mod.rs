@@ -159,11 +159,11 @@ impl OpInfo {
     }
 }
 
-/// The structures that travel as bulk data of an operation.
-pub const DATA_SHAPES: &[Shape] = &[
-    <module::FunctionTable as Wire<'_>>::SHAPE,
-    <graph::GraphNodes as Wire<'_>>::SHAPE,
-    <graph::GraphParts as Wire<'_>>::SHAPE,
+/// The structures that travel as bulk data of an operation, each with the minor version that brought it.
+pub const DATA_SHAPES: &[(u16, Shape)] = &[
+    (0, <module::FunctionTable as Wire<'_>>::SHAPE),
+    (0, <graph::GraphNodes as Wire<'_>>::SHAPE),
+    (0, <graph::GraphParts as Wire<'_>>::SHAPE),
 ];
 
 /// See [`OpInfo::visit_data`].

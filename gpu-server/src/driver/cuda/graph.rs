@@ -117,7 +117,9 @@ impl Session<Cuda> {
             Work::Empty => Ok(()),
             Work::Launch(op) => {
                 let function = self.modules.function_to_launch(cx, op.function)?;
-                self.gpu.launch_at(context, stream, function, op)
+                let launched = self.gpu.launch_at(context, stream, &mut function.native, op);
+                function.launched |= launched.is_ok();
+                launched
             }
             Work::Memset(op) => match self.checked_fill(op, 0)? {
                 Some(fill) => self.gpu.fill_at(context, stream, &fill),
@@ -183,7 +185,7 @@ impl Session<Cuda> {
                 }
                 work => {
                     if let Work::Launch(launch) = &work {
-                        let function = self.modules.function_to_launch(cx, launch.function)?.handle;
+                        let function = self.modules.function_to_launch(cx, launch.function)?.native.handle;
                         // A capture is no time to load it.
                         // SAFETY: a live function.
                         unsafe { self.gpu.api.function_load(function) }?;

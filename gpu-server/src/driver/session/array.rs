@@ -24,9 +24,9 @@ const OF_ROWS: u32 = 3;
 /// What a session has of this chapter.
 pub(super) struct Arrays<G: GpuArrays> {
     arrays: HashMap<u32, Array<G>>,
-    /// Contexts of textures and surfaces, by their device and the GPU's number.
-    textures: HashMap<(u32, u64), ContextId>,
-    surfaces: HashMap<(u32, u64), ContextId>,
+    /// Textures and surfaces by the GPU's number.
+    textures: Numbered,
+    surfaces: Numbered,
 }
 
 struct Array<G: GpuArrays> {
@@ -66,6 +66,11 @@ impl<G: GpuArrays> Arrays<G> {
         if most >= MOST { Err(Status::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
+    /// Whether there are none, of any kind.
+    pub(super) fn is_empty(&self) -> bool {
+        self.arrays.is_empty() && self.textures.is_empty() && self.surfaces.is_empty()
+    }
+
     fn get(&self, id: ArrayId) -> Result<&Array<G>> {
         self.arrays.get(&id.0).ok_or(Status::INVALID_HANDLE)
     }
@@ -88,11 +93,17 @@ impl<G: GpuArrays> Arrays<G> {
     }
 }
 
-/// Takes the context of a texture or surface out of its table, whichever of `devices` devices it is on.
-fn take(table: &mut HashMap<(u32, u64), ContextId>, devices: usize, handle: u64) -> Result<(u32, ContextId)> {
-    let mut devices = 0..devices as u32;
-    let found = devices.find_map(|device| Some((device, table.remove(&(device, handle))?)));
-    found.ok_or(Status::INVALID_HANDLE)
+/// Devices and contexts of textures or surfaces, by the GPU's number. Contexts may number alike; then the latest one comes last, and it is the one that the client knows.
+type Numbered = HashMap<u64, Vec<(u32, ContextId)>>;
+
+/// Takes the latest texture or surface of a number out of its table.
+fn take(table: &mut Numbered, handle: u64) -> Result<(u32, ContextId)> {
+    let all = table.get_mut(&handle).ok_or(Status::INVALID_HANDLE)?;
+    let last = all.pop().ok_or(Status::INVALID_HANDLE);
+    if all.is_empty() {
+        table.remove(&handle);
+    }
+    last
 }
 
 /// Whether a box lies inside an array.
@@ -107,9 +118,12 @@ impl<G: Gpu> Session<G> {
     pub(super) fn forget_arrays(&mut self, context: ContextId) {
         self.arrays.arrays.retain(|_, array| array.context != context);
         for table in [&mut self.arrays.textures, &mut self.arrays.surfaces] {
-            for ((device, handle), _) in table.extract_if(|_, of| *of == context) {
-                self.gpu.forget_texture(device, handle);
+            for (handle, all) in table.iter_mut() {
+                for (device, _) in all.extract_if(.., |(_, of)| *of == context) {
+                    self.gpu.forget_texture(device, *handle);
+                }
             }
+            table.retain(|_, all| !all.is_empty());
         }
     }
 
@@ -259,12 +273,12 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         let device = self.device_of(op.context)?;
         let source = self.texture_source(op.context, &op.resource)?;
         let texture = self.gpu.make_texture(op.context, &source, &op.sampling, op.view.as_ref())?;
-        self.arrays.textures.insert((device, texture), op.context);
+        self.arrays.textures.entry(texture).or_default().push((device, op.context));
         now(TextureCreateReply { texture })
     }
 
     fn texture_destroy(&mut self, cx: &mut Call, op: TextureDestroy) -> Result {
-        let (device, context) = take(&mut self.arrays.textures, self.windows.len(), op.texture)?;
+        let (device, context) = take(&mut self.arrays.textures, op.texture)?;
         cx.context = context;
         self.gpu.enter(context)?;
         self.gpu.destroy_texture(context, device, op.texture)
@@ -280,12 +294,12 @@ impl<G: Gpu> ArrayOps<Call> for Session<G> {
         let device = self.device_of(op.context)?;
         let (array, shape) = self.arrays.plain(op.array)?;
         let surface = self.gpu.make_surface(op.context, array, shape)?;
-        self.arrays.surfaces.insert((device, surface), op.context);
+        self.arrays.surfaces.entry(surface).or_default().push((device, op.context));
         now(SurfaceCreateReply { surface })
     }
 
     fn surface_destroy(&mut self, cx: &mut Call, op: SurfaceDestroy) -> Result {
-        let (device, context) = take(&mut self.arrays.surfaces, self.windows.len(), op.surface)?;
+        let (device, context) = take(&mut self.arrays.surfaces, op.surface)?;
         cx.context = context;
         self.gpu.enter(context)?;
         self.gpu.destroy_surface(context, device, op.surface)

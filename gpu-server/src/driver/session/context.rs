@@ -26,7 +26,8 @@ impl<G: Gpu> Session<G> {
     /// Forgets everything that belongs to a context which is about to go, or has gone.
     fn forget_context(&mut self, context: ContextId) {
         self.streams.retain(|_, stream| stream.context != context);
-        self.events.retain(|_, event| event.context != context);
+        let gone: Vec<_> = self.events.extract_if(|_, event| event.context == context).collect();
+        gone.into_iter().for_each(|(_, event)| self.unshare(event.tokens));
         self.modules.forget_context(context);
         self.gpu.forget_context(context);
         self.forget_arrays(context);
@@ -63,7 +64,9 @@ impl<G: Gpu> DeviceOps<Call> for Session<G> {
             && self.events.is_empty()
             && self.modules.is_empty()
             && self.made_contexts.is_empty()
-            && self.has_no_memory();
+            && self.has_no_memory()
+            && self.arrays.is_empty()
+            && self.greens.is_empty();
         if !untouched {
             return Err(Status::NOT_PERMITTED);
         }

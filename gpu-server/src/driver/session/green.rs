@@ -39,6 +39,11 @@ impl<G: GpuGreenContexts> Greens<G> {
         Ok(Part { number, kind, sm })
     }
 
+    /// Whether there are no green contexts and no parts that the client has asked for.
+    pub(super) fn is_empty(&self) -> bool {
+        self.contexts.is_empty() && self.descriptors.is_empty()
+    }
+
     fn get(&self, id: GreenId) -> Result<&Green<G::Green>> {
         self.contexts.get(&id.0).ok_or(Status::INVALID_CONTEXT)
     }

@@ -103,7 +103,9 @@ impl<G: Gpu> Session<G> {
 
     /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
     pub(in crate::driver) fn has_no_memory(&self) -> bool {
-        self.space.is_empty() && self.windows.iter().all(|window| window.pieces.is_empty())
+        self.space.is_empty()
+            && self.host_views.is_empty()
+            && self.windows.iter().all(|window| window.pieces.is_empty())
     }
 
     /// The session has so many devices from now on. It [has no memory](Self::has_no_memory).
@@ -258,7 +260,8 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
 
     fn host_unmap(&mut self, cx: &mut Call, op: HostUnmap) -> Result {
         cx.context = op.context;
-        let view = self.host_views.remove(&op.address).ok_or(Status::INVALID_VALUE)?;
+        // One that is unknown was refused, or has gone with its context.
+        let Some(view) = self.host_views.remove(&op.address) else { return Ok(()) };
         self.gpu.unmap_host(op.context, ContextId(view.context), view.native)
     }
 

@@ -32,10 +32,11 @@ struct Module<G: GpuModules> {
 }
 
 /// A function. `F`: the GPU's.
-struct Function<F> {
-    native: F,
-    /// Whether it has been launched: with the first launch NVIDIA's driver loads its code, which may wait for the device.
-    launched: bool,
+pub(in crate::driver) struct Function<F> {
+    /// The GPU's.
+    pub native: F,
+    /// Whether the GPU has accepted a launch of it: with the first launch NVIDIA's driver loads its code, which may wait for the device.
+    pub launched: bool,
 }
 
 /// A linker at work. `L`: the GPU's.
@@ -53,7 +54,7 @@ impl<G: GpuModules> Default for Modules<G> {
 impl<G: GpuModules> Modules<G> {
     /// Whether there is no module.
     pub(super) fn is_empty(&self) -> bool {
-        self.modules.is_empty()
+        self.modules.is_empty() && self.links.is_empty()
     }
 
     /// Whether `len` bytes from `address` are a variable that the client has asked for.
@@ -72,7 +73,7 @@ impl<G: GpuModules> Modules<G> {
         &mut self,
         cx: &mut Call,
         id: FunctionId,
-    ) -> Result<&mut G::Function> {
+    ) -> Result<&mut Function<G::Function>> {
         let context = cx.context;
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
@@ -80,8 +81,7 @@ impl<G: GpuModules> Modules<G> {
         if cx.context != context {
             return Err(Status::INVALID_HANDLE);
         }
-        function.launched = true;
-        Ok(&mut function.native)
+        Ok(function)
     }
 
     /// Whether a launch, of which this is the body, is the first of its function.
@@ -324,6 +324,8 @@ impl<G: Gpu> LaunchOps<Call> for Session<G> {
         self.ensure_stream(op.stream)?;
         let place = self.gpu.enter_to_launch(cx, &mut self.streams, op.stream)?;
         let function = self.modules.function_to_launch(cx, op.function)?;
-        self.gpu.launch(&place, function, &op)
+        let launched = self.gpu.launch(&place, &mut function.native, &op);
+        function.launched |= launched.is_ok();
+        launched
     }
 }

@@ -195,7 +195,7 @@ impl<G: Gpu> EventOps<Call> for Session<G> {
 
 impl<G: Gpu> Session<G> {
     /// What was shared under these tokens is gone, for the client's other sessions as well.
-    fn unshare(&self, tokens: Vec<Token>) {
+    pub(super) fn unshare(&self, tokens: Vec<Token>) {
         if let Some(broker) = &self.broker {
             tokens.into_iter().for_each(|token| broker.unshare(token));
         }

@@ -156,7 +156,7 @@ impl Session<Software> {
                     Work::Launch(op) => {
                         cx.context = place.context;
                         let (function, config) =
-                            prepare(self.modules.function_to_launch(cx, op.function)?, &op)?;
+                            prepare(&self.modules.function_to_launch(cx, op.function)?.native, &op)?;
                         Step::Kernel(function, config, op.params.to_vec())
                     }
                     Work::Memset(op) => match self.checked_fill(&op, place.device)? {

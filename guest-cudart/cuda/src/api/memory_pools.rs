@@ -153,6 +153,7 @@ api! {
 
     fn cuMemGetDefaultMemPool(pool: Out<usize>, place: In<MemLocation>, kind: u32) {
         pool.required()?;
+        driver()?;
         match kind {
             PINNED if is_host(place.get()?)? => pool.put(pool::host_pools()?.0),
             PINNED => pool.put(pool::default_pool(pool::location(place.get()?)?)?),
@@ -163,6 +164,7 @@ api! {
 
     fn cuMemGetMemPool(pool: Out<usize>, place: In<MemLocation>, kind: u32) {
         pool.required()?;
+        driver()?;
         match kind {
             PINNED if is_host(place.get()?)? => {
                 let (default, chosen) = pool::host_pools()?;
@@ -178,6 +180,7 @@ api! {
     }
 
     fn cuMemSetMemPool(place: In<MemLocation>, kind: u32, pool: usize) {
+        driver()?;
         match kind {
             PINNED if is_host(place.get()?)? => pool::set_host(pool),
             PINNED if pool::own(pool)?.1.managed.is_none() => set_current(pool::location(place.get()?)?, pool),

@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicBool;
 use crate::abi::arguments::{In, InOut, non_null};
 use crate::abi::result::{Result, refuse_form};
 use crate::abi::types::{
-    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAllocNodeParams, UserData,
+    BatchMemOpNodeParams, GraphNodeParams, HostNodeParams, KernelNodeParams, MemAccessDesc,
+    MemAllocNodeParams, UserData,
 };
 use crate::graph::node_work::{Kernel, Work, kind};
 use crate::graph::{Edge, Graph, conditional, of};
@@ -73,7 +74,10 @@ pub(crate) unsafe fn alloc(graph: &Graph, before: &[Edge], to: InOut<MemAllocNod
     let device = pool::location(p.poolProps.location)?;
     if p.accessDescCount != 0 {
         non_null(p.accessDescs)?;
-        // SAFETY: not NULL, and as many as the caller says.
+        if p.accessDescCount > isize::MAX as usize / size_of::<MemAccessDesc>() {
+            return Err(Status::INVALID_VALUE);
+        }
+        // SAFETY: not NULL, and as many as the caller says, whose bytes fit into the address space.
         let access = unsafe { std::slice::from_raw_parts(p.accessDescs, p.accessDescCount) };
         pool::check_access(device as u32, access)?;
     }

@@ -103,9 +103,11 @@ fn work<S: Schedule, C: Carrier<S>>(
             worked = true;
         }
         worked |= machine.take_records(carrier.out())?;
-        worked |= keep_alive(machine, carrier, now)?;
         worked |= carrier.send(machine)?;
+        machine.publish_sent();
         worked |= carrier.receive(machine, now)?;
+        // Behind what has come: this thread may not have run for a while.
+        worked |= keep_alive(machine, carrier, now)?;
         machine.finish_turn();
         if worked {
             if idle_since.take().is_some() {
@@ -149,6 +151,7 @@ fn sleep<S: Schedule, C: Carrier<S>>(
 ) -> Result<(), EndReason> {
     if keep_alive(machine, carrier, now)? {
         carrier.send(machine)?;
+        machine.publish_sent();
     }
     let timeout = machine.rest(carrier.out(), now);
     // While the connection is behind, records must wait anyway: only its progress wakes us.

@@ -111,11 +111,16 @@ impl<'c, S: Schedule> Machine<'c, S> {
         Ok(())
     }
 
-    /// Tells the client what was sent in this turn of the relay's loop, and drops unregistered regions that nothing uses any more.
-    pub(super) fn finish_turn(&mut self) {
+    /// Tells the client what was sent.
+    pub(super) fn publish_sent(&mut self) {
         if std::mem::take(&mut self.completed) {
             self.publish_released();
         }
+    }
+
+    /// Ends a turn of the relay's loop: drops unregistered regions that nothing uses any more.
+    pub(super) fn finish_turn(&mut self) {
+        self.publish_sent();
         let ring = self.session.channel.view.geometry().ring_size as u64;
         let Machine { regions, consumer, taken_bytes, .. } = self;
         regions.release(|| consumer.has_work(), *taken_bytes, ring);
@@ -138,16 +143,36 @@ impl<'c, S: Schedule> Machine<'c, S> {
 
     /// Takes records off the ring and appends them to `out`, as many as limits allow. True: there was one.
     pub(super) fn take_records(&mut self, out: &mut SendBuffer) -> Result<bool, EndReason> {
-        let counters = &self.session.counters;
         let mut commands = None;
+        let taken = self.append_records(out, &mut commands);
+        // Also behind a record that is refused: the farewell must not land inside a frame.
+        if let Some(commands) = commands {
+            out.finish(commands);
+        }
+        let worked = taken?;
+        if worked {
+            if self.consumer.has_room() && self.session.header().ring_sleep.take() {
+                self.session.waker().wake(Header::RING_SLEEP_OFFSET);
+            }
+            self.publish_released();
+        }
+        Ok(worked)
+    }
+
+    fn append_records(
+        &mut self,
+        out: &mut SendBuffer,
+        commands: &mut Option<OpenFrame>,
+    ) -> Result<bool, EndReason> {
+        let counters = &self.session.counters;
         let mut worked = false;
         while self.can_take(out) {
             let record = self.consumer.pop(&mut self.body).map_err(|e| EndReason::Client(e.to_string()))?;
             let Some(record) = record else { break };
             self.session.trace.note(Stage::Taken, record.seq, record.opcode);
-            self.check(record, out, &mut commands)?;
+            self.check(record, out, commands)?;
             if commands.is_none() {
-                commands = Some(out.begin(frame::COMMANDS));
+                *commands = Some(out.begin(frame::COMMANDS));
                 counters.frames_sent.add(1);
             }
             let size = RECORD_HEADER + self.body.len();
@@ -159,15 +184,6 @@ impl<'c, S: Schedule> Machine<'c, S> {
             counters.commands.add(1);
             counters.copied_bytes.add(2 * size as u64);
             worked = true;
-        }
-        if let Some(commands) = commands {
-            out.finish(commands);
-        }
-        if worked {
-            if self.consumer.has_room() && self.session.header().ring_sleep.take() {
-                self.session.waker().wake(Header::RING_SLEEP_OFFSET);
-            }
-            self.publish_released();
         }
         Ok(worked)
     }

@@ -779,6 +779,23 @@ fn every_grant_of_a_frame_counts() {
 }
 
 #[test]
+fn the_farewell_stands_behind_whole_frames_whatever_record_ends_the_session() {
+    let (session, _) = session();
+    let mut session = Session::<Flows<TestMemory>>::new(&session, 1);
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    session.push(&StreamMark { stream: StreamId(0) }, NO_SLOT);
+    session.producer.push(0x7fff, NO_SLOT, &[]).unwrap();
+    assert!(matches!(session.machine.take_records(&mut session.out), Err(EndReason::Client(_))));
+    session.out.frame(frame::BYE, b"malformed");
+    let mut reader = FrameReader::new();
+    reader.fill(&mut session.out.unsent()).unwrap();
+    let (kind, commands) = reader.next_frame().unwrap().unwrap();
+    assert_eq!((kind, commands.is_empty()), (frame::COMMANDS, false));
+    let (kind, text) = reader.next_frame().unwrap().unwrap();
+    assert_eq!((kind, text), (frame::BYE, &b"malformed"[..]));
+}
+
+#[test]
 fn a_region_is_released_only_when_its_data_is_sent() {
     let (session, _) = session();
     let mut session = Session::<Slots<TestMemory>>::new(&session, 1);

@@ -92,8 +92,13 @@ fn limit_memory(query: &Query, output: &mut [u8], quota: &Quota) {
     };
     let (words, _) = output.as_chunks_mut::<8>();
     let [total, free, _] = places.map(|place| words.get(place).map_or(0, |word| u64::from_le_bytes(*word)));
-    let (free, total) = quota.visible(free, total);
-    for (place, value) in places.into_iter().zip([total, free, total - free]) {
+    let visible = quota.visible(free, total);
+    if visible == (free, total) {
+        // Nothing is hidden. The second version counts what the driver reserves neither as free nor as used.
+        return;
+    }
+    let (free, total) = visible;
+    for (place, value) in places.into_iter().zip([total, free, total.saturating_sub(free)]) {
         if let Some(word) = words.get_mut(place) {
             *word = value.to_le_bytes();
         }
@@ -118,5 +123,14 @@ mod tests {
         let mut output = before;
         limit_memory(nvml::MEMORY, &mut output, &quota);
         assert_eq!(output, bytes([40, 10, 30]));
+    }
+
+    #[test]
+    fn without_a_limit_reserved_memory_is_neither_free_nor_used() {
+        let words = [40 | 2 << 24, 100, 7, 90, 3];
+        let before: Vec<u8> = words.iter().flat_map(|value: &u64| value.to_le_bytes()).collect();
+        let mut output = before.clone();
+        limit_memory(nvml::MEMORY_V2, &mut output, &Quota::new("device memory", 0));
+        assert_eq!(output, before);
     }
 }
