@@ -117,7 +117,7 @@ impl Session<Cuda> {
             Work::Empty => Ok(()),
             Work::Launch(op) => {
                 let function = self.modules.function_to_launch(cx, op.function)?;
-                let launched = self.gpu.launch_at(context, stream, &mut function.native, op);
+                let launched = self.gpu.launch_at(context, stream, &function.native, op);
                 function.launched |= launched.is_ok();
                 launched
             }
