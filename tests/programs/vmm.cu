@@ -1,22 +1,11 @@
 // Virtual memory management by the driver API: addresses reserved, memory made, mapped twice, grown as a pool grows, exported and
 // imported as a descriptor, and what must be refused.
 #define PROGRAM "vmm"
-#include "common.h"
+#include "driver.h"
 
-#include <cuda.h>
 #include <unistd.h>
 
 #include <vector>
-
-#define DRIVER(call)                                                                       \
-    do {                                                                                   \
-        CUresult result_ = (call);                                                         \
-        const char *name_ = "?";                                                           \
-        if (result_ != CUDA_SUCCESS) {                                                     \
-            cuGetErrorName(result_, &name_);                                               \
-            REQUIRE(false, "%s:%d: %s: %s", __FILE__, __LINE__, #call, name_);             \
-        }                                                                                  \
-    } while (0)
 
 __global__ void add(unsigned *data, size_t n, unsigned by) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) data[i] += by;

@@ -1,19 +1,9 @@
 // A process exports memory as a descriptor and sends it over a socket; another imports it, checks what is there, and changes it.
 #define PROGRAM "vmm_export"
+#include "driver.h"
 #include "other_process.h"
 
-#include <cuda.h>
 #include <vector>
-
-#define DRIVER(call)                                                                       \
-    do {                                                                                   \
-        CUresult result_ = (call);                                                         \
-        const char *name_ = "?";                                                           \
-        if (result_ != CUDA_SUCCESS) {                                                     \
-            cuGetErrorName(result_, &name_);                                               \
-            REQUIRE(false, "%s:%d: %s: %s", __FILE__, __LINE__, #call, name_);             \
-        }                                                                                  \
-    } while (0)
 
 __global__ void turn(unsigned *data, size_t n) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) data[i] = ~data[i];

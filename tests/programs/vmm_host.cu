@@ -1,21 +1,9 @@
 // Host memory in virtual memory management: pieces at a location of the host that the processor and kernels share, grown side by side and moved to other addresses, as XGBoost does with its
 // staging memory.
 #define PROGRAM "vmm_host"
-#include "common.h"
-
-#include <cuda.h>
+#include "driver.h"
 
 #include <vector>
-
-#define DRIVER(call)                                                                       \
-    do {                                                                                   \
-        CUresult result_ = (call);                                                         \
-        const char *name_ = "?";                                                           \
-        if (result_ != CUDA_SUCCESS) {                                                     \
-            cuGetErrorName(result_, &name_);                                               \
-            REQUIRE(false, "%s:%d: %s: %s", __FILE__, __LINE__, #call, name_);             \
-        }                                                                                  \
-    } while (0)
 
 __global__ void add(unsigned *data, size_t n, unsigned by) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) data[i] += by;

@@ -126,7 +126,7 @@ pub(super) fn refuse(connection: &Control, peer: &str, client: &str, program: &s
     let _ = connection.send_welcome(&welcome(*answer, [0; 16], 0, reason));
 }
 
-/// Reads a client's hello. The inner error is a refusal that the client is told.
+/// Reads a client's hello. The inner error is the refusal to send to the client.
 fn hello(connection: &Control) -> io::Result<Result<Hello, Mismatch>> {
     let deadline = Instant::now() + HELLO_WITHIN;
     let mut bytes = [0; size_of::<Hello>()];

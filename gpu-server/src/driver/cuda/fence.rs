@@ -47,9 +47,9 @@ pub struct Pinned {
     device: CUdeviceptr,
 }
 
-// SAFETY: plain memory; who writes what is the users' protocol.
+// SAFETY: it owns a mapping and nothing tied to a thread; its users coordinate their reads and writes of the memory.
 unsafe impl Send for Pinned {}
-// SAFETY: plain memory; who writes what is the users' protocol.
+// SAFETY: it owns a mapping and nothing tied to a thread; its users coordinate their reads and writes of the memory.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {

@@ -218,7 +218,7 @@ impl Cuda {
         })
     }
 
-    /// As [`enter_stream`](GpuStreams::enter_stream), for what goes on a stream without a fence of its own: launches, above all.
+    /// As [`enter_stream`](GpuStreams::enter_stream), for work that needs no fence of its own, above all launches.
     #[inline]
     pub(super) fn enter_briefly(
         &mut self,

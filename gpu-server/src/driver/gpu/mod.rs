@@ -90,7 +90,7 @@ pub trait Gpu:
     /// Whether pageable memory of this client's may be read when the stream comes to the copy.
     fn reads_late(client: &dyn Client) -> bool;
 
-    /// Everything that is told of a device.
+    /// Describes a device to the client.
     fn describe(&mut self, device: u32, client: &dyn Client) -> Result<DeviceInfoReply>;
 
     /// What a device can do with another one's memory.

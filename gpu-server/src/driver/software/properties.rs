@@ -8,7 +8,7 @@ pub(super) const MAX_WINDOW: u32 = 128 << 20;
 /// Domains in which fences order memory: here each orders all of it.
 pub(super) const MEM_SYNC_DOMAINS: u32 = 4;
 
-/// Everything that is told of a device, which is the server's `number`: the same for every session, whatever ordinal it has there.
+/// Describes the server's device `number` to a client. The description does not depend on the device's ordinal in a session.
 pub(super) fn describe(number: u32, p: &Properties) -> DeviceInfoReply {
     let mut uuid = *b"rgpu-software-\0\0";
     uuid[14..].copy_from_slice(&(number as u16).to_be_bytes());

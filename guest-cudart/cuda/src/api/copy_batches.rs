@@ -120,7 +120,7 @@ fn are_beginnings(first: &[usize], count: usize) -> bool {
         && first.last().is_some_and(|last| *last < count)
 }
 
-/// Puts a batch of copies of bytes in a row on a stream; `fault` is told which copy is at fault.
+/// Enqueues a batch of linear copies on a stream. If one of them is invalid, `fault` gets its index.
 ///
 /// # Safety
 /// `attributes` and `first` have `attribute_count` entries. As [`Copy::run`].

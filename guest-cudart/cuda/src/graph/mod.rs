@@ -2,7 +2,7 @@
 //! (docs/decisions/0006-graphs-live-in-the-client.md).
 //!
 //! - this file: a graph, its nodes and their dependencies, and the handles of all of them;
-//! - [`node_work`]: what a node does, and how the server is told of it;
+//! - [`node_work`]: what a node does, and how it is sent to the server;
 //! - [`node_description`]: nodes from the structures in which a program describes them;
 //! - [`recording`]: nodes from what is put on a captured stream;
 //! - [`conditional`]: conditional nodes, which the server knows before the graph is instantiated;

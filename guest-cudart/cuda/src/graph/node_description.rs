@@ -61,7 +61,7 @@ pub(crate) unsafe fn words(p: In<BatchMemOpNodeParams>) -> Result<Work> {
     Ok(Work::Words(Arc::new(operations)))
 }
 
-/// An allocation that is to come behind others: its address is told at once.
+/// An allocation node that depends on others. Its address is known at once.
 ///
 /// # Safety
 /// The structure leads to as many descriptions of access as it says.

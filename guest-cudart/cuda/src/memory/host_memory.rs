@@ -22,13 +22,8 @@ pub(crate) const HOST_NUMA_CURRENT: u32 = 4;
 pub(crate) struct HostMemory {
     /// Where the program asked for it. The pages are wherever the system puts them.
     pub location: MemLocation,
-    state: Mutex<State>,
-}
-
-enum State {
-    /// Mapped nowhere; its first bytes, the others are 0.
-    Kept(Vec<u8>),
-    Mapped,
+    /// Its first bytes while it is mapped nowhere; the others are 0. Empty while it is mapped.
+    kept: Mutex<Vec<u8>>,
 }
 
 /// Checks that a location is one of this machine's host memory.
@@ -50,26 +45,19 @@ pub(crate) fn check(location: MemLocation) -> Result {
 impl HostMemory {
     /// Memory of zeros.
     pub fn new(location: MemLocation) -> HostMemory {
-        HostMemory { location, state: Mutex::new(State::Kept(Vec::new())) }
+        HostMemory { location, kept: Mutex::default() }
     }
 
-    /// Whether it is mapped somewhere.
-    pub fn is_mapped(&self) -> bool {
-        matches!(*lock(&self.state), State::Mapped)
-    }
-
-    /// Puts its first `size` bytes at addresses of a reservation that the server has given up.
+    /// Puts its `size` bytes at addresses of a reservation that the server has given up. It is mapped nowhere else.
     pub fn map(&self, reservation: u64, address: u64, size: u64) -> Result {
         let driver = driver()?;
-        let mut state = lock(&self.state);
-        let State::Kept(bytes) = &*state else { return Err(Status::INVALID_VALUE) };
         let current = context::current().ok().filter(|context| context.is_alive());
         let context = current.or_else(|| Some(driver.devices.first()?.primary)).ok_or(Status::NO_DEVICE)?;
         let made = pinned::pin_new(driver, context, size as usize, Some(address as usize), 0)?;
-        let len = bytes.len().min(size as usize);
+        let kept = std::mem::take(&mut *lock(&self.kept));
+        let len = kept.len().min(size as usize);
         // SAFETY: `pin_new` has just mapped `size` bytes there, and no other thread knows the address yet; `len` is no more than either.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), made as *mut u8, len) };
-        *state = State::Mapped;
+        unsafe { std::ptr::copy_nonoverlapping(kept.as_ptr(), made as *mut u8, len) };
         host_mappings::insert(address, size, reservation);
         if host_mappings::neighbors(address).iter().any(|at| *at != address && pinned::is_reached_now(*at)) {
             pinned::reach_at(driver, address);
@@ -80,17 +68,13 @@ impl HostMemory {
     /// Takes it away from where [`HostMemory::map`] put it. Its bytes are kept if `keep`. No work may use it there.
     pub fn unmap(&self, address: u64, size: u64, keep: bool) -> Result {
         let driver = driver()?;
-        let mut state = lock(&self.state);
-        let mut bytes = Vec::new();
         if keep {
             // SAFETY: mapped by `map` for as many bytes, and unmapped below; the program says that nothing uses the memory any more.
-            bytes.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(address as *const u8, size as usize)
-            });
+            let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size as usize) };
+            *lock(&self.kept) = bytes.to_vec();
         }
         host_mappings::remove(address);
         pinned::remove(driver, address as usize);
-        *state = State::Kept(bytes);
         Ok(())
     }
 }

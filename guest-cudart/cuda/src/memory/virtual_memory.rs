@@ -160,14 +160,18 @@ fn new_id() -> MemoryId {
     MemoryId(IDS.fetch_add(1, Ordering::Relaxed))
 }
 
+/// Whether the last of some ranges (first addresses, and bytes), in order, ends before an address.
+fn is_apart(mut ranges: impl DoubleEndedIterator<Item = (u64, u64)>, address: u64) -> bool {
+    ranges.next_back().is_none_or(|(start, size)| start + size <= address)
+}
+
 impl Space {
     pub fn granule(driver: &Driver) -> u64 {
         driver.devices.iter().map(|device| device.info.granule).max().unwrap_or(1).max(1)
     }
 
     fn is_free(&self, address: u64, size: u64) -> bool {
-        let end = address + size;
-        self.reserved.range(..end).next_back().is_none_or(|(start, len)| start + len <= address)
+        is_apart(self.reserved.range(..address + size).map(|(start, len)| (*start, *len)), address)
     }
 
     /// The first free range from `from` on; `None`: there is none up to the end.
@@ -254,8 +258,10 @@ impl Space {
 
     /// Whether nothing is mapped in a range.
     fn is_unmapped(&self, address: u64, size: u64) -> bool {
-        let last = self.mappings.range(..address + size).next_back();
-        last.is_none_or(|(start, mapping)| start + mapping.size <= address)
+        is_apart(
+            self.mappings.range(..address + size).map(|(start, mapping)| (*start, mapping.size)),
+            address,
+        )
     }
 
     pub fn map(
@@ -280,7 +286,7 @@ impl Space {
                 if !whole || offset != 0 || size > memory.size || !self.is_unmapped(address, size) {
                     return Err(Status::INVALID_VALUE);
                 }
-                if host.is_mapped() || size < memory.size {
+                if memory.mapped.load(Ordering::Relaxed) > 0 || size < memory.size {
                     return refuse_form("cuMemMap of host memory at two places, or of a part of it", &SAID);
                 }
                 host.map(reservation, address, size)?;
