@@ -46,6 +46,11 @@ impl Region {
         }
     }
 
+    /// Whether it is the channel's arena, whose bytes stay as they are until a command has read them.
+    pub fn is_arena(&self) -> bool {
+        matches!(self.memory, Memory::Arena(_))
+    }
+
     /// Whether the worker may only read it.
     pub fn is_read_only(&self) -> bool {
         self.read_only
@@ -78,6 +83,7 @@ pub struct Mapped {
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
+    late: bool,
     /// Dropped last: tells the thread that removes the region that this command does not use it any more.
     _use: Sender<Infallible>,
 }
@@ -88,6 +94,17 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
+    /// The same range as a source that may be read only when its stream has come to the command: until then the program may change it.
+    pub fn late(mut self) -> Mapped {
+        self.late = true;
+        self
+    }
+
+    /// Whether it is such a source.
+    pub fn is_late(&self) -> bool {
+        self.late
+    }
+
     /// Bytes in all.
     pub fn len(&self) -> usize {
         self.len
@@ -222,7 +239,7 @@ impl Regions {
         }
         let runs = region.runs(range.offset, range.len)?;
         let read = reader.map(|seq| Released::begin(&self.released, seq));
-        Some(Mapped { _read: read, region, runs, len: range.len as usize, _use })
+        Some(Mapped { _read: read, region, runs, len: range.len as usize, late: false, _use })
     }
 }
 
