@@ -106,7 +106,6 @@ impl Call {
                 let piece = self.piece;
                 self.piece += 1;
                 match self.client.source(self.seq, piece, range)? {
-                    Source::Mapped(mapped) if late => Ok(Input::Mapped(mapped.late())),
                     Source::Mapped(mapped) => Ok(Input::Mapped(mapped)),
                     Source::Incoming(incoming) if late => Ok(Input::Incoming(incoming.late())),
                     Source::Incoming(incoming) => Ok(Input::Incoming(incoming)),

@@ -83,7 +83,6 @@ pub struct Mapped {
     region: Arc<Region>,
     runs: Vec<(NonNull<u8>, usize)>,
     len: usize,
-    late: bool,
     /// Dropped last: tells the thread that removes the region that this command does not use it any more.
     _use: Sender<Infallible>,
 }
@@ -94,17 +93,6 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// The same range as a source that may be read only when its stream has come to the command: until then the program may change it.
-    pub fn late(mut self) -> Mapped {
-        self.late = true;
-        self
-    }
-
-    /// Whether it is such a source.
-    pub fn is_late(&self) -> bool {
-        self.late
-    }
-
     /// Bytes in all.
     pub fn len(&self) -> usize {
         self.len
@@ -239,7 +227,7 @@ impl Regions {
         }
         let runs = region.runs(range.offset, range.len)?;
         let read = reader.map(|seq| Released::begin(&self.released, seq));
-        Some(Mapped { _read: read, region, runs, len: range.len as usize, late: false, _use })
+        Some(Mapped { _read: read, region, runs, len: range.len as usize, _use })
     }
 }
 

@@ -206,7 +206,8 @@ impl Cuda {
         let transfer = self.staging.begin(place.flows.inbound, packed, chunk_in, &place.health)?;
         let grants = match feed {
             Feed::Mapped(mapped) => {
-                if mapped.is_late() {
+                // Page-locked memory of the program may be written by what is before this copy on the stream: a program over `local` counts on the stream's order.
+                if !mapped.region().is_arena() {
                     let (come, when) = channel();
                     transfer.feed(mapped, Some(when))?;
                     let begin = move |status: Status| {
@@ -307,7 +308,7 @@ impl GpuCopies for Cuda {
                         drop(mapped);
                     });
                 }
-                if mapped.len() <= TAKEN_AT_ONCE && !mapped.is_late() {
+                if mapped.len() <= TAKEN_AT_ONCE && mapped.region().is_arena() {
                     let mut bytes = vec![0; mapped.len()];
                     mapped.read(0, &mut bytes);
                     drop(mapped);
