@@ -7,7 +7,6 @@ mod host_waits;
 mod read_ahead;
 mod session;
 
-use std::net::TcpStream;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,6 +18,7 @@ use anyhow::{Context, bail};
 use host_bridge::endpoint::{
     Client, Commands, LocalCommands, Lost, Polling, TcpClient, TcpCommands, VerbsCommands,
 };
+use host_bridge::stream::Stream;
 use host_bridge::verbs::Settings;
 
 use protocol::trace::RECORDER;
@@ -182,13 +182,13 @@ fn begin(
     match transport {
         Transport::Tcp { slot_count, data_connections } => {
             let (commands, client) =
-                TcpCommands::start(TcpStream::from(connection), slot_count, data_connections, polling)
+                TcpCommands::start(Stream::from(connection), slot_count, data_connections, polling)
                     .map_err(|e| Lost::new(format!("preparing the connection: {e}")))?;
             Ok((Box::new(commands), Arc::<TcpClient>::clone(&client), Some(client)))
         }
         Transport::Verbs { slot_count } => {
             let (commands, client) =
-                VerbsCommands::start(TcpStream::from(connection), slot_count, rdma, polling)?;
+                VerbsCommands::start(Stream::from(connection), slot_count, rdma, polling)?;
             Ok((Box::new(commands), client, None))
         }
         Transport::Local => {
@@ -216,7 +216,7 @@ fn watch(
                 Ok(Some((ToWorker::Data, fds))) => {
                     let added = match (&tcp, fds.into_iter().next()) {
                         (Some(tcp), Some(fd)) => {
-                            tcp.add_data_connection(TcpStream::from(fd)).map_err(|e| e.to_string())
+                            tcp.add_data_connection(Stream::from(fd)).map_err(|e| e.to_string())
                         }
                         _ => Err("this session cannot use a data connection".into()),
                     };
