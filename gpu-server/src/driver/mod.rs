@@ -11,21 +11,17 @@
 //! - [`gpu`]: what the session needs of a GPU, documented as a contract; [`cuda`] and [`software`] implement it, and contain only what differs;
 //! - [`quota`]: the owner of the session's memory limits;
 //! - what the session keeps its tables in: [`ids`], [`ranges`] (addresses), [`space`] (virtual memory management), [`streams`], [`parts`] (of devices),
-//!   [`conditional`] and [`graph`] (graphs as a client describes them), [`rows`] (boxes of rows in memory);
+//!   [`rows`] (boxes of rows in memory);
 //! - [`slots`]: who may use which staging buffer; [`output`]: what kernels print;
 //! - [`beside`]: the few operations that are also executed while the dispatcher is busy; [`nvml`]: NVML's questions, which need no session.
 //!
 //! One thread, the dispatcher, calls a [`Backend`]. No call waits for the device: threads of the GPU's own tell the client of what finishes later, through
 //! [`Pending`](call::Pending) answers and [`Errors`].
-//!
-//! Graphs are not in [`session`]: `Session<Cuda>` and `Session<Software>` implement them, in the backends' `graph` and `conditional`.
 
 pub mod beside;
 pub mod call;
-pub mod conditional;
 pub mod cuda;
 pub mod gpu;
-pub mod graph;
 pub mod ids;
 pub mod nvml;
 pub mod output;

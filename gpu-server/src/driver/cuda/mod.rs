@@ -2,7 +2,7 @@
 //!
 //! - [`api`]: the driver's functions; [`fence`]: how the server learns what a stream has done;
 //! - here: devices and contexts; one file for each other chapter: [`memory`] and [`host_map`], [`streams`], [`copies`] (with [`staging`] and [`arrivals`] for data that comes and goes over the network), [`kernels`] (with [`link`]),
-//!   [`graph`] (with [`conditional`] and [`stream_memory`]), [`green`], [`array`], [`texture`]; [`nvml`];
+//!   [`graph`], [`green`], [`array`], [`texture`]; [`nvml`];
 //! - [`registration`]: client memory that CUDA reads and writes in place; [`reach`]: what other threads than the dispatcher's may use.
 //!
 //! The session has checked everything that a client names before the driver sees it. What a kernel does is confined by its process: a worker serves one
@@ -11,7 +11,6 @@
 pub mod api;
 mod array;
 mod arrivals;
-mod conditional;
 mod copies;
 mod fence;
 mod graph;
@@ -24,7 +23,6 @@ pub mod nvml;
 mod reach;
 mod registration;
 mod staging;
-mod stream_memory;
 mod streams;
 mod texture;
 
@@ -43,7 +41,6 @@ use protocol::ops::memory::{WINDOW_SIZE, window};
 use self::api::{Api, CUcontext, CUdevice, CUdeviceptr, CUstream};
 use self::arrivals::Arrived;
 use self::fence::{Completer, Health, Words};
-use self::graph::Graphs;
 use self::reach::Reach;
 use self::staging::Staging;
 use self::streams::CudaStream;
@@ -93,8 +90,6 @@ pub struct Cuda {
     /// Windows of addresses, and how many of them are reserved: all, once there was a context.
     windows: u32,
     windows_reserved: u32,
-    graphs: Graphs,
-    drafts: conditional::Drafts,
     /// Makes mirrors of client memory; started with the first.
     mirrors: Option<host_map::Helper>,
     beside: Arc<Reach>,
@@ -216,8 +211,6 @@ impl Cuda {
             home: None,
             resets: false,
             home_goes: false,
-            graphs: Graphs::default(),
-            drafts: conditional::Drafts::default(),
             mirrors: None,
             beside: Arc::default(),
             words,
@@ -622,10 +615,7 @@ impl Gpu for Cuda {
         }
     }
 
-    fn forget_context(&mut self, context: ContextId) {
-        let context = context.0;
-        self.graphs.retain(|_, graph| graph.context != context);
-        self.drafts.forget_context(context);
+    fn forget_context(&mut self, _context: ContextId) {
         self.current = None;
     }
 

@@ -19,7 +19,7 @@ use crate::driver::quota::Charge;
 
 impl<G: Gpu> Session<G> {
     /// The device of a context.
-    pub(in crate::driver) fn device_of(&self, context: ContextId) -> Result<u32> {
+    pub(super) fn device_of(&self, context: ContextId) -> Result<u32> {
         if self.check_device(context.0).is_ok() {
             return Ok(context.0);
         }
@@ -32,6 +32,7 @@ impl<G: Gpu> Session<G> {
         let gone: Vec<_> = self.events.extract_if(|_, event| event.context == context).collect();
         gone.into_iter().for_each(|(_, event)| self.unshare(event.tokens));
         self.modules.forget_context(context);
+        self.graphs.forget_context(context);
         self.gpu.forget_context(context);
         self.forget_arrays(context);
         self.forget_host_views(context.0);

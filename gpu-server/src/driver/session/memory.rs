@@ -70,13 +70,13 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Checks that there is such a device.
-    pub(in crate::driver) fn check_device(&self, device: u32) -> Result {
+    pub(super) fn check_device(&self, device: u32) -> Result {
         if (device as usize) < self.windows.len() { Ok(()) } else { Err(Status::INVALID_DEVICE) }
     }
 
     /// Checks that `len` bytes from `address` are one allocation's, one variable's, one piece of pinned memory's, or mapped. Returns the device
     /// through which they are reached; `home` where that makes no difference.
-    pub(in crate::driver) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
+    pub(super) fn check_range(&self, address: u64, len: u64, home: u32) -> Result<u32> {
         let found = match self.ordinal_of(address) {
             Some(ordinal) => {
                 self.windows[ordinal as usize].allocations.holds(address, len).then_some(ordinal)
@@ -105,14 +105,14 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Whether the session has no device memory, no reserved addresses and no client memory that kernels use.
-    pub(in crate::driver) fn has_no_memory(&self) -> bool {
+    pub(super) fn has_no_memory(&self) -> bool {
         self.space.is_empty()
             && self.host_views.is_empty()
             && self.windows.iter().all(|window| window.pieces.is_empty())
     }
 
     /// The session has so many devices from now on. It [has no memory](Self::has_no_memory).
-    pub(in crate::driver) fn clear_windows(&mut self, devices: usize) {
+    pub(super) fn clear_windows(&mut self, devices: usize) {
         self.windows.clear();
         self.windows.resize_with(devices, Window::default);
     }
@@ -125,7 +125,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Gives up everything in a device's window. Nothing of the device runs any more.
-    pub(in crate::driver) fn unback_all(&mut self, device: u32) {
+    pub(super) fn unback_all(&mut self, device: u32) {
         let Some(window) = self.windows.get_mut(device as usize) else { return };
         let mut window = std::mem::take(window);
         let all: Vec<_> = window.pieces.iter().collect();
@@ -139,7 +139,7 @@ impl<G: Gpu> Session<G> {
     }
 
     /// Forgets client memory that kernels reach through a context that is gone.
-    pub(in crate::driver) fn forget_host_views(&mut self, context: u32) {
+    pub(super) fn forget_host_views(&mut self, context: u32) {
         for (_, view) in self.host_views.extract_if(|_, view| view.context == context) {
             self.gpu.forget_host(view.native);
         }

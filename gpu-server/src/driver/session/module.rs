@@ -18,7 +18,7 @@ use crate::driver::ranges::Ranges;
 const MOST_LINKS: usize = 256;
 
 /// What a session has of this chapter.
-pub(in crate::driver) struct Modules<G: GpuModules> {
+pub(super) struct Modules<G: GpuModules> {
     modules: Ids<Module<G>>,
     links: HashMap<u32, Link<G::Link>>,
 }
@@ -34,11 +34,10 @@ struct Module<G: GpuModules> {
 }
 
 /// A function. `F`: the GPU's.
-pub(in crate::driver) struct Function<F> {
-    /// The GPU's.
-    pub native: F,
+struct Function<F> {
+    native: F,
     /// Whether the GPU has accepted a launch of it: with the first launch NVIDIA's driver loads its code, which may wait for the device.
-    pub launched: bool,
+    launched: bool,
 }
 
 /// A linker at work. `L`: the GPU's.
@@ -71,11 +70,7 @@ impl<G: GpuModules> Modules<G> {
     }
 
     /// A function that is about to be launched in the call's context; the call's context is the function's from here on.
-    pub(in crate::driver) fn function_to_launch(
-        &mut self,
-        cx: &mut Call,
-        id: FunctionId,
-    ) -> Result<&mut Function<G::Function>> {
+    fn function_to_launch(&mut self, cx: &mut Call, id: FunctionId) -> Result<&mut Function<G::Function>> {
         let context = cx.context;
         let module = self.modules.get_mut(&id.module().0).ok_or(Status::INVALID_HANDLE)?;
         cx.context = module.context;
@@ -84,6 +79,21 @@ impl<G: GpuModules> Modules<G> {
             return Err(Status::INVALID_HANDLE);
         }
         Ok(function)
+    }
+
+    /// A function of a context, for a node of a graph there.
+    pub(super) fn function(&self, context: ContextId, id: FunctionId) -> Result<&G::Function> {
+        let module = self.module(id.module())?;
+        let function = module.functions.get(id.index() as usize).filter(|_| module.context == context);
+        function.map(|function| &function.native).ok_or(Status::INVALID_HANDLE)
+    }
+
+    /// A graph that launches this function was made.
+    pub(super) fn note_launched(&mut self, id: FunctionId) {
+        let module = self.modules.get_mut(&id.module().0);
+        if let Some(function) = module.and_then(|module| module.functions.get_mut(id.index() as usize)) {
+            function.launched = true;
+        }
     }
 
     /// Whether a launch, of which this is the body, is the first of its function.

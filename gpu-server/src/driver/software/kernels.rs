@@ -178,9 +178,18 @@ pub(super) fn prepare(function: &LoadedFunction, op: &Launch<'_>) -> Result<(Fun
     Ok((function.function.clone(), config))
 }
 
+/// Logs why a launch was refused.
+pub(super) fn refused(function: &Function, error: &software_gpu::Error) -> Status {
+    match error {
+        software_gpu::Error::UnsupportedFunction { .. } => tracing::warn!("{error}"),
+        _ => tracing::debug!("launch of {} refused: {error}", function.info().name),
+    }
+    code(error)
+}
+
 impl Software {
     /// A kernel is launched: its context's stacks are as large as it needs them from then on.
-    fn grow_stack(&mut self, context: ContextId, stack: u64) {
+    pub(super) fn grow_stack(&mut self, context: ContextId, stack: u64) {
         if let Some(context) = self.contexts.get_mut(&context.0)
             && context.limits.get(&properties::STACK_SIZE).is_none_or(|now| *now < stack)
             && properties::usual_limit(properties::STACK_SIZE).is_none_or(|usual| usual < stack)
@@ -372,13 +381,7 @@ impl GpuModules for Software {
     fn launch(&mut self, place: &Place, function: &mut LoadedFunction, op: &Launch<'_>) -> Result {
         let (function, config) = prepare(function, op)?;
         self.grow_stack(place.context, function.info().local_bytes.into());
-        place.stream.launch(&function, config, op.params).map_err(|e| {
-            match e {
-                software_gpu::Error::UnsupportedFunction { .. } => tracing::warn!("{e}"),
-                _ => tracing::debug!("launch of {} refused: {e}", function.info().name),
-            }
-            code(&e)
-        })
+        place.stream.launch(&function, config, op.params).map_err(|e| refused(&function, &e))
     }
 
     fn make_link(&mut self, _context: ContextId, options: &[JitOption]) -> Result<Link> {
