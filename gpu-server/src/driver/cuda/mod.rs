@@ -50,7 +50,6 @@ use super::call::{Errors, Result};
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::output::{self, Output};
-use super::quota::Quota;
 use super::ranges::Ranges;
 use super::space::Space;
 use super::streams::Streams;
@@ -63,6 +62,15 @@ const EXPORTS_FD: u32 = 103;
 const CAN_MAP_HOST_MEMORY: u32 = 19;
 /// `CUdevice_attribute` numbers that are asked for.
 const ATTRIBUTES: std::ops::Range<u32> = 1..160;
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
+const MULTIPROCESSORS: u32 = 16;
+const THREADS_OF_MULTIPROCESSOR: u32 = 39;
+/// `CU_LIMIT_STACK_SIZE`, `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`.
+const LIMIT_STACK_SIZE: u32 = 0;
+const LIMIT_PRINTF_FIFO_SIZE: u32 = 1;
+const LIMIT_HEAP_SIZE: u32 = 2;
+/// Bytes of a thread's stack in every new context.
+const USUAL_STACK: u64 = 1024;
 /// `CU_STREAM_NON_BLOCKING`.
 const STREAM_NON_BLOCKING: u32 = 1;
 
@@ -92,8 +100,6 @@ pub struct Cuda {
     client: Option<Arc<dyn Client>>,
     /// Where data comes in by RDMA.
     arrived: Option<Arc<Arrived>>,
-    /// Limits mirrors to a part of this machine's memory.
-    mirror_quota: Quota,
     output: Arc<Output>,
     errors: Option<Errors>,
 }
@@ -212,7 +218,6 @@ impl Cuda {
             staging,
             client: None,
             arrived: None,
-            mirror_quota: host_map::mirror_quota(),
             output,
             errors: None,
         })
@@ -658,6 +663,18 @@ impl Gpu for Cuda {
     fn set_limit(&mut self, _context: ContextId, limit: u32, value: u64) -> Result {
         // SAFETY: no requirement.
         unsafe { self.api.context_set_limit(limit, value as usize) }
+    }
+
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
+        let Ok(device) = self.device(device) else { return 0 };
+        match limit {
+            LIMIT_STACK_SIZE if value > USUAL_STACK => {
+                let read = |number| attribute(self.api, device.handle, number).unwrap_or(0).max(0) as u64;
+                value.saturating_mul(read(MULTIPROCESSORS)).saturating_mul(read(THREADS_OF_MULTIPROCESSOR))
+            }
+            LIMIT_PRINTF_FIFO_SIZE | LIMIT_HEAP_SIZE => value,
+            _ => 0,
+        }
     }
 
     fn enable_peer(&mut self, context: ContextId, peer: ContextId) -> Result {

@@ -556,10 +556,14 @@ impl Transfer {
         true
     }
 
-    /// Copies the bytes of `mapped`, which no device can reach, into the slots, in a thread of its own.
-    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result {
+    /// Copies the bytes of `mapped`, which no device can reach, into the slots, in a thread of its own. With `when`, the thread starts when that
+    /// reports that the stream has reached the command. If it reports that the stream has failed, the bytes are not read.
+    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped, when: Option<Receiver<Status>>) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
+            if when.is_some_and(|when| !when.recv().is_ok_and(|status| status.is_success())) {
+                return;
+            }
             let mut at = 0;
             while at < mapped.len() && transfer.await_slot(at as u64) {
                 let Some((room, n)) = transfer.room(at as u64, mapped.len() - at) else { return };

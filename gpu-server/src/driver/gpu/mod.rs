@@ -142,6 +142,9 @@ pub trait Gpu:
     /// Sets a limit of a context that was entered.
     fn set_limit(&mut self, context: ContextId, limit: u32, value: u64) -> Result;
 
+    /// Bytes of device memory that a context takes for a limit of this value, beyond what every context takes.
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64;
+
     /// Lets kernels of one context use the memory of another one's device.
     fn enable_peer(&mut self, _context: ContextId, _peer: ContextId) -> Result {
         Err(Status::NOT_SUPPORTED)

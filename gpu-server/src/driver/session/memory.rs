@@ -14,6 +14,7 @@ use crate::driver::gpu::Gpu;
 use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 use crate::driver::space::Memory;
+use crate::worker_protocol::Resource;
 
 /// A device's window of addresses.
 pub(super) struct Window<P> {
@@ -44,14 +45,16 @@ pub(super) struct HostView<V> {
     first: u64,
     size: u64,
     native: V,
+    /// For memory that is reached in place. A mirror has its own charge.
+    _charge: Option<Charge>,
 }
 
 impl<V> HostView<V> {
     /// For `size` bytes at `address`, in whole pages.
-    fn new(context: ContextId, address: u64, size: u64, native: V) -> HostView<V> {
+    fn new(context: ContextId, address: u64, size: u64, native: V, charge: Option<Charge>) -> HostView<V> {
         let first = address & !(MIRROR_PAGE - 1);
         let end = address.saturating_add(size).next_multiple_of(MIRROR_PAGE);
-        HostView { context: context.0, first, size: end - first, native }
+        HostView { context: context.0, first, size: end - first, native, _charge: charge }
     }
 }
 
@@ -146,6 +149,11 @@ impl<G: Gpu> Session<G> {
         self.broker.as_deref().ok_or(Status::NOT_SUPPORTED)
     }
 
+    /// What memory of a device is charged to.
+    pub(super) fn memory_of(&self, device: u32) -> Resource {
+        Resource::Device(self.gpu.number(device))
+    }
+
     /// The greatest granule of all devices.
     fn granule(&self) -> u64 {
         (0..self.windows.len() as u32).map(|device| self.gpu.granule(device)).max().unwrap_or(1)
@@ -167,7 +175,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(op.size)?;
+        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         self.gpu.before_waiting_call(&self.streams, op.device)?;
         let native = self.gpu.back(op.device, op.address, op.size)?;
         let piece = Piece { native, token: None, _charge: charge };
@@ -218,7 +226,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         cx.context = ContextId(op.device);
         self.check_device(op.device)?;
         let (free, total) = self.gpu.memory_info(op.device)?;
-        let (free, total) = self.quota.visible(free, total);
+        let (free, total) = self.quota.visible(self.gpu.number(op.device), free, total);
         now(MemGetInfoReply { free, total })
     }
 
@@ -226,8 +234,10 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         cx.context = op.context;
         self.gpu.enter(op.context)?;
         let (context, address, size) = (op.context, op.address, op.memory.0.len);
+        let charge = self.quota.charge(Resource::Pinned, size)?;
         let native = self.gpu.map_host(cx, op)?;
-        self.host_views.insert(address, HostView::new(context, address, size, native));
+        let view = HostView::new(context, address, size, native, Some(charge));
+        self.host_views.insert(address, view);
         now(HostMapReply {})
     }
 
@@ -239,7 +249,8 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         }
         self.gpu.enter(op.context)?;
         let (native, answer) = self.gpu.mirror_host(cx, &op, &self.quota)?;
-        self.host_views.insert(op.address, HostView::new(op.context, op.address, op.size, native));
+        let view = HostView::new(op.context, op.address, op.size, native, None);
+        self.host_views.insert(op.address, view);
         Ok(answer)
     }
 
@@ -290,7 +301,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         if op.size == 0 || !op.size.is_multiple_of(self.gpu.granule(op.device)) {
             return Err(Status::INVALID_VALUE);
         }
-        let charge = self.quota.charge(op.size)?;
+        let charge = self.quota.charge(self.memory_of(op.device), op.size)?;
         if op.exportable && !self.gpu.exports(op.device) {
             return Err(Status::NOT_SUPPORTED);
         }
@@ -360,7 +371,7 @@ impl<G: Gpu> MemoryOps<Call> for Session<G> {
         let device = (0..self.windows.len() as u32).find(|device| self.gpu.number(*device) == number);
         let device = device.ok_or(Status::INVALID_DEVICE)?;
         cx.context = ContextId(device);
-        let charge = self.space.charge_import(&self.quota, &op.token, size)?;
+        let charge = self.space.charge_import(&self.quota, self.memory_of(device), &op.token, size)?;
         let handle = self.gpu.import(device, fd)?;
         self.space.add(op.memory.0, Memory::imported(device, size, op.token, handle, charge));
         now(MemoryImportReply { device, size, own })

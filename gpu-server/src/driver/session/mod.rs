@@ -24,13 +24,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
+use protocol::Status;
 use protocol::ops::MayBlock;
 
 use super::call::Result;
 use super::gpu::Gpu;
 use super::ids::Ids;
 use super::nvml::Management;
-use super::quota::Quota;
+use super::quota::{Charge, Quota};
 use super::space::Space;
 use super::streams::Streams;
 use super::{Backend, Beside, Unavailable};
@@ -55,6 +56,8 @@ pub struct Session<G: Gpu> {
     quota: Quota,
     /// The way to the client's other sessions.
     broker: Option<Arc<Broker>>,
+    /// Charges for limits of contexts, by context and limit.
+    limits: HashMap<(u32, u32), Charge>,
     /// Devices of the contexts that the program made.
     made_contexts: HashMap<u32, u32>,
     streams: Streams<G::Stream>,
@@ -77,6 +80,7 @@ impl<G: Gpu> Session<G> {
             host_views: HashMap::new(),
             quota,
             broker: None,
+            limits: HashMap::new(),
             made_contexts: HashMap::new(),
             streams: Streams::default(),
             events: Ids::default(),
@@ -100,6 +104,19 @@ impl<G: Gpu> Backend for Session<G> {
 
     fn warm(&mut self) -> Result<Option<u64>, Unavailable> {
         self.gpu.warm()
+    }
+
+    fn restrict(&mut self, numbers: &[u32], nvml: Management) -> Result {
+        let all: Vec<u32> = (0..self.windows.len() as u32).map(|ordinal| self.gpu.number(ordinal)).collect();
+        let ordinal_of = |number: &u32| all.iter().position(|other| other == number).map(|at| at as u32);
+        let ordinals: Option<Vec<u32>> = numbers.iter().map(ordinal_of).collect();
+        let ordinals = ordinals.filter(|some| !some.is_empty()).ok_or(Status::INVALID_DEVICE)?;
+        self.nvml = nvml;
+        if !ordinals.iter().copied().eq(0..all.len() as u32) {
+            self.clear_windows(ordinals.len());
+            self.gpu.select(&ordinals)?;
+        }
+        Ok(())
     }
 
     fn begin(&mut self, client: Arc<dyn Client>) {

@@ -11,6 +11,7 @@ use super::{Session, now};
 use crate::driver::call::{Call, Reply, Result};
 use crate::driver::gpu::{Gpu, GpuModules, LinkInput, Loaded};
 use crate::driver::ids::Ids;
+use crate::driver::quota::Charge;
 use crate::driver::ranges::Ranges;
 
 /// Most linkers of a session.
@@ -29,6 +30,7 @@ struct Module<G: GpuModules> {
     functions: Vec<Function<G::Function>>,
     /// Variables that the client has asked for.
     globals: Ranges,
+    _charge: Charge,
 }
 
 /// A function. `F`: the GPU's.
@@ -156,7 +158,7 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
         let image = cx.input(op.image)?.collect(G::MAX_IMAGE)?;
         self.gpu.before_waiting_call(&self.streams, device)?;
         self.gpu.enter(op.context)?;
-        let Loaded { module, prints, logs: [info_log, error_log] } =
+        let Loaded { module, prints, bytes, logs: [info_log, error_log] } =
             self.gpu.load_module(op.context, device, image, &op.options)?;
         let (native, functions) = match module {
             Ok(module) => module,
@@ -165,11 +167,19 @@ impl<G: Gpu> ModuleOps<Call> for Session<G> {
                 return now(reply);
             }
         };
+        let charge = match self.quota.charge(self.memory_of(device), bytes) {
+            Ok(charge) => charge,
+            Err(status) => {
+                self.gpu.unload_module(&mut self.streams, op.context, device, native, functions)?;
+                return Err(status);
+            }
+        };
         let table = G::function_table(&native, functions.iter());
         let (info_size, written) = (table.len() as u64, cx.write_if_it_fits(op.info, &table));
         drop(table);
         let functions = functions.into_iter().map(|native| Function { native, launched: false }).collect();
-        let module = Module { context: op.context, native, functions, globals: Ranges::default() };
+        let (context, globals) = (op.context, Ranges::default());
+        let module = Module { context, native, functions, globals, _charge: charge };
         self.modules.modules.insert(op.module.0, module);
         written?;
         now(ModuleLoadReply { result: 0, info_size, prints, info_log, error_log })

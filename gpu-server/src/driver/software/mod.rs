@@ -315,6 +315,19 @@ impl driver::Gpu for Software {
         Ok(())
     }
 
+    fn limit_bytes(&self, device: u32, limit: u32, value: u64) -> u64 {
+        let Ok(device) = self.device(device) else { return 0 };
+        match (limit, properties::usual_limit(limit)) {
+            (properties::STACK_SIZE, Some(usual)) if value > usual => {
+                let p = device.gpu.properties();
+                let threads = u64::from(p.multiprocessors) * u64::from(p.max_threads_per_multiprocessor);
+                value.saturating_mul(threads)
+            }
+            (properties::PRINTF_FIFO_SIZE | properties::MALLOC_HEAP_SIZE, _) => value,
+            _ => 0,
+        }
+    }
+
     fn end(&mut self, streams: &mut Streams<SoftwareStream>) {
         self.beside.tickets.release_all();
         self.devices.iter().for_each(|d| d.gpu.cancel());
