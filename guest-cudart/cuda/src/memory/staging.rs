@@ -1,11 +1,11 @@
-//! Memory that the host of the GPU reads or writes once.
+//! Memory that the server reads or writes once.
 
 use crate::abi::result::Result;
 use crate::process::driver::Driver;
 use client::data::{HostRange, Place};
 use client::{Status, log};
 
-/// Bytes somewhere that the host can read or write: the arena, or pinned memory where they are too many.
+/// Bytes that the server can read or write: in the arena, or in pinned memory if they are too many.
 pub(crate) enum Staging<'s> {
     Arena(client::arena::Block<'s>),
     Pinned { region: u32, mapping: client::port::mapping::Mapping },
@@ -40,7 +40,7 @@ impl Staging<'_> {
         }
     }
 
-    /// Releases the memory. The host has answered and does not touch the bytes any more.
+    /// Releases the memory. The server has answered and does not touch the bytes any more.
     pub fn done(self, driver: &Driver) {
         if let Staging::Pinned { region, mapping } = self {
             driver.session.port().unpin(region);

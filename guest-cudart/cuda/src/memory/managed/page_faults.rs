@@ -13,8 +13,8 @@ use client::counters::{self, COUNTERS};
 use client::pages::{Fault, Pages};
 use client::{Status, lock, log};
 
-/// The thread that answers at once, where that can be. An access that has to wait for the device is another thread's: the device may wait for a host function, and
-/// that for the answer to an access of its own.
+/// The thread that answers immediately if possible. Another thread answers accesses that must wait for the device, because the device may be waiting for a host function, and that for the
+/// answer to an access of its own.
 pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
     let (later, waiting) = mpsc::channel();
     let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
@@ -50,7 +50,7 @@ fn is_pinned(address: u64) -> bool {
     piece.is_some_and(|(_, piece)| piece.pinned)
 }
 
-/// Whether the device waits for this process: a host function, or a word that the program writes. What is stopped may be what it waits for.
+/// Whether the device waits for this process: for a host function, or a word that the program writes. The stopped thread may be the one that it waits for.
 fn is_waited_for() -> bool {
     host_calls::is_calling() || host_calls::is_waiting()
 }
@@ -64,16 +64,16 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     }
 }
 
-/// No work is under way, and none comes before the guard goes.
+/// Checks that no work is under way, and keeps it so until the guard is dropped.
 fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
 
-/// Answers an access at once, while the device waits for this process. What else the device does meanwhile may change the block.
+/// Answers an access immediately while the device waits for this process. Other work of the device may change the block meanwhile.
 fn answer_waiting(driver: &'static Driver, pages: &'static Pages, fault: &Fault, buffer: &mut Vec<u8>) {
     let order = no_work_comes();
     let mut state = lock(&STATE);
-    // Under the lock: a stream that stops waiting asks for it before it goes on.
+    // Under the lock: a stream that stops waiting takes it before it continues.
     let given = if order.is_some() && stream_table::all_stopped(driver) {
         state.give_to_host(driver, pages, fault, buffer)
     } else {
@@ -90,7 +90,7 @@ fn serve_later(driver: &'static Driver, pages: &'static Pages, waiting: &mpsc::R
         loop {
             let over = context::quiesce_all(driver);
             let order = ORDER.write().unwrap_or_else(PoisonError::into_inner);
-            // New work may have come meanwhile; a context that has failed is never known to be done.
+            // New work may have been enqueued meanwhile. Work of a failed context is never known to be done.
             if !over || !context::any_busy() {
                 break answer(driver, pages, &fault, &mut buffer);
             }
@@ -107,7 +107,7 @@ pub(crate) fn answer(driver: &'static Driver, pages: &'static Pages, fault: &Fau
     finish(pages, fault, given);
 }
 
-/// Lets the stopped access go on, or end the program.
+/// Lets the stopped thread continue, or ends the program.
 pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
     match given {
         Ok(true) => pages.retry(fault),
@@ -129,14 +129,14 @@ pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
 }
 
 impl State {
-    /// The piece that an access hit, by its first address, and what the access needs. `None`: there is nothing at the address.
+    /// The first address of the piece that was accessed, and what the access needs. `None` if there is nothing at the address.
     pub(crate) fn answer(&self, fault: &Fault) -> Option<(u64, Answer)> {
         let (base, _) = self.find(fault.address as u64)?;
         let (_, piece) = self.pieces.get(&base)?;
         Some((base, piece.blocks.fault(fault.address as u64, fault.write)))
     }
 
-    /// Gives the host what an access needs, while no work changes it. False: there is nothing at the address.
+    /// Gives the host what an access needs while no work changes it. Returns false if there is nothing at the address.
     fn give_to_host(
         &mut self,
         driver: &'static Driver,
@@ -164,7 +164,7 @@ impl State {
         Ok(true)
     }
 
-    /// Notes that the host is about to have a run. Before it has: its thread goes on as soon as the pages are there, and may put work on a stream that needs what it writes.
+    /// Records that the host is about to get a run. This must come first: the thread continues as soon as the pages are there, and may enqueue work that needs what it writes.
     pub(crate) fn given(&mut self, base: u64, run: Run, write: bool) {
         if let Some((_, piece)) = self.pieces.get_mut(&base) {
             piece.blocks.given(run, write);
