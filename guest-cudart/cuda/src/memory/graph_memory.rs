@@ -29,7 +29,7 @@ pub(crate) struct GraphMemory {
     buffer: u64,
     /// The node of its own graph that frees it.
     freed_by: OnceLock<u64>,
-    /// The program's.
+    /// Whether the allocation exists for the program.
     live: AtomicBool,
 }
 

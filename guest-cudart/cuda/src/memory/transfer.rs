@@ -23,7 +23,7 @@ pub(crate) const INLINE: usize = 8 << 10;
 pub(crate) const MAX_INLINE_ANSWER: usize = MAX_PAYLOAD - 4;
 /// Number of chunks under way at once in a large copy to pageable memory.
 const DEPTH: usize = 4;
-/// Chunks that a transfer is cut into, within bounds: the pipeline is full soon, and not interrupted often.
+/// Number of chunks of a transfer, within the limits below: enough to fill the pipeline soon, few enough not to interrupt it often.
 const CHUNKS: usize = 8;
 const LEAST_CHUNK: usize = 256 << 10;
 const MOST_CHUNK: usize = 8 << 20;

@@ -233,7 +233,7 @@ impl Space {
         Ok(())
     }
 
-    /// Checks that the reservation around a range can be used for host memory, or for memory of devices, and returns its first address. A reservation that has had host memory can have no other, because the
+    /// Prepares the reservation around a range for host memory, or for memory of devices, and returns its first address. A reservation that has had host memory can have no other, because the
     /// server may still be about to unregister its mirror.
     fn prepare(&mut self, driver: &Driver, address: u64, size: u64, for_host: bool) -> Result<u64> {
         static SAID: AtomicBool = AtomicBool::new(false);

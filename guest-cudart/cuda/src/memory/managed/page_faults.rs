@@ -55,7 +55,7 @@ fn is_waited_for() -> bool {
     host_calls::is_calling() || host_calls::is_waiting()
 }
 
-/// No work comes before the guard goes. `None`: some is just coming.
+/// Keeps work from being enqueued until the guard is dropped. `None` if some is just being enqueued.
 fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     match ORDER.try_write() {
         Ok(order) => Some(order),
@@ -64,7 +64,7 @@ fn no_work_comes() -> Option<RwLockWriteGuard<'static, ()>> {
     }
 }
 
-/// Checks that no work is under way, and keeps it so until the guard is dropped.
+/// If no work is under way, keeps it so until the guard is dropped.
 fn idle_now() -> Option<RwLockWriteGuard<'static, ()>> {
     no_work_comes().filter(|_| !context::any_busy())
 }
