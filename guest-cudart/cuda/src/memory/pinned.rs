@@ -89,7 +89,7 @@ fn reach_piece(driver: &'static Driver, base: usize) {
     let context = if tag.context.is_alive() { Ok(tag.context) } else { context::current() };
     if let Err(status) = context.and_then(|context| mirror(driver, context, base, size)) {
         log::warn(format_args!(
-            "kernels do not reach the {size} bytes of pinned memory at {base:#x}: {status}"
+            "kernels cannot use the {size} bytes of pinned memory at {base:#x}: {status}"
         ));
     }
     with_unreached(|unreached| unreached.remove(&base));
@@ -155,7 +155,7 @@ pub(crate) fn pin_new(
 ) -> Result<usize> {
     let tag = HostTag { context, flags, buffer: unique_id() };
     let address = REGIONS.alloc(driver.session.port(), size, at, tag).map_err(|error| {
-        log::warn(format_args!("{size} bytes of pinned memory: {}", error.line()));
+        log::warn(format_args!("cannot allocate {size} bytes of pinned memory: {}", error.line()));
         Status::OUT_OF_MEMORY
     })?;
     offer(driver, context, address, size, 0);
@@ -184,6 +184,8 @@ pub(crate) fn remove_later(driver: &'static Driver, pieces: Vec<Used>) {
         }
     };
     if let Err(error) = std::thread::Builder::new().name("rgpu-unpins".into()).spawn(wait) {
-        log::error(format_args!("no thread to free pinned memory when it is done with: {error}; it stays"));
+        log::error(format_args!(
+            "cannot start a thread to free pinned memory: {error}; the memory stays allocated"
+        ));
     }
 }

@@ -18,7 +18,7 @@ impl Staging<'_> {
             return session.arena().alloc(session, len).map(Staging::Arena);
         }
         let pinned = session.port().pin_new(len.next_multiple_of(64 << 10), None).map_err(|error| {
-            log::warn(format_args!("{len} bytes of staging: {}", error.line()));
+            log::warn(format_args!("cannot allocate {len} bytes of staging memory: {}", error.line()));
             Status::OUT_OF_MEMORY
         })?;
         Ok(Staging::Pinned { region: pinned.region, mapping: pinned.mapping })

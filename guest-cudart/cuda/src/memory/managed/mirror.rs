@@ -101,7 +101,7 @@ pub(crate) fn release(driver: &'static Driver, base: u64, keep: bool) {
     PINNED.store(state.mirrors.regions.len(), Ordering::Release);
     if keep && let Err(status) = state.fetch_all(driver, base, size) {
         log::error(format_args!(
-            "pinned memory at {base:#x}: what kernels wrote there last is lost ({status})"
+            "pinned memory at {base:#x}: the last bytes that kernels wrote there are lost ({status})"
         ));
     }
     let pieces: Vec<u64> = state.pieces.range(base..base + size).map(|(at, _)| *at).collect();
@@ -124,7 +124,7 @@ fn mirror(driver: &Driver, context: &Context, first: u64, size: u64) -> Result<u
         if let Some((at, (has, users))) = before.filter(|(at, (has, _))| *at + *has > first) {
             if *at > first || at + *has < first + size {
                 log::warn(format_args!(
-                    "pinned memory at {first:#x} has a page of other pinned memory that kernels use"
+                    "pinned memory at {first:#x} partly overlaps pages of other pinned memory that kernels use: kernels cannot use it"
                 ));
                 return Err(Status::NOT_SUPPORTED);
             }
@@ -198,7 +198,7 @@ impl State {
         // SAFETY: whole pages of pinned memory, which stays until `release`.
         unsafe { pages.adopt(base as usize, size as usize) }.map_err(|error| {
             log::warn(format_args!(
-                "pinned memory at {base:#x} cannot be watched for kernels in another machine: {error}"
+                "kernels on another machine cannot use the pinned memory at {base:#x}, because its pages cannot be watched: {error}"
             ));
             Status::NOT_SUPPORTED
         })?;

@@ -134,14 +134,16 @@ pub(crate) fn pages(driver: &'static Driver) -> Result<&'static Pages> {
     static START: std::sync::Once = std::sync::Once::new();
     let opened = PAGES.get_or_init(|| {
         Pages::open()
-            .inspect_err(|error| log::warn(format_args!("no managed memory in this process: {error}")))
+            .inspect_err(|error| log::warn(format_args!("this process cannot use managed memory: {error}")))
             .ok()
     });
     let pages = opened.as_ref().ok_or(Status::NOT_SUPPORTED)?;
     START.call_once(|| {
         let thread = std::thread::Builder::new().name("rgpu-pages".into());
         if let Err(error) = thread.spawn(move || page_faults::serve(driver, pages)) {
-            log::error(format_args!("no thread for managed memory: {error}"));
+            log::error(format_args!(
+                "cannot start a thread for managed memory: {error}; `ulimit -u` limits threads"
+            ));
         }
     });
     Ok(pages)
@@ -154,7 +156,7 @@ impl Backing for Both {
     fn grow(&self, device: u32, address: u64, size: u64) -> Result {
         let pages = pages(self.0)?;
         pages.map(address as usize, size as usize).map_err(|error| {
-            log::warn(format_args!("{size} bytes of managed memory at {address:#x}: {error}"));
+            log::warn(format_args!("cannot map {size} bytes of managed memory at {address:#x}: {error}"));
             Status::OUT_OF_MEMORY
         })?;
         let grown = self.0.grow(device, address, size);
@@ -292,7 +294,9 @@ pub(crate) fn before_going_on(driver: &'static Driver) {
     if PIECES.load(Ordering::Acquire) != 0
         && let Err(status) = give_all(driver)
     {
-        log::error(format_args!("managed memory does not reach the device: {status}"));
+        log::error(format_args!(
+            "the program's changes of managed memory cannot be sent to the device ({status}): kernels may read old values"
+        ));
     }
 }
 
@@ -473,8 +477,8 @@ pub(crate) fn variable(
                 .and_then(|()| pages.open_range(at as usize, len as usize));
             if let Err(error) = taken {
                 log::warn(format_args!(
-                    "a managed variable at {address:#x}, where this process has something else ({error}): \
-                     it cannot be used here"
+                    "the GPU has a __managed__ variable at {address:#x}, where this process has something else ({error}): \
+                     the program cannot access the variable"
                 ));
                 return Err(Status::NOT_SUPPORTED);
             }

@@ -19,14 +19,18 @@ pub(crate) fn serve(driver: &'static Driver, pages: &'static Pages) {
     let (later, waiting) = mpsc::channel();
     let thread = std::thread::Builder::new().name("rgpu-pages-wait".into());
     if let Err(error) = thread.spawn(move || serve_later(driver, pages, &waiting)) {
-        log::error(format_args!("no thread for managed memory: {error}"));
+        log::error(format_args!(
+            "cannot start a thread for managed memory: {error}; `ulimit -u` limits threads"
+        ));
         return;
     }
     let mut buffer = Vec::new();
     loop {
         let faults = match pages.faults() {
             Ok(faults) => faults,
-            Err(error) => return log::error(format_args!("managed memory: {error}")),
+            Err(error) => {
+                return log::error(format_args!("managed memory: page faults cannot be read: {error}"));
+            }
         };
         for fault in faults {
             counters::add(&COUNTERS.page_faults, 1);
@@ -114,7 +118,7 @@ pub(crate) fn finish(pages: &Pages, fault: &Fault, given: Result<bool>) {
         Ok(false) => pages.refuse(fault),
         Err(status) => {
             log::error(format_args!(
-                "managed memory at {:#x} cannot be had from the device ({status}): the access ends the program",
+                "managed memory at {:#x} cannot be fetched from the device ({status}): the access ends the program",
                 fault.address
             ));
             let mut state = lock(&STATE);
@@ -210,6 +214,6 @@ fn fill(pages: &Pages, run: Run, bytes: &[u8], write: bool) -> Result {
 }
 
 pub(crate) fn failed(error: std::io::Error) -> Status {
-    log::error(format_args!("managed memory: {error}"));
+    log::error(format_args!("managed memory: the state of pages cannot be changed: {error}"));
     Status::UNKNOWN
 }

@@ -119,7 +119,9 @@ pub(crate) fn compare_all(driver: &'static Driver) -> bool {
     }
     drop(state);
     compared.unwrap_or_else(|status| {
-        log::error(format_args!("pinned memory cannot be had from the device ({status})"));
+        log::error(format_args!(
+            "pinned memory that kernels have written cannot be fetched from the device ({status})"
+        ));
         false
     })
 }

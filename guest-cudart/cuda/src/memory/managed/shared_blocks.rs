@@ -56,7 +56,7 @@ pub(crate) fn start(driver: &'static Driver) {
     START.call_once(|| {
         let thread = std::thread::Builder::new().name("rgpu-pages-part".into());
         if let Err(error) = thread.spawn(move || serve(driver)) {
-            log::error(format_args!("no thread for pinned memory: {error}"));
+            log::error(format_args!("cannot start a thread for pinned memory that kernels use: {error}; `ulimit -u` limits threads"));
         }
     });
 }
@@ -118,7 +118,9 @@ pub(crate) fn after_wait(driver: &'static Driver) {
 #[cold]
 fn take_all(driver: &'static Driver, which: impl Fn(&Together) -> bool) {
     if let Err(status) = lock(&STATE).part(driver, which) {
-        log::error(format_args!("memory of the program's does not reach the device: {status}"));
+        log::error(format_args!(
+            "the program's changes of pinned or managed memory cannot be sent to the device ({status}): kernels may read old values"
+        ));
     }
 }
 
