@@ -22,7 +22,7 @@ use protocol::polling::{COMPLETER_BUSY, COMPLETER_BUSY_NETWORK, COMPLETER_IDLE};
 use super::api::{Api, CUcontext, CUdeviceptr, CUstream};
 use crate::driver::output::Output;
 
-/// Words in all: streams, staging slots and tickets.
+/// Words in all: streams and staging slots.
 const WORDS: usize = 16 << 10;
 /// After polling for [`COMPLETER_BUSY`] it naps this long between polls, and after [`LONG`] this much longer.
 const NAP: Duration = Duration::from_micros(20);

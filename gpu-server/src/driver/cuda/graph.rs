@@ -117,9 +117,7 @@ impl Session<Cuda> {
             Work::Empty => Ok(()),
             Work::Launch(op) => {
                 let function = self.modules.function_to_launch(cx, op.function)?;
-                let launched = self.gpu.launch_at(context, stream, &function.native, op);
-                function.launched |= launched.is_ok();
-                launched
+                self.gpu.launch_at(context, stream, &function.native, op)
             }
             Work::Memset(op) => match self.checked_fill(op, 0)? {
                 Some(fill) => self.gpu.fill_at(context, stream, &fill),

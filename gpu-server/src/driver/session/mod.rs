@@ -23,7 +23,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use host_bridge::endpoint::Client;
-use protocol::ops::{Driver, MayBlock};
+use protocol::ops::Driver;
 
 use super::call::{Call, Result};
 use super::gpu::Gpu;
@@ -107,10 +107,6 @@ where
 
     fn share(&mut self, broker: Arc<Broker>) {
         self.broker = Some(broker);
-    }
-
-    fn may_wait(&self, may_block: MayBlock, body: &[u8]) -> bool {
-        self.gpu.may_wait(may_block, || self.modules.is_first_launch(body))
     }
 
     fn beside(&self) -> Arc<dyn Beside> {
