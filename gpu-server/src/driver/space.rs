@@ -11,6 +11,7 @@ use protocol::ops::memory::{SPACE, SPACE_ALIGN, SPACE_SIZE};
 
 use super::quota::{Charge, Quota};
 use crate::cuda_ipc::Token;
+use crate::worker_protocol::Resource;
 
 /// Memories, and reservations, of a session at most.
 const MOST: usize = 1 << 17;
@@ -160,10 +161,16 @@ impl<M> Space<M> {
     ///
     /// # Errors
     /// As [`Quota::charge`]'s.
-    pub fn charge_import(&self, quota: &Quota, token: &Token, size: u64) -> Result<Arc<Charge>, Status> {
+    pub fn charge_import(
+        &self,
+        quota: &Quota,
+        resource: Resource,
+        token: &Token,
+        size: u64,
+    ) -> Result<Arc<Charge>, Status> {
         match self.shared.get(token).and_then(Weak::upgrade) {
             Some(charge) => Ok(charge),
-            None => quota.charge(size).map(Arc::new),
+            None => quota.charge(resource, size).map(Arc::new),
         }
     }
 
@@ -286,15 +293,17 @@ mod tests {
 
     const G: u64 = 2 << 20;
 
+    const DEVICE: Resource = Resource::Device(0);
+
     fn space(quota: &Quota) -> Space<()> {
         let mut space = Space::default();
         space.reserve(SPACE, 8 * G);
-        space.add(1, Memory::new(0, 4 * G, false, (), quota.charge(4 * G).unwrap()));
+        space.add(1, Memory::new(0, 4 * G, false, (), quota.charge(DEVICE, 4 * G).unwrap()));
         space
     }
 
     fn unlimited() -> Quota {
-        Quota::new("device memory", 0)
+        Quota::default()
     }
 
     #[test]
@@ -361,7 +370,7 @@ mod tests {
         space.unmap(SPACE + 4 * G);
         assert!(space.remove(1).is_ok() && space.may_unreserve(SPACE, 4 * G).is_err());
         assert_eq!(space.may_unreserve(SPACE, 8 * G), Ok(()));
-        assert_eq!(quota.held(), 0);
+        assert_eq!(quota.held(DEVICE), 0);
     }
 
     #[test]
@@ -371,20 +380,20 @@ mod tests {
         let token = [7; 16];
         space.export(1, token);
         let import = |space: &mut Space<()>, id, token, size| {
-            let charge = space.charge_import(&quota, &token, size).unwrap();
+            let charge = space.charge_import(&quota, DEVICE, &token, size).unwrap();
             space.add(id, Memory::imported(0, size, token, (), charge));
         };
         for id in [2, 3] {
             import(&mut space, id, token, 4 * G);
         }
-        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 4 * G));
+        assert_eq!((quota.held(DEVICE), space.created_on(0)), (4 * G, 4 * G));
         assert!(space.remove(1).is_ok());
-        assert_eq!((quota.held(), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
+        assert_eq!((quota.held(DEVICE), space.created_on(0)), (4 * G, 0), "its maker's name is gone");
         import(&mut space, 4, [8; 16], G);
-        assert_eq!(quota.held(), 5 * G);
+        assert_eq!(quota.held(DEVICE), 5 * G);
         for (id, left) in [(2, 5 * G), (3, G), (4, 0)] {
             assert!(space.remove(id).is_ok());
-            assert_eq!(quota.held(), left, "without {id}");
+            assert_eq!(quota.held(DEVICE), left, "without {id}");
         }
         assert!(space.shared.is_empty());
     }

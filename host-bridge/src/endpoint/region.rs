@@ -46,6 +46,11 @@ impl Region {
         }
     }
 
+    /// Whether it is the channel's arena, whose bytes stay as they are until a command has read them.
+    pub fn is_arena(&self) -> bool {
+        matches!(self.memory, Memory::Arena(_))
+    }
+
     /// Whether the worker may only read it.
     pub fn is_read_only(&self) -> bool {
         self.read_only

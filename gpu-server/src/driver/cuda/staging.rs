@@ -556,10 +556,14 @@ impl Transfer {
         true
     }
 
-    /// Lets the bytes of `mapped`, which no device can reach, land here, from a thread of their own.
-    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped) -> Result {
+    /// Copies the bytes of `mapped`, which no device can reach, to this transfer's slots, from a thread of their own. With `when`, the thread begins
+    /// once that says that the stream has come to the command, and leaves the bytes alone if it says that the stream has failed.
+    pub(super) fn feed(self: &Arc<Transfer>, mapped: Mapped, when: Option<Receiver<Status>>) -> Result {
         let transfer = Arc::clone(self);
         let feeding = std::thread::Builder::new().name("rgpu-feed".into()).spawn(move || {
+            if when.is_some_and(|when| !when.recv().is_ok_and(|status| status.is_success())) {
+                return;
+            }
             let mut at = 0;
             while at < mapped.len() && transfer.await_slot(at as u64) {
                 let Some((room, n)) = transfer.room(at as u64, mapped.len() - at) else { return };
